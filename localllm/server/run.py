@@ -38,6 +38,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 HEADER_BYTES = 32 << 10
 KEEP_ALIVE_S = 60
 BACKLOG = 512
+FIRST_LISTEN_FD = 3  # sd_listen_fds(3)
 FILES = 65536  # open files wanted: every connection is one
 
 
@@ -69,17 +70,39 @@ def bind(options: ServeOptions) -> socket.socket:
     """A listening socket, before anything slow happens. Raises ConfigError or ServerError (port busy)."""
     if options.unix is not None:
         return _bind_unix(options.unix)
-    if not is_loopback(options.host) and not options.api_keys and not options.insecure:
+    given = _inherited()
+    host = options.host if given is None or given.family == socket.AF_UNIX else given.getsockname()[0]
+    if not is_loopback(host) and not options.api_keys and not options.insecure:
         raise ConfigError(
-            f"{options.host} can be reached from the network, and no API key is set",
+            f"{host} can be reached from the network, and no API key is set",
             "add --api-key-file FILE, or --insecure if you mean it",
         )
+    if given is not None:
+        return given
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     # the protocol is named because asyncio turns Nagle's delay of 40 ms off only where it can read it
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     with _listening(sock, f"{options.host} port {options.port}", f"add --port {options.port + 1}"):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((options.host, options.port))
+    return sock
+
+
+def _inherited() -> socket.socket | None:
+    """The socket that systemd listens on for us (sd_listen_fds(3)), if it does. Raises ServerError for another kind."""
+    for_us = os.environ.get("LISTEN_PID") == str(os.getpid())
+    count = os.environ.get("LISTEN_FDS", "") if for_us else ""
+    if not count:
+        return None
+    for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"):  # not for processes that we start
+        os.environ.pop(name, None)
+    try:
+        sock = socket.socket(fileno=FIRST_LISTEN_FD)
+        sock.set_inheritable(False)
+        if count != "1" or not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            raise OSError("one listening stream socket is expected")
+    except OSError as error:
+        raise ServerError(f"the socket from systemd cannot be used: {error}", "see ListenStream in the unit") from error
     return sock
 
 

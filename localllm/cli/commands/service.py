@@ -1,0 +1,345 @@
+"""Serve: Keep an engine ready in the background"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from typer import Argument, Option
+
+from localllm import paths
+from localllm.cli.attach import ask
+from localllm.cli.frame.command import Env, command
+from localllm.errors import ConfigError, ServerError
+from localllm.processes import Running, running
+from localllm.terminal import clean_line, counted, seconds_short
+
+ACTIONS = ("install", "status", "remove")
+NAME = "localllm"
+START_S = 40.0  # for a server to answer; torch is imported meanwhile
+STOP_S = 40.0  # it lets its requests end
+_MARK = "# made by `localllm service install`; a change by hand is kept. "
+
+
+@command(
+    "localllm service install",
+    "localllm service install --port 8001 --ttl 10m",
+    "localllm service status",
+    "localllm service remove",
+)
+def service(
+    env: Env,
+    action: Annotated[str, Argument(metavar="install|status|remove", help="What to do.")] = "status",
+    port: Annotated[int | None, Option(metavar="N", min=1, max=65535, help="Port; 8000 by default.")] = None,
+    ttl: Annotated[str | None, Option(metavar="TIME", help="Unload an idle model after 30m; 0 never.")] = None,
+    force: Annotated[bool, Option("--force", help="Replace a unit that was edited by hand.")] = False,
+) -> int:
+    """Keep a server ready that loads models on demand and unloads idle ones; `run` and `chat` use it.
+
+    With systemd it is a user service that starts at the first connection. Without, it is a background process that
+    runs until it is removed or the machine restarts.
+    """
+    if action not in ACTIONS:
+        raise ConfigError(
+            f"service {clean_line(action)}: must be one of {', '.join(ACTIONS)}", "localllm service status"
+        )
+    if action != "install" and (port is not None or ttl is not None):
+        raise ConfigError("--port and --ttl are for `service install`", "localllm service install --port 8001")
+    if action == "install":
+        config = env.settings({"server.port": port, "engine.ttl": ttl})
+        _install(env, config.server.port or 8000, config.engine.ttl_s, force)
+    elif action == "remove":
+        _remove(env)
+    _status(env)
+    return 0
+
+
+# --- what is there ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """The installed service.
+
+    kind   systemd | process
+    pid    of the background process; 0 with systemd
+    """
+
+    kind: str
+    port: int
+    pid: int = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def server(self) -> Running | None:
+        """Its process, while one runs."""
+        return next((one for one in running() if one.kind == "serve" and one.url == self.url), None)
+
+
+def _file() -> Path:
+    return paths.state_dir() / "service.json"
+
+
+def installed() -> Service | None:
+    """The service of this user, if one is installed. A background process that has ended counts as none."""
+    told = paths.read_json(_file())
+    kind, port, pid = told.get("kind"), told.get("port"), told.get("pid", 0)
+    if kind not in ("systemd", "process") or not isinstance(port, int) or not isinstance(pid, int):
+        return None
+    found = Service(kind, port, pid)
+    if kind == "systemd":
+        return found if all(path.is_file() for path in _unit_files()) else None
+    return found if any(one.pid == pid for one in running()) else None
+
+
+def wake(found: Service) -> Running | None:
+    """The running server of a service, started by a connection where systemd waits for one. None where none comes."""
+    server = found.server
+    if server is not None or found.kind != "systemd":
+        return server
+    try:
+        with socket.create_connection(("127.0.0.1", found.port), timeout=1):
+            pass
+    except OSError:
+        return None
+    return _await_server(found, START_S)
+
+
+def _await_server(found: Service, seconds: float, process: subprocess.Popen[bytes] | None = None) -> Running | None:
+    deadline = time.monotonic() + seconds
+    while (server := found.server) is None and time.monotonic() < deadline:
+        if process is not None and process.poll() is not None:
+            return None
+        time.sleep(0.05)
+    return server
+
+
+# --- install ---------------------------------------------------------------------------------------------------------
+
+
+def _install(env: Env, port: int, ttl_s: float, force: bool) -> None:
+    before = installed()
+    if before is not None and not force and before.port != port:
+        raise ConfigError(f"the service is installed already, at port {before.port}", "localllm service remove first")
+    if before is not None and before.kind == "process":
+        _end(before)
+    if before is None and (taken := _taken(port)):
+        raise ServerError(f"port {port} is taken{taken}", f"localllm service install --port {port + 1}")
+    words = [sys.executable, "-m", "localllm", "serve", "--port", str(port), "--ttl", f"{ttl_s:g}s"]
+    if env.options.config:
+        words += ["--config", str(env.options.config)]
+    if _has_systemd():
+        _install_units(port, words, force)
+        _save(Service("systemd", port))
+        return
+    env.console.say("systemd is not available for this user: starting a background process")
+    log = paths.log_dir() / "service.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True, cwd=Path.home()
+        )
+    made = Service("process", port, process.pid)
+    _save(made)
+    if _await_server(made, START_S, process) is None:
+        process.kill()
+        _file().unlink(missing_ok=True)
+        raise _not_started(log)
+
+
+def _not_started(log: Path) -> ServerError:
+    """Why the server ended: the error and the hint that it wrote."""
+    told = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    why = next((line.removeprefix("error: ") for line in told if line.startswith("error: ")), "no reason given")
+    hint = next((line.removeprefix("try ").strip() for line in told if line.startswith("try ")), f"see {log}")
+    why = why.rpartition("   [")[0] or why  # without its code
+    return ServerError(f"the server did not start: {clean_line(why)}", clean_line(hint))
+
+
+def _taken(port: int) -> str:
+    """Who listens at a port, for an error; "" where nobody does."""
+    with socket.socket() as probe:
+        if probe.connect_ex(("127.0.0.1", port)) != 0:
+            return ""
+    ours = next((one for one in running() if one.url.endswith(f":{port}")), None)
+    return f" by localllm {ours.kind} (pid {ours.pid})" if ours else " by another program"
+
+
+def _save(made: Service) -> None:
+    paths.replace_file(_file(), json.dumps({"kind": made.kind, "port": made.port, "pid": made.pid}))
+
+
+# --- systemd ---------------------------------------------------------------------------------------------------------
+
+
+def _has_systemd() -> bool:
+    """Whether this user has a systemd that takes units."""
+    if shutil.which("systemctl") is None:
+        return False
+    try:
+        return (
+            subprocess.run(["systemctl", "--user", "show-environment"], capture_output=True, timeout=5).returncode == 0
+        )
+    except (OSError, subprocess.SubprocessError):
+        return False
+
+
+def _unit_files() -> tuple[Path, Path]:
+    folder = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "systemd" / "user"
+    return folder / f"{NAME}.socket", folder / f"{NAME}.service"
+
+
+def units(port: int, words: list[str], variables: dict[str, str]) -> tuple[str, str]:
+    """The texts of the socket and the service. The socket is open from login on; the server starts when it is used.
+
+    variables  of the environment that the server needs to find the same models and settings
+    """
+    quoted = " ".join(f'"{word}"' if " " in word else word for word in (w.replace("%", "%%") for w in words))
+    settings = "".join(
+        f'Environment="{name}={value.replace("%", "%%")}"\n' for name, value in sorted(variables.items())
+    )
+    sock = f"""\
+[Unit]
+Description=localllm: endpoint of local language models
+
+[Socket]
+ListenStream=127.0.0.1:{port}
+
+[Install]
+WantedBy=sockets.target
+"""
+    serve = f"""\
+[Unit]
+Description=localllm: local language models
+Requires={NAME}.socket
+After={NAME}.socket
+
+[Service]
+Type=exec
+ExecStart={quoted}
+{settings}Restart=on-failure
+RestartSec=5
+TimeoutStopSec={STOP_S:.0f}
+
+[Install]
+WantedBy=default.target
+"""
+    return _sealed(sock), _sealed(serve)
+
+
+def _sealed(text: str) -> str:
+    return f"{_MARK}{hashlib.sha256(text.encode()).hexdigest()[:16]}\n{text}"
+
+
+def _edited(path: Path) -> bool:
+    """Whether a unit is there that is not as we wrote it."""
+    try:
+        text = path.read_text()
+    except OSError:
+        return False
+    return text != _sealed(text.partition("\n")[2])
+
+
+def _install_units(port: int, words: list[str], force: bool) -> None:
+    files = _unit_files()
+    for path in files:
+        if _edited(path) and not force:
+            raise ConfigError(f"{path} was edited by hand", "localllm service install --force replaces it")
+    kept = ("LOCALLLM_", "HF_", "XDG_", "CUDA_VISIBLE_DEVICES", "PYTHONPATH")
+    variables = {k: v for k, v in os.environ.items() if k.startswith(kept) and "TOKEN" not in k and v.isprintable()}
+    variables.pop("XDG_RUNTIME_DIR", None)
+    for path, text in zip(files, units(port, words, variables), strict=True):
+        paths.replace_file(path, text)
+    _systemctl("daemon-reload")
+    _systemctl("stop", f"{NAME}.service")
+    _systemctl("enable", f"{NAME}.socket")
+    _systemctl("restart", f"{NAME}.socket")
+
+
+def _systemctl(*words: str) -> None:
+    try:
+        done = subprocess.run(["systemctl", "--user", *words], capture_output=True, text=True, timeout=STOP_S + 20)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ServerError(
+            f"systemctl --user {shlex.join(words)} failed: {clean_line(str(error))}", "see its log"
+        ) from None
+    if done.returncode != 0:
+        why = clean_line(done.stderr) or f"exit status {done.returncode}"
+        raise ServerError(
+            f"systemctl --user {shlex.join(words)} failed: {why}", f"journalctl --user -u {NAME}.service shows the log"
+        )
+
+
+# --- remove and status -----------------------------------------------------------------------------------------------
+
+
+def _remove(env: Env) -> None:
+    found = installed()
+    units_there = [path for path in _unit_files() if path.exists()]
+    if found is None and not units_there:
+        _file().unlink(missing_ok=True)
+        env.console.say("no service is installed")
+        return
+    if units_there:
+        _systemctl("disable", "--now", f"{NAME}.socket")
+        _systemctl("stop", f"{NAME}.service")
+        for path in units_there:
+            if _edited(path):
+                path.replace(path.with_suffix(path.suffix + ".bak"))
+                env.console.say(f"kept your changes as {path}.bak")
+            path.unlink(missing_ok=True)
+        _systemctl("daemon-reload")
+    if found is not None and found.kind == "process":
+        _end(found)
+    _file().unlink(missing_ok=True)
+
+
+def _end(found: Service) -> None:
+    """Stop a background process, and wait until it is gone."""
+    os.kill(found.pid, signal.SIGTERM)
+    deadline = time.monotonic() + STOP_S
+    while any(one.pid == found.pid for one in running()):
+        if time.monotonic() > deadline:
+            raise ServerError(f"process {found.pid} still answers requests", "localllm stop drops them")
+        time.sleep(0.05)
+
+
+def _status(env: Env) -> None:
+    found = installed()
+    server = found.server if found else None
+    told = (ask(server, "GET", "/localllm/ps") if server else None) or {}
+    models = [str(row.get("model")) for row in told.get("models", [])]
+    state = "not installed" if found is None else "running" if server else "waiting"
+    fields: dict[str, Any] = {
+        "state": state, "kind": found.kind if found else None, "url": found.url if found else None,
+        "pid": server.pid if server else None, "models": models,
+        "units": [str(path) for path in _unit_files() if path.exists()],
+    }  # fmt: skip
+    if env.console.emit("service/1", fields):
+        return
+    if found is None:
+        env.console.line("not installed: localllm service install")
+        return
+    how = "systemd user service" if found.kind == "systemd" else "background process"
+    if server is None:
+        env.console.line(f"{how} at {found.url}; starts at the first connection")
+        return
+    up = seconds_short(max(0.0, time.time() - server.started))
+    loaded = (
+        f"{counted(len(models), 'model')} loaded: {', '.join(map(clean_line, models))}" if models else "no model loaded"
+    )
+    env.console.line(f"{how} at {found.url} (pid {server.pid}), up {up}, {loaded}")
