@@ -21,6 +21,7 @@ ENVIRONMENT: Mapping[str, str] = MappingProxyType(
     {
         "LOCALLLM_HOME": "one folder for data, cache, config and state, instead of the XDG ones",
         "LOCALLLM_CACHE": "where the compiled CPU kernels lie, instead of the cache folder",
+        "LOCALLLM_STORES": "none: models of Ollama, LM Studio, llama.cpp and other Hugging Face caches stay unlisted",
         "LOCALLLM_CPU_ISA": "the instruction set to build the CPU kernels for: portable, avx2, avx512, neon, ...",
         "LOCALLLM_API_KEY": "the key that `chat --attach-to URL` sends",
         "LOCALLLM_CONFIG": "another settings file, as --config",

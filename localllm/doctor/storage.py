@@ -155,7 +155,7 @@ def server_port(survey: Survey) -> Check:
 def models(survey: Survey) -> Check:
     """The models on this machine."""
     rows = scan()  # no file is opened: `localllm ls` does that
-    broken = [m for m in rows if m.problem]
+    broken = [m for m in rows if m.problem and not m.is_foreign]
     data: dict[str, Any] = {"models": [m.name for m in rows], "broken": [m.name for m in broken]}
     if broken:
         title = f"{counted(len(broken), 'model')} of {len(rows)} damaged: {broken[0].name}: {broken[0].problem}"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import cache as cache
     from . import local as local
+    from . import local_model as local_model
     from .client import Patience as Patience
     from .client import endpoint as endpoint
     from .client import is_offline as is_offline
@@ -18,10 +19,11 @@ if TYPE_CHECKING:
     from .fetching import download as download
     from .fetching import repair as repair
     from .listing import RepoFile as RepoFile
-    from .local import LocalModel as LocalModel
     from .local import default_model as default_model
     from .local import list_local as list_local
     from .local import remember_model as remember_model
+    from .local_model import PLACES as PLACES
+    from .local_model import LocalModel as LocalModel
     from .removal import Removal as Removal
     from .removal import remove as remove
     from .removal import remove_partials as remove_partials
@@ -33,7 +35,8 @@ _HOMES = {
     "client": ("Patience", "endpoint", "is_offline"),
     "fetching": ("Repaired", "download", "repair"),
     "listing": ("RepoFile",),
-    "local": ("LocalModel", "default_model", "list_local", "remember_model"),
+    "local": ("default_model", "list_local", "remember_model"),
+    "local_model": ("PLACES", "LocalModel"),
     "removal": ("Removal", "remove", "remove_partials"),
     "resolution": ("Resolved", "download_limit", "resolve"),
 }
@@ -43,6 +46,6 @@ def __getattr__(name: str) -> Any:
     home = next((module for module, names in _HOMES.items() if name in names), None)
     if home is not None:
         return getattr(import_module(f".{home}", __name__), name)
-    if name in ("cache", "local"):
+    if name in ("cache", "local", "local_model"):
         return import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,9 +16,13 @@ MAX_FILES = 20_000  # files of one repository; real ones stay below a few hundre
 
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
 _REPO = re.compile(rf"{_PART}/{_PART}", re.ASCII)
-_QUANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
+_QUANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}", re.ASCII)  # Ollama's tags, too
 _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}", re.ASCII)
-_PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}(?:/[A-Za-z0-9_][A-Za-z0-9._-]{0,127})?", re.ASCII)
+_SEGMENT = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}"
+_PLAIN = re.compile(rf"{_SEGMENT}(?:/{_SEGMENT})?", re.ASCII)
+_HUBS = ("hf.co/", "huggingface.co/")  # what Ollama's users write before a repository
+# models of other programs (`foreign.py`), and repositories as Ollama writes them
+_ELSEWHERE = re.compile(rf"(?:ollama|lmstudio|llama\.cpp|hf|hf\.co|huggingface\.co)(?:/{_SEGMENT}){{1,4}}", re.ASCII)
 
 
 class ModelName(NamedTuple):
@@ -43,13 +47,14 @@ def parse_name(text: str) -> ModelName:
     """Take a name apart that is not a path. Raises InvalidRequest; nothing has been asked or opened by then."""
     base, _, revision = text.partition("@")
     base, _, quant = base.partition(":")
-    if not _PLAIN.fullmatch(base) or ".." in base:
+    elsewhere = _ELSEWHERE.fullmatch(base)
+    if not (elsewhere or _PLAIN.fullmatch(base)) or ".." in base:
         raise InvalidRequest(
             f"{shown(text)!r} is not a model name: it takes a path, org/repo or an alias of letters, digits, - _ and .",
             "localllm ls lists the models on this machine; a path starts with ./ or /",
             param="model",
         )
-    if "/" in base:
+    if "/" in base and not elsewhere:
         check_repo_id(base)
     if ":" in text.partition("@")[0] and not _QUANT.fullmatch(quant):
         raise InvalidRequest(f"{shown(quant)!r} in {shown(text)!r} is not a quant, such as Q4_K_M", param="model")
@@ -58,9 +63,19 @@ def parse_name(text: str) -> ModelName:
     return ModelName(base, quant or None, revision or None)
 
 
+def bare(base: str) -> str:
+    """A repository without the hub's address before it."""
+    return next((base.removeprefix(hub) for hub in _HUBS if base.startswith(hub)), base)
+
+
+def is_repo_id(text: str) -> bool:
+    """`org/repo`"""
+    return bool(_REPO.fullmatch(text)) and "--" not in text and ".." not in text and not text.endswith(".git")
+
+
 def check_repo_id(repo: str) -> str:
     """`org/repo`, or InvalidRequest."""
-    if not _REPO.fullmatch(repo) or "--" in repo or ".." in repo or repo.endswith(".git"):
+    if not is_repo_id(repo):
         raise InvalidRequest(
             f"{shown(repo)!r} is not a repository id: two parts of at most 96 letters, digits, - _ and ., as org/repo",
             "for a file or folder, start with ./ or /",

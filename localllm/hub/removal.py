@@ -33,10 +33,13 @@ def remove(name: str, *, dry_run: bool = False, derived_only: bool = False) -> R
 
     derived_only   instead all models that `localllm quantize` made and whose names contain that one
 
-    Raises ModelNotFound when no local model goes by that name or several do, ConfigError when the folder is read-only.
+    Raises ModelNotFound when no local model goes by that name or several do, ConfigError when the folder is read-only
+    or another program keeps the model.
     A process that has the model loaded keeps running: its pages stay until it ends.
     """
     found = _derived(name) if derived_only else local.need_one(parse_name(name))
+    if found[0].is_foreign:
+        raise found[0].refusal()
     if found[0].source == "hub":
         return _remove_from_cache(found, dry_run)
     gone = [f.folder / n for f in found for n in f.files]

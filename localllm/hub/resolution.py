@@ -36,7 +36,8 @@ from .client import (
     token,
 )
 from .listing import RepoFile, RepoInfo
-from .names import ModelName, parse_name, shown
+from .local_model import PLACES
+from .names import ModelName, bare, is_repo_id, parse_name, shown
 from .selection import select_files
 from .starter import local_starter, starter_path
 from .transfer import missing_bytes
@@ -54,7 +55,7 @@ class Resolved:
 
     asked: str  # the name as given
     name: str  # the full name: "Qwen/Qwen3-8B", "org/repo:Q4_K_M", "smollm2", or the path
-    kind: Literal["path", "hub", "index"]
+    kind: Literal["path", "hub", "index", "foreign"]
     path: Path | None = None
     repo: str = ""
     quant: str = ""
@@ -197,7 +198,9 @@ def _at_path(name: str, path: Path) -> Resolved:
 
 
 def _local(found: local.LocalModel, ask: _Ask, reason: str, also: tuple[str, ...] = ()) -> Resolved:
-    kind: Literal["path", "hub", "index"] = "hub" if found.source == "hub" else "index"
+    kind: Literal["hub", "index", "foreign"] = "foreign" if found.is_foreign else "index"
+    kind = "hub" if found.source == "hub" else kind
+    reason = f"in {PLACES[found.source]}" if found.is_foreign and not reason else reason
     return Resolved(
         ask.text, found.name, kind, found.path, found.repo, found.quant, found.revision,
         size_bytes=found.size_bytes, reason=reason, also=also,
@@ -214,6 +217,9 @@ def _by_repo(parsed: ModelName, ask: _Ask) -> Resolved:
         raise local.ambiguous(parsed, plain)
     if ask.offline:
         raise _offline(ask, str(parsed), here[0].problem if here else "")
+    parsed = parsed._replace(base=bare(parsed.base))
+    if not is_repo_id(parsed.base):
+        raise ModelNotFound(f"{shown(str(parsed))} is not on this machine", "localllm ls lists what is")
     with HubClient(ask.patience) as client:
         return _from_hub(client, parsed, ask)
 

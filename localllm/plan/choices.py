@@ -53,7 +53,8 @@ def _local(model: hub.LocalModel, planner: Planner) -> ModelChoice:
         made = planner.plan_within(model.facts, model.path)
     except LocalLLMError as error:
         return replace(row, reason=error.message)
-    note = "" if model.chat else "base model: completes text"
+    place = f"in {hub.PLACES[model.source]}" if model.is_foreign else ""
+    note = " · ".join(part for part in (place, "" if model.chat else "base model: completes text") if part)
     return replace(_planned(row, made), note=note, quality=quality_note(model.path, made.kv))
 
 

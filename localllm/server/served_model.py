@@ -61,7 +61,7 @@ def container_of(path: Path) -> str:
     """What a model's files are: gguf or safetensors."""
     if path.is_dir():
         return "safetensors" if any(path.glob("*.safetensors")) or not any(path.glob("*.gguf")) else "gguf"
-    return "gguf" if path.suffix == ".gguf" else "safetensors"
+    return "safetensors" if path.suffix == ".safetensors" else "gguf"  # Ollama's files have no suffix
 
 
 class State(StrEnum):

@@ -277,3 +277,30 @@ def test_a_port_that_is_taken_exits_8_and_names_a_server_of_ours(
         assert [fix["cmd"] for fix in error["fixes"]] == [
             f"localllm stop {port}", f"localllm serve --port {int(port) + 1}"
         ]  # fmt: skip
+
+
+def test_models_of_other_programs_are_listed_and_kept(
+    invoke: Invoke, empty_home: Path, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import hashlib
+
+    digest = hashlib.sha256(tiny_path.read_bytes()).hexdigest()
+    layer = {"mediaType": "application/vnd.ollama.image.model", "digest": f"sha256:{digest}"}
+    blob = empty_home / "ollama/blobs" / f"sha256-{digest}"
+    manifest = empty_home / "ollama/manifests/registry.ollama.ai/library/tiny/3b"
+    for path, content in ((blob, tiny_path.read_bytes()), (manifest, json.dumps({"layers": [layer]}).encode())):
+        path.parent.mkdir(parents=True)
+        path.write_bytes(content)
+    monkeypatch.setenv("OLLAMA_MODELS", str(empty_home / "ollama"))
+    monkeypatch.setenv("HOME", str(empty_home))
+    monkeypatch.setenv("LOCALLLM_STORES", "auto")
+    line = next(one for one in invoke("ls").stdout.splitlines() if "ollama/tiny:3b" in one)
+    assert "Ollama" in line and "✓" in line
+    (row,) = valid(invoke("ls", "--json").stdout, "ls-1")["models"]
+    assert (row["source"], row["format"], row["path"]) == ("ollama", "gguf", str(blob))
+    assert valid(invoke("show", "tiny:3b", "--json").stdout, "show-1")["id"] == "ollama/tiny:3b"
+    assert valid(invoke("pull", "tiny:3b", "--json").stdout, "pull-1")["source"] == "foreign"
+    assert "ollama/tiny:3b" in invoke("plan").stdout
+    refused = invoke("rm", "tiny:3b", "-y")
+    assert refused.exit_code == 2 and "ollama rm tiny:3b" in refused.stderr
+    assert blob.exists() and manifest.exists()

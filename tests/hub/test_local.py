@@ -12,7 +12,7 @@ import pytest
 
 from localllm import hub
 from localllm.errors import DownloadError, LocalLLMError, ModelNotFound
-from localllm.hub import cache, local
+from localllm.hub import cache, local, local_model
 from localllm.request import LoadProgress
 
 from .conftest import QUICK, FakeHub, noise, pull, tree
@@ -56,8 +56,8 @@ def test_models_are_named_as_one_would_type_them(fake_hub: FakeHub, empty_home: 
 def test_folders_of_safetensors_in_the_models_folder(empty_home: Path) -> None:
     models = empty_home / "data/models"
     put(models / "Tiny-1B", WHOLE)
-    put(models / "Tiny-1B-int4", WHOLE | {local.QUANTIZED: b"{}"})
-    put(models / "Tiny-1B-fp8", WHOLE | {local.QUANTIZED: b"{}"})
+    put(models / "Tiny-1B-int4", WHOLE | {local_model.QUANTIZED: b"{}"})
+    put(models / "Tiny-1B-fp8", WHOLE | {local_model.QUANTIZED: b"{}"})
     put(models / "Tiny-2B", {"config.json": CONFIG})  # no weights yet
     put(models / ".Tiny-1B-mxfp4.partial", WHOLE)
     assert {f.name: f.derived for f in local.scan()} == {"Tiny-1B": False, "Tiny-1B-int4": True, "Tiny-1B-fp8": True}

@@ -21,7 +21,8 @@ from localllm.hub.selection import GgufSet, choose_gguf, gguf_sets, quant_label,
 BAD_NAMES = [
     "../x/y", "a/b/c", "a//b", "-rf/x", "a\\b/c", "~/x", "a/b@../../", "a/b@", "a/b@/etc", "a/b@x/../y", "x" * 10**6,
     "а/b", "ﬁle/x", "a/b\0", "a/..", "../..", "a/.hidden", "a/b.git", "a--b/c", "a/b:", "a/b:x y", "a b/c", "", "a/b\n",
-    "hf.co/x/y", "\\\\srv\\x", "a/b@\x1b[2J", "@main", ":q4", "a/b:..", "/", "a/", "/a", "a" * 200 + "/b",
+    "hf.co/a/b/c/d/e", "ollama/../x",
+    "\\\\srv\\x", "a/b@\x1b[2J", "@main", ":q4", "a/b:..", "/", "a/", "/a", "a" * 200 + "/b",
 ]  # fmt: skip
 
 
@@ -42,6 +43,8 @@ def test_what_is_not_a_name(name: str) -> None:
         ("org/repo@main", ModelName("org/repo", None, "main")),
         ("org/repo:UD-Q4_K_XL@refs/pr/3", ModelName("org/repo", "UD-Q4_K_XL", "refs/pr/3")),
         ("qwen3-0.6b:int4", ModelName("qwen3-0.6b", "int4")),
+        ("hf.co/org/repo:Q4_K_M", ModelName("hf.co/org/repo", "Q4_K_M")),
+        ("ollama/hf.co/org/repo:Q4_K_M", ModelName("ollama/hf.co/org/repo", "Q4_K_M")),
     ],
 )
 def test_names_are_taken_apart(text: str, name: ModelName) -> None:

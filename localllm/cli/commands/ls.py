@@ -28,7 +28,6 @@ SORTS: dict[str, Callable[[LocalModel], Any]] = {
     "params": lambda m: -m.params,
     "used": lambda m: -(m.last_used or 0),
 }
-_FROM = {"hub": "Hugging Face cache", "index": "from the package index", "folder": "models folder"}
 
 
 @command("localllm ls", "localllm ls --all", "localllm ls --json | jq -r '.models[].id'")
@@ -81,8 +80,8 @@ def _cells(model: LocalModel, made: Plan | None, reason: str) -> tuple[str, ...]
     if made is None:
         return (model.name, "", model.format, gib(model.size_bytes), "", "✗", "–", _ago(model.last_used), reason)
     mark = "✓" if made.basis == "measured" else "≈"
-    note = _FROM[model.source] if model.source != "hub" else ""
-    if (model.path / hub.local.QUANTIZED).is_file():
+    note = hub.PLACES[model.source] if model.source != "hub" else ""
+    if (model.path / hub.local_model.QUANTIZED).is_file():
         note = "quantized here"
     if not model.chat:
         note = f"{note}, base model" if note else "base model"
@@ -104,7 +103,7 @@ def _ls_row(model: LocalModel, made: Plan | None, reason: str) -> dict[str, Any]
     return picked(model, "params size_bytes chat supported broken source") | {
         "id": model.name,
         "revision": model.revision or None,
-        "format": "gguf" if model.path.suffix.lower() == ".gguf" else "safetensors",
+        "format": "safetensors" if model.path.is_dir() or model.path.suffix == ".safetensors" else "gguf",
         "dtype": model.format or None,
         "architecture": model.architecture or None,
         "max_ctx": model.max_context,

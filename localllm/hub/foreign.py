@@ -1,0 +1,220 @@
+"""Models that other programs keep on this machine: Ollama, LM Studio, llama.cpp, Hugging Face caches besides ours.
+
+They are read in place and never changed. What these folders hold is not trusted: names are made typable and unique,
+walks are bounded, and an entry that cannot be read is left out or listed with its problem beside the others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import shlex
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from localllm.errors import LocalLLMError
+
+from . import cache
+from .local_model import LocalModel, models_in, sets_in, with_size
+from .names import shown
+
+ENVIRONMENT = "LOCALLLM_STORES"  # "none": other programs' models are not listed
+MAX_ENTRIES = 2000  # of one folder
+MAX_MODELS = 2000  # of one program
+MAX_MANIFEST = 1 << 20  # bytes; real ones have 1 KiB
+_MODEL = "application/vnd.ollama.image.model"
+# layers of Ollama's manifests that change what a model computes
+_REFUSED = {
+    "application/vnd.ollama.image.adapter": "it has a LoRA adapter, which is not applied here",
+    "application/vnd.ollama.image.tensor": "it is stored as single tensors, which only Ollama reads",
+}
+_CACHED = re.compile(r"([^_]+)_(.+?-GGUF)_.+", re.IGNORECASE)  # llama.cpp: org_repo_file
+
+
+def scan(taken: set[str]) -> list[LocalModel]:
+    """The models of other programs; none is called as one of the names `taken`, which are in lower case."""
+    if os.environ.get(ENVIRONMENT, "").casefold() == "none":
+        return []
+    found: list[LocalModel] = []
+    for models in (_ollama(), _lm_studio(), _llama_cpp(), _hugging_face()):
+        with suppress(OSError, LocalLLMError):
+            found += itertools.islice(models, MAX_MODELS)
+    return list(_unique(found, set(taken)))
+
+
+def _unique(models: Iterable[LocalModel], taken: set[str]) -> Iterator[LocalModel]:
+    """With a number in the names of those that would be called as another."""
+    for model in models:
+        name, number = model.name, 1
+        while name.casefold() in taken:
+            number += 1
+            base, _, quant = model.name.partition(":")
+            name = f"{base}-{number}:{quant}" if quant else f"{base}-{number}"
+        taken.add(name.casefold())
+        yield replace(model, name=name)
+
+
+# --- Ollama ----------------------------------------------------------------------------------------------------------
+
+
+def _ollama() -> Iterator[LocalModel]:
+    places = [os.environ.get("OLLAMA_MODELS", ""), "~/.ollama/models", "/usr/share/ollama/.ollama/models"]
+    for root in _folders(places):
+        for host in _entries(root / "manifests"):
+            for space in _entries(host):
+                for model in _entries(space):
+                    for tag in _entries(model):
+                        yield _from_manifest(root, tag)
+
+
+def _from_manifest(root: Path, manifest: Path) -> LocalModel:
+    host, space, model, tag = manifest.parts[-4:]
+    parts = [space, model] if host == "registry.ollama.ai" else [host, space, model]
+    parts = parts[1:] if parts[0] == "library" else parts
+    quant = _typable(tag)[:80]
+    name = f"ollama/{'/'.join(map(_typable, parts))}:{quant}"
+    remove = _command("ollama", "rm", f"{'/'.join(parts)}:{tag}")
+    path, size, problem = _weights(root, _read_json(manifest))
+    return LocalModel(name, path, "ollama", quant=quant, size_bytes=size, problem=problem, remove_with=remove)
+
+
+def _weights(root: Path, manifest: Any) -> tuple[Path, int, str]:
+    """(the GGUF that a manifest names, its bytes, what is wrong with it)"""
+    layers = manifest.get("layers") if isinstance(manifest, dict) else None
+    by_kind: dict[str, list[dict[str, Any]]] = {}
+    for layer in layers if isinstance(layers, list) else []:
+        if isinstance(layer, dict):
+            by_kind.setdefault(str(layer.get("mediaType")).partition(";")[0], []).append(layer)
+    nowhere = root / "blobs"
+    if not by_kind:
+        return nowhere, 0, "its manifest cannot be read, or names no files"
+    for kind, why in _REFUSED.items():
+        if kind in by_kind:
+            return nowhere, 0, why
+    models = by_kind.get(_MODEL, [])
+    if len(models) != 1:
+        return nowhere, 0, f"its manifest names {len(models)} files of weights, one is expected"
+    digest, stated = str(models[0].get("digest")), models[0].get("size")
+    if not re.fullmatch(r"sha256:[0-9a-f]{64}", digest, re.ASCII):
+        return nowhere, 0, "its manifest names a file that is not a SHA-256"
+    path = root / "blobs" / digest.replace(":", "-")
+    try:
+        found = path.stat()
+    except OSError as error:
+        return path, 0, f"{path.name[:19]}…: {(error.strerror or 'cannot be read').lower()}"
+    if not stat.S_ISREG(found.st_mode):
+        return path, 0, f"{path.name[:19]}… is not a file"
+    lies = isinstance(stated, int) and stated != found.st_size
+    problem = f"{path.name[:19]}… has {found.st_size:,} bytes, its manifest says {stated:,}" if lies else ""
+    return path, found.st_size, problem
+
+
+# --- LM Studio, llama.cpp, Hugging Face ------------------------------------------------------------------------------
+
+
+def _lm_studio() -> Iterator[LocalModel]:
+    """`models/<publisher>/<model>/<files>`; the folder may have been moved in the settings."""
+    pointer = _read(os.path.expanduser("~/.lmstudio-home-pointer")).decode(errors="replace").strip()
+    homes = _folders([pointer, "~/.lmstudio", "~/.cache/lm-studio"])
+    settings = [_read_json(home / "settings.json") for home in homes]
+    moved = [str(one["downloadsFolder"]) for one in settings if isinstance(one, dict) and one.get("downloadsFolder")]
+    for root in _folders([*moved, *(str(home / "models") for home in homes)]):
+        for publisher in _entries(root):
+            for folder in _entries(publisher):
+                base = f"lmstudio/{_typable(publisher.name)}/{_typable(folder.name)}"
+                remove = "in LM Studio: My Models, then Delete"
+                yield from _typed(models_in(folder, cache.files_in(folder), base, "lmstudio", remove_with=remove))
+
+
+def _llama_cpp() -> Iterator[LocalModel]:
+    cached = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    for root in _folders([os.environ.get("LLAMA_CACHE", ""), os.path.join(cached, "llama.cpp")]):
+        for group in sets_in([path.name for path in _entries(root)], "llama.cpp"):
+            first = root / group.files[0]
+            parts = _CACHED.fullmatch(first.stem)
+            base = "/".join(map(_typable, parts.groups() if parts else [first.stem]))
+            name = f"llama.cpp/{base}:{group.label}" if parts and group.label else f"llama.cpp/{base}"
+            remove = _command("rm", *(str(root / file) for file in group.files))
+            quant = name.partition(":")[2]
+            one = LocalModel(name, first, "llama.cpp", quant=quant, files=group.files, remove_with=remove)
+            yield with_size(one, root)
+
+
+def _hugging_face() -> Iterator[LocalModel]:
+    home, cached = os.environ.get("HF_HOME"), os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    places = [os.path.join(home, "hub") if home else "", os.environ.get("TRANSFORMERS_CACHE", "")]
+    places += [os.path.join(cached, "huggingface/hub"), "~/.cache/huggingface/hub"]
+    ours = os.path.realpath(cache.hub_dir())
+    for root in _folders(places):
+        if os.path.realpath(root) == ours:
+            continue
+        for folder in _entries(root):
+            if not folder.name.startswith("models--"):
+                continue
+            repo = folder.name.removeprefix("models--").replace("--", "/")
+            remove = _command("hf", "cache", "rm", f"model/{repo}", "--cache-dir", str(root))
+            base = "hf/" + "/".join(map(_typable, repo.split("/")[:2]))
+            for revision in cache.snapshots(folder)[:1]:
+                snapshot = folder / "snapshots" / revision
+                yield from _typed(models_in(snapshot, cache.files_in(snapshot), base, "hf", remove_with=remove))
+
+
+# --- folders that are not ours ---------------------------------------------------------------------------------------
+
+
+def _folders(places: Iterable[str]) -> list[Path]:
+    """The folders among these places that are there, each once."""
+    found: dict[str, Path] = {}
+    for place in places:
+        path = Path(os.path.expanduser(os.path.expandvars(place)))
+        with suppress(OSError, ValueError):
+            if place and path.is_absolute() and path.is_dir():
+                found.setdefault(os.path.realpath(path), path)
+    return list(found.values())
+
+
+def _entries(folder: Path) -> list[Path]:
+    """What a folder holds, in order, without hidden names; nothing for what is no folder or is gone by now."""
+    with suppress(OSError, ValueError), os.scandir(folder) as entries:
+        names = [entry.name for entry in itertools.islice(entries, MAX_ENTRIES)]
+        return [folder / name for name in sorted(names) if not name.startswith(".")]
+    return []
+
+
+def _read(path: Path | str) -> bytes:
+    """A small regular file; b"" for anything else. Never waits for a writer, as reading a FIFO would."""
+    with suppress(OSError, ValueError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:
+            content = file.read(MAX_MANIFEST + 1) if stat.S_ISREG(os.fstat(descriptor).st_mode) else b""
+        return content if len(content) <= MAX_MANIFEST else b""
+    return b""
+
+
+def _read_json(path: Path) -> Any:
+    with suppress(ValueError, RecursionError):
+        return json.loads(_read(path))
+    return None
+
+
+def _command(*words: str) -> str:
+    return shown(shlex.join(words), 1000)
+
+
+def _typable(text: str) -> str:
+    """A name of another program in the characters of ours."""
+    plain = re.sub(r"[^A-Za-z0-9._-]|\.{2,}", "-", text)[:120].rstrip(".-")
+    return plain if plain[:1].isalnum() else f"x{plain}"
+
+
+def _typed(models: Iterable[LocalModel]) -> Iterator[LocalModel]:
+    """With a quant that can be typed: without a label it is the file's name."""
+    for model in models:
+        quant = _typable(model.quant)[:80] if model.quant else ""
+        yield replace(model, quant=quant, name=f"{model.base}:{quant}" if quant else model.base)

@@ -1,0 +1,133 @@
+"""One model on disk as a value, and how the file names of a folder become such values. Nothing is opened here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from localllm import paths
+from localllm.errors import BadModelFile, ConfigError
+
+from .names import bare, shown
+from .selection import GgufSet, gguf_sets, safetensors_names
+
+if TYPE_CHECKING:
+    from localllm.models.architectures import ModelFacts
+
+QUANTIZED = "localllm-quantize.json"  # lies beside the weights that `localllm quantize` wrote
+
+Source = Literal["hub", "index", "folder", "ollama", "lmstudio", "llama.cpp", "hf"]
+# where a model comes from, for people; what other programs keep is only read
+PLACES: dict[Source, str] = {
+    "hub": "Hugging Face cache",
+    "index": "from the package index",
+    "folder": "models folder",
+    "ollama": "Ollama",
+    "lmstudio": "LM Studio",
+    "llama.cpp": "llama.cpp's cache",
+    "hf": "another Hugging Face cache",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LocalModel:
+    """A model on disk: what its names tell, and, after `describe`, what its files do."""
+
+    name: str  # as one would type it: "Qwen/Qwen3-8B", "org/repo:Q4_K_M", "smollm2", "ollama/llama3.2:3b"
+    path: Path  # what to open: a GGUF file (the first split) or a folder
+    source: Source
+    repo: str = ""  # in our cache
+    quant: str = ""
+    revision: str = ""
+    # weight files, relative to the snapshot or model folder; all files of a folder of the models folder
+    files: tuple[str, ...] = ()
+    size_bytes: int = 0
+    problem: str = ""  # why it cannot be whole, "" when no name speaks against it
+    remove_with: str = ""  # of another program's model: the command of that program
+
+    format: str = ""
+    architecture: str = ""
+    params: int = 0
+    max_context: int = 0
+    license: str = ""
+    chat: bool = False  # has a chat template
+    supported: bool = True  # this version can run it
+    broken: bool = False  # its files are damaged or incomplete
+    reason: str = ""  # why it is broken or not supported
+    last_used: float | None = None  # seconds since the epoch
+    facts: ModelFacts | None = None
+
+    @property
+    def base(self) -> str:
+        return self.name.partition(":")[0]
+
+    @property
+    def short(self) -> str:
+        """The base as its own program, or the hub, calls it."""
+        return bare(self.base.partition("/")[2] if self.is_foreign else self.base)
+
+    @property
+    def is_foreign(self) -> bool:
+        """Another program keeps it: it is read, never changed."""
+        return self.source not in ("hub", "index", "folder")
+
+    def refusal(self) -> ConfigError:
+        """Why a foreign model is not removed, repaired or copied, with its program's own way."""
+        return ConfigError(f"{self.name} belongs to {PLACES[self.source]}; localllm only reads it", self.remove_with)
+
+    @property
+    def folder(self) -> Path:
+        """What `files` are relative to, for models of the models folder."""
+        return self.path if self.path.is_dir() else self.path.parent
+
+    @property
+    def derived(self) -> bool:
+        """`localllm quantize` made it from another model."""
+        return self.source == "folder" and (self.folder / QUANTIZED).is_file()
+
+
+def models_in(folder: Path, names: list[str], base: str, source: Source, **more: Any) -> list[LocalModel]:
+    """The models among a folder's file names: a folder of safetensors, and `base:quant` for each GGUF."""
+    found = []
+    tensors = safetensors_names(names)
+    if tensors:
+        missing = missing_shards(folder, names) if "config.json" in names else "config.json is missing"
+        found.append(LocalModel(base, folder, source, files=tuple(tensors), problem=missing, **more))
+    for group in sets_in(names, base):
+        quant = group.label or Path(group.files[0]).stem
+        path = folder / group.files[0]
+        found.append(LocalModel(f"{base}:{quant}", path, source, quant=quant, files=group.files, **more))
+    return [with_size(one, folder) for one in found]
+
+
+def sets_in(names: list[str], where: str) -> list[GgufSet]:
+    """GGUF sets; where a split is missing, the parts that are there, to be shown as broken."""
+    try:
+        return gguf_sets(names, where)
+    except BadModelFile:
+        return [GgufSet("", (n,)) for n in names if n.endswith(".gguf")]
+
+
+def with_size(found: LocalModel, folder: Path) -> LocalModel:
+    """With the bytes of its files in that folder, and what is wrong with them."""
+    size, problem = 0, found.problem
+    for file in found.files:
+        try:
+            size += (folder / file).stat().st_size
+        except OSError as error:
+            problem = problem or f"{file}: {(error.strerror or 'cannot be read').lower()}"
+    return replace(found, size_bytes=size, problem=problem)
+
+
+def missing_shards(folder: Path, names: list[str]) -> str:
+    """What an index names and the folder lacks. A damaged index is left for the reader to explain."""
+    index = folder / "model.safetensors.index.json"
+    if index.name not in names:
+        return ""
+    try:
+        shards = set(paths.read_json(index, 32 << 20)["weight_map"].values())
+        missing = sorted(str(s) for s in shards if s not in names)
+    except (TypeError, KeyError, AttributeError):
+        return ""
+    return f"{len(missing)} of {len(shards)} weight files are missing, first {shown(missing[0])}" if missing else ""
