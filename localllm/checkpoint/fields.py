@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import reprlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -45,14 +44,14 @@ class Fields:
             value = self._same_everywhere(key, value)
         value = self._typed(key, value, default, (int,), "an integer")
         if self.raw(key) is not None and not low <= value <= high:
-            raise self.fail(key, f"is {value:,}, it must be {low:,} to {high:,}")
+            raise self.fail(key, f"is {shown(f'{value:,}', 40)}, it must be {low:,} to {high:,}")
         return int(value)
 
     def number(self, key: str, low: float, high: float, default: float | None = None) -> float:
         """A finite number in [low, high]."""
         value = self._typed(key, self.raw(key), default, (int, float), "a number")
-        if self.raw(key) is not None and not (math.isfinite(value) and low <= value <= high):
-            raise self.fail(key, f"is {value:g}, it must be {low:g} to {high:g}")
+        if self.raw(key) is not None and not low <= value <= high:  # False for NaN
+            raise self.fail(key, f"is {shown(value, 40)}, it must be {low:g} to {high:g}")
         return float(value)
 
     def optional_number(self, key: str, low: float, high: float) -> float | None:
@@ -82,7 +81,7 @@ class Fields:
         ids = value if isinstance(value, list) else [value]
         for item in ids:
             if type(item) is not int or not 0 <= item < vocab_size:
-                raise self.fail(key, f"token id {shown(repr(item))} is not in the vocabulary of {vocab_size:,}")
+                raise self.fail(key, f"token id {shown(reprlib.repr(item))} is not in the vocabulary of {vocab_size:,}")
         return tuple(ids)
 
     def _same_everywhere(self, key: str, values: np.ndarray) -> int:

@@ -26,6 +26,7 @@ MAX_HEADER_BYTES = 64 << 20  # a 262,144-token vocabulary with its merges is und
 MAX_ENTRIES = 1 << 17  # tensors, and separately keys; the largest models with one tensor per expert have 50,000
 MAX_STRINGS = 1 << 21  # in all arrays together: 0.4 s of scanning, 100 MB
 MAX_STRING_BYTES = 16 << 20
+READ_BYTES = 1 << 20  # of the header at first
 MAX_KEY_BYTES = 256
 MAX_TENSOR_NAME_BYTES = 64
 MAX_ALIGNMENT = 1 << 16
@@ -35,7 +36,10 @@ _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 
 
 class _Cursor:
-    """A position in the header; every read is checked against the end of the file."""
+    """A position in the header; every read is checked against the end of the file.
+
+    `buffer` is the beginning of the file, as far as it was needed.
+    """
 
     def __init__(self, file: MappedFile) -> None:
         self.file = file
@@ -43,6 +47,14 @@ class _Cursor:
         self.at = 0
         self.end = file.size
         self.strings = 0
+        self.buffer = file.read(0, min(file.size, READ_BYTES))
+
+    def reach(self, end: int) -> bytes:
+        """The buffer, read on so that it holds the first `end` bytes: at least twice what it held, in few steps."""
+        have = len(self.buffer)
+        if have < end:
+            self.buffer += self.file.read(have, min(max(end, 2 * have), self.end) - have)
+        return self.buffer
 
     def bad(self, what: str, offset: int, key: str | None = None) -> BadModelFile:
         return bad(self.path, what, offset=offset, key=key)
@@ -55,13 +67,16 @@ class _Cursor:
         if begin + nbytes > MAX_HEADER_BYTES:
             raise self.bad(f"{what} reaches past the header limit of {MAX_HEADER_BYTES:,} bytes", begin)
         self.at = begin + nbytes
+        self.reach(self.at)
         return begin
 
     def u32(self, what: str) -> int:
-        return int(_U32.unpack_from(self.file.buffer, self.need(4, what))[0])
+        begin = self.need(4, what)
+        return int(_U32.unpack_from(self.buffer, begin)[0])
 
     def u64(self, what: str) -> int:
-        return int(_U64.unpack_from(self.file.buffer, self.need(8, what))[0])
+        begin = self.need(8, what)
+        return int(_U64.unpack_from(self.buffer, begin)[0])
 
     def count(self, what: str, entry_bytes: int, limit: int) -> int:
         """A u64 count of entries that take at least `entry_bytes` each."""
@@ -80,7 +95,7 @@ class _Cursor:
         if length > limit:
             raise self.bad(f"{what} is {length:,} bytes long, the limit is {limit:,}", begin)
         start = self.need(length, what)
-        return self.file.buffer[start : start + length]
+        return self.buffer[start : start + length]
 
     def name(self, what: str, limit: int) -> str:
         """A string that must be printable UTF-8: a key or a tensor name."""
@@ -129,7 +144,7 @@ def read_gguf(file: MappedFile) -> tuple[dict[str, TensorInfo], dict[str, Any]]:
 
 def _check_magic(cursor: _Cursor) -> None:
     path = cursor.path
-    magic = cursor.file.buffer[:4]
+    magic = cursor.buffer[:4]
     if magic != b"GGUF":
         known = {b"ggml": "GGML", b"lmgg": "GGML", b"tjgg": "GGJT", b"fmgg": "GGMF", b"FUGG": "byte-swapped GGUF"}
         if magic in known:
@@ -169,7 +184,8 @@ def _value(cursor: _Cursor, key: str) -> Any:
     if kind not in SCALARS:
         raise cursor.bad(f"value type {kind:,} is unknown, types 0 to 12 exist", begin, key)
     name, code = SCALARS[kind]
-    value = struct.unpack_from(code, cursor.file.buffer, cursor.need(struct.calcsize(code), f"a {name}"))[0]
+    start = cursor.need(struct.calcsize(code), f"a {name}")
+    value = struct.unpack_from(code, cursor.buffer, start)[0]
     if kind != BOOL:
         return value
     if value > 1:
@@ -189,8 +205,7 @@ def _array(cursor: _Cursor, key: str) -> Any:
     dtype = np.dtype(SCALARS[kind][1])
     count = cursor.count(f"the length of array {shown(key)}", dtype.itemsize, MAX_HEADER_BYTES)
     start = cursor.need(count * dtype.itemsize, f"array {shown(key)}")
-    # A copy: it outlives the map, and the header limit bounds it.
-    values = np.frombuffer(cursor.file.buffer, dtype, count, start).copy()
+    values = np.frombuffer(cursor.buffer, dtype, count, start).copy()  # it outlives the buffer
     if kind == BOOL:
         if (values > 1).any():
             raise cursor.bad("a bool is neither 0 nor 1", start + int(np.argmax(values > 1)), key)
@@ -203,17 +218,24 @@ def _string_array(cursor: _Cursor, key: str) -> list[bytes]:
     cursor.strings += count
     if cursor.strings > MAX_STRINGS:
         raise cursor.bad(f"arrays hold over {MAX_STRINGS:,} strings in all", cursor.at, key)
-    at, buffer, limit = cursor.at, cursor.file.buffer, min(cursor.end, MAX_HEADER_BYTES)
+    at, buffer, limit = cursor.at, cursor.buffer, min(cursor.end, MAX_HEADER_BYTES)
+    have = len(buffer)
     strings: list[bytes] = []
     unpack, append = _U64.unpack_from, strings.append  # looked up once for up to two million strings
     for index in range(count):
         if at + 8 > limit:
             raise cursor.bad(f"string {index:,} of {count:,} is cut off", at, key)
+        if at + 8 > have:
+            buffer = cursor.reach(at + 8)
+            have = len(buffer)
         stop: int = at + 8 + unpack(buffer, at)[0]
         if stop > limit:
             length = stop - at - 8
             what = f"string {index:,} of {count:,} is {length:,} bytes long, {limit - at - 8:,} remain"
             raise cursor.bad(what, at, key)
+        if stop > have:
+            buffer = cursor.reach(stop)
+            have = len(buffer)
         append(buffer[at + 8 : stop])
         at = stop
     cursor.at = at

@@ -78,7 +78,11 @@ class TensorInfo:
 
 
 class MappedFile:
-    """A regular file mapped for reading. `buffer` is the map (slices are bytes), `data` a uint8 view of all of it."""
+    """A regular file mapped for reading: `data` is a uint8 view of all of it.
+
+    Headers are parsed from `read`, which survives a file that is cut at that moment. Bytes taken through `view` can
+    still end the process with SIGBUS when the file is cut between the check in `view` and their use.
+    """
 
     def __init__(self, path: Path) -> None:
         """Map `path`. Raises ModelNotFound when there is none, BadModelFile when it cannot be read as a file."""
@@ -104,8 +108,23 @@ class MappedFile:
             raise ValueError(f"{self.path.name} is closed")
         size = self.buffer.size()
         if size < offset + nbytes:
-            raise bad(self.path, f"was cut from {self.size:,} to {size:,} bytes while it was read", offset=size)
+            raise self._cut(size)
         return self.data[offset : offset + nbytes]
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Bytes [offset, offset + nbytes), read and not mapped. Raises BadModelFile for a file that was cut since."""
+        with os.fdopen(_open_regular(self.path), "rb") as file:
+            try:
+                file.seek(offset)
+                data = file.read(nbytes)
+            except OSError as error:
+                raise bad(self.path, f"cannot be read: {error.strerror}", offset=offset) from error
+        if len(data) < nbytes:
+            raise self._cut(offset + len(data))
+        return data
+
+    def _cut(self, size: int) -> BadModelFile:
+        return bad(self.path, f"was cut from {self.size:,} to {size:,} bytes while it was read", offset=size)
 
     def forget(self, offset: int, nbytes: int) -> None:
         """Drop whole system pages of a range from this map and from the page cache: a hint, which may do nothing."""

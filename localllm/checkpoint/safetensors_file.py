@@ -31,7 +31,7 @@ DTYPE_BITS = {
 def read_safetensors(file: MappedFile) -> dict[str, TensorInfo]:
     """Where each tensor lies. Raises BadModelFile or UnsupportedFormat; the data itself is not touched."""
     path, data_start = file.path, 8 + _header_bytes(file)
-    header = file.buffer[8:data_start]
+    header = file.read(8, data_start - 8)
     if not header.startswith(b"{"):
         raise bad(path, "the header does not begin with '{'", offset=8)
     entries = parse_json_object(path, header, MAX_VALUES, unique=True, offset=8)
@@ -44,14 +44,14 @@ def read_safetensors(file: MappedFile) -> dict[str, TensorInfo]:
 
 
 def _header_bytes(file: MappedFile) -> int:
-    path = file.path
-    if file.buffer[:2] in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
+    path, begin = file.path, file.read(0, min(file.size, 8))
+    if begin[:2] in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
         raise pickle_error(path, 0)
-    if file.buffer[:4] == b"GGUF":
+    if begin[:4] == b"GGUF":
         raise bad(path, "is a GGUF file named .safetensors", offset=0, hint="rename it to end in .gguf")
     if file.size < 10:
         raise bad(path, f"is {file.size} bytes long, a header needs at least 10", offset=0)
-    length = int.from_bytes(file.buffer[:8], "little")
+    length = int.from_bytes(begin, "little")
     if length > MAX_HEADER_BYTES:
         raise bad(path, f"the header length is {length:,}, the limit is {MAX_HEADER_BYTES:,}", offset=0)
     if length > file.size - 8:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from . import cache, foreign
 from .local_model import LocalModel, Source, missing_shards, models_in, sets_in, with_size
 from .names import ModelName, bare, shown
 from .selection import safetensors_names
+
+LOG = logging.getLogger(__name__)
 
 STARTER = "smollm2"  # what a new user talks to first
 
@@ -51,6 +54,9 @@ def describe(found: LocalModel, last_used: object = None) -> LocalModel:
     except LocalLLMError as error:
         is_broken = not isinstance(error, UnsupportedModel | UnsupportedFormat)
         return replace(row, broken=is_broken, supported=False, reason=error.message)
+    except Exception as error:  # one file must never hide the others, whatever reading it runs into
+        LOG.error("%s cannot be read", found.path, exc_info=True)
+        return replace(row, broken=True, supported=False, reason=f"cannot be read ({type(error).__name__})")
     return replace(
         row,
         format=facts.stored_format,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from localllm.checkpoint.fields import Fields
+from localllm.checkpoint.mapped_file import shown
 from localllm.checkpoint.vocabulary import TOKEN_IDS, check_vocabulary, special_ids
 from localllm.errors import BadModelFile, UnsupportedFormat
 from localllm.paths import cache_dir, read_json, replace_file
@@ -67,7 +68,8 @@ def read_vocabulary(path: Path, metadata: Mapping[str, Any]) -> Vocabulary:
         raise fields.fail("model", "is missing: the file has no tokenizer")
     if model not in ("gpt2", "llama", "gemma4"):
         raise UnsupportedFormat(
-            f"the tokenizer type is {model!r} ({_REFUSED.get(model, 'unknown')}); gpt2, llama and gemma4 are read",
+            f"the tokenizer type is {shown(model)!r} ({_REFUSED.get(model, 'unknown')});"
+            " gpt2, llama and gemma4 are read",
             "use a safetensors version of the model, which brings tokenizer.json",
         )
     if not raw:
@@ -267,7 +269,7 @@ def _pre_name(fields: Fields, model: str, num_tokens: int) -> str:
         log.warning("the file names no pre-tokenizer: the default may split text differently from the model's own")
     if name not in PRE_TOKENIZERS:
         raise UnsupportedFormat(
-            f"the pre-tokenizer {name!r} is not known to this version",
+            f"the pre-tokenizer {shown(name)!r} is not known to this version",
             "use a safetensors version of the model, which brings tokenizer.json",
         )
     return name

@@ -64,6 +64,10 @@ class OpenModel(Checkpoint):
     def _check(self, facts: ModelFacts) -> None:
         """Raise for the first tensor that is missing or of another shape."""
         hidden = facts.hidden_size
+        first = self.names.beyond(self.tensors, facts.num_layers)
+        if first is not None:
+            what = f"belongs to a layer beyond the {facts.num_layers} that the file states"
+            raise bad(self.path, what, key=first)
         self._linear("model.embed_tokens", (facts.vocab_size, hidden))
         if not facts.tied_embeddings:
             self._linear("lm_head", (facts.vocab_size, hidden))

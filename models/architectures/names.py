@@ -7,7 +7,7 @@ Canonical module names are Hugging Face's: `model.embed_tokens`, `model.layers.{
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.([\w.]+)")
@@ -42,6 +42,12 @@ class NameMap:
         if match is None:
             return self.top[module]
         return self.layer.format(match[1]) + self.inner.get(match[2], match[2])
+
+    def beyond(self, tensors: Iterable[str], num_layers: int) -> str | None:
+        """The first tensor of a layer that `num_layers` do not count, None when there is none."""
+        layer = re.compile(re.escape(self.layer).replace(r"\{\}", r"(\d{1,9})"))
+        found = ((layer.match(name), name) for name in tensors)
+        return next((name for match, name in found if match and int(match[1]) >= num_layers), None)
 
 
 def gguf_names(inner: Mapping[str, str] = GGUF_LAYER) -> NameMap:

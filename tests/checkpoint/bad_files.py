@@ -179,6 +179,7 @@ def _model_cases() -> dict[str, bytes]:
         "layers_array": keys(llama__block_count=(ARRAY, array(F32, [1.0]))),
         "layers_missing": keys(llama__block_count=None),
         "layers_more_than_stored": keys(llama__block_count=(U32, 2)),
+        "layers_fewer_than_stored": tensors(lambda values: values.update({"blk.1.attn_q.weight": values[name]})),
         "heads_0": keys(**{"llama.attention.head_count": (U32, 0)}),
         "heads_not_dividing": keys(**{"llama.attention.head_count": (U32, 5)}),
         "heads_per_layer": keys(**{"llama.attention.head_count": (ARRAY, array(U32, [4, 2]))}),

@@ -221,6 +221,7 @@ def test_half_a_gigabyte_of_config_is_not_read(single: Path) -> None:
         {"hidden_size": True},
         {"num_hidden_layers": 10**9},
         {"num_hidden_layers": 3},
+        {"num_hidden_layers": 1},
         {"num_attention_heads": 5},
         {"num_attention_heads": 0},
         {"num_key_value_heads": 3},

@@ -12,6 +12,7 @@ from tiny_models import (
     assemble,
     safetensors_bytes,
     tiny_gguf,
+    tiny_gguf_bytes,
     tiny_hf_tensors,
     tiny_keys,
     tiny_safetensors,
@@ -19,6 +20,10 @@ from tiny_models import (
     vocabulary,
 )
 
+from localllm.checkpoint import gguf_file
+from localllm.checkpoint.gguf_file import read_gguf
+from localllm.checkpoint.mapped_file import MappedFile
+from localllm.checkpoint.safetensors_file import read_safetensors
 from localllm.errors import BadModelFile
 from localllm.models.architectures import open_model
 from localllm.request import LoadProgress, SamplingParams
@@ -98,6 +103,36 @@ def test_a_file_cut_while_it_is_loaded_is_named(kind: str, tmp_path: Path) -> No
         LLM(model, on_progress=cut)
     assert f"{file.name}: at byte {size // 2:,}: was cut from {size:,} to {size // 2:,} bytes" in caught.value.message
     assert "localllm pull NAME --repair" in caught.value.hint
+
+
+@pytest.mark.parametrize("kind", ["gguf", "safetensors"])
+def test_a_file_cut_while_its_header_is_parsed_is_named(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever the cut falls between two reads of the header, nothing faults."""
+    monkeypatch.setattr(gguf_file, "READ_BYTES", 64)
+    path = tmp_path / f"m.{kind}"
+    whole = tiny_gguf_bytes("Q8_0", layers=1) if kind == "gguf" else safetensors_bytes(tiny_hf_tensors(layers=1))
+    plain, reads = MappedFile.read, 0
+    for cut_at in range(6):
+        path.write_bytes(whole)
+        file, reads = MappedFile(path), 0
+
+        def read(self: MappedFile, offset: int, nbytes: int) -> bytes:
+            nonlocal reads
+            if reads == cut_at:  # noqa: B023
+                os.truncate(self.path, min(offset + 1, 4096))
+            reads += 1
+            return plain(self, offset, nbytes)
+
+        monkeypatch.setattr(MappedFile, "read", read)
+        try:
+            (read_gguf if kind == "gguf" else read_safetensors)(file)
+            assert reads <= cut_at, "the file was cut and nobody noticed"
+        except BadModelFile as error:
+            assert f"was cut from {len(whole):,} to" in error.message
+        monkeypatch.setattr(MappedFile, "read", plain)
+        file.close()
 
 
 def test_what_remains_ends_with_a_word(tmp_path: Path) -> None:

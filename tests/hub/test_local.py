@@ -85,6 +85,25 @@ def test_folders_of_other_tools_are_not_models(fake_hub: FakeHub, empty_home: Pa
     assert hub.list_local() == []
 
 
+def test_one_model_that_cannot_be_read_hides_no_other(empty_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from localllm.models import architectures
+
+    models = empty_home / "data/models"
+    put(models / "Bad", WHOLE)
+    put(models / "Other", WHOLE)
+    plain = architectures.open_model
+
+    def fail(path: Path) -> architectures.OpenModel:
+        if path.name == "Bad":
+            raise ValueError("the truth value of an array")
+        return plain(path)
+
+    monkeypatch.setattr(architectures, "open_model", fail)
+    rows = {row.name: row for row in hub.list_local()}
+    assert rows.keys() == {"Bad", "Other"}
+    assert rows["Bad"].broken and rows["Bad"].reason == "cannot be read (ValueError)"
+
+
 def test_a_cached_model_is_found_at_once(fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     """Usable offline, with no request; the hub may be gone."""
     fake_hub.add("a/whole", WHOLE)
