@@ -15,6 +15,7 @@ from localllm.chat.tools.calls import fixed_values, is_text, properties_of, tool
 from localllm.chat.tools.formats import HARMONY, ToolFormat
 
 from .compiler import Words
+from .schema import LeavesOut
 from .source import quoted
 
 MAX_CALLS = 8  # in one answer: small models would go on indefinitely
@@ -30,18 +31,18 @@ def call_grammar(
     *,
     parallel: bool = True,
     after_trigger: bool = False,
-    lenient: Sequence[bool] = (),
+    leaves_out: Sequence[LeavesOut] = (),
 ) -> str:
     """An answer that is one or more calls of these tools.
 
     parallel       up to MAX_CALLS calls, else one
     after_trigger  the text goes on after the format's trigger, and ends with the call, or section of calls, begun there
-    lenient        for each tool: keywords of its schema that cannot be enforced are left out
+    leaves_out     of the schema of each tool
     """
     is_harmony = tool_format is HARMONY
     rules = []
     for number, tool in enumerate(tools):
-        one = _CallRules(tool_format, words, bool(lenient and lenient[number]), f"c{number}")
+        one = _CallRules(tool_format, words, leaves_out[number] if leaves_out else LeavesOut.NOTHING, f"c{number}")
         rules += [f"call_{number}: {one.call(tool_function(tool))}", *one.rules]
     rules.append("any: " + " | ".join(f"call_{number}" for number in range(len(tools))))
     opens = tool_format.open.split(tool_format.trigger, 1)[1] if after_trigger else tool_format.open
@@ -67,10 +68,10 @@ def call_grammar(
 class _CallRules:
     """The rules of one tool's calls; `rules` fills as the call is written."""
 
-    def __init__(self, tool_format: ToolFormat, words: Words, lenient: bool, prefix: str) -> None:
+    def __init__(self, tool_format: ToolFormat, words: Words, leaves_out: LeavesOut, prefix: str) -> None:
         self._format = tool_format
         self._words = words
-        self._lenient = lenient
+        self._leaves_out = leaves_out
         self._prefix = prefix
         self._root: Mapping[str, Any] = {}
         self._any = ""
@@ -94,7 +95,7 @@ class _CallRules:
         return name
 
     def _json(self, schema: Mapping[str, Any]) -> str:
-        return self._rule(self._words.schema(schema, self._lenient))
+        return self._rule(self._words.schema(schema, self._leaves_out))
 
     def _text_before(self, after: str, schema: Mapping[str, Any]) -> str:
         """Any text of the schema's lengths up to where `after` first stands, and that."""
@@ -191,14 +192,14 @@ class _CallRules:
     def _constant(self, value: Any) -> str:
         if isinstance(value, str):
             return self._words.literal(f"{self._format.quote}{value}{self._format.quote}")
-        return self._words.schema({"const": value}, False)
+        return self._words.schema({"const": value})
 
     def _anything(self, kind: str) -> str:
         """A value of any shape."""
         if not self._any:
             self._any = f"{self._prefix}_any"
             string = self._string({})
-            scalar = self._rule(self._words.schema({"type": list(_SCALARS)}, False))
+            scalar = self._rule(self._words.schema({"type": list(_SCALARS)}))
             key = self._rule("/[A-Za-z_][A-Za-z0-9_-]*/")
             value = f"{self._any}_value"
             self.rules += [

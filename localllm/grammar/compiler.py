@@ -25,6 +25,7 @@ from localllm.tokenizer.tokenizer import ControlText, Tokenizer
 
 from .limits import CHECK_CPU_S, CHECK_MEMORY_BYTES, CHECK_WALL_S, parser_limits
 from .mask import GrammarMask, Vocabulary
+from .schema import LeavesOut
 from .source import Source, inline_schema, quoted
 
 if TYPE_CHECKING:
@@ -105,10 +106,15 @@ class Compiler:
     def mask(self, source: Source) -> GrammarMask:
         """A mask at the beginning of the grammar. Raises InvalidConstraint, its `param` the source's."""
         key = source.key
-        mask = self._kept(source, key)
-        if mask is None:
-            with self._compiling:  # those whose grammar is known do not wait for those whose grammar is new
-                mask = self._kept(source, key) or self._compile(source, key)
+        try:
+            mask = self._kept(source, key)
+            if mask is None:
+                with self._compiling:  # those whose grammar is known do not wait for those whose grammar is new
+                    mask = self._kept(source, key) or self._compile(source, key)
+        except InvalidConstraint:
+            if source.looser is None:
+                raise
+            return self.mask(source.looser)
         return mask
 
     def _kept(self, source: Source, key: bytes) -> GrammarMask | None:
@@ -207,8 +213,8 @@ class Words:
     def is_control(self, text: str) -> bool:
         return text in self._control.ids
 
-    def schema(self, schema: Mapping[str, Any], lenient: bool) -> str:
-        return inline_schema(schema, lenient, "tools")
+    def schema(self, schema: Mapping[str, Any], leaves_out: LeavesOut = LeavesOut.NOTHING) -> str:
+        return inline_schema(schema, leaves_out, "tools")
 
 
 # --- the check in the child ------------------------------------------------------------------------------------------

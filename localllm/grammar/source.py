@@ -12,22 +12,15 @@ from localllm.errors import InvalidConstraint
 from localllm.request import Constraint
 
 from . import limits
+from .schema import LeavesOut, Unenforceable, adapted
 
 # the spelling of Python's json.dumps and of the `tojson` of chat templates: an answer that comes back in a later prompt
 # has the same tokens; and most of it is forced, so it costs no forward pass
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # one line end with its indentation, or one space: pretty-printed JSON, but no endless white space
 _FREE = {"whitespace_pattern": r"(\n {0,16}| )"}
-
-
-_COMBINING = frozenset(
-    ("allOf", "not", "if", "dependentSchemas", "unevaluatedProperties", "$dynamicRef", "$recursiveRef")
-)
-_SAYS_MORE = frozenset(("additionalProperties", "patternProperties", "unevaluatedProperties"))
-_BESIDE = frozenset(("anyOf", "oneOf", "$ref"))
-_SCHEMAS_BY_NAME = frozenset(("properties", "$defs", "definitions", "patternProperties"))
-_SCHEMA_LISTS = frozenset(("anyOf", "oneOf", "prefixItems"))
-_SCHEMAS = frozenset(("items", "additionalProperties", "contains"))
+# what is tried, one after the other, for a schema that is lenient or is not
+LEAVES_OUT = {False: (LeavesOut.NOTHING,), True: (LeavesOut.KEYWORDS, LeavesOut.VALUES)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +33,7 @@ class Source:
     # of kind lark: the text with control tokens by id, which only the model's own vocabulary has
     run_text: str | None = None
     param: str = "response_format"
+    looser: Source | None = None  # what is compiled where this cannot be
 
     @property
     def key(self) -> bytes:
@@ -51,8 +45,10 @@ def source_of(constraint: Constraint) -> Source:
     """Raises InvalidConstraint for values of the wrong type or beyond the sizes of `limits`."""
     value, param = constraint.value, constraint.param
     if constraint.kind == "json_schema":
-        text = schema_text(value, param)
-        return Source("json_schema", text, tuple({**_COMPACT, "lenient": constraint.lenient}.items()), param=param)
+        options = tuple({**_COMPACT, "lenient": constraint.lenient}.items())
+        texts = [schema_text(value, param, leaves_out) for leaves_out in LEAVES_OUT[constraint.lenient]]
+        looser = Source("json_schema", texts[-1], options, param=param) if len(texts) > 1 else None
+        return Source("json_schema", texts[0], options, param=param, looser=looser)
     if constraint.kind == "json_object":
         return Source("json_schema", '{"type": "object"}', tuple(_FREE.items()), param=param)
     if constraint.kind == "regex":
@@ -64,19 +60,18 @@ def source_of(constraint: Constraint) -> Source:
     raise _refuse(f"the kind of constraint {constraint.kind!r:.40} is not known", param)
 
 
-def schema_text(schema: Any, param: str) -> str:
-    """A JSON schema as text, its size and depth checked; without `x-guidance`, which sets llguidance's options.
-
-    Objects that say nothing of further properties get none: models hold to what is declared, and end. What is closed
-    still validates: a closed schema allows less. Where schemas are combined a closed part could contradict the others,
-    so a schema that combines anywhere is left as it is. Raises InvalidConstraint.
+def schema_text(schema: Any, param: str, leaves_out: LeavesOut = LeavesOut.NOTHING) -> str:
+    """A JSON schema as text, its size and depth checked, as `adapted` has it; without `x-guidance`, which sets
+    llguidance's options. Raises InvalidConstraint.
     """
     if schema is not True and not isinstance(schema, Mapping):
         raise _refuse(f"a JSON schema is an object, this one is {_kind(schema)}", param)
-    combines = _check_nesting(schema, param)
+    _check_nesting(schema, param)
     try:
-        made = {} if schema is True else schema if combines else _closed(schema)
+        made = {} if schema is True else adapted(schema, leaves_out)
         text = json.dumps({key: value for key, value in made.items() if key != "x-guidance"})
+    except Unenforceable as error:
+        raise _refuse(f"the JSON schema cannot be enforced: {error}", param) from None
     except (TypeError, ValueError, RecursionError) as error:
         raise _refuse("the JSON schema is not plain JSON", param) from error
     if len(text) > limits.MAX_SCHEMA_BYTES:
@@ -84,15 +79,14 @@ def schema_text(schema: Any, param: str) -> str:
     return text
 
 
-def inline_schema(schema: Any, lenient: bool, param: str) -> str:
+def inline_schema(schema: Any, leaves_out: LeavesOut, param: str) -> str:
     """The same inside a Lark rule. Raises InvalidConstraint."""
-    made = json.loads(schema_text(schema, param))
-    return "%json " + json.dumps({**made, "x-guidance": {**_COMPACT, "lenient": lenient}})
+    made = json.loads(schema_text(schema, param, leaves_out))
+    return "%json " + json.dumps({**made, "x-guidance": {**_COMPACT, "lenient": leaves_out > LeavesOut.NOTHING}})
 
 
-def _check_nesting(schema: Any, param: str) -> bool:
-    """Check depth and patterns, without recursion. Returns whether schemas are combined anywhere."""
-    combines = False
+def _check_nesting(schema: Any, param: str) -> None:
+    """Check depth and patterns, without recursion."""
     waiting: list[tuple[Any, int]] = [(schema, 1)]
     while waiting:
         value, depth = waiting.pop()
@@ -101,32 +95,10 @@ def _check_nesting(schema: Any, param: str) -> bool:
         if isinstance(value, Mapping):
             if isinstance(value.get("pattern"), str):
                 _pattern(value["pattern"], param)
-            combines |= not _COMBINING.isdisjoint(value) or ("properties" in value and not _BESIDE.isdisjoint(value))
             value = value.values()
         elif not isinstance(value, list | tuple):
             continue
         waiting += [(item, depth + 1) for item in value if isinstance(item, Mapping | list | tuple)]
-    return combines
-
-
-def _closed(schema: Any) -> Any:
-    """A copy whose objects with declared properties allow no others, unless they say so themselves."""
-    if not isinstance(schema, Mapping):
-        return schema
-    made: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key in _SCHEMAS_BY_NAME and isinstance(value, Mapping):
-            made[key] = {name: _closed(part) for name, part in value.items()}
-        elif key in _SCHEMA_LISTS and isinstance(value, list | tuple):
-            made[key] = [_closed(part) for part in value]
-        else:
-            made[key] = _closed(value) if key in _SCHEMAS else value
-    if isinstance(made.get("properties"), Mapping) and _SAYS_MORE.isdisjoint(made):
-        needed = made.get("required")
-        names = needed if isinstance(needed, list) else []
-        if all(name in made["properties"] for name in names):
-            made["additionalProperties"] = False
-    return made
 
 
 def _pattern(value: Any, param: str) -> str:

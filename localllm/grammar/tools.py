@@ -13,7 +13,8 @@ from localllm.request import Constraint, ToolUse
 
 from .compiler import Compiler
 from .mask import GrammarMask
-from .source import Source, schema_text, source_of
+from .schema import LeavesOut
+from .source import LEAVES_OUT, Source, source_of
 
 
 def begun_call(compiler: Compiler, tool_format: ToolFormat, tools: ToolUse) -> tuple[GrammarMask, str] | None:
@@ -48,11 +49,11 @@ def whole_answer(
                 param=constraint.param,
             )
         compiler.mask(source_of(constraint))  # its own errors first
-        schema = constraint.value if constraint.kind == "json_schema" else {"type": "object"}
+        content = constraint
     else:
-        schema = None
+        content = None
     try:
-        return _compiled(compiler, tool_format, called_tools(tools), parallel=tools.parallel, content=schema)
+        return _compiled(compiler, tool_format, called_tools(tools), parallel=tools.parallel, content=content)
     except _TooComplex as error:
         raise InvalidConstraint(
             f"the tools together cannot be enforced: {error}", "give fewer or simpler tools", param="tools"
@@ -70,34 +71,40 @@ def _compiled(
     *,
     parallel: bool,
     after_trigger: bool = False,
-    content: Any = None,
+    content: Constraint | None = None,
 ) -> GrammarMask:
     """As strict as every schema can be; what cannot be enforced of a tool that is not `strict` is left out."""
     refused: InvalidConstraint | None = None
     loose = [not tool_function(tool).get("strict") for _, tool in called]
-    for lenient in ([False] * len(called), loose):
-        options: dict[str, Any] = {"parallel": parallel, "after_trigger": after_trigger, "lenient": lenient}
+    for most in LEAVES_OUT[True]:
+        leaves_out = [most if is_loose else LeavesOut.NOTHING for is_loose in loose]
+        options: dict[str, Any] = {"parallel": parallel, "after_trigger": after_trigger, "leaves_out": leaves_out}
         try:
-            return compiler.mask(_source(compiler, tool_format, [tool for _, tool in called], content, options))
+            said = None
+            if content is not None:
+                value = content.value if content.kind == "json_schema" else {"type": "object"}
+                said = value, most if content.lenient else LeavesOut.NOTHING
+            return compiler.mask(_source(compiler, tool_format, [tool for _, tool in called], said, options))
         except InvalidConstraint as error:
             refused = error
     for (number, tool), is_loose in zip(called, loose, strict=True):
         param = f"tools[{number}].function.parameters"
         value = parameters_of(tool_function(tool))
-        schema_text(value, param)
         compiler.mask(source_of(Constraint("json_schema", value, lenient=is_loose, param=param)))
     raise _TooComplex(refused.message if refused is not None else "")
 
 
 def _source(
-    compiler: Compiler, tool_format: ToolFormat, tools: list[Mapping[str, Any]], content: Any, options: dict[str, Any]
-) -> Source:
+    compiler: Compiler, tool_format: ToolFormat, tools: list[Mapping[str, Any]],
+    said: tuple[Any, LeavesOut] | None,  # the schema of an answer without calls
+    options: dict[str, Any],
+) -> Source:  # fmt: skip
     def text(plain: bool) -> str:
         words = compiler.words(plain=plain)
         rules = call_grammar(tool_format, tools, words, **options)
-        if content is None:
+        if said is None:
             return rules
         calls = rules.replace("start:", "calls:", 1)
-        return f"start: said | calls\nsaid: {words.schema(content, False)}\n{calls}"
+        return f"start: said | calls\nsaid: {words.schema(*said)}\n{calls}"
 
     return Source("lark", text(True), run_text=text(False), param="tools")

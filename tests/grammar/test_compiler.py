@@ -337,6 +337,70 @@ def test_nothing_is_fetched(smollm2: Compiler) -> None:
     assert error is not None and "root:" not in error.message
 
 
+NOT_STRICT: dict[str, Any] = {
+    "not": {"type": "string", "maxLength": 2, "not": {"const": "a"}},
+    "oneOf": {"oneOf": [{"type": "integer", "maximum": 9}, {"type": "number", "minimum": 0, "maximum": 5}]},
+    "dependencies": {"type": "object", "properties": {"a": {"type": "null"}}, "dependencies": {"a": ["b"]}},
+    "uniqueItems": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3, "uniqueItems": True},
+    "contains": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3, "contains": {"const": True}},
+    "patternProperties": {"properties": {"x": {
+        "type": "object", "patternProperties": {"^a": {"type": "null"}, "^ab": {"type": "boolean"}},
+        "additionalProperties": False}}},
+    "pattern": {"type": "string", "pattern": "^(?!b)a$", "maxLength": 3},
+    "multipleOf": {"type": "number", "multipleOf": 1e-300, "minimum": 0, "maximum": 1},
+    "minProperties": {"type": "object", "patternProperties": {"^k[0-9]$": {"type": "null"}}, "minProperties": 2,
+                      "additionalProperties": False},
+    "maxProperties": {"type": "object", "properties": {"a": {"type": "null"}, "b": {"type": "null"}},
+                      "maxProperties": 1, "additionalProperties": {"type": "null"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOT_STRICT)
+def test_what_cannot_be_enforced_is_left_out_unless_it_is_strict(name: str, smollm2: Compiler) -> None:
+    schema = NOT_STRICT[name]
+    assert refusal(smollm2, "json_schema", schema) is not None
+    ids, ended = walk(smollm2, mask_of(smollm2, "json_schema", schema, lenient=True), 1)
+    assert ended
+    json.loads(smollm2.tokenizer.decode(ids))
+
+
+@pytest.mark.parametrize("name", ["idn-email", "int32", "uri-reference", "nothing-known"])
+def test_unknown_formats_are_annotations(name: str, smollm2: Compiler) -> None:
+    inner = {"type": "string", "format": name, "pattern": "^[a-c]$"}
+    schema = {"type": "object", "properties": {"format": inner}, "format": name}
+    ids, ended = walk(smollm2, mask_of(smollm2, "json_schema", schema), 1)
+    assert ended and set(json.loads(smollm2.tokenizer.decode(ids))) <= {"format"}
+
+
+def accepts(compiler: Compiler, schema: Any, text: str) -> bool:
+    mask = mask_of(compiler, "json_schema", schema)
+    return mask.accept_text(text.encode()) >= 0 and bool(compiler.vocabulary.end_ids & set(allowed(compiler, mask)))
+
+
+@pytest.mark.parametrize("low", [-2, -0.5, 0, 1, 3])
+def test_excluded_bounds_are_excluded(low: float, smollm2: Compiler) -> None:
+    for high in (low + 0.05, low + 0.5, low + 1, low + 1.5):
+        for lower, upper in (("exclusiveMinimum", "exclusiveMaximum"), ("exclusiveMinimum", "maximum"),
+                             ("minimum", "exclusiveMaximum")):  # fmt: skip
+            schema = {"type": "number", lower: low, upper: high}
+            for value, bound in ((low, lower), (high, upper)):
+                if bound.startswith("ex"):
+                    assert not accepts(smollm2, schema, f"{value:g}"), schema
+            assert accepts(smollm2, schema, f"{low + (high - low) / 2:g}"), schema
+
+
+def test_branches_that_overlap_are_not_made_disjoint_by_closing_them(smollm2: Compiler) -> None:
+    with_a = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    with_b = {"type": "object", "properties": {"b": {"type": "integer"}}}
+    by_name = {"oneOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}], "$defs": {"A": with_a, "B": with_b}}
+    for schema in ({"oneOf": [with_a, with_b]}, {"properties": {"x": {"oneOf": [with_a, with_b]}}}, by_name):
+        error = refusal(smollm2, "json_schema", schema)
+        assert error is not None and "oneOf" in error.message
+        mask_of(smollm2, "json_schema", schema, lenient=True)
+    kinds = [{"type": "object", "properties": {"t": {"const": name}}, "required": ["t"]} for name in ("a", "b")]
+    assert refusal(smollm2, "json_schema", {"oneOf": kinds}) is None
+
+
 def test_unsupported_keywords_may_be_left_out(smollm2: Compiler) -> None:
     schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True, "maxItems": 3}
     ids, ended = walk(smollm2, mask_of(smollm2, "json_schema", schema, lenient=True), 1)

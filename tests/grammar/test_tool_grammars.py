@@ -11,8 +11,11 @@ from grammar_walks import allowed, controlled_tokenizer, walk
 
 from localllm.chat.tools.formats import BY_NAME, FORMATS, ToolFormat
 from localllm.chat.tools.parser import answer_parser
+from localllm.errors import InvalidConstraint
 from localllm.grammar import Compiler, Source
 from localllm.grammar.call_rules import MAX_CALLS, call_grammar
+from localllm.grammar.tools import whole_answer
+from localllm.request import Constraint, ToolUse
 
 PARAMETERS: list[Any] = [
     {
@@ -125,3 +128,11 @@ def test_a_lone_tool_needs_few_choices(smollm2: Compiler) -> None:
     forced = smollm2.tokenizer.decode(mask.jump_forward())
     assert forced.startswith('<tool_call>\n{"name": "now", "arguments": {}')
     assert set(allowed(smollm2, mask)) == {mask.jump_forward()[0]}
+
+
+def test_an_answer_beside_tools_leaves_out_what_its_schema_cannot_have_enforced(smollm2: Compiler) -> None:
+    tools = ToolUse(({"type": "function", "function": {"name": "f"}},))
+    schema = {"type": "object", "patternProperties": {"^a": {}, "^ab": {"type": "null"}}, "additionalProperties": False}
+    whole_answer(smollm2, BY_NAME["hermes"], tools, Constraint("json_schema", schema, lenient=True))
+    with pytest.raises(InvalidConstraint, match="not disjoint"):
+        whole_answer(smollm2, BY_NAME["hermes"], tools, Constraint("json_schema", schema))

@@ -64,7 +64,9 @@ def read(**fields):
     [
         ({"response_format": {"type": "text"}}, None),
         ({"response_format": {"type": "json_object"}}, Constraint("json_object")),
-        ({"response_format": form()}, Constraint("json_schema", SCHEMA)),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}},
+         Constraint("json_schema", SCHEMA, lenient=True)),
+        ({"response_format": form()}, Constraint("json_schema", SCHEMA, lenient=True)),
         ({"response_format": form(strict=True)}, Constraint("json_schema", SCHEMA)),
         ({"response_format": form(strict=False)}, Constraint("json_schema", SCHEMA, lenient=True)),
         ({"structured_outputs": {"json": SCHEMA}}, Constraint("json_schema", SCHEMA, param="structured_outputs")),
@@ -79,7 +81,7 @@ def read(**fields):
         ({"grammar": 'root ::= "x"'}, Constraint("grammar", 'root ::= "x"', param="grammar")),
         ({"grammar": None, "guided_json": None}, None),
     ],
-)
+)  # fmt: skip
 def test_constraints_are_read(fields, constraint):
     assert read(**fields).constraint == constraint
 
@@ -119,6 +121,7 @@ def test_tools_are_read(fields, use):
 REFUSED = [
     ({"response_format": {}}, "response_format"),
     ({"response_format": {"type": "xml"}}, "response_format"),
+    ({"response_format": {"type": "json_object", "schema": "x"}}, "response_format"),
     ({"response_format": {"type": "json_schema"}}, "response_format"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format"),
     ({"response_format": form(strict="yes")}, "response_format"),

@@ -47,7 +47,8 @@ def _response_format(given: Mapping[str, Any] | None) -> Constraint | None:
         return None
     kind, where = given.get("type"), "response_format"
     if kind == "json_object":
-        return Constraint("json_object", param=where)
+        schema = given.get("schema")  # as llama.cpp and Fireworks have it
+        return Constraint("json_object", param=where) if schema is None else _schema(schema, where, lenient=True)
     if kind != "json_schema":
         raise invalid("response_format.type must be one of text, json_object, json_schema.", where, "invalid_value")
     form = given.get("json_schema")
@@ -61,7 +62,7 @@ def _response_format(given: Mapping[str, Any] | None) -> Constraint | None:
         raise invalid("response_format.json_schema.strict must be true or false.", where, "invalid_type")
     if "schema" not in form:
         raise invalid("response_format.json_schema.schema is missing.", where, "missing_required_parameter")
-    return _schema(form["schema"], where, lenient=strict is False)
+    return _schema(form["schema"], where, lenient=not strict)  # as OpenAI has it: false where it is left out
 
 
 def _schema(value: Any, where: str, *, lenient: bool = False) -> Constraint:
