@@ -2,13 +2,14 @@
 # make test                     set up, then the tests              make test ARGS='tests/engine -x'   JOBS=0: in one process
 # make test-all                 the slow ones too                   make lint / make format
 # make test-aot                 kernels compiled for every card     make test-aot TRITON=3.6   with that Triton
+# make schemas                  write localllm/schemas anew from the types in localllm/cli/documents
 # make screenshots              draw the pictures in docs/screens anew; look at them
 # PYTHON=/path/to/python3.12    which Python .venv is made with (3.11 or newer)
 SHELL := bash
 JOBS ?= 2
 export PYTHON
 unexport PYTHONDONTWRITEBYTECODE  # every process would compile hundreds of modules again
-.PHONY: chat test test-all test-aot lint format screenshots models setup dev
+.PHONY: chat test test-all test-aot lint format schemas screenshots models setup dev
 
 chat: setup
 	@exec .venv/bin/localllm chat $(ARGS)
@@ -27,6 +28,9 @@ lint: dev
 
 format: dev
 	@.venv/bin/ruff check --fix . ; .venv/bin/ruff format .
+
+schemas: dev
+	@.venv/bin/python -m localllm.cli.documents.schemas
 
 screenshots: dev
 	@UPDATE_SCREENS=1 .venv/bin/pytest -m '' tests/tui/test_screenshots.py

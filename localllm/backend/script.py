@@ -13,7 +13,6 @@ ANSWERS = {
     message: "".join(text.replace("{n}", str(n)) for times, text in parts for n in range(times))
     for message, parts in SCRIPT["answers"].items()
 }
-MARKDOWN, HOSTILE = ANSWERS["!md"], ANSWERS["!escape"]
 ANSWERS["!mixed"] *= 20
 ANSWERS["!oom"] = ANSWERS["!crash"] = ANSWERS["long"]
 

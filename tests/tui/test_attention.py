@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from localllm.backend.script import HOSTILE
+from localllm.backend.script import ANSWERS
 from localllm.conversation.attention import BELL, RESTORE_TITLE, SAVE_TITLE, Attention
 
 from .test_terminal import Terminal, open_terminal  # noqa: F401
@@ -52,7 +52,7 @@ def test_a_title_is_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
         written: list[str] = []
         attention = Attention("always", written.append)
         attention.look(False)
-        attention.call("4;1;50" + HOSTILE, "the answer is ready")
+        attention.call("4;1;50" + ANSWERS["!escape"], "the answer is ready")
         text = "".join(written).replace("\x1bPtmux;", "").replace("\x1b\x1b]", "\x1b]").replace("\x1b\\", "")
         text = text.removeprefix(BELL).replace(SAVE_TITLE, "")
         osc_9, osc_2, rest = text.split(BELL)

@@ -10,7 +10,7 @@ import pytest
 from textual.containers import VerticalScroll
 from textual.widgets import OptionList
 
-from localllm.backend.script import MARKDOWN
+from localllm.backend.script import ANSWERS
 from localllm.config import UiConfig
 from localllm.interface import Facts, Prefill
 from localllm.tui.screens.help import HelpScreen
@@ -247,7 +247,7 @@ async def test_resizing_while_an_answer_comes() -> None:
             small = size[0] < 40 or size[1] < 12
             await running.until(lambda small=small: running.screen.query_one("#small").display == small)  # type: ignore[misc]
         await running.until(lambda: running.answers and running.answers[0].exchange.stop)
-        assert running.answers[0].answer.source == MARKDOWN
+        assert running.answers[0].answer.source == ANSWERS["!md"]
 
 
 async def test_thinking_folds_and_opens() -> None:
@@ -450,7 +450,7 @@ async def test_themes_draw_everything(theme: str) -> None:
     async with chat(ui=UiConfig(theme=theme)) as running:
         await running.ready()
         message = await running.ask("!md")
-        assert message.answer.source == MARKDOWN
+        assert message.answer.source == ANSWERS["!md"]
         assert running.app.theme == theme
 
 

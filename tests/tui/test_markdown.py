@@ -10,7 +10,7 @@ from textual.app import App, ComposeResult
 from textual.content import Content
 from textual.widgets import Label, Markdown
 
-from localllm.backend.script import HOSTILE, MARKDOWN
+from localllm.backend.script import ANSWERS
 from localllm.config import UiConfig
 from localllm.terminal import clean
 from localllm.tui.widgets.markdown import Answer, Fence, Settler, _FlatList
@@ -32,7 +32,8 @@ TRAPS = (
 )
 TEXTS = {
     "prose": PROSE, "lists": LISTS, "long list": LONG_LIST, "table": TABLE, "open fence": OPEN_FENCE, "odd": ODD,
-    "traps": TRAPS, "everything": MARKDOWN, "empty lines": "\n\n\na\n\n\n", "spaces": "   ", "one line": "x" * 5000,
+    "traps": TRAPS, "everything": ANSWERS["!md"], "empty lines": "\n\n\na\n\n\n", "spaces": "   ",
+    "one line": "x" * 5000,
 }  # fmt: skip
 
 
@@ -166,8 +167,8 @@ async def test_hostile_text_is_shown_harmless_and_literal() -> None:
     async with chat() as running:
         await running.ready()
         message = await running.ask("!escape")
-        assert message.answer.source == clean(HOSTILE)
-        assert message.exchange.text == HOSTILE  # the model sees what it said
+        assert message.answer.source == clean(ANSWERS["!escape"])
+        assert message.exchange.text == ANSWERS["!escape"]  # the model sees what it said
         shown = "".join(running.drawn)
         for bad in ("\x1b", "\x07", "\x9b", "\u202e"):
             assert bad not in shown

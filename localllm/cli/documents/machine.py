@@ -1,0 +1,233 @@
+"""What commands about this machine, and failures, print with --json."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from .words import CheckId, Count, ErrorCode, Fix, RuleId, Variable, Words
+
+
+class ErrorDetail(TypedDict):
+    code: ErrorCode
+    exit: int
+    message: Words
+    why: str
+    hint: str
+    fixes: list[Fix]
+    context: dict[str, Any]
+    docs: str
+
+
+class Error(TypedDict):
+    """What a command prints with --json when it fails."""
+
+    error: ErrorDetail
+
+
+class Setting(TypedDict):
+    value: Any
+    origin: str
+
+
+class SettingKey(TypedDict):
+    key: str
+    default: Any
+    takes: str
+    meaning: str
+    env: Variable
+
+
+class Config(TypedDict):
+    """What `localllm config --json` prints."""
+
+    file: NotRequired[str]
+    settings: NotRequired[dict[str, Setting]]
+    key: NotRequired[str]
+    action: NotRequired[Literal["set", "unset", "path", "schema", "edit"]]
+    keys: NotRequired[list[SettingKey]]
+
+
+class KnownCheck(TypedDict):
+    id: str
+    group: Literal["hardware", "software", "storage", "terminal"]
+
+
+class Checks(TypedDict):
+    """What `localllm doctor --list --json` prints."""
+
+    checks: list[KnownCheck]
+
+
+class CheckFix(TypedDict):
+    cmd: Words
+    needs_root: bool
+    safe: bool
+
+
+class CheckResult(TypedDict):
+    id: CheckId
+    group: Literal["hardware", "software", "storage", "terminal", "model"]
+    status: Literal["ok", "warn", "fail", "skip"]
+    title: Words
+    detail: str
+    fix: CheckFix | None
+    data: dict[str, Any]
+    ms: float
+
+
+class Advice(TypedDict):
+    id: str
+    text: Words
+    cmd: str
+
+
+class KnownRule(TypedDict):
+    id: RuleId
+    title: str
+    confidence: Literal["A", "B", "C"]
+
+
+class Doctor(TypedDict):
+    """What `localllm doctor --json` prints."""
+
+    checks: list[CheckResult]
+    summary: dict[str, Count]
+    advice: list[Advice]
+    machine: dict[str, Any]
+    rules: list[KnownRule]
+    host: dict[str, Any]
+
+
+class LogFix(TypedDict):
+    do: Words
+    why: str
+    engine: str | None
+    root: bool
+    confirmed: bool
+
+
+class LogMatch(TypedDict):
+    id: RuleId
+    title: str
+    cause: str
+    versions: str
+    confidence: Literal["A", "B", "C"]
+    applies: bool
+    doubts: list[str]
+    line: int | None
+    excerpt: str | None
+    sources: list[str]
+    fixes: list[LogFix]
+
+
+class Diagnosis(TypedDict):
+    """What `localllm doctor --log FILE --json` prints."""
+
+    source: str
+    matches: list[LogMatch]
+
+
+class LaunchModel(TypedDict):
+    name: str
+    kind: Literal["dense", "moe"]
+    format: Literal["bf16", "fp8", "nvfp4", "mxfp4", "int4", "gguf"]
+    hybrid: bool
+    mtp: bool
+    known_from: str
+
+
+class LaunchPiece(TypedDict):
+    text: Words
+    why: str
+    confidence: Literal["A", "B", "C"]
+    source: str | None
+
+
+class LaunchHeard(TypedDict):
+    claim: str
+    truth: str
+    source: str
+
+
+class LaunchRule(TypedDict):
+    id: str
+    title: str
+
+
+class Launch(TypedDict):
+    """What `localllm doctor --for ENGINE --json` prints."""
+
+    engine: str
+    engine_version: NotRequired[str]
+    device: str
+    model: LaunchModel
+    shell: list[str]
+    command: str
+    env: list[LaunchPiece]
+    flags: list[LaunchPiece]
+    build: NotRequired[list[LaunchPiece]]
+    file: NotRequired[str | None]
+    unconfirmed: list[LaunchPiece]
+    heard: list[LaunchHeard]
+    rules: list[LaunchRule]
+
+
+class RepairStep(TypedDict):
+    check: str
+    title: str
+    command: Words
+    kind: Literal["setting", "command", "root", "shell", "step"]
+
+
+class RepairDone(TypedDict):
+    check: str
+    command: str
+    code: int
+
+
+class Repair(TypedDict):
+    """What `localllm doctor --apply --json` prints."""
+
+    dry_run: bool
+    actions: list[RepairStep]
+    diff: list[str]
+    done: list[RepairDone]
+
+
+class Kernel(TypedDict):
+    op: Annotated[str, Field(description="op and shape class")]
+    capability: int
+    impl: str
+    reason: Annotated[str, Field(description="why there is none, or why not the ones before it; else empty")]
+    shared_bytes: int
+    registers: int
+    spill_bytes: int
+    mma: Annotated[str, Field(description="matrix instructions in the PTX")]
+
+
+class Kernels(TypedDict):
+    """What `localllm doctor --kernels --json` prints."""
+
+    capability: NotRequired[Annotated[int, Field(description="compute capability as 90; 0: this CPU")]]
+    kernels: list[Kernel]
+
+
+class TunedShape(TypedDict):
+    op: str
+    key: list[int | str]
+    tile: dict[str, int]
+    us: Annotated[float, Field(description="microseconds of a launch with the winner")]
+    first_us: Annotated[float, Field(description="the same with the first candidate")]
+    failed: list[str]
+
+
+class Tune(TypedDict):
+    """What `localllm tune --json` prints."""
+
+    device: str
+    seconds: float
+    waiting: Annotated[int, Field(description="shapes that were not timed")]
+    tuned: list[TunedShape]

@@ -1,0 +1,239 @@
+"""What `run`, `logs` and the commands around a server print with --json."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from .words import Count
+
+
+class TokenCounts(TypedDict):
+    prompt: Count
+    cached: Count
+    completion: Count
+    reasoning: Count
+
+
+class Speeds(TypedDict):
+    ttft_ms: float
+    prefill_tps: float
+    decode_tps: float
+    total_s: float
+
+
+class RunTiming(Speeds):
+    load_s: float
+
+
+class Output(TypedDict):
+    text: str
+    reasoning: str
+    tool_calls: list[Any]
+    stop: Literal["stop", "length", "abort", "error"]
+
+
+class Params(TypedDict):
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    seed: int | None
+    max_tokens: int | None
+    stop: list[str]
+    ctx: Count
+
+
+class Run(TypedDict):
+    """What `localllm run --json` prints."""
+
+    model: str
+    revision: str | None
+    quant: str | None
+    device: str
+    output: list[Output]
+    usage: TokenCounts
+    timing: RunTiming
+    params: Params
+
+
+class Event(TypedDict):
+    t: Annotated[float, Field(ge=0, description="seconds since the start")]
+
+
+class EventResolve(Event):
+    event: Literal["resolve"]
+    model: str
+
+
+class EventDownload(Event):
+    event: Literal["download"]
+    done: Count
+    total: Count
+    rate: float
+    eta_s: NotRequired[float]
+    file: NotRequired[str]
+
+
+class EventPaused(Event):
+    event: Literal["paused"]
+    done: Count
+    total: Count
+
+
+class EventLoad(Event):
+    event: Literal["load"]
+    phase: str
+    done: Count
+    total: Count
+
+
+class EventReady(Event):
+    event: Literal["ready"]
+    detail: str
+    device: NotRequired[str]
+    ctx: NotRequired[int]
+
+
+class EventPrefill(Event):
+    event: Literal["prefill"]
+    done: Count
+    total: Count
+    index: NotRequired[Count]
+
+
+class EventToken(Event):
+    event: Literal["token"]
+    kind: Literal["content", "reasoning", "tool_call"]
+    text: str
+    index: Count
+
+
+class EventDone(Event):
+    event: Literal["done"]
+    stop: str
+    usage: TokenCounts
+    timing: Speeds
+    index: Count
+
+
+EventLine = EventResolve | EventDownload | EventPaused | EventLoad | EventReady | EventPrefill | EventToken | EventDone
+
+
+class ChatRow(TypedDict):
+    id: str
+    title: str
+    model: str
+    created: str
+    updated: str
+    messages: Count
+
+
+class SearchHit(TypedDict):
+    chat_id: str
+    title: str
+    role: Literal["user", "assistant", "system"]
+    snippet: str
+    created: str
+
+
+class WholeChat(TypedDict):
+    messages: list[dict[str, Any]]
+
+
+class Logs(TypedDict):
+    """What `localllm logs --json` prints."""
+
+    chats: NotRequired[list[ChatRow]]
+    query: NotRequired[str]
+    hits: NotRequired[list[SearchHit]]
+    chat: NotRequired[WholeChat]
+
+
+class Batch(TypedDict):
+    """What `localllm batch --json` prints."""
+
+    output: str
+    total: Count
+    skipped: Count
+    answered: Count
+    failed: Count
+    prompt_tokens: NotRequired[Count]
+    completion_tokens: NotRequired[Count]
+    seconds: float
+    finished: NotRequired[Count]
+
+
+class Connect(TypedDict):
+    """What `localllm connect --json` prints."""
+
+    apps: NotRequired[dict[str, str]]
+    app: NotRequired[str]
+    file: NotRequired[str | None]
+    snippet: NotRequired[str]
+    note: NotRequired[str | None]
+    url: NotRequired[str]
+    model: NotRequired[str]
+
+
+class Process(TypedDict):
+    pid: Count
+    kind: Literal["serve", "chat"]
+    url: str | None
+    up_s: float
+    model: str
+    state: str
+    device: NotRequired[str]
+    ctx: NotRequired[Count]
+    parallel: NotRequired[Count]
+    bytes: NotRequired[Count]
+    running: NotRequired[Count]
+    waiting: NotRequired[Count]
+    users: NotRequired[Count]
+    pinned: NotRequired[bool]
+    expires_in_s: NotRequired[float | None]
+    decode_tps: NotRequired[float | None]
+    truth_line: NotRequired[str]
+    warnings: NotRequired[list[str]]
+
+
+class GpuProcess(TypedDict):
+    gpu: Count
+    pid: Count
+    name: str
+    bytes: Count
+
+
+class Ps(TypedDict):
+    """What `localllm ps --json` prints."""
+
+    processes: list[Process]
+    gpu_processes: list[GpuProcess]
+
+
+class Service(TypedDict):
+    """What `localllm service --json` prints."""
+
+    # waiting: the server starts at the first connection
+    state: Literal["not installed", "waiting", "running"]
+    kind: Literal["systemd", "process", None]
+    url: str | None
+    pid: int | None
+    models: Annotated[list[str], Field(description="that are loaded now")]
+    units: Annotated[list[str], Field(description="unit files of systemd")]
+
+
+class StoppedServer(TypedDict):
+    pid: Count
+    url: str
+    model: NotRequired[str]
+
+
+class Stop(TypedDict):
+    """What `localllm stop --json` prints."""
+
+    stopped: list[StoppedServer]
+    unloaded: list[StoppedServer]
