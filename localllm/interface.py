@@ -209,6 +209,10 @@ class ChatBackend(ABC):
     def facts(self) -> Facts: ...
 
     @abstractmethod
+    def find(self, name: str) -> str:
+        """The full name of the model that a name stands for. May take a while; raises LocalLLMError for no model."""
+
+    @abstractmethod
     def count_tokens(self, text: str) -> int:
         """Tokens of a text; an estimate (a quarter of its characters) while no model is there. May take a while."""
 

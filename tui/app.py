@@ -21,6 +21,13 @@ class ChatApp(Frame):
         """The chat screen, also below a modal one."""
         return next(screen for screen in self.screen_stack if isinstance(screen, ChatScreen))
 
+    def typed_before(self, character: str) -> None:
+        self.chat.prompt.insert(character)
+
+    def before_key(self) -> None:
+        if isinstance(self.screen, ChatScreen):
+            self.screen.settle_focus()
+
     def on_mount(self) -> None:
         self.set_keymap({name: keys for name, keys in self.keymap.own.items() if KEYS[name].action})
         self.push_screen(ChatScreen(self.session))

@@ -9,13 +9,16 @@ import logging
 import os
 import select
 import threading
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from textual import events
 from textual.app import App, SystemCommand
+from textual.css.query import NoMatches
 from textual.screen import Screen
 from textual.theme import Theme
 
@@ -30,6 +33,8 @@ from localllm.tui.keymap import Keymap
 HANGUP_S = 1.0  # between two looks whether the terminal is still there
 GONE_S = 5.0
 HANGUP_EXIT = 129
+UNSEEN_S = 1.0  # a screen is drawn sooner
+ALWAYS = ("escape", "ctrl+c", "ctrl+q")  # keys that only ever stop, close or leave
 DRAIN_S = 0.1
 DRAIN_STILL_S = 0.25  # between two looks at the queue with animations off: nothing on the screen moves more often
 log = logging.getLogger("localllm.tui")
@@ -81,6 +86,7 @@ class Frame(App[None]):
         self.code_theme = ui.code_theme
         self.keymap = Keymap(ui.keys, self.options.keys)
         self.attention = Attention(ui.notify, self._to_terminal)
+        self._shown_at = 0.0  # since when the screen on top is seen
         self.failure: Exception | None = None
         self.wants_restart = False
         still = ui.animations is False or (ui.animations == "auto" and "SSH_CONNECTION" in os.environ)
@@ -117,6 +123,36 @@ class Frame(App[None]):
         """None of Textual's: ours are in the palette."""
         return ()
 
+    def push_screen(self, screen: Any, *args: Any, **options: Any) -> Any:
+        """Keys that were typed before the screen is drawn are not for it."""
+        self._shown_at = time.monotonic() + UNSEEN_S
+        pushed = super().push_screen(screen, *args, **options)
+        if isinstance(screen, Screen):
+            screen.call_after_refresh(self._screen_is_seen, screen)
+        return pushed
+
+    def _screen_is_seen(self, screen: Screen[Any]) -> None:
+        if screen is self.screen:
+            self._shown_at = min(self._shown_at, time.monotonic())
+
+    async def on_event(self, event: events.Event) -> None:
+        """A key never reaches what appeared after it was typed: a letter goes to the draft, other keys do nothing."""
+        if isinstance(event, events.Key) and not event.is_forwarded:
+            if event.time < self._shown_at and len(self.screen_stack) > 2 and event.key not in ALWAYS:
+                if event.character and event.is_printable:
+                    self.typed_before(event.character)
+                return
+            self.before_key()
+        await super().on_event(event)
+
+    def typed_before(self, character: str) -> None:
+        """Take a letter that was typed before the screen on top was there."""
+        raise NotImplementedError
+
+    def before_key(self) -> None:
+        """See that a key reaches something that is shown."""
+        raise NotImplementedError
+
     def watch_terminal(self) -> None:
         """End with a terminal that went away without SIGHUP: reading from it would spin indefinitely."""
         if not self.is_headless:
@@ -151,6 +187,9 @@ class Frame(App[None]):
 
     def _handle_exception(self, error: Exception) -> None:
         """Put the traceback into the log; `failure` is what the user is told."""
+        cause = getattr(error, "error", error)  # what a worker raised
+        if not self.is_running and isinstance(cause, NoMatches):  # the widgets go first when one leaves
+            return
         self.failure = error
         log.error("the interface failed", exc_info=error)
         super()._handle_exception(error)

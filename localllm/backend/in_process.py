@@ -110,6 +110,9 @@ class InProcessBackend(ChatBackend):
         llm = self.llm
         return len(llm.tokenizer.encode(text)) if llm is not None else -(-len(text) // 4)
 
+    def find(self, name: str) -> str:
+        return local_models.find(self._options, name, offline=self._offline)
+
     def choices(self, ctx: int | None = None) -> list[ModelChoice]:
         return local_models.model_choices(self._options, ctx)
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from localllm.errors import LocalLLMError, ServerError
+from localllm.errors import LocalLLMError, ModelNotFound, ServerError
 from localllm.interface import ChatBackend, Check, Delta, Done, Facts, Failed, ModelChoice, Prefill, Turn
 from localllm.request import FinishReason, LoadProgress, Message, Timing, Usage
 
@@ -94,6 +94,12 @@ class RemoteBackend(ChatBackend):
         except Exception:
             log.debug("no /tokenize at %s", self.url, exc_info=True)
             return -(-len(text) // 4)
+
+    def find(self, name: str) -> str:
+        served = [row.name for row in self._models]
+        if name not in served:
+            raise ModelNotFound(f"{self.url} does not serve {name}", f"it serves {', '.join(served) or 'nothing'}")
+        return name
 
     def choices(self, ctx: int | None = None) -> list[ModelChoice]:
         return list(self._models)

@@ -106,6 +106,14 @@ class FakeBackend(ChatBackend):
     def count_tokens(self, text: str) -> int:
         return len(text.split())
 
+    def find(self, name: str) -> str:
+        """Names that begin with fake, and those of the list; `smol` is short for the starter."""
+        known = [row["name"] for row in SCRIPT["choices"]]
+        found = next((one for one in known if one.startswith(name)), "")
+        if not found and not name.startswith("fake"):
+            raise errors.ModelNotFound(f"there is no model {name}", "localllm ls lists those of this machine")
+        return found or name
+
     def choices(self, ctx: int | None = None) -> list[ModelChoice]:
         return [_choice(row, ctx or 8192) for row in SCRIPT["choices"]]
 

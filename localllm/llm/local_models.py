@@ -25,6 +25,14 @@ def default_model(options: EngineOptions) -> str:
     return hub.default_model(lambda local: planner.runs(local.facts))
 
 
+def find(options: EngineOptions, name: str, *, offline: bool = False) -> str:
+    """The full name of the model that a name stands for. Raises ModelNotFound, DoesNotFit, DownloadError."""
+    from localllm.plan import fit
+    from localllm.plan.planner import Planner
+
+    return fit.resolve(name, Planner.here(options), offline=offline).name
+
+
 def remember_model(name: str) -> None:
     """The model that was used last."""
     from localllm import hub

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from textual.pilot import Pilot
 
 from localllm.backend.scripted import FakeBackend
@@ -25,6 +26,12 @@ from localllm.tui.widgets.messages import AssistantMessage
 from localllm.tui.widgets.prompt import PromptArea
 
 WAIT_S = 30.0
+
+
+@pytest.fixture(autouse=True)
+def _quick_fingers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A person takes longer to press Esc after an answer."""
+    monkeypatch.setattr("localllm.tui.chat.actions.LATE_S", 0.0)
 
 
 class RecordingBackend(FakeBackend):

@@ -127,7 +127,7 @@ async def test_a_full_context_asks_what_to_leave_out() -> None:
         assert letters == ["t", "s", "c", "n", "e"]
         assert "oldest 2 questions" in str(choices.get_option_at_index(0).prompt)
         sent = len(running.backend.sent)
-        await running.pilot.press("down", "down", "down", "down", "enter")  # edit
+        await running.pilot.press("tab", "down", "down", "down", "down", "enter")  # edit
         await running.until(lambda: running.prompt.text == "!full now")
         assert not choices.display
         assert len(running.backend.sent) == sent
@@ -143,7 +143,7 @@ async def test_leaving_out_sends_again_without_the_oldest() -> None:
         await running.send("e f g h i j k")
         choices = running.screen.query_one("#choices", OptionList)
         await running.until(lambda: choices.display)
-        await running.pilot.press("enter")
+        await running.pilot.press("tab", "enter")
         await running.until(lambda: running.screen.conversation.exchanges[-1].stop == "stop")
         contents = [message["content"] for message in running.backend.sent[-1][0]]
         assert contents == ["c d", "c d", "e f g h i j k"]
@@ -159,7 +159,7 @@ async def test_loading_fails_with_its_fixes_and_the_screen_lives(model: str, say
         await running.until(lambda: running.screen.query(Failure))
         assert says in str(running.screen.query_one(Failure).render())
         assert not running.screen.query(LoadCard)
-        assert running.screen.query_one("#choices", OptionList).has_focus
+        await running.until(lambda: running.screen.query_one("#choices", OptionList).display)
         await running.pilot.press("escape")
         await running.send("hello?")
         await running.until(lambda: "no model is loaded" in notices(running))
@@ -180,8 +180,8 @@ async def test_a_failed_turn_is_a_turn_and_the_next_one_works(prompt: str, code:
         message = await running.ask(prompt)
         assert code in str(message.query_one(".stats").render())  # type: ignore[attr-defined]
         if code == "E502":
-            assert running.screen.query_one("#choices", OptionList).has_focus
-            await running.pilot.press("q")
+            await running.until(lambda: running.screen.query_one("#choices", OptionList).display)
+            await running.pilot.press("tab", "q")
         after = await running.ask("again")
         assert after.exchange.text == "again"
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from textual.widgets import OptionList, Static
+from textual.widgets import OptionList
 
 from localllm.config import Preset, SamplingConfig
 from localllm.history.records import active_path
 from localllm.history.store import History
-from localllm.tui.screens.dialogs import CrashScreen
 from localllm.tui.widgets.choices import Choices
 from localllm.tui.widgets.messages import AssistantMessage, Notice, UserMessage
 
@@ -235,7 +234,7 @@ async def test_memory_that_ran_out_offers_what_helps() -> None:
             "q",
         ]
         assert "the chat is saved" in str(banner.border_title)
-        await running.pilot.press("k")
+        await running.pilot.press("tab", "k")
         await running.until(lambda: running.backend.started[-1] == ("fake", {"kv": "int8"}))
         await running.ready()
         assert (await running.ask("again")).exchange.text == "again"
@@ -246,16 +245,17 @@ async def test_a_dead_engine_is_loaded_again_and_keeps_what_it_wrote(tmp_path: P
         await running.ready()
         message = await running.ask("!crash")
         assert "E601" in stats(message) and message.exchange.text
-        await running.until(lambda: isinstance(running.app.screen, CrashScreen))
-        shown = [str(line.render()) for line in running.app.screen.query(Static)]
-        assert "illegal address" in shown[0] and f"log: {tmp_path / 'log'}" in shown
+        banner = running.screen.query_one(Choices)
+        await running.until(lambda: banner.display)
+        assert "illegal address" in stats(message)
+        rows = [str(banner.get_option_at_index(i).prompt) for i in range(banner.option_count)]
+        assert f"the log is {tmp_path / 'log'}" in rows[2]
         assert "the engine stopped" in running.text("#state")
-        await running.pilot.press("p")
+        await running.pilot.press("tab", "p")
         await running.until(lambda: "illegal address" in running.app.clipboard)
-        box = running.app.screen.query_one(".box")
-        await running.until(lambda: "report" in str(box.border_subtitle))  # the question stays
+        await running.until(lambda: banner.display and "report" in running.text("#state"))  # the question stays
         await running.pilot.press("escape")
-        await running.until(lambda: running.app.screen is running.screen)
+        await running.until(lambda: not banner.display)
         await running.send("hello")
         await running.until(lambda: "no model is loaded" in said(running))
         assert running.prompt.text == "hello"
@@ -263,8 +263,8 @@ async def test_a_dead_engine_is_loaded_again_and_keeps_what_it_wrote(tmp_path: P
         await running.send("/model fake")
         await running.ready()
         await running.ask("!crash")
-        await running.until(lambda: isinstance(running.app.screen, CrashScreen))
-        await running.pilot.press("r")
+        await running.until(lambda: banner.display)
+        await running.pilot.press("tab", "r")
         await running.until(lambda: len(running.backend.started) == 3)
         await running.ready()
         assert (await running.ask("again")).exchange.text == "again"

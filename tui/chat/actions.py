@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+import shutil
 import subprocess
 import tempfile
 import time
 from pathlib import Path
 
 from textual import on, work
+from textual.app import SuspendNotSupported
 from textual.widgets import Input, OptionList, TextArea
 
 from localllm.conversation.session import Session
 from localllm.conversation.storage import restored
+from localllm.errors import LocalLLMError
 from localllm.history.records import SavedChat
 from localllm.terminal import clean, clean_line
 from localllm.tui.screens.dialogs import PickScreen
@@ -34,6 +37,7 @@ from .stream import Stream
 
 WIDE = 120  # columns from which on the list of chats is shown by itself
 AGAIN_S = 2.0  # a second Ctrl+C within this time quits
+LATE_S = 0.5  # an Esc this soon after the end of an answer was meant to stop it
 
 
 class Actions(Stream):
@@ -43,6 +47,7 @@ class Actions(Stream):
         super().__init__(session)
         self.browse = Browse(self)
         self._interrupted_at = -AGAIN_S
+        self._opened_chats = False  # the list of chats was opened by a key
 
     def live_keys(self) -> str:
         """The few keys that matter now."""
@@ -63,10 +68,10 @@ class Actions(Stream):
     # --- stopping and leaving ----------------------------------------------------------------------------------------
 
     def action_escape(self) -> None:
-        """Esc: stop the answer, else close what is open, else browse."""
+        """Esc: stop the answer, else close what is open, else browse; a draft stays where it is."""
         choices, hints = self.query_one(Choices), self.query_one(Hints)
-        if self.current is not None:
-            self.session.backend.stop(self.current[0])
+        if (turn := self.current or self.side) is not None:
+            self.session.backend.stop(turn[0])
             self.state.text = "stopping…"
             self.refresh_lines()
         elif self.session.backend.facts().times_kernels:
@@ -79,23 +84,28 @@ class Actions(Stream):
         elif (card := self.transcript.card) and card.downloads:
             self.questions.fetching()
         elif self.editing is not None:
-            self.editing = None
-            self.prompt.text = ""
-            self.refresh_lines()
+            self.leave_editing()
         elif self.session.files and not self.prompt.text:
             self.session.files.clear()
             self.refresh_lines()
-        elif self.query_one(Sidebar).display and self.has_class("-narrow"):
-            self.query_one(Sidebar).display = False
-            self.prompt.focus()
-        elif self.query_one(EnginePanel).display and self.has_class("-narrow"):
+        elif self.query_one(EnginePanel).display:
             self.action_engine()
+        elif (bar := self.query_one(Sidebar)).display and (self._opened_chats or self.has_class("-narrow")):
+            bar.display = False
+            self.prompt.focus()
         elif self.query_one(Home).display:
             self.query_one("#home-list").focus()
-        elif not self.browse.enter():
+        elif time.monotonic() - self.ended_at < LATE_S:
+            self.flash("the answer is complete")  # the key was meant to stop it
+        elif self.prompt.text or not self.browse.enter():
             self.prompt.focus()
         else:
             self.refresh_lines()
+
+    def action_choose(self) -> None:
+        """Tab in the prompt: to the question above it."""
+        if (choices := self.query_one(Choices)).display:
+            choices.focus()
 
     def action_interrupt(self) -> None:
         """Ctrl+C: copy the selection, else stop, else clear the prompt; twice within two seconds quits."""
@@ -114,8 +124,8 @@ class Actions(Stream):
             self.action_escape()
             self.flash("stopping; press ctrl+c again to stop and quit", AGAIN_S)
         elif prompt.text:
-            prompt.text = ""
-            self.flash("cleared; press ctrl+c again to quit", AGAIN_S)
+            prompt.put("")
+            self.flash("cleared, ↑ brings it back; press ctrl+c again to quit", AGAIN_S)
         else:
             self.flash("press ctrl+c again to quit", AGAIN_S)
 
@@ -136,8 +146,12 @@ class Actions(Stream):
             await self.use_model(*chosen)
 
     async def use_model(self, name: str, ctx: int | None = None) -> None:
-        async with self.change():
-            await self.load(name, {"ctx": ctx} if ctx else None)
+        async with self.in_order:
+            try:
+                await self.choose_model(name, {"ctx": ctx} if ctx else None)
+            except LocalLLMError as error:
+                await self.complain(error)
+        self.refresh_lines()
 
     @work
     async def action_params(self) -> None:
@@ -182,7 +196,7 @@ class Actions(Stream):
 
     async def action_sidebar(self) -> None:
         bar = self.query_one(Sidebar)
-        bar.display = not bar.display
+        bar.display = self._opened_chats = not bar.display
         if bar.display:
             await self.list_chats()
         elif bar.has_focus_within:
@@ -216,7 +230,11 @@ class Actions(Stream):
     @on(OptionList.OptionSelected, "#chat-list")
     @on(Input.Submitted, "#chat-filter")
     async def _chat_chosen(self, event: OptionList.OptionSelected | Input.Submitted) -> None:
-        chosen = event.option_id if isinstance(event, OptionList.OptionSelected) else self.query_one(Sidebar).first
+        if isinstance(event, OptionList.OptionSelected):
+            chosen = event.option_id
+        else:
+            await self.list_chats(event.value)  # what was typed last may not have been looked up yet
+            chosen = self.query_one(Sidebar).first
         if chosen:
             await self.open_chat(chosen)
 
@@ -228,10 +246,11 @@ class Actions(Stream):
     async def open_chat(self, chat_id: str) -> None:
         """Put a saved chat on the screen; what runs is stopped and kept."""
         async with self.changing:
-            self.give_up()
             found = await self.read_history(lambda history: (history.chat(chat_id), history.messages(chat_id)))
             if found is None:
                 return
+            self.give_up()
+            self.leave_editing()
             chat, messages = found
             titles_itself = self.conversation.titles_itself
             self.session.conversation = restored(chat, messages, self.conversation.sampling)
@@ -276,17 +295,31 @@ class Actions(Stream):
 
     @work(exclusive=True, group="editor", exit_on_error=False)
     async def action_editor(self) -> None:
-        command = shlex.split(os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi")
+        editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
+        try:
+            command = shlex.split(editor)
+        except ValueError:
+            command = [editor]
+        if not command or shutil.which(command[0]) is None:
+            self.flash(f"the editor {editor} is not there; set EDITOR to one that is")
+            return
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "prompt.md"
             file.write_text(self.prompt.text, encoding="utf-8")
+            problem = ""
             try:
                 with self.app.suspend():
-                    subprocess.run([*command, str(file)], check=False)
-            except (OSError, NotImplementedError) as error:
-                self.flash(f"{command[0]} could not be started: {error}")
-                return
-            with contextlib.suppress(OSError):
-                text = file.read_text(encoding="utf-8", errors="replace")
-                self.prompt.put(clean(text.removesuffix("\n")))
+                    try:  # an exception that leaves `suspend` would leave the terminal suspended
+                        code = subprocess.run([*command, str(file)], check=False).returncode
+                        problem = f"{command[0]} ended with exit code {code}; the draft is as it was" if code else ""
+                    except OSError as error:
+                        problem = f"{command[0]} could not be started: {error.strerror}"
+            except SuspendNotSupported:
+                problem = "an editor cannot be opened here"
+            if problem:
+                self.flash(problem)
+            else:
+                with contextlib.suppress(OSError):
+                    text = file.read_text(encoding="utf-8", errors="replace")
+                    self.prompt.put(clean(text.removesuffix("\n")))
         self.app.refresh(layout=True)

@@ -63,8 +63,8 @@ class Browse:
             message.add_class("-at")
             message.scroll_visible(animate=False)
 
-    async def key(self, key: str, character: str | None) -> None:
-        """One key. A letter that means nothing goes to the prompt."""
+    async def key(self, key: str) -> bool:
+        """One key. False for one that means nothing here: a letter goes to the prompt then."""
         screen = self._screen
         name = screen.frame.keymap.browse().get(key, "")
         if key == "ctrl+z":  # in the prompt it is undo
@@ -73,17 +73,17 @@ class Browse:
             self.leave()
             if screen.conversation.exchanges:
                 screen.edit(screen.conversation.exchanges[-1], True)
-        elif name == "browse.leave" or self.at is None:
+        elif name == "browse.leave":
             self.leave()
-        elif name:
+        elif name and self.at is not None:
             done = getattr(self, f"_do_{name.removeprefix('browse.')}")(self.at)
             if isawaitable(done):
                 await done
-        elif character and character.isprintable() and len(character) == 1:
-            self.leave()
-            screen.prompt.insert(character)
         elif key in ("pageup", "pagedown"):
             getattr(screen.transcript, f"scroll_page_{key.removeprefix('page')}")(animate=False)
+        else:
+            return False
+        return True
 
     async def _do_move_up(self, at: Turn) -> None:
         if at is self._screen.transcript.messages[0]:

@@ -74,10 +74,7 @@ class Commands:
         self._screen.flash(f"theme {text}; `localllm config set ui.theme {text}` keeps it")
 
     async def _do_model(self, text: str) -> None:
-        if text:
-            await self._screen.load(text)
-        else:
-            await self._screen.run_action("models")
+        await self._screen.run_action("models")
 
     async def _do_chats(self, text: str) -> None:
         self._screen.call_later(self._screen.run_action, "chats")

@@ -11,7 +11,6 @@ from localllm.conversation.tree import Exchange
 from localllm.interface import ChatEvent, Done, Failed
 from localllm.request import Message
 from localllm.terminal import clean_line, fit, tokens_short
-from localllm.tui.screens.dialogs import CrashScreen
 from localllm.tui.widgets.choices import Choice, Choices
 
 from .turns import Turns
@@ -29,11 +28,7 @@ class Questions:
         self._leave = Choice("q", "leave it; the chat can be read and copied", self._nothing)
 
     def _offer(self, title: str, choices: list[Choice]) -> None:
-        banner = self._screen.query_one(Choices)
-        typing = bool(self._screen.prompt.text)
-        banner.offer(title + (" · Tab to choose" if typing else ""), choices)
-        if typing:
-            self._screen.prompt.focus()
+        self._screen.query_one(Choices).offer(title, choices)
 
     async def answer(self, choice: Choice) -> None:
         self._screen.prompt.focus()
@@ -69,6 +64,7 @@ class Questions:
         """Ask about a download that goes on."""
         pause = Choice("p", "pause it; the same model goes on where it was", self._screen.pause)
         self._offer("The model is being downloaded", [pause, Choice("k", "keep downloading", self._nothing)])
+        self._screen.query_one(Choices).focus()  # a key asked for it
 
     def about(self, exchange: Exchange, failed: Failed) -> bool:
         """Ask what to do about a turn that failed. False when there is nothing to choose."""
@@ -107,22 +103,22 @@ class Questions:
             f"{screen.session.backend.facts().run_summary}\nlog: {log}\n"
             "localllm doctor --report tells about the machine\n"
         )
+
+        async def copy_report() -> None:
+            screen.flash(f"report: {frame.copy(report)}")
+            self._stopped(failed)
+
         choices = [
             Choice("r", "load the model again", self._load),
             Choice("x", "start localllm again with this chat", self._restart),
-            Choice(CrashScreen.REPORT, "copy a report", self._nothing),
+            Choice("p", f"copy a report{f'; the log is {log}' if log else ''}", copy_report),
             self._leave,
         ]
-        crash = CrashScreen(failed.message, str(log or ""), choices, partial(frame.copy, report))
-        frame.push_screen(crash, self._after_crash)
+        self._offer("The engine stopped; what it had written is kept", choices)
 
     async def _restart(self) -> None:
         self._screen.frame.wants_restart = True  # a device error can outlive everything else
         self._screen.app.exit()
-
-    async def _after_crash(self, choice: Choice | None) -> None:
-        async with self._screen.change():
-            await self.answer(choice or self._leave)
 
     def _full(self, exchange: Exchange) -> None:
         talk, facts = self._screen.conversation, self._screen.session.backend.facts()

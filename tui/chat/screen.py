@@ -16,7 +16,7 @@ from textual.binding import BindingType
 from textual.containers import Horizontal
 from textual.widgets import Static
 
-from localllm.conversation.attachments import mentioned
+from localllm.conversation.attachments import Attachment, mentioned
 from localllm.conversation.session import Session
 from localllm.conversation.slash import understand
 from localllm.errors import LocalLLMError
@@ -114,32 +114,53 @@ class ChatScreen(Actions):
         """Whoever types again has left the messages."""
         if event.widget is self.prompt:
             self.browse.unmark()
+        elif event.widget is self.transcript and not self.browse.active:
+            self.browse.enter()
         self.refresh_lines()
+
+    def on_descendant_blur(self) -> None:
+        self.call_after_refresh(self.settle_focus)
 
     def on_resize(self) -> None:
         self.refresh_lines()
+        self.call_after_refresh(self.settle_focus)
+
+    def settle_focus(self) -> None:
+        """Whatever had the focus and went away: the prompt has it now."""
+        at = self.focused
+        if (at is None or not at.is_on_screen) and self.is_current and self.app.app_focus:
+            self.prompt.focus()
 
     async def submit(self, text: str) -> None:
-        async with self.change():
-            await self._submit(text)
+        """Carry out what was typed, in its turn. Names and files are looked up before anything changes."""
+        async with self.in_order:
+            try:
+                await self._submit(text)
+            except LocalLLMError as error:
+                await self.complain(error)
+        self.refresh_lines()
 
     async def _submit(self, text: str) -> None:
         if self.editing is not None:
-            await self._edited(text)
+            async with self.changing:
+                await self._edited(text)
             return
-        try:
-            typed = understand(text)
-            if typed.command:
+        typed = understand(text)
+        if typed.command == "model" and typed.text:
+            await self.choose_model(typed.text)
+        elif typed.command:
+            async with self.changing:
                 await self.commands.run(typed)
-                return
-            files = (*self.session.files, *mentioned(typed.text))
-        except LocalLLMError as error:
-            await self.complain(error)
-            return
-        if self.phase in ("none", "failed") and not await self._start_default(text):
+        else:
+            files = (*self.session.files, *await asyncio.to_thread(mentioned, typed.text))
+            async with self.changing:
+                await self._ask(text, typed.text, files)
+
+    async def _ask(self, typed: str, text: str, files: tuple[Attachment, ...]) -> None:
+        if self.phase in ("none", "failed") and not await self._start_default(typed):
             return
         self.session.files.clear()
-        await self.enqueue(self.conversation.ask(typed.text, files))
+        await self.enqueue(self.conversation.ask(text, files))
 
     async def _start_default(self, text: str) -> bool:
         """A message without a model: with the best one here, else it goes back into the prompt."""
@@ -160,6 +181,8 @@ class ChatScreen(Actions):
         assert self.editing is not None
         exchange, is_question = self.editing
         self.editing = None
+        if not self.prompt.text:
+            self.prompt.put(self.draft)
         if is_question:
             await self.ask_again(self.conversation.edited(exchange, text))
         else:
@@ -173,16 +196,12 @@ class ChatScreen(Actions):
             await self.questions.answer(event.choice)
 
     @on(PromptArea.Sent)
-    async def _sent(self, event: PromptArea.Sent) -> None:
-        if not event.text:  # Enter alone goes on with an answer that was just cut short, as the status line says
-            if self.can_go_on:
-                await self.submit("/continue")
-            return
-        area = self.prompt
-        area.remember(event.text)
-        self.prompts.add(event.text)
-        area.text = ""
-        await self.submit(event.text)
+    def _sent(self, event: PromptArea.Sent) -> None:
+        if event.text:
+            self.prompts.add(event.text)
+            self.run_worker(self.submit(event.text), group="typed")
+        elif self.can_go_on:  # Enter alone goes on with an answer that was just cut short, as the status line says
+            self.run_worker(self.submit("/continue"), group="typed")
 
     async def action_scroll_to(self, key: str) -> None:
         transcript, animate = self.transcript, self.frame.moving
@@ -198,11 +217,14 @@ class ChatScreen(Actions):
             transcript.anchor()
 
     async def on_key(self, event: events.Key) -> None:
-        """Keys are those of browse mode while the transcript has the focus."""
-        if self.transcript.has_focus:
+        """Keys are those of browse mode while the transcript has the focus; letters nobody takes go to the prompt."""
+        if self.transcript.has_focus and await self.browse.key(event.key):
             event.stop()
-            await self.browse.key(event.key, event.character)
             self.refresh_lines()
+        elif event.character and event.is_printable:
+            event.stop()
+            self.prompt.focus()
+            self.prompt.insert(event.character)
 
     @on(CopyCode)
     def _copy_code(self, event: CopyCode) -> None:

@@ -36,7 +36,7 @@ class Stream(Turns):
         self.questions = Questions(self)
         self._rates: deque[tuple[float, int]] = deque()
         self._history: deque[int] = deque(maxlen=SAMPLES)
-        self._sampled_at = self._looked = 0.0
+        self._sampled_at = self._looked = self.ended_at = 0.0
         self._reading: tuple[float, int] | None = None  # since when the prompt is read, and how much of it was cached
         self._drawn = (0.0, 0.0)
 
@@ -177,6 +177,7 @@ class Stream(Turns):
             state.used_tokens = event.usage.prompt_tokens + event.usage.completion_tokens
             self.query_one(EnginePanel).add(event.timing)
         self.current = self._reading = None
+        self.ended_at = time.monotonic() if exchange.stop not in ("abort", "error") else 0.0
         self._rates.clear()
         self._history.clear()
         state.facts, state.text = self.session.backend.facts(), "ready"

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, cast
 
@@ -41,6 +41,7 @@ class Turns(Screen[None]):
     stuck    the question that waits for an answer to a question of ours
     side     a turn that is no part of the conversation, and what it has said
     editing  (what is being edited, whether it is the question)
+    draft    what stood in the prompt before it was filled with the text to edit
     message  what is said in the status line for a moment
     """
 
@@ -53,12 +54,14 @@ class Turns(Screen[None]):
         self.stuck: Exchange | None = None
         self.side: tuple[int, list[str]] | None = None
         self.editing: tuple[Exchange, bool] | None = None
+        self.draft = ""
         self.state = State(sampling=session.conversation.sampling)
         self.message = ""
         self._fading: Timer | None = None
         self._saved_at = self._sent_at = 0.0
         # the timer that drains and the handlers of keys are different tasks: one at a time changes the conversation
         self.changing = asyncio.Lock()
+        self.in_order = asyncio.Lock()  # what was typed is carried out one after the other, in the order of typing
 
     @property
     def frame(self) -> Frame:
@@ -102,6 +105,18 @@ class Turns(Screen[None]):
         """The list of chats and models in place of the transcript."""
         self.query_one(Home).display = shown
         self.transcript.display = not shown
+
+    async def choose_model(self, name: str, changes: Mapping[str, Any] | None = None) -> None:
+        """Load the model a name stands for. Raises LocalLLMError for one that stands for none; what runs goes on."""
+        find, now = self.session.backend.find, self.session.model
+        found = await asyncio.to_thread(find, name)
+        with suppress(LocalLLMError):  # a file's name alone is not found again
+            now = await asyncio.to_thread(find, now)
+        if found == now and not changes and self.phase in ("loading", "ready"):
+            self.flash(f"{clean_line(name)} is {'running' if self.phase == 'ready' else 'being loaded'} already")
+            return
+        async with self.changing:
+            await self.load(found, changes)
 
     async def load(self, name: str, changes: Mapping[str, Any] | None = None) -> None:
         """Load another model, or the same with other settings; the conversation stays."""
@@ -219,9 +234,18 @@ class Turns(Screen[None]):
 
     def edit(self, exchange: Exchange, is_question: bool) -> None:
         if self.may_change():
+            if self.editing is None:
+                self.draft = self.prompt.text
             self.editing = exchange, is_question
             self.prompt.put(exchange.user if is_question else exchange.text)
             self.prompt.focus()
+            self.refresh_lines()
+
+    def leave_editing(self) -> None:
+        """The draft returns; ↑ brings back what was edited."""
+        if self.editing is not None:
+            self.editing = None
+            self.prompt.put(self.draft)
             self.refresh_lines()
 
     def give_up(self) -> None:
@@ -241,7 +265,8 @@ class Turns(Screen[None]):
 
     async def clear(self) -> None:
         self.give_up()
-        self.editing = None
+        self.leave_editing()
+        self.session.files.clear()
         self.conversation.clear()
         self.conversation.model = self.session.model
         self.state.used_tokens = 0

@@ -1,8 +1,8 @@
-"""Screens over the chat that ask one thing: a text, a row of a list, what to do when the engine has stopped."""
+"""Screens over the chat that ask one thing: a text, a row of a list."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar, cast
 
 from textual import on
@@ -10,11 +10,10 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.screen import ModalScreen, ScreenResultType
-from textual.widgets import Input, OptionList, Static
+from textual.widgets import Input, OptionList
 
-from localllm.terminal import clean, fit
+from localllm.terminal import fit
 from localllm.tui.frame import Frame
-from localllm.tui.widgets.choices import Choice, Choices
 
 SHOWN = 200
 
@@ -90,43 +89,3 @@ class PickScreen(Modal[str | None]):
     @on(OptionList.OptionSelected)
     def _chosen(self, event: OptionList.OptionSelected) -> None:
         self.dismiss(self._found[event.option_index][0])
-
-
-class CrashScreen(Modal[Choice]):
-    """The engine stopped. Answers with one of the choices; the last is what Esc means.
-
-    said    one sentence
-    log     where more is, if anywhere
-    report  copies a report and says how: the question stays
-    """
-
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,ctrl+c", "leave", "Close", priority=True)]
-    REPORT = "p"  # the letter of the choice that reports
-
-    def __init__(self, said: str, log: str, choices: Sequence[Choice], report: Callable[[], str]) -> None:
-        super().__init__()
-        self._said, self._log, self._choices, self._report = said, log, choices, report
-
-    def compose(self) -> ComposeResult:
-        with Vertical(classes="box -wrong") as box:
-            box.border_title = "The engine stopped"
-            yield Static(clean(self._said), markup=False)
-            yield Static("What it had written is kept.", markup=False)
-            if self._log:
-                yield Static(f"log: {clean(self._log)}", classes="where", markup=False)
-            yield Choices()
-
-    def on_mount(self) -> None:
-        self.query_one(Choices).offer("", self._choices)
-
-    @on(Choices.Chosen)
-    def _chosen(self, event: Choices.Chosen) -> None:
-        event.stop()
-        if event.choice.key == self.REPORT:
-            self.query_one(".box", Vertical).border_subtitle = f"report: {self._report()}"
-            self.on_mount()
-        else:
-            self.dismiss(event.choice)
-
-    def action_leave(self) -> None:
-        self.dismiss(self._choices[-1])

@@ -1,4 +1,7 @@
-"""A question above the prompt that must be answered before the chat goes on: nothing is done without being asked."""
+"""A question above the prompt that must be answered before the chat goes on: nothing is done without being asked.
+
+It appears by itself, so it never takes the focus: Tab goes to it, and what is typed meanwhile goes to the prompt.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ class Choice(NamedTuple):
 
 
 class Choices(OptionList):
-    """Hidden until `offer`; answers with `Chosen`. Letters choose at once."""
+    """Hidden until `offer`; answers with `Chosen`. With the focus, letters choose at once."""
 
     @dataclass
     class Chosen(Message):
@@ -32,15 +35,24 @@ class Choices(OptionList):
         super().__init__(id="choices", markup=False)
         self.display = False
         self._choices: Sequence[Choice] = ()
+        self._title = ""
 
     def offer(self, title: str, choices: Sequence[Choice]) -> None:
         """Ask. The last choice is what Esc means."""
-        self._choices = choices
-        self.border_title = title
+        self._choices, self._title = choices, title
         self.set_options(f"[{choice.key}] {choice.text}" for choice in choices)
         self.display = True
-        self.focus()
         self.highlighted = 0
+        self._say_how(self.has_focus)
+
+    def _say_how(self, focused: bool) -> None:
+        self.border_title = self._title if focused else f"{self._title} · Tab to choose"
+
+    def on_focus(self) -> None:
+        self._say_how(True)
+
+    def on_blur(self) -> None:
+        self._say_how(False)
 
     def cancel(self) -> None:
         if self._choices:

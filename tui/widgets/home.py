@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
-from textual import events
 from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.content import Content
@@ -16,8 +15,6 @@ from localllm.history.records import SavedChat
 from localllm.interface import Check, ModelChoice
 from localllm.terminal import clean_line, fit, gib, tokens_short
 from localllm.tui.keymap import Keymap
-
-from .prompt import PromptArea
 
 CHATS = 3
 MODELS = 6
@@ -71,12 +68,13 @@ class Home(Vertical):
 
     def _fill(self) -> None:
         listing = self.query_one(OptionList)
-        at = listing.highlighted
+        row = listing.highlighted_option
         listing.set_options(self._options())
-        if at is None:
-            listing.action_first()
+        ids = [option.id for option in listing.options]
+        if row is not None and row.id in ids:  # the row under the cursor stays, wherever it stands now
+            listing.highlighted = ids.index(row.id)
         else:
-            listing.highlighted = at
+            listing.action_first()
 
     def _options(self) -> Iterator[Option]:
         width = max(40, min(self.size.width or 80, 96) - 6)
@@ -97,13 +95,6 @@ class Home(Vertical):
         for row in rows:
             yield Option(f"  {model_line(row, width)}", id=f"model:{row.name}")
         yield Option("  … browse all models", id="browse")
-
-    def on_key(self, event: events.Key) -> None:
-        if event.character and event.is_printable:
-            event.stop()
-            prompt = self.screen.query_one(PromptArea)
-            prompt.focus()
-            prompt.insert(event.character)
 
 
 def _offered(models: Sequence[ModelChoice]) -> list[ModelChoice]:

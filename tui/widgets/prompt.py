@@ -46,18 +46,30 @@ class PromptArea(TextArea):
         self._newline = frozenset({"enter", "shift+enter"}) if swapped else frozenset(newline)
         self.sent_before: list[str] = []
         self._place = 0
-        self._draft = ""
+        self._drafts: dict[int, str] = {}  # what was typed at each place among the earlier messages
 
     def load_history(self, lines: list[str]) -> None:
         self.sent_before[:0] = lines
-        self._place = len(self.sent_before)
+        self._place += len(lines)
+        self._drafts = {place + len(lines): text for place, text in self._drafts.items()}
 
     def remember(self, text: str) -> None:
-        if self.sent_before[-1:] != [text]:
-            self.sent_before.append(text)
-        self._place = len(self.sent_before)
+        """Keep a text for ↑, behind the drafts that were left at other places."""
+        before, drafts = self.sent_before, sorted(self._drafts.items())
+        left = [draft for place, draft in drafts if draft not in before[place : place + 1] and place != self._place]
+        for one in (*left, text):
+            if one.strip() and before[-1:] != [one]:
+                before.append(one)
+        self._place = len(before)
+        self._drafts.clear()
 
     def put(self, text: str) -> None:
+        """Put a text in place of the draft; ↑ brings a draft back that was not empty."""
+        if self.text != text:
+            self.remember(self.text)
+        self._set(text)
+
+    def _set(self, text: str) -> None:
         self.text = text
         self.move_cursor(self.document.end)
 
@@ -76,6 +88,7 @@ class PromptArea(TextArea):
             self.insert("\n")
         elif key == "tab":
             self._take(event)
+            await self.screen.run_action("choose")
         elif key == "ctrl+c":
             self._take(event)
             await self.screen.run_action("interrupt")
@@ -103,15 +116,17 @@ class PromptArea(TextArea):
             return
         word = hints.word
         start = max(0, len(self.text) - len(hints.typed))
-        self.put(self.text[:start] + word + ("" if word.endswith("/") or not hints.spaced else " "))
+        self._set(self.text[:start] + word + ("" if word.endswith("/") or not hints.spaced else " "))
 
     def _enter(self) -> None:
         if self.text.endswith("\\") and self.cursor_location == self.document.end:
             self.action_delete_left()
             self.insert("\n")
             return
-        if self.text.strip() or not self.text:
-            self.post_message(self.Sent(self.text))
+        if (text := self.text).strip() or not text:
+            self.remember(text)
+            self._set("")  # here: what is typed next may come before the message is heard
+            self.post_message(self.Sent(text))
 
     def _at_edge(self, key: str) -> bool:
         return (key == "up" and self.cursor_at_first_line) or (key == "down" and self.cursor_at_last_line)
@@ -120,10 +135,9 @@ class PromptArea(TextArea):
         place = self._place + step
         if not 0 <= place <= len(self.sent_before):
             return False
-        if self._place == len(self.sent_before):
-            self._draft = self.text
+        self._drafts[self._place] = self.text
         self._place = place
-        self.put(self._draft if place == len(self.sent_before) else self.sent_before[place])
+        self._set(self._drafts.get(place, (*self.sent_before, "")[place]))
         return True
 
 

@@ -1,0 +1,210 @@
+"""What is typed reaches what was on the screen when it was typed, and no text is lost."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from textual.events import Key
+from textual.widgets import OptionList
+
+from localllm.history.store import History
+from localllm.tui.screens.help import HelpScreen
+from localllm.tui.screens.models import ModelsScreen
+from localllm.tui.widgets.choices import Choices
+from localllm.tui.widgets.engine import EnginePanel
+from localllm.tui.widgets.sidebar import Sidebar
+
+from .conftest import chat
+from .test_chat import notices
+from .test_panels import long_chat
+
+
+async def test_a_model_chosen_on_the_first_screen_leaves_the_keyboard_at_the_prompt() -> None:
+    async with chat(home=True) as running:
+        await running.until(lambda: running.screen.query_one("#home-list", OptionList).option_count > 2)
+        await running.pilot.press("ctrl+o")
+        await running.until(lambda: isinstance(running.app.screen, ModelsScreen) and running.app.screen.row)
+        await running.pilot.press("enter")
+        await running.ready()
+        await running.pilot.press("h", "i")
+        assert running.prompt.text == "hi" and running.app.focused is running.prompt
+
+
+async def test_a_terminal_that_was_too_small_for_a_while_keeps_keys_and_draft() -> None:
+    async with chat() as running:
+        await running.ready()
+        await running.pilot.press("a")
+        await running.pilot.resize_terminal(30, 8)
+        await running.until(lambda: running.screen.query_one("#small").display)
+        await running.pilot.press("b")
+        await running.pilot.resize_terminal(80, 24)
+        await running.until(lambda: not running.screen.query_one("#small").display)
+        await running.pilot.press("c")
+        assert running.prompt.text == "abc"
+
+
+async def test_a_question_of_the_program_takes_no_letters_until_tab() -> None:
+    async with chat() as running:
+        await running.ready()
+        await running.ask("!oom")
+        banner = running.screen.query_one(Choices)
+        await running.until(lambda: banner.display)
+        await running.pilot.press("k", "enter")
+        await running.until(lambda: running.screen.conversation.exchanges[-1].user == "k")
+        assert len(running.backend.started) == 1
+        assert "Tab to choose" in str(banner.border_title)
+        await running.pilot.press("n", "tab")
+        assert running.app.focused is banner and "Tab" not in str(banner.border_title)
+        await running.pilot.press("k")
+        await running.until(lambda: len(running.backend.started) == 2)
+        assert running.prompt.text == "n"
+
+
+async def test_a_key_typed_before_a_screen_was_drawn_is_not_for_it() -> None:
+    async with chat() as running:
+        await running.ready()
+        early = Key("d", "d")
+        enter = Key("enter", "\r")
+        running.prompt.text = "draft "
+        await running.pilot.press("end", "ctrl+o")
+        await running.until(lambda: isinstance(running.app.screen, ModelsScreen) and running.app.screen.row)
+        for key in (early, enter):
+            running.app.post_message(key)
+        await running.until(lambda: running.prompt.text == "draft d")
+        assert isinstance(running.app.screen, ModelsScreen)
+        assert not [worker for worker in running.app.workers if worker.group == "downloads"]
+
+
+async def test_a_model_that_is_not_there_leaves_the_one_that_runs() -> None:
+    async with chat(tps=100) as running:
+        await running.ready()
+        await running.send("long")
+        await running.until(lambda: running.answers and running.answers[0].exchange.text)
+        await running.send("/model nosuch")
+        await running.until(lambda: "there is no model nosuch" in notices(running))
+        assert running.screen.phase == "ready" and running.screen.session.model == "fake"
+        assert running.screen.current is not None and len(running.backend.started) == 1
+        await running.send("/model fak")  # another name of the one that runs
+        await running.until(lambda: "is running already" in running.text("#state"))
+        assert len(running.backend.started) == 1
+        await running.pilot.press("escape")
+
+
+async def test_what_is_typed_in_a_row_is_carried_out_in_this_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with chat() as running:
+        await running.ready()
+        found = running.backend.find
+
+        def slow(name: str) -> str:
+            time.sleep(0.2)
+            return found(name)
+
+        monkeypatch.setattr(running.backend, "find", slow)
+        await running.send("/model fake-download")
+        await running.send("hello")
+        await running.until(lambda: running.screen.conversation.exchanges)
+        assert [name for name, _ in running.backend.started] == ["fake", "fake-download"]
+        assert running.screen.session.model == "fake-download"
+
+
+async def test_esc_that_came_too_late_to_stop_does_not_browse() -> None:
+    async with chat() as running:
+        await running.ready()
+        await running.ask("hello")
+        running.screen.ended_at = time.monotonic() + 60
+        await running.pilot.press("escape", "e")
+        assert running.prompt.text == "e" and running.screen.editing is None
+
+
+async def test_esc_closes_a_panel_before_it_browses_and_a_draft_keeps_it_in_the_prompt(tmp_path: Path) -> None:
+    path = tmp_path / "chats.db"
+    long_chat(path, 1)
+    async with chat(path=path) as running:
+        await running.ready()
+        await running.ask("hello")
+        await running.pilot.press("f4", "escape")
+        assert not running.screen.query_one(EnginePanel).display and not running.screen.browse.active
+        await running.pilot.press("f3")
+        await running.until(lambda: running.screen.query_one(Sidebar).display)
+        await running.pilot.press("escape")
+        assert not running.screen.query_one(Sidebar).display and not running.screen.browse.active
+        await running.pilot.press("d", "escape", "e")
+        assert running.prompt.text == "de" and running.screen.editing is None
+
+
+@pytest.mark.parametrize("key", ["f1", "f4", "ctrl+o"])
+async def test_keys_of_the_chat_work_while_browsing(key: str) -> None:
+    async with chat() as running:
+        await running.ready()
+        await running.ask("hello")
+        await running.pilot.press("escape")
+        await running.until(lambda: running.screen.browse.active)
+        await running.pilot.press(key)
+        shown = {"f1": HelpScreen, "ctrl+o": ModelsScreen}.get(key)
+        panel = running.screen.query_one(EnginePanel)
+        await running.until(lambda: isinstance(running.app.screen, shown) if shown else panel.display)
+        await running.pilot.press("escape")
+
+
+async def test_drafts_come_back() -> None:
+    async with chat() as running:
+        await running.ready()
+        await running.ask("first")
+        running.prompt.text = "draft"
+        await running.pilot.press("up", "!")
+        assert running.prompt.text == "first!"
+        await running.pilot.press("up", "down")
+        assert running.prompt.text == "first!"
+        await running.pilot.press("enter")
+        await running.until(lambda: running.screen.conversation.exchanges[-1].user == "first!")
+        assert running.prompt.sent_before[-2:] == ["draft", "first!"]
+        await running.until(lambda: running.screen.conversation.exchanges[-1].stop)
+        running.prompt.text = "another"
+        await running.send("/edit 1")
+        await running.until(lambda: running.prompt.text == "first")
+        running.prompt.text = "half"
+        await running.pilot.press("escape")
+        assert running.prompt.text == "" and "half" in running.prompt.sent_before
+        running.prompt.text = "gone?"
+        await running.pilot.press("ctrl+c", "up")
+        assert running.prompt.text == "gone?"
+
+
+async def test_an_edit_returns_the_draft_it_displaced() -> None:
+    async with chat() as running:
+        await running.ready()
+        await running.ask("first")
+        running.prompt.text = "draft"
+        running.screen.edit(running.screen.conversation.exchanges[0], True)
+        assert running.prompt.text == "first"
+        await running.pilot.press("escape")
+        assert running.prompt.text == "draft" and running.screen.editing is None
+
+
+async def test_enter_in_the_search_of_chats_opens_what_was_typed(tmp_path: Path) -> None:
+    path = tmp_path / "chats.db"
+    long_chat(path, 1)
+    async with chat(path=path, talk=None) as running:
+        await running.ready()
+        await running.ask("hello")
+        with History(path) as history:
+            assert len(history.chats()) >= 1
+        await running.pilot.press("ctrl+s")
+        await running.until(lambda: running.screen.query_one("#chat-filter").has_focus)
+        running.screen.query_one("#chat-filter").value = "zzz"  # type: ignore[attr-defined]
+        await running.pilot.press("enter")
+        assert running.screen.conversation.exchanges[-1].user == "hello"  # nothing matched: nothing was opened
+
+
+async def test_an_editor_that_is_not_there_leaves_the_screen_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VISUAL", raising=False)
+    async with chat() as running:
+        for editor, said in (("no-such-editor -w", "not there"), ("'", "not there"), ("   ", "not there")):
+            monkeypatch.setenv("EDITOR", editor)
+            running.prompt.text = "draft"
+            await running.pilot.press("ctrl+g")
+            await running.until(lambda said=said: said in running.text("#state"))  # type: ignore[misc]
+            assert running.prompt.text == "draft"
+            running.screen.flash("")
