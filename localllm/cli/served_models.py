@@ -8,12 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from localllm.errors import InvalidRequest
 from localllm.server.served_model import ServedModel, container_of
 
 from .names import Choice
 
 if TYPE_CHECKING:
-    from localllm.config import EngineOptions
+    from localllm.config import EngineOptions, UserConfig
     from localllm.device import MachineFacts
     from localllm.hub import LocalModel
     from localllm.llm.llm import LLM
@@ -62,8 +63,62 @@ def _offer(model: LocalModel) -> ServedModel:
         modified = 0.0
     return ServedModel(
         model.name, model.name, (), model.size_bytes, model.params, model.format, model.architecture,
-        model.max_context, model.chat, model.license, modified, container_of(model.path),
+        model.max_context, model.chat, model.license, modified, container_of(model.path), _also(model),
     )  # fmt: skip
+
+
+def _also(model: LocalModel) -> tuple[str, ...]:
+    """What Ollama's clients call it: llama3.2:3b, or qwen3:4b for the catalogue's qwen3-4b."""
+    from localllm.hub import catalog
+
+    if model.is_foreign:
+        own = f"{model.short}:{model.quant}" if model.quant else model.short
+        return (own, model.short) if model.quant == "latest" else (own,)
+    names = {c.name for c in catalog.candidates() if c.spec.casefold() == model.name.casefold()}
+    return tuple(name for one in sorted(names) for name in (one, ":".join(one.rsplit("-", 1))))
+
+
+class HubLibrary:
+    """Changes which models are on this machine, for `serve --ollama`."""
+
+    def __init__(self, config: UserConfig) -> None:
+        self._config = config
+
+    def pull(self, name: str, progress: OnProgress, cancel: threading.Event) -> None:
+        """Download; at once when it is here, in another program's store, too. A name from HTTP is never a path."""
+        from localllm import hub
+        from localllm.hub.names import parse_name
+        from localllm.plan import fit
+        from localllm.plan.planner import Planner
+
+        parse_name(name)
+        resolved = fit.resolve(name, Planner.here(self._config.engine), config=self._config)
+        if resolved.kind == "path":
+            raise InvalidRequest("a model to pull is named, not a path", param="model")
+        if resolved.path is None:
+            hub.download(resolved, progress=progress, cancel=cancel)
+
+    def remove(self, name: str) -> None:
+        from localllm import hub
+
+        hub.remove(_ours(name, "rm").name)
+
+    def copy(self, source: str, target: str) -> None:
+        from localllm import hub
+
+        hub.copy(_ours(source, "cp").name, target)
+
+
+def _ours(name: str, verb: str) -> LocalModel:
+    """A model of ours; whose is another program's is refused with that program's command."""
+    from localllm import hub
+
+    found = hub.exact(name)
+    if found.is_foreign:
+        error = found.refusal()
+        command = error.hint.replace(" rm ", f" {verb} ", 1) if found.source == "ollama" else error.hint
+        raise InvalidRequest(f"{error.message}: {command}", error.hint, param="model")
+    return found
 
 
 class HubLoader:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from .client import Patience as Patience
     from .client import endpoint as endpoint
     from .client import is_offline as is_offline
+    from .copying import copy as copy
+    from .copying import exact as exact
     from .fetching import Repaired as Repaired
     from .fetching import download as download
     from .fetching import repair as repair
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "client": ("Patience", "endpoint", "is_offline"),
+    "copying": ("copy", "exact"),
     "fetching": ("Repaired", "download", "repair"),
     "listing": ("RepoFile",),
     "local": ("default_model", "list_local", "remember_model"),

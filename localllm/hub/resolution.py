@@ -147,6 +147,8 @@ def resolve(
 def _by_name(parsed: ModelName, ask: _Ask) -> Resolved:
     if "/" in parsed.base:
         return _by_repo(parsed, ask)
+    if parsed.quant and not local.find(parsed):
+        parsed = _without_tag(parsed)
     starter = catalog.starters().get(parsed.base.casefold())
     if starter and parsed.quant is None and parsed.revision is None:
         return _starter(starter, ask)
@@ -168,6 +170,13 @@ def _by_name(parsed: ModelName, ask: _Ask) -> Resolved:
         else "localllm ls lists local models; from the hub: localllm pull org/repo",
         context={"close": close},
     )
+
+
+def _without_tag(parsed: ModelName) -> ModelName:
+    """Ollama's name for a model of the catalogue as ours: qwen3-4b for qwen3:4b, qwen3 for qwen3:latest."""
+    plain = parsed.base if parsed.quant == "latest" else f"{parsed.base}-{parsed.quant}"
+    known = catalog.members(plain) or plain.casefold() in catalog.starters()
+    return parsed._replace(base=plain, quant=None) if known else parsed
 
 
 def _as_path(text: str) -> Path | None:

@@ -25,6 +25,7 @@ from localllm.server.body import read_body
 from localllm.server.errors import ApiError, bug, is_anthropic
 from localllm.server.exchange import Exchanges, refuse
 from localllm.server.middleware import AppOptions, Gate
+from localllm.server.ollama import library
 from localllm.server.ollama import routes as ollama
 from localllm.server.ollama import schemas as ollama_schemas
 from localllm.server.openai import completions, embeddings, models, responses, responses_schemas
@@ -44,6 +45,7 @@ class Route:
     media: str = "application/json"
     # refused while the queue is full, before anything is read; not Ollama's, which also unload models
     needs_room: bool = False
+    changes_models: bool = False  # at the address of `serve --ollama` only
     for_owner: bool = False  # only the owner's token opens it, a key does not
 
     @cached_property
@@ -55,6 +57,8 @@ class Route:
         """Answer. Raises LocalLLMError, ClientLeft."""
         if self.for_owner:
             status.check_owner(request)
+        if self.changes_models:
+            library.check_changes(request)
         body = () if self.body is None else (await read_body(request, self.body),)
         answer = await self.endpoint(request, *body)
         return JSONResponse(answer) if isinstance(answer, dict) else answer
@@ -100,9 +104,13 @@ ROUTES: tuple[Route, ...] = (
     Route("POST", "/api/generate", ollama.generate, OLLAMA, LINES),
     Route("POST", "/api/embed", ollama.embed, ("model", "embeddings")),
     Route("POST", "/api/show", ollama.show, ("details", "model_info")),
+    Route("POST", "/api/embeddings", ollama.embedding, ("embedding",)),
+    Route("POST", "/api/pull", library.pull, ("status",), LINES, changes_models=True),
+    Route("POST", "/api/copy", library.copy, changes_models=True),
+    Route("DELETE", "/api/delete", library.delete, changes_models=True),
     Route("GET", "/api/tags", ollama.tags, ("models",)),
     Route("GET", "/api/ps", ollama.running, ("models",)),
-    Route("GET", "/api/version", status.version, ("version",)),
+    Route("GET", "/api/version", ollama.version, ("version",)),
     Route("GET", "/", status.root, ("name", "version", "apis")),
     Route("GET", "/health", status.health, ("status",)),
     Route("GET", "/ping", status.ping),
@@ -119,6 +127,7 @@ def create_app(service: Service, options: AppOptions | None = None) -> Any:
     options = options or AppOptions()
     app = FastAPI(title="localllm", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service, app.state.token = service, options.token
+    app.state.library, app.state.ollama, app.state.num_pulls = options.library, options.ollama, 0
     app.state.tells_details = options.loopback and not options.api_keys
     app.openapi = cache(document)  # type: ignore[method-assign]
     for route in ROUTES:  # plain routes: FastAPI's own would check and convert everything a second time

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
-from .errors import ApiError, invalid
+from .errors import ApiError, invalid, is_ollama
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -32,7 +32,7 @@ CODES = {
 async def read_body(request: Request, model: type[Body]) -> Body:
     """Parse and check. Raises ApiError 400, 413 or 415."""
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
-    if kind != "application/json":
+    if kind != "application/json" and not (is_ollama(request.scope["path"]) and not _is_browser(request)):
         raise ApiError(
             415, "The body must be JSON with the header content-type: application/json.", code="unsupported_media_type"
         )
@@ -40,6 +40,11 @@ async def read_body(request: Request, model: type[Body]) -> Body:
     if len(data) <= INLINE_BYTES:
         return checked(parse_json(data), model)
     return await asyncio.to_thread(lambda: checked(parse_json(data), model))
+
+
+def _is_browser(request: Request) -> bool:
+    """Whether a page may have sent this. A page of a stranger can send anything but JSON without asking first."""
+    return "origin" in request.headers or "sec-fetch-site" in request.headers
 
 
 def checked(value: Any, model: type[Body]) -> Body:

@@ -1,6 +1,6 @@
 """Errors in the shape of the API that was called, whatever fails: the right status, nothing of our insides.
 
-OpenAI's shape has all four keys always; below `/v1/messages` it is Anthropic's.
+OpenAI's shape has all four keys always; below `/v1/messages` it is Anthropic's, below `/api/` Ollama's.
 """
 
 from __future__ import annotations
@@ -69,18 +69,32 @@ def anthropic_body(error: LocalLLMError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": _sentence(where + error.message)}}
 
 
+def error_text(error: LocalLLMError) -> str:
+    """An error in words alone, as Ollama's API has it: with its field, or for a lost model what clients look for."""
+    where = f"{error.param}: " if error.param and error.param not in error.message else ""
+    lost = "model not found: " if error.api_code == "model_not_found" else ""
+    return _sentence(f"{lost or where}{error.message}")
+
+
 def _sentence(message: str) -> str:
     return sanitize(message if message.endswith(".") else f"{message}.")
 
 
 def error_body(error: LocalLLMError, path: str) -> dict[str, Any]:
     """The body in the shape of the API that `path` belongs to."""
+    if is_ollama(path):
+        return {"error": error_text(error)}
     return anthropic_body(error) if is_anthropic(path) else openai_body(error)
 
 
 def is_anthropic(path: str) -> bool:
     """Whether a path belongs to Anthropic's API."""
     return path == "/v1/messages" or path.startswith("/v1/messages/")
+
+
+def is_ollama(path: str) -> bool:
+    """Whether a path belongs to Ollama's API."""
+    return path.startswith("/api/")
 
 
 def respond(error: LocalLLMError, path: str) -> JSONResponse:

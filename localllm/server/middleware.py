@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import ApiError, respond
 from .exchange import Headers, note_error, refuse, with_headers
+from .served_model import Library
 
 PREFLIGHT = {
     "Access-Control-Allow-Methods": "GET, POST, DELETE",
@@ -50,6 +51,11 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def is_at(scope: Scope, address: tuple[str, int] | None) -> bool:
+    """Whether a request came in at that address of ours. It is the socket's own: no header says so."""
+    return address is not None and tuple(scope.get("server") or ()) == address
+
+
 @dataclass(frozen=True, slots=True)
 class AppOptions:
     """How the server treats its callers."""
@@ -58,6 +64,8 @@ class AppOptions:
     api_keys: tuple[str, ...] = ()  # one of them must come with every request; none: no key is needed
     origins: tuple[str, ...] = ()  # browser origins that may call
     log_format: str = "text"  # text | json
+    ollama: tuple[str, int] | None = None  # a second address, of this machine only, where models may be changed, too
+    library: Library | None = None  # what changes them
     token: str = ""  # counts as a key, and is the only one for the routes that manage models; "" for no such routes
 
 
@@ -73,7 +81,7 @@ class Gate:
         crowded: frozenset[str],
     ) -> None:  # fmt: skip
         self.app, self.api_keys, self.check_room, self.crowded = app, tuple(api_keys), check_room, crowded
-        self.loopback, self.origins = options.loopback, options.origins
+        self.loopback, self.ollama, self.origins = options.loopback, options.ollama, options.origins
         self.held_bytes = 0  # of bodies whose requests have not ended
         self._full: dict[tuple[str, str], Response] = {}  # the last refusal by message and path, which many get
 
@@ -132,7 +140,7 @@ class Gate:
         hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
         if len(hosts) != 1:
             return ApiError(400, f"{len(hosts)} Host headers, there must be one.")
-        if self.loopback and not host_is_local(hosts[0]):
+        if (self.loopback or is_at(scope, self.ollama)) and not host_is_local(hosts[0]):
             return ApiError(403, "This host name is not allowed.", "permission_error", "host_not_allowed")
         if origin is not None and origin not in self.origins:
             return ApiError(403, "This origin is not allowed.", "permission_error", "origin_not_allowed")

@@ -76,10 +76,16 @@ class ModelPool:
                 self._models, self._models_at = found, now
         return self._models
 
+    def look_again(self) -> None:
+        """The models on this machine have changed."""
+        self._models_at = -LIST_S
+
     def known(self, name: str) -> ServedModel | None:
         """The model of that name or alias among those known already; no disk is read."""
         plain = name.removesuffix(":latest")  # what Ollama's clients add
-        return next((m for m in self._models if plain == m.name or name in m.aliases or plain in m.aliases), None)
+        names = {name, plain}
+        found = next((m for m in self._models if names.intersection(m.ids)), None)
+        return found or next((m for m in self._models if names.intersection(m.also)), None)
 
     @property
     def only(self) -> ServedModel | None:

@@ -79,12 +79,23 @@ def bind(options: ServeOptions) -> socket.socket:
         )
     if given is not None:
         return given
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    return _bind_tcp(options.host, options.port, f"add --port {options.port + 1}")
+
+
+def bind_ollama(options: ServeOptions, first: socket.socket) -> list[socket.socket]:
+    """The socket at Ollama's address, where one is wanted and `first` is not it. Raises ServerError (port busy)."""
+    if options.ollama is None or first.getsockname() == options.ollama:
+        return []
+    return [_bind_tcp(*options.ollama, "end Ollama first: systemctl stop ollama; or leave --ollama out")]
+
+
+def _bind_tcp(host: str, port: int, fix: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # the protocol is named because asyncio turns Nagle's delay of 40 ms off only where it can read it
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    with _listening(sock, f"{options.host} port {options.port}", f"add --port {options.port + 1}"):
+    with _listening(sock, f"{host} port {port}", fix):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((options.host, options.port))
+        sock.bind((host, port))
     return sock
 
 
@@ -143,12 +154,14 @@ def serve(pool: ModelPool, options: ServeOptions, hooks: Hooks) -> bool:
     good.
     """
     try:
-        sock = bind(options)
+        socks = [bind(options)]
         try:
+            socks += bind_ollama(options, socks[0])
             _more_files()
-            asyncio.run(_run(sock, pool, options, hooks))
+            asyncio.run(_run(socks, pool, options, hooks))
         finally:
-            sock.close()
+            for sock in socks:
+                sock.close()
             if options.unix is not None:
                 with contextlib.suppress(OSError):
                     options.unix.unlink()
@@ -170,18 +183,18 @@ def _more_files() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-async def _run(sock: socket.socket, pool: ModelPool, options: ServeOptions, hooks: Hooks) -> None:
+async def _run(socks: list[socket.socket], pool: ModelPool, options: ServeOptions, hooks: Hooks) -> None:
     service = Service(pool, options.service)
     service.is_loading = bool(options.preload)
     server = make_server(service, options)
-    url = url_of(sock)
+    url = url_of(socks[0])
     try:
         with _signals(service, server, hooks):
             hooks.listening(url)
             loading = asyncio.ensure_future(_preload(service, options.preload, server, hooks, url))
             watch = asyncio.ensure_future(_watch(service, server, hooks))
             try:
-                await server.serve(sockets=[sock])
+                await server.serve(sockets=socks)
             finally:
                 watch.cancel()
                 loading.cancel()

@@ -41,6 +41,7 @@ class ServedModel:
     license: str = ""
     modified: float = 0.0  # seconds since the epoch
     container: str = "safetensors"  # what the files are: gguf | safetensors
+    also: tuple[str, ...] = ()  # names that find it and are in no list: what Ollama calls it
 
     @classmethod
     def of(cls, llm: LLM, names: Sequence[str]) -> ServedModel:
@@ -81,6 +82,14 @@ class Loader(Protocol):
     def load(
         self, model: ServedModel, machine: MachineFacts, on_progress: OnProgress, cancel: threading.Event
     ) -> LLM: ...
+
+
+class Library(Protocol):
+    """The models on this machine as they may be changed. All raise LocalLLMError and take as long as they need."""
+
+    def pull(self, name: str, progress: OnProgress, cancel: threading.Event) -> None: ...
+    def remove(self, name: str) -> None: ...
+    def copy(self, source: str, target: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

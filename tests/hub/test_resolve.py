@@ -225,6 +225,15 @@ def test_local_members_come_first(fake_hub: FakeHub) -> None:
     assert fake_hub.log() == []
 
 
+def test_ollamas_names_of_the_catalogue(fake_hub: FakeHub) -> None:
+    small = catalog.members("qwen3-0.6b")[0]
+    fake_hub.add(small.repo, repository(small.spec))
+    for name in ("qwen3:0.6b", "qwen3-0.6b:latest", f"hf.co/{small.spec}"):
+        assert hub.resolve(name, patience=QUICK).repo == small.repo
+    with pytest.raises(ModelNotFound, match="not on this machine"):
+        hub.resolve("ollama/a/b/c", patience=QUICK)
+
+
 def test_families_are_refused_by_name(fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnsupportedModel, match="gpt-oss needs a newer localllm"):
         hub.resolve("gpt-oss")

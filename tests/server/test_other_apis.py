@@ -395,7 +395,8 @@ BAD_OLLAMA = [
 @pytest.mark.parametrize(("sent", "status", "param"), BAD_OLLAMA, ids=range(len(BAD_OLLAMA)))
 async def test_ollama_refusals(client, sent, status, param):
     response = await client.post("/api/chat", json=sent)
-    assert (response.status_code, response.json()["error"]["param"]) == (status, param), response.text
+    assert response.status_code == status and response.json().keys() == {"error"}
+    assert param in response.json()["error"], response.text
 
 
 def test_times_to_keep_a_model():
@@ -439,7 +440,7 @@ async def test_ollama_cuts_long_texts_unless_told_not_to(client, tiny_llm):
     made = (await client.post("/api/embed", json=long)).json()
     assert made["prompt_eval_count"] == tiny_llm.plan.ctx - 1 and len(made["embeddings"]) == 1
     refused = await client.post("/api/embed", json=long | {"truncate": False})
-    assert refused.status_code == 400 and refused.json()["error"]["code"] == "context_length_exceeded"
+    assert refused.status_code == 400 and "256" in refused.json()["error"]
 
 
 async def test_scores_and_ranks_say_how(client):

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from localllm.server.served_model import ServedModel
     from localllm.server.service import Service
 
+OLLAMA = ("127.0.0.1", 11434)  # where its clients look
 MIN_KEY = 8  # Characters of an API key: a shorter one is a typing error.
 
 
@@ -38,6 +39,7 @@ MIN_KEY = 8  # Characters of an API key: a shorter one is a typing error.
     "localllm serve qwen",
     "localllm serve                       # every local model, loaded when asked for",
     "localllm serve smollm2 --port 8001 --alias gpt-4o-mini",
+    "localllm serve --ollama              # also for programs that look for Ollama",
     "localllm serve qwen --host 0.0.0.0 --api-key-file ~/.localllm.key",
 )
 def serve(
@@ -45,6 +47,9 @@ def serve(
     models: Annotated[list[str] | None, model_argument("[MODEL]...", "None: every local model, on demand.")] = None,
     host: Annotated[str | None, Option(metavar="ADDRESS", help="Where to listen; 127.0.0.1 by default.")] = None,
     port: Annotated[int | None, Option(metavar="N", help="Port; 0 takes a free one.")] = None,
+    ollama: Annotated[
+        bool, Option("--ollama", help="Also listen at 127.0.0.1:11434, as Ollama; models can be pulled there.")
+    ] = False,
     unix: Annotated[Path | None, Option(metavar="PATH", help="A socket file instead of a port.")] = None,
     api_key_file: Annotated[
         Path | None, Option(metavar="FILE", help="File with the keys clients send, one a line.")
@@ -74,6 +79,7 @@ def serve(
     flags = {"server.host": host, "server.port": port, "engine.max_parallel": parallel, "engine.ttl": ttl}
     config = engine.config(env, flags, strict=True)  # a server runs as it was told, or not
     from localllm import server
+    from localllm.cli.served_models import HubLibrary
 
     console = env.console
     keys = api_keys(env, config, api_key, api_key_file)
@@ -81,7 +87,7 @@ def serve(
     prefixes = [read_text(path, "--pin-prefix") for path in pin_prefix or ()]
     prefixes += [preset.system for preset in config.presets.values() if preset.system]
     choices = [here(env, config, name) for name in (*(models or ()), *(pin or ()))]
-    default, offers = offered(env, config, choices, alias or (), every=not models)
+    default, offers = offered(env, config, choices, alias or (), every=not models or ollama, may_be_none=ollama)
     named = tuple(dict.fromkeys(choice.shown for choice in choices))
     options = server.ServeOptions(
         host=config.server.host,
@@ -93,6 +99,8 @@ def serve(
         insecure=insecure,
         preload=named or ((default,) if preload else ()),
         log_format=log_format,
+        ollama=OLLAMA if ollama else None,
+        library=HubLibrary(config) if ollama else None,
         service=server.ServiceOptions(config.engine.max_parallel, max_queue, default),
     )
     stays = bool(models) and ttl is None  # a model that was named stays unless a time was given
@@ -103,7 +111,7 @@ def serve(
     try:
         freed = server.serve(pool, options, life)
     except ServerError as error:
-        if unix:
+        if unix or f"port {options.port}:" not in error.message:
             raise
         raise taken_by_us(error, options.port) from None
     finally:
@@ -145,11 +153,18 @@ def here(env: Env, config: UserConfig, name: str) -> Choice:
 
 
 def offered(
-    env: Env, config: UserConfig, choices: list[Choice], aliases: Sequence[str], *, every: bool = False
+    env: Env,
+    config: UserConfig,
+    choices: list[Choice],
+    aliases: Sequence[str],
+    *,
+    every: bool = False,
+    may_be_none: bool = False,
 ) -> tuple[str, Any]:
     """(the model meant by requests that name none, what lists the offers).
 
-    every  offer all local models beside those that were named
+    every        offer all local models beside those that were named
+    may_be_none  begin without a model, too: one can be pulled
     """
     from localllm.cli.served_models import local_offers, named_offers
     from localllm.llm.local_models import default_model
@@ -157,14 +172,15 @@ def offered(
     if choices:
         fixed = named_offers(choices, aliases)
         names = {offer.name for offer in fixed}
-        more = [offer for offer in local_offers() if offer.name not in names] if every else []
-        return fixed[0].name, lambda: [*fixed, *more]
+        if not every:
+            return fixed[0].name, lambda: fixed
+        return fixed[0].name, lambda: [*fixed, *(offer for offer in local_offers() if offer.name not in names)]
     if aliases:
         raise ConfigError("--alias needs a model", f"localllm serve MODEL --alias {aliases[0]}")
     wanted = config.model or default_model(config.engine)
     known = local_offers()
     default = next((o.name for o in known if o.name == wanted), known[0].name if known else "")
-    if not known:
+    if not known and not may_be_none:
         raise ModelNotFound("there is no model on this machine", "localllm serve smollm2 -y")
     return default, lambda: sorted(local_offers(), key=lambda offer: offer.name != default)
 
@@ -242,6 +258,8 @@ class _Life:
             self._console.say(f"localllm {__version__}")
             apis = f"OpenAI  {url}/v1   Anthropic  {url}   Ollama  {url}"
             self._console.say(f"ready  {apis if url.startswith('http') else url}")
+        if self._options.ollama:
+            self._console.say("ready  Ollama  http://{}:{}   models can be pulled there".format(*self._options.ollama))
 
     def ready(self, url: str, service: Service) -> None:
         self._close_progress()

@@ -1,10 +1,14 @@
-"""Ollama's API: /api/chat, generate, embed, tags, show, ps and version; streams are lines of JSON."""
+"""Ollama's API: /api/chat, generate, embed, tags, show, ps and version; streams are lines of JSON.
+
+`library.py` has the routes that change which models are here.
+"""
 
 from __future__ import annotations
 
 import datetime
 import hashlib
 import json
+import re
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -13,21 +17,21 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from localllm._version import __version__
 from localllm.llm.outputs import OutputDelta, add_tool_call
-from localllm.request import FinishReason, Timing, Usage
-from localllm.server.errors import openai_body
+from localllm.request import FinishReason, Timing, TokenLogprob, Usage
 from localllm.server.ollama import schemas
-from localllm.server.openai.embeddings import MAX_TEXTS, pooled_texts, unit
+from localllm.server.ollama.library import OLLAMA_LINES
+from localllm.server.openai.embeddings import MAX_TEXTS, Vectors, pooled_texts, unit
+from localllm.server.openai.output import TokenNames
 from localllm.server.openai.reading import read_chat, read_completion, split_prompts
 from localllm.server.openai.schemas import ChatRequest, CompletionRequest
-from localllm.server.reply import StreamFormat, line, reply, unless_left
+from localllm.server.reply import line, reply, unless_left
 from localllm.server.response_stream import AsyncResponseStream
 from localllm.server.served_model import MAX_TTL_S, ServedModel
 from localllm.server.service import Reservation, service_of
 
-OLLAMA_LINES = StreamFormat(
-    lambda error: line({"error": openai_body(error)["error"]["message"]}), media_type="application/x-ndjson", ping=b""
-)
+VERSION = "0.14.0"  # of Ollama's API that is spoken here: clients ask for 0.6.4 (VS Code) and more
 
 
 async def chat(request: Request, body: schemas.OllamaChatRequest) -> Response | dict[str, Any]:
@@ -52,7 +56,7 @@ async def _answer(request: Request, body: schemas.Asked, asked: ChatRequest | Co
     def render(reservation: Reservation) -> LineRendering:
         if keep != "default":
             service_of(request).pool.keep(reservation.model.name, keep)
-        return LineRendering(reservation.stream, body, started)
+        return LineRendering(reservation.stream, body, started, TokenNames(reservation.llm))
 
     return await reply(request, generation, render, OLLAMA_LINES)
 
@@ -64,13 +68,15 @@ class LineRendering:
     stream: AsyncResponseStream
     body: schemas.Asked
     started: float
+    names: TokenNames
     calls: list[dict[str, str]] = field(default_factory=list)
 
     async def whole(self) -> dict[str, Any]:
         (output,) = await self.stream.outputs()
         (one,) = output.completions
         end = _end(one.finish_reason, output.usage, output.timing, self.started)
-        return self._line({"content": one.text, "reasoning": one.reasoning}, one.tool_calls) | end
+        answer = self._line({"content": one.text, "reasoning": one.reasoning}, one.tool_calls)
+        return answer | self._logprobs(one.logprobs) | end
 
     def chunks(self) -> AsyncIterator[bytes]:
         return self.stream.rendered(self._lines)
@@ -86,13 +92,19 @@ class LineRendering:
             more["tool_calls"] = [{"function": {"name": name, "arguments": values}} for name, values in named]
         return _head(self.body.model) | {"message": {"role": "assistant", "content": content} | more}
 
+    def _logprobs(self, entries: list[TokenLogprob]) -> dict[str, Any]:
+        return {"logprobs": [self.names.entry(entry) for entry in entries]} if self.body.logprobs and entries else {}
+
     def _lines(self, number: int, delta: OutputDelta) -> list[bytes]:
-        lines = []
+        lines, logprobs = [], self._logprobs(delta.logprobs)
         for kind, text in delta.parts:
             if kind == "tool_call":  # a call is one line, when it is whole
                 add_tool_call(self.calls, json.loads(text))
             else:
-                lines.append(line(self._line({kind: text}, []) | {"done": False}))
+                lines.append(line(self._line({kind: text}, []) | logprobs | {"done": False}))
+                logprobs = {}
+        if logprobs:  # of tokens that show no text yet
+            lines.append(line(self._line({}, []) | logprobs | {"done": False}))
         if delta.finish_reason is not None:
             if self.calls:
                 lines.append(line(self._line({}, self.calls) | {"done": False}))
@@ -131,18 +143,38 @@ async def _load_or_unload(request: Request, body: schemas.Asked, empty: dict[str
 
 
 async def embed(request: Request, body: schemas.OllamaEmbedRequest) -> dict[str, Any]:
-    """One vector per text, of length 1."""
-    service = service_of(request)
-    texts = split_prompts(body.input, "input", MAX_TEXTS)
+    """One vector per text, of length 1; none for no text, which loads the model."""
     started = time.monotonic()
-    async with unless_left(request.receive), service.reserve(request, body.model) as reservation:
-        truncate = body.truncate is not False  # Ollama's default
-        vectors, count = await pooled_texts(service, reservation, texts, "mean", "input", truncate=truncate)
+    texts = split_prompts(body.input, "input", MAX_TEXTS) if body.input not in ("", []) else []
+    vectors, count = await _vectors(request, body, texts, "input", truncate=body.truncate is not False)
     took = _ns(time.monotonic() - started)
     return {
-        "model": body.model, "embeddings": [unit(v).tolist() for v in vectors], "total_duration": took,
-        "load_duration": 0, "prompt_eval_count": count, "pooling": "mean",
+        "model": body.model, "embeddings": [unit(v[: body.dimensions]).tolist() for v in vectors],
+        "total_duration": took, "load_duration": 0, "prompt_eval_count": count, "pooling": "mean",
     }  # fmt: skip
+
+
+async def embedding(request: Request, body: schemas.OllamaEmbeddingRequest) -> dict[str, Any]:
+    """The vector of one text, as it is; an empty one for no text, which loads the model."""
+    vectors, _ = await _vectors(request, body, [body.prompt] if body.prompt else [], "prompt", truncate=True)
+    return {"embedding": vectors[0].tolist() if vectors else []}
+
+
+async def _vectors(
+    request: Request, body: schemas.Embedded, texts: list[Any], param: str, *, truncate: bool
+) -> tuple[Vectors, int]:
+    service, keep = service_of(request), schemas.keep_alive_s(body.keep_alive)
+    async with unless_left(request.receive), service.reserve(request, body.model) as reservation:
+        if keep != "default":
+            service.pool.keep(reservation.model.name, keep)
+        if not texts:
+            return [], 0
+        return await pooled_texts(service, reservation, texts, "mean", param, truncate=truncate)
+
+
+async def version(request: Request) -> dict[str, Any]:
+    """The version of Ollama's API, and the program's own."""
+    return {"version": VERSION, "localllm": __version__}
 
 
 async def tags(request: Request) -> dict[str, Any]:
@@ -178,7 +210,8 @@ async def show(request: Request, body: schemas.ShowRequest) -> dict[str, Any]:
         "modelfile": "", "parameters": "", "template": (llm.tokenizer.chat_template or "") if llm else "",
         "license": model.license, "details": details(model), "modified_at": _iso(model.modified),
         "model_info": {
-            "general.architecture": arch, "general.parameter_count": model.params,
+            "general.architecture": arch, "general.basename": _basename(model.name),
+            "general.parameter_count": model.params,
             f"{arch}.context_length": model.max_context,
         },
         "capabilities": ["completion", "embedding", *(["tools"] if model.chat else [])],
@@ -200,6 +233,11 @@ def details(model: ServedModel) -> dict[str, Any]:
         "parameter_size": f"{model.params / unit:.{1 if letter == 'B' else 0}f}{letter}",
         "quantization_level": model.quant,
     }  # fmt: skip
+
+
+def _basename(name: str) -> str:
+    """What to call a model in a list for people: without its owner, quant and container."""
+    return re.sub(r"-GGUF$", "", name.partition(":")[0].rpartition("/")[2].removesuffix(".gguf"), flags=re.IGNORECASE)
 
 
 def _iso(seconds: float) -> str:

@@ -43,6 +43,8 @@ class Asked(Body):
     options: dict[str, Any] | None = None
     keep_alive: StrictStr | StrictInt | float | None = None
     think: StrictBool | Literal["low", "medium", "high"] | None = None
+    logprobs: StrictBool | None = None
+    top_logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
 
 
 class OllamaChatRequest(Asked):
@@ -64,14 +66,26 @@ class OllamaGenerateRequest(Asked):
     context: list[Any] | None = None
 
 
-class OllamaEmbedRequest(Body):
-    """POST /api/embed"""
+class Embedded(Body):
+    """What both ways to embed share."""
 
     model: StrictStr
-    input: Annotated[Any, Field(json_schema_extra={"anyOf": TEXTS_OR_IDS})]
-    truncate: StrictBool | None = None
     keep_alive: StrictStr | StrictInt | float | None = None
     options: dict[str, Any] | None = None
+
+
+class OllamaEmbedRequest(Embedded):
+    """POST /api/embed"""
+
+    input: Annotated[Any, Field(json_schema_extra={"anyOf": TEXTS_OR_IDS})]
+    truncate: StrictBool | None = None
+    dimensions: Annotated[StrictInt, Field(ge=1, le=65536)] | None = None
+
+
+class OllamaEmbeddingRequest(Embedded):
+    """POST /api/embeddings, which /api/embed has replaced"""
+
+    prompt: StrictStr = ""
 
 
 class ShowRequest(Body):
@@ -113,6 +127,8 @@ def generate_of(body: OllamaGenerateRequest) -> ChatRequest | CompletionRequest:
     fields = with_further(body, _common(body), "format")
     if body.raw:
         fields |= {"prompt": body.prompt, "max_tokens": fields.pop("max_completion_tokens", None)}
+        top = fields.pop("top_logprobs", None)
+        fields["logprobs"] = (top or 0) if fields.get("logprobs") else None
         return checked(fields, CompletionRequest)
     messages = [{"role": "system", "content": body.system}] if body.system else []
     return checked(fields | {"messages": [*messages, {"role": "user", "content": body.prompt}]}, ChatRequest)
@@ -143,6 +159,7 @@ def _common(body: Asked) -> dict[str, Any]:
     options = body.options or {}
     fields: dict[str, Any] = {"model": body.model, "stream": body.stream is not False}
     fields |= {ours: options[theirs] for theirs, ours in OPTIONS.items() if options.get(theirs) is not None}
+    fields |= {"logprobs": body.logprobs, "top_logprobs": body.top_logprobs}
     limit = options.get("num_predict")
     if limit is not None and limit != -1 and limit != -2:
         fields["max_completion_tokens"] = limit

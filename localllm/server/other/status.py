@@ -11,18 +11,21 @@ from typing import Any
 
 from pydantic import StrictStr
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from localllm._version import __version__
 from localllm.server.errors import ApiError
+from localllm.server.middleware import is_at
 from localllm.server.openai.schemas import Body
 from localllm.server.service import service_of
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-async def root(request: Request) -> dict[str, Any]:
-    """Who answers here, and where its APIs begin; what Ollama's clients look at first."""
+async def root(request: Request) -> Response | dict[str, Any]:
+    """Who answers here, and where its APIs begin; at Ollama's address the words that its clients look for."""
+    if is_at(request.scope, request.app.state.ollama):
+        return PlainTextResponse("Ollama is running")
     apis = {"openai": "/v1", "anthropic": "/v1/messages", "ollama": "/api", "openapi": "/openapi.json"}
     return {"name": "localllm", "version": __version__, "apis": apis}
 

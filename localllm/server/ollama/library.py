@@ -1,0 +1,162 @@
+"""Ollama's routes that change which models are here: pull, copy and delete, our own models only.
+
+They answer at the address of `serve --ollama` alone, which only this machine reaches; elsewhere they do not exist.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import threading
+from collections.abc import AsyncGenerator, Callable
+from typing import Annotated, Any
+
+from pydantic import Field, StrictBool, StrictStr
+from starlette.requests import Request
+from starlette.responses import Response
+
+from localllm.errors import LocalLLMError
+from localllm.request import LoadProgress, OnProgress
+from localllm.server.errors import ApiError, error_text, invalid
+from localllm.server.middleware import is_at
+from localllm.server.openai.schemas import Body
+from localllm.server.reply import Stream, StreamFormat, line, unless_left
+from localllm.server.served_model import Library
+from localllm.server.service import service_of
+
+MAX_PULLS = 4  # downloads under way
+MAX_NAME = 400
+OLLAMA_LINES = StreamFormat(
+    lambda error: line({"error": error_text(error)}), media_type="application/x-ndjson", ping=b""
+)
+Name = Annotated[StrictStr, Field(max_length=MAX_NAME)]
+
+
+class NameRequest(Body):
+    """DELETE /api/delete; `name` is what older clients send."""
+
+    model: Name | None = None
+    name: Name | None = None
+
+    @property
+    def wanted(self) -> str:
+        """The model. Raises ApiError."""
+        wanted = self.model or self.name
+        if not wanted:
+            raise invalid("model is missing.", "model", "missing_required_parameter")
+        return wanted
+
+
+class PullRequest(NameRequest):
+    """POST /api/pull"""
+
+    stream: StrictBool | None = None
+    insecure: StrictBool | None = None
+
+
+class CopyRequest(Body):
+    """POST /api/copy"""
+
+    source: Name
+    destination: Name
+
+
+async def pull(request: Request, body: PullRequest) -> Response | dict[str, Any]:
+    """Download a model to our own models; lines say how far it is."""
+    library, name, state = _library(request), body.wanted, request.app.state
+    if state.num_pulls >= MAX_PULLS:
+        raise ApiError(429, f"{MAX_PULLS} downloads are under way; ask again later.", "rate_limit_error", "queue_full")
+
+    async def lines() -> AsyncGenerator[bytes]:
+        state.num_pulls += 1
+        try:
+            yield line({"status": "pulling manifest"})
+            async for progress in _steps(lambda tell, cancel: library.pull(name, tell, cancel)):
+                yield line(_shown(name, progress))
+            service_of(request).pool.look_again()
+            for status in ("verifying sha256 digest", "writing manifest", "success"):
+                yield line({"status": status})
+        finally:
+            state.num_pulls -= 1
+
+    if body.stream is not False:
+        stream = Stream(lines(), OLLAMA_LINES)
+        await stream.begin()
+        return stream
+    async with unless_left(request.receive):
+        last = [one async for one in lines()][-1]
+    answer: dict[str, Any] = json.loads(last)
+    return answer
+
+
+async def _steps(work: Callable[[OnProgress, threading.Event], None]) -> AsyncGenerator[LoadProgress]:
+    """What work in a thread tells; the last of it where more came than was taken. The work is cancelled with this."""
+    loop, cancel = asyncio.get_running_loop(), threading.Event()
+    told: asyncio.Queue[LoadProgress | None] = asyncio.Queue()
+
+    def tell(progress: LoadProgress) -> None:
+        loop.call_soon_threadsafe(told.put_nowait, progress)
+
+    task = asyncio.ensure_future(asyncio.to_thread(work, tell, cancel))
+    task.add_done_callback(lambda _: told.put_nowait(None))
+    try:
+        while (progress := await told.get()) is not None:
+            while not told.empty() and (newer := told.get_nowait()) is not None:
+                progress = newer
+            yield progress
+            if task.done() and told.empty():
+                break
+        task.result()
+    finally:
+        cancel.set()
+        task.cancel()
+
+
+def _shown(name: str, progress: LoadProgress) -> dict[str, Any]:
+    if progress.name != "download" or progress.total <= 0:
+        return {"status": progress.detail or progress.label}
+    digest = hashlib.sha256(name.encode()).hexdigest()  # of the model: its files arrive side by side
+    done = min(progress.done, progress.total)
+    status = f"pulling {digest[:12]}"
+    return {"status": status, "digest": f"sha256:{digest}", "total": progress.total, "completed": done}
+
+
+async def delete(request: Request, body: NameRequest) -> Response:
+    """Remove one of our models. What another program keeps is refused, with that program's command."""
+    library, service = _library(request), service_of(request)
+    model = await service.find(body.wanted)
+    await _changed(lambda: library.remove(model.source))
+    if service.pool.llm_of(model.name) is not None:
+        service.pool.unload(model.name)
+    service.pool.look_again()
+    return Response()
+
+
+async def copy(request: Request, body: CopyRequest) -> Response:
+    """Give one of our models a second name; its files are shared."""
+    library, service = _library(request), service_of(request)
+    model = await service.find(body.source)
+    await _changed(lambda: library.copy(model.source, body.destination.removesuffix(":latest")))
+    service.pool.look_again()
+    return Response()
+
+
+async def _changed(work: Callable[[], None]) -> None:
+    try:
+        await asyncio.to_thread(work)
+    except LocalLLMError as error:
+        if error.param is None:
+            error.param = "model"
+        raise
+
+
+def check_changes(request: Request) -> None:
+    """Raise ApiError 404 everywhere but at the address of `serve --ollama`."""
+    if request.app.state.library is None or not is_at(request.scope, request.app.state.ollama):
+        raise ApiError(404, "Models are changed only at the address of localllm serve --ollama.", code="unknown_url")
+
+
+def _library(request: Request) -> Library:
+    made: Library = request.app.state.library
+    return made
