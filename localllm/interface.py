@@ -54,10 +54,12 @@ class Failed:
     fixes: tuple[tuple[str, str], ...] = ()
     why: str = ""
     context: Mapping[str, Any] = field(default_factory=dict)  # the values, for the JSON form
+    param: str = ""  # the field of the request that is wrong
 
     @classmethod
     def of(cls, turn: int, error: LocalLLMError) -> Failed:
-        return cls(turn, error.code, error.message, error.hint, error.fixes, error.why, error.context)
+        about = error.code, error.message, error.hint, error.fixes, error.why, error.context, error.param or ""
+        return cls(turn, *about)
 
 
 ChatEvent = LoadProgress | Prefill | Delta | Done | Failed
@@ -153,6 +155,7 @@ class Turn:
     messages: list[Message]
     params: SamplingParams | None
     template: Mapping[str, Any]
+    tools: Sequence[Mapping[str, Any]] = ()
 
 
 class ChatBackend(ABC):
@@ -182,16 +185,17 @@ class ChatBackend(ABC):
         messages: Sequence[Message],
         params: SamplingParams | None = None,
         template: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> int:
         """Queue a turn, also before the model is ready; returns its id.
 
         When the last message is the assistant's, it is continued. `template` goes to the chat template:
-        enable_thinking, reasoning_effort.
+        enable_thinking, reasoning_effort. `tools`, in the OpenAI shape, may be called; calls arrive as `Delta`s.
         """
         with self._lock:
             turn, self._next_turn = self._next_turn, self._next_turn + 1
             self._running[turn] = None
-            self._accept(Turn(turn, list(messages), params, template or {}))
+            self._accept(Turn(turn, list(messages), params, template or {}, tuple(tools)))
         return turn
 
     @abstractmethod

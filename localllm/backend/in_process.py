@@ -20,7 +20,7 @@ from localllm.llm import local_models
 from localllm.llm.llm import LLM
 from localllm.llm.loaded_model import EngineOptions
 from localllm.llm.outputs import OutputDelta
-from localllm.request import Constraint, LoadProgress, SamplingParams, Timing, Usage
+from localllm.request import Constraint, LoadProgress, SamplingParams, Timing, ToolUse, Usage
 
 log = logging.getLogger(__name__)
 
@@ -176,12 +176,15 @@ class InProcessBackend(ChatBackend):
             params = queued.params or (self._default_params(llm) if self._default_params else None)
             prompt = self._encode(llm, queued)
             self.tell(Prefill(turn, 0, len(prompt)))
-            bound = self._constraint
+            spec, bound = None, self._constraint
+            if bound is not None or queued.tools:
+                use = ToolUse(tuple(queued.tools)) if queued.tools else None
+                spec = llm.output_rules.spec(prompt, chat=True, constraint=bound, tool_use=use)
             running = llm.submit(
                 prompt,
                 params,
                 splits_reasoning=True,
-                spec=None if bound is None else llm.output_rules.spec(prompt, chat=True, constraint=bound),
+                spec=spec,
                 listener=lambda delta: self._publish(turn, delta),
             )
         except Exception as error:
@@ -199,7 +202,7 @@ class InProcessBackend(ChatBackend):
         if self._completes and not llm.has_chat_template:
             return llm.encode_prompt("\n\n".join(m.get("content", "") for m in messages))
         goes_on = messages[-1].get("role") == "assistant"
-        return llm.encode_chat(messages, None, queued.template, continue_final=goes_on)
+        return llm.encode_chat(messages, queued.tools or None, queued.template, continue_final=goes_on)
 
     def _publish(self, turn: int, delta: OutputDelta) -> None:
         """Called in the engine's thread."""

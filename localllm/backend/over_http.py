@@ -19,7 +19,7 @@ from typing import Any
 
 from localllm.errors import LocalLLMError, ModelNotFound, ServerError
 from localllm.interface import ChatBackend, Check, Delta, Done, Facts, Failed, ModelChoice, Prefill, Turn
-from localllm.request import FinishReason, LoadProgress, Message, Timing, Usage
+from localllm.request import FinishReason, LoadProgress, Timing, Usage
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class RemoteBackend(ChatBackend):
         threading.Thread(target=self._start, args=(model or "",), name="remote", daemon=True).start()
 
     def _accept(self, turn: Turn) -> None:
-        body = self._body(turn.messages, turn.template)
+        body = self._body(turn)
         threading.Thread(target=self._answer, args=(turn.id, body), name=f"remote-{turn.id}", daemon=True).start()
 
     def stop(self, turn: int) -> None:
@@ -165,7 +165,8 @@ class RemoteBackend(ChatBackend):
             model=self._model, run_summary=f"{self._model} · {via}", ctx=ctx, url=self.url, pid=self._pid, max_ctx=ctx
         )
 
-    def _body(self, messages: list[Message], template: Mapping[str, Any]) -> dict[str, Any]:
+    def _body(self, turn: Turn) -> dict[str, Any]:
+        messages, template = turn.messages, turn.template
         body: dict[str, Any] = {
             "model": self._model,
             "messages": messages,
@@ -174,6 +175,8 @@ class RemoteBackend(ChatBackend):
         } | dict(self._given)
         if self._stop:
             body["stop"] = self._stop
+        if turn.tools:
+            body["tools"] = list(turn.tools)
         if template:
             body["chat_template_kwargs"] = dict(template)
         if messages and messages[-1].get("role") == "assistant":
@@ -212,9 +215,11 @@ class RemoteBackend(ChatBackend):
                 for choice in chunk.get("choices") or ():
                     delta = choice.get("delta") or {}
                     stop = choice.get("finish_reason") or stop
+                    calls = [("tool_call", _call(told)) for told in delta.get("tool_calls") or ()]
                     for kind, text in (
                         ("reasoning", delta.get("reasoning_content") or delta.get("reasoning")),
                         ("content", delta.get("content")),
+                        *calls,
                     ):
                         if text:
                             first = first or time.monotonic()
@@ -265,6 +270,13 @@ def _data(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
                 yield value
 
 
+def _call(told: Mapping[str, Any]) -> str:
+    """A piece of a call, as `Delta` has it."""
+    function = told.get("function") or {}
+    made = {"index": int(told.get("index") or 0), "id": told.get("id"), "name": function.get("name")}
+    return json.dumps(made | {"arguments": function.get("arguments") or ""})
+
+
 def _usage(told: Mapping[str, Any]) -> Usage:
     prompt, completion = told.get("prompt_tokens_details") or {}, told.get("completion_tokens_details") or {}
     return Usage(
@@ -278,9 +290,10 @@ def _refused(status: int, text: str) -> LocalLLMError:
     try:
         error = json.loads(text)["error"]
         message, code = str(error["message"])[:500], str(error.get("code") or "")
+        param = str(error.get("param") or "")
     except (ValueError, KeyError, TypeError):
-        message, code = f"the server answered {status}", ""
-    made = ServerError(message, "localllm ps")
+        message, code, param = f"the server answered {status}", "", ""
+    made = ServerError(message, "localllm ps", param=param)
     known = _CODES.get(code) or ("E401" if status == 401 else "")
     if known:
         made.exit_code, made.number = int(known[1:-2]), int(known[-2:])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any, Literal
 
 from localllm.paths import toml_beside
 
-Piece = tuple[Literal["content", "reasoning"], str]
+Piece = tuple[Literal["content", "reasoning", "tool_call"], str]
 SCRIPT: dict[str, Any] = toml_beside(__file__, "script.toml")
 ANSWERS = {
     message: "".join(text.replace("{n}", str(n)) for times, text in parts for n in range(times))
@@ -17,8 +18,15 @@ ANSWERS["!mixed"] *= 20
 ANSWERS["!oom"] = ANSWERS["!crash"] = ANSWERS["long"]
 
 
-def script(prompt: str) -> Iterator[Piece]:
-    """The pieces of the answer to a message."""
+def script(prompt: str, has_tools: bool = False) -> Iterator[Piece]:
+    """The pieces of the answer to a message; `!call NAME ARGUMENTS` on lines of their own are calls."""
+    if has_tools and prompt.startswith("!call "):
+        for index, line in enumerate(prompt.splitlines()):
+            _, name, arguments = (line + "  ").split(" ", 2)
+            yield "tool_call", json.dumps({"index": index, "id": f"call_{index}", "name": name, "arguments": ""})
+            for piece in pieces(arguments.rstrip()):
+                yield "tool_call", json.dumps({"index": index, "arguments": piece})
+        return
     if prompt == "!think":
         for word in pieces("First I look at it from every side.\nThen I decide.\n"):
             yield "reasoning", word

@@ -3,8 +3,8 @@
 Used when `LOCALLLM_ENGINE=fake` and only together with `LOCALLLM_TESTING=1`. The model's name chooses how loading goes
 (`fake-download`, `fake-slow`, `fake-gated`, `fake-huge`, `fake-missing`, `fake-crash`, `fake-base`, `fake-small`), the
 last message how the answer goes (`!md`, `!mixed`, `!list`, `!think`, `!fd2`, `!oom`, `!crash`, `!error`, `!full`,
-`!escape`, `long`); any other message is given back. `LOCALLLM_ENGINE=fake:tps=0:load=1.5` sets the speed (0 is as fast
-as it goes) and the seconds of every load phase.
+`!escape`, `long`, `!call NAME ARGUMENTS` where tools are offered); any other message is given back.
+`LOCALLLM_ENGINE=fake:tps=0:load=1.5` sets the speed (0 is as fast as it goes) and the seconds of every load phase.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 
 from localllm import errors
 from localllm.backend.script import SCRIPT, pieces, script
-from localllm.interface import ChatBackend, Check, Delta, Done, Facts, Failed, ModelChoice, Prefill
-from localllm.request import LoadProgress, Message, SamplingParams, Timing, Usage
+from localllm.interface import ChatBackend, Check, Delta, Done, Facts, Failed, ModelChoice, Prefill, Turn
+from localllm.request import LoadProgress, SamplingParams, Timing, Usage
 
 PAGE = 16  # tokens of a page
 HAVE_BYTES = 8 << 30
@@ -133,7 +133,7 @@ class FakeBackend(ChatBackend):
         if not self._load():
             return
         for turn in self._queued(lambda: self._closed):
-            self._answer(turn.id, turn.messages, turn.params or self._default_params())
+            self._answer(turn, turn.params or self._default_params())
 
     def _load(self) -> bool:
         self.tell(LoadProgress("resolve", detail=self.model))
@@ -167,7 +167,8 @@ class FakeBackend(ChatBackend):
         with self._lock:
             return self._lock.wait_for(lambda: self._closed, seconds)
 
-    def _answer(self, turn: int, messages: list[Message], params: SamplingParams) -> None:
+    def _answer(self, asked: Turn, params: SamplingParams) -> None:
+        turn, messages = asked.id, asked.messages
         begin = time.monotonic()
         prompt = messages[-1].get("content", "") if messages else ""
         goes_on = bool(messages) and messages[-1].get("role") == "assistant"
@@ -191,7 +192,7 @@ class FakeBackend(ChatBackend):
         count, reasoning, stop = 0, 0, "stop"
         first: float | None = None
         said = pieces(self.answers.pop(0)) if self.answers else pieces(" and so on.") if goes_on else None
-        for kind, piece in (("content", p) for p in said) if said is not None else script(prompt):
+        for kind, piece in (("content", p) for p in said) if said is not None else script(prompt, bool(asked.tools)):
             if turn in self._stopped or self._closed:
                 stop = "abort"
                 break

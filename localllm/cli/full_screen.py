@@ -44,6 +44,8 @@ def full_screen(env: Env, config: UserConfig, start: Start) -> int:
         start.saver.close()
         if session.endpoint is not None:
             session.endpoint.stop()
+        if session.tools is not None:
+            session.tools.close()
         close_soon(session.backend)
     if app.failure is not None:
         raise app.failure  # becomes one sentence and a line in the log

@@ -18,6 +18,7 @@ from localllm.terminal import clean, clean_line
 
 from .run_view import Text
 from .session import BackendError, Sampling, follow, open_backend, stats_line, wait_ready
+from .tools import answered
 
 
 def talk(env: Env, config: UserConfig, start: Start) -> int:
@@ -40,6 +41,8 @@ def talk(env: Env, config: UserConfig, start: Start) -> int:
         console.say(f"{start.choice.shown}{device}, ctx {facts.ctx:,}. /help for commands, Ctrl-D to quit.")
         for warning in facts.warnings:
             console.warn(warning)
+        for line in start.tools.connect() if start.tools is not None else ():
+            console.warn(line[2:]) if line.startswith("! ") else console.say(line)
         session = session_of(env, config, start, backend)
         session.model = start.choice.name
         session.copy = lambda text: clipboard.copy(text, console.to_terminal)
@@ -48,6 +51,8 @@ def talk(env: Env, config: UserConfig, start: Start) -> int:
         finally:
             if session.endpoint is not None:
                 session.endpoint.stop()
+            if start.tools is not None:
+                start.tools.close()
             start.saver.close()
     farewell(env, conversation, start.saver, start.choice.name)
     return 0
@@ -124,12 +129,20 @@ class Lines:
         if not goes_on:
             self._save(exchange)
         view = Text(console, Job([], Sampling(), stream=True, show_thinking=console.out_tty, markdown=False))
-        messages = self._talk.messages(exchange)
-        if goes_on:
-            exchange.text = exchange.text.rstrip()
-            messages.append({"role": "assistant", "content": exchange.text})
+        exchange.text = exchange.text.rstrip()
+
+        def turn() -> None:
+            """The answer, or what follows on what there is of it."""
+            view.close([])
+            messages = self._talk.messages(exchange)
+            if exchange.text:
+                messages.append({"role": "assistant", "content": exchange.text})
+            turn = backend.send(messages, None, self._talk.template_values, self._session.offered)
+            self._follow(turn, view, exchange)
+            view.close([])
+
         try:
-            self._follow(backend.send(messages, None, self._talk.template_values), view, exchange)
+            answered(console, self._session.tools, exchange, turn, backend.facts)
         except BackendError as error:
             view.close([])
             console.fail(error)

@@ -18,6 +18,7 @@ from .session import Sampling
 from .start import load_chat
 
 if TYPE_CHECKING:
+    from localllm.conversation.tools import Toolbox
     from localllm.conversation.tree import Conversation, Exchange
     from localllm.history.records import SavedMessage
 
@@ -54,6 +55,7 @@ class Job:
     constraint: Constraint | None = None
     truncate: str = "never"
     extract: str | None = None  # the language of the code block that is the answer; "" for any
+    tools: Toolbox | None = None  # what may be called without a question
     chat: KeptChat | None = None  # where question and answer are kept
     stream: bool = False
     show_thinking: bool = False
@@ -173,6 +175,7 @@ class KeptChat:
         messages: dict[int, SavedMessage] = {}
         for exchange, answer in zip(exchanges, answers, strict=True):
             exchange.text, exchange.reasoning, exchange.stop = answer.text, answer.reasoning, answer.stop
+            exchange.rounds = answer.rounds
             exchange.usage, exchange.timing, exchange.model = answer.usage, answer.timing, model
             messages |= {one.id: one for one in saved_messages(exchange)}
         chat = saved_chat(self.talk)

@@ -95,7 +95,7 @@ class Text:
         self._end_line()
 
     def _piece(self, kind: str, text: str) -> None:
-        if kind == "reasoning" and not self._job.show_thinking:
+        if kind == "tool_call" or (kind == "reasoning" and not self._job.show_thinking):
             return
         if kind != self._kind and self._kind == "reasoning":
             self._end_line()

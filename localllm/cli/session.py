@@ -26,7 +26,9 @@ class BackendError(LocalLLMError):
     """A failure that arrived as an event; its code says which exit code it has."""
 
     def __init__(self, failed: Failed) -> None:
-        super().__init__(failed.message, failed.hint, why=failed.why, fixes=failed.fixes, context=failed.context)
+        super().__init__(
+            failed.message, failed.hint, why=failed.why, fixes=failed.fixes, context=failed.context, param=failed.param
+        )
         self.exit_code, self.number = split_code(failed.code)
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from localllm.conversation.attachments import Attachment
     from localllm.conversation.saver import Saver
     from localllm.conversation.session import Session
+    from localllm.conversation.tools import Toolbox
     from localllm.conversation.tree import Conversation
     from localllm.interface import ChatBackend
     from localllm.processes import Record
@@ -41,6 +42,7 @@ class Start:
     attached: Attached | None = None  # the server that computes; None for this process
     serve: int | None = OFF  # the port at which the engine of this chat answers other programs; None: the usual one
     record: Record | None = None
+    tools: Toolbox | None = None
 
 
 def load_chat(name: str, sampling: dict[str, Any]) -> Conversation:
@@ -110,6 +112,7 @@ def session_of(env: Env, config: UserConfig, start: Start, backend: ChatBackend)
     return Session(
         backend, start.conversation, start.saver, model, presets=config.presets, files=list(start.files),
         first=start.first, endpoint=ChatEndpoint(env, config, backend, start.record), serves=start.serve,
+        tools=start.tools,
     )  # fmt: skip
 
 

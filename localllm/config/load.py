@@ -95,6 +95,7 @@ class _Loading:
         self.values: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
         self.tables: dict[str, dict[str, Any]] = {name: {} for name in TABLES}
+        self.mcp_servers: dict[str, Any] = {}
         self.warnings: list[str] = []
 
     def put(self, path: str, value: Any, origin: str) -> None:
@@ -112,7 +113,9 @@ class _Loading:
             self.warnings.append(f"{error.message}; ignored, the defaults hold")
             return
         for name, value in tables.items():
-            if name not in (*SECTIONS, *TABLES):
+            if name == "mcp":
+                self._take_servers(value, file)
+            elif name not in (*SECTIONS, *TABLES):
                 self._take(name, value, origin)
             elif not isinstance(value, dict):
                 self.warnings.append(f"{file}: {name} must be a table, [{name}]; ignored")
@@ -121,6 +124,16 @@ class _Loading:
             else:
                 for leaf, inner in value.items():
                     self._take(f"{name}.{leaf}", inner, origin)
+
+    def _take_servers(self, value: Any, file: Path) -> None:
+        servers = value.get("servers") if isinstance(value, dict) and set(value) <= {"servers"} else None
+        if not isinstance(servers, dict):
+            self.warnings.append(f"{file}: mcp must have servers and nothing else, [mcp.servers.NAME]; ignored")
+        elif file.name == PROJECT_FILE:  # its programs would run because somebody entered a folder
+            self.warnings.append(f"{file}: MCP servers are taken from your own settings only; ignored")
+        else:
+            self.mcp_servers |= servers
+            self.origins |= {f"mcp.servers.{name}": f"file {file}" for name in servers}
 
     def take_environment(self, environ: Mapping[str, str]) -> None:
         by_env = {key.env: key for key in KEYS.values()}
@@ -177,5 +190,6 @@ class _Loading:
             key = KEYS[path]
             held[key.section][key.attribute] = value
         sections = {name: holder(**held[name]) for name, holder in SECTIONS.items()}
-        rest: dict[str, Any] = {**self.tables, "origins": self.origins, "broken": self.broken}
+        rest: dict[str, Any] = {**self.tables, "mcp_servers": self.mcp_servers}
+        rest |= {"origins": self.origins, "broken": self.broken}
         return UserConfig(**held[""], **sections, **rest, warnings=tuple(self.warnings))

@@ -21,6 +21,10 @@ _OWN_TABLES = f"""## Your own tables
 `[aliases]` gives models short names: `work = "Qwen/Qwen3-30B-A3B:int4"`. `[presets.NAME]` holds `system`, `model` and
 any key of `[sampling]`. `[keys]` binds keys of the interface: `"chat.stop" = "escape"`.
 
+`[mcp.servers.NAME]` is an MCP server whose tools a chat may call: `command`, `args`, `env` and `cwd` of a program, or
+`url` and `headers`; also `timeout` in seconds and `disabled`. Values may name variables: `"${{GITHUB_TOKEN}}"`. The
+entries are those of `mcpServers` in Claude Desktop and LM Studio; a project's file cannot have them.
+
 ## Environment
 
 Each key above: `LOCALLLM_` + its path in capitals, as `{KEYS["engine.ctx"].env}`. And:

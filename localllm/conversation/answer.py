@@ -2,21 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from localllm.interface import ChatEvent, Delta, Done, Failed
-from localllm.request import Timing, Usage
+from localllm.request import Message, Timing, Usage
 from localllm.terminal import counted
+
+
+@dataclass(slots=True)
+class Call:
+    """A call of a tool: arguments as JSON text, and what came back, None until something has."""
+
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+    result: str | None = None
+    failed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What was said before tools were called, and the calls with their results."""
+
+    text: str
+    reasoning: str
+    calls: list[Call]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Answer:
-    """`stop` is empty until the turn has ended: stop | length | abort | error | partial | edited | unanswered."""
+    """`stop` is empty until the turn has ended: stop | length | abort | error | partial | edited | unanswered.
+
+    rounds  what came before `text`, each ended by calls
+    calls   those that the model has made after `text`
+    """
 
     text: str = ""
     reasoning: str = ""
-    tool_calls: list[str] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
     stop: str = ""
     usage: Usage = field(default_factory=Usage)
     timing: Timing = field(default_factory=Timing)
@@ -30,16 +57,49 @@ class Answer:
             elif event.kind == "reasoning":
                 self.reasoning += event.text
             else:
-                self.tool_calls.append(event.text)
+                self._add_call(json.loads(event.text))
         elif isinstance(event, Done):
             before, new = self.usage, event.usage
             self.stop, self.timing = str(event.stop), event.timing
+            if self.stop == "tool_calls":  # what a server calls the end of an answer with calls
+                self.stop = "stop"
             self.usage = Usage(
                 new.prompt_tokens, new.cached_tokens, before.completion_tokens + new.completion_tokens,
                 before.reasoning_tokens + new.reasoning_tokens,
             )  # fmt: skip
         elif isinstance(event, Failed):
             self.failed, self.stop = event, "error"
+
+    def _add_call(self, piece: dict[str, Any]) -> None:
+        while len(self.calls) <= piece["index"]:
+            self.calls.append(Call())
+        call = self.calls[piece["index"]]
+        call.id, call.name = piece.get("id") or call.id, piece.get("name") or call.name
+        call.arguments += piece.get("arguments") or ""
+
+    @property
+    def wants_results(self) -> bool:
+        """Whether the model waits for what its calls give."""
+        return bool(self.calls) and self.stop == "stop"
+
+    def end_round(self, stop: str = "") -> None:
+        """The calls have their results: the model goes on, or the answer ends with `stop`."""
+        self.rounds.append(Round(self.text, self.reasoning, self.calls))
+        self.text, self.reasoning, self.calls, self.stop = "", "", [], stop
+
+    def round_messages(self) -> Iterator[Message]:
+        """The rounds as the model sees them."""
+        for one in self.rounds:
+            calls = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in one.calls
+            ]
+            said = Message(role="assistant", content=one.text, tool_calls=calls)
+            if one.reasoning:
+                said["reasoning_content"] = one.reasoning
+            yield said
+            for call in one.calls:
+                yield Message(role="tool", tool_call_id=call.id, name=call.name, content=call.result or "")
 
     @property
     def stats(self) -> str:

@@ -210,6 +210,18 @@ def _stats(session: Session, text: str) -> str:
     return "\n".join([*lines, *filter(None, [session.conversation.summary])])
 
 
+def _tools(session: Session, text: str) -> str:
+    tools = session.tools
+    if tools is None:
+        raise ConfigError("this chat has no tools", "localllm chat --mcp FILE, or [mcp.servers] in the settings")
+    if text not in ("", "on", "off"):
+        raise ConfigError(f"/tools {text}: it can be on or off", "/tools")
+    if text:
+        tools.is_on = text == "on"
+        return f"tools are {text}, from the next message"
+    return tools.listed()
+
+
 def _serve(session: Session, text: str) -> str:
     return session.serve(parse_port(text))
 
@@ -217,7 +229,7 @@ def _serve(session: Session, text: str) -> str:
 COMMANDS: dict[str, Callable[[Session, str], str]] = {
     "new": _new, "rename": _rename, "undo": _undo, "export": _export, "system": _system, "think": _think, "set": _set,
     "preset": _preset, "attach": _attach, "paste": _paste, "copy": _copy, "save": _save, "ctx": _ctx, "stats": _stats,
-    "serve": _serve,
+    "serve": _serve, "tools": _tools,
 }  # fmt: skip
 SLOW = {"export", "attach", "paste", "ctx", "serve"}
 SETTINGS = {"rename", "undo", "system", "think", "set", "preset"}  # what is kept with the chat

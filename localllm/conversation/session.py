@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from localllm.config import Preset
 from localllm.conversation.attachments import Attachment
 from localllm.conversation.saver import Saver
 from localllm.conversation.slash import OFF
+from localllm.conversation.tools import Toolbox
 from localllm.conversation.tree import Conversation
 from localllm.errors import ConfigError, LocalLLMError
 from localllm.interface import ChatBackend
@@ -46,6 +47,7 @@ class Session:
     first        the message to begin with
     endpoint     what /serve turns on and off; None where there is no engine of this chat's own
     serves       the port that is asked for, `OFF`, or None for the usual one
+    tools        what the model may call; None: nothing
     copy         puts a text into the clipboard and returns how
     """
 
@@ -58,7 +60,13 @@ class Session:
     first: str = ""
     endpoint: Endpoint | None = None
     serves: int | None = OFF
+    tools: Toolbox | None = None
     copy: Callable[[str], str] = str
+
+    @property
+    def offered(self) -> Sequence[Mapping[str, Any]]:
+        """The tools that go with a turn."""
+        return self.tools.offered if self.tools is not None else ()
 
     @property
     def url(self) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
+from localllm.conversation.answer import Call, Round
 from localllm.conversation.attachments import Attachment
 from localllm.conversation.tree import Conversation, Exchange, sampling_keys
 from localllm.history.records import SavedChat, SavedMessage
@@ -43,7 +45,7 @@ def restored(chat: SavedChat, messages: list[SavedMessage], sampling: dict[str, 
 
 
 def _has_answer(exchange: Exchange) -> bool:
-    return bool(exchange.text or exchange.reasoning or exchange.stop not in ("", "unanswered"))
+    return bool(exchange.text or exchange.reasoning or exchange.rounds or exchange.stop not in ("", "unanswered"))
 
 
 def saved_messages(exchange: Exchange) -> Iterator[SavedMessage]:
@@ -68,7 +70,8 @@ def saved_messages(exchange: Exchange) -> Iterator[SavedMessage]:
     if failed is not None:
         stats["failed"] = {"code": failed.code, "message": failed.message, "hint": failed.hint}
     yield SavedMessage(
-        exchange.answer_id, "", parent, "assistant", exchange.text, exchange.reasoning, exchange.model, {}, stats,
+        exchange.answer_id, "", parent, "assistant", exchange.text, exchange.reasoning, exchange.model,
+        {"rounds": [asdict(one) for one in exchange.rounds]} if exchange.rounds else {}, stats,
         exchange.asked_at + 0.001, exchange.stop or "streaming",
     )  # fmt: skip
 
@@ -101,6 +104,25 @@ def _restore(made: Conversation, messages: list[SavedMessage], leaf_id: int | No
     return exchanges.get(leaf_id)
 
 
+def _rounds(saved: Any) -> list[Round]:
+    """Rounds as they were saved; what is no round is left out."""
+    if not isinstance(saved, list):
+        return []
+    found = []
+    for one in saved:
+        calls = one.get("calls") if isinstance(one, dict) else None
+        if not isinstance(calls, list) or not calls or not all(isinstance(call, dict) for call in calls):
+            continue
+        made = [_call(call) for call in calls]
+        found.append(Round(str(one.get("text") or ""), str(one.get("reasoning") or ""), made))
+    return found
+
+
+def _call(saved: Mapping[str, Any]) -> Call:
+    texts = {name: str(saved.get(name) or "") for name in ("id", "name", "arguments", "result")}
+    return Call(**texts, failed=bool(saved.get("failed")))
+
+
 def _exchange(above: Exchange | None, question: SavedMessage | None, answer: SavedMessage | None) -> Exchange:
     one = Exchange(question.content if question else "", above)
     if question is not None:
@@ -114,6 +136,7 @@ def _exchange(above: Exchange | None, question: SavedMessage | None, answer: Sav
         one.stop = "unanswered"
         return one
     one.answer_id, one.text, one.reasoning, one.model = answer.id, answer.content, answer.reasoning, answer.model
+    one.rounds = _rounds(answer.params.get("rounds"))
     one.stop = {"done": "stop", "streaming": "partial"}.get(answer.status, answer.status)
     stats = answer.stats
 

@@ -47,7 +47,7 @@ class Exchange(Answer):
     @property
     def counts(self) -> bool:
         """Whether the model sees it in the next turn: a question that got no answer is left out."""
-        return bool(self.text) and not self.forgotten
+        return bool(self.text or self.rounds) and not self.forgotten
 
     @property
     def content(self) -> str:
@@ -207,15 +207,17 @@ class Conversation:
     # --- what the model sees -----------------------------------------------------------------------------------------
 
     def messages(self, exchange: Exchange) -> list[Message]:
-        """What the model is sent for `exchange`: instructions, the turns before it, its question."""
+        """What the model is sent for `exchange`: instructions, the turns before it, its question, its calls so far."""
         system = self.instructions
         messages = [Message(role="system", content=system)] if system else []
         for earlier in self._above(exchange):
             if earlier.counts:
                 if earlier.user or earlier.attachments:
                     messages.append(Message(role="user", content=earlier.content))
-                messages.append(Message(role="assistant", content=earlier.text))
-        return [*messages, Message(role="user", content=exchange.content)]
+                messages += earlier.round_messages()
+                # some templates refuse a question right after a result
+                messages.append(Message(role="assistant", content=earlier.text or "(stopped)"))
+        return [*messages, Message(role="user", content=exchange.content), *exchange.round_messages()]
 
     @property
     def instructions(self) -> str:

@@ -25,7 +25,7 @@ class SavedMessage:
     content: str
     reasoning: str = ""
     model: str = ""
-    # what belongs to a question: attachments, whether it was left out of the context
+    # of a question: attachments; of an answer: rounds of tool calls with their results
     params: Mapping[str, Any] = field(default_factory=dict)
     stats: Mapping[str, Any] = field(default_factory=dict)  # token counts and times of an answer
     created: float = field(default_factory=time.time)  # seconds since the epoch

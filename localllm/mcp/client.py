@@ -121,12 +121,13 @@ class McpTools:
             return Result("the arguments must be an object", failed=True)
         server = next(s for s in self._servers if s.entry.name == tool.server)
         waiting = self._run(self._call(server, tool, given))
-        while True:
-            with contextlib.suppress(FutureTimeout):
-                return waiting.result(0.1)
-            if cancel is not None and cancel.is_set():
-                waiting.cancel()
-                return Result("stopped by the user", failed=True)
+        try:
+            while cancel is None or not cancel.is_set():
+                with contextlib.suppress(FutureTimeout):
+                    return waiting.result(0.1)
+            return Result("stopped by the user", failed=True)
+        finally:
+            waiting.cancel()  # no effect on one that is done
 
     def close(self) -> None:
         """End all connections; takes at most some seconds. Can be called twice."""

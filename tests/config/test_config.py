@@ -44,6 +44,17 @@ def test_the_project_file_needs_permission(file: Path, tmp_path: Path) -> None:
     assert load(file, folder=tmp_path).model == ""
 
 
+def test_mcp_servers_are_not_taken_from_a_project(file: Path, tmp_path: Path) -> None:
+    entry = "[mcp.servers.files]\ncommand = 'x'\n"
+    (tmp_path / ".localllm.toml").write_text(entry)
+    config = load(file, folder=tmp_path, environ={"LOCALLLM_PROJECT": "1"})
+    assert not config.mcp_servers and "your own settings only" in config.warnings[0]
+    file.write_text(entry)
+    assert load(file).mcp_servers == {"files": {"command": "x"}}
+    file.write_text("[mcp]\nfiles = 1")
+    assert not load(file).mcp_servers and "mcp must have servers" in load(file).warnings[0]
+
+
 def test_every_key_can_be_set_by_file_and_environment(file: Path) -> None:
     assert len({key.env for key in KEYS.values()}) == len(KEYS)
     for key in KEYS.values():

@@ -15,6 +15,7 @@ from localllm.backend.scripted import FakeBackend
 from localllm.config import Preset, UiConfig
 from localllm.conversation.saver import Saver
 from localllm.conversation.session import Session
+from localllm.conversation.tools import Toolbox
 from localllm.conversation.tree import Conversation
 from localllm.history.store import History
 from localllm.interface import ChatEvent, Delta, Turn
@@ -127,13 +128,14 @@ class Chat:
 async def chat(
     *, model: str = "fake", tps: float = 0, load_s: float = 0, size: tuple[int, int] = (118, 34), first: str = "",
     ui: UiConfig | None = None, ctx: int = 32_768, sampling: dict[str, Any] | None = None, path: Path | None = None,
-    talk: Conversation | None = None, presets: dict[str, Preset] | None = None, **options: Any,
+    talk: Conversation | None = None, presets: dict[str, Preset] | None = None, tools: Toolbox | None = None,
+    **options: Any,
 ) -> AsyncIterator[Chat]:  # fmt: skip
     """Open a chat; it is closed at the end. `path` is a database to keep it in."""
     backend = RecordingBackend(tps=tps, load_s=load_s, ctx=ctx)
     saver = Saver(lambda: History(path)) if path is not None else Saver(None)
     conversation = talk or Conversation("", sampling)
-    session = Session(backend, conversation, saver, model, presets or {}, first=first)
+    session = Session(backend, conversation, saver, model, presets or {}, first=first, tools=tools)
     app = ChatApp(session, ScreenOptions(ui or UiConfig(), **options))
     try:
         async with app.run_test(size=size) as pilot:

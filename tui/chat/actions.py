@@ -70,7 +70,10 @@ class Actions(Stream):
     def action_escape(self) -> None:
         """Esc: stop the answer, else close what is open, else browse; a draft stays where it is."""
         choices, hints = self.query_one(Choices), self.query_one(Hints)
-        if (turn := self.current or self.side) is not None:
+        if self.calling is not None:
+            self.calling.set()
+            self.run_worker(self.calls.stop(), exit_on_error=False)
+        elif (turn := self.current or self.side) is not None:
             self.session.backend.stop(turn[0])
             self.state.text = "stopping…"
             self.refresh_lines()
@@ -169,11 +172,9 @@ class Actions(Stream):
         self.app.push_screen(Viewer("Log", log_text(self.frame.options.log_file), at_end=True))
 
     def action_thinking(self) -> None:
-        """Open or close the reasoning of the last answer that has any."""
-        for message in reversed(list(self.query(AssistantMessage))):
-            if message.exchange.reasoning:
-                message.thought.toggle()
-                return
+        """Open or close reasoning and calls of the last answer that has any."""
+        if any(message.toggle() for message in reversed(list(self.query(AssistantMessage)))):
+            return
         self.flash("there is no thinking here")
 
     @on(OptionList.OptionSelected, "#home-list")

@@ -17,7 +17,15 @@ from .turns import Turns
 
 ACTIONS = {"help": "help", "keys": "help", "logs": "logs", "engine": "engine", "params": "params", "quit": "app.quit"}
 SHOWN = ("ps", "plan", "doctor")  # other commands of this program, shown in a panel
-SAID = ("system", "think", "set", "preset", "ctx", "stats")  # answered in the transcript, the others in the status line
+SAID = (
+    "system",
+    "think",
+    "set",
+    "preset",
+    "ctx",
+    "stats",
+    "tools",
+)  # answered in the transcript, the others in the status line
 
 
 class Commands:

@@ -19,6 +19,7 @@ from textual.widgets import Static
 from localllm.conversation.attachments import Attachment, mentioned
 from localllm.conversation.session import Session
 from localllm.conversation.slash import understand
+from localllm.conversation.tools import Toolbox
 from localllm.errors import LocalLLMError
 from localllm.history.prompts import PromptHistory
 from localllm.tui.keymap import bindings
@@ -75,6 +76,8 @@ class ChatScreen(Actions):
             self.phase = "loading"
             await self.transcript.begin_loading(self.session.model)
         self.call_after_refresh(self._begin)
+        if self.session.tools is not None:
+            self._connect(self.session.tools)
         self.set_interval(self.frame.drain_s, self.drain)
         self.refresh_lines()
 
@@ -94,6 +97,15 @@ class ChatScreen(Actions):
         await self.show_chats_if_wide()
         if self.session.first:
             await self.submit(self.session.first)
+
+    @work(exit_on_error=False, group="tools")
+    async def _connect(self, tools: Toolbox) -> None:
+        """Connect to the servers; what was asked meanwhile waits for them."""
+        lines = await asyncio.to_thread(tools.connect)
+        async with self.change():
+            for line in lines:
+                await self.transcript.say(line, "warning" if line.startswith("! ") else "")
+            await self.next_turn()
 
     @work(exit_on_error=False, group="home")
     async def _look_around(self) -> None:

@@ -17,6 +17,7 @@ from localllm.tui.widgets.loading import LoadCard
 from localllm.tui.widgets.messages import AssistantMessage
 from localllm.tui.widgets.status import bar
 
+from .calls import ToolCalls
 from .questions import Questions
 from .turns import Turns
 
@@ -34,6 +35,7 @@ class Stream(Turns):
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self.questions = Questions(self)
+        self.calls = ToolCalls(self, self.end_answer)
         self._rates: deque[tuple[float, int]] = deque()
         self._history: deque[int] = deque(maxlen=SAMPLES)
         self._sampled_at = self._looked = self.ended_at = 0.0
@@ -49,7 +51,7 @@ class Stream(Turns):
         async with self.changing:
             while events:
                 await self._take(events.popleft())
-            if self.current is not None:
+            if self.current is not None and self.calling is None:
                 if not self._may_draw():
                     return
                 message = self.current[1]
@@ -171,12 +173,27 @@ class Stream(Turns):
         self.state.text = f"{what} {since // 60}:{since % 60:02d}"
 
     async def _ended(self, message: AssistantMessage, event: Done | Failed) -> None:
-        exchange, state = message.exchange, self.state
+        exchange, tools = message.exchange, self.session.tools
+        if isinstance(event, Failed) and tools and (said := tools.leave_out(event.param, event.message)):
+            await self.transcript.say(f"! {said}", "warning")
+            self.send(message, self.conversation.messages(exchange))
+            return
         exchange.add(event)
         if isinstance(event, Done):
-            state.used_tokens = event.usage.prompt_tokens + event.usage.completion_tokens
+            self.state.used_tokens = event.usage.prompt_tokens + event.usage.completion_tokens
             self.query_one(EnginePanel).add(event.timing)
-        self.current = self._reading = None
+            if exchange.wants_results and tools is not None:
+                self._rates.clear()
+                await self.calls.begin(message, tools)
+                return
+        await self.end_answer(message)
+        if not isinstance(event, Failed) or not self.questions.about(exchange, event):
+            await self.next_turn()
+
+    async def end_answer(self, message: AssistantMessage) -> None:
+        """Show and keep an answer that has ended."""
+        exchange, state = message.exchange, self.state
+        self.current = self._reading = self.calling = None
         self.ended_at = time.monotonic() if exchange.stop not in ("abort", "error") else 0.0
         self._rates.clear()
         self._history.clear()
@@ -184,11 +201,9 @@ class Stream(Turns):
         await message.finish()
         self.keep(exchange)
         if exchange.stop != "abort":
-            what = "the answer failed" if isinstance(event, Failed) else "the answer is ready"
+            what = "the answer failed" if exchange.failed else "the answer is ready"
             self.frame.attention.call(self.conversation.shown_title, what)
         if self.can_go_on:
             state.text = "stopped" if exchange.stop == "abort" else "length limit"
             if self.frame.options.ui.enter == "send":
                 state.text += f" · {self.frame.keymap.label('prompt.send')} goes on"
-        if isinstance(event, Done) or not self.questions.about(exchange, event):
-            await self.next_turn()

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -19,6 +20,7 @@ from textual.timer import Timer
 
 from localllm.conversation.session import Session, complaint
 from localllm.conversation.slash import OFF
+from localllm.conversation.tools import stop as end_calls
 from localllm.conversation.tree import Conversation, Exchange
 from localllm.errors import LocalLLMError
 from localllm.request import Message
@@ -38,6 +40,7 @@ class Turns(Screen[None]):
 
     phase    none (no model was chosen), loading, ready or failed
     current  (the backend's turn, its message) of the answer that comes
+    calling  while tools are called for `current`: what ends that
     stuck    the question that waits for an answer to a question of ours
     side     a turn that is no part of the conversation, and what it has said
     editing  (what is being edited, whether it is the question)
@@ -51,6 +54,7 @@ class Turns(Screen[None]):
         self.phase = "none"
         self.waiting: deque[tuple[Exchange, UserMessage]] = deque()
         self.current: tuple[int, AssistantMessage] | None = None
+        self.calling: threading.Event | None = None
         self.stuck: Exchange | None = None
         self.side: tuple[int, list[str]] | None = None
         self.editing: tuple[Exchange, bool] | None = None
@@ -200,18 +204,20 @@ class Turns(Screen[None]):
     async def next_turn(self) -> None:
         """Send the next message if the model is ready and free; mark the others as waiting."""
         free = self.current is None and self.side is None and self.stuck is None
-        if self.phase == "ready" and free and self.waiting:
+        tools = self.session.tools
+        if self.phase == "ready" and free and self.waiting and (tools is None or tools.is_connected):
             exchange, widget = self.waiting.popleft()
             widget.remove_class("-queued")
             message = await self.transcript.add_answer(exchange, widget)
-            self._send(message, self.conversation.messages(exchange))
+            self.send(message, self.conversation.messages(exchange))
         for _, widget in self.waiting:
             widget.add_class("-queued")
 
-    def _send(self, message: AssistantMessage, messages: list[Message]) -> None:
+    def send(self, message: AssistantMessage, messages: list[Message]) -> None:
         message.exchange.model = self.session.model
         self._saved_at = self._sent_at = time.monotonic()
-        turn = self.session.backend.send(messages, None, self.conversation.template_values)
+        values = self.conversation.template_values
+        turn = self.session.backend.send(messages, None, values, self.session.offered)
         self.current = turn, message
         self.state.text = "reading"
 
@@ -222,9 +228,10 @@ class Turns(Screen[None]):
             return
         exchange.text, exchange.stop, exchange.failed = exchange.text.rstrip(), "", None
         message = await self.transcript.add_answer(exchange, widget)
+        await message.restore_rounds()
         message.answer.feed(clean(exchange.text))
         answer: Message = {"role": "assistant", "content": exchange.text}
-        self._send(message, [*self.conversation.messages(exchange), answer])
+        self.send(message, [*self.conversation.messages(exchange), answer])
 
     async def branch(self, exchange: Exchange) -> None:
         """The next message follows this exchange."""
@@ -253,6 +260,10 @@ class Turns(Screen[None]):
         if self.current is not None:
             self.session.backend.stop(self.current[0])
             exchange = self.current[1].exchange
+            if self.calling is not None:
+                self.calling.set()
+                self.calling = None
+                end_calls(exchange)
             exchange.stop = exchange.stop or "abort"
             self.keep(exchange)
             self.current = None

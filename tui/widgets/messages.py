@@ -12,15 +12,17 @@ from textual.geometry import Size
 from textual.reactive import Reactive
 from textual.widgets import Static
 
-from localllm.conversation.answer import failure_lines
+from localllm.conversation.answer import Call, Round, failure_lines
+from localllm.conversation.tools import shown_call, shown_result
 from localllm.conversation.tree import Exchange
 from localllm.interface import Delta, Failed
-from localllm.terminal import Cleaner, clean, seconds_short
+from localllm.terminal import Cleaner, clean, fit, seconds_short
 
 if TYPE_CHECKING:
     from .markdown import Answer
 
 THINKING_LINES = 3  # lines of reasoning shown while it goes on
+RESULT_LINES = 400  # of a result, when it is opened
 LONG_QUESTION = 40  # lines of a question shown; the rest is counted
 
 
@@ -108,6 +110,32 @@ class Thought(Static):
         self.draw()
 
 
+class ToolCall(Static):
+    """A call of a tool: all of it while it is asked for; then one line, and the result after a click or Ctrl+T."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__("", markup=False)
+        self._call = call
+        self.expanded = False
+        self.draw()
+
+    def draw(self) -> None:
+        call = shown_call(self._call)
+        if self._call.result is None:
+            self.update(f"◦ {call}")
+        elif self.expanded:
+            self.update(f"▾ {call}\n{shown_result(self._call, RESULT_LINES)}")
+        else:
+            self.update(f"▸ {fit(call, 60)} {shown_result(self._call)}")
+
+    def on_click(self) -> None:
+        self.toggle()
+
+    def toggle(self) -> None:
+        self.expanded = not self.expanded
+        self.draw()
+
+
 class AssistantMessage(Vertical):
     """An answer with its reasoning above and its numbers below."""
 
@@ -118,6 +146,7 @@ class AssistantMessage(Vertical):
 
         super().__init__()
         self.exchange = exchange
+        self._thinking = thinking
         self.thought = Thought(thinking)
         self.answer: Answer = Answer()
         self._footer = Static("", classes="stats", markup=False)
@@ -159,6 +188,48 @@ class AssistantMessage(Vertical):
             if self.exchange.stop:
                 self._end_footer()
 
+    async def show_calls(self) -> None:
+        """The calls of the exchange, below what was said before them."""
+        self.thought.end()
+        await self.answer.finish()
+        await self.mount(*map(ToolCall, self.exchange.calls), before=self._footer)
+
+    def draw_calls(self) -> None:
+        for one in self.query(ToolCall):
+            one.draw()
+
+    async def next_round(self) -> None:
+        """Room for what is said after the calls."""
+        self.draw_calls()
+        await self._room()
+
+    async def _room(self) -> None:
+        from .markdown import Answer
+
+        self.thought, self.answer, self._cleaner = Thought(self._thinking), Answer(), Cleaner()
+        await self.mount(self.thought, self.answer, before=self._footer)
+
+    async def restore_rounds(self) -> None:
+        """What came before the text, once more on the screen."""
+        for one in self.exchange.rounds:
+            await self._restored(one)
+
+    async def _restored(self, one: Round) -> None:
+        if one.reasoning:
+            self.thought.feed(clean(one.reasoning))
+        self.thought.end()
+        self.answer.feed(clean(one.text))
+        await self.answer.finish()
+        await self.mount(*map(ToolCall, one.calls), before=self._footer)
+        await self._room()
+
+    def toggle(self) -> bool:
+        """Open or close reasoning and calls. False when there are none."""
+        found = [*(one for one in self.query(Thought) if one.display), *self.query(ToolCall)]
+        for one in found:
+            one.toggle()
+        return bool(found)
+
     async def finish(self) -> None:
         exchange = self.exchange
         self.thought.end(exchange.usage.reasoning_tokens, exchange.thought_s)
@@ -178,6 +249,7 @@ class AssistantMessage(Vertical):
         self._footer.update(left + branch + ("" if silent else exchange.stats))
 
     async def restore(self) -> None:
+        await self.restore_rounds()
         if self.exchange.reasoning:
             self.thought.feed(clean(self.exchange.reasoning))
         self.answer.feed(clean(self.exchange.text))

@@ -19,6 +19,7 @@ from localllm.cli.names import Choice, choose
 from localllm.cli.question import Job, gather_prompt, messages_of
 from localllm.cli.session import Sampling
 from localllm.cli.start import Start, new_start, noted
+from localllm.cli.tools import toolbox
 from localllm.config import UserConfig
 from localllm.conversation.slash import OFF, parse_port
 from localllm.errors import ConfigError, ModelNotFound
@@ -54,6 +55,7 @@ def chat(
         str | None,
         Option(metavar=OPTIONAL_NUMBER, help="Also answer other programs here, on a port."),
     ] = None,
+    mcp: Annotated[Path | None, Option(metavar="FILE", help="MCP servers whose tools the model may call.")] = None,
     no_save: Annotated[bool, Option("--no-save", help="Keep this chat off the disk.")] = False,
     sampled: SamplingFlags = SamplingFlags(),
     engine: EngineFlags = EngineFlags(),
@@ -89,6 +91,7 @@ def chat(
     start = new_start(config, sampling, instructions, resume or ("last" if resume_last else None))
     start.first, start.ctx, start.inline, start.serve = first, engine.ctx, inline, port
     _prepare(start, config, preset, think, attach or [])
+    start.tools = toolbox(env, config, mcp)
     if attach_to == "auto" and (serve is not None or engine != EngineFlags()):
         attach_to = "off"  # how a model is loaded is said for a model of one's own
     _place(env, config, start, attach_to, model or _preset_model(config, preset))
@@ -109,6 +112,7 @@ def chat(
 def home(env: Env) -> int:
     """`localllm` without words in a terminal: chats to continue, models to start."""
     start = new_start(env.config, Sampling(env.config.sampling.given()), env.config.chat.system)
+    start.tools = toolbox(env, env.config, None)
     with noted(start):
         return full_screen(env, env.config, start)
 

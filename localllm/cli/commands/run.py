@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +11,7 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from localllm.cli.frame.command import Env, command
-from localllm.cli.frame.console import one_of
+from localllm.cli.frame.console import Console, one_of
 from localllm.cli.frame.options import EngineFlags, Model, SamplingFlags, System, text_or_file
 from localllm.cli.names import Choice, choose
 from localllm.cli.question import (
@@ -25,10 +26,12 @@ from localllm.cli.question import (
 )
 from localllm.cli.run_view import RunEvents, Text, timing_json, usage_json
 from localllm.cli.session import Sampling, follow, open_backend, stats_line, wait_ready
+from localllm.cli.tools import answered, connect_for_run, toolbox_for_run
 from localllm.config import UserConfig
 from localllm.conversation.answer import Answer
+from localllm.conversation.tools import as_values
 from localllm.errors import ConfigError, ConstraintUnmet, LocalLLMError
-from localllm.interface import ChatBackend, Facts
+from localllm.interface import ChatBackend, ChatEvent, Facts
 from localllm.request import Message, Usage
 from localllm.terminal import clean_line, dumb
 
@@ -40,6 +43,7 @@ MAX_SAMPLES = 64
     'git diff | localllm run qwen "write a commit message"',
     "localllm run qwen -f notes.txt 'summarize this' --json",
     'localllm run qwen "name three moons" --schema moons.json',
+    "localllm run qwen 'what is new in a.txt?' --mcp servers.json --yes-tools read_file",
     "localllm run gemma3-270m 'Once upon a time' --max-tokens 64",
 )
 def run(
@@ -64,6 +68,10 @@ def run(
     truncate: Annotated[
         str, Option(metavar="never|head|middle", help="What a prompt that is too long loses.")
     ] = "never",
+    mcp: Annotated[Path | None, Option(metavar="FILE", help="MCP servers, for --yes-tools.")] = None,
+    yes_tools: Annotated[
+        list[str] | None, Option(metavar="NAME", help="A tool that the model may call; nothing is asked. Repeatable.")
+    ] = None,
     samples: Annotated[int, Option("-n", metavar="N", min=1, max=MAX_SAMPLES, help="Answers to give.")] = 1,
     sampled: SamplingFlags = SamplingFlags(),
     engine: EngineFlags = EngineFlags(),
@@ -99,6 +107,7 @@ def run(
         sampling=sampling,
         constraint=constraint,
         truncate=truncate,
+        tools=toolbox_for_run(env, config, mcp, yes_tools or (), samples),
         extract=language,
         chat=chat if keep is not False else None,
         stream=bool(stream) if stream is not None else console.out_tty and samples == 1 and language is None,
@@ -125,8 +134,7 @@ def answer(env: Env, config: UserConfig, model: str | None, job: Job) -> int:
             console.warn(warning)
         messages = _fitting(env, backend, facts, job)
         view = events or (Text(console, job) if not console.as_json else None)
-        turns = [backend.send(messages) for _ in range(job.sampling.num_samples)]
-        answers = follow(backend, turns, view.event if view else lambda event: None)
+        answers = _answers(console, backend, job, messages, view.event if view else lambda event: None)
         if job.chat is not None:
             _keep(env, job.chat, answers, choice.name)
         shown = answers if job.extract is None else _extracted(answers, job.extract)
@@ -143,6 +151,24 @@ def answer(env: Env, config: UserConfig, model: str | None, job: Job) -> int:
             limit = job.sampling.used.max_tokens
             raise ConstraintUnmet(f"the answer was cut at {limit or facts.ctx:,} tokens", "raise --max-tokens")
     return 0
+
+
+def _answers(
+    console: Console, backend: ChatBackend, job: Job, messages: list[Message], on_event: Callable[[ChatEvent], None]
+) -> list[Answer]:
+    """What the model answers, with the calls that it may make on the way."""
+    if job.tools is None:
+        return follow(backend, [backend.send(messages) for _ in range(job.sampling.num_samples)], on_event)
+    tools, one = job.tools, Answer()
+
+    def turn() -> None:
+        number = backend.send([*messages, *one.round_messages()], tools=tools.offered)
+        follow(backend, [number], on_event, {number: one})
+
+    with closing(tools):
+        connect_for_run(console, tools)
+        answered(console, tools, one, turn, backend.facts)
+    return [one]
 
 
 def _fitting(env: Env, backend: ChatBackend, facts: Facts, job: Job) -> list[Message]:
@@ -188,7 +214,7 @@ def envelope(choice: Choice, job: Job, facts: Facts, answers: Sequence[Answer], 
         "quant": choice.quant,
         "device": facts.device,
         "output": [
-            {"text": one.text, "reasoning": one.reasoning, "tool_calls": one.tool_calls, "stop": one.stop}
+            {"text": one.text, "reasoning": one.reasoning, "tool_calls": as_values(one), "stop": one.stop}
             for one in answers
         ],
         "usage": usage_json(usage),

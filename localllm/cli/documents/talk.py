@@ -28,10 +28,17 @@ class RunTiming(Speeds):
     load_s: float
 
 
+class ToolCall(TypedDict):
+    name: str
+    arguments: str
+    result: str | None
+    failed: bool
+
+
 class Output(TypedDict):
     text: str
     reasoning: str
-    tool_calls: list[Any]
+    tool_calls: list[ToolCall]
     stop: Literal["stop", "length", "abort", "error"]
 
 
