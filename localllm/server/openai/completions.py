@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -29,13 +30,14 @@ from localllm.server.service import Reservation
 
 async def chat_completions(request: Request, body: ChatRequest) -> Response:
     """Answer a conversation, whole or streamed."""
-    return await reply(request, read_chat(body), lambda reservation: ChatRendering(reservation, body), EVENTS)
+    rendering = partial(ChatRendering, body)
+    return await reply(request, read_chat(body), rendering, EVENTS)
 
 
 async def completions(request: Request, body: CompletionRequest) -> Response:
     """Complete one or more prompts, whole or streamed."""
-    asked = read_completion(body)
-    return await reply(request, asked, lambda reservation: CompletionRendering(reservation, body), EVENTS)
+    rendering = partial(CompletionRendering, body)
+    return await reply(request, read_completion(body), rendering, EVENTS)
 
 
 class OpenAIRendering(ABC):
@@ -45,7 +47,7 @@ class OpenAIRendering(ABC):
     prefix = ""
     generates = True
 
-    def __init__(self, reservation: Reservation, body: Sampled) -> None:
+    def __init__(self, body: Sampled, reservation: Reservation) -> None:
         self._reservation, self._stream, self._asked = reservation, reservation.stream, body
         self.names = TokenNames(reservation.llm, as_ids=bool(body.return_tokens_as_token_ids))
         self.head = {"id": new_id(self.prefix), "created": int(time.time()), "model": reservation.model.name}
@@ -107,8 +109,8 @@ class ChatRendering(OpenAIRendering):
     objects = ("chat.completion", "chat.completion.chunk")
     prefix = "chatcmpl"
 
-    def __init__(self, reservation: Reservation, body: ChatRequest) -> None:
-        super().__init__(reservation, body)
+    def __init__(self, body: ChatRequest, reservation: Reservation) -> None:
+        super().__init__(body, reservation)
         self._body = body
         self._shows_reasoning = body.include_reasoning is not False
         self.head["service_tier"] = "default"
@@ -191,8 +193,8 @@ class CompletionRendering(OpenAIRendering):
     objects = ("text_completion", "text_completion")
     prefix = "cmpl"
 
-    def __init__(self, reservation: Reservation, body: CompletionRequest) -> None:
-        super().__init__(reservation, body)
+    def __init__(self, body: CompletionRequest, reservation: Reservation) -> None:
+        super().__init__(body, reservation)
         self.generates = body.max_tokens != 0
         self._body, self._per_prompt = body, self._stream.num_answers
         self._seen: set[int] = set()  # choices whose first chunk is out

@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from localllm.request import Constraint, ToolUse
 from localllm.server.errors import invalid, unsupported
+from localllm.server.generation import Conversation, Generation
 from localllm.server.openai.schemas import Constraints
 
 MAX_TOOLS = 128
@@ -23,8 +25,22 @@ _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 _SINGLE = {f"guided_{kind}": kind for kind in _KINDS} | {"json_schema": "json", "grammar": "grammar"}
 
 
-def read_constraint(body: Constraints) -> Constraint | None:
-    """What the answer to a request must be. Raises ApiError 400, its `param` the field."""
+def with_constraints(asked: Generation, body: Constraints) -> Generation:
+    """A request with what binds its answer. Raises ApiError 400, its `param` the field."""
+    constraint, tool_use = _constraint(body), read_tool_use(body)
+    prompts = asked.prompts
+    if isinstance(prompts, Conversation):
+        prompts = with_tools(prompts, tool_use)
+    return replace(asked, prompts=prompts, constraint=constraint, tool_use=tool_use)
+
+
+def with_tools(conversation: Conversation, tool_use: ToolUse | None) -> Conversation:
+    """A conversation whose template is told of the tools that may be called."""
+    tools = None if tool_use is None or tool_use.choice == "none" else list(tool_use.tools)
+    return replace(conversation, tools=tools)
+
+
+def _constraint(body: Constraints) -> Constraint | None:
     _check_backend(body.guided_decoding_backend, "guided_decoding_backend")
     if body.guided_whitespace_pattern is not None:
         raise unsupported("guided_whitespace_pattern is not supported.", "guided_whitespace_pattern")

@@ -10,13 +10,13 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from localllm.request import Constraint, Message, ToolUse
+from localllm.request import Message
 from localllm.server.body import checked
 from localllm.server.errors import invalid, not_text, unsupported
 from localllm.server.generation import Conversation, Generation
 from localllm.server.openai.schemas import MAX_PROMPTS, Body, ChatMessage, ChatRequest, CompletionRequest, Sampled
 
-from .constraints import read_constraint, read_tool_use
+from .constraints import read_tool_use, with_constraints, with_tools
 
 RESERVED_KWARGS = {
     "messages", "tools", "chat_template", "tokenize", "add_generation_prompt", "bos_token", "eos_token", "documents",
@@ -81,24 +81,24 @@ def chat_request(body: Body, fields: dict[str, Any], own_format: str) -> ChatReq
 
 def read_chat(body: ChatRequest) -> Generation:
     """What a conversation asks for. Raises ApiError."""
-    constraint, tool_use = _check_chat(body)
-    made = _generation(body, _conversation(body, tool_use), constraint)
+    _check_chat(body)
+    made = _generation(body, _conversation(body))
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     sampling = {"max_tokens": body.max_completion_tokens or body.max_tokens, "logprobs": logprobs}
     user = body.user or body.safety_identifier or body.prompt_cache_key or ""
-    return replace(made, sampling={**made.sampling, **sampling}, tool_use=tool_use, user=user)
+    return with_constraints(replace(made, sampling={**made.sampling, **sampling}, user=user), body)
 
 
 def read_conversation(body: ChatRequest) -> Conversation:
     """The conversation alone: for its token ids. Raises ApiError."""
-    _, tool_use = _check_chat(body)
-    return _conversation(body, tool_use)
+    _check_chat(body)
+    return with_tools(_conversation(body), read_tool_use(body))
 
 
 def read_completion(body: CompletionRequest) -> Generation:
     """What prompts ask for. Raises ApiError."""
-    constraint, tool_use = _check(body)
-    if tool_use is not None:
+    _check(body)
+    if read_tool_use(body) is not None:
         raise unsupported("Tools need a conversation: use /v1/chat/completions.", "tools")
     if body.suffix:
         raise unsupported("suffix is not supported: no model here fills in the middle.", "suffix")
@@ -110,22 +110,21 @@ def read_completion(body: CompletionRequest) -> Generation:
     prompts = split_prompts(body.prompt, "prompt", MAX_PROMPTS)
     if len(prompts) * (body.n or 1) > MAX_PROMPTS:
         raise invalid(f"{len(prompts)} prompts times n {body.n} is more than {MAX_PROMPTS}.", "prompt")
-    made = _generation(body, prompts, constraint)
+    made = _generation(body, prompts)
     sampling = {
         "max_tokens": max(1, limit),  # scoring only: the one token generated is dropped
         "logprobs": body.logprobs,
         "prompt_logprobs": body.logprobs if body.echo else None,
     }
-    return replace(made, sampling={**made.sampling, **sampling}, generates=body.max_tokens != 0)
+    made = replace(made, sampling={**made.sampling, **sampling}, generates=body.max_tokens != 0)
+    return with_constraints(made, body)
 
 
-def _generation(
-    body: Sampled, prompts: Conversation | list[str | list[int]], constraint: Constraint | None
-) -> Generation:
+def _generation(body: Sampled, prompts: Conversation | list[str | list[int]]) -> Generation:
     """What both kinds of request have in common."""
     deadline = None if body.deadline_ms is None else time.monotonic() + body.deadline_ms / 1000
     return Generation(
-        body.model, prompts, _sampling(body), constraint, streams=bool(body.stream), user=body.user or "",
+        body.model, prompts, _sampling(body), streams=bool(body.stream), user=body.user or "",
         priority=body.priority or 0, deadline=deadline, cache_salt=body.cache_salt or "",
     )  # fmt: skip
 
@@ -144,30 +143,27 @@ def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
 
 
-def _check(body: Sampled) -> tuple[Constraint | None, ToolUse | None]:
-    """Refuse by name what this version does not have; what binds the answer. Raises ApiError."""
+def _check(body: Sampled) -> None:
+    """Refuse by name what this version does not have. Raises ApiError."""
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options needs stream: true.", "stream_options")
     for name, neutral in NEUTRAL.items():
         value = (body.model_extra or {}).get(name)
         if value is not None and not any(value == one and type(value) is type(one) for one in neutral):
             raise unsupported(f"{name} is not supported.", name)
-    return read_constraint(body), read_tool_use(body)
 
 
-def _check_chat(body: ChatRequest) -> tuple[Constraint | None, ToolUse | None]:
-    bound = _check(body)
+def _check_chat(body: ChatRequest) -> None:
+    _check(body)
     if body.modalities is not None and body.modalities != ["text"]:
         raise invalid("Only the modality text is supported.", "modalities")
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs needs logprobs: true.", "top_logprobs")
-    if body.continue_final_message:
-        param = "continue_final_message"
-        if body.add_generation_prompt:
-            raise invalid(f"{param} and add_generation_prompt exclude each other.", param)
-        if body.messages[-1].role != "assistant":
-            raise invalid(f"{param} needs an assistant's message at the end.", "messages")
-    return bound
+    if body.continue_final_message and body.add_generation_prompt:
+        message = "continue_final_message and add_generation_prompt exclude each other."
+        raise invalid(message, "continue_final_message")
+    if body.continue_final_message and body.messages[-1].role != "assistant":
+        raise invalid("continue_final_message needs an assistant's message at the end.", "messages")
 
 
 def _sampling(body: Sampled) -> dict[str, Any]:
@@ -187,13 +183,12 @@ def _sampling(body: Sampled) -> dict[str, Any]:
     return given
 
 
-def _conversation(body: ChatRequest, tool_use: ToolUse | None) -> Conversation:
+def _conversation(body: ChatRequest) -> Conversation:
     """Messages in the plain shape: text only, developer read as system."""
     kwargs = _template_kwargs(body)
     messages = [_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
-    tools = None if tool_use is None or tool_use.choice == "none" else list(tool_use.tools)
     opens = body.add_generation_prompt is not False
-    return Conversation(messages, tools, kwargs, bool(body.continue_final_message), opens)
+    return Conversation(messages, None, kwargs, bool(body.continue_final_message), opens)
 
 
 def _message(message: ChatMessage, where: str) -> Message:
