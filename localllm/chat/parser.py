@@ -16,6 +16,10 @@ _TAGS = tuple((f"<{name}>", f"</{name}>") for name in _NAMES)
 # (opens, closes)
 TAGS = (
     *_TAGS,
+    ("<think:opensource>", "</think:opensource>"),
+    ("<mm:think>", "</mm:think>"),
+    ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+    ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
     ("[THINK]", "[/THINK]"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("<|channel>thought", "<channel|>"),
@@ -51,23 +55,61 @@ class Splitter(Protocol):
 
 
 class ChainedParser:
-    """Reasoning first, then what the content consists of."""
+    """Reasoning first, then what the content consists of.
 
-    def __init__(self, reasoning: ReasoningParser, content: Splitter) -> None:
+    A model may begin a call without closing its reasoning. So calls are looked for in there, too: what follows a whole
+    one is held until a closing tag says that it was reasoning, or the end of the answer that it was not.
+    """
+
+    def __init__(self, reasoning: ReasoningParser, content: Splitter, thought: Splitter | None = None) -> None:
+        """`thought` reads the reasoning as if it were content; without it, calls in there are not looked for."""
         self._reasoning = reasoning
         self._content = content
+        self._thought = thought
+        self._unsaid = ""  # reasoning that was not given out
+        self._found: list[Part] = []  # from the first call in it on
 
     def push(self, text: str) -> list[Part]:
         return self._split(self._reasoning.push(text))
 
     def finish(self) -> list[Part]:
-        return [*self._split(self._reasoning.finish()), *self._content.finish()]
+        made = self._split(self._reasoning.finish())
+        if self._thought is not None and self._reasoning.in_reasoning:
+            made += self._listen(self._thought.finish())
+            if self._found:
+                return made + self._found
+        return [*made, *self._close(), *self._content.finish()]
 
     def _split(self, parts: list[Part]) -> list[Part]:
         made: list[Part] = []
         for kind, text in parts:
-            made += [(kind, text)] if kind == "reasoning" else self._content.push(text)
+            if kind != "reasoning":
+                made += [*self._close(), *self._content.push(text)]
+            elif self._thought is None:
+                made.append((kind, text))
+            else:
+                self._unsaid += text
+                made += self._listen(self._thought.push(text))
+        if self._reasoning.is_closed:
+            made += self._close()
         return made
+
+    def _listen(self, parts: list[Part]) -> list[Part]:
+        """What of the reasoning is certain to be nothing else."""
+        size = 0
+        for part in parts:
+            if part[0] == "tool_call" or self._found:
+                self._found.append(part)
+            else:
+                size += len(part[1])
+        said, self._unsaid = self._unsaid[:size], self._unsaid[size:]
+        return [("reasoning", said)] if said else []
+
+    def _close(self) -> list[Part]:
+        """The reasoning is over: all of it was reasoning."""
+        said, self._unsaid, self._thought = self._unsaid, "", None
+        self._found.clear()
+        return [("reasoning", said)] if said else []
 
 
 class ReasoningParser:
@@ -87,6 +129,11 @@ class ReasoningParser:
     def in_reasoning(self) -> bool:
         """Whether the text is inside the tags now."""
         return self._state in ("opened", "reasoning")
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the reasoning is over, or there is none."""
+        return self._state in ("closed", "content")
 
     def push(self, text: str) -> list[Part]:
         text, self._held = self._held + text, ""

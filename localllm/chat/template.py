@@ -16,12 +16,14 @@ from typing import Any
 from localllm.errors import InvalidRequest
 from localllm.tokenizer.tokenizer import ControlText, Span, Tokenizer
 
+from .parser import TAGS
 from .render_child import RenderChild, shared_child
 
 Finder = Callable[[str], list[Span]]
 # other names under which clients send a message's reasoning; templates read the first, gpt-oss's the second
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 _OUTSIDERS = frozenset(["user", "tool", "function", "ipython", "observation"])
+_THINKING = frozenset(tag for tags in TAGS for tag in tags)
 _PRIVATE = range(0x10F800, 0x10FFF0, 2)
 
 
@@ -48,6 +50,24 @@ class RenderedPrompt(str):
             raise InvalidRequest("this model's template does not allow an answer to be continued", "ask for it instead")
         end = at + len(text)
         return RenderedPrompt.of(self[:end], [span for span in self.as_text if span[1] <= end])
+
+
+class WrittenText(str):
+    """Text of a message that has parts of ours in it, in which control tokens are meant as such."""
+
+    own: tuple[Span, ...] = ()
+
+    @classmethod
+    def of(cls, pieces: Iterable[tuple[str, bool]]) -> WrittenText:
+        """Pieces in a row, each with whether it is ours."""
+        texts, spans, at = [], [], 0
+        for text, is_own in pieces:
+            texts.append(text)
+            spans += [(at, at + len(text))] if is_own else []
+            at += len(text)
+        made = cls("".join(texts))
+        made.own = tuple(spans)
+        return made
 
 
 class ChatTemplate:
@@ -98,34 +118,41 @@ class ChatTemplate:
         template = self.chosen(tools)
         shaped = [_shape(message, number) for number, message in enumerate(_checked(messages))]
         given = {"documents": None, **kwargs, "tools": tools}
-        marker = _Marker([shaped, given], self._finders(template))
+        marker = _Marker([shaped, given])
+        find = self._finders(template)
         variables = {
             **self._named_tokens,
-            **marker.mark(given, outsider=False),
-            "documents": marker.mark(given["documents"], outsider=True),
-            "messages": [self._mark(marker, message) for message in shaped],
+            **marker.mark(given, find["application"]),
+            "documents": marker.mark(given["documents"], find["outsider"]),
+            "messages": [self._mark(marker, message, find) for message in shaped],
             "add_generation_prompt": add_generation_prompt,
         }
         text = self._child.render(template, variables)
         return marker.unmark(text) if marker.marked else RenderedPrompt.of(text)
 
-    def _finders(self, template: str) -> tuple[Finder, Finder]:
-        """What to look for in the application's strings, and in strings of users and tools.
+    def _finders(self, template: str) -> dict[str, Finder]:
+        """What to look for in the strings of the application, of the assistant, and of users and tools.
 
-        There also added tokens that the template uses, such as `<tool_response>`. White space is never among them.
+        In the last also added tokens that the template uses, such as `<tool_response>`. White space is never among
+        them. Not in the assistant's: what its reasoning stands between; templates look for it, and for the white space
+        beside it.
         """
         used = {text: index for text, index in self._added.ids.items() if text in template}
         both = ControlText({**used, **self._control.ids}) if used else self._control
-        return partial(_places, self._control), partial(_places, both)
+        others = {text: index for text, index in self._control.ids.items() if text not in _THINKING}
+        said = self._control if len(others) == len(self._control.ids) else ControlText(others)
+        found = {"application": self._control, "assistant": said, "outsider": both}
+        return {whose: partial(_places, tokens) for whose, tokens in found.items()}
 
-    def _mark(self, marker: _Marker, message: dict[str, Any]) -> dict[str, Any]:
+    def _mark(self, marker: _Marker, message: dict[str, Any], find: Mapping[str, Finder]) -> dict[str, Any]:
         role = message["role"]
-        if marker.mark(role, outsider=True) != role:
+        if marker.mark(role, find["outsider"]) != role:
             raise InvalidRequest(
                 f"the role {role!r:.40} contains a control token", "use user, assistant, system or tool"
             )
         rest = {key: value for key, value in message.items() if key != "role"}
-        return {"role": role, **marker.mark(rest, outsider=role in _OUTSIDERS)}
+        whose = "outsider" if role in _OUTSIDERS else "assistant" if role == "assistant" else "application"
+        return {"role": role, **marker.mark(rest, find[whose])}
 
 
 def encode_chat(tokenizer: Tokenizer, rendered: RenderedPrompt) -> list[int]:
@@ -140,28 +167,29 @@ def encode_chat(tokenizer: Tokenizer, rendered: RenderedPrompt) -> list[int]:
 class _Marker:
     """Wraps control-token texts in two characters that occur nowhere in the request, and finds them again."""
 
-    def __init__(self, given: Any, finders: tuple[Finder, Finder]) -> None:
+    def __init__(self, given: Any) -> None:
         everything = _dumps(given)
         pairs = ((chr(code), chr(code + 1)) for code in _PRIVATE)
         unused = (pair for pair in pairs if not any(form in everything for char in pair for form in _forms(char)))
         self._begin, self._end = next(unused, ("", ""))
         if not self._begin:
             raise InvalidRequest("the messages use every private-use character there is", "send plain text")
-        self._finders = finders
         self.marked: set[str] = set()  # the texts that were wrapped
 
-    def mark(self, value: Any, *, outsider: bool) -> Any:
-        """A copy with the texts wrapped, in keys too. `outsider`: the strings are a user's or a tool's."""
+    def mark(self, value: Any, find: Finder) -> Any:
+        """A copy with the texts that `find` finds wrapped, in keys too."""
         if isinstance(value, str):
-            return self._mark_text(value, self._finders[outsider])
+            return self._mark_text(value, find)
         if isinstance(value, Mapping):
-            return {self.mark(k, outsider=outsider): self.mark(v, outsider=outsider) for k, v in value.items()}
+            return {self.mark(key, find): self.mark(one, find) for key, one in value.items()}
         if isinstance(value, list | tuple):
-            return [self.mark(item, outsider=outsider) for item in value]
+            return [self.mark(item, find) for item in value]
         return value
 
     def _mark_text(self, text: str, find: Finder) -> str:
         places = find(text)
+        if isinstance(text, WrittenText):
+            places = [(a, b) for a, b in places if not any(begin <= a and b <= end for begin, end in text.own)]
         if not places:
             return text
         pieces, at = [], 0

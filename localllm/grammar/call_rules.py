@@ -7,12 +7,13 @@ the business of `Words`, which know the vocabulary.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from localllm.chat.tools.calls import fixed_values, is_text, properties_of, tool_function
-from localllm.chat.tools.formats import HARMONY, ToolFormat
+from localllm.chat.tools.calls import fixed_values, is_text, properties_of, resolved, tool_function
+from localllm.chat.tools.formats import HARMONY, TYPES, ToolFormat
 
 from .compiler import Words
 from .schema import LeavesOut
@@ -22,6 +23,9 @@ MAX_CALLS = 8  # in one answer: small models would go on indefinitely
 MAX_NESTING = 8  # of schemas in Gemma's notation; deeper values may be anything
 MAX_RULES = 500
 _SCALARS = ("integer", "number", "boolean", "null")
+_SIZES = frozenset(["minItems", "maxItems"])
+_JSON_WORDS = {"True": "true", "False": "false", "None": "null"}
+_OPEN = "\0"  # stands for what is decided while a call is written: its number, the type of a value
 
 
 def call_grammar(
@@ -32,12 +36,14 @@ def call_grammar(
     parallel: bool = True,
     after_trigger: bool = False,
     leaves_out: Sequence[LeavesOut] = (),
+    opening: str = "",
 ) -> str:
     """An answer that is one or more calls of these tools.
 
     parallel       up to MAX_CALLS calls, else one
     after_trigger  the text goes on after the format's trigger, and ends with the call, or section of calls, begun there
     leaves_out     of the schema of each tool
+    opening        what of the format's `open` the prompt ends with
     """
     is_harmony = tool_format is HARMONY
     rules = []
@@ -45,7 +51,9 @@ def call_grammar(
         one = _CallRules(tool_format, words, leaves_out[number] if leaves_out else LeavesOut.NOTHING, f"c{number}")
         rules += [f"call_{number}: {one.call(tool_function(tool))}", *one.rules]
     rules.append("any: " + " | ".join(f"call_{number}" for number in range(len(tools))))
-    opens = tool_format.open.split(tool_format.trigger, 1)[1] if after_trigger else tool_format.open
+    opens = tool_format.open.removeprefix(opening)
+    if after_trigger:
+        opens = tool_format.open.split(tool_format.trigger, 1)[1]
     more = MAX_CALLS - 1 if parallel and not tool_format.one_call and not is_harmony else 0
     begin, end, sep = map(words.literal, (opens, tool_format.close, tool_format.separator))
     if tool_format.spaced:
@@ -56,8 +64,8 @@ def call_grammar(
     elif after_trigger:
         start = f"{begin} any {end}"
     else:
-        rules.append(f"one: {begin} any {end}")
-        start = f"one ({sep} one){{0,{more}}}" if more else "one"
+        rules.append(f"one: {words.literal(tool_format.open) if opening else begin} any {end}")
+        start = f"{begin} any {end} ({sep} one){{0,{more}}}" if more else f"{begin} any {end}"
     if is_harmony and not after_trigger and words.is_control("<|end|>"):
         rules.append(f"thought: {words.literal('<|channel|>analysis<|message|>')} TEXT")
         rules.append("TEXT: /(?s:.*)/")
@@ -80,14 +88,22 @@ class _CallRules:
     def call(self, function: Mapping[str, Any]) -> str:
         """One call, from its name to the end of its arguments."""
         self._root = parameters_of(function)
-        before, after = map(self._words.literal, self._format.around_call(str(function["name"])))
-        if self._format.argument:
+        before, after = self._format.around_call(str(function["name"]), _OPEN)
+        if self._format.is_python:
+            body = self._python()
+        elif self._format.nested:
+            body = self._tree_parts(self._root, 0)
+        elif self._format.argument:
             body = self._tagged()
         elif self._format.quote:
             body = self._object(self._root, 0)
         else:
             body = self._json(self._root)
-        return f"{before} {body} {after}"
+        return f"{self._open_literal(before, '/[0-9]{1,3}/')} {body} {self._words.literal(after)}"
+
+    def _open_literal(self, text: str, rule: str) -> str:
+        """A literal with a rule in the place of what is open."""
+        return f" {rule} ".join(map(self._words.literal, text.split(_OPEN)))
 
     def _rule(self, body: str, options: str = "") -> str:
         name = f"{self._prefix}_{len(self.rules)}"
@@ -99,12 +115,16 @@ class _CallRules:
 
     def _text_before(self, after: str, schema: Mapping[str, Any]) -> str:
         """Any text of the schema's lengths up to where `after` first stands, and that."""
-        low, high = (schema.get(name) for name in ("minLength", "maxLength"))
-        low, high = (size if isinstance(size, int) else None for size in (low, high))
+        low, high = _lengths(schema)
         pattern = "(?s:.*)" if low is None and high is None else f"(?s:.{{{low or 0},{'' if high is None else high}}})"
-        if self._words.is_control(after.strip("\n")):  # which text never holds
-            return f"/{pattern}/ {self._words.literal(after)}"
-        ending = re.sub(r"[.^$*+?()\[\]{}|\\/]", r"\\\g<0>", after).replace("\n", r"\n")
+        return self._up_to(pattern, after)
+
+    def _up_to(self, pattern: str, after: str) -> str:
+        """What a pattern allows up to where `after` first stands, and that."""
+        begin, control = self._words.first_control(after)
+        ending = re.sub(r"[.^$*+?()\[\]{}|\\/]", r"\\\g<0>", begin).replace("\n", r"\n")
+        if control:  # which text never holds
+            return f"/{pattern}{ending}/ {self._words.literal(after[len(begin) :])}"
         return self._rule(f"/{pattern}{ending}/", "[lazy]")
 
     # --- arguments between tags --------------------------------------------------------------------------------------
@@ -113,21 +133,87 @@ class _CallRules:
         required = self._root.get("required")
         parts = []
         for key, schema in properties_of(self._root).items():
-            before, after = self._format.around_value(key, is_text=is_text(schema))
+            before, after = self._format.around_value(key, self._kind(schema))
             if not is_text(schema):
                 value = f"{self._json(self._rooted(schema))} {self._words.literal(after)}"
             elif values := fixed_values(schema):
                 value = f"({' | '.join(quoted(str(value)) for value in values)}) {self._words.literal(after)}"
             else:
-                value = self._text_before(after, schema)
-            rule = self._rule(f"{self._words.literal(before)} {value}")
+                value = self._wrapped(after, schema) if self._format.wraps else self._text_before(after, schema)
+            types = f"({' | '.join(map(quoted, TYPES))})"
+            rule = self._rule(f"{self._open_literal(before, types)} {value}")
             parts.append(rule if isinstance(required, list) and key in required else f"{rule}?")
         return " ".join(parts)
+
+    def _kind(self, schema: Any) -> str:
+        """The type of an argument's value, where it is certain."""
+        kind = resolved(schema, self._root).get("type")
+        return "string" if is_text(schema) else str(kind) if kind in (*TYPES, "integer") else _OPEN
+
+    def _wrapped(self, after: str, schema: Mapping[str, Any]) -> str:
+        """A text between the format's marks, or one that begins otherwise than they do."""
+        low, high = _lengths(schema)
+        first = self._format.wraps[0][0]
+        rest = f"(?s:.{{{max((low or 0) - 1, 0)},{'' if high is None else max(high - 1, 0)}}})"
+        bare = f"[^{first}]{rest}" if low else f"([^{first}]{rest})?"
+        begin, end = self._format.wraps
+        return f"({self._words.literal(begin)} {self._text_before(end + after, schema)} | {self._up_to(bare, after)})"
 
     def _rooted(self, schema: Any) -> Mapping[str, Any]:
         """A part of the schema as a schema of its own, with the definitions that it may refer to."""
         part: dict[str, Any] = dict(schema) if isinstance(schema, Mapping) else {}
         return {name: self._root[name] for name in ("$defs", "definitions") if name in self._root} | part
+
+    # --- Python's `key=value, ...` -----------------------------------------------------------------------------------
+
+    def _python(self) -> str:
+        values = {
+            str(key): f"{self._words.literal(key + '=')} {self._python_value(schema)}"
+            for key, schema in properties_of(self._root).items()
+        }
+        return self._members(values, self._root, ", ")
+
+    def _python_value(self, schema: Any) -> str:
+        if is_text(schema) and (values := fixed_values(schema)):
+            return "(" + " | ".join(quoted(form) for one in values for form in (json.dumps(one), repr(one))) + ")"
+        if is_text(schema) and not {"pattern", "format"} & set(schema):
+            low, high = _lengths(schema)
+            size = f"{{{low or 0},{'' if high is None else high}}}"
+            char = r"""([^'\\\x00-\x1f]|\\['"\\nt])"""
+            return f"({self._json(self._rooted(schema))} | /'{char}{size}'/)"
+        kind = resolved(schema, self._root).get("type")
+        words = {"boolean": ("True", "False"), "null": ("None",)}.get(kind if isinstance(kind, str) else "", ())
+        if words and not fixed_values(schema):
+            return "(" + " | ".join(quoted(form) for word in words for form in (word, _JSON_WORDS[word])) + ")"
+        return self._json(self._rooted(schema))
+
+    # --- trees of tags -----------------------------------------------------------------------------------------------
+
+    def _tree_parts(self, schema: Mapping[str, Any], depth: int) -> str:
+        required = schema.get("required")
+        parts = []
+        for key, part in properties_of(schema).items():
+            rule = self._rule(self._tree(str(key), part, depth))
+            parts.append(rule if isinstance(required, list) and key in required else f"{rule}?")
+        return " ".join(parts)
+
+    def _tree(self, key: str, schema: Any, depth: int) -> str:
+        """A value between its tags."""
+        before, after = self._format.tags(key)
+        schema = resolved(schema, self._root)
+        kind = schema.get("type") if depth < MAX_NESTING and len(self.rules) < MAX_RULES else ""
+        end = self._words.literal(after)
+        if is_text(schema):
+            values = fixed_values(schema)
+            fixed = f"({' | '.join(quoted(str(value)) for value in values or ())}) {end}"
+            value = fixed if values else self._text_before(after, schema)
+        elif kind == "object" and properties_of(schema):
+            value = f"{self._tree_parts(schema, depth + 1)} {end}"
+        elif kind == "array" and isinstance(schema.get("items"), Mapping) and _SIZES.isdisjoint(schema):
+            value = f"{self._rule(self._tree('item', schema['items'], depth + 1))}* {end}"
+        else:
+            value = f"{self._json(self._rooted(schema))} {end}"
+        return f"{self._words.literal(before)} {value}"
 
     # --- Gemma's `{key:value,...}`: keys bare and sorted, strings quoted ---------------------------------------------
 
@@ -135,23 +221,28 @@ class _CallRules:
         properties = schema.get("properties")
         if not isinstance(properties, Mapping):
             return '"{" "}"' if depth == 0 and schema.get("additionalProperties") is False else self._anything("object")
-        required = schema.get("required")
-        needed = set(required) if isinstance(required, list) else set()
         # templates write the keys sorted, whatever their case
         keys = sorted(map(str, properties), key=lambda key: (key.lower(), key))
+        values = {key: f"{self._words.literal(key + ':')} {self._value(properties[key], depth + 1)}" for key in keys}
+        return f'"{{" {self._members(values, schema, ",")} "}}"'
+
+    def _members(self, values: Mapping[str, str], schema: Mapping[str, Any], separator: str) -> str:
+        """Rules of members in a row, those that are not required perhaps left out."""
+        required = schema.get("required")
+        needed = set(required) if isinstance(required, list) else set()
         first, more = '""', '""'
-        for key in reversed(keys):
-            value = self._rule(f"{self._words.literal(key + ':')} {self._value(properties[key], depth + 1)}")
-            with_it, after_one = f"{value} {more}", f'"," {value} {more}'
+        for key in reversed(values):
+            value = self._rule(values[key])
+            with_it, after_one = f"{value} {more}", f"{quoted(separator)} {value} {more}"
             if key not in needed:
                 with_it, after_one = f"({with_it} | {first})", f"({after_one} | {more})"
             first, more = self._rule(with_it), self._rule(after_one)
-        return f'"{{" {first} "}}"'
+        return first
 
     def _value(self, schema: Any, depth: int) -> str:
         if not isinstance(schema, Mapping) or depth > MAX_NESTING or len(self.rules) > MAX_RULES:
             return self._anything("value")
-        schema = self._resolved(schema)
+        schema = resolved(schema, self._root)
         for name in ("anyOf", "oneOf"):
             branches = schema.get(name)
             if isinstance(branches, list) and branches:
@@ -171,20 +262,6 @@ class _CallRules:
             rest = f'({item} ("," {item})*)'
             return f'"[" {rest}{"" if schema.get("minItems") else "?"} "]"'
         return self._object(schema, depth) if kind == "object" else self._anything("value")
-
-    def _resolved(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What a reference inside the same schema leads to; a few steps at most."""
-        for _ in range(4):
-            path = schema.get("$ref")
-            if not isinstance(path, str):
-                return schema
-            found: Any = self._root
-            for name in path.removeprefix("#/").split("/"):
-                found = found.get(name) if isinstance(found, Mapping) else None
-            if not isinstance(found, Mapping):
-                return {}
-            schema = found
-        return {}
 
     def _string(self, schema: Mapping[str, Any]) -> str:
         return f"{self._words.literal(self._format.quote)} {self._text_before(self._format.quote, schema)}"
@@ -208,6 +285,11 @@ class _CallRules:
                 f'{self._any}_object: "{{" ({key} ":" {value} ("," {key} ":" {value})*)? "}}"',
             ]
         return f"{self._any}_{kind}"
+
+
+def _lengths(schema: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    low, high = (schema.get(name) for name in ("minLength", "maxLength"))
+    return low if isinstance(low, int) else None, high if isinstance(high, int) else None
 
 
 def parameters_of(function: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -213,6 +213,11 @@ class Words:
     def is_control(self, text: str) -> bool:
         return text in self._control.ids
 
+    def first_control(self, text: str) -> tuple[str, bool]:
+        """What stands before the first control token of a text, and whether there is one."""
+        places = self._control.find(text)
+        return (text[: places[0][0]], True) if places else (text, False)
+
     def schema(self, schema: Mapping[str, Any], leaves_out: LeavesOut = LeavesOut.NOTHING) -> str:
         return inline_schema(schema, leaves_out, "tools")
 

@@ -25,16 +25,23 @@ def begun_call(compiler: Compiler, tool_format: ToolFormat, tools: ToolUse) -> t
     trigger = tool_format.trigger
     called = called_tools(tools)
     try:
-        mask = _compiled(compiler, tool_format, called, parallel=tools.parallel, after_trigger=bool(trigger))
+        options = {"parallel": tools.parallel, "after_trigger": bool(trigger)}
+        mask = _compiled(compiler, tool_format, called, options)
     except _TooComplex:
         return None
     return (mask, trigger) if trigger else None
 
 
 def whole_answer(
-    compiler: Compiler, tool_format: ToolFormat, tools: ToolUse | None, constraint: Constraint | None
+    compiler: Compiler,
+    tool_format: ToolFormat,
+    tools: ToolUse | None,
+    constraint: Constraint | None,
+    opening: str = "",
 ) -> GrammarMask:
     """An answer that is calls, or meets a constraint, or, where both are given and calls are free, is either.
+
+    opening  what of the calls' beginning the prompt ends with
 
     Raises InvalidConstraint.
     """
@@ -53,7 +60,8 @@ def whole_answer(
     else:
         content = None
     try:
-        return _compiled(compiler, tool_format, called_tools(tools), parallel=tools.parallel, content=content)
+        options = {"parallel": tools.parallel, "opening": opening}
+        return _compiled(compiler, tool_format, called_tools(tools), options, content=content)
     except _TooComplex as error:
         raise InvalidConstraint(
             f"the tools together cannot be enforced: {error}", "give fewer or simpler tools", param="tools"
@@ -68,9 +76,7 @@ def _compiled(
     compiler: Compiler,
     tool_format: ToolFormat,
     called: Sequence[tuple[int, Mapping[str, Any]]],
-    *,
-    parallel: bool,
-    after_trigger: bool = False,
+    options: Mapping[str, Any],
     content: Constraint | None = None,
 ) -> GrammarMask:
     """As strict as every schema can be; what cannot be enforced of a tool that is not `strict` is left out."""
@@ -78,13 +84,13 @@ def _compiled(
     loose = [not tool_function(tool).get("strict") for _, tool in called]
     for most in LEAVES_OUT[True]:
         leaves_out = [most if is_loose else LeavesOut.NOTHING for is_loose in loose]
-        options: dict[str, Any] = {"parallel": parallel, "after_trigger": after_trigger, "leaves_out": leaves_out}
+        given = {**options, "leaves_out": leaves_out}
         try:
             said = None
             if content is not None:
                 value = content.value if content.kind == "json_schema" else {"type": "object"}
                 said = value, most if content.lenient else LeavesOut.NOTHING
-            return compiler.mask(_source(compiler, tool_format, [tool for _, tool in called], said, options))
+            return compiler.mask(_source(compiler, tool_format, [tool for _, tool in called], said, given))
         except InvalidConstraint as error:
             refused = error
     for (number, tool), is_loose in zip(called, loose, strict=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +77,7 @@ class OutputRules:
             return messages, None
         if not self.support.native:
             return plain_messages(messages, tools or ()), None
-        shaped = template_messages(messages, short_ids=self.tool_format.short_ids)
+        shaped = template_messages(messages, self.tool_format, as_text=self.support.as_text)
         return shaped, template_tools(tools) if tools else None
 
     # --- one request -------------------------------------------------------------------------------------------------
@@ -104,13 +105,15 @@ class OutputRules:
             return OutputSpec(self.compiler.mask(source_of(constraint)), continuing=not chat)
         tools = self._usable(tool_use)
         tool_format = self.tool_format if tools is not None else GENERIC
-        harmony = find_format(self._template.chosen([])) is HARMONY
+        own = find_format(self._template.chosen([]))
+        harmony = own is HARMONY
         tail = self._tokenizer.decode(list(prompt_token_ids)[-_TAIL_TOKENS:], skip_special=False)
         tags = None if harmony else reasoning_tags(self._template.template, tail)
-        mask, is_kept = self._mask(constraint, tools, tool_format, self._reasoning(tags, tail, harmony))
-        seen = [*(tags or ()), *(tool_format.shown if tools else ()), *(HARMONY.shown if harmony else ())]
+        opening = tool_format.opening(tail)
+        mask, is_kept = self._mask(constraint, tools, tool_format, self._reasoning(tags, tail, harmony), opening)
+        reads = own if harmony or own.hidden and tools is None else tool_format
+        seen = [*(tags or ()), *(reads.shown if tools or reads is own else ())]
         ids = frozenset(index for text in seen for _, _, index in self._tokenizer.control_text.find(text))
-        reads = HARMONY if harmony else tool_format
         return OutputSpec(mask, self._splitter(tags, tail, tools, reads, is_kept), keep_ids=ids)
 
     def _usable(self, tool_use: ToolUse | None) -> ToolUse | None:
@@ -137,19 +140,24 @@ class OutputRules:
     ) -> Callable[[], Splitter] | None:
         called = [] if tools is None else [tool for _, tool in called_tools(tools)]
         most = 1 if tools is not None and not tools.parallel else None
+        opening = reads.opening(tail)
 
         def content() -> Splitter:
-            return answer_parser(reads, called, streams=is_kept, most_calls=most)
+            return answer_parser(reads, called, streams=is_kept, most_calls=most, opening=opening)
 
         if reads is HARMONY:
             return content
         if tags is None:
-            return content if tools is not None else None
+            return content if tools is not None or reads.hidden else None
         opened = tail.rstrip().endswith(tags[0])
 
         def both() -> Splitter:
             reasoning = ReasoningParser(*tags, opened=opened)
-            return reasoning if tools is None else ChainedParser(reasoning, content())
+            if tools is None:
+                return ChainedParser(reasoning, content()) if reads.hidden else reasoning
+            return ChainedParser(
+                reasoning, content(), answer_parser(replace(reads, hidden=()), called, most_calls=most)
+            )
 
         return both
 
@@ -161,6 +169,7 @@ class OutputRules:
         tools: ToolUse | None,
         tool_format: ToolFormat,
         reasoning: Reasoning | None,
+        opening: str,
     ) -> tuple[TokenMask | None, bool]:
         """The mask, and whether it keeps calls valid."""
         if constraint is None and tools is None:
@@ -178,7 +187,7 @@ class OutputRules:
             before = None if tool_format is HARMONY else reasoning
             bytes_of = self._tokenizer.token_bytes
             return ToolTriggers(call, trigger, bytes_of, tags=before, only_one=only_one), True
-        inner = whole_answer(compiler, tool_format, tools, constraint)
+        inner = whole_answer(compiler, tool_format, tools, constraint, opening)
         if reasoning is None or (tools is not None and tool_format is HARMONY):
             return inner, tools is not None
         return AfterReasoning(inner, compiler.vocabulary, self._tokenizer.token_bytes, reasoning), tools is not None

@@ -17,7 +17,7 @@ from grammar_walks import allowed, controlled_tokenizer, walk
 
 from localllm.chat.render_child import RenderChild
 from localllm.chat.template import ChatTemplate, encode_chat
-from localllm.chat.tools.formats import FORMATS
+from localllm.chat.tools.formats import BY_NAME, FORMATS
 from localllm.chat.tools.messages import plain_messages, template_messages, template_tools
 from localllm.chat.tools.roundtrip import check_tools
 from localllm.errors import InvalidConstraint, InvalidRequest
@@ -260,7 +260,7 @@ def test_messages_for_templates() -> None:
     call = {"id": "call_0123456789", "function": {"name": "f", "arguments": '{"a": 1}'}}
     messages = [{"role": "assistant", "content": None, "tool_calls": [call]},
                 {"role": "tool", "tool_call_id": "call_0123456789", "content": "x"}]  # fmt: skip
-    made = template_messages(messages, short_ids=True)
+    made = template_messages(messages, BY_NAME["mistral"])
     assert made[0]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
     assert made[0]["tool_calls"][0]["type"] == "function"
     assert made[0]["tool_calls"][0]["id"] == made[1]["tool_call_id"] and len(made[1]["tool_call_id"]) == 9

@@ -17,7 +17,9 @@ from localllm.chat.tools.formats import BY_NAME, FORMATS, ToolFormat, find_forma
 from localllm.chat.tools.parser import answer_parser
 
 (HARMONY, GEMMA, FUNCTION_GEMMA, MISTRAL_NAMED, MISTRAL, DEEPSEEK_TAGS, DEEPSEEK_FENCED, DEEPSEEK, GLM, QWEN_CODER,
- HERMES, PHI, LLAMA3, GENERIC) = FORMATS  # fmt: skip
+ HERMES, PHI, LLAMA3, GENERIC) = (BY_NAME[name] for name in (
+    "harmony", "gemma", "function-gemma", "mistral-named", "mistral", "deepseek-tags", "deepseek-fenced", "deepseek",
+    "glm", "qwen-coder", "hermes", "phi", "llama3", "generic"))  # fmt: skip
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -65,6 +67,11 @@ def read(tool_format: ToolFormat, pieces: list[str], **options: Any) -> Read:
             content += text
     assert len({call["id"] for call in calls}) == len(calls)
     return content, reasoning, [(call["name"], call["arguments"]) for call in calls]
+
+
+def m3(*tags: str) -> str:
+    """Tags as MiniMax-M3 writes them."""
+    return "".join(f"]<]minimax[>[{tag}" for tag in tags)
 
 
 ARGS = '{"city": "Köln \\"é\\"", "days": 3, "where": {"lat": 1.5}, "tags": ["a", "}"]}'
@@ -123,6 +130,66 @@ WRITTEN: list[tuple[ToolFormat, str, str, list[tuple[str, str]]]] = [
      [("get_weather", PARIS)]),
     (HARMONY, f" to=functions.get_weather<|channel|>commentary json<|message|>{PARIS}<|call|><|start|>assistant"
      "<|channel|>final<|message|>Sun.<|return|>", "Sun.", [("get_weather", PARIS)]),
+    *[(BY_NAME[name], text, content, calls) for name, text, content, calls in [
+        ("kimi-k2", f"I look.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+         f"{ARGS}<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+         "<|tool_calls_section_end|>", "I look.", [("get_weather", ARGS), ("now", "{}")]),
+        ("kimi-k2", "<|tool_call_begin|>now:12<|tool_call_argument_begin|>{}<|tool_call_begin|>functions.get_weather:13"
+         f"<|tool_call_argument_begin|>{PARIS}", "", [("now", "{}"), ("get_weather", PARIS)]),
+        ("kimi-k3", "<|open|>response<|sep|>Yes.<|close|>response<|sep|><|open|>tools<|sep|><|open|>call tool=\"get_weather\" "
+         "index=\"1\"<|sep|><|open|>argument key=\"city\" type=\"string\"<|sep|>Köln <<|close|>argument<|sep|><|open|>argument "
+         "key=\"days\" type=\"number\"<|sep|>3<|close|>argument<|sep|><|open|>argument key=\"where\" type=\"object\"<|sep|>"
+         "{\"lat\": 1}<|close|>argument<|sep|><|close|>call<|sep|><|open|>call tool=\"now\" index=\"2\"<|sep|><|close|>call"
+         "<|sep|><|close|>tools<|sep|><|close|>message<|sep|>", "Yes.",
+         [("get_weather", '{"city": "Köln <", "days": 3, "where": {"lat": 1}}'), ("now", "{}")]),
+        ("minimax-m2", "<minimax:tool_call>\n<invoke name=\"get_weather\">\n<parameter name=\"city\">7\n</parameter>\n<parameter "
+         "name=\"days\">3</parameter>\n</invoke>\n<invoke name=\"now\">\n</invoke>\n</minimax:tool_call>", "",
+         [("get_weather", '{"city": "7\\n", "days": 3}'), ("now", "{}")]),
+        ("minimax-m3", m3("<tool_call>\n", '<invoke name="get_weather">', "<city>K\"öln", "</city>", "<days>3", "</days>",
+         "<where>", "<lat>-1.5", "</lat>", "</where>", "<tags>", "<item>7", "</item>", "<item>b", "</item>", "</tags>",
+         "<other>", "</other>", "</invoke>\n", '<invoke name="now">', "</invoke>\n", "</tool_call>"), "",
+         [("get_weather", '{"city": "K\\"öln", "days": 3, "where": {"lat": -1.5}, "tags": ["7", "b"], "other": ""}'),
+          ("now", "{}")]),
+        ("lfm2", "Yes.<|tool_call_start|>[get_weather(city='it\\'s \\u00e9 \"x\"', days=3, where={\"lat\": 1.5, 'x': [True, None]}, "
+         "tags=['a', \"b\\n\"]), now()]<|tool_call_end|>", "Yes.",
+         [("get_weather", '{"city": "it\'s \\u00e9 \\"x\\"", "days": 3, "where": {"lat": 1.5, "x": [true, null]}, '
+           '"tags": ["a", "b\\n"]}'), ("now", "{}")]),
+        ("deepseek-v4", '\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" string="true">'
+         '5</｜DSML｜parameter>\n<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+         '<｜DSML｜invoke name="now">\n\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>', "",
+         [("get_weather", '{"city": "5", "days": 3}'), ("now", "{}")]),
+        ("seed", "<seed:tool_call>\n<function=get_weather>\n<parameter=city>a\nb\n</parameter>\n<parameter=days>3</parameter>\n"
+         "</function>\n</seed:tool_call>\n<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>", "",
+         [("get_weather", '{"city": "a\\nb\\n", "days": 3}'), ("now", "{}")]),
+        ("command-a", "<|START_RESPONSE|>So.<|END_RESPONSE|><|START_ACTION|>[\n    {\"tool_call_id\": \"0\", \"tool_name\": "
+         f'"get_weather", "parameters": {ARGS}}},\n    {{"tool_call_id": "1", "tool_name": "now", "parameters": {{}}}}\n]<|END_ACTION|>',
+         "So.", [("get_weather", ARGS), ("now", "{}")]),
+        ("command-r", f'Action:\n```json\n[\n    {{\n        "tool_name": "get_weather",\n        "parameters": {PARIS}\n    }}\n]\n```',
+         "", [("get_weather", PARIS)]),
+        ("apertus", f'Hm.<|tools_prefix|>[{{"get_weather": {ARGS}}}, {{"now": {{}}}}]<|tools_suffix|>', "Hm.",
+         [("get_weather", ARGS), ("now", "{}")]),
+        ("gigachat", f'Hm.<|function_call|>{{"name": "get_weather", "arguments": {PARIS}}}', "Hm.", [("get_weather", PARIS)]),
+        ("gigachat-message", f'<|message_sep|>\n\nfunction call<|role_sep|>\n{{"name": "get_weather", "arguments": {PARIS}}}', "",
+         [("get_weather", PARIS)]),
+        ("functionary", f"<function=get_weather>{ARGS}</function><function=now>{{}}</function>", "",
+         [("get_weather", ARGS), ("now", "{}")]),
+        ("functionary-parts", f">>>all\nI look.>>>get_weather\n{PARIS}>>>now\n{{}}", "I look.",
+         [("get_weather", PARIS), ("now", "{}")]),
+        ("hunyuan-3", "<tool_calls:opensource>\n<tool_call:opensource>get_weather<tool_sep:opensource>\n<arg_key:opensource>city"
+         "</arg_key:opensource>\n<arg_value:opensource>5</arg_value:opensource>\n</tool_call:opensource>\n<tool_call:opensource>"
+         "now<tool_sep:opensource>\n</tool_call:opensource>\n</tool_calls:opensource>", "",
+         [("get_weather", '{"city": "5"}'), ("now", "{}")]),
+        ("minicpm", '<function name="get_weather"><param name="city">Kö\nln</param><param name="days">3</param></function>\n'
+         '<function name="get_weather"><param name="city"><![CDATA[a </param> < b]]></param></function>'
+         '<function name="now"></function>', "",
+         [("get_weather", '{"city": "Kö\\nln", "days": 3}'), ("get_weather", '{"city": "a </param> < b"}'), ("now", "{}")]),
+        ("apriel", f'<tool_calls>[{{"name": "get_weather", "arguments": {ARGS}, "id": "x"}}, {{"name": "now", "arguments": {{}}}}]'
+         "</tool_calls>", "", [("get_weather", ARGS), ("now", "{}")]),
+        ("nemotron", f'<TOOLCALL>[{{"name": "get_weather", "arguments": {PARIS}}}]</TOOLCALL>\n', "", [("get_weather", PARIS)]),
+        ("firefunction", f' functools[{{"name": "get_weather", "arguments": {PARIS}}}, {{"name": "now", "arguments": {{}}}}]', "",
+         [("get_weather", PARIS), ("now", "{}")]),
+        ("granite", f'<|tool_call|>[{{"name": "get_weather", "arguments": {PARIS}}}]', "", [("get_weather", PARIS)]),
+    ]],
 ]  # fmt: skip
 IDS = [f"{case[0].name}-{number}" for number, case in enumerate(WRITTEN)]
 
@@ -253,7 +320,7 @@ def check_any_cut(name: str, text: str, places: list[int], streams: bool) -> Non
     assert read(tool_format, list(text), streams=streams) == whole
     if not streams:
         assert all(isinstance(json_loads(arguments), dict) for _, arguments in whole[2])
-    if not whole[2] and name != "harmony":
+    if not whole[2] and name != "harmony" and not tool_format.hidden:
         assert whole == (text, "", [])
 
 
@@ -316,10 +383,33 @@ def test_formats_are_found_in_templates() -> None:
         "<start_function_call>call:": "function-gemma",
         "<｜tool▁calls▁begin｜>": "deepseek",
         "<｜tool▁calls▁begin｜>```json": "deepseek-fenced",
-        "<｜DSML｜invoke name=": "deepseek-tags",
+        "<｜DSML｜function_calls>": "deepseek-tags",
         "<|tool_call|>": "phi",
         "<|start|><|channel|><|message|>": "harmony",
         "'\"parameters\": ' ipython": "llama3",
+        "<|tool_calls_section_begin|>": "kimi-k2",
+        "{{ '<|open|>' }} {{ '<|close|>' }} open_tag('call') open_tag('argument')": "kimi-k3",
+        "<minimax:tool_call>": "minimax-m2",
+        "set ns = ']<]minimax[>[' macro to_xml <tool_call>": "minimax-m3",
+        "List of tools: <|tool_list_start|>[": "lfm2",
+        "List of tools: [": "lfm2",
+        "<|tool_call_start|>": "lfm2",
+        "set dsml = '｜DSML｜' '<' + dsml + 'function_calls>'": "deepseek-tags",
+        "set dsml = '｜DSML｜' '<' + dsml + 'tool_calls>'": "deepseek-v4",
+        "<seed:tool_call>": "seed",
+        "<|START_ACTION|>": "command-a",
+        "Action:\\n```json [ tool_name": "command-r",
+        "<|tools_prefix|>": "apertus",
+        "<|function_call|> <|role_sep|>": "gigachat",
+        "'function call' <|role_sep|>": "gigachat-message",
+        "{{ '<function=' + name }} {{ '</function>' }}": "functionary",
+        "{{ '>>>all\\n' }}": "functionary-parts",
+        "'<tool_sep{}>'.format(':opensource')": "hunyuan-3",
+        '<function name="f"><param name="k">': "minicpm",
+        "within <tool_call> tags: <tool_calls>[": "apriel",
+        "<TOOLCALL>[": "nemotron",
+        "functools[": "firefunction",
+        "respond only with <|tool_call|> followed by a JSON list": "granite",
     }
     assert {template: find_format(template).name for template in found} == found
     assert set(found.values()) == set(BY_NAME)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 
-from .calls import MAX_NAME_CHARS, Calls, json_loads, object_text, quoted
+from .calls import MAX_NAME_CHARS, Calls, is_text, json_loads, object_text, quoted
 from .cursor import Cursor, Malformed, Reading
-from .formats import ToolFormat
+from .formats import TYPES, ToolFormat
+from .value_reader import ValueReader
 
 NAME_KEYS = ("name", "function", "tool_name")
 ARGUMENT_KEYS = ("arguments", "parameters")
 _OTHER_KEYS = ("type", "id", "call_id", "tool_call_id")
 MAX_KEY_CHARS = 64
-MAX_BRACES = 64  # objects and lists inside each other
+MAX_INDEX_CHARS = 16
 
 
 class CallReader:
@@ -22,13 +23,19 @@ class CallReader:
         self._format = tool_format
         self._cursor = cursor
         self._calls = calls
+        self._values = ValueReader(tool_format, cursor, calls)
         before, after = tool_format.call.split("ARGUMENTS")
         self._begin, self._name_end = (part.strip() for part in before.split("NAME"))
+        self._begin = self._begin.removesuffix("functions.")  # which `Calls` takes off
         self._end = after.strip()
         self._reads_objects = self._begin.startswith("{")
+        self._reads_lists = self._reads_objects or tool_format.is_python
+        self._is_keyed = self._begin == '{"'
         if self._reads_objects:
             self._begin = ""
-        close = tool_format.close.strip().removeprefix("]")  # of a list: it is read with the last call
+        close = tool_format.close.strip()
+        if self._reads_lists:
+            close = close.removeprefix("]").strip()  # it is read with the last call
         if tool_format.argument and not self._end:
             self._end, close = close, ""
         self._closes = [text for text in (close, *tool_format.ends) if text]
@@ -44,9 +51,9 @@ class CallReader:
         """
         cursor, separator = self._cursor, self._begin if self._format.shares else self._format.separator.strip()
         yield from cursor.space()
-        if self._begin and trigger != self._begin:
+        if not trigger or not self._begin.startswith(trigger):
             yield from cursor.expect(self._begin)
-        in_list = self._reads_objects and (yield from cursor.literal("[")) is not None
+        in_list = self._reads_lists and (trigger.endswith("[") or (yield from cursor.literal("[")) is not None)
         while True:
             yield from cursor.space()
             yield from self._call()
@@ -61,16 +68,21 @@ class CallReader:
         yield from cursor.literal(*self._closes)
 
     def _call(self) -> Reading[None]:
-        if self._reads_objects:
+        if self._is_keyed:
+            yield from self._keyed()
+        elif self._reads_objects:
             self._name, self._arguments, self._is_streamed = None, None, False
             yield from self._object()
+        elif self._format.nested:
+            yield from self._tree()
+        elif self._format.is_python or self._format.quote:
+            opening, closing, equals = "()=" if self._format.is_python else "{}:"
+            name, _ = yield from self._cursor.until(opening, most=MAX_NAME_CHARS)
+            self._calls.begin(name)
+            yield from self._values.members(1, opening + closing, equals)
+            self._calls.end()
         elif self._format.argument:
             yield from self._tagged()
-        elif self._format.quote:
-            name, _ = yield from self._cursor.until("{", most=MAX_NAME_CHARS)
-            self._calls.begin(name)
-            yield from self._braced(1, "{}")
-            self._calls.end()
         else:
             yield from self._named()
 
@@ -123,11 +135,29 @@ class CallReader:
             elif is_arguments:
                 self._arguments = value
 
+    def _keyed(self) -> Reading[None]:
+        """Arguments by name."""
+        cursor = self._cursor
+        yield from cursor.expect("{")
+        while True:
+            yield from cursor.space()
+            yield from cursor.expect('"')
+            name, _ = yield from cursor.until('"', most=MAX_NAME_CHARS)
+            self._calls.begin(name)
+            yield from cursor.space()
+            yield from cursor.expect(":")
+            yield from cursor.space()
+            yield from cursor.json_value(into=self._calls.piece)
+            self._calls.end()
+            yield from cursor.space()
+            if (yield from cursor.expect(",", "}")) == "}":
+                return
+
     # --- a name, then one JSON object --------------------------------------------------------------------------------
 
     def _named(self) -> Reading[None]:
         cursor, is_fenced = self._cursor, False
-        name, _ = yield from cursor.until(self._name_end, most=MAX_NAME_CHARS)
+        name = yield from self._called(self._name_end or "\n")
         if self._format.fenced and (yield from cursor.peek()) != "{":
             name, _ = yield from cursor.until("\n", most=MAX_NAME_CHARS)
             yield from cursor.space()
@@ -144,13 +174,24 @@ class CallReader:
             yield from cursor.space()
         yield from cursor.literal(self._end)
 
+    def _called(self, end: str) -> Reading[str]:
+        """A name and what ends it, in which the number of the call may stand."""
+        before, _, after = end.partition("INDEX")
+        name, _ = yield from self._cursor.until(before, most=MAX_NAME_CHARS)
+        if after:
+            yield from self._cursor.until(after, most=MAX_INDEX_CHARS)
+        return name
+
     # --- a name, then arguments between tags -------------------------------------------------------------------------
 
     def _tagged(self) -> Reading[None]:
         cursor, calls = self._cursor, self._calls
         opens = self._format.argument.split("KEY")[0].strip()
-        ends_name = [self._name_end] if self._name_end else [opens, self._end]
-        name, ended = yield from cursor.until(*ends_name, most=MAX_NAME_CHARS)
+        ended = ""
+        if self._name_end:
+            name = yield from self._called(self._name_end)
+        else:
+            name, ended = yield from cursor.until(opens, self._end, most=MAX_NAME_CHARS)
         calls.begin(name)
         calls.piece("{")
         separator = ""
@@ -167,68 +208,35 @@ class CallReader:
         cursor, calls, tool_format = self._cursor, self._calls, self._format
         _, text_mark, after = re.split("KEY|VALUE", tool_format.argument)
         _, json_mark, _ = re.split("KEY|VALUE", tool_format.json_argument or tool_format.argument)
-        marks = [form for mark in (text_mark, json_mark) for form in (mark.rstrip("\n"), mark.replace("\n", ""))]
+        json_marks = {json_mark.replace("TYPE", kind) for kind in TYPES}
+        marks = [form for mark in (text_mark, *json_marks) for form in (mark.rstrip("\n"), mark.replace("\n", ""))]
         key, mark = yield from cursor.until(*marks, *tool_format.key_ends, most=MAX_NAME_CHARS)
         key = key.strip()
         if text_mark.endswith("\n"):
             yield from cursor.literal("\n")
         calls.piece(separator + quoted(key) + ": ")
-        says_kind = tool_format.json_argument and mark in (text_mark, json_mark)
-        ends = after.rstrip("\n"), after.strip("\n")
-        if mark == text_mark if says_kind else calls.takes_text(key):
-            yield from self._text(*ends)
-        else:
-            value, _ = yield from cursor.until(*ends)
-            calls.piece(calls.value_text(key, value))
+        says_kind = tool_format.json_argument and mark in (text_mark, *json_marks)
+        schema = calls.schema_of(key)
+        plain = mark == text_mark if says_kind else is_text(schema)
+        yield from self._values.argument(schema, plain, after.rstrip("\n"), after.strip("\n"))
 
-    def _text(self, *ends: str) -> Reading[None]:
-        """Plain text up to its end, as a JSON string."""
-        self._calls.piece('"')
-        yield from self._cursor.until(*ends, into=lambda text: self._calls.piece(quoted(text)[1:-1]))
-        self._calls.piece('"')
-
-    # --- Gemma's `{key:value,...}`, keys bare, strings between quotes of its own --------------------------------------
-
-    def _braced(self, depth: int, brackets: str) -> Reading[None]:
-        """An object or a list, after its opening bracket."""
-        if depth > MAX_BRACES:
-            raise Malformed
-        cursor, opening, closing = self._cursor, brackets[0], brackets[1]
-        self._calls.piece(opening)
+    def _tree(self) -> Reading[None]:
+        """Tags of the names of the arguments, each with a mark before it."""
+        cursor, calls, mark = self._cursor, self._calls, self._format.nested
+        calls.begin((yield from self._called(self._name_end)))
+        calls.piece("{")
         separator = ""
         while True:
             yield from cursor.space()
-            if (yield from cursor.literal(closing)) is not None:
+            yield from cursor.expect(mark)
+            if (yield from cursor.expect(self._end.removeprefix(mark), "<")) != "<":
                 break
-            if separator:
-                yield from cursor.expect(",")
-                yield from cursor.space()
-            key = quoted((yield from self._key()).strip()) + ": " if opening == "{" else ""
-            self._calls.piece(separator + key)
-            yield from self._value(depth)
+            key, _ = yield from cursor.until(">", most=MAX_NAME_CHARS)
+            calls.piece(separator + quoted(key) + ": ")
+            yield from self._values.tree(calls.schema_of(key), key)
             separator = ", "
-        self._calls.piece(closing)
-
-    def _key(self) -> Reading[str]:
-        cursor, quote = self._cursor, self._format.quote
-        if (yield from cursor.literal(quote)) is not None:
-            key, _ = yield from cursor.until(quote, most=MAX_NAME_CHARS)
-            yield from cursor.space()
-            yield from cursor.expect(":")
-        else:
-            key, _ = yield from cursor.until(":", most=MAX_NAME_CHARS)
-        return key
-
-    def _value(self, depth: int) -> Reading[None]:
-        yield from self._cursor.space()
-        begun = yield from self._cursor.literal(self._format.quote, "{", "[")
-        if begun == self._format.quote:
-            yield from self._text(self._format.quote)
-        elif begun is not None:
-            yield from self._braced(depth + 1, "{}" if begun == "{" else "[]")
-        else:
-            value = yield from self._cursor.json_value()
-            self._calls.piece(self._calls.value_text("", value))
+        calls.piece("}")
+        calls.end()
 
 
 def _text_of(literal: str) -> str:

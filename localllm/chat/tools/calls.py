@@ -54,8 +54,8 @@ class Calls:
 
     def __init__(self, out: Callable[[Part], None], tools: Tools, streams: bool, new_id: Callable[[], str]) -> None:
         self._out = out
-        self._properties = {
-            str(function["name"]): properties_of(function.get("parameters"))
+        self._parameters = {
+            str(function["name"]): function.get("parameters")
             for function in map(tool_function, tools)
             if "name" in function
         }
@@ -68,9 +68,9 @@ class Calls:
     def begin(self, name: str) -> None:
         """A call of this name. Raises Malformed for a name that no tool has."""
         name = name.strip()
-        if name not in self._properties and name.removeprefix("functions.") in self._properties:
+        if name not in self._parameters and name.removeprefix("functions.") in self._parameters:
             name = name.removeprefix("functions.")
-        if self._name is not None or name not in self._properties:
+        if self._name is not None or name not in self._parameters:
             raise Malformed
         self._name = name
         self._pieces = []
@@ -102,26 +102,36 @@ class Calls:
         self._name = None
         return written
 
-    def takes_text(self, key: str) -> bool:
-        """Whether this argument of the present call is a string and nothing else: its text needs no quotes."""
-        return is_text(self._properties.get(self._name or "", {}).get(key))
+    def schema_of(self, key: str) -> Mapping[str, Any]:
+        """The schema of an argument of the present call; empty where it is not known."""
+        return self.part(self._parameters.get(self._name or ""), key)
 
-    def value_text(self, key: str, text: str) -> str:
-        """An argument that was written as plain text, as JSON: what its schema says, else what it looks like."""
-        if self.takes_text(key):
-            return quoted(text)
-        stripped = text.strip()
-        if stripped in _PYTHON_WORDS:
-            return _PYTHON_WORDS[stripped]
-        try:
-            json_loads(stripped)
-        except ValueError:
-            return quoted(text)
-        return stripped
+    def part(self, schema: Any, key: str | None) -> Mapping[str, Any]:
+        """The schema of a member of an object, or, without a key, of an item of a list."""
+        root = self._parameters.get(self._name or "")
+        for one in branches(resolved(schema, root), root):
+            found = one.get("items") if key is None else properties_of(one).get(key)
+            if isinstance(found, Mapping):
+                return resolved(found, root)
+        return {}
 
     def _write(self, delta: dict[str, str]) -> None:
         body = {"index": self.count, **delta}
         self._out(("tool_call", json.dumps(body, ensure_ascii=False)))
+
+
+def value_text(schema: Mapping[str, Any], text: str) -> str:
+    """An argument that was written as plain text, as JSON: what its schema says, else what it looks like."""
+    if is_text(schema):
+        return quoted(text)
+    stripped = text.strip()
+    if stripped in _PYTHON_WORDS:
+        return _PYTHON_WORDS[stripped]
+    try:
+        json_loads(stripped)
+    except ValueError:
+        return quoted(text)
+    return stripped
 
 
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
@@ -164,6 +174,27 @@ def properties_of(parameters: Any) -> Mapping[str, Any]:
     """The schemas of a function's arguments by name."""
     found = parameters.get("properties") if isinstance(parameters, Mapping) else None
     return found if isinstance(found, Mapping) else {}
+
+
+def resolved(schema: Any, root: Any) -> Mapping[str, Any]:
+    """What a reference inside the same schema leads to; a few steps at most."""
+    for _ in range(4):
+        path = schema.get("$ref") if isinstance(schema, Mapping) else None
+        if not isinstance(path, str):
+            break
+        schema = root
+        for name in path.removeprefix("#/").split("/"):
+            schema = schema.get(name) if isinstance(schema, Mapping) else None
+    return schema if isinstance(schema, Mapping) and "$ref" not in schema else {}
+
+
+def branches(schema: Mapping[str, Any], root: Any) -> list[Mapping[str, Any]]:
+    """A schema and what it is any one of."""
+    found = [schema]
+    for name in ("anyOf", "oneOf"):
+        several = schema.get(name)
+        found += [resolved(one, root) for one in several] if isinstance(several, list | tuple) else []
+    return found
 
 
 def is_text(schema: Any) -> bool:

@@ -16,6 +16,7 @@ Reading = Generator[None, None, T]  # yields when it needs more text
 Sink = Callable[[str], None]
 
 MAX_DEPTH = 256  # of nested JSON: Python's own reader ends at about a thousand
+MAX_SCALAR = 1024  # characters of a number or a word
 _STRUCTURE = re.compile(r'["{}\[\]]')
 _STRING_END = re.compile(r'["\\]')
 _SPACE = re.compile(r"\s*")
@@ -139,6 +140,18 @@ class Cursor:
             yield
         return self._text[self._at : self._at + 1]
 
+    def take(self, count: int) -> Reading[str]:
+        """The next characters. Raises Malformed at the end of the text."""
+        while len(self._text) - self._at < count:
+            yield from self._more()
+        return self._take(self._at + count)
+
+    def scalar(self, *ends: str) -> Reading[str]:
+        """Text up to white space, or one of the ends, which is not read. Raises Malformed when there is none."""
+        parts: list[str] = []
+        yield from self._scalar(parts.append, _any_of((*ends, " ", "\t", "\r", "\n")))
+        return "".join(parts)
+
     def json_value(self, into: Sink | None = None) -> Reading[str]:
         """One JSON value as text. Only brackets and quotes are checked. Raises Malformed.
 
@@ -153,13 +166,13 @@ class Cursor:
             yield from self._scalar(take)
         return "".join(parts)
 
-    def _scalar(self, take: Sink) -> Reading[None]:
+    def _scalar(self, take: Sink, ends: re.Pattern[str] = _SCALAR_END) -> Reading[None]:
         size = 0
         while True:
-            found = _SCALAR_END.search(self._text, self._at)
+            found = ends.search(self._text, self._at)
             end = found.start() if found else len(self._text)
             size += end - self._at
-            if size > 64:
+            if size > MAX_SCALAR:
                 raise Malformed
             if end > self._at:
                 take(self._take(end))

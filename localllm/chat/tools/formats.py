@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
+
+TYPES = ("number", "boolean", "null", "object", "array")  # of JSON, but for texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +19,7 @@ class ToolFormat:
     name: str
     call: str
     marks: tuple[str, ...] = ()
+    other_marks: tuple[str, ...] = ()
     open: str = ""
     close: str = ""
     separator: str = ""
@@ -25,6 +28,9 @@ class ToolFormat:
     argument: str = ""
     json_argument: str = ""
     key_ends: tuple[str, ...] = ()
+    nested: str = ""
+    is_python: bool = False
+    wraps: tuple[str, ...] = ()
     quote: str = ""
     fenced: bool = False
     reads_as: str = ""
@@ -32,43 +38,94 @@ class ToolFormat:
     triggers: tuple[str, ...] = ()
     at_start: tuple[str, ...] = ()
     shown: tuple[str, ...] = ()
-    short_ids: bool = False
+    hidden: tuple[str, ...] = ()
+    in_prompt: str = ""
+    text_arguments: bool = False
+    ids: str = ""
+    first_index: int = 0
     one_call: bool = False
 
     @property
     def trigger(self) -> str:
         """The text after which a grammar can go on with a call; "" for a format that has none."""
-        return (self.triggers or (self.open,))[0] if self.open else ""
+        found = (self.triggers or (self.open,))[0] if self.open else ""
+        return "" if any(text.startswith(found) for text in self.hidden) else found
 
-    def around_call(self, name: str) -> tuple[str, str]:
+    def opening(self, prompt: str) -> str:
+        """What of `open` stands at the end of the prompt already."""
+        return self.in_prompt if self.in_prompt and prompt.endswith(self.in_prompt) else ""
+
+    def around_call(self, name: str, index: str = "") -> tuple[str, str]:
         """What stands before and after the arguments of a call."""
         before, after = self.call.split("ARGUMENTS")
-        return before.replace("NAME", name), after
+        head, tail = before.split("NAME")
+        number = index or str(self.first_index)
+        return head.replace("INDEX", number) + name + tail.replace("INDEX", number), after
 
-    def around_value(self, key: str, *, is_text: bool) -> tuple[str, str]:
-        """What stands before and after the value of an argument."""
-        form = self.argument if is_text else self.json_argument or self.argument
+    def around_value(self, key: str, kind: str) -> tuple[str, str]:
+        """What stands before and after the value of an argument. `kind` is the value's type in JSON."""
+        form = self.argument if kind == "string" else self.json_argument or self.argument
         before, after = form.split("VALUE")
-        return before.replace("KEY", key), after
+        head, tail = before.split("KEY")
+        return head + key + tail.replace("TYPE", "number" if kind == "integer" else kind), after
+
+    def tags(self, key: str) -> tuple[str, str]:
+        """Of a `nested` format: what stands before and after the value of a key."""
+        return f"{self.nested}<{key}>", f"{self.nested}</{key}>"
 
     def write(self, name: str, arguments: Mapping[str, Any]) -> str:
         """One call as a grammar has a model write it; values are texts and plain JSON values."""
-        before, after = self.around_call(name)
+        return "".join(text for text, _ in self.pieces([(name, arguments)]))
+
+    def pieces(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> list[tuple[str, bool]]:
+        """Calls in a row, in pieces: whether each is the format's, or what the calls say."""
+        made = []
+        for number, (name, arguments) in enumerate(calls):
+            before, after = self.around_call(name, str(number + self.first_index))
+            opens = number == 0 or not self.shares
+            closes = number == len(calls) - 1 or not self.shares
+            made += [
+                ((self.separator if number else "") + (self.open + self.spaced if opens else "") + before, True),
+                (self._body(arguments), False),
+                (after + (self.close if closes else ""), True),
+            ]
+        return made
+
+    def _body(self, arguments: Mapping[str, Any]) -> str:
         texts = {
             key: f"{self.quote}{value}{self.quote}" if isinstance(value, str) else json.dumps(value)
             for key, value in arguments.items()
         }
+        if self.is_python:
+            return ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+        if self.nested:
+            return "".join(self._tree(key, value) for key, value in arguments.items())
         if self.argument:
-            around = {key: self.around_value(key, is_text=isinstance(arguments[key], str)) for key in texts}
-            body = "".join(text.join(around[key]) for key, text in texts.items())
-        elif self.quote:
-            body = "{" + ",".join(f"{key}:{texts[key]}" for key in sorted(texts)) + "}"
+            return "".join(text.join(self.around_value(key, kind_of(arguments[key]))) for key, text in texts.items())
+        if self.quote:
+            return "{" + ",".join(f"{key}:{texts[key]}" for key in sorted(texts)) + "}"
+        return json.dumps(arguments, ensure_ascii=False)
+
+    def _tree(self, key: str, value: Any) -> str:
+        if isinstance(value, Mapping):
+            text = "".join(self._tree(name, part) for name, part in value.items())
+        elif isinstance(value, list):
+            text = "".join(self._tree("item", part) for part in value)
         else:
-            body = json.dumps(arguments, ensure_ascii=False)
-        return self.open + self.spaced + before + body + after + self.close
+            text = value if isinstance(value, str) else json.dumps(value)
+        return text.join(self.tags(key))
 
 
-_KINDS = {"str": str, "bool": bool}
+def kind_of(value: Any) -> str:
+    """The type of a value in JSON."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "boolean"
+    if isinstance(value, str):
+        return "string"
+    return "number" if isinstance(value, int | float) else "object" if isinstance(value, Mapping) else "array"
+
+
+_KINDS = {"str": str, "bool": bool, "int": int}
 
 
 def read_format(row: Mapping[str, Any]) -> ToolFormat:
@@ -91,4 +148,8 @@ GENERIC, HARMONY = BY_NAME["generic"], BY_NAME["harmony"]
 
 def find_format(template: str) -> ToolFormat:
     """The first format whose marks all stand in a chat template; GENERIC has none."""
-    return next(found for found in FORMATS if all(mark in template for mark in found.marks))
+    return next(
+        found
+        for found in FORMATS
+        if all(mark in template for mark in found.marks) or any(mark in template for mark in found.other_marks)
+    )

@@ -7,7 +7,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..template import WrittenText
 from .calls import json_loads, tool_function
+from .formats import GENERIC, ToolFormat
 
 _INSTRUCTIONS = """You may call functions to help with the request. These are the functions, each with a JSON schema \
 of its arguments:
@@ -32,27 +34,40 @@ def template_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return shaped
 
 
-def template_messages(messages: Sequence[Mapping[str, Any]], *, short_ids: bool = False) -> list[dict[str, Any]]:
+def template_messages(
+    messages: Sequence[Mapping[str, Any]], tool_format: ToolFormat = GENERIC, *, as_text: bool = False
+) -> list[dict[str, Any]]:
     """Messages whose calls have their arguments as objects: clients send JSON text, templates write JSON of objects.
 
-    short_ids  ids of calls become nine letters and digits, the same for the same id
+    Ids become what the format's templates insist on, the same for the same id.
+
+    as_text  calls become text of their messages, as the format writes them: for templates that leave them out
     """
-    return [_template_message(message, short_ids) for message in messages]
-
-
-def _template_message(message: Mapping[str, Any], short_ids: bool) -> dict[str, Any]:
-    made = dict(message)
-    calls = made.get("tool_calls")
-    if isinstance(calls, list | tuple):
-        made["tool_calls"] = [_template_call(call, short_ids) for call in calls]
-        if not calls:
-            del made["tool_calls"]
-    if short_ids and isinstance(made.get("tool_call_id"), str):
-        made["tool_call_id"] = _short(made["tool_call_id"])
+    ids = _Ids(tool_format.ids)
+    made = []
+    for message in messages:
+        shaped = _template_message(message, ids, tool_format)
+        calls = shaped.pop("tool_calls", None) if as_text else None
+        if calls:
+            pairs = [(str(f.get("name")), f.get("arguments") or {}) for f in map(tool_function, calls)]
+            shaped["content"] = WrittenText.of([(str(shaped.get("content") or ""), False), *tool_format.pieces(pairs)])
+        made.append(shaped)
     return made
 
 
-def _template_call(call: Any, short_ids: bool) -> Any:
+def _template_message(message: Mapping[str, Any], ids: _Ids, tool_format: ToolFormat) -> dict[str, Any]:
+    made = dict(message)
+    calls = made.get("tool_calls")
+    if isinstance(calls, list | tuple):
+        made["tool_calls"] = [_template_call(call, ids, tool_format) for call in calls]
+        if not calls:
+            del made["tool_calls"]
+    if isinstance(made.get("tool_call_id"), str):
+        made["tool_call_id"] = ids.known(made["tool_call_id"])
+    return made
+
+
+def _template_call(call: Any, ids: _Ids, tool_format: ToolFormat) -> Any:
     if not isinstance(call, Mapping):
         return call
     made = {"type": "function", **call}
@@ -61,13 +76,37 @@ def _template_call(call: Any, short_ids: bool) -> Any:
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             try:
-                parsed = json_loads(arguments or "{}")
+                arguments = json_loads(arguments or "{}")
             except ValueError:
-                parsed = arguments  # cut short, or no JSON at all: as it is
-            made["function"] = {**function, "arguments": parsed}
-    if short_ids and isinstance(made.get("id"), str):
-        made["id"] = _short(made["id"])
+                pass  # cut short, or no JSON at all: as it is
+            made["function"] = {**function, "arguments": arguments}
+        if tool_format.text_arguments and not isinstance(arguments, str):
+            made["function"] = {**function, "arguments": json.dumps(arguments or {}, ensure_ascii=False)}
+    if isinstance(made.get("id"), str):
+        name = function.get("name") if isinstance(function, Mapping) else ""
+        made["id"] = ids.new(made["id"], str(name))
     return made
+
+
+class _Ids:
+    """The ids of one conversation's calls, in the form of `ToolFormat.ids`."""
+
+    def __init__(self, form: str) -> None:
+        self._form = form
+        self._made: dict[str, str] = {}
+        self._count = 0
+
+    def new(self, call_id: str, name: str) -> str:
+        """The id of the next call."""
+        made = self.known(call_id)
+        if "NAME" in self._form:
+            made = self._made[call_id] = self._form.replace("INDEX", str(self._count)).replace("NAME", name)
+        self._count += 1
+        return made
+
+    def known(self, call_id: str) -> str:
+        """The id of a call that was there before."""
+        return _short(call_id) if self._form == "short" else self._made.get(call_id, call_id)
 
 
 def _short(call_id: str) -> str:

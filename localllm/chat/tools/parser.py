@@ -25,12 +25,19 @@ def answer_parser(
     streams: bool = False,
     most_calls: int | None = None,
     new_id: Callable[[], str] | None = None,
+    opening: str = "",
 ) -> Splitter:
-    """A fresh parser for one answer; the options are `AnswerParser`'s."""
-    new_id = new_id or (short_call_id if tool_format.short_ids else new_call_id)
+    """A fresh parser for one answer; the options are `AnswerParser`'s.
+
+    opening  what of the answer the prompt ends with (`ToolFormat.opening`)
+    """
+    new_id = new_id or (short_call_id if tool_format.ids == "short" else new_call_id)
     if tool_format is HARMONY:
         return HarmonyParser(tools, streams, most_calls, new_id)
-    return ToolParser(tool_format, tools, streams, most_calls, new_id)
+    parser = ToolParser(tool_format, tools, streams, most_calls, new_id)
+    if any(text.startswith(opening) for text in (*tool_format.hidden, *tool_format.triggers)):
+        parser.push(opening)
+    return parser
 
 
 class ToolParser(AnswerParser):
@@ -45,8 +52,10 @@ class ToolParser(AnswerParser):
 
     def _answer(self) -> Reading[None]:
         yield from self._start()
-        while (trigger := (yield from self._talk())) is not None:
-            yield from self._attempt(trigger, len(trigger))
+        while (found := (yield from self._talk())) is not None:
+            begun = [text for text in self._format.hidden if text.startswith(found)]
+            if not begun or (yield from self._cursor.literal(*(text[len(found) :] for text in begun))) is None:
+                yield from self._attempt(found, len(found))
         self._space.flush()
 
     def _start(self) -> Reading[None]:
@@ -62,10 +71,11 @@ class ToolParser(AnswerParser):
                 return
 
     def _talk(self) -> Reading[str | None]:
-        """Content up to a trigger."""
+        """Content up to a trigger, or to what is hidden."""
         triggers = () if self._is_full else self._format.triggers
+        hidden = [text for text in self._format.hidden if not text.startswith(triggers or "\0")]
         self._cursor.mark()
-        found = yield from self._cursor.rest(*triggers, into=self._say)
+        found = yield from self._cursor.rest(*triggers, *hidden, into=self._say)
         return found
 
     def _say(self, text: str) -> None:

@@ -45,6 +45,7 @@ class ToolSupport:
     answers: bool  # the result of a call is in the next prompt
     keeps_prefix: bool  # the next prompt begins with the tokens of this one and of the call: nothing is computed twice
     note: str = ""  # what failed, in a sentence
+    as_text: bool = False  # the template leaves calls out: they are put into the text of their messages
 
     @property
     def works(self) -> bool:
@@ -73,58 +74,75 @@ def renders_tools(template: ChatTemplate) -> bool:
 def check_tools(template: ChatTemplate, tokenizer: Tokenizer) -> ToolSupport:
     """Hold a conversation with one call. Never raises for what a template does."""
     tool_format = find_format(template.chosen(_TOOLS))
-    native = renders_tools(template)
-    tried = _try(template, tokenizer, tool_format if native else GENERIC, native)
-    if native and not tried.works:
-        other = _try(template, tokenizer, GENERIC, False)
-        return other if other.works else tried
+    if not renders_tools(template):
+        return _Trial(template, tokenizer, GENERIC, native=False).verdict()
+    tried = _Trial(template, tokenizer, tool_format).verdict()
+    for trial in (
+        _Trial(template, tokenizer, tool_format, as_text=True),
+        _Trial(template, tokenizer, GENERIC, native=False),
+    ):
+        if tried.works:
+            break
+        other = trial.verdict()
+        tried = other if other.works else tried
     return tried
 
 
-def _try(template: ChatTemplate, tokenizer: Tokenizer, tool_format: ToolFormat, native: bool) -> ToolSupport:
-    def verdict(note: str, reads_back: bool = False, answers: bool = False, keeps: bool = False) -> ToolSupport:
-        return ToolSupport(tool_format.name, native, reads_back, answers, keeps, note)
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """One way to hold the conversation."""
 
-    try:
-        first, first_ids = _rendered(template, tokenizer, [_QUESTION], native)
-        tags = reasoning_tags(template.template, first[-64:])
-        thinks = tags is not None and not first.rstrip().endswith(tags[1])
-        thought = {"reasoning_content": _THOUGHT} if thinks else {}
-        turns: list[dict[str, Any]] = [
-            {"role": "assistant", "content": "", **thought, "tool_calls": [_CALL]},
-            {"role": "tool", "tool_call_id": _CALL["id"], "name": _NAME, "content": _RESULT},
-        ]
-        after, after_ids = _rendered(template, tokenizer, [_QUESTION, *turns], native)
-    except LocalLLMError as error:
-        return verdict(f"the template refuses a conversation with a call: {error.message[:120]}")
-    answers = _RESULT in after
-    if not after.startswith(first):
-        begins = _common(first, after)
-        calls = _read(tool_format, after[begins:])
-        note = "the template writes the turn of a call differently from how it asked for it"
-        return verdict(note, _is_the_call(calls), answers)
-    rest = after[len(first) :]
-    calls = _read(tool_format, rest.split(_RESULT)[0])
-    if not _is_the_call(calls):
-        return verdict("the call that the template writes is not read back", answers=answers)
-    if not answers:
-        return verdict("the template leaves the result of a call out", reads_back=True)
-    if tool_format.write(_NAME, _ARGUMENTS) not in rest.split(_RESULT)[0].replace("[TOOL_CALLS] [", "[TOOL_CALLS]["):
-        return verdict("the template writes a call differently from how models do", True, True)
-    if thinks and _THOUGHT not in after:
-        return verdict("the template drops the reasoning before a call", True, True)
-    keeps = after_ids[: len(first_ids)] == first_ids
-    return verdict("" if keeps else "the tokens of the next prompt are cut otherwise", True, True, keeps)
+    template: ChatTemplate
+    tokenizer: Tokenizer
+    tool_format: ToolFormat
+    native: bool = True
+    as_text: bool = False
 
+    def verdict(self) -> ToolSupport:
+        """What comes of it."""
+        template, tool_format = self.template, self.tool_format
 
-def _rendered(
-    template: ChatTemplate, tokenizer: Tokenizer, messages: list[dict[str, Any]], native: bool
-) -> tuple[str, list[int]]:
-    if native:
-        text = template.render(template_messages(messages), tools=template_tools(_TOOLS))
-    else:
-        text = template.render(plain_messages(messages, _TOOLS))
-    return text, encode_chat(tokenizer, text)
+        def verdict(note: str, reads_back: bool = False, answers: bool = False, keeps: bool = False) -> ToolSupport:
+            return ToolSupport(tool_format.name, self.native, reads_back, answers, keeps, note, self.as_text)
+
+        try:
+            first, first_ids = self._rendered([_QUESTION])
+            tags = reasoning_tags(template.template, first[-64:])
+            thinks = tags is not None and not first.rstrip().endswith(tags[1])
+            thought = {"reasoning_content": _THOUGHT} if thinks else {}
+            turns: list[dict[str, Any]] = [
+                {"role": "assistant", "content": "", **thought, "tool_calls": [_CALL]},
+                {"role": "tool", "tool_call_id": _CALL["id"], "name": _NAME, "content": _RESULT},
+            ]
+            after, after_ids = self._rendered([_QUESTION, *turns])
+        except LocalLLMError as error:
+            return verdict(f"the template refuses a conversation with a call: {error.message[:120]}")
+        answers = _RESULT in after
+        opening = tool_format.opening(first)
+        if not after.startswith(first):
+            calls = _read(tool_format, after[_begin(tool_format, first, after) :])
+            note = "the template writes the turn of a call differently from how it asked for it"
+            return verdict(note, _is_the_call(calls), answers)
+        rest = after[len(first) :].split(_RESULT)[0]
+        calls = _read(tool_format, opening + rest)
+        if not _is_the_call(calls):
+            return verdict("the call that the template writes is not read back", answers=answers)
+        if not answers:
+            return verdict("the template leaves the result of a call out", reads_back=True)
+        if tool_format.write(_NAME, _ARGUMENTS) not in (opening + rest).replace("[TOOL_CALLS] [", "[TOOL_CALLS]["):
+            return verdict("the template writes a call differently from how models do", True, True)
+        if thinks and _THOUGHT not in after:
+            return verdict("the template drops the reasoning before a call", True, True)
+        keeps = after_ids[: len(first_ids)] == first_ids
+        return verdict("" if keeps else "the tokens of the next prompt are cut otherwise", True, True, keeps)
+
+    def _rendered(self, messages: list[dict[str, Any]]) -> tuple[str, list[int]]:
+        if self.native:
+            shaped = template_messages(messages, self.tool_format, as_text=self.as_text)
+            text = self.template.render(shaped, tools=template_tools(_TOOLS))
+        else:
+            text = self.template.render(plain_messages(messages, _TOOLS))
+        return text, encode_chat(self.tokenizer, text)
 
 
 def _read(tool_format: ToolFormat, text: str) -> list[tuple[str, str]]:
@@ -143,6 +161,9 @@ def _is_the_call(calls: list[tuple[str, str]]) -> bool:
     return len(calls) == 1 and calls[0][0] == _NAME and json.loads(calls[0][1]) == _ARGUMENTS
 
 
-def _common(one: str, other: str) -> int:
-    """Characters that two texts begin with."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+def _begin(tool_format: ToolFormat, one: str, other: str) -> int:
+    """Where two texts begin to differ, or, where that is inside a mark of the format, where the mark begins."""
+    both = enumerate(zip(one, other, strict=False))
+    at = next((i for i, (a, b) in both if a != b), min(len(one), len(other)))
+    marks = [mark for mark in (tool_format.open, *tool_format.triggers) if mark]
+    return next((i for i in range(max(at - 64, 0), at) if any(other.startswith(mark, i) for mark in marks)), at)
