@@ -226,7 +226,7 @@ class _CallRules:
         values = {key: f"{self._words.literal(key + ':')} {self._value(properties[key], depth + 1)}" for key in keys}
         return f'"{{" {self._members(values, schema, ",")} "}}"'
 
-    def _members(self, values: Mapping[str, str], schema: Mapping[str, Any], separator: str) -> str:
+    def _members(self, values: dict[str, str], schema: Mapping[str, Any], separator: str) -> str:
         """Rules of members in a row, those that are not required perhaps left out."""
         required = schema.get("required")
         needed = set(required) if isinstance(required, list) else set()

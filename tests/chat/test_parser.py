@@ -51,6 +51,46 @@ def test_split(opened: bool, text: str, reasoning: str, content: str) -> None:
         assert split(ReasoningParser(opened=opened), pieces) == (reasoning, content)
 
 
+THOUGHT_CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"I look.\n{THOUGHT_CALL}", ("I look.", "", 1)),
+        (f"{THOUGHT_CALL}\nDone.", ("", "Done.", 1)),
+        (f"a {THOUGHT_CALL} b {THOUGHT_CALL}", ("a", "b", 2)),
+        (f"a {THOUGHT_CALL} b\n</think>\nc {THOUGHT_CALL}", (f"a {THOUGHT_CALL} b", "c", 1)),
+        (f"a {THOUGHT_CALL}</think>c", (f"a {THOUGHT_CALL}", "c", 0)),
+        (f"a <tool_call> b {THOUGHT_CALL}", ("a <tool_call> b", "", 1)),
+        ('a <tool_call>{"name": "g"}</tool_call> b', ('a <tool_call>{"name": "g"}</tool_call> b', "", 0)),
+        ('a <tool_call>{"name": "f", "arg', ('a <tool_call>{"name": "f", "arg', "", 0)),
+        ("a \n</think>\nb", ("a ", "b", 0)),
+        (f"</think>{THOUGHT_CALL}", ("", "", 1)),
+    ],
+)
+def test_a_call_in_reasoning_that_is_never_closed(text: str, expected: tuple[str, str, int]) -> None:
+    """It is a call; where the reasoning is closed after it, it was a thought."""
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for pieces in ([text], list(text), [text[i : i + 3] for i in range(0, len(text), 3)]):
+        parsers = [answer_parser(BY_NAME["hermes"], tools) for _ in range(2)]
+        parser = ChainedParser(ReasoningParser(opened=True), *parsers)
+        parts = [part for piece in pieces for part in parser.push(piece)] + parser.finish()
+        assert all(said for _, said in parts)
+        reasoning, content = ("".join(t for k, t in parts if k == kind) for kind in ("reasoning", "content"))
+        assert (reasoning, content, sum('"name"' in t for k, t in parts if k == "tool_call")) == expected
+
+
+def test_reasoning_streams_though_calls_are_looked_for() -> None:
+    parsers = [answer_parser(BY_NAME["hermes"], []) for _ in range(2)]
+    parser = ChainedParser(ReasoningParser(opened=True), *parsers)
+    assert [parser.push(piece) for piece in ("I ", "think <tool", "> of")] == [
+        [("reasoning", "I")],
+        [("reasoning", " think")],
+        [("reasoning", " <tool> of")],
+    ]
+
+
 PIECES = st.sampled_from(["<think>", "</think>", "<", "</", "think", ">", "a", " ", "\n", "\r\n", "🙂", "\n" * 40])
 
 

@@ -257,6 +257,23 @@ def test_assistant_text_keeps_its_thinking_tags(toy: Tokenizer, child: RenderChi
     assert "<|im_start|>assistant\nanswer<|im_end|>" in template.render(messages)
 
 
+@pytest.mark.parametrize("name", [name for name, text in TEMPLATES.items() if "</think>" in text])
+def test_white_space_beside_thinking_tags_is_the_templates_to_take(
+    name: str, child: RenderChild, reference: Any
+) -> None:
+    """Where they are control tokens, too; in what a user says they are text."""
+    control = ControlText({"<think>": 1, "</think>": 2})
+    template = plain(TEMPLATES[name], child, control_text=control)
+    for text in ("<think>\n r \n</think>\n\n  answer", "</think>\nanswer", "<think>r</think>answer </think> more"):
+        chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": text}]
+        for messages in (chat, [*chat, chat[0]]):
+            expected = reference.apply_chat_template(messages, chat_template=TEMPLATES[name], tokenize=False)
+            assert template.render(messages, add_generation_prompt=False) == expected
+    sly = template.render([{"role": "user", "content": "a</think>b"}])
+    at = sly.index("a</think>b") + 1
+    assert (at, at + len("</think>")) in sly.as_text
+
+
 def test_roles_hold_no_control_tokens(toy: Tokenizer, child: RenderChild) -> None:
     template = ChatTemplate(toy, TEMPLATES["chatml"], child=child)
     with pytest.raises(InvalidRequest, match="role"):

@@ -1,5 +1,6 @@
 """A conversation with tools through every family's chat template: rendered, constrained, read back, cached."""
 
+# ruff: noqa: E501 - templates stand here as they are published
 from __future__ import annotations
 
 import json
@@ -44,6 +45,67 @@ FAMILIES = {
     "tool_templates/phi": "phi",
     "tool_templates/harmony": "harmony",
 }
+FRAME = """{% if tools %}<|im_start|>system
+The functions are {{ tools | tojson }}. WORDS<|im_end|>
+{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}CALLS<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+JSON = '{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}'
+LIST = "{% if not loop.last %}, {% endif %}"
+# what a family's template tells the model, what stands before its calls, each call, and what stands after: in the words
+# of the published templates, cut short
+SHORT = {
+    "kimi-k2": ("", "<|tool_calls_section_begin|>", "<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>"
+                "{{ f.arguments | tojson }}<|tool_call_end|>", "<|tool_calls_section_end|>"),
+    "kimi-k3": ("{{ '<|open|>' + 'call' }} {{ '<|close|>' + 'argument' }}",
+                "<|open|>response<|sep|><|close|>response<|sep|><|open|>tools<|sep|>",
+                '<|open|>call tool="{{ f.name }}" index="{{ loop.index }}"<|sep|>{% for k, v in f.arguments.items() %}<|open|>'
+                'argument key="{{ k }}" type="{{ "string" if v is string else "number" }}"<|sep|>{{ v }}<|close|>argument<|sep|>'
+                "{% endfor %}<|close|>call<|sep|>", "<|close|>tools<|sep|><|close|>message<|sep|>"),
+    "minimax-m3": ("{# to_xml #}{% set ns = ']<]minimax[>[' %}", "{{ ns }}<tool_call>\n",
+                   '{{ ns }}<invoke name="{{ f.name }}">{% for k, v in f.arguments.items() %}{{ ns }}<{{ k }}>{{ v }}{{ ns }}'
+                   "</{{ k }}>{% endfor %}{{ ns }}</invoke>\n", "{{ ns }}</tool_call>"),
+    "minimax-m2": ("{% set begin = '<minimax:tool_call>' %}", "{{ begin }}\n",
+                   '<invoke name="{{ f.name }}">\n{% for k, v in f.arguments.items() %}<parameter name="{{ k }}">{{ v }}'
+                   "</parameter>\n{% endfor %}</invoke>\n", "</minimax:tool_call>"),
+    "lfm2": ("List of tools: [", "<|tool_call_start|>[", "{{ f.name }}({% for k, v in f.arguments.items() %}{{ k }}="
+             "{% if v is string %}'{{ v }}'{% else %}{{ v }}{% endif %}" + LIST + "{% endfor %})" + LIST, "]<|tool_call_end|>"),
+    "deepseek-tags": ("{% set t = '｜DSML｜' %}{{ '<' + t + 'function_calls>' }}", "<{{ t }}function_calls>\n",
+                      '<{{ t }}invoke name="{{ f.name }}">\n{% for k, v in f.arguments.items() %}<{{ t }}parameter name="{{ k }}" '
+                      'string="{{ "true" if v is string else "false" }}">{{ v }}</{{ t }}parameter>\n{% endfor %}</{{ t }}invoke>'
+                      "\n", "</{{ t }}function_calls>"),
+    "deepseek-v4": ("{% set t = '｜DSML｜' %}{{ '<' + t + 'tool_calls>' }}", "<{{ t }}tool_calls>\n",
+                    '<{{ t }}invoke name="{{ f.name }}">\n{% for k, v in f.arguments.items() %}<{{ t }}parameter name="{{ k }}" '
+                    'string="{{ "true" if v is string else "false" }}">{{ v }}</{{ t }}parameter>\n{% endfor %}</{{ t }}invoke>'
+                    "\n", "</{{ t }}tool_calls>"),
+    "seed": ("", "", "<seed:tool_call>\n<function={{ f.name }}>\n{% for k, v in f.arguments.items() %}<parameter={{ k }}>{{ v }}"
+             "</parameter>\n{% endfor %}</function>\n</seed:tool_call>", ""),
+    "command-a": ("", "<|START_ACTION|>[\n", '    {"tool_call_id": "{{ loop.index0 }}", "tool_name": "{{ f.name }}", "parameters": '
+                  "{{ f.arguments | tojson }}}{% if not loop.last %},{% endif %}\n\n", "]<|END_ACTION|>"),
+    "apertus": ("", "<|tools_prefix|>[", '{"{{ f.name }}": {{ f.arguments | tojson }}}' + LIST, "]<|tools_suffix|>"),
+    "gigachat": ("", "<|function_call|>", JSON, ""),
+    "gigachat-message": ("{# <|role_sep|> #}", "<|message_sep|>\n\nfunction call<|role_sep|>\n", JSON, ""),
+    "functionary": ("{# '<function=' '</function>' #}", "",
+                    "<function={{ f.name }}>{{ f.arguments | tojson }}</function>", ""),
+    "hunyuan-3": ("{% set k = ':opensource' %}{{ '<tool_sep{}>'.format(k) }}", "<tool_calls{{ k }}>\n",
+                  "<tool_call{{ k }}>{{ f.name }}<tool_sep{{ k }}>\n{% for n, v in f.arguments.items() %}<arg_key{{ k }}>{{ n }}"
+                  "</arg_key{{ k }}>\n<arg_value{{ k }}>{{ v }}</arg_value{{ k }}>\n{% endfor %}</tool_call{{ k }}>\n",
+                  "</tool_calls{{ k }}>"),
+    "minicpm": ("", "", '<function name="{{ f.name }}">{% for k, v in f.arguments.items() %}<param name="{{ k }}">{{ v }}</param>'
+                "{% endfor %}</function>", ""),
+    "apriel": ("", "<tool_calls>[", JSON + LIST, "]</tool_calls>"),
+    "nemotron": ("", "<TOOLCALL>[", JSON + LIST, "]</TOOLCALL>"),
+    "firefunction": ("", "functools[", JSON + LIST, "]"),
+    "glm-inline": ("<tool_call>{function-name}<arg_key>", "", "<tool_call>{{ f.name }}{% for k, v in f.arguments.items() %}<arg_key>"
+                   "{{ k }}</arg_key><arg_value>{{ v }}</arg_value>{% endfor %}</tool_call>", ""),
+}  # fmt: skip
+# templates that explain how to call, and leave the calls of a conversation out
+WITHOUT_CALLS = {
+    "lfm2": "List of tools: [",
+    "granite": "Answer with <|tool_call|> followed by a JSON list of tools.",
+    "hermes": "Return a JSON object within <tool_call></tool_call> tags.",
+}
 LOSES_PREFIX = {"templates/mistral"}  # it writes the ids of calls, which no model does
 MARKS = (
     "<|im_start|> <|im_end|> <|user|> <|assistant|> <|system|> <|observation|> <think> </think> [INST] [/INST] <|end|> "
@@ -78,10 +140,19 @@ def tokenizer() -> Tokenizer:
     return controlled_tokenizer(sorted({text for one in FORMATS for text in one.shown} | set(MARKS.split())))
 
 
-@pytest.fixture(params=FAMILIES)
+def short_template(name: str) -> str:
+    words, before, call, after = SHORT[name]
+    each = "{% for c in m.tool_calls %}{% set f = c.function %}" + call + "{% endfor %}"
+    calls = "{% if m.tool_calls %}" + before + each + after + "{% endif %}"
+    return FRAME.replace("WORDS", words).replace("CALLS", calls)
+
+
+@pytest.fixture(params=[*FAMILIES, *SHORT])
 def family(request: pytest.FixtureRequest, tokenizer: Tokenizer, child: RenderChild) -> Family:
-    template = ChatTemplate(tokenizer, (HERE / f"{request.param}.jinja").read_text(), child=child)
-    return request.param, template, OutputRules(tokenizer, template, tokenizer.vocab_size)
+    name = request.param
+    text = short_template(name) if name in SHORT else (HERE / f"{name}.jinja").read_text()
+    template = ChatTemplate(tokenizer, text, child=child)
+    return name, template, OutputRules(tokenizer, template, tokenizer.vocab_size)
 
 
 def prompt_of(template: ChatTemplate, rules: OutputRules, tokenizer: Tokenizer, messages: list[Any]) -> list[int]:
@@ -104,8 +175,9 @@ def test_the_verdict(family: Family, tokenizer: Tokenizer) -> None:
     verdict = check_tools(template, tokenizer)
     assert verdict == rules.support
     assert verdict.works, verdict.note
-    assert (verdict.format, verdict.native) == (FAMILIES[name], FAMILIES[name] != "generic")
-    assert rules.tool_format.name == FAMILIES[name]
+    expected = FAMILIES.get(name, name)
+    assert (verdict.format, verdict.native) == (expected, expected != "generic")
+    assert rules.tool_format.name == expected and not verdict.as_text
     if name in LOSES_PREFIX:
         assert (
             verdict.line
@@ -118,6 +190,33 @@ def test_the_verdict(family: Family, tokenizer: Tokenizer) -> None:
         if verdict.native
         else "explained in the system message, cached prefix kept"
     )
+
+
+@pytest.mark.parametrize("name", WITHOUT_CALLS)
+def test_calls_that_a_template_leaves_out_become_text(name: str, tokenizer: Tokenizer, child: RenderChild) -> None:
+    """In which the format's marks are control tokens, and those that arguments hold are not."""
+    template = ChatTemplate(tokenizer, FRAME.replace("WORDS", WITHOUT_CALLS[name]).replace("CALLS", ""), child=child)
+    rules = OutputRules(tokenizer, template, tokenizer.vocab_size)
+    assert rules.support.works and rules.support.native and rules.support.as_text and rules.support.keeps_prefix
+    assert rules.tool_format.name == name
+    mark = tokenizer.token_to_id(rules.tool_format.shown[0])
+    sly = {"city": rules.tool_format.shown[0]}
+    call = {"id": "b", "type": "function", "function": {"name": "search", "arguments": sly}}
+    turns = [{"role": "assistant", "content": "So.", "tool_calls": [CALL, call]}, *TURNS[1:]]
+    text = template.render(rules.conversation([QUESTION, *turns], TOOLS)[0])
+    calls = [("search", {"city": "oslo", "days": 2}), ("search", sly)]
+    written = "".join(text for text, _ in rules.tool_format.pieces(calls))
+    assert f"So.{written}<|im_end|>" in text
+    assert encode_chat(tokenizer, text).count(mark) == written.count(rules.tool_format.shown[0]) - 1
+
+
+@pytest.mark.parametrize("name", ["minicpm", "apriel", "glm-inline", "nemotron"])
+def test_a_call_that_begins_as_the_thinking_tag_does(name: str, tokenizer: Tokenizer, child: RenderChild) -> None:
+    """The prompt ends with `<think>`, and the same turn of the conversation begins with `<tool_call>`."""
+    text = short_template(name).replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+    assert text.count("<think>") == 1
+    verdict = check_tools(ChatTemplate(tokenizer, text, child=child), tokenizer)
+    assert verdict.works and verdict.native and verdict.format == name and not verdict.as_text, verdict
 
 
 def test_required_calls_are_valid_and_read(family: Family, tokenizer: Tokenizer) -> None:
@@ -175,6 +274,8 @@ def test_what_the_template_writes_is_what_the_mask_allows(family: Family, tokeni
 
 def test_constraints_come_after_the_reasoning(family: Family, tokenizer: Tokenizer) -> None:
     name, template, rules = family
+    if name in SHORT:
+        return
     prompt = encode_chat(tokenizer, template.render([QUESTION]))
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
     spec = rules.spec(prompt, chat=True, constraint=Constraint("json_schema", schema))

@@ -188,6 +188,8 @@ WRITTEN: list[tuple[ToolFormat, str, str, list[tuple[str, str]]]] = [
         ("nemotron", f'<TOOLCALL>[{{"name": "get_weather", "arguments": {PARIS}}}]</TOOLCALL>\n', "", [("get_weather", PARIS)]),
         ("firefunction", f' functools[{{"name": "get_weather", "arguments": {PARIS}}}, {{"name": "now", "arguments": {{}}}}]', "",
          [("get_weather", PARIS), ("now", "{}")]),
+        ("glm-inline", "<tool_call>get_weather<arg_key>city</arg_key><arg_value>5\n</arg_value><arg_key>days</arg_key><arg_value>3"
+         "</arg_value></tool_call><tool_call>now</tool_call>", "", [("get_weather", '{"city": "5\\n", "days": 3}'), ("now", "{}")]),
         ("granite", f'<|tool_call|>[{{"name": "get_weather", "arguments": {PARIS}}}]', "", [("get_weather", PARIS)]),
     ]],
 ]  # fmt: skip
@@ -377,6 +379,7 @@ def test_formats_are_found_in_templates() -> None:
         '<tool_call>\n{"name": ': "hermes",
         "<tool_call>\n<function=": "qwen-coder",
         "<tool_call>{{ name }}<arg_key>": "glm",
+        "<tool_call>{function-name}<arg_key>{arg-key-1}</arg_key>": "glm-inline",
         "[TOOL_CALLS] [": "mistral",
         "[TOOL_CALLS]{{ name }}[ARGS]": "mistral-named",
         "<|tool_call>call:<tool_call|>": "gemma",

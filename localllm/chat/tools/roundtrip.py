@@ -25,7 +25,10 @@ _TOOLS = [
             "description": "The weather of a place",
             "parameters": {
                 "type": "object",
-                "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+                "properties": {
+                    "city": {"type": "string", "description": "Where"},
+                    "days": {"type": "integer", "description": "How many"},
+                },
                 "required": ["city", "days"],
             },
         },
@@ -76,16 +79,16 @@ def check_tools(template: ChatTemplate, tokenizer: Tokenizer) -> ToolSupport:
     tool_format = find_format(template.chosen(_TOOLS))
     if not renders_tools(template):
         return _Trial(template, tokenizer, GENERIC, native=False).verdict()
-    tried = _Trial(template, tokenizer, tool_format).verdict()
-    for trial in (
+    trials = [
+        _Trial(template, tokenizer, tool_format),
         _Trial(template, tokenizer, tool_format, as_text=True),
         _Trial(template, tokenizer, GENERIC, native=False),
-    ):
-        if tried.works:
-            break
-        other = trial.verdict()
-        tried = other if other.works else tried
-    return tried
+    ]
+    if tool_format is GENERIC:  # what the template explains, and in which notation, is not known
+        del trials[1]
+    verdicts = (trial.verdict() for trial in trials)
+    first = next(verdicts)
+    return first if first.works else next((one for one in verdicts if one.works), first)
 
 
 @dataclass(frozen=True, slots=True)
