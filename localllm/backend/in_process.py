@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from localllm.errors import Aborted, InternalError, LocalLLMError
@@ -172,6 +173,7 @@ class InProcessBackend(ChatBackend):
         if turn in self._stopped:
             self._end(turn)
             return
+        listener = partial(self._publish, turn)
         try:
             params = queued.params or (self._default_params(llm) if self._default_params else None)
             prompt = self._encode(llm, queued)
@@ -180,13 +182,7 @@ class InProcessBackend(ChatBackend):
             if bound is not None or queued.tools:
                 use = ToolUse(tuple(queued.tools)) if queued.tools else None
                 spec = llm.output_rules.spec(prompt, chat=True, constraint=bound, tool_use=use)
-            running = llm.submit(
-                prompt,
-                params,
-                splits_reasoning=True,
-                spec=spec,
-                listener=lambda delta: self._publish(turn, delta),
-            )
+            running = llm.submit(prompt, params, splits_reasoning=True, spec=spec, listener=listener)
         except Exception as error:
             self._fail(turn, _explained(error, "the turn"))
             return
