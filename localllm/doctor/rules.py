@@ -54,6 +54,7 @@ class Rule:
     when: Mapping[str, Any] = field(default_factory=dict)
     here: Mapping[str, Any] | None = None
     unless: Sequence[str] = ()
+    engines: Sequence[str] = ()  # whose trouble it is; those of its fixes, where this is empty
 
     @property
     def rank(self) -> tuple[bool, int]:

@@ -1,10 +1,11 @@
-"""R1 to R33: every rule is found by what its victims see, on the machines it can happen on; and says what to do."""
+"""Every rule is found by what its victims see, on the machines it can happen on; and says what to do."""
 
 from __future__ import annotations
 
 import re
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -38,9 +39,9 @@ SEEN = {
     "R15": "vllm serve m --kv-cache-dtype nvfp4\nTraceback",
     "R16": "ValueError: fp8_e5m2 kv-cache is not supported with fp8 checkpoints.",
     "R17": "speculative_config=mtp\n...\nCUDA error: an illegal memory access was encountered",
-    "R18": "load_tensors: offloaded 12/48 layers to GPU",
+    "R18": "INFO engine config: enforce_eager=True, kv_cache_dtype=auto",
     "R19": 'msg="truncating input prompt" limit=4096 prompt=9000 keep=4 new=4096',
-    "R20": "qwen3:30b  abc  21 GB  48%/52% CPU/GPU  4096",
+    "R20": "load_tensors: offloaded 12/48 layers to GPU",
     "R21": "unloading model runner because another needs room",
     "R22": "slot update_slots: id 0 | task 9 | forcing full prompt re-processing due to lack of cache data (likely due",
     "R23": "NVRM: nvCheckOkFailedNoLog: Check failed: Out of memory [NV_ERR_NO_MEMORY] (0x00000051) returned",
@@ -55,6 +56,40 @@ SEEN = {
     " compatibility was attempted on non supported HW",
     "R32": "openai_harmony.HarmonyError: error downloading or loading vocab file: failed to download",
     "R33": "error: instruction .tile::scatter4 not supported on .target sm_121a",
+    "R34": "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.",
+    "R35": "error loading model: unknown model architecture: 'gemma4'",
+    "R36": "ValueError: The checkpoint you are trying to load has model type `qwen3_5` but Transformers does not recognize"
+    " this architecture.",
+    "R37": "Error: model requires more system memory (21.3 GiB) than is available (14.9 GiB)",
+    "R38": 'level=INFO msg="failure during GPU discovery" error="failed to finish discovery before timeout"',
+    "R39": '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set',
+    "R40": "RuntimeError: Failed to find C compiler. Please specify via CC environment variable.",
+    "R41": "ValueError: Quantization method specified in the model config (compressed-tensors) does not match the"
+    " quantization method specified in the `quantization` argument (modelopt_fp4).",
+    "R42": "ValueError: Weight input_size_per_partition = 704 is not divisible by min_thread_k = 128.",
+    "R43": "ValueError: Bfloat16 is only supported on GPUs with compute capability of at least 8.0. Your GPU has 7.5.",
+    "R44": "User-specified max_model_len (131072) is greater than the derived max_model_len (max_position_embeddings=40960)",
+    "R45": "ValueError(\"type fp8e4nv not supported in this architecture. The supported fp8 dtypes are ('fp8e4b15',)\")",
+    "R46": "ImportError: /usr/lib/vllm/_C.abi3.so: undefined symbol: _ZN3c104cuda9SetDeviceEab",
+    "R47": "CUDA error: an illegal memory access was encountered\n  current device: 0, in function sync at ggml-cuda.cu:90",
+    "R48": "ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory (shm).",
+    "R49": "Exception: Capture cuda graph failed: CUDA out of memory. Tried to allocate 784.00 MiB.",
+    "R50": "failed to fit params to free device memory: model_params::tensor_buft_overrides already set by user, abort",
+    "R51": "WARNING [envs.py:1768] Unknown vLLM environment variable detected: VLLM_MXFP4_BACKEND",
+    "R52": "NotImplementedError: Unsupported quantization_config: {'quant_method': 'compressed-tensors'}.",
+    "R53": "gguf_init_from_file_impl: invalid magic characters: 'vers', expected 'GGUF'",
+    "R54": "safetensors_rust.SafetensorError: Error while deserializing header: MetadataIncompleteBuffer",
+    "R55": "As of transformers v4.44, default chat template is no longer allowed, so you must provide a chat template",
+    "R56": "This model's maximum context length is 8192 tokens. However, you requested 9000 tokens",
+    "R57": "Please pass the argument `trust_remote_code=True` to allow custom code to be run.",
+    "R58": "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp, unhandled system error",
+    "R59": "Total number of attention heads (32) must be divisible by tensor parallel size (3).",
+    "R60": "Out of memory: Killed process 4242 (VLLM::EngineCor) total-vm:188743680kB",
+    "R61": "OSError: We couldn't connect to 'https://huggingface.co' to load the files",
+    "R62": "Illegal instruction (core dumped)",
+    "R63": "./llama-server: /lib/x86_64-linux-gnu/libc.so.6: version `GLIBC_2.38' not found",
+    "R64": "RuntimeError: CUDA error: device-side assert triggered",
+    "R65": "with tools set the reasoning ends up in message.content and not in reasoning_content",
     "G1": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.9 GiB. GPU 0 has a total capacity of 31.3",
     "G2": "ValueError: To serve at least one request with the models's max seq len (131072), (16.00 GiB KV cache is"
     " needed, which is larger than the available KV cache memory (5.91 GiB).",
@@ -65,6 +100,7 @@ SEEN = {
     "G7": "Failed to initialize NVML: Driver/library version mismatch",
     "G8": "OSError: [Errno 28] No space left on device",
 }
+HEALTHY = Path(__file__).parent / "healthy"
 AT_HOME = {"R23": "gb10", "R24": "wsl2", "R33": "gb10", "R5": "rtx5090x2", "R28": "rtx5090x2"}
 
 
@@ -82,7 +118,7 @@ def test_a_rule_is_found_by_what_its_victims_see(rule: object) -> None:
 
 def test_rules_are_complete() -> None:
     everyday = [f"G{number}" for number in range(1, 9)]
-    assert [rule.id for rule in rules()] == [f"R{number}" for number in range(1, 34)] + everyday
+    assert [rule.id for rule in rules()] == [f"R{number}" for number in range(1, 66)] + everyday
     assert all(set(rule.unless) <= set(SEEN) for rule in rules())
     assert set(SEEN) == {rule.id for rule in rules()}
     for rule in rules():
@@ -129,6 +165,21 @@ def test_ordinary_text_matches_nothing() -> None:
     )
     assert match_log(calm, survey("rtx5090x2")) == []
     assert match_log("", survey("rtx5090x2")) == []
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in HEALTHY.iterdir()))
+@pytest.mark.parametrize("hw", ["rtx3090", "rtx5090", "rtx5090x2", "gb10", "wsl2", "cpu"])
+def test_a_healthy_log_is_no_alarm(name: str, hw: str) -> None:
+    """Of five engines: what they say while all is well, defaults and harmless warnings included."""
+    found = match_log((HEALTHY / name).read_text(), survey(hw))
+    assert [(match.rule.id, match.excerpt) for match in found] == []
+
+
+def test_layers_on_the_card_are_counted() -> None:
+    line = "load_tensors: offloaded {}/{} layers to GPU"
+    for here, of, alarm in ((37, 37, False), (3, 37, True), (33, 333, True), (333, 33, True)):
+        found = [match.rule.id for match in match_log(line.format(here, of), survey("rtx5090"))]
+        assert found == (["R20"] if alarm else [])
 
 
 def test_a_large_log_is_read_in_time() -> None:
