@@ -131,6 +131,7 @@ class ModelChoice:
     path: str = ""
     quality: str = ""  # what its format costs, where that was measured
     quants: tuple[ModelChoice, ...] = ()  # the same model in other formats, the smallest first
+    recommended: bool = False  # the one to start with on this machine
 
 
 @dataclass(frozen=True, slots=True)

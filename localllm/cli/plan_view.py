@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localllm.cli.frame.console import Console, columns, wrapped
-from localllm.terminal import GIB, cell_width, clean, clean_line, gib, tokens_short
+from localllm.terminal import GIB, cell_width, clean, clean_line, counted, gib, tokens_short
 
 if TYPE_CHECKING:
     from localllm.cli.frame.command import Env
+    from localllm.hub.catalog import Candidate
     from localllm.models.architectures import ModelFacts
     from localllm.plan.plan import Plan
     from localllm.plan.planner import Planner
 
 MIN_BAR, MAX_BAR = 20, 64
+FIRST_TOKEN_AT = 8192  # tokens of a prompt whose first token is foretold
 MIN_SHOWN = 16 << 20  # a smaller rest is not worth a word
 EIGHT_BITS = ("int8", "fp8")
 # part of the memory -> word, character, ASCII character, style
@@ -57,6 +59,8 @@ class Subject:
     base: bool = False  # a base model: completes text
     asked: str = ""  # the word on the command line that it stands for
     path: Path | None = None  # its files, where it is on this machine
+    entry: Candidate | None = None  # in the catalogue, or as if it were
+    needs: str = ""  # what is missing to run it
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +93,17 @@ class Sheet:
     star: Row | None  # the row to take, at the window that `chat` would open it with
     imagined: bool
     target_tps: float
+    shown: tuple[Subject, ...]  # in this order
+    hints: tuple[str, ...] = ()
+
+    @property
+    def benched(self) -> bool:
+        """Whether a bench of this machine says how fast this device reads."""
+        made = next((row.plan for row in self.rows if row.plan), None)
+        if made is None or self.imagined:
+            return False
+        name = "cpu" if made.device == "cpu" else self.planner.machine.gpus[int(made.device[5:] or 0)].name
+        return any(one.device == name for one in self.planner.measured.speeds.measured)
 
     def of(self, subject: Subject) -> list[Row]:
         return [row for row in self.rows if row.subject is subject]
@@ -110,10 +125,13 @@ def show(env: Env, sheet: Sheet) -> None:
         console.paragraph(line)
     if sheet.star and sheet.star.plan:
         console.line()
-        for line in bar(env, sheet.star.plan, sheet.star.subject):
-            console.line(line)
+        for line in (*sheet.hints, *bar(env, sheet.star.plan, sheet.star.subject)):
+            _broken(console, line) if line in sheet.hints else console.line(line)
         if not sheet.imagined:
             console.say(f"Next: localllm chat {clean_line(sheet.star.subject.name)}")
+    else:
+        for line in sheet.hints:
+            _broken(console, line)
     if console.verbose:
         for row in sheet.rows:
             if row.plan and (row.subject.asked or row is sheet.star or len(sheet.subjects) < 4):
@@ -146,8 +164,7 @@ def machine_line(sheet: Sheet) -> str:
     parts.append(f"{machine.cpu.name}, {machine.cpu.cores_usable} cores")
     parts.append(f"{gib(machine.ram_available_bytes)} of {gib(machine.ram_total_bytes)} RAM free")
     if made and made.eta:
-        measured = sheet.planner.measured.speeds.measured
-        basis = "from benches here" if measured else "default; `localllm bench MODEL` measures it"
+        basis = "from benches here" if sheet.benched else "default; `localllm bench MODEL` measures it"
         parts.append(f"η {made.eta:.2f} ({basis})")
     return clean_line(" · ".join(parts))
 
@@ -157,18 +174,21 @@ def machine_line(sheet: Sheet) -> str:
 
 def _table(env: Env, sheet: Sheet) -> None:
     windows = [_window(one) for one in sheet.windows]
-    columns = ["MODEL", "FORMAT", "WEIGHTS", *windows, "MEM CTX", f"TOK/S 0 → {windows[-1]}", ""]
-    cells = [_cells(sheet, subject) for subject in sheet.subjects]
-    env.console.table(
-        columns, cells, right=("WEIGHTS", "MEM CTX"), spare=(*windows[:-1], "WEIGHTS", "", "MEM CTX", "FORMAT")
-    )
+    speed, first = f"TOK/S 0 → {windows[-1]}", f"FIRST TOKEN {tokens_short(FIRST_TOKEN_AT)}"
+    columns = ["MODEL", "FORMAT", "WEIGHTS", *windows, "MEM CTX", speed, first, "", "DOWNLOAD"]
+    cells = [_cells(sheet, subject) for subject in sheet.shown]
+    right = ("WEIGHTS", "MEM CTX", first, "DOWNLOAD")
+    env.console.table(columns, cells, right=right, spare=("DOWNLOAD", first, "WEIGHTS", "", *windows[:-1], "FORMAT"))
+    hidden = len(sheet.subjects) - len(sheet.shown)
+    if hidden:
+        env.console.say(f"{counted(hidden, 'more file')} of these models: --all")
 
 
 def _cells(sheet: Sheet, subject: Subject) -> list[str]:
     rows = sheet.of(subject)
     made = next((row.plan for row in rows if row.plan), None)
     if made is None:
-        return [subject.shown, subject.quant, "", *["✗"] * len(rows), "", "", rows[0].reason]
+        return [subject.shown, subject.quant, "", *["✗"] * len(rows), "", "", "", rows[0].reason, _download(subject)]
     fitting = [row.plan for row in rows if row.plan and row.fits]
     speed = "–"
     if fitting:
@@ -177,15 +197,32 @@ def _cells(sheet: Sheet, subject: Subject) -> list[str]:
         speed = f"{mark} {_rate(made.decode_tps)} → {_rate(last.decode_tps_full) if last else '–'}"
     longest = max(row.plan.max_ctx for row in rows if row.plan)
     most = tokens_short(longest) if longest else "–"
+    star = sheet.star is not None and sheet.star.subject is subject
+    wait = made.first_token_s(min(FIRST_TOKEN_AT, longest)) if longest else 0.0
     return [
-        subject.shown,
+        f"★ {subject.shown}" if star else subject.shown,
         _short_format(subject.quant) + (f"→{made.quant}" if made.quant else ""),
         gib(made.weight_bytes),
         *[_fit(row) for row in rows],
         most,
         speed,
+        f"{_rate(wait)} s" if wait else "–",
         _verdict(sheet, subject, rows),
+        _download(subject),
     ]
+
+
+def _download(subject: Subject) -> str:
+    return "on disk" if subject.local else gib(subject.download_bytes)
+
+
+def option_line(subject: Subject, made: Plan) -> str:
+    """'qwen3-32b awq, 20k tokens of context, ≈ 37 tok/s, first token of 8k after 4.2 s'."""
+    mark = "✓" if made.basis == "measured" else "≈"
+    wait = made.first_token_s(FIRST_TOKEN_AT)
+    first = f", first token of {tokens_short(FIRST_TOKEN_AT)} after {_rate(wait)} s" if wait else ""
+    what = f"{clean_line(subject.shown)} {_short_format(subject.quant)}"
+    return f"{what}, {tokens_short(made.ctx)} tokens of context, {mark} {_rate(made.decode_tps)} tok/s{first}"
 
 
 def _rate(tps: float) -> str:
@@ -212,10 +249,11 @@ def _fit(row: Row) -> str:
 def _verdict(sheet: Sheet, subject: Subject, rows: list[Row]) -> str:
     words = []
     if sheet.star and sheet.star.subject is subject:
-        words.append("★ recommended")
+        words.append("recommended")
     if subject.base:
         words.append("base model")
-    words.append("on disk" if subject.local else f"{gib(subject.download_bytes)} download")
+    if subject.needs:
+        words.append(f"needs {subject.needs}")
     if not any(row.fits for row in rows):
         least = min((row.plan for row in rows if row.plan), key=lambda made: made.need_bytes)
         words.append(f"needs {gib(least.need_bytes)}")

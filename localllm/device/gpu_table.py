@@ -6,6 +6,7 @@ Sizes and bandwidth that the driver tells at run time count more than this table
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from localllm.paths import toml_beside
@@ -19,6 +20,8 @@ class GpuModel(NamedTuple):
     capability: int
     memory_gib: float
     bandwidth_gbs: float
+    tflops: float = 0.0
+    also_gib: Sequence[float] = ()
     knee_w: int = 0  # 0 where nobody measured it
 
 

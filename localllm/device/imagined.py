@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from difflib import get_close_matches
 
@@ -27,7 +28,7 @@ def imagined(
 ) -> MachineFacts:
     """This machine with another GPU, or another amount of memory.
 
-    gpu         a card's name: "4090", "RTX 5070 Ti", "h100"
+    gpu         a card's name: "4090", "RTX 5070 Ti", "h100", with its memory or not: "3060 8GB"
     vram_bytes  its memory; with `gpu` None, a card of unknown make with that much
     bandwidth   bytes per second of that card's memory
     ram_bytes   RAM, all of it free
@@ -54,7 +55,15 @@ def imagined(
     )
 
 
+def other_sizes(gpu: str | None) -> tuple[float, ...]:
+    """GiB of memory that the card of this name is sold with beside what is taken for it."""
+    row = named_gpu(gpu) if gpu else None
+    return tuple(row.also_gib) if row else ()
+
+
 def _card(gpu: str | None, vram_bytes: int | None, bandwidth: float | None) -> GpuFacts:
+    if gpu and vram_bytes is None and (named := re.fullmatch(r"(.+?)[\s-]+(\d+(?:\.\d+)?) ?Gi?B?", gpu, re.IGNORECASE)):
+        gpu, vram_bytes = named[1], int(float(named[2]) * GIB)  # "3060 8GB"
     row = UNKNOWN if gpu is None else named_gpu(gpu)
     if row is None:
         assert gpu is not None

@@ -17,6 +17,7 @@ from .finding import Survey
 
 # (lowest compute capability, which kind of weights suits it); 0 is the CPU
 WEIGHTS = (
+    (121, "mixtures of experts in NVFP4 or MXFP4 first: memory that CPU and GPU share is large and slow; else W4A16"),
     (100, "FP8 where it fits at a good pace, else NVFP4 or W4A16"),
     (89, "FP8 where it fits at a good pace, else W4A16"),
     (80, "W4A16 (AWQ, GPTQ), else GGUF: this card has no FP8 arithmetic"),
@@ -50,18 +51,18 @@ def _unused(survey: Survey) -> Advice | None:
 
 
 def _model(survey: Survey, config: UserConfig) -> Advice | None:
-    """The pick of `localllm chat qwen`, by the planner, without asking the hub."""
+    """What to start with, as `plan` and the home screen say it, without asking the hub."""
     planner = Planner.here(config.engine, survey.machine)
-    choice = fit.recommended("qwen", planner, hub.download_limit(config))
+    choice = fit.advised(planner, hub.download_limit(config))
     if choice is None:
         return Advice("model", "smollm2, which runs everywhere", "localllm chat smollm2")
-    made = fit.plan_of(choice.best, planner)
-    assert made is not None
-    best = choice.best
+    best, made, _, _ = choice.best
     text = (
         f"{best.name} {best.format}: {gib(made.weight_bytes)} of weights, {tokens_short(made.ctx)} tokens of context"
         f" with keys and values in {made.kv}, {_pace(made)}"
     )
+    if choice.fast and choice.fast.model.name != best.name:
+        text += f"; faster: {choice.fast.model.name}, {_pace(choice.fast.plan)}"
     return Advice("model", text, f"localllm chat {best.name}")
 
 

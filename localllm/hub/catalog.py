@@ -86,11 +86,19 @@ class Candidate:
     device: str = "any"  # "gpu": there only; "any"
     verified: bool = False  # a pull has succeeded
     shape: Shape | None = None  # None for models this version cannot run
+    layers: int = 0  # of a model without a shape
+    quant_method: str = ""  # as in config.json's quantization_config: modelopt, compressed-tensors, ...; "" for none
+    draft: bool = False  # the files hold a head that drafts tokens (multi-token prediction)
 
     @property
     def needs(self) -> str:
         """What is missing to run it: "" or "a newer localllm"."""
         return "" if self.architecture in registry.names() else NEWER
+
+    @property
+    def strength(self) -> float:
+        """Parameters of a dense model that would be about as good: those of experts count by the geometric mean."""
+        return math.sqrt(self.params * self.active_params)
 
     @property
     def spec(self) -> str:
@@ -238,12 +246,43 @@ def aliases() -> list[str]:
 
 
 def candidate_of(name: str, architecture: str, params: int, num_bytes: int, context: int) -> Candidate:
-    """A local model that is not in the catalogue, as something `Fits` can judge. KV is guessed from the size."""
+    """A local model that is not in the catalogue, as something `Fits` can judge. KV is guessed from the size.
+
+    One of the same shape in the catalogue says when it was released.
+    """
     kv = int(20 * max(params, 1) ** 0.4)  # 100 KiB a token for 2 B parameters, 200 KiB for 10 B: the usual GQA models
+    alike = (c for c in candidates() if c.architecture == architecture and abs(c.params - params) < 0.02 * c.params)
     return Candidate(
         name=name, title=name, repo=name, architecture=architecture, params=max(params, 1),
         active_params=max(params, 1), download_bytes=num_bytes, kv_bytes_per_token=kv, context=context,
+        released=next((c.released for c in alike), ""),
     )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a chat wants of a model beside its answers: tokens per second, and tokens of context."""
+
+    tps: float
+    context: int
+
+
+WISHES = {"cpu": Wish(10.0, 8_192), "gpu": Wish(30.0, 32_768)}
+UNDATED = "2025-01"  # when a model was released of which it is not known
+
+
+def worth(candidate: Candidate, tps: float, context: int, wish: Wish) -> float:
+    """How good a choice a model is, at such a pace and with such a context: one more for twice its size.
+
+    A year of progress counts as much as a doubling. Pace and context below the wish cost a doubling for each
+    halving at first, then more: a larger model that is a little slower or shorter is the better one, not by far.
+    """
+    year, month = map(int, (candidate.released or UNDATED).split("-"))
+    value = math.log2(candidate.strength / 1e9) + (year - 2025 + month / 12)
+    slow = math.log2(wish.tps / max(tps, 0.01))
+    wanted = min(wish.context, candidate.context)
+    short = math.log2(wanted / max(context, 1)) if wanted else 0.0
+    return value - (max(0.0, slow) + 1.5 * max(0.0, slow - 1)) - (0.6 * max(0.0, short) + 0.9 * max(0.0, short - 1))
 
 
 def choose(
@@ -255,13 +294,12 @@ def choose(
     quant: str | None = None,
     limit: DownloadLimit | None = None,
     skip: frozenset[str] = frozenset(),
-    prefer: Callable[[Candidate], int] | None = None,
+    prefer: Callable[[Candidate], float] | None = None,
 ) -> Choice:
-    """Pick for an alias: of the newest generation with a fitting member, the largest model that is fast enough.
+    """Pick for an alias: of the files that fit the one with the highest `prefer`, which is `worth` unless given.
 
-    Fast enough is 30 tokens per second on a GPU and 10 on a CPU, else 5, else anything. Of a model's files that fit the
-    one with the lowest `prefer` wins, then the first, which puts ready-made quantized ones before BF16. `limit` holds
-    for a family's name, not for a model's own; `skip` names specs the hub did not have.
+    Of equals the first wins, which puts ready-made quantized files before BF16. `limit` holds for a family's name, not
+    for a model's own; `skip` names specs the hub did not have.
     Raises UnsupportedModel when this version runs no member, DoesNotFit when none fits or all that do are over the
     limit; both name the nearest one.
     """
@@ -271,13 +309,9 @@ def choose(
     usable = [c for c in considered if c.fits]
     if not usable:
         raise _over_limit(alias, considered, most) or _refusal(alias, considered, fits, free_label)
-    for generation in _newest_first(usable):
-        for least in (30.0, 10.0, 5.0, 0.0) if on_gpu else (10.0, 5.0, 0.0):
-            fast = [c for c in usable if c.candidate.generation == generation and c.tps >= least]
-            if fast:
-                best = max(fast, key=lambda c: (c.candidate.params, -prefer(c.candidate) if prefer else 0))
-                return Choice(best.candidate, tuple(considered), *_explain(alias, best, considered, free_label))
-    raise AssertionError("a usable candidate has a generation and a rate of at least 0")
+    wish = WISHES["gpu" if on_gpu else "cpu"]
+    best = max(usable, key=lambda c: prefer(c.candidate) if prefer else worth(c.candidate, c.tps, wish.context, wish))
+    return Choice(best.candidate, tuple(considered), *_explain(alias, best, considered, free_label))
 
 
 def _weigh(
@@ -297,20 +331,12 @@ def _weigh(
     return Considered(candidate, runs, tps, note)
 
 
-def _newest_first(usable: Sequence[Considered]) -> list[str]:
-    dates: dict[str, str] = {}
-    for item in usable:
-        generation, released = item.candidate.generation, item.candidate.released or "9999"
-        dates[generation] = max(dates.get(generation, ""), released)
-    return sorted(dates, key=lambda g: dates[g], reverse=True)
-
-
 def _explain(
     alias: str, best: Considered, considered: Sequence[Considered], free_label: str
 ) -> tuple[str, tuple[str, ...]]:
     """The sentence for the choice, and the lines about what else there is."""
     models = {c.candidate.name for c in considered}
-    count, which = (len(models), "largest") if len(models) > 1 else (len(considered), "best file")
+    count, which = (len(models), "best") if len(models) > 1 else (len(considered), "best file")
     reason = f"{count} candidate{'s' if count > 1 else ''}; {which} that fits {free_label}, ≈ {best.tps:.0f} tok/s"
     also = []
     bigger = [

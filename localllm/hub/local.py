@@ -174,17 +174,17 @@ def remember_model(name: str) -> None:
         return
 
 
-def default_model(fits: Callable[[LocalModel], tuple[bool, float]]) -> str:
-    """The name for a chat that gives none: the model used last; else the largest local chat model that fits at 10
-    tokens per second or more; else the starter.
+def default_model(worth: Callable[[LocalModel], float | None]) -> str:
+    """The name for a chat that gives none: the model used last; else the local chat model of most `worth`, of those
+    that have one; else the starter.
     """
     names = {f.name for f in scan() if not f.problem}
     last = _state().get("last")
     if isinstance(last, str) and (last in names or os.path.exists(last)):
         return last
-    chats = [(m, *fits(m)) for m in list_local() if m.chat and m.supported and not m.broken]
-    usable = [m for m, runs, tps in chats if runs and tps >= 10]
-    return max(usable, key=lambda m: m.params).name if usable else STARTER
+    chats = [(m, worth(m)) for m in list_local() if m.chat and m.supported and not m.broken]
+    usable = [(value, m.name) for m, value in chats if value is not None]
+    return max(usable)[1] if usable else STARTER
 
 
 def _state_file() -> Path:

@@ -103,7 +103,7 @@ class _Ask:
     refresh: bool
     config: UserConfig | None
     patience: Patience = field(default_factory=Patience)
-    prefer: Callable[[catalog.Candidate], int] | None = None
+    prefer: Callable[[catalog.Candidate], float] | None = None
 
 
 def resolve(
@@ -115,14 +115,14 @@ def resolve(
     config: UserConfig | None = None,
     refresh: bool = False,
     patience: Patience | None = None,
-    prefer: Callable[[catalog.Candidate], int] | None = None,
+    prefer: Callable[[catalog.Candidate], float] | None = None,
 ) -> Resolved:
     """Say what a name stands for. Local models are found without any request; `refresh` asks the hub all the same.
 
     device    facts of this machine, for the memory rule of families
     fits      the planner's verdict on a candidate; without it the memory rule decides
     offline   never ask the hub (HF_HUB_OFFLINE does the same)
-    prefer    which of a model's files suits the machine: the lowest wins
+    prefer    how good a choice a candidate is on the machine: the highest wins
 
     Raises InvalidRequest for a name that cannot be one, ModelNotFound, AuthRequired (gated, wrong token),
     UnsupportedModel, DoesNotFit (no member of the family fits), DownloadError (the hub does not answer).
@@ -310,7 +310,7 @@ def _family(parsed: ModelName, ask: _Ask) -> Resolved:
             if here and (ask.offline or not ask.refresh):
                 bigger = choice.best.spec != here.name and choice.best.download_bytes > here.size_bytes
                 also = (f"{choice.best.name} would fit too: localllm pull {choice.best.name}",) if bigger else ()
-                return _local(here, ask, f"on this machine, the largest {alias} here that fits", also)
+                return _local(here, ask, f"on this machine, the best {alias} here that fits", also)
             if ask.offline:
                 raise _offline(ask, alias)
             client = client or stack.enter_context(HubClient(ask.patience))
@@ -340,11 +340,11 @@ def download_limit(config: UserConfig | None = None, *, disk: bool = True) -> ca
 
 
 def _best_local(alias: str, quant: str | None, ask: _Ask) -> local.LocalModel | None:
-    """The largest local member of a family that fits: catalogue entries, and models named after the family."""
+    """The best local member of a family that fits: catalogue entries, and models named after the family."""
     members = catalog.members(alias)
     known = {c.spec.casefold(): c for c in members if not c.needs}
     named = re.compile(rf"(^|[/_.-]){re.escape(alias)}", re.IGNORECASE) if alias in catalog.families() else None
-    usable: list[tuple[int, local.LocalModel]] = []
+    usable: list[tuple[float, local.LocalModel]] = []
     for found in local.scan():
         if found.problem or (quant and quant.casefold() != found.quant.casefold()):
             continue
@@ -356,7 +356,7 @@ def _best_local(alias: str, quant: str | None, ask: _Ask) -> local.LocalModel | 
                     row.name, row.architecture, row.params, row.size_bytes, row.max_context
                 )
         if candidate and ask.fits(candidate)[0]:
-            usable.append((candidate.params, found))
+            usable.append((ask.prefer(candidate) if ask.prefer else float(candidate.params), found))
     return max(usable, key=lambda u: u[0])[1] if usable else None
 
 

@@ -17,12 +17,11 @@ def model_choices(options: EngineOptions, ctx: int | None = None) -> list[ModelC
 
 
 def default_model(options: EngineOptions) -> str:
-    """The model a chat without a name gets: used last, else the largest here that runs well, else the starter."""
-    from localllm import hub
+    """The model a chat without a name gets: used last, else the best one here, else the starter."""
+    from localllm.plan import fit
     from localllm.plan.planner import Planner
 
-    planner = Planner.here(options)
-    return hub.default_model(lambda local: planner.runs(local.facts))
+    return fit.default_model(Planner.here(options))
 
 
 def find(options: EngineOptions, name: str, *, offline: bool = False) -> str:

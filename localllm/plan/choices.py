@@ -24,11 +24,17 @@ _STORED = re.compile(r"(it|instruct|gguf|awq|fp8|nvfp4|mxfp4|bf16|f16|f32|int4|i
 
 def model_choices(planner: Planner) -> list[ModelChoice]:
     """All rows; a window that was asked for is taken up to each model's own."""
-    local = [_local(model, planner) for model in hub.list_local()]
-    local.sort(key=lambda row: (not row.supported, -row.last_used, row.name.casefold()))
-    fetchable = list(_fetchable(local, planner))
+    models = hub.list_local()
+    values = {m.name: one.worth for m in models if m.chat and (one := fit.local_option(m, planner)) and one.plan.fits}
+    local = [_local(model, planner) for model in models]
+    local.sort(key=lambda row: (not row.supported, -row.last_used, -values.get(row.name, -99), row.name.casefold()))
+    plans: fit.Plans = {}
+    best = fit.advised(planner, hub.download_limit(), plans)
+    wanted = best.best.model.name if best else ""
+    fetchable = list(_fetchable(local, planner, plans))
     forms = _forms(planner)
-    return [_with_quants(row, local, forms) for row in [*local, *fetchable]]
+    rows = [_with_quants(row, local, forms) for row in [*local, *fetchable]]
+    return [replace(row, recommended=True) if row.name == wanted else row for row in rows]
 
 
 def _local(model: hub.LocalModel, planner: Planner) -> ModelChoice:
@@ -58,7 +64,7 @@ def _local(model: hub.LocalModel, planner: Planner) -> ModelChoice:
     return replace(_planned(row, made), note=note, quality=quality_note(model.path, made.kv))
 
 
-def _fetchable(local: list[ModelChoice], planner: Planner) -> Iterator[ModelChoice]:
+def _fetchable(local: list[ModelChoice], planner: Planner, plans: fit.Plans) -> Iterator[ModelChoice]:
     """The catalogue's models that this version runs and that are not here; of each the file `pull` would take."""
     free = catalog.memory_of(planner.machine).free_bytes
     names = {_plain(row.name) for row in local}
@@ -72,7 +78,6 @@ def _fetchable(local: list[ModelChoice], planner: Planner) -> Iterator[ModelChoi
     for candidate in catalog.candidates():
         if not candidate.needs:
             by_name.setdefault(candidate.name, []).append(candidate)
-    plans: fit.Plans = {}
     for name, files in by_name.items():
         if any(_plain(name) in one for one in names):
             continue

@@ -1,24 +1,28 @@
 """Which of the catalogue's models run on a machine, judged by the plan: what `pull`, `chat` and `plan` choose from.
 
-A family's name becomes the largest member that fits with 32k tokens of context (or the model's own) at a pace worth
-reading; of its files the one that suits the card. Where none fits so, less context is asked for.
+A family's name becomes the member of most `worth` here: size and date against the pace and the context that fit. The
+same function says which model to start with, on the home screen, in `plan`, in `doctor` and for a chat without a name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from localllm import hub
-from localllm.errors import DoesNotFit, LocalLLMError
+from localllm.errors import LocalLLMError
 from localllm.hub import catalog
 from localllm.models.architectures.facts import Attention, Dense, LayerFacts, ModelFacts, RopeFacts, repeated
 from localllm.plan.placement import chosen_device
 from localllm.plan.plan import Plan
 from localllm.plan.planner import Planner
 
-FLOORS = {"cuda": (32_768, 8_192, 2_048), "cpu": (8_192, 2_048)}  # tokens of context that must fit, tried in this order
-COMFORTABLE_TPS = {"cuda": 30.0, "cpu": 10.0}  # tokens per second that reading a chat wants
+MIN_CTX = 2048  # tokens of context that must fit
+# families whose members are for everything; others are for those who name them
+GENERAL = ("qwen", "gemma", "llama", "mistral", "gpt-oss", "phi", "smollm")
+RANK_COST = 0.08  # of `worth`, for each step down the order of kinds of weights
+STATE_WINDOW = 1024  # tokens that what a sequence keeps at any length is counted as
 # compute capability and up -> kinds of weights of those that fit and are fast enough, the best first: eight bits cost
 # no quality one would notice, sixteen only take room, and a card without FP8 arithmetic is quickest in four
 ORDERS: tuple[tuple[int, tuple[str, ...]], ...] = (
@@ -32,30 +36,45 @@ Plans = dict[catalog.Candidate, Plan | None]
 
 
 def facts_of(candidate: catalog.Candidate) -> ModelFacts | None:
-    """What the planner needs to know of a model that is not here; None for one this version cannot run.
+    """What the planner needs to know of a model that is not here; None for one of which only the size is known.
 
-    Sizes are the catalogue's: weights as large as the download, everything else from the model's shape.
+    Sizes are the catalogue's: weights as large as the download, everything else from the model's shape. Of an
+    architecture that this version cannot run only the bytes are right: layers that keep as much as its own do.
     """
     shape = candidate.shape
-    if shape is None or candidate.needs:
+    if shape is not None:
+        attention = Attention(shape.heads, shape.kv_heads, shape.head_dim, RopeFacts(1e6, shape.head_dim))
+        layers = repeated(LayerFacts(attention, Dense(shape.intermediate)), shape.windows)
+        hidden, vocab, tied = shape.hidden, shape.vocab, shape.tied
+    elif candidate.layers:
+        hidden, vocab, tied = 4096, 150_000, candidate.params < 5e9
+        own = _keeping(-(-candidate.kv_bytes_per_token // (4 * candidate.layers)), None)
+        rest = candidate.kv_fixed_bytes // (4 * (STATE_WINDOW + MIN_CTX))
+        layers = (own,) * candidate.layers + ((_keeping(rest, STATE_WINDOW),) if rest else ())
+    else:
         return None
-    attention = Attention(shape.heads, shape.kv_heads, shape.head_dim, RopeFacts(1e6, shape.head_dim))
     return ModelFacts(
         architecture=candidate.architecture,
         source_architecture=candidate.architecture,
         name=candidate.title,
-        hidden_size=shape.hidden,
-        vocab_size=shape.vocab,
+        hidden_size=hidden,
+        vocab_size=vocab,
         max_context=candidate.context,
         rms_norm_eps=1e-6,
-        layers=repeated(LayerFacts(attention, Dense(shape.intermediate)), shape.windows),
-        tied_embeddings=shape.tied,
+        layers=layers,
+        tied_embeddings=tied,
         has_chat_template=True,
         license=candidate.license,
         stored_format=candidate.format,
         num_params=candidate.params,
         weight_bytes=candidate.download_bytes,
+        active_share=candidate.active_params / candidate.params,
     )
+
+
+def _keeping(values: int, window: int | None) -> LayerFacts:
+    """A layer that keeps so many values of keys for a token, and as many of values."""
+    return LayerFacts(Attention(1, 1, values, RopeFacts(1e6, 64), window=window), Dense(4 * 4096))
 
 
 def device_kind(planner: Planner) -> str:
@@ -82,7 +101,7 @@ def judge(planner: Planner, min_ctx: int, made_before: Plans | None = None) -> c
         if candidate not in plans:
             plans[candidate] = plan_of(candidate, planner)
         made = plans[candidate]
-        if made is None or (made.device == "cpu") is not (kind == "cpu"):
+        if made is None or candidate.needs or (made.device == "cpu") is not (kind == "cpu"):
             return False, 0.0
         return made.fits and made.max_ctx >= min(min_ctx, candidate.context), made.decode_tps
 
@@ -100,12 +119,27 @@ def plan_of(candidate: catalog.Candidate, planner: Planner) -> Plan | None:
         return None
 
 
-def preference(planner: Planner) -> Callable[[catalog.Candidate], int]:
-    """How well a kind of weights suits the card: 0 is best. On the CPU the catalogue's own order holds."""
-    gpu = chosen_device(planner.machine, "auto").gpu
-    capability = gpu.capability if gpu else 0
-    order = next((kinds for least, kinds in ORDERS if capability >= least), ())
-    return lambda candidate: order.index(kind_of(candidate)) if kind_of(candidate) in order else 0
+def preference(planner: Planner, made_before: Plans | None = None) -> Callable[[catalog.Candidate], float]:
+    """How good a choice a candidate is here: `catalog.worth`, less where its kind of weights suits the card less.
+
+    It counts with the pace that one noisy bench does not move. On the CPU the catalogue's own order holds.
+    """
+    kind = device_kind(planner)
+    gpu = chosen_device(planner.machine, "auto").gpu if kind == "cuda" else None
+    order = next((kinds for least, kinds in ORDERS if gpu and gpu.capability >= least), ())
+    wish = catalog.WISHES["gpu" if gpu else "cpu"]
+    plans, planner = {} if made_before is None else made_before, planner.having(ctx="auto")
+    by_size = catalog.default_fits(catalog.memory_of(planner.machine))
+
+    def prefer(candidate: catalog.Candidate) -> float:
+        if candidate not in plans:
+            plans[candidate] = plan_of(candidate, planner)
+        made = plans[candidate]
+        tps, ctx = (made.pace, made.max_ctx) if made else (by_size(candidate)[1], wish.context)
+        stored = kind_of(candidate)
+        return catalog.worth(candidate, tps, ctx, wish) - RANK_COST * (order.index(stored) if stored in order else 0)
+
+    return prefer
 
 
 def kind_of(candidate: catalog.Candidate) -> str:
@@ -124,19 +158,17 @@ def recommended(
     `limit` as `hub.download_limit` gives it: the most a family's name downloads.
     """
     kind, plans = device_kind(planner), {} if made_before is None else made_before
-    for floor in FLOORS[kind]:
-        try:
-            return catalog.choose(
-                alias,
-                judge(planner, floor, plans),
-                free_label=catalog.memory_of(planner.machine).label,
-                on_gpu=kind == "cuda",
-                limit=limit,
-                prefer=preference(planner),
-            )
-        except LocalLLMError:
-            continue
-    return None
+    try:
+        return catalog.choose(
+            alias,
+            judge(planner, MIN_CTX, plans),
+            free_label=catalog.memory_of(planner.machine).label,
+            on_gpu=kind == "cuda",
+            limit=limit,
+            prefer=preference(planner, plans),
+        )
+    except LocalLLMError:
+        return None
 
 
 def resolve(name: str, planner: Planner, **how: Any) -> hub.Resolved:
@@ -144,12 +176,87 @@ def resolve(name: str, planner: Planner, **how: Any) -> hub.Resolved:
 
     Raises what that raises, DoesNotFit when no member fits with the smallest context either.
     """
-    floors, plans = FLOORS[device_kind(planner)], Plans()
-    for floor in floors:
-        try:
-            fits = judge(planner, floor, plans)
-            return hub.resolve(name, device=planner.machine, fits=fits, prefer=preference(planner), **how)
-        except DoesNotFit:
-            if floor == floors[-1]:
-                raise
-    raise AssertionError("the last floor returns or raises")
+    plans = Plans()
+    fits, prefer = judge(planner, MIN_CTX, plans), preference(planner, plans)
+    return hub.resolve(name, device=planner.machine, fits=fits, prefer=prefer, **how)
+
+
+class Option(NamedTuple):
+    """A model with its plan, in the choice of one to start with."""
+
+    model: catalog.Candidate  # its name is what `chat` takes
+    plan: Plan
+    worth: float
+    local: bool = False
+
+
+class Advised(NamedTuple):
+    """What to take on a machine, and what else may be wanted."""
+
+    best: Option
+    fast: Option | None  # the best of those with the pace and the context that a chat wants
+    largest: Option  # the most able that fits with some context, whatever its pace
+
+
+def option_of(model: catalog.Candidate, plan: Plan, planner: Planner, local: bool = False) -> Option:
+    """A model with its plan at the context that would be taken."""
+    return Option(model, plan, preference(planner, {model: plan})(model), local)
+
+
+def pick(options: Iterable[Option], planner: Planner) -> Advised | None:
+    """Of models that could be started the one to take, and two others; None where none fits."""
+    fitting = [one for one in options if one.plan.fits and one.plan.max_ctx >= min(MIN_CTX, one.model.context)]
+    if not fitting:
+        return None
+    wish = catalog.WISHES["cpu" if device_kind(planner) == "cpu" else "gpu"]
+    fast = [
+        one for one in fitting if one.plan.pace >= wish.tps and one.plan.max_ctx >= min(wish.context, one.model.context)
+    ]
+    value = lambda one: one.worth  # noqa: E731
+    able = max(one.model.strength for one in fitting)
+    largest = max((one for one in fitting if one.model.strength == able), key=value)
+    return Advised(max(fitting, key=value), max(fast, key=value, default=None), largest)
+
+
+def advised(
+    planner: Planner, limit: catalog.DownloadLimit | None = None, made_before: Plans | None = None
+) -> Advised | None:
+    """The model to start with on this machine: of those that are here, and of what each family's name would fetch."""
+    plans: Plans = {} if made_before is None else made_before
+    found = [recommended(family, planner, limit, plans) for family in GENERAL]
+    fetchable = [choice.best for choice in found if choice]
+    options = [option_of(one, made, planner) for one in fetchable if (made := plans.get(one))]
+    return pick([*_here(planner), *options], planner)
+
+
+def _here(planner: Planner) -> Iterable[Option]:
+    chats = (model for model in hub.list_local() if model.chat and model.supported and not model.broken)
+    return [found for model in chats if (found := local_option(model, planner))]
+
+
+def local_option(model: hub.LocalModel, planner: Planner) -> Option | None:
+    """A model of this machine as one to choose; None for one that cannot be planned."""
+    if model.facts is None:
+        return None
+    try:
+        made = planner.having(ctx="auto").plan_within(model.facts, model.path)
+    except LocalLLMError:
+        return None
+    return option_of(entry_of(model), made, planner, local=True)
+
+
+def entry_of(model: hub.LocalModel) -> catalog.Candidate:
+    """A model of this machine as an entry of the catalogue, under its own name."""
+    size = (model.architecture, model.params, model.size_bytes, model.max_context)
+    known = (one for one in catalog.candidates() if one.spec.casefold() == model.name.casefold())
+    return replace(next(known, None) or catalog.candidate_of(model.name, *size), name=model.name)
+
+
+def default_model(planner: Planner) -> str:
+    """The name for a chat that gives none: the model used last; else the one of most worth here; else the starter."""
+
+    def worth(model: hub.LocalModel) -> float | None:
+        found = local_option(model, planner)
+        return found.worth if found and found.plan.fits else None
+
+    return hub.default_model(worth)

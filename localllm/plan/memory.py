@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -30,7 +31,8 @@ SAMPLER_ROW_BYTES = 320 * 8  # of a row's biases: `kernels.sampling.SamplingInpu
 INT4_FORMATS = ("Q4_0", "Q4_1", "awq", "gptq", "compressed-tensors")
 # stored formats of plain numbers -> bytes each
 DENSE_FORMATS = {"bf16": 2, "fp16": 2, "f16": 2, "f32": 4, "BF16": 2, "F16": 2, "F32": 4}
-QUANTIZED_EMBEDDING = 34 / 32  # bytes a value of a Q8_0 table: what quantized files keep the embedding in, at most
+QUANTIZED_EMBEDDING = 34 / 32  # bytes a value of a Q8_0 table: what GGUF files keep the embedding in, at most
+_GGUF = re.compile(r"(UD-)?[IT]?Q\d")  # other quantized files keep it in 16 bits
 # target of a quantization -> bytes of a weight with its scales
 TARGET_BYTES = {
     "int8": 1.0,
@@ -108,7 +110,8 @@ class Memory:
         facts, quant, on_cpu = self.facts, self.quant, self.where.device == "cpu"
         table = facts.vocab_size * facts.hidden_size
         per_value = facts.weight_bytes / max(1, facts.num_params)
-        table_bytes = int(table * (max(per_value, QUANTIZED_EMBEDDING) if per_value < 1.6 else per_value))
+        quantized = QUANTIZED_EMBEDDING if _GGUF.match(facts.stored_format) else 2.0
+        table_bytes = int(table * (max(per_value, quantized) if per_value < 1.6 else per_value))
         tables = 1 if facts.tied_embeddings else 2
         inner = facts.num_params - table * tables
         if not on_cpu or self.machine.compiler:
@@ -117,7 +120,7 @@ class Memory:
                 held = facts.weight_bytes - int(layers * per_value) + int(layers * TARGET_BYTES[quant])
             elif not on_cpu and DENSE_FORMATS.get(facts.stored_format) == 4 and self.dtype != "float32":
                 held, table_bytes = held // 2, table_bytes // 2
-            return held, held - (0 if facts.tied_embeddings else table_bytes)
+            return held, int((held - (0 if facts.tied_embeddings else table_bytes)) * facts.active_share)
         if not quant and facts.stored_format == "bf16" and self.dtype == "bfloat16":
             held = facts.weight_bytes + (table_bytes if facts.tied_embeddings else 0)
         elif (quant or facts.stored_format).startswith((*INT4_FORMATS, "int4")):
@@ -126,15 +129,22 @@ class Memory:
             held = (inner + table) * 4 + table_bytes
         return held, held - table_bytes
 
+    @cached_property
+    def _group_bytes(self) -> tuple[tuple[int | None, int], ...]:
+        """(window, bytes of a page) of each group."""
+        facts, size = self.facts, self.options.page_size
+        return tuple(
+            (facts.windows[layers[0]], size * kv_bytes_per_token((facts.layers[layer] for layer in layers), self.kv))
+            for layers in cache_layers(facts)
+        )
+
     def groups(self, ctx: int) -> tuple[PageGroup, ...]:
         """Those of `models.kv_cache.cache_groups`, in its order: full attention first, then the widest window.
 
         A window group keeps the window, the chunk being computed, and a page for where both start.
         """
         groups, size = [], self.options.page_size
-        for layers in cache_layers(self.facts):
-            window = self.facts.windows[layers[0]]
-            page_bytes = size * kv_bytes_per_token((self.facts.layers[layer] for layer in layers), self.kv)
+        for window, page_bytes in self._group_bytes:
             tokens = ctx if window is None else min(ctx, window + self.rows)
             groups.append(PageGroup(window, page_bytes, -(-tokens // size) + 1))
         return tuple(groups)
@@ -152,6 +162,8 @@ class Memory:
         own = self.facts.max_context
         if self.sequence_bytes(own) <= self.room(own):
             return own
+        if self.sequence_bytes(256) > self.room(256):
+            return 0
         low, high = 0, own // 256
         while low < high:
             middle = (low + high + 1) // 2
@@ -204,7 +216,7 @@ class Memory:
         facts, parallel, vocab = self.facts, self.options.max_parallel, self.facts.vocab_size
         outputs = sum(size * (vocab * 4 + facts.hidden_size * 2) for size in self.graph_buckets)
         merged = parallel * facts.num_heads * DECODE_SPLITS * (facts.head_dim + 2) * 4
-        block_tables = len(cache_layers(facts)) * parallel * -(-ctx // self.options.page_size) * 4
+        block_tables = len(self._group_bytes) * parallel * -(-ctx // self.options.page_size) * 4
         decoding = activation_bytes(facts, parallel, 2) + merged
         sampled = parallel * (vocab * (2 + 4) + SAMPLED_BYTES)  # 16-bit logits, and what sampling makes of them
         sampler = parallel * (vocab * 4 + vocab // 8 + SAMPLER_ROW_BYTES)  # tokens counted, masks, biases

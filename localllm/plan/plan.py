@@ -34,6 +34,8 @@ class Plan:
     max_ctx: int  # the largest context that would fit, 0 when not even the smallest does
     decode_tps: float  # expected tokens per second of one sequence at the start of its context
     decode_tps_full: float  # the same at its end
+    pace: float = 0.0  # the same for choosing among models: one noisy bench does not move it
+    prefill_tps: float = 0.0  # expected prompt tokens per second, 0 when not known
     basis: str = "estimate"  # estimate | measured
     eta: float = 0.0  # share of the memory bandwidth behind the estimate
     bandwidth: float = 0.0  # bytes per second of the device's memory, 0 when not known
@@ -46,6 +48,10 @@ class Plan:
     idle: str = ""  # another usable card, and what it could do
     reasons: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+
+    def first_token_s(self, prompt: int) -> float:
+        """Seconds until the first token of an answer to so many tokens, 0 when not known."""
+        return prompt / self.prefill_tps + 1 / self.decode_tps if self.prefill_tps and self.decode_tps else 0.0
 
     @property
     def need_bytes(self) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 
 from localllm import paths
 from localllm.device import MachineFacts
+from localllm.device.gpu_table import table_row
 from localllm.models.architectures.facts import ModelFacts
 from localllm.plan.memory import Memory
 from localllm.plan.plan import Plan
@@ -22,10 +23,17 @@ from localllm.plan.plan import Plan
 ETA = {"cpu": 0.7, "cuda": 0.75}
 # time per layer and token that no bandwidth explains: calls, norms, small products
 LAYER_S = {"cpu": 30e-6, "cuda": 40e-6}
+# what reading a prompt reaches of a card's published 16-bit products
+PREFILL_ETA = 0.4
+# products and sums per second of a core while a prompt is read: gemma3-270m on two EPYC cores with VNNI reaches 126e9
+CORE_FLOPS = {"avx512_vnni": 100e9, "avx512": 50e9, "avx2": 35e9, "neon_dotprod": 40e9}
+SLOW_CORE_FLOPS = 4e9
+DEFAULT_VOTES = 2  # benches of so many models together do not change which model is recommended
 MAX_FILES = 200
 MAX_FILE_BYTES = 1 << 20
 MAX_TPS = 1e6
 _DECODE = re.compile(r"tg\d+")
+_PREFILL = re.compile(r"pp\d+")
 
 
 def tps_of(bytes_s: float, read_bytes: int, num_layers: int, kind: str) -> float:
@@ -47,6 +55,7 @@ class Measurement:
     device: str  # cpu, or the GPU's name
     tps: float
     bytes_s: float  # of weights read
+    prefill_tps: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,21 +75,48 @@ class Speeds:
         wanted = model_key(facts)
         return next((m.tps for m in self.measured if m.device == device and m.model == wanted), None)
 
+    def steady_eta(self, device: str, bandwidth: float, kind: str) -> float:
+        """The share of the bandwidth to choose with: a median in which the default votes, too, and every measured
+        model once, with its best bench, because what disturbs a bench makes it slower.
+        """
+        best: dict[tuple[str, int, str, int], float] = {}
+        for m in self.measured:
+            if m.device == device and m.bytes_s and bandwidth:
+                best[m.model] = max(best.get(m.model, 0.0), m.bytes_s / bandwidth)
+        return statistics.median([*best.values(), *[ETA[kind]] * DEFAULT_VOTES])
+
     def expected(self, memory: Memory, ctx: int) -> dict[str, Any]:
         """Fields of `Plan`: the pace at the start and the end of a context, measured or estimated from bandwidth."""
         facts, kind, gpu = memory.facts, memory.where.kind, memory.where.gpu
         bandwidth, name = (gpu.bandwidth, gpu.name) if gpu else (memory.machine.cpu.bandwidth, "cpu")
         reached, measured = self.bytes_s(facts, name), self.tps(facts, name)
         eta = reached / bandwidth if reached and bandwidth else ETA[kind]
+        steady = self.steady_eta(name, bandwidth, kind)
         read = memory.weights_and_read[1]
-        start, end = (
-            tps_of(eta * bandwidth, count, facts.num_layers, kind)
-            for count in (read, read + memory.sequence_bytes(ctx))
+        start, end, pace = (
+            tps_of(share * bandwidth, count, facts.num_layers, kind)
+            for share, count in ((eta, read), (eta, read + memory.sequence_bytes(ctx)), (steady, read))
         )
         basis = "measured" if measured else "estimate"
         if measured:
             start, end = measured, measured * end / start if start else end
-        return {"decode_tps": start, "decode_tps_full": end, "basis": basis, "eta": eta, "bandwidth": bandwidth}
+        found = {"decode_tps": start, "decode_tps_full": end, "basis": basis, "eta": eta, "bandwidth": bandwidth}
+        return found | {"pace": pace or start, "prefill_tps": self._prefill(memory, name)}
+
+    def _prefill(self, memory: Memory, name: str) -> float:
+        """Prompt tokens per second: measured for this very model, else products by what the processor computes."""
+        facts, gpu, wanted = memory.facts, memory.where.gpu, model_key(memory.facts)
+        found = next((m.prefill_tps for m in self.measured if m.device == name and m.model == wanted), 0.0)
+        if found:
+            return found
+        cpu = memory.machine.cpu
+        if gpu is None:
+            flops = cpu.cores_usable * CORE_FLOPS.get(cpu.isa, SLOW_CORE_FLOPS)
+        else:
+            row = table_row(gpu.name)
+            flops = row.tflops * 1e12 * PREFILL_ETA if row else 0.0
+        products = facts.num_params - facts.vocab_size * facts.hidden_size * (1 if facts.tied_embeddings else 2)
+        return flops / (2 * max(products, facts.num_params // 8) * facts.active_share)
 
 
 def model_key(facts: ModelFacts) -> tuple[str, int, str, int]:
@@ -129,6 +165,8 @@ def _read(file: Path, machine: MachineFacts) -> Measurement | None:
             return None
         model = (str(what["architecture"]), int(what["params"]), str(what["format"]), int(what["stored_bytes"]))
         kind = "cpu" if device == "cpu" else "cuda"
-        return Measurement(model, device, tps, bytes_s_of(tps, int(what["read_bytes"]), int(what["layers"]), kind))
+        prefill = next((float(row["tps"]) for row in rows if _PREFILL.fullmatch(str(row["test"]))), 0.0)
+        read = bytes_s_of(tps, int(what["read_bytes"]), int(what["layers"]), kind)
+        return Measurement(model, device, tps, read, prefill if 0 < prefill < MAX_TPS else 0.0)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 KV_BYTES = {"f32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "int8": 1, "fp8": 1}
@@ -101,37 +102,38 @@ class ModelFacts:
     stored_format: str = ""  # Q4_1, Q4_K_M, bf16, awq, gptq, nvfp4, fp8, ...
     num_params: int = 0
     weight_bytes: int = 0  # stored bytes of the text model's tensors
+    active_share: float = 1.0  # of the weights, what is read for one token: less than all of a mixture of experts
     decoded_bytes: int = 0  # what those of them take on top that are decoded to bfloat16 while loading
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
 
-    @property
+    @cached_property
     def windows(self) -> tuple[int | None, ...]:
         """Per layer: the positions it sees, None for all."""
         return tuple(layer.mixer.window for layer in self.layers)
 
-    @property
+    @cached_property
     def ropes(self) -> tuple[RopeFacts, ...]:
         """The different rotations of the layers, each once, in the order of the layers."""
         return tuple(dict.fromkeys(layer.mixer.rope for layer in self.layers))
 
     # Sizes of the largest layer: what is shown, and what work memory is planned for.
 
-    @property
+    @cached_property
     def num_heads(self) -> int:
         return max(layer.mixer.num_heads for layer in self.layers)
 
-    @property
+    @cached_property
     def num_kv_heads(self) -> int:
         return max(layer.mixer.num_kv_heads for layer in self.layers)
 
-    @property
+    @cached_property
     def head_dim(self) -> int:
         return max(layer.mixer.head_dim for layer in self.layers)
 
-    @property
+    @cached_property
     def intermediate_size(self) -> int:
         return max(layer.ffn.inner for layer in self.layers)
 

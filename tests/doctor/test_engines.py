@@ -207,7 +207,7 @@ def test_suggestions_suit_the_card() -> None:
         ("vllm", "rtx3090", "qwen3-8b", "vllm serve Qwen/Qwen3-8B-AWQ"),
         ("vllm", "rtx4090", "gpt-oss", "vllm serve openai/gpt-oss-20b"),
         ("sglang", "h100", "Qwen3-14B", "python -m sglang.launch_server --model-path Qwen/Qwen3-14B-FP8"),
-        ("tensorrt-llm", "rtx5090", "qwen3-8b", "trtllm-serve Qwen/Qwen3-8B-AWQ --backend pytorch"),
+        ("tensorrt-llm", "rtx5090", "qwen3-8b", "trtllm-serve nvidia/Qwen3-8B-NVFP4 --backend pytorch"),
         ("llama.cpp", "rtx3060", "qwen3-8b", "llama-server -hf Qwen/Qwen3-8B-GGUF:Q4_K_M"),
         ("llama.cpp", "cpu", "smollm2", "llama-server -hf bartowski/SmolLM2-135M-Instruct-GGUF:Q4_1"),
         ("vllm", "rtx3060", "qwen3-32b", "vllm serve Qwen/Qwen3-32B-AWQ"),  # none fits: the smallest

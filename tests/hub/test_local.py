@@ -293,20 +293,20 @@ def test_damage_is_listed_and_repaired(fake_hub: FakeHub, empty_home: Path, file
 
 
 def test_the_model_used_last_comes_first(empty_home: Path) -> None:
-    assert hub.default_model(lambda _: (True, 20.0)) == "smollm2"
+    assert hub.default_model(lambda _: 1.0) == "smollm2"
     hub.remember_model("gone/model")
-    assert hub.default_model(lambda _: (True, 20.0)) == "smollm2", "a model that is no longer here is not offered"
+    assert hub.default_model(lambda _: 1.0) == "smollm2", "a model that is no longer here is not offered"
     put(empty_home / "data/models/mine", {"mine.gguf": b"GGUF"})
     hub.remember_model("mine")
-    assert hub.default_model(lambda _: (True, 20.0)) == "mine"
+    assert hub.default_model(lambda _: 1.0) == "mine"
     assert local.list_local()[0].last_used is not None
     for text in ("", "[]", '{"last": 5, "used": 7}', '{"last": "mine", "used": {"mine": "x"}}', "[" * 100_000):
         (empty_home / "state/models.json").write_text(text)
-        hub.default_model(lambda _: (True, 20.0))
+        hub.default_model(lambda _: 1.0)
         local.list_local()
 
 
-def test_the_largest_chat_model_that_is_fast_enough(empty_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_chat_model_of_most_worth(empty_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = local.LocalModel("x", Path("x"), "hub", size_bytes=10)
     sizes = {"small": 1, "large": 9, "base": 99, "slow": 50, "broken": 70}
     rows = [
@@ -314,9 +314,9 @@ def test_the_largest_chat_model_that_is_fast_enough(empty_home: Path, monkeypatc
         for n, p in sizes.items()
     ]
     monkeypatch.setattr(local, "list_local", lambda: rows)
-    assert hub.default_model(lambda m: (True, 5.0 if m.name == "slow" else 20.0)) == "large"
-    assert hub.default_model(lambda m: (m.name == "small", 20.0)) == "small"
-    assert hub.default_model(lambda m: (False, 0.0)) == "smollm2"
+    assert hub.default_model(lambda m: -1.0 if m.name == "slow" else float(m.params)) == "large"
+    assert hub.default_model(lambda m: 1.0 if m.name == "small" else None) == "small"
+    assert hub.default_model(lambda m: None) == "smollm2"
     assert row.max_context == 0
 
 

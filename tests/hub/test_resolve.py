@@ -193,7 +193,7 @@ def test_families_take_the_best_the_hub_has(fake_hub: FakeHub) -> None:
     fake_hub.add(second.repo, repository(second.spec))
     resolved = hub.resolve("qwen", fits=fits, device=Gpus(), patience=QUICK)
     assert (resolved.repo, resolved.quant) == (second.repo, second.quant)
-    assert "candidates; largest that fits" in resolved.reason
+    assert "candidates; best that fits" in resolved.reason
     assert any(c.note == "not on the hub" for c in resolved.candidates)
     fake_hub.add(best.repo, repository(best.spec))
     resolved = hub.resolve("qwen", fits=fits, device=Gpus(), patience=QUICK)
@@ -219,7 +219,7 @@ def test_local_members_come_first(fake_hub: FakeHub) -> None:
     fake_hub.fault()
     resolved = hub.resolve("qwen", fits=catalog.default_fits(GPU), device=Gpus())
     assert resolved.path is not None
-    assert resolved.reason == "on this machine, the largest qwen here that fits"
+    assert resolved.reason == "on this machine, the best qwen here that fits"
     assert "would fit too: localllm pull qwen3-" in resolved.also[0]
     assert hub.resolve("qwen3-0.6b", offline=True).path == resolved.path
     assert fake_hub.log() == []

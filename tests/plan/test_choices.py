@@ -38,7 +38,7 @@ def test_other_formats_of_a_model_are_offered_beside_it(empty_home: Path) -> Non
         assert len(formats) == len(set(formats)), row.name
         assert [o.size_bytes for o in row.quants] == sorted(o.size_bytes for o in row.quants)
     others = {other.format: other for other in rows["qwen3-8b"].quants}
-    assert len(others) == 3
+    assert len(others) == 4
     for other in others.values():
         assert "/" in other.name and other.params == rows["qwen3-8b"].params  # what `pull` takes
         assert not other.fits or other.need_bytes <= other.have_bytes

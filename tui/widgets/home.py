@@ -98,17 +98,19 @@ class Home(Vertical):
 
 
 def _offered(models: Sequence[ModelChoice]) -> list[ModelChoice]:
-    """What runs and is here; then of what could be fetched and fits: the smallest, one between, the largest."""
+    """What runs and is here; then of what could be fetched and fits: the recommended, the smallest, one between."""
     local = [row for row in models if row.local and row.supported and row.fits and row.chat]
     fetched = sorted((row for row in models if not row.local and row.fits), key=lambda row: row.size_bytes)
     fetched = [row for row in fetched if not 0 < row.tps < SLOW_TPS] or fetched
-    picks = [fetched[i] for i in sorted({0, len(fetched) // 2, len(fetched) - 1})] if fetched else []
+    best = [row for row in models if row.recommended and not row.local]
+    between = [fetched[i] for i in sorted({0, len(fetched) // 2, len(fetched) - 1})] if fetched else []
+    picks = [*best, *(row for row in between if row not in best)][:3]
     return [*local[:MODELS], *picks[: max(0, MODELS - len(local)) or 1]]
 
 
 def model_line(row: ModelChoice, width: int) -> str:
     """'smollm2   on disk   fits 8k   ≈ 260 tok/s'."""
-    where = "on disk" if row.local else f"{gib(row.size_bytes)} download"
+    where = ("★ " if row.recommended else "") + ("on disk" if row.local else f"{gib(row.size_bytes)} download")
     fits = f"fits {tokens_short(row.ctx)}" if row.fits and row.ctx else "fits" if row.fits else "does not fit"
     speed = f"{'✓' if row.basis == 'measured' else '≈'} {row.tps:.0f} tok/s" if row.tps else ""
     room = max(16, width - 50)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,13 +14,14 @@ from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.console import picked
 from localllm.cli.frame.options import Kv, model_argument, numbers
 from localllm.cli.names import local, opened
-from localllm.cli.plan_view import Row, Sheet, Subject, show
+from localllm.cli.plan_view import FIRST_TOKEN_AT, Row, Sheet, Subject, option_line, show
 from localllm.config import UserConfig
 from localllm.config.kinds import parse_bytes
-from localllm.errors import ConfigError, LocalLLMError
+from localllm.errors import ConfigError, LocalLLMError, UnsupportedModel
 
 if TYPE_CHECKING:
-    from localllm.hub.catalog import DownloadLimit
+    from localllm.hub.catalog import Candidate, DownloadLimit
+    from localllm.plan import fit
     from localllm.plan.planner import Planner
 
 
@@ -46,8 +47,10 @@ def plan(
     bw: Annotated[float | None, Option(metavar="GB/S", min=1, help="Its memory bandwidth: 1008.")] = None,
     ram: Annotated[str | None, Option(metavar="SIZE", help="As much RAM as this: 64G.")] = None,
     target_tps: Annotated[float, Option(metavar="N", min=0, help="★ is not given below this pace.")] = 0.0,
+    every: Annotated[bool, Option("--all", help="Every file of a model, not just the best one.")] = False,
 ) -> int:
-    """Say what fits: memory, context and expected speed. Exit 5 when a model that was named does not fit.
+    """Say what fits: memory, context and expected speed. Exit 5 when a model that was named does not fit, 12 when this
+    version cannot run it.
 
     ≈ is an estimate: bandwidth times an efficiency, divided by the bytes read per token. ✓ was measured on this machine
     by `localllm bench`, which also corrects the estimates of other models. -v prints the formulas with their numbers.
@@ -71,18 +74,24 @@ def plan(
     planner = Planner.here(config.engine, facts)
     if config.engine.device == "auto":  # no falling back to the CPU row by row: a table has one device
         planner = planner.having(device=chosen_device(facts, "auto").device)
-    limit = hub.download_limit(config, disk=facts is real)
+    limit = hub.download_limit(config) if facts is real else None
     with ExitStack() as stack:
         subjects = [s for s in _subjects(env, config, models, planner, limit, stack) if not quant or _same(s, quant)]
         if quant and not subjects:
             raise ConfigError(f"nothing here is stored as {quant}", "leave --quant out to see what there is")
         rows = tuple(_row(s, window, planner) for s in subjects for window in windows)
-        best = _star(rows, planner, limit, target_tps)
-        star = best and (best if ctx else _row(best.subject, "auto", planner))
-    sheet = Sheet(planner, rows, windows, star, facts is not real, target_tps)
+        options = _options(subjects, planner)
+        advised = _advised(options, models, planner, limit, target_tps)
+    star = _star(advised, options, rows if ctx else (), planner)
+    shown = subjects if every or quant else _best_files(options, advised)
+    sheet = Sheet(planner, rows, windows, star, facts is not real, target_tps, tuple(shown), tuple(_hints(
+        env, models, advised, options, limit, (gpu if vram is None else None),
+    )))  # fmt: skip
     listed = [_json(row, star is not None and row.subject is star.subject) for row in rows]
     if not env.console.emit("plan/1", {"machine": asdict(facts), "rows": listed}):
         show(env, sheet)
+    if any(all(s.needs for s in subjects if s.asked == name) for name in models or ()):
+        return UnsupportedModel.exit_code
     return 5 if any(not any(r.fits for r in rows if r.subject.asked == name) for name in models or ()) else 0
 
 
@@ -99,58 +108,64 @@ def _size(text: str | None, option: str) -> int | None:
 
 
 def _subjects(
-    env: Env, config: UserConfig, names: list[str] | None, planner: Planner, limit: DownloadLimit, stack: ExitStack
+    env: Env,
+    config: UserConfig,
+    names: list[str] | None,
+    planner: Planner,
+    limit: DownloadLimit | None,
+    stack: ExitStack,
 ) -> Iterator[Subject]:
     """What the names stand for; without one, what is on this machine, then the best of each family that is not."""
     from localllm import hub
     from localllm.hub import catalog
     from localllm.plan import fit
 
+    paths = {model.name.casefold(): model.path for model in hub.list_local() if model.supported}
     if not names:
         here = [model for model in hub.list_local() if model.supported and model.facts]
         for model in here:
             assert model.facts is not None
-            yield Subject(model.name, model.name, model.format, model.facts, True, base=not model.chat, path=model.path)
+            entry = fit.entry_of(model)
+            yield Subject(
+                model.name, model.name, model.format, model.facts, True, base=not model.chat, path=model.path,
+                entry=entry,
+            )  # fmt: skip
         held = {model.name.casefold() for model in here}
         for family in catalog.families():
             choice = fit.recommended(family, planner, limit)
             if choice and choice.best.spec.casefold() not in held:
-                yield from _candidates([choice.best], "")
+                yield from _candidates([choice.best], "", {})
         return
     for name in names:
         target = config.aliases.get(name, name)
-        if catalog.members(target):
-            paths = {model.name.casefold(): model.path for model in hub.list_local() if model.supported}
-            members = catalog.members(target)
+        if members := catalog.members(target):
             on_gpu = fit.device_kind(planner) == "cuda"
             runs = [c for c in members if not c.needs and (on_gpu or c.device != "gpu")]
-            if not runs:
-                fits = fit.judge(planner, 2048)
-                free = catalog.memory_of(planner.machine).label
-                catalog.choose(target, fits, free_label=free)  # says why, and what instead
-            yield from _candidates(runs, name, paths)
+            yield from _candidates(runs or members, name, paths)
             continue
         resolved = local(env, config, name)
         checkpoint = stack.enter_context(opened(resolved))
         found = checkpoint.facts
         shown = checkpoint.path.name if resolved.kind == "path" else resolved.name
+        size = (found.architecture, found.num_params, found.weight_bytes, found.max_context)
         yield Subject(
             resolved.name, shown, found.stored_format, found, True, base=not found.has_chat_template, asked=name,
-            path=checkpoint.path,
+            path=checkpoint.path, entry=catalog.candidate_of(resolved.name, *size),
         )  # fmt: skip
 
 
-def _candidates(members: Any, asked: str, held: Mapping[str, Path] | None = None) -> Iterator[Subject]:
+def _candidates(members: Iterable[Candidate], asked: str, held: Mapping[str, Path]) -> Iterator[Subject]:
     from localllm.plan import fit
 
     for candidate in members:
         facts = fit.facts_of(candidate)
         if facts is not None:
-            path = (held or {}).get(candidate.spec.casefold())
+            path = held.get(candidate.spec.casefold())
             size = candidate.download_bytes if path is None else 0
             yield Subject(
-                candidate.spec, candidate.name, candidate.format, facts, path is not None, size, asked=asked, path=path
-            )
+                candidate.spec, candidate.name, candidate.format, facts, path is not None, size, asked=asked,
+                path=path, entry=candidate, needs=candidate.needs,
+            )  # fmt: skip
 
 
 def _same(subject: Subject, quant: str) -> bool:
@@ -170,34 +185,105 @@ def _row(subject: Subject, window: int | str, planner: Planner) -> Row:
     return Row(subject, window, made, refusal.message, refusal.fixes)
 
 
-def _star(rows: tuple[Row, ...], planner: Planner, limit: DownloadLimit, target_tps: float) -> Row | None:
-    """The row to take: the rule that `chat` and `pull` follow, among the rows shown."""
+def _options(subjects: Iterable[Subject], planner: Planner) -> dict[Subject, fit.Option]:
+    """Each subject as it would be started."""
     from localllm.plan import fit
 
-    kind = fit.device_kind(planner)
-    pace = target_tps or fit.COMFORTABLE_TPS[kind]
-    rank = fit.preference(planner)
-    usable = [row for row in rows if row.plan and row.fits and not row.subject.base]
-    fast = [row for row in usable if row.plan and row.plan.decode_tps >= pace]
-    if not fast and not target_tps:
-        fast = [row for row in usable if row.plan and row.plan.decode_tps >= pace / 2]
-    fetchable = [row for row in fast if row.subject.local or row.subject.download_bytes <= limit.num_bytes] or fast
-
-    def worth(row: Row) -> tuple[int, int, int, int]:
-        assert row.plan is not None
-        roomy = min(row.plan.max_ctx, fit.FLOORS[kind][0], row.subject.facts.max_context)
-        return roomy, row.subject.facts.num_params, -rank(_as_candidate(row.subject)), row.plan.ctx
-
-    return max(fetchable, key=worth, default=None)
+    found = {}
+    for subject in subjects:
+        made = _row(subject, "auto", planner).plan
+        if made is not None and subject.entry is not None:
+            found[subject] = fit.option_of(subject.entry, made, planner, subject.local)
+    return found
 
 
-def _as_candidate(subject: Subject) -> Any:
-    """Enough of a catalogue entry to rank its kind of weights."""
+def _advised(
+    options: Mapping[Subject, fit.Option],
+    names: list[str] | None,
+    planner: Planner,
+    limit: DownloadLimit | None,
+    target_tps: float,
+) -> dict[str, Subject]:
+    """What to take (`best`) by the rule of `chat` and `pull`, and what else may be wanted (`fast`, `largest`)."""
+    from localllm.hub import catalog
+    from localllm.plan import fit
+
+    most = limit.num_bytes if limit else float("inf")
+    families, asked = catalog.families(), [name.casefold() for name in names or ()]
+    usable = {
+        one: subject
+        for subject, one in options.items()
+        if not (subject.base or subject.needs)
+        and (names or subject.local or (subject.entry and subject.entry.family in fit.GENERAL))
+        and (subject.download_bytes <= most or not any(name in families for name in asked))
+        and one.plan.pace >= target_tps
+    }
+    made = fit.pick(usable, planner)
+    if made is None:
+        return {}
+    return {name: usable[one] for name, one in made._asdict().items() if one is not None}
+
+
+def _star(
+    advised: Mapping[str, Subject], options: Mapping[Subject, fit.Option], rows: tuple[Row, ...], planner: Planner
+) -> Row | None:
+    """The row to take: at a window that was asked for, else as it would be started."""
+    best = advised.get("best")
+    if best is None:
+        return None
+    asked = [row for row in rows if row.subject is best and row.fits]
+    return asked[-1] if asked else _row(best, "auto", planner)
+
+
+def _best_files(options: Mapping[Subject, fit.Option], advised: Mapping[str, Subject]) -> list[Subject]:
+    """One file of each model, what to take first, then by size; base models and what is here stay."""
+    best: dict[str, Subject] = {}
+    for subject, one in options.items():
+        key = subject.name if subject.local else subject.shown
+        held = options[best[key]] if key in best else None
+        if held is None or (one.plan.fits, one.worth) > (held.plan.fits, held.worth):
+            best[key] = subject
+    first = list(dict.fromkeys(advised.values()))
+    order = lambda s: (not s.local, not options[s].plan.fits, -s.facts.num_params)  # noqa: E731
+    rest = sorted((s for s in best.values() if s not in first), key=order)
+    return [*first, *(subject for subject in rest if subject.shown not in {s.shown for s in first})]
+
+
+def _hints(
+    env: Env,
+    names: list[str] | None,
+    advised: Mapping[str, Subject],
+    options: Mapping[Subject, fit.Option],
+    limit: DownloadLimit | None,
+    gpu: str | None,
+) -> Iterator[str]:
+    """What else there is: a faster and a larger one, what a limit left out, newer models, other sizes of the card."""
+    from localllm.device.imagined import other_sizes
     from localllm.hub import catalog
 
-    made = catalog.candidate_of(subject.name, "", subject.facts.num_params, subject.facts.weight_bytes, 1)
-    gguf = subject.quant.upper().startswith(("Q", "IQ", "BF16", "F16", "F32"))
-    return replace(made, format=subject.quant, quant=subject.quant if gguf else "")
+    fast, largest = advised.get("fast"), advised.get("largest")
+    if fast and fast is not largest:
+        yield f"fastest good one: {option_line(fast, options[fast].plan)}"
+    if largest:
+        word = "fastest good one, and the largest that fits" if fast is largest else "largest that fits"
+        yield f"{word}: {option_line(largest, options[largest].plan)}"
+    best = advised.get("best")
+    for name in names or ():
+        members = catalog.members(env.config.aliases.get(name, name))
+        over = [s for s in options if limit and s.asked == name and s.download_bytes > limit.num_bytes]
+        over = [s for s in over if options[s].plan.fits and name.casefold() in catalog.families()]
+        if over and best and options[missed := max(over, key=lambda s: options[s].worth)].worth > options[best].worth:
+            yield f"{missed.shown} {missed.quant} is left out: its download is over the limit of {limit}"
+        newer = {c.name: c.title for c in sorted(members, key=lambda c: c.released, reverse=True) if c.needs}
+        if newer and best and best.entry:
+            when = best.entry.released
+            yield f"{best.entry.title} is of {when}; newer, for other engines: {', '.join([*newer.values()][:4])}"
+        if newer:
+            name, title = next(iter(newer.items()))
+            yield f"this version cannot run {title}; how to start it elsewhere: localllm doctor --for llama.cpp {name}"
+    if sizes := other_sizes(gpu):
+        listed = ", ".join(f"--vram {size:g}G" for size in sizes)
+        yield f"this card is sold with other sizes, too: {listed}"
 
 
 def _json(row: Row, star: bool) -> dict[str, Any]:
@@ -205,15 +291,19 @@ def _json(row: Row, star: bool) -> dict[str, Any]:
 
     subject, made = row.subject, row.plan
     base = picked(subject, "quant local download_bytes") | {"model": subject.name, "recommended": star}
-    base |= {"fits": row.fits, "reason": row.reason or None}
+    base |= {"fits": row.fits, "needs": subject.needs or None, "reason": row.reason or None}
     base["alternatives"] = [{"cmd": command, "note": note} for command, note in row.fixes]
     if made is None:
         return base | {"ctx": row.wished, "reasons": []}
+    pool = made.kv_bytes - made.sequence_bytes if row.fits else 0  # what is left becomes room for more requests
     return base | {
-        **picked(made, "device ctx kv need_bytes least_bytes have_bytes max_ctx"),
+        **picked(made, "device ctx kv have_bytes max_ctx"),
+        "need_bytes": made.least_bytes if row.fits else made.need_bytes,
+        "least_bytes": made.least_bytes,
+        "pool_bytes": pool,
         "batch": made.max_parallel,
-        "parts": made.parts(),
-        "terms": made.terms(),
+        "parts": made.parts() | {"kv": made.kv_bytes - pool},
+        "terms": made.terms() | {"kv": made.kv_bytes - pool},
         "converted": made.quant or None,
         "decode_tps": {
             "value": round(made.decode_tps, 1),
@@ -221,6 +311,8 @@ def _json(row: Row, star: bool) -> dict[str, Any]:
             "basis": made.basis,
             "eta": round(made.eta, 3),
         },
+        "prefill_tps": round(made.prefill_tps, 1),
+        "first_token_s": round(made.first_token_s(min(made.ctx, FIRST_TOKEN_AT)), 2),
         "quality": measured(subject.path, made.kv, row.weights) if subject.path else None,
         "limit": "memory",
         "reasons": list(made.reasons),

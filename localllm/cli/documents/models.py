@@ -185,6 +185,10 @@ class PlanRow(TypedDict):
     terms: NotRequired[dict[str, Count]]
     converted: NotRequired[str | None]
     least_bytes: NotRequired[Count]
+    pool_bytes: NotRequired[Count]
+    needs: NotRequired[str | None]
+    prefill_tps: NotRequired[float]
+    first_token_s: NotRequired[float]
     download_bytes: Count
     local: bool
     recommended: bool
