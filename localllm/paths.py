@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -98,12 +100,24 @@ def replace_file(
         raise
 
 
+def read_small(path: Path, max_bytes: int) -> bytes:
+    """The whole of a regular file.
+
+    Raises OSError for a longer one, and for a pipe or a device, which might never end.
+    """
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"it has more than {max_bytes:,} bytes", str(path))
+    return content
+
+
 def read_json(path: Path, max_bytes: int = 1 << 20) -> dict[str, Any]:
     """A small JSON object; {} when it is missing, longer than `max_bytes`, unreadable or something else."""
     try:
-        with path.open("rb") as file:
-            content = file.read(max_bytes + 1)
-        value = json.loads(content) if len(content) <= max_bytes else None
+        value = json.loads(read_small(path, max_bytes))
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from localllm.errors import ConfigError
-from localllm.paths import config_file
+from localllm.paths import config_file, read_small
 
 from .keys import (
     ENVIRONMENT,
@@ -71,16 +71,12 @@ def read_toml(file: Path) -> dict[str, Any]:
     """The tables of a settings file; an absent file is empty. Raises ConfigError with file, line and column."""
     hint = f"edit {file}, or move it away"
     try:
-        if not file.exists():
-            return {}
-        if file.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError(
-                f"{file} has {file.stat().st_size:,} bytes, a settings file {MAX_FILE_BYTES:,} at most", hint
-            )
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        return tomllib.loads(read_small(file, MAX_FILE_BYTES).decode())
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{file} is not valid TOML: {error}", hint) from None
-    except (UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # text that is not UTF-8, a number of thousands of digits
         raise ConfigError(f"{file} is not valid TOML: {type(error).__name__}", hint) from None
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}", hint) from None

@@ -5,17 +5,21 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
+from localllm.config import KEYS
 from localllm.conversation.answer import Call, Round
 from localllm.conversation.attachments import Attachment
-from localllm.conversation.tree import Conversation, Exchange, sampling_keys
+from localllm.conversation.tree import THINK, Conversation, Exchange, sampling_keys
+from localllm.errors import ConfigError
 from localllm.history.records import SavedChat, SavedMessage
 from localllm.interface import Failed
 from localllm.request import Timing, Usage
 
 TOKENS = ("prompt", "cached", "completion", "reasoning")
+MAX_AMOUNT = 1e12  # tokens, seconds: more was never counted
 
 
 def saved_chat(talk: Conversation) -> SavedChat:
@@ -28,11 +32,11 @@ def saved_chat(talk: Conversation) -> SavedChat:
 
 def restored(chat: SavedChat, messages: list[SavedMessage], sampling: dict[str, Any] | None = None) -> Conversation:
     """A chat as it was. `sampling` is the dictionary to fill."""
-    kept = chat.params.get("sampling")
-    made = Conversation(chat.system, sampling, str(chat.params.get("think") or "auto"))
+    kept, think = chat.params.get("sampling"), chat.params.get("think")
+    made = Conversation(chat.system, sampling, think if think in THINK else "auto")
     if isinstance(kept, Mapping):
         made.sampling.clear()
-        made.sampling.update({str(k): v for k, v in kept.items() if k in sampling_keys()})
+        made.sampling.update(_sampling(kept))
     made.id, made.title, made.model, made.created = chat.id, chat.title, chat.model, chat.created
     made.summary_text = str(chat.params.get("summary") or "")
     leaf = _restore(made, messages, chat.leaf_id)
@@ -42,6 +46,16 @@ def restored(chat: SavedChat, messages: list[SavedMessage], sampling: dict[str, 
     elif made.roots:
         made.show(made.roots[-1])
     return made
+
+
+def _sampling(kept: Mapping[str, Any]) -> dict[str, Any]:
+    """What was kept of the sampling, less what no setting can be."""
+    values = {}
+    for name in sampling_keys():
+        with suppress(ConfigError):
+            if kept.get(name) is not None:
+                values[name] = KEYS[f"sampling.{name}"].parse(kept[name], "saved chat")
+    return values
 
 
 def _has_answer(exchange: Exchange) -> bool:
@@ -142,7 +156,7 @@ def _exchange(above: Exchange | None, question: SavedMessage | None, answer: Sav
 
     def amount(name: str) -> float:
         value = stats.get(name, 0)
-        return float(value) if isinstance(value, (int, float)) else 0.0
+        return float(value) if isinstance(value, (int, float)) and 0 <= value <= MAX_AMOUNT else 0.0
 
     one.usage = Usage(*(int(amount(name)) for name in TOKENS))
     one.timing = Timing(ttft_s=amount("ttft_s"), total_s=amount("total_s"), decode_tps=amount("decode_tps"))

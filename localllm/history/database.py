@@ -80,6 +80,7 @@ def _open(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(
         path, timeout=BUSY_S, isolation_level=None, check_same_thread=False, detect_types=sqlite3.PARSE_COLNAMES
     )
+    connection.text_factory = lambda text: text.decode("utf-8", "replace")  # one broken text must not hide the others
     try:
         _prepare(connection, path)
     except BaseException as error:

@@ -162,6 +162,8 @@ def _own(entry: Mapping[str, Any]) -> tuple[SavedChat, list[SavedMessage]]:
     for node in entry["messages"][:MAX_MESSAGES]:
         key = str(node["id"])
         parents[key] = node.get("parent_id")
+        if node["role"] not in ("user", "assistant", "system"):
+            continue
         kept[key] = {"role": str(node["role"]), "content": str(node["content"])}
         kept[key] |= {name: str(node.get(name) or "") for name in ("reasoning", "model")}
         kept[key] |= {name: dict(node.get(name) or {}) for name in ("params", "stats")}
@@ -222,7 +224,7 @@ def _digest(text: str) -> bytes:
 
 def _time(value: Any, otherwise: float | None = None) -> float:
     """Seconds since the epoch; some programs count milliseconds or nanoseconds."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or value != value or value <= 0:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e23:
         return time.time() if otherwise is None else otherwise
     seconds = float(value)
     while seconds > 1e11:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 import secrets
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from datetime import date
-from typing import Any
+from typing import Any, TypeVar
 
 STREAMING = "streaming"  # a message that is being written
 PARTIAL = "partial"  # a message whose writer ended before it did
+LAST_MOMENT = 250_000_000_000.0  # seconds since the epoch, in the year 9892: later ones have no date
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,39 @@ class Hit:
     role: str
     snippet: str  # text around the words, which stand between \x02 and \x03
     created: float
+
+
+R = TypeVar("R", SavedChat, SavedMessage, Hit)
+
+
+def from_row(kind: type[R], row: Sequence[Any]) -> R:
+    """A record from the columns of a row, in the order of its fields.
+
+    SQLite keeps whatever was put into a column: a value of another type, or out of range, becomes one that fits.
+    """
+    return kind(*(_FIT[str(f.type)](value) for f, value in zip(fields(kind), row, strict=True)))
+
+
+def _text(value: Any) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else "" if value is None else str(value)
+
+
+def _whole(value: Any) -> int | None:
+    return value if type(value) is int else None
+
+
+def _moment(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) and 0 <= value <= LAST_MOMENT else 0.0
+
+
+# type of a field, as it is written -> what makes a column's value one of that type
+_FIT: dict[str, Callable[[Any], Any]] = {
+    "str": _text,
+    "int": lambda value: _whole(value) or 0,
+    "int | None": _whole,
+    "float": _moment,
+    "Mapping[str, Any]": lambda value: value if isinstance(value, dict) else {},
+}
 
 
 def new_chat_id() -> str:

@@ -17,7 +17,7 @@ from localllm.errors import ModelNotFound
 from localllm.paths import data_dir
 
 from .database import explain, open_database, transaction
-from .records import PARTIAL, STREAMING, Hit, SavedChat, SavedMessage
+from .records import PARTIAL, STREAMING, Hit, SavedChat, SavedMessage, from_row
 
 # columns in the order of the fields of SavedChat and SavedMessage; `_values` reads those marked [mapping]
 _CHATS = (
@@ -119,7 +119,7 @@ class History:
 
     def chats(self, limit: int = 1000, query: str = "") -> list[SavedChat]:
         """Chats, the one changed last first; with `query` those that hold its words in title or text."""
-        titled = "WHERE c.title LIKE ? ESCAPE '\\' ORDER BY c.updated DESC LIMIT ?"
+        titled = "WHERE CAST(c.title AS TEXT) LIKE ? ESCAPE '\\' ORDER BY c.updated DESC LIMIT ?"
         found = {chat.id: chat for chat in self._chats(titled, f"%{_escaped(query.strip())}%", limit)}
         for chat_id in dict.fromkeys(hit.chat_id for hit in self.search(query, limit)):
             if chat_id not in found and len(found) < limit:
@@ -128,7 +128,7 @@ class History:
 
     def _chats(self, which: str, *values: Any) -> list[SavedChat]:
         with self._reading() as connection:
-            return [SavedChat(*row) for row in connection.execute(_CHATS + which, values)]
+            return [from_row(SavedChat, row) for row in connection.execute(_CHATS + which, values)]
 
     def chat(self, chat_id: str) -> SavedChat:
         """One chat by its whole id. Raises ChatNotFound."""
@@ -150,7 +150,7 @@ class History:
         """All messages of a chat, oldest first, all branches."""
         with self._reading() as connection:
             rows = connection.execute(_MESSAGES + "WHERE chat_id = ? ORDER BY created, rowid", (chat_id,))
-            return [SavedMessage(*row) for row in rows]
+            return [from_row(SavedMessage, row) for row in rows]
 
     def search(self, query: str, limit: int = 50) -> list[Hit]:
         """Messages with all words of `query`; questions before answers, then by relevance. Half words count."""
@@ -174,7 +174,7 @@ class History:
                     " ORDER BY m.role <> 'user', m.created DESC LIMIT ?3",
                     (query.strip(), f"%{_escaped(query.strip())}%", limit),
                 ).fetchall()
-        return [Hit(*row) for row in rows]
+        return [from_row(Hit, row) for row in rows]
 
 
 def _upsert(connection: sqlite3.Connection, table: str, rows: Sequence[Mapping[str, Any]], fixed: set[str]) -> None:
@@ -204,7 +204,7 @@ def _values(text: bytes) -> dict[str, Any]:
     """A stored mapping; a broken one is empty, the message is worth more."""
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

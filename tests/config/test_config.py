@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -210,3 +211,23 @@ def test_every_environment_name_in_the_source_is_listed() -> None:
 def test_the_page_is_what_the_program_says() -> None:
     """`localllm config schema > docs/configuration.md` makes it."""
     assert (ROOT / "docs/configuration.md").read_text() == reference()
+
+
+def test_a_settings_file_that_is_none_is_an_error_and_never_waits(tmp_path: Path) -> None:
+    pipe, loop, long = tmp_path / "pipe.toml", tmp_path / "loop.toml", tmp_path / "long.toml"
+    os.mkfifo(pipe)
+    loop.symlink_to(loop)
+    long.write_text(f"[engine]\nctx = {'9' * 5000}\n")
+    reasons = {
+        pipe: "cannot be read: it is not a regular file",
+        Path("/dev/zero"): "cannot be read: it is not a regular file",
+        loop: "cannot be read: Too many levels of symbolic links",
+        long: "is not valid TOML: ValueError",
+    }
+    for path, reason in reasons.items():
+        assert load(path).warnings == (f"{path} {reason}; ignored, the defaults hold",)
+        with pytest.raises(ConfigError, match=reason):
+            set_key("engine.ctx", "4096", path)
+        with pytest.raises(ConfigError, match=reason):
+            unset_key("engine.ctx", path)
+    assert pipe.is_fifo() and loop.is_symlink()

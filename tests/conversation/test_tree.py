@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,11 +14,15 @@ from localllm.conversation import clipboard
 from localllm.conversation.answer import failure_lines
 from localllm.conversation.markdown import code_blocks
 from localllm.conversation.slash import matching, understand
+from localllm.conversation.storage import restored, saved_messages
 from localllm.conversation.tree import Conversation
 from localllm.errors import ConfigError
+from localllm.history.records import SavedChat, SavedMessage
 from localllm.interface import Failed
 from localllm.request import Timing, Usage
 from localllm.tui.stderr_guard import stderr_to
+
+ROLES = ("user", "assistant", "system", "tool", "")
 
 
 @pytest.mark.parametrize(
@@ -136,3 +142,26 @@ def test_a_chat_names_itself_after_its_first_question_unless_told_not_to() -> No
     assert talk.shown_title == ""
     talk.title = "Build"
     assert talk.shown_title == "Build"
+
+
+def test_any_rows_make_a_conversation_that_goes_on() -> None:
+    """Roles of other programs, parents that are missing or go round in circles, a leaf that is not there."""
+    draw = random.Random(7)
+    for _ in range(300):
+        ids = range(1, draw.randint(2, 8))
+        rows = [
+            SavedMessage(i, "c", draw.choice([None, i - 1 or None, *range(9)]), draw.choice(ROLES), f"text {i}")
+            for i in ids
+        ]
+        talk = restored(SavedChat("c", leaf_id=draw.choice([None, *range(9)])), rows)
+        asked = talk.ask("and now?")
+        assert talk.messages(asked)[-1]["content"] == "and now?"
+        assert talk.messages(talk.again(asked))[-1]["content"] == "and now?"
+        assert [one.role for one in saved_messages(asked)] == ["user"]
+
+
+def test_a_saved_chat_sets_only_what_a_setting_can_be() -> None:
+    kept = {"temperature": "hot", "top_k": 10**400, "top_p": 0.5, "min_p": None, "nonsense": 1, "seed": []}
+    sampling: dict[str, Any] = {}
+    talk = restored(SavedChat("c", params={"sampling": kept, "think": ["on"], "summary": None}), [], sampling)
+    assert sampling == {"top_p": 0.5} and talk.think == "auto"

@@ -191,3 +191,12 @@ def test_the_file_of_prompts_stays_small(tmp_path: Path, monkeypatch: pytest.Mon
         history.add(f"prompt number {number}")
     assert history.path.stat().st_size < 3000
     assert history.load()[-1] == "prompt number 199"
+
+
+@pytest.mark.parametrize("when", [1e999, 1e300, 10**400, -1, "now", True])
+def test_a_time_that_is_none_is_passed_over(tmp_path: Path, when: object) -> None:
+    messages = [{"id": 1, "role": "user", "content": "Hi", "created": when}, {"id": 2, "role": "tool", "content": "x"}]
+    path = tmp_path / "export.json"
+    path.write_text(json.dumps({"id": "a", "leaf_id": 1, "created": when, "messages": messages}))
+    ((chat, read),) = read_export(path).chats
+    assert chat.created < 1e11 and [message.role for message in read] == ["user"]

@@ -16,9 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from localllm.conversation.storage import restored
 from localllm.errors import LocalLLMError
 from localllm.history import database as database_module
 from localllm.history.database import HistoryError
+from localllm.history.export import FORMATS, render
 from localllm.history.records import SavedChat, SavedMessage, active_path, day_of, new_message_id
 from localllm.history.store import History
 
@@ -338,3 +340,48 @@ def test_the_files_of_one_user_are_not_for_others(path: Path) -> None:
     finally:
         os.umask(before)
     assert path.stat().st_mode & 0o077 == 0 and path.parent.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize(
+    "value", ["soon", b"\xff\x00", 1e300, -1e300, float("inf"), "9" * 400, 2**62, -(2**62)], ids=repr
+)
+def test_a_row_whose_values_are_of_other_types_is_read_and_hides_no_other(path: Path, value: object) -> None:
+    with History(path) as history:
+        filled(history)
+        filled(history, "bb22", "Why is grass green?")
+    columns = {
+        "chats": "title model system params_json created updated leaf_id",
+        "messages": "parent_id role content reasoning model params_json stats_json created status",
+    }
+    with contextlib.closing(sqlite3.connect(path)) as opened:
+        for table, names in columns.items():
+            changes = ", ".join(f"{name} = :value" for name in names.split())
+            which = "id" if table == "chats" else "chat_id"
+            opened.execute(f"UPDATE {table} SET {changes} WHERE {which} = 'bb22'", {"value": value})
+        opened.commit()
+    with History(path) as history:
+        rows = {chat.id: chat for chat in history.chats()}
+        assert rows.keys() == {"aa11", "bb22"} and rows["aa11"].title == "Sky"
+        for chat in rows.values():
+            messages = history.messages(chat.id)
+            assert len(messages) == 2
+            for one in (chat, *messages):
+                day_of(one.created)
+                assert time.gmtime(one.created).tm_year < 9999
+                assert isinstance(one.model, str) and isinstance(one.params, dict)
+            for kind in FORMATS:
+                assert render(chat, messages, kind)
+            talk = restored(chat, messages)
+            talk.ask("and now?")
+        assert [hit.chat_id for hit in history.search("grass sky")] == []
+        assert [hit.chat_id for hit in history.search("Rayleigh")] == ["aa11"]
+
+
+def test_a_text_that_is_no_utf8_hides_no_other(path: Path) -> None:
+    with History(path) as history:
+        filled(history)
+    with contextlib.closing(sqlite3.connect(path)) as opened:
+        opened.execute("UPDATE chats SET title = CAST(x'ff41' AS TEXT)")
+        opened.commit()
+    with History(path) as history:
+        assert [chat.title for chat in history.chats()] == ["\ufffdA"]
