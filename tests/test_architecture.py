@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "history": set(),
     "sandbox": set(),
     "processes": set(),
-    "tokenizer": {"checkpoint"},
+    "tokenizer": {"checkpoint", "sandbox"},
     "chat": {"tokenizer", "sandbox"},
     "grammar": {"chat", "tokenizer", "sandbox"},
     "hub": {"config", "models.architectures"},

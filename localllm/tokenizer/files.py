@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Container, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,7 +18,8 @@ from localllm.checkpoint.opening import inside
 from localllm.errors import BadModelFile, UnsupportedFormat
 from localllm.tokenizer.gguf_vocabulary import CONTROL, Vocabulary, build_backend, read_vocabulary
 from localllm.tokenizer.tokenizer import Tokenizer
-from localllm.tokenizer.tokenizer_json import read_backend
+from localllm.tokenizer.tokenizer_json import MAX_RUNS, parsed, read_backend
+from localllm.tokenizer.trial import vet
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -152,13 +154,18 @@ def _add_configured_tokens(backend: Backend, listed: Any) -> None:
     if not isinstance(listed, dict):
         return
     numbered = sorted((int(key), entry) for key, entry in listed.items() if str(key).isdecimal() and len(key) < 10)
+    tokens: dict[str, AddedToken] = {}
     for index, entry in numbered:
         text = _token_text(entry)
-        if text and index == backend.get_vocab_size() and backend.token_to_id(text) is None:
+        is_next = index == backend.get_vocab_size() + len(tokens)
+        if text and is_next and text not in tokens and backend.token_to_id(text) is None:
             flags = {name: bool(entry.get(name)) for name in ("lstrip", "rstrip", "normalized", "single_word")}
-            token = AddedToken(text, special=bool(entry.get("special")), **flags)
-            add = backend.add_special_tokens if token.special else backend.add_tokens
-            add([token])
+            tokens[text] = AddedToken(text, special=bool(entry.get("special")), **flags)
+    runs = [(special, list(run)) for special, run in groupby(tokens.values(), lambda token: token.special)]
+    if len(runs) > MAX_RUNS:
+        raise BadModelFile(f"tokenizer_config.json adds {len(runs):,} runs of tokens, the limit is {MAX_RUNS}")
+    for special, run in runs:
+        (backend.add_special_tokens if special else backend.add_tokens)(run)
 
 
 def _folder_templates(ckpt: Checkpoint, config: Mapping[str, Any]) -> tuple[str | None, dict[str, str]]:
@@ -226,7 +233,9 @@ def parse_backend(data: bytes, name: str) -> Backend:
     strings = data.count(b'"') // 2
     if strings > MAX_TOKENIZER_STRINGS:
         raise BadModelFile(f"{name} holds {strings:,} strings, the limit is {MAX_TOKENIZER_STRINGS:,}")
-    backend = _guarded(lambda: read_backend(data), name)
+    document = parsed(data)
+    vet(data, document, name)
+    backend = _guarded(lambda: read_backend(data, document), name)
     backend.no_truncation()
     backend.no_padding()
     return backend

@@ -17,7 +17,7 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from localllm.errors import BadModelFile, InvalidRequest, UnsupportedFormat
-from localllm.tokenizer.regex import PRE_TOKENIZERS
+from localllm.tokenizer.trial import KNOWN_PATTERNS, growth_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -28,7 +28,8 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 # of those two take 2 and 11 s for 50,000 digits; a hostile one may never end.
 UNWATCHED_CHARS = {True: 10_000, False: 16}
 LIMIT_S, CHARS_PER_S = 2.0, 50_000  # The time limit: 2 s, and one more for each 50,000 characters.
-_KNOWN_PATTERNS = frozenset(pattern for patterns in PRE_TOKENIZERS.values() for pattern in patterns)
+FREE_GROWTH = 4.0  # what steps may make of any text
+MAX_GROWN_BYTES = 16 << 20  # what others may make of a text at most
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -81,7 +82,8 @@ class Tokenizer:
         """`load_tokenizer` makes it. `vocab_size` None: as the back end counts."""
         self._backend = backend
         self._lock = threading.Lock()  # encode_special_tokens is a switch on the shared back end
-        self._unwatched_chars = UNWATCHED_CHARS[_patterns(backend) <= _KNOWN_PATTERNS]
+        self._unwatched_chars = UNWATCHED_CHARS[_patterns(backend) <= KNOWN_PATTERNS]
+        self._growth = growth_of(backend)  # how many bytes of one byte its steps can make
         self._added = dict(backend.get_added_tokens_decoder())
         # the second: the vocabulary puts a space before the first word of every text (Llama 2 and its kin)
         self._byte_level, self.strips_first_space = _decoder_kind(backend)
@@ -217,6 +219,8 @@ class Tokenizer:
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
         limit = LIMIT_S + len(text) / CHARS_PER_S
+        if self._growth > FREE_GROWTH and len(text.encode()) * self._growth > MAX_GROWN_BYTES:
+            raise _gave_up(text, f"its steps may make over {MAX_GROWN_BYTES >> 20} MiB of it")
         if len(text) <= self._unwatched_chars:
             return self._encode_now(text, special, limit)
         ids: Future[list[int]] = Future()

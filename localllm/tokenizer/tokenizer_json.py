@@ -49,14 +49,23 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def read_backend(data: bytes) -> Backend:
-    """The back end of a tokenizer.json. Raises what `tokenizers` raises, which may be a panic."""
+def parsed(data: bytes) -> Any:
+    """A tokenizer.json as JSON; None where it is malformed, or would make too many objects."""
+    if sum(map(data.count, (b",", b"[", b"{"))) > MAX_VALUES:
+        return None
+    with suppress(ValueError, RecursionError), no_collection():
+        return json.loads(data)
+    return None
+
+
+def read_backend(data: bytes, document: Any) -> Backend:
+    """The back end of a tokenizer.json, `parsed` before. Raises what `tokenizers` raises, which may be a panic."""
     from tokenizers import Tokenizer
 
-    if len(data) >= LARGE_BYTES and sum(map(data.count, (b",", b"[", b"{"))) <= MAX_VALUES:
+    if len(data) >= LARGE_BYTES:
         # malformed in some way: `from_buffer` says how
         with suppress(Exception), no_collection():
-            backend = _in_pieces(json.loads(data))
+            backend = _in_pieces(document)
             if backend is not None:
                 return backend
     return Tokenizer.from_buffer(data)

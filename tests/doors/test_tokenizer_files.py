@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tiny_models import (
     ARRAY,
+    F32,
     MERGES,
     STRING,
     array,
@@ -21,6 +22,8 @@ from tiny_models import (
     tokenizer_json,
     vocabulary,
 )
+
+from localllm.tokenizer import trial
 
 from .conftest import Door, quick_and_small, refused
 
@@ -165,19 +168,111 @@ def _cut_by(pattern: str) -> Callable[[dict[str, Any]], object]:
     return _top(pre_tokenizer={"type": "Sequence", "pretokenizers": [split, level]})
 
 
-# the last one only takes long: 2 s for 30,000 characters, which nothing can interrupt
-@pytest.mark.parametrize(("pattern", "length"), [("(a+)+b", 100_000), ("(a|aa)+$b", 100_000), ("a+b", 30_000)])
-def test_a_catastrophic_pattern_on_100_kb(
-    pattern: str, length: int, door: Door, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_pattern_that_takes_long_on_30_kb(
+    door: Door, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """2 s for 30,000 characters, which nothing can interrupt."""
     from localllm.tokenizer import tokenizer
 
     monkeypatch.setattr(tokenizer, "LIMIT_S", 0.2)
     monkeypatch.setattr(tokenizer, "CHARS_PER_S", 1_000_000)
-    change(folder, _cut_by(pattern))
+    change(folder, _cut_by("a+b"))
     prompt = tmp_path / "prompt.txt"
-    prompt.write_text("a" * length)
+    prompt.write_text("a" * 30_000)
     result = door("run", folder, "-f", prompt)
     quick_and_small(result, 10)
-    what, hint = refused(result, f"model: the tokenizer cannot split a text of {length // 1000},")
+    what, hint = refused(result, "model: the tokenizer cannot split a text of 30,")
     assert "shorter text" in hint
+
+
+# --- what grows or never ends ----------------------------------------------------------------------------------------
+
+
+def _replace(pattern: str, content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {"String": pattern}, "content": content}
+
+
+def _normalizers(*steps: dict[str, Any]) -> Callable[[dict[str, Any]], object]:
+    return _top(normalizer={"type": "Sequence", "normalizers": list(steps)})
+
+
+LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+NESTED: dict[str, Any] = _replace("h", "hh" * 500)
+for _ in range(8):
+    NESTED = {"type": "Sequence", "normalizers": [NESTED, _replace("h", "hhhh")]}
+BOMBS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "doubled_forty_times": _normalizers(*[_replace("h", "hh")] * 40),
+    "doubled_in_nested_steps": _top(normalizer=NESTED),
+    "one_step_of_a_megabyte": _normalizers(_replace("h", "h" * (1 << 20))),
+    "doubled_by_compatibility": _normalizers(
+        *[_replace("h", "\ufdfa"), {"type": "NFKD"}, _replace("\u0644", "h")] * 12
+    ),
+    "bytes_of_bytes": _top(pre_tokenizer={"type": "Sequence", "pretokenizers": [LEVEL] * 40}),
+    "without_a_type": _top(normalizer={"normalizers": [_replace("h", "hh")] * 40}),
+    "nested_repeats": _cut_by("(a+)+b"),
+    "ambiguous_choice": _cut_by("(a|aa)+$b"),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_what_grows_or_never_ends_is_refused_once_and_for_all(
+    name: str, door: Door, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where an added token goes through the steps while the file is opened."""
+    monkeypatch.setenv("LOCALLLM_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(trial, "WALL_S", 15.0)
+    added = {"id": 271, "content": "h" * 50, "single_word": False, "lstrip": False, "rstrip": False}
+    change(folder, BOMBS[name])
+    change(folder, lambda value: value["added_tokens"].append(added | {"normalized": True, "special": False}))
+    refuse(door, folder, "tokenizer", "model: the tokenizer")
+    monkeypatch.setattr(trial, "_ask", lambda data: pytest.fail("the verdict was known"))
+    result = door("run", folder, "hi", "--max-tokens", "1")
+    assert result.code == 12 and result.cpu_seconds < 1
+    assert "no: " in door("show", folder, "--json").stdout
+
+
+def test_a_tokenizer_stored_in_a_gguf_is_vetted_too(door: Door, tmp_path: Path) -> None:
+    tokens, path, stored = vocabulary(), tmp_path / "bomb.gguf", tokenizer_json()
+    BOMBS["doubled_forty_times"](stored)
+    keys = tiny_keys(tokens, layers=1) | {"tokenizer.huggingface.json": (STRING, json.dumps(stored))}
+    path.write_bytes(assemble(keys, tiny_tensors(len(tokens), "Q8_0", layers=1)))
+    what = refuse(door, path, path.name)
+    assert "make up to 4e+12 bytes of one, the limit is 1,024" in what
+
+
+def test_a_token_of_a_megabyte_is_not_taken_apart(door: Door, tmp_path: Path) -> None:
+    """Its merges would take a trillion steps."""
+    tokens, path = vocabulary(), tmp_path / "long.gguf"
+    tokens[-1] = "a" * (1 << 20)
+    keys = tiny_keys(tokens, layers=1)
+    del keys["tokenizer.ggml.merges"]
+    scores = {"tokenizer.ggml.scores": (ARRAY, array(F32, [0.0] * len(tokens)))}
+    keys |= scores | {"tokenizer.ggml.model": (STRING, "llama")}
+    path.write_bytes(assemble(keys, tiny_tensors(len(tokens), "Q8_0", layers=1)))
+    assert "tokens of up to 1,048,576 characters" in refuse(door, path, path.name)
+
+
+def test_thousands_of_configured_tokens_are_added_at_once(door: Door, folder: Path) -> None:
+    listed = {str(271 + n): {"content": f"<extra_{n}>", "special": n % 2 == 0} for n in range(5000)}
+    change(folder, _top(added_tokens_decoder=listed), "tokenizer_config.json")
+    assert "adds 5,000 runs of tokens, the limit is 32" in refuse(door, folder, "model: ")
+
+
+def test_a_panic_is_an_error_and_prints_nothing_else(
+    door: Door, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    change(folder, _model(continuing_subword_prefix="zz"))
+    refuse(door, folder, "tokenizer.json is not a usable tokenizer")
+    assert "panicked" not in capfd.readouterr().err
+
+
+def test_an_unusual_tokenizer_is_tried_once(
+    door: Door, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCALLLM_HOME", str(tmp_path / "home"))
+    asked, ask = [], trial._ask
+    monkeypatch.setattr(trial, "_ask", lambda data: asked.append(1) or ask(data))
+    change(folder, _cut_by("[a-z]+|[0-9]"))
+    for _ in range(2):
+        assert door("run", folder, "hi", "--max-tokens", "1").code == 0
+    assert asked == [1]

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from localllm.errors import BadModelFile
 from localllm.tokenizer import tokenizer_json
 from localllm.tokenizer.files import parse_backend
-from localllm.tokenizer.tokenizer_json import Patient, read_backend
+from localllm.tokenizer.tokenizer_json import Patient
 
 TEXTS = ["Hello world, hello!", "  spaces\n\nand <s> marks </s> <x>", "wörld 12345 \u4e16\u754c \U0001f600", ""]
 CHARS = sorted({*"helowrd \u0120\u2581 H,!<s>xanm12345k\n/", *(f"<0x{i:02X}>" for i in range(256))})
@@ -30,6 +30,10 @@ def made(**options):
     begin = backend.token_to_id("<s>")
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
     return backend
+
+
+def read_backend(data):
+    return tokenizer_json.read_backend(data, tokenizer_json.parsed(data))
 
 
 def spelled(document, style):
