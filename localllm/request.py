@@ -308,6 +308,7 @@ class TokenEvent:
     scores: Any = None  # numpy float32 [rows, vocab], only for `score` requests
     pooled: Any = None  # numpy float32 [hidden], only for `pooling` requests
     prefill: tuple[int, int] | None = None  # (prompt tokens done, of how many)
+    cached_tokens: int | None = None  # of the prompt, from the prefix cache; in the first event
     usage: Usage | None = None
     timing: Timing | None = None
     error: Exception | None = None

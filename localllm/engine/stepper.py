@@ -188,7 +188,12 @@ class Stepper:
                 self._publisher.finish(sequence, FinishReason.STOP, pooled_event(sequence))
             elif left > 0 and sequence.num_output_tokens == 0:
                 progress = (sequence.num_computed_tokens, sequence.num_prompt_tokens)
-                self._publisher.add(TokenEvent(sequence.request.request_id, sequence.index, prefill=progress))
+                self._publisher.add(
+                    TokenEvent(
+                        sequence.request.request_id, sequence.index, prefill=progress,
+                        cached_tokens=sequence.num_cached_tokens,
+                    )
+                )  # fmt: skip
 
     def _advance(self, sequence: Sequence, result: RowResult, now: float, is_fed: bool) -> None:
         """Append a sequence's token, and make the event that tells of it. `is_fed` as in `_append`."""
@@ -196,8 +201,9 @@ class Stepper:
             self._publisher.fail(sequence, explained(result))
             return
         token, logprob = result
-        event = TokenEvent(sequence.request.request_id, sequence.index)
         had = sequence.num_output_tokens
+        cached = None if had else sequence.num_cached_tokens
+        event = TokenEvent(sequence.request.request_id, sequence.index, cached_tokens=cached)
         try:
             self._append(sequence, token, event, is_fed)
             if sequence.stop_check is not None and sequence.finish_reason is None:

@@ -56,6 +56,7 @@ class OutputDelta:
     usage: Usage | None = None
     timing: Timing | None = None
     error: LocalLLMError | None = None
+    cached_tokens: int | None = None  # of the prompt, from the prefix cache; in the first delta
 
     @property
     def text(self) -> str:
@@ -169,7 +170,7 @@ class OutputProcessor:
         error = event.error if isinstance(event.error, LocalLLMError) else None
         return OutputDelta(
             index, parts, event.token_ids, event.logprobs, event.finish_reason, event.stop_reason, event.prefill,
-            event.prompt_logprobs, usage, event.timing, error,
+            event.prompt_logprobs, usage, event.timing, error, event.cached_tokens,
         )  # fmt: skip
 
     def listener(self, tell: Callable[[OutputDelta], None], abort: Callable[[], None]) -> Callable[[TokenEvent], None]:

@@ -69,6 +69,7 @@ LINES = "application/x-ndjson"
 # where a field of a chat request has a name of its own: for errors
 RENAMES: dict[str, Callable[[str | None], str | None]] = {
     "/v1/responses": responses_schemas.renamed,
+    "/v1/responses/input_tokens": responses_schemas.renamed,
     "/v1/messages": anthropic_schemas.renamed,
     "/v1/messages/count_tokens": anthropic_schemas.renamed,
     "/api/chat": ollama_schemas.renamed,
@@ -83,6 +84,7 @@ ROUTES: tuple[Route, ...] = (
     Route("POST", "/v1/chat/completions", completions.chat_completions, COMPLETION, SSE, needs_room=True),
     Route("POST", "/v1/completions", completions.completions, COMPLETION, SSE, needs_room=True),
     Route("POST", "/v1/responses", responses.create_response, RESPONSE, SSE, needs_room=True),
+    Route("POST", "/v1/responses/input_tokens", responses.count_input_tokens, ("object", "input_tokens")),
     Route("GET", "/v1/responses/{response_id}", responses.get_response, RESPONSE),
     Route("DELETE", "/v1/responses/{response_id}", responses.delete_response, ("id", "object", "deleted")),
     Route("GET", "/v1/responses/{response_id}/input_items", responses.list_input_items, ("object", "data")),
@@ -151,6 +153,8 @@ async def _on_error(request: Request, error: Exception) -> Response:
                 shown.param = rename(shown.param)
         case HTTPException(status_code=404):
             shown = ApiError(404, "There is no such route.", code="unknown_url")
+        case HTTPException(status_code=405) if request.method == "POST" and _is_named_by_id(request):
+            shown = ApiError(404, "There is no such route.", code="unknown_url")  # an operation that others have
         case HTTPException(status_code=405):
             shown = ApiError(405, "This route does not take that method.", code="method_not_supported")
         case HTTPException():
@@ -165,8 +169,16 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 def _methods(request: Request) -> set[str]:
     """The methods that a path takes: each has a route of its own, and an error knows only the first."""
-    matching = (route for route in request.app.router.routes if route.matches(request.scope)[0] is not Match.NONE)
-    return {method for route in matching for method in route.methods or ()}
+    return {method for route in _matching(request) for method in route.methods or ()}
+
+
+def _is_named_by_id(request: Request) -> bool:
+    """Whether a path ends with what is taken for an id: /v1/responses/compact."""
+    return all(route.path.endswith("}") for route in _matching(request))
+
+
+def _matching(request: Request) -> list[Any]:
+    return [route for route in request.app.router.routes if route.matches(request.scope)[0] is not Match.NONE]
 
 
 REF = "#/components/schemas/{model}"

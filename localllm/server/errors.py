@@ -6,11 +6,12 @@ OpenAI's shape has all four keys always; below `/v1/messages` it is Anthropic's,
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.responses import JSONResponse
 
-from localllm.errors import LocalLLMError
+from localllm.errors import ContextTooLong, LocalLLMError
 
 RETRY_AFTER_S = 2
 ANTHROPIC_TYPES = {
@@ -25,9 +26,10 @@ class ApiError(LocalLLMError):
 
     def __init__(
         self, status: int, message: str, kind: str = "invalid_request_error", code: str | None = None,
-        param: str | None = None, *, retry_after: int = RETRY_AFTER_S,
+        param: str | None = None, *, retry_after: int = RETRY_AFTER_S, details: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(message, param=param)
+        self.details = details  # what only Anthropic's errors have a place for
         self.status, self.kind, self.api_code, self.retry_after = status, kind, code, retry_after
 
 
@@ -58,7 +60,13 @@ def bug() -> ApiError:
 
 def openai_body(error: LocalLLMError) -> dict[str, Any]:
     """{"error": {message, type, param, code}}"""
-    shown = {"message": _sentence(error.message), "type": error.kind, "param": error.param, "code": error.api_code}
+    message = error.message
+    if too_long := _too_long(error):  # clients look for these words, with numbers as plain digits
+        have, most = too_long
+        message = (
+            f"This model's maximum context length is {most} tokens. However, your messages resulted in {have} tokens"
+        )
+    shown = {"message": _sentence(message), "type": error.kind, "param": error.param, "code": error.api_code}
     return {"error": shown}
 
 
@@ -66,7 +74,18 @@ def anthropic_body(error: LocalLLMError) -> dict[str, Any]:
     """{"type": "error", "error": {type, message}}; what has no place in it of its own is in the message."""
     kind = ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     where = f"{error.param}: " if error.param and not error.message.startswith(error.param) else ""
-    return {"type": "error", "error": {"type": kind, "message": _sentence(where + error.message)}}
+    shown = {"type": kind, "message": _sentence(where + error.message)}
+    if too_long := _too_long(error):  # as above
+        shown["message"] = "prompt is too long: {} tokens > {} maximum".format(*too_long)
+    details = getattr(error, "details", None)
+    return {"type": "error", "error": shown | ({"details": details} if details else {})}
+
+
+def _too_long(error: LocalLLMError) -> tuple[int, int] | None:
+    """(tokens of the prompt, tokens that there is room for)"""
+    if not isinstance(error, ContextTooLong) or "prompt_tokens" not in error.context:
+        return None
+    return error.context["prompt_tokens"], error.context["max_context"]
 
 
 def error_text(error: LocalLLMError) -> str:

@@ -151,15 +151,16 @@ class Exchanges:
         def begin(message: Message) -> Headers:
             exchange.status = message["status"]
             took = 1000 * (time.monotonic() - exchange.started)
+            number = exchange.request_id.encode()
             return [
-                (b"x-request-id", exchange.request_id.encode()), (b"openai-processing-ms", f"{took:.0f}".encode()),
+                (b"x-request-id", number), (b"request-id", number), (b"openai-processing-ms", f"{took:.0f}".encode()),
             ]  # fmt: skip
 
         send = with_headers(send, begin)
         try:
             await self.app(scope, receive, send)
         except (ClientLeft, ClientDisconnect):
-            exchange.status = 499
+            exchange.status, exchange.note = 499, ""
         except Exception:
             log.exception("request %s failed", exchange.request_id)
             exchange.note = "internal_error"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -21,9 +22,11 @@ from .served_model import Library
 
 PREFLIGHT = {
     "Access-Control-Allow-Methods": "GET, POST, DELETE",
-    "Access-Control-Allow-Headers": "authorization, content-type, x-api-key, anthropic-version, x-request-id",
     "Access-Control-Max-Age": "600",
 }
+ALLOWED_HEADERS = "authorization, content-type, x-api-key, anthropic-version, x-request-id"
+HEADER_NAMES = re.compile(r"[A-Za-z0-9-]+(, ?[A-Za-z0-9-]+)*")
+EXPOSED_HEADERS = b"x-request-id, request-id, retry-after, retry-after-ms, openai-processing-ms"
 OPEN_PATHS = {"/health", "/ping"}
 LOCAL_SUFFIXES = (".localhost", ".local", ".internal")
 MAX_HEADERS = 100
@@ -96,10 +99,17 @@ class Gate:
             await refuse(scope, error)(scope, receive, send)
             return
         if origin is not None:  # the gate let it in: the browser may read the answer
-            extra = [(b"access-control-allow-origin", origin.encode("latin-1")), (b"vary", b"Origin")]
+            extra = [
+                (b"access-control-allow-origin", origin.encode("latin-1")), (b"vary", b"Origin"),
+                (b"access-control-expose-headers", EXPOSED_HEADERS),
+            ]  # fmt: skip
             send = with_headers(send, lambda _: extra)
             if scope["method"] == "OPTIONS":
-                await Response(status_code=204, headers=PREFLIGHT)(scope, receive, send)
+                # whatever the client's SDK adds: the origin is one that the owner named
+                asked = next((v.decode("latin-1") for n, v in headers if n == b"access-control-request-headers"), "")
+                names = asked if HEADER_NAMES.fullmatch(asked) else ALLOWED_HEADERS
+                preflight = PREFLIGHT | {"Access-Control-Allow-Headers": names}
+                await Response(status_code=204, headers=preflight)(scope, receive, send)
                 return
         if scope["method"] == "POST" and scope["path"] in self.crowded:
             try:

@@ -209,6 +209,7 @@ def merge(first: OutputDelta, later: OutputDelta) -> None:
             first.parts.append((kind, text))
     first.token_ids = [*first.token_ids, *later.token_ids]
     first.logprobs = [*first.logprobs, *later.logprobs]
-    for name in ("finish_reason", "stop_reason", "prefill", "prompt_logprobs", "usage", "timing", "error"):
+    also = "finish_reason", "stop_reason", "prefill", "prompt_logprobs", "usage", "timing", "error", "cached_tokens"
+    for name in also:
         if (value := getattr(later, name)) is not None:
             setattr(first, name, value)

@@ -118,6 +118,8 @@ async def test_extras_of_other_servers(client):
     streamed = events((await client.post(CHAT, json=ask(**fields, stream=True))).text)
     ids = [i for c in streamed for x in c["choices"] for i in x.get("token_ids", [])]
     assert ids == choice["token_ids"] and streamed[0]["prompt_token_ids"] == body["prompt_token_ids"]
+    assert all(chunk["choices"] for chunk in streamed)  # clients read choices[0] of every chunk
+    assert [c["timings"]["predicted_n"] for c in streamed if "timings" in c] == [8] and "timings" in streamed[-1]
 
 
 async def test_stop_strings_and_how_they_show(client):

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 
 import anthropic
 import httpx2
@@ -13,7 +14,7 @@ from localllm.request import Message
 from localllm.server import AppOptions, create_app
 from localllm.server.generation import without_oldest
 
-from .conftest import MESSAGES, RESPONSES, named_events
+from .conftest import CHAT, MESSAGES, RESPONSES, named_events
 
 HELLO = [{"role": "user", "content": "hello there"}]
 
@@ -130,13 +131,27 @@ async def test_a_response_that_is_not_stored_is_gone(client):
         "parallel_tool_calls", "temperature", "tool_choice", "tools", "top_p", "status", "usage",
     }  # fmt: skip
     assert required <= set(body)
-    assert {"cached_tokens"} == set(body["usage"]["input_tokens_details"])
+    assert {"cached_tokens", "cache_write_tokens"} == set(body["usage"]["input_tokens_details"])
+
+
+async def test_a_response_has_every_field_of_open_responses(client):
+    body = (await client.post(RESPONSES, json=respond(presence_penalty=0.5))).json()
+    assert (body["presence_penalty"], body["frequency_penalty"], body["text"]["verbosity"]) == (0.5, 0.0, "medium")
+
+
+async def test_the_tokens_of_an_input_are_counted(client):
+    first = (await client.post(RESPONSES, json=respond())).json()
+    asked = {"model": "tiny", "input": "hello there"}
+    counted = (await client.post(f"{RESPONSES}/input_tokens", json=asked)).json()
+    assert counted == {"object": "response.input_tokens", "input_tokens": first["usage"]["input_tokens"]}
+    more = (await client.post(f"{RESPONSES}/input_tokens", json=asked | {"previous_response_id": first["id"]})).json()
+    assert more["input_tokens"] > counted["input_tokens"]
 
 
 BAD_RESPONSES = [
     (respond(background=True), "background"),
     (respond(conversation="c"), "conversation"),
-    (respond(tools=[{"type": "web_search"}]), "tools[0]"),
+    (respond(tools=[{"type": "web_search"}], tool_choice={"type": "web_search"}), "tool_choice"),
     (respond(max_output_tokens=8), "max_output_tokens"),
     (respond(input=[]), "input"),
     (respond(input=[{"role": "robot", "content": "x"}]), "input[0].role"),
@@ -267,6 +282,45 @@ async def test_anthropic_errors_are_its_own(claude, client, make_client):
         assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
         sent = {"model": "tiny", "max_tokens": 4, "messages": HELLO}
         assert (await locked.post(MESSAGES, json=sent, headers={"x-api-key": "secret-key"})).status_code == 200
+
+
+async def test_anthropic_threads_are_refused_as_its_sdks_expect(client):
+    """They then send the whole conversation; a thread that is ignored would lose all but the last message."""
+    sent = {"model": "tiny", "max_tokens": 4, "messages": HELLO, "thread": {"type": "create"}}
+    for path in (MESSAGES, f"{MESSAGES}/count_tokens"):
+        refused = await client.post(path, json=sent)
+        error = refused.json()["error"]
+        assert (refused.status_code, error["type"]) == (400, "invalid_request_error")
+        assert error["details"]["error_code"] == "thread_unsupported_request"
+    assert (await client.post(MESSAGES, json=sent | {"thread": None})).status_code == 200
+
+
+async def test_anthropic_messages_have_every_field(client):
+    sent = {"model": "tiny", "max_tokens": 4, "messages": HELLO, "temperature": 0}
+    answer = await client.post(MESSAGES, json=sent)
+    assert answer.headers["request-id"] == answer.headers["x-request-id"]
+    whole = answer.json()
+    assert whole["container"] is None and whole["stop_details"] is None and whole["content"][0]["citations"] is None
+    assert whole["usage"]["service_tier"] == "standard" and whole["usage"]["output_tokens_details"] == {
+        "thinking_tokens": 0
+    }
+    streamed = dict(named_events((await client.post(MESSAGES, json=sent | {"stream": True})).text))
+    start, end = streamed["message_start"]["message"]["usage"], streamed["message_delta"]["usage"]
+    assert set(start) == set(whole["usage"]) and set(end) < set(start)
+    for name in ("input_tokens", "cache_read_input_tokens"):
+        assert start[name] == end[name]
+    assert start["cache_read_input_tokens"] + start["input_tokens"] == sum(
+        whole["usage"][name] for name in ("input_tokens", "cache_read_input_tokens")
+    )
+
+
+async def test_too_long_is_said_in_the_words_that_clients_look_for(client):
+    long = [{"role": "user", "content": "x" * 3000}]
+    error = (await client.post(CHAT, json={"model": "tiny", "messages": long})).json()["error"]
+    assert re.search(r"maximum context length is \d+ tokens\. .* resulted in \d{4} tokens", error["message"])
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+    error = (await client.post(MESSAGES, json={"model": "tiny", "max_tokens": 4, "messages": long})).json()["error"]
+    assert re.fullmatch(r"prompt is too long: \d{4} tokens > \d+ maximum", error["message"])
 
 
 async def test_anthropic_events_in_order(client):

@@ -144,6 +144,15 @@ async def test_the_preflight_needs_no_key(make_client):
         assert preflight.status_code == 204
         assert preflight.headers["access-control-allow-origin"] == "http://localhost:3000"
         assert "*" not in preflight.headers.values()
+        assert "x-api-key" in preflight.headers["access-control-allow-headers"]
+        # what the JavaScript SDKs of OpenAI and Anthropic add
+        names = "anthropic-dangerous-direct-browser-access,authorization,content-type,x-stainless-lang"
+        asked = await client.options(CHAT, headers=headers | {"access-control-request-headers": names})
+        assert asked.headers["access-control-allow-headers"] == names
+        odd = await client.options(CHAT, headers=headers | {"access-control-request-headers": "a\tb: *"})
+        assert odd.headers["access-control-allow-headers"] == preflight.headers["access-control-allow-headers"]
+        other = await client.options(CHAT, headers=headers | {"origin": "https://evil.example"})
+        assert other.status_code == 403 and "access-control-allow-headers" not in other.headers
         assert (await client.post(CHAT, json=ask(), headers=headers)).status_code == 401
         answer = await client.post(CHAT, json=ask(), headers=headers | {"authorization": "Bearer secret-key"})
         assert answer.status_code == 200
@@ -294,6 +303,12 @@ async def test_a_405_names_every_method_that_is_taken(client):
         response = await client.put(path, json={})
         assert (response.status_code, response.headers["allow"]) == (405, methods)
         assert response.json()["error"]["code"] == "method_not_supported"
+
+
+async def test_an_operation_that_does_not_exist_is_no_id(client):
+    for path in ("/v1/responses/compact", "/v1/models/load"):
+        response = await client.post(path, json={})
+        assert (response.status_code, response.json()["error"]["code"]) == (404, "unknown_url")
 
 
 async def test_reading_changes_nothing(client, tiny_llm):

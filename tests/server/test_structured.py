@@ -106,7 +106,7 @@ def test_constraints_are_read(fields, constraint):
          ToolUse(tuple(TOOLS), "auto", ("f",))),
         ({"functions": [TOOLS[0]["function"]], "function_call": {"name": "f"}},
          ToolUse((TOOLS[0],), "required", ("f",), False)),
-        ({"functions": [TOOLS[0]["function"]], "function_call": "none"}, ToolUse((TOOLS[0],), "none")),
+        ({"functions": [TOOLS[0]["function"]], "function_call": "none"}, ToolUse((TOOLS[0],), "none", (), False)),
         ({"tools": [], "tool_choice": "auto"}, None),
         ({"tools": [], "tool_choice": "none"}, None),
         ({"tool_choice": None}, None),
@@ -370,6 +370,56 @@ async def test_calls_and_results_go_back_in(client):
         "/apply-template", json={"messages": messages[:1], "tools": TOOLS, "tool_choice": "none"}
     )
     assert "now" not in without.json()["prompt"]
+
+
+async def test_functions_are_answered_in_their_own_shape(client):
+    """`functions` came before `tools`: one `function_call`, and messages with the role `function`."""
+    named = {"functions": [TOOLS[0]["function"]], "function_call": {"name": "f"}}
+    choice = (await post(client, **named)).json()["choices"][0]
+    call = choice["message"]["function_call"]
+    assert choice["finish_reason"] == "function_call" and "tool_calls" not in choice["message"]
+    jsonschema.validate(json.loads(call["arguments"]), SCHEMA)
+    choices = [c for e in events((await post(client, stream=True, **named)).text) for c in e["choices"]]
+    deltas = [c["delta"]["function_call"] for c in choices if "function_call" in c["delta"]]
+    assert deltas[0]["name"] == "f" and "".join(d["arguments"] for d in deltas) == call["arguments"]
+    assert choices[-1]["finish_reason"] == "function_call" and not any("tool_calls" in c["delta"] for c in choices)
+    messages = [
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": None, "function_call": call},
+        {"role": "function", "name": "f", "content": "done"},
+    ]
+    prompt = (await client.post("/apply-template", json={"messages": messages})).json()["prompt"]
+    assert '<tool_call>\n{"name": "f"' in prompt and "<tool_response>\ndone\n</tool_response>" in prompt
+    assert (await post(client, messages=messages, functions=named["functions"], max_tokens=4)).status_code == 200
+
+
+@pytest.mark.parametrize("limit", [12, 20, 30])
+async def test_a_call_that_is_cut_is_shown_without_arguments(client, limit):
+    """Where they are an object: half a JSON text is none."""
+    hello, tools = [{"role": "user", "content": "go"}], [{"name": "f", "input_schema": SCHEMA}]
+    answer = await post(client, MESSAGES, messages=hello, tools=tools, max_tokens=limit,
+                        tool_choice={"type": "tool", "name": "f"})  # fmt: skip
+    assert answer.status_code == 200 and answer.json()["stop_reason"] == "max_tokens"
+    assert all(block.get("input", {}) == {} for block in answer.json()["content"])
+    asked = {"model": "tiny", "messages": hello, "tools": TOOLS[:1], "options": {"num_predict": limit}, "stream": False}
+    assert (await client.post("/api/chat", json=asked | {"tool_choice": "required"})).status_code == 200
+
+
+async def test_hosted_tools_are_left_out_of_a_response(client, caplog):
+    """Agents offer them unasked."""
+    flat = {"type": "function", "name": "f", "parameters": SCHEMA}
+    hosted = [{"type": "web_search"}, {"type": "namespace", "name": "agents", "tools": [flat | {"name": "g"}]}]
+    asked = {"model": "tiny", "input": "go", "max_output_tokens": 16}
+    assert (await client.post(RESPONSES, json=asked | {"tools": hosted})).status_code == 200
+    answer = await client.post(RESPONSES, json=asked | {
+        "tools": [*hosted, flat], "tool_choice": "required", "max_output_tokens": 200,
+    })  # fmt: skip
+    assert answer.status_code == 200 and answer.json()["output"][0]["name"] == "f"
+    assert "namespace, web_search" in caplog.text
+    shown = answer.json()["tools"]
+    assert shown == [*hosted, {"description": None, "strict": False, **flat}]
+    forced = await client.post(RESPONSES, json=asked | {"tools": hosted, "tool_choice": "required"})
+    assert forced.status_code == 400 and forced.json()["error"]["param"] == "tool_choice"
 
 
 async def test_the_other_apis_call_too(client):

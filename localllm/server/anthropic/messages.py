@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,7 +13,7 @@ from localllm.llm.outputs import CompletionOutput, OutputDelta
 from localllm.request import FinishReason, Usage
 from localllm.server.anthropic.schemas import CountRequest, MessagesRequest, renamed, to_chat
 from localllm.server.errors import anthropic_body
-from localllm.server.openai.output import new_id
+from localllm.server.openai.output import arguments_of, new_id
 from localllm.server.openai.reading import read_chat, read_conversation
 from localllm.server.reply import StreamFormat, named, reply, unless_left
 from localllm.server.response_stream import Blocks
@@ -48,7 +47,7 @@ async def count_tokens(request: Request, body: CountRequest) -> dict[str, Any]:
 def _message(model: str) -> dict[str, Any]:
     return {
         "id": new_id("msg_"), "type": "message", "role": "assistant", "model": model, "content": [],
-        "stop_reason": None, "stop_sequence": None,
+        "stop_reason": None, "stop_sequence": None, "stop_details": None, "container": None,
     }  # fmt: skip
 
 
@@ -57,11 +56,17 @@ def _blocks(one: CompletionOutput) -> list[dict[str, Any]]:
     if one.reasoning:
         blocks.append({"type": "thinking", "thinking": one.reasoning, "signature": ""})
     if one.text or not one.tool_calls:
-        blocks.append({"type": "text", "text": one.text})
-    for call in one.tool_calls:
-        arguments = json.loads(call["arguments"] or "{}")
-        blocks.append({"type": "tool_use", "id": call["id"], "name": call["name"], "input": arguments})
-    return blocks
+        blocks.append(_text(one.text))
+    return [*blocks, *(_tool_use(call, arguments_of(call)) for call in one.tool_calls)]
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text, "citations": None}
+
+
+def _tool_use(call: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    named_call = {"id": call.get("id") or "", "name": call.get("name") or ""}
+    return {"type": "tool_use", **named_call, "input": arguments, "caller": {"type": "direct"}}
 
 
 def _stop(
@@ -79,7 +84,15 @@ def _usage(usage: Usage) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens, "output_tokens": usage.completion_tokens,
         "cache_read_input_tokens": usage.cached_tokens, "cache_creation_input_tokens": 0,
+        "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens}, "server_tool_use": None,
     }  # fmt: skip
+
+
+# what the usage of a message has besides, but not that of its last event
+_OF_WHOLE = {
+    "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0}, "inference_geo": None,
+    "service_tier": "standard",
+}  # fmt: skip
 
 
 class MessageRendering:
@@ -95,15 +108,26 @@ class MessageRendering:
         reason, sequence = _stop(one.finish_reason, one.stop_reason, has_tool_calls=bool(one.tool_calls))
         return _message(self._reservation.model.name) | {
             "content": _blocks(one), "stop_reason": reason, "stop_sequence": sequence,
-            "usage": _usage(outputs[0].usage),
+            "usage": _usage(outputs[0].usage) | _OF_WHOLE,
         }  # fmt: skip
 
     async def chunks(self) -> AsyncIterator[bytes]:
         stream = self._reservation.stream
-        begin = _message(self._reservation.model.name) | {"usage": _usage(Usage(len(stream.prompts[0])))}
-        yield named("message_start", {"type": "message_start", "message": begin}) + named("ping", {"type": "ping"})
-        async for chunk in stream.rendered(lambda _, delta: self.take(delta)):
+        has_begun = False
+
+        def render(_: int, delta: OutputDelta) -> list[bytes]:
+            nonlocal has_begun
+            events, has_begun = [] if has_begun else self._begin(len(stream.prompts[0]), delta), True
+            return events + self.take(delta)
+
+        async for chunk in stream.rendered(render):
             yield chunk
+
+    def _begin(self, prompt_tokens: int, first: OutputDelta) -> list[bytes]:
+        usage = Usage(prompt_tokens, first.cached_tokens or 0)
+        message = _message(self._reservation.model.name) | {"usage": _usage(usage) | _OF_WHOLE}
+        start = named("message_start", {"type": "message_start", "message": message})
+        return [start, named("ping", {"type": "ping"})]
 
     def take(self, delta: OutputDelta) -> list[bytes]:
         events: list[bytes] = []
@@ -124,11 +148,11 @@ class MessageRendering:
 
     def _open(self, kind: str, call: dict[str, Any]) -> bytes:
         self._index += 1
-        if kind != "tool_call":
-            return self._event("content_block_start", content_block={"type": KINDS[kind], KINDS[kind]: ""})
-        self._called = True
-        named_call = {"id": call.get("id") or "", "name": call.get("name") or ""}
-        return self._event("content_block_start", content_block={"type": "tool_use", **named_call, "input": {}})
+        if kind == "tool_call":
+            self._called, block = True, _tool_use(call, {})
+        else:
+            block = _text("") if kind == "content" else {"type": "thinking", "thinking": "", "signature": ""}
+        return self._event("content_block_start", content_block=block)
 
     def _close(self) -> list[bytes]:
         return [self._event("content_block_stop")] if self._index >= 0 else []
@@ -136,7 +160,7 @@ class MessageRendering:
     def _end(self, last: OutputDelta) -> list[bytes]:
         reason, sequence = _stop(last.finish_reason, last.stop_reason, has_tool_calls=self._called)
         delta = {
-            "type": "message_delta", "delta": {"stop_reason": reason, "stop_sequence": sequence},
-            "usage": _usage(last.usage or Usage()),
+            "type": "message_delta", "usage": _usage(last.usage or Usage()),
+            "delta": {"stop_reason": reason, "stop_sequence": sequence, "stop_details": None, "container": None},
         }  # fmt: skip
         return [*self._close(), named("message_delta", delta), named("message_stop", {"type": "message_stop"})]

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr
 
-from localllm.server.errors import invalid, not_text, unsupported
+from localllm.server.errors import ApiError, invalid, not_text, unsupported
 from localllm.server.openai.reading import chat_request
 from localllm.server.openai.schemas import MAX_MESSAGES, Body, CacheSalt, ChatRequest, Name, Number, ranged
 
@@ -37,6 +37,7 @@ class CountRequest(Body):
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: Thinking | None = None
+    thread: Any = None
 
 
 class MessagesRequest(CountRequest):
@@ -58,6 +59,9 @@ class MessagesRequest(CountRequest):
 
 def to_chat(body: CountRequest) -> ChatRequest:
     """The chat request that answers the same. Raises ApiError."""
+    if body.thread is not None:  # clients then send the whole conversation
+        details = {"error_code": "thread_unsupported_request"}
+        raise ApiError(400, "Threads are not supported: send the whole conversation.", param="thread", details=details)
     messages: list[dict[str, Any]] = []
     if body.system is not None:
         messages.append({"role": "system", "content": _text(body.system, "system")})

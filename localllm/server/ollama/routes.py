@@ -23,7 +23,7 @@ from localllm.request import FinishReason, Timing, TokenLogprob, Usage
 from localllm.server.ollama import schemas
 from localllm.server.ollama.library import OLLAMA_LINES
 from localllm.server.openai.embeddings import MAX_TEXTS, Vectors, pooled_texts, unit
-from localllm.server.openai.output import TokenNames
+from localllm.server.openai.output import TokenNames, arguments_of
 from localllm.server.openai.reading import read_chat, read_completion, split_prompts
 from localllm.server.openai.schemas import ChatRequest, CompletionRequest
 from localllm.server.reply import line, reply, unless_left
@@ -88,7 +88,7 @@ class LineRendering:
         if not isinstance(self.body, schemas.OllamaChatRequest):
             return _head(self.body.model) | {"response": content} | more
         if calls:
-            named = ((call["name"], json.loads(call["arguments"] or "{}")) for call in calls)
+            named = ((call["name"], arguments_of(call)) for call in calls)
             more["tool_calls"] = [{"function": {"name": name, "arguments": values}} for name, values in named]
         return _head(self.body.model) | {"message": {"role": "assistant", "content": content} | more}
 

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localllm.llm.outputs import CompletionOutput, OutputDelta, RequestOutput, add_usage
-from localllm.request import TokenLogprob, Usage
+from localllm.request import FinishReason, TokenLogprob, Usage
 from localllm.server.openai.output import (
     TokenNames,
     finish_name,
@@ -75,6 +75,8 @@ class OpenAIRendering(ABC):
         begin = b"data: " + dumps(head)[:-1] + b',"choices":['  # written once
 
         def render(number: int, delta: OutputDelta) -> list[bytes]:
+            if delta.usage is not None:
+                self._usages[number] = add_usage(self._usages[number], delta.usage)
             if self.continuous:
                 used = Usage(self._running[number].prompt_tokens, 0, len(delta.token_ids))
                 self._running[number] = add_usage(self._running[number], used)
@@ -82,11 +84,9 @@ class OpenAIRendering(ABC):
                 chunks = [data(head | stats | {"choices": [choice]}) for choice in self.choices_of(number, delta)]
             else:
                 chunks = [begin + dumps(choice) + b"]}\n\n" for choice in self.choices_of(number, delta)]
-            if delta.usage is not None:
-                self._usages[number] = add_usage(self._usages[number], delta.usage)
             if delta.finish_reason is not None and self._asked.timings_per_token and delta.timing is not None:
-                timings = timings_json(self._sum([self._usages[number]]), delta.timing)
-                chunks.append(data(head | {"choices": [], "timings": timings}))
+                timings = dumps(timings_json(self._sum([self._usages[number]]), delta.timing))
+                chunks[-1] = chunks[-1].removesuffix(b"}\n\n") + b',"timings":' + timings + b"}\n\n"
             return chunks
 
         async for chunk in self._stream.rendered(render):
@@ -115,6 +115,7 @@ class ChatRendering(OpenAIRendering):
         self._shows_reasoning = body.include_reasoning is not False
         self.head["service_tier"] = "default"
         self._called: set[int] = set()  # answers that called a tool
+        self._is_legacy = body.functions is not None and body.tools is None  # calls are shown as one `function_call`
 
     async def whole(self) -> dict[str, Any]:
         whole = await super().whole()
@@ -126,19 +127,24 @@ class ChatRendering(OpenAIRendering):
 
     def _choice(self, one: CompletionOutput) -> dict[str, Any]:
         calls = tool_calls_json(one.tool_calls)
-        message: dict[str, Any] = {"role": "assistant", "content": one.text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": one.text, "refusal": None, "annotations": []}
         if calls:
-            message |= {"content": one.text or None, "tool_calls": calls}
+            message["content"] = one.text or None
+            message |= {"function_call": calls[0]["function"]} if self._is_legacy else {"tool_calls": calls}
         if one.reasoning and self._shows_reasoning:
             message |= {"reasoning": one.reasoning, "reasoning_content": one.reasoning}
         choice = {
             "index": one.index,
             "message": message,
             "logprobs": self.names.chat(one.logprobs) if self._body.logprobs else None,
-            "finish_reason": finish_name(one.finish_reason, has_tool_calls=bool(calls)),
+            "finish_reason": self._finish(one.finish_reason, bool(calls)),
             "stop_reason": one.stop_reason,
         }
         return choice | ({"token_ids": one.token_ids} if self._body.return_token_ids else {})
+
+    def _finish(self, reason: FinishReason | None, has_called: bool) -> str | None:
+        name = finish_name(reason, has_tool_calls=has_called)
+        return "function_call" if name == "tool_calls" and self._is_legacy else name
 
     async def chunks(self) -> AsyncIterator[bytes]:
         options = self._body.stream_options
@@ -164,7 +170,7 @@ class ChatRendering(OpenAIRendering):
         if logprobs or more:
             choices.append(_delta(delta.index, {}, logprobs) | more)
         if delta.finish_reason is not None:
-            finish = finish_name(delta.finish_reason, has_tool_calls=delta.index in self._called)
+            finish = self._finish(delta.finish_reason, delta.index in self._called)
             choices.append(_delta(delta.index, {}, None, finish) | {"stop_reason": delta.stop_reason})
         return choices
 
@@ -173,7 +179,8 @@ class ChatRendering(OpenAIRendering):
         for kind, text in delta.parts:
             if kind == "tool_call":
                 self._called.add(delta.index)
-                parts.append({"tool_calls": [tool_delta(text)]})
+                call = tool_delta(text)
+                parts.append({"function_call": call["function"]} if self._is_legacy else {"tool_calls": [call]})
             elif kind == "content":
                 parts.append({"content": text})
             elif self._shows_reasoning:

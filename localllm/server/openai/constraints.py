@@ -153,6 +153,7 @@ def read_tool_use(body: Constraints) -> ToolUse | None:
     kind, only = _tool_choice(choice, names)
     # a forced call is one call: small models would repeat it as often as they may
     parallel = body.parallel_tool_calls if body.parallel_tool_calls is not None else kind != "required"
+    parallel = parallel and field == "tools"  # a `function_call` is one
     return ToolUse(tuple(tools), kind, only, parallel)
 
 

@@ -106,6 +106,15 @@ def tool_delta(text: str) -> dict[str, Any]:
     return out | {"function": {**function, "arguments": delta.get("arguments") or ""}}
 
 
+def arguments_of(call: dict[str, str]) -> dict[str, Any]:
+    """The arguments of a finished call as an object: an empty one where the answer's length cut them."""
+    try:
+        found = json.loads(call["arguments"] or "{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def tool_calls_json(calls: Sequence[dict[str, str]]) -> list[dict[str, Any]]:
     """Finished tool calls."""
     return [

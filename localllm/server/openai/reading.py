@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -186,9 +187,21 @@ def _sampling(body: Sampled) -> dict[str, Any]:
 def _conversation(body: ChatRequest) -> Conversation:
     """Messages in the plain shape: text only, developer read as system."""
     kwargs = _template_kwargs(body)
-    messages = [_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
+    messages = [_message(_renewed(body.messages, i), f"messages[{i}]") for i in range(len(body.messages))]
     opens = body.add_generation_prompt is not False
     return Conversation(messages, None, kwargs, bool(body.continue_final_message), opens)
+
+
+def _renewed(messages: Sequence[ChatMessage], number: int) -> ChatMessage:
+    """A message, with the calls and results of `functions` as those of tools: a result is that of the last call."""
+    message = messages[number]
+    if message.function_call is not None and not message.tool_calls:
+        call = {"id": f"call_{number}", "type": "function", "function": message.function_call}
+        return message.model_copy(update={"tool_calls": [call]})
+    if message.role == "function":
+        last = next((i for i in range(number - 1, -1, -1) if messages[i].function_call is not None), 0)
+        return message.model_copy(update={"role": "tool", "tool_call_id": f"call_{last}"})
+    return message
 
 
 def _message(message: ChatMessage, where: str) -> Message:

@@ -10,10 +10,10 @@ from starlette.responses import Response
 
 from localllm.server.errors import ApiError, invalid
 from localllm.server.openai import responses_schemas as schemas
-from localllm.server.openai.reading import read_chat
+from localllm.server.openai.reading import read_chat, read_conversation
 from localllm.server.openai.responses_events import ResponseBuilder
 from localllm.server.openai.responses_store import Stored
-from localllm.server.reply import StreamFormat, reply
+from localllm.server.reply import StreamFormat, reply, unless_left
 from localllm.server.service import Service, service_of
 
 
@@ -30,6 +30,16 @@ async def create_response(request: Request, body: schemas.ResponsesRequest) -> R
 
     builder = ResponseBuilder(body, asked.tool_use, keep)
     return await reply(request, asked, builder.opened, StreamFormat(builder.fail))
+
+
+async def count_input_tokens(request: Request, body: schemas.ResponsesRequest) -> dict[str, Any]:
+    """How many tokens the input of a response has, with what an earlier response left as its beginning."""
+    service = service_of(request)
+    items = [*_earlier(service, body), *_named(service, schemas.input_items(body))]
+    conversation = read_conversation(schemas.to_chat(body, items))
+    async with unless_left(request.receive), service.reserve(request, body.model) as reservation:
+        (ids,) = await service.encode(reservation.llm, conversation)
+    return {"object": "response.input_tokens", "input_tokens": len(ids)}
 
 
 def _discarded(what: str, code: str, param: str) -> ApiError:

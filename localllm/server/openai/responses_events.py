@@ -166,10 +166,10 @@ class ResponseBuilder:
 
     def json(self) -> dict[str, Any]:
         body, usage = self._body, self._usage
-        text = {"format": {"type": "text"}, "verbosity": None}
+        text = {"format": {"type": "text"}, "verbosity": "medium"}
         if body.text is not None:
             text |= body.text.model_dump(exclude_none=True)
-        reasoning = body.reasoning
+        reasoning, further = body.reasoning, body.model_extra or {}
         return {
             "id": self.id, "object": "response", "created_at": self._created, "status": self._status,
             "background": False, "completed_at": self._completed_at, "error": self._error,
@@ -183,17 +183,26 @@ class ResponseBuilder:
             },
             "safety_identifier": body.safety_identifier, "service_tier": "default", "store": body.store is not False,
             "temperature": body.temperature if body.temperature is not None else 1.0, "text": text,
-            "tool_choice": body.tool_choice if body.tool_choice is not None else "auto", "tools": body.tools or [],
+            "tool_choice": body.tool_choice if body.tool_choice is not None else "auto",
+            "tools": [_echoed(tool) for tool in body.tools or []],
+            "presence_penalty": further.get("presence_penalty") or 0.0,
+            "frequency_penalty": further.get("frequency_penalty") or 0.0,
             "top_logprobs": body.top_logprobs or 0, "top_p": body.top_p if body.top_p is not None else 1.0,
             "truncation": body.truncation or "disabled", "usage": None if usage is None else _usage(usage),
             "user": body.user,
         }  # fmt: skip
 
 
+def _echoed(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool with every field that a response shows of it."""
+    unset = {"description": None, "parameters": None, "strict": False}
+    return (unset | tool) if tool.get("type") == "function" else tool
+
+
 def _usage(usage: Usage) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,

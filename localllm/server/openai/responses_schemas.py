@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr
@@ -10,9 +11,10 @@ from localllm.server.errors import invalid, not_text, unsupported
 from localllm.server.openai.reading import chat_request
 from localllm.server.openai.schemas import MAX_MESSAGES, Body, ChatRequest, Filed, Generates, Name, ranged
 
+log = logging.getLogger(__name__)
+
 ROLES = ("system", "developer", "user", "assistant")
 TEXT_PARTS = {"input_text", "output_text", "text"}
-HOSTED = "hosted tools do not exist on this machine: only functions can be called"
 
 
 class Reasoning(Body):
@@ -78,7 +80,7 @@ def to_chat(body: ResponsesRequest, items: list[dict[str, Any]]) -> ChatRequest:
     if body.text is not None and body.text.format is not None:
         fields["response_format"] = _format(body.text.format)
     if body.tools is not None:
-        fields["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)]
+        fields["tools"] = _functions(body.tools)
     if body.tool_choice is not None and (body.tools is not None or body.tool_choice not in ("none", "auto")):
         fields["tool_choice"] = _choice(body.tool_choice)
     return chat_request(body, fields, "text.format")
@@ -163,12 +165,16 @@ def _format(given: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {k: v for k, v in given.items() if k != "type"}}
 
 
-def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
-    if tool.get("type") != "function":
-        raise unsupported(f"{str(tool.get('type'))[:40]!r}: {HOSTED}.", where)
-    if "function" in tool:
-        return tool
-    return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+def _functions(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The functions among the tools; agents offer hosted tools unasked, and do without."""
+    others = sorted({str(tool.get("type"))[:40] for tool in tools if tool.get("type") != "function"})
+    if others:
+        log.warning("tools of type %s are left out: only functions can be called", ", ".join(others))
+    functions = [tool for tool in tools if tool.get("type") == "function"]
+    return [
+        one if "function" in one else {"type": "function", "function": {k: v for k, v in one.items() if k != "type"}}
+        for one in functions
+    ]
 
 
 def _choice(choice: Any) -> Any:

@@ -64,6 +64,7 @@ class ChatMessage(Body):
     name: Name | None = None
     tool_calls: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
     tool_call_id: Name | None = None
+    function_call: dict[str, Any] | None = None  # what `functions` had before there were `tool_calls`
     reasoning_content: StrictStr | None = None
     reasoning: StrictStr | None = None
 
