@@ -3,6 +3,7 @@
     python benchmarks/quality.py                      both models, all formats
     python benchmarks/quality.py smollm2 --tokens 2000
     python benchmarks/quality.py --table              only print the table of the results on disk
+    python benchmarks/quality.py --questions          right answers to plain questions with the default sampling
 
 The weights are those of the file, decoded and quantised again while loading, without calibration: a model that was made
 from the BF16 weights with `localllm quantize` loses less. The reference is the same file in float32 with float32 keys
@@ -15,11 +16,13 @@ import argparse
 import json
 import platform
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results" / "quality.json"
+QUESTIONS = Path(__file__).parent / "questions.json"  # question -> what a right answer contains, one of these
+SEEDS = (1, 2, 3)
 MODELS = ("smollm2", "gemma3-270m")
 WEIGHTS = ("auto", "int8", "fp8", "int4", "nvfp4", "mxfp4")
 KV = ("bf16", "int8", "fp8")
@@ -30,8 +33,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=MODELS)
     parser.add_argument("--tokens", type=int, default=2000)
+    parser.add_argument("--questions", action="store_true", help="count right answers instead, on smollm2")
     parser.add_argument("--table", action="store_true", help="measure nothing")
     options = parser.parse_args()
+    if options.questions:
+        return ask_questions()
     rows: list[dict[str, Any]] = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
     if not options.table:
         for model in options.models:
@@ -68,6 +74,33 @@ def measure(name: str, tokens: int, rows: list[dict[str, Any]]) -> None:
             )
             RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
             print(f"{name} {found.weights} {kv}: KL {found.kl_mean:.5f} p99 {found.kl_p99:.4f}", file=sys.stderr)
+
+
+def ask_questions() -> int:
+    """Right answers of smollm2 to every question with every seed: its defaults, llama.cpp's, and those we had before."""
+    from localllm import LLM, SamplingParams, __version__
+
+    questions: dict[str, list[str]] = json.loads(QUESTIONS.read_text())
+    with LLM("smollm2", max_parallel=8) as llm:
+        ways = {
+            "default": llm.default_params(),
+            "llama.cpp's defaults": SamplingParams(temperature=0.8, top_k=40, top_p=0.95, min_p=0.05),
+            "temperature 0.7 alone": SamplingParams(temperature=0.7),
+        }
+        rows = []
+        for way, params in ways.items():
+            right = 0
+            for seed in SEEDS:
+                for question, answers in questions.items():
+                    asked = [{"role": "user", "content": question}]
+                    said = llm.chat(asked, replace(params, seed=seed, max_tokens=64)).text.casefold()
+                    right += any(one.casefold() in said for one in answers)
+            stated = {key: getattr(params, key) for key in ("temperature", "top_k", "top_p", "min_p")}
+            rows.append({"sampling": way, "right": right, "of": len(questions) * len(SEEDS)} | stated)
+            print(f"smollm2, {way}: {right} of {rows[-1]['of']} right")
+    told = {"localllm": __version__, "machine": platform.processor() or platform.machine(), "rows": rows}
+    RESULTS.with_name("questions.json").write_text(json.dumps(told, indent=1) + "\n")
+    return 0
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -137,7 +137,7 @@ class PullConfig:
 
 @dataclass(frozen=True, slots=True)
 class SamplingConfig:
-    """Unset keys are the model's own (generation_config.json or its GGUF metadata)."""
+    """Unset keys take the model's recommended values, else temperature 0.8, top-k 40, top-p 0.95 and min-p 0.05."""
 
     temperature: float | None = _sampled("temperature")
     top_k: int | None = _sampled("top_k")

@@ -16,7 +16,15 @@ from localllm.conversation.markdown import code_blocks
 from localllm.conversation.session import Session, write_new
 from localllm.conversation.slash import Typed, parse_port
 from localllm.conversation.storage import saved_chat, saved_messages
-from localllm.conversation.tree import THINK, number, parse_sampling, sampling_keys, walked
+from localllm.conversation.tree import (
+    THINK,
+    effective_sampling,
+    number,
+    parse_sampling,
+    sampling_keys,
+    sampling_line,
+    walked,
+)
 from localllm.errors import ConfigError
 from localllm.terminal import clean_line, gib, tokens_short
 
@@ -86,18 +94,28 @@ def _set(session: Session, text: str) -> str:
     sampling, names = session.conversation.sampling, sampling_keys()
     words = text.replace("=", " ").split()
     if not words:
-        shown = ", ".join(f"{key} {value}" for key, value in sampling.items())
-        return f"set: {shown or 'nothing; the model’s own values apply'}. Keys: {', '.join(names)}"
+        shown = ", ".join(f"{key} {number(value)}" for key, value in sampling.items())
+        return f"{f'Overrides: {shown}' if shown else 'No overrides; model defaults apply'}. Keys: {', '.join(names)}"
+    values = effective_sampling(session.backend.facts(), sampling)
     name = {"temp": "temperature"}.get(words[0], words[0])
     if name not in names:
         raise ConfigError(f"there is no setting {name!r}", f"must be one of {', '.join(names)}")
     if len(words) == 1:
-        return f"{name} is {sampling.get(name, 'the model’s own')}"
+        return sampling_line({name: values[name]}) if name in values else f"{name} is off"
     if words[1] in ("off", "auto", "default"):
         sampling.pop(name, None)
-        return f"{name} is the model's own again"
+        return f"{name} is back at the model's default"
     sampling[name] = parse_sampling(name, words[1])
     return f"{name} = {number(sampling[name])}, from the next message"
+
+
+def _params(session: Session, text: str) -> str:
+    """What holds for the next message, and who says so."""
+    talk = session.conversation
+    values = effective_sampling(session.backend.facts(), talk.sampling)
+    width = max(map(len, values), default=0)
+    lines = [f"{name:{width}}  {number(value):>6}  {why}" for name, (value, why) in values.items()]
+    return "\n".join([*lines, f"{'think':{width}}  {talk.think:>6}"])
 
 
 def _preset(session: Session, text: str) -> str:
@@ -229,7 +247,7 @@ def _serve(session: Session, text: str) -> str:
 COMMANDS: dict[str, Callable[[Session, str], str]] = {
     "new": _new, "rename": _rename, "undo": _undo, "export": _export, "system": _system, "think": _think, "set": _set,
     "preset": _preset, "attach": _attach, "paste": _paste, "copy": _copy, "save": _save, "ctx": _ctx, "stats": _stats,
-    "serve": _serve, "tools": _tools,
+    "serve": _serve, "tools": _tools, "params": _params,
 }  # fmt: skip
 SLOW = {"export", "attach", "paste", "ctx", "serve"}
 SETTINGS = {"rename", "undo", "system", "think", "set", "preset"}  # what is kept with the chat

@@ -7,7 +7,7 @@ answers: answering again makes a sibling with the same question, editing the que
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -17,6 +17,7 @@ from localllm.conversation.answer import Answer
 from localllm.conversation.attachments import Attachment
 from localllm.errors import ConfigError
 from localllm.history.records import new_chat_id, new_message_id
+from localllm.interface import Facts
 from localllm.request import Message
 from localllm.terminal import counted
 
@@ -281,6 +282,20 @@ class Conversation:
 def sampling_keys() -> list[str]:
     """The names /set knows."""
     return [path.removeprefix("sampling.") for path in KEYS if path.startswith("sampling.")]
+
+
+def effective_sampling(facts: Facts, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+    """The parameters that hold, by name: the value, and who says so."""
+    stated = {name: (value, why) for name, value, why in facts.sampling}
+    return stated | {name: (value, "set") for name, value in given.items()}
+
+
+def sampling_line(values: Mapping[str, tuple[Any, str]]) -> str:
+    """'temperature 0.6, top_p 0.9 (generation_config.json), seed 7 (set)'."""
+    by_source: dict[str, list[str]] = {}
+    for name, (value, why) in values.items():
+        by_source.setdefault(why, []).append(f"{name} {number(value)}")
+    return ", ".join(f"{', '.join(shown)} ({why})" for why, shown in by_source.items())
 
 
 def number(value: Any) -> str:

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int]
 
-DEFAULT_TEMPERATURE = 0.7  # where the model's files recommend nothing
-
 
 class LLM(LoadedModel):
     """One loaded model.
@@ -184,10 +182,8 @@ class LLM(LoadedModel):
         self.engine.check(Request(token_ids, params))
 
     def default_params(self) -> SamplingParams:
-        """What the model's files recommend."""
-        known = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "typical_p"}
-        given = {k: v for k, v in self.facts.sampling_defaults.items() if k in known}
-        return SamplingParams(**({"temperature": DEFAULT_TEMPERATURE} | given))
+        """What the model's files or its vendor recommend, else the defaults of this program."""
+        return SamplingParams(**{name: value for name, (value, _) in self.sampling.items()})
 
     def encode_prompt(self, prompt: Prompt) -> list[int]:
         """Text -> ids, with BOS where the model wants one and the text does not begin with it; ids stay as they are."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 from localllm.config import EngineOptions
 from localllm.errors import BadModelFile, ConfigError
 from localllm.interface import Facts
+from localllm.llm.sampling import recommended
 from localllm.request import LoadProgress, OnProgress
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class LoadedModel:
         with self._naming():
             self._checkpoint = open_model(self.path)
             self.facts: ModelFacts = self._checkpoint.facts
+        self.sampling = recommended(self.facts, self.path)  # what holds where nobody says otherwise, and who says so
         self.plan: Plan = self._planner.plan(self.facts, self.path)  # what runs how, in bytes, with reasons
         if not self.plan.fits:
             raise self.plan.error(self.name)
@@ -254,6 +256,7 @@ class LoadedModel:
             decode_tps=plan.decode_tps,
             has_chat_template=self.has_chat_template,
             times_kernels=self.boot.is_tuning,
+            sampling=tuple((name, value, why) for name, (value, why) in self.sampling.items()),
             warnings=(*plan.warnings, *((self._doubt,) if self._doubt else ()), *self.boot.warnings),
             **{f.name: getattr(stats, f.name) for f in fields(Facts) if hasattr(stats, f.name)},
         )

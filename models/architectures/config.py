@@ -18,7 +18,10 @@ from localllm.errors import UnsupportedModel
 from .facts import Attention, Dense, LayerFacts, ModelFacts, RopeFacts
 from .names import NameMap
 
-SAMPLING = {"temperature": (0.0, 100.0), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (1e-3, 100.0)}
+SAMPLING = {
+    "temperature": (0.0, 100.0), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (1e-3, 100.0),
+    "xtc_probability": (0.0, 1.0), "xtc_threshold": (0.0, 1.0),
+}  # fmt: skip
 
 
 class Config(ABC):

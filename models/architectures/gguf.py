@@ -26,6 +26,9 @@ _SAMPLING = {
     "top_p": "general.sampling.top_p",
     "min_p": "general.sampling.min_p",
     "top_k": "general.sampling.top_k",
+    "repetition_penalty": "general.sampling.penalty_repeat",
+    "xtc_probability": "general.sampling.xtc_probability",
+    "xtc_threshold": "general.sampling.xtc_threshold",
 }
 _NOT_MODELS = {
     "adapter": ("is a LoRA adapter", "merge it into its base model first; adapters alone cannot run"),

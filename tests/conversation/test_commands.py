@@ -25,7 +25,7 @@ def typing(talk: Conversation) -> Callable[[str], str]:
 def test_set_and_system() -> None:
     talk = Conversation()
     say = typing(talk)
-    assert "nothing" in say("/set")
+    assert "No overrides" in say("/set")
     assert say("/set top_p=0.9") == "top_p = 0.9, from the next message"
     assert talk.sampling == {"top_p": 0.9}
     assert "own again" in say("/set top_p off")

@@ -17,6 +17,7 @@ from textual.widgets import Input, OptionList, TextArea
 
 from localllm.conversation.session import Session
 from localllm.conversation.storage import restored
+from localllm.conversation.tree import effective_sampling
 from localllm.errors import LocalLLMError
 from localllm.history.records import SavedChat
 from localllm.terminal import clean, clean_line
@@ -158,7 +159,8 @@ class Actions(Stream):
 
     @work
     async def action_params(self) -> None:
-        if await self.app.push_screen_wait(ParamsScreen(self.conversation, self.session.presets)):
+        defaults = effective_sampling(self.session.backend.facts(), {})
+        if await self.app.push_screen_wait(ParamsScreen(self.conversation, self.session.presets, defaults)):
             self.keep()
             self.flash("parameters hold from the next message")
 

@@ -1,4 +1,4 @@
-"""F2: sampling, thinking and instructions in one panel; an empty field leaves it to the model."""
+"""F2: sampling, thinking and instructions in one panel; an empty field shows the default that holds."""
 
 from __future__ import annotations
 
@@ -26,13 +26,18 @@ class ParamsScreen(Modal[bool]):
         Binding("ctrl+s", "apply", "Apply", priority=True),
     ]
 
-    def __init__(self, conversation: Conversation, presets: Mapping[str, Preset]) -> None:
+    def __init__(
+        self, conversation: Conversation, presets: Mapping[str, Preset], defaults: Mapping[str, tuple[Any, str]]
+    ) -> None:
+        """`defaults`: what an empty field means: the value, and who says so."""
         super().__init__()
         self._conversation = conversation
         self._presets = presets
         self._fields = {name: Input(id=f"p-{name}", compact=True) for name in sampling_keys()}
         for name, field in self._fields.items():
-            field.value, field.placeholder = _shown(conversation.sampling, name), "the model's own"
+            field.value = _shown(conversation.sampling, name)
+            value, why = defaults.get(name, ("off", ""))
+            field.placeholder = f"{number(value)} ({why})" if why else value
 
     def compose(self) -> ComposeResult:
         talk = self._conversation

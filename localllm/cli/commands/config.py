@@ -90,7 +90,7 @@ def _list(env: Env, origin: bool, file: Path) -> dict[str, Any]:
 
 def _text(path: str, value: Any) -> str:
     if value is None:
-        return "(the model's own)" if path.startswith("sampling.") else ""
+        return "(model default)" if path.startswith("sampling.") else ""
     if path in KEYS:
         return KEYS[path].kind.show(value)
     return str(value)

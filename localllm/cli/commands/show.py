@@ -11,7 +11,9 @@ from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.console import picked
 from localllm.cli.frame.options import Model
 from localllm.cli.names import local, opened
+from localllm.conversation.tree import sampling_line
 from localllm.errors import LocalLLMError, ModelNotFound
+from localllm.llm.sampling import recommended
 from localllm.paths import home_short
 from localllm.plan.quality import note as quality_note
 from localllm.plan.quality import saved as saved_quality
@@ -61,6 +63,7 @@ def _show_fields(checkpoint: OpenModel, name: str, revision: str, options: Engin
     from localllm.plan.planner import Planner
 
     facts = checkpoint.facts
+    sampling = recommended(facts, checkpoint.path)
     try:
         made = Planner.here(options).plan(facts, checkpoint.path)
         here = picked(made, "fits device ctx kv need_bytes have_bytes basis")
@@ -86,7 +89,8 @@ def _show_fields(checkpoint: OpenModel, name: str, revision: str, options: Engin
         "capabilities": _capabilities(checkpoint),
         "licence": facts.license or None,
         "revision": revision or None,
-        "sampling_defaults": dict(facts.sampling_defaults),
+        "sampling_defaults": {key: value for key, (value, _) in sampling.items()},
+        "sampling_sources": {key: why for key, (_, why) in sampling.items()},
         "tensors": len(checkpoint.tensors),
         "files": sorted({str(tensor.file) for tensor in checkpoint.tensors.values()}),
         "plan": here,
@@ -117,7 +121,6 @@ def _print_facts(env: Env, facts: ModelFacts, fields: dict[str, Any]) -> None:
     windows = sorted({w for w in facts.windows if w})
     sliding = f", {sum(1 for w in facts.windows if w)} of them with a window of {windows[0]:,}" if windows else ""
     here = fields["plan"]
-    sampling = ", ".join(f"{key} {value}" for key, value in facts.sampling_defaults.items()) or "not stated"
     mark = "✓" if here.get("basis") == "measured" else "≈"
     fit = here.get("reason") or (
         f"{'fits' if here['fits'] else 'does not fit'} on {here['device']}: needs {gib(here['need_bytes'])} of"
@@ -134,7 +137,7 @@ def _print_facts(env: Env, facts: ModelFacts, fields: dict[str, Any]) -> None:
         ("chat template", "yes" if facts.has_chat_template else "no: a base model, for `localllm run`"),
         ("thinking", "yes" if fields["capabilities"]["thinking"] else "no"),
         ("tools", fields["capabilities"]["tools"]),
-        ("sampling", sampling),
+        ("sampling", sampling_line(recommended(facts, Path(fields["path"])))),
         ("license", facts.license or "not stated"),
         ("here", fit),
         ("quality", quality_note(fields["path"]) or "not measured (localllm eval)"),

@@ -123,6 +123,7 @@ class Show(TypedDict):
     licence: str | None
     revision: str | None
     sampling_defaults: dict[str, Any]
+    sampling_sources: dict[str, str]
     tensors: Count
     files: list[str]
     plan: Fit
