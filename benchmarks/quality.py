@@ -77,7 +77,7 @@ def measure(name: str, tokens: int, rows: list[dict[str, Any]]) -> None:
 
 
 def ask_questions() -> int:
-    """Right answers of smollm2 to every question with every seed: its defaults, llama.cpp's, and those we had before."""
+    """Right answers of smollm2 to all questions and seeds: with its defaults, llama.cpp's, and those we had before."""
     from localllm import LLM, SamplingParams, __version__
 
     questions: dict[str, list[str]] = json.loads(QUESTIONS.read_text())

@@ -145,7 +145,7 @@ class ContextTooLong(LocalLLMError):
 class ConstraintUnmet(LocalLLMError):
     """The output does not meet the schema, grammar or length that was demanded."""
 
-    exit_code, number, status, kind, api_code = 10, 1, 400, "invalid_request_error", None
+    exit_code, number, status, kind, api_code = 10, 1, 400, "invalid_request_error", "constraint_unmet"
 
 
 class BadModelFile(LocalLLMError):

@@ -13,20 +13,27 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from localllm.backend.wire import FAILURES, Wire
 from localllm.errors import LocalLLMError, ModelNotFound, ServerError
 from localllm.interface import ChatBackend, Check, Delta, Done, Facts, Failed, ModelChoice, Prefill, Turn
-from localllm.request import FinishReason, LoadProgress, Timing, Usage
+from localllm.request import Constraint, FinishReason, LoadProgress, Timing, Usage
 
 log = logging.getLogger(__name__)
 
-CONNECT_S = 5.0
 LOOK_S = 0.5  # between two looks at the server's numbers, while somebody asks for them
+# kinds of constraint, as our servers call them
+_CONSTRAINTS = {
+    "json_schema": "json", "json_object": "json_object", "regex": "regex", "grammar": "grammar", "choice": "choice",
+}  # fmt: skip
 _SAMPLE = re.compile(r"^([a-zA-Z_:]+)(?:\{([^}]*)\})? ([0-9.eE+-]+)$", re.MULTILINE)
-_CODES = {"context_length_exceeded": "E901", "model_not_found": "E301", "invalid_api_key": "E401"}
+_CODES = {
+    "context_length_exceeded": "E901", "model_not_found": "E301", "invalid_api_key": "E401", "invalid_value": "E202",
+    "invalid_json_schema": "E203", "does_not_fit": "E501", "engine_dead": "E601", "constraint_unmet": "E1001",
+}  # fmt: skip
 
 
 class RemoteBackend(ChatBackend):
@@ -34,21 +41,31 @@ class RemoteBackend(ChatBackend):
 
     url     http://host:port, with or without /v1, or unix:/path
     key     sent as a bearer token where the server wants one
-    given   sampling that the user set; read at every turn
-    stop    strings that end an answer
-    pid     the server's process, where that is known; it is only told
+    given       called at every turn: the sampling that the user set, `stop` among it
+    completes   a base model continues the text instead of refusing it
+    constraint  what every answer must be; of our own servers only
+    pid         the server's process, where that is known; it is only told
     """
 
     def __init__(
-        self, url: str, key: str = "", *, given: Mapping[str, Any] | None = None, stop: Sequence[str] = (), pid: int = 0
+        self,
+        url: str,
+        key: str = "",
+        *,
+        given: Callable[[], Mapping[str, Any]] = dict,
+        completes: bool = False,
+        constraint: Constraint | None = None,
+        pid: int = 0,
     ) -> None:
         super().__init__()
         self.url = url.rstrip("/").removesuffix("/v1")
-        self._key = key
+        self._wire = Wire(self.url, key)
         self._pid = pid
-        self._given = given if given is not None else {}
-        self._stop = list(stop)
+        self._given = given
+        self._completes = completes
+        self._constraint = constraint
         self._model = ""
+        self._is_ours = False  # a server of this program, which tells more
         self._models: list[ModelChoice] = []
         self._facts = Facts()
         self._asked_at = 0.0
@@ -88,9 +105,8 @@ class RemoteBackend(ChatBackend):
     def count_tokens(self, text: str) -> int:
         """Asks the server's tokenizer; a quarter of the characters where it has none."""
         try:
-            with self._client() as client:
-                found = client.post("/tokenize", json={"model": self._model, "prompt": text}, timeout=CONNECT_S)
-                return int(found.json()["count"])
+            with self._wire.send("POST", "/tokenize", {"model": self._model, "prompt": text}) as reply:
+                return int(reply.json()["count"])
         except Exception:
             log.debug("no /tokenize at %s", self.url, exc_info=True)
             return -(-len(text) // 4)
@@ -114,16 +130,10 @@ class RemoteBackend(ChatBackend):
 
     # --- the wire ----------------------------------------------------------------------------------------------------
 
-    def _client(self) -> Any:
-        import httpx
-
-        headers = {"authorization": f"Bearer {self._key}"} if self._key else {}
-        timeout = httpx.Timeout(None, connect=CONNECT_S)
-        if self.url.startswith("unix:"):
-            transport = httpx.HTTPTransport(uds=self.url.removeprefix("unix:"))
-            return httpx.Client(base_url="http://localhost", headers=headers, timeout=timeout, transport=transport)
-        # a proxy of the environment has no business between a chat and its own machine
-        return httpx.Client(base_url=self.url, headers=headers, timeout=timeout, trust_env=False)
+    @property
+    def _continues_text(self) -> bool:
+        """Whether what is sent is text to go on with: a base model, which has no chat template."""
+        return self._completes and not self._facts.has_chat_template
 
     def _start(self, model: str) -> None:
         self.tell(LoadProgress("resolve", detail=self.url))
@@ -136,47 +146,76 @@ class RemoteBackend(ChatBackend):
 
     def _find(self, model: str) -> None:
         """What is served. Raises what the server's refusal means, or ServerError."""
-        import httpx
-
         try:
-            with self._client() as client:
-                found = client.get("/v1/models", timeout=CONNECT_S)
-                if found.status_code >= 400:
-                    raise _refused(found.status_code, found.text)
-                rows = [row for row in found.json()["data"] if isinstance(row.get("id"), str)]
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError, OSError) as error:
+            rows = self._list()
+            ids = list(rows)
+            if not ids or (model and model not in ids):
+                served = ", ".join(ids) or "nothing"
+                raise ServerError(f"{self.url} does not serve {model or 'a model'}; it serves {served}", "localllm ps")
+            self._model = model or ids[0]
+            if rows[self._model].get("loaded") is False:
+                self._load()
+                rows = self._list()
+            told = self._told_to_its_owner() if self._is_ours else {}
+        except (*FAILURES, KeyError, TypeError) as error:
             hint = "localllm ps; or leave --attach-to out"
             raise ServerError(f"no server answers at {self.url} ({type(error).__name__})", hint) from error
+        ctx = next(row.max_ctx for row in self._models if row.name == self._model)
+        via = f"via {self.url}" + (f" (pid {self._pid})" if self._pid else "")
+        meta = rows[self._model]
+        self._facts = Facts(
+            model=self._model, run_summary=f"{told.get('truth_line') or self._model} · {via}", ctx=ctx, url=self.url,
+            pid=self._pid, max_ctx=ctx, device=str(told.get("device") or ""),
+            has_chat_template=bool(meta.get("chat", True)),
+            sampling=tuple((str(n), v, str(why)) for n, (v, why) in (meta.get("sampling") or {}).items()),
+            warnings=tuple(map(str, told.get("warnings") or ())),
+        )  # fmt: skip
+
+    def _list(self) -> dict[str, dict[str, Any]]:
+        """The models that are served, with what is told of each. Raises one of FAILURES, or what a refusal means."""
+        status, body = self._wire.get("/v1/models")
+        if status >= 400:
+            raise _refused(status, body)
+        rows = [row for row in json.loads(body)["data"] if isinstance(row.get("id"), str)]
+        meta = {row["id"]: row.get("meta") or {} for row in rows}
+        self._is_ours = any(row.get("owned_by") == "localllm" for row in rows)
         self._models = [
             ModelChoice(
-                row["id"], "", int((row.get("meta") or {}).get("size") or 0), local=True, supported=True,
-                max_ctx=int(row.get("max_model_len") or 0), params=int((row.get("meta") or {}).get("n_params") or 0),
+                row["id"], str(meta[row["id"]].get("quant") or ""), int(meta[row["id"]].get("size") or 0), local=True,
+                supported=True, max_ctx=int(row.get("max_model_len") or 0),
+                params=int(meta[row["id"]].get("n_params") or 0), chat=bool(meta[row["id"]].get("chat", True)),
             )
             for row in rows
         ]  # fmt: skip
-        ids = [row.name for row in self._models]
-        if not ids or (model and model not in ids):
-            served = ", ".join(ids) or "nothing"
-            raise ServerError(f"{self.url} does not serve {model or 'a model'}; it serves {served}", "localllm ps")
-        self._model = model or ids[0]
-        ctx = next(row.max_ctx for row in self._models if row.name == self._model)
-        via = f"via {self.url}" + (f" (pid {self._pid})" if self._pid else "")
-        self._facts = Facts(
-            model=self._model, run_summary=f"{self._model} · {via}", ctx=ctx, url=self.url, pid=self._pid, max_ctx=ctx
-        )
+        return meta
+
+    def _load(self) -> None:
+        """Have the server load the model now: what it is and how it failed is known before the first question."""
+        self.tell(LoadProgress("weights", detail=self._model))
+        with self._wire.send("POST", "/tokenize", {"model": self._model, "prompt": ""}) as reply:
+            if reply.status >= 400:
+                raise _refused(reply.status, reply.body.read())
+
+    def _told_to_its_owner(self) -> dict[str, Any]:
+        """What runs how; {} where the server keeps it to itself."""
+        status, body = self._wire.get("/localllm/ps")
+        rows = json.loads(body)["models"] if status == 200 else []
+        return next((row for row in rows if row["model"] == self._model), rows[0] if len(rows) == 1 else {})
 
     def _body(self, turn: Turn) -> dict[str, Any]:
         messages, template = turn.messages, turn.template
-        body: dict[str, Any] = {
-            "model": self._model,
-            "messages": messages,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        } | dict(self._given)
-        if self._stop:
-            body["stop"] = self._stop
+        body: dict[str, Any] = {"model": self._model, "stream": True, "stream_options": {"include_usage": True}}
+        body |= self._given()
+        if self._is_ours:
+            body["timings_per_token"] = True
         if turn.tools:
             body["tools"] = list(turn.tools)
+        if self._constraint is not None:
+            kind = _CONSTRAINTS[self._constraint.kind]
+            body["structured_outputs"] = {kind: True if kind == "json_object" else self._constraint.value}
+        if self._continues_text:
+            return body | {"prompt": "\n\n".join(m.get("content", "") for m in messages)}
+        body["messages"] = messages
         if template:
             body["chat_template_kwargs"] = dict(template)
         if messages and messages[-1].get("role") == "assistant":
@@ -186,15 +225,15 @@ class RemoteBackend(ChatBackend):
     def _answer(self, turn: int, body: dict[str, Any]) -> None:
         begin = time.monotonic()
         try:
-            with self._client() as client, client.stream("POST", "/v1/chat/completions", json=body) as response:
-                if response.status_code >= 400:
-                    response.read()
-                    raise _refused(response.status_code, response.text)
+            path = "/v1/completions" if self._continues_text else "/v1/chat/completions"
+            with self._wire.send("POST", path, body) as reply:
+                if reply.status >= 400:
+                    raise _refused(reply.status, reply.body.read())
                 with self._lock:
-                    self._running[turn] = response.extensions["network_stream"].get_extra_info("socket")
+                    self._running[turn] = reply.socket
                     stopped = turn in self._stopped
                 if not stopped:
-                    self._end(turn, self._read(turn, _data(response.iter_lines()), begin))
+                    self._end(turn, self._read(turn, _data(reply.lines()), begin))
         except LocalLLMError as error:
             self._fail(turn, error)
         except Exception as error:
@@ -206,10 +245,12 @@ class RemoteBackend(ChatBackend):
 
     def _read(self, turn: int, chunks: Iterator[dict[str, Any]], begin: float) -> Done:
         first, count, stop, usage = 0.0, 0, "stop", Usage()
+        timings: dict[str, Any] = {}
         try:
             for chunk in chunks:
                 if error := chunk.get("error"):
-                    raise ServerError(str(error.get("message", "the server failed"))[:500], "send it again")
+                    raise _meant(str(error.get("message", "the server failed"))[:500], error, "send it again")
+                timings = chunk.get("timings") or timings
                 if told := chunk.get("usage"):
                     usage = _usage(told)
                 for choice in chunk.get("choices") or ():
@@ -218,7 +259,7 @@ class RemoteBackend(ChatBackend):
                     calls = [("tool_call", _call(told)) for told in delta.get("tool_calls") or ()]
                     for kind, text in (
                         ("reasoning", delta.get("reasoning_content") or delta.get("reasoning")),
-                        ("content", delta.get("content")),
+                        ("content", delta.get("content") or choice.get("text")),
                         *calls,
                     ):
                         if text:
@@ -237,7 +278,9 @@ class RemoteBackend(ChatBackend):
         timing = Timing(
             ttft_s=max(0.0, first - begin) if first else 0.0,
             total_s=end - begin,
-            decode_tps=(made - 1) / spent if first and made > 1 and spent > 0 else 0.0,
+            prefill_tps=float(timings.get("prompt_per_second") or 0.0),
+            decode_tps=float(timings.get("predicted_per_second") or 0.0)
+            or ((made - 1) / spent if first and made > 1 and spent > 0 else 0.0),
         )
         return Done(turn, stop, usage, timing)
 
@@ -246,11 +289,10 @@ class RemoteBackend(ChatBackend):
     def _look(self) -> None:
         try:
             while not self._closed and time.monotonic() - self._asked_at < 4 * LOOK_S:
-                with self._client() as client:
-                    found = client.get("/metrics", timeout=CONNECT_S)
-                if found.status_code != 200:
+                status, body = self._wire.get("/metrics")
+                if status != 200:
                     return
-                self._facts = _from_metrics(self._facts, found.text)
+                self._facts = _from_metrics(self._facts, body.decode("utf-8", "replace"))
                 time.sleep(LOOK_S)
         except Exception:
             log.debug("no metrics at %s", self.url, exc_info=True)
@@ -285,17 +327,19 @@ def _usage(told: Mapping[str, Any]) -> Usage:
     )  # fmt: skip
 
 
-def _refused(status: int, text: str) -> LocalLLMError:
+def _refused(status: int, body: bytes) -> LocalLLMError:
     """What a server's refusal means here."""
     try:
-        error = json.loads(text)["error"]
-        message, code = str(error["message"])[:500], str(error.get("code") or "")
-        param = str(error.get("param") or "")
+        error = json.loads(body)["error"]
+        return _meant(str(error["message"])[:500], error | ({"code": "invalid_api_key"} if status == 401 else {}))
     except (ValueError, KeyError, TypeError):
-        message, code, param = f"the server answered {status}", "", ""
-    made = ServerError(message, "localllm ps", param=param)
-    known = _CODES.get(code) or ("E401" if status == 401 else "")
-    if known:
+        return _meant(f"the server answered {status}", {"code": "invalid_api_key" if status == 401 else ""})
+
+
+def _meant(message: str, error: Mapping[str, Any], hint: str = "localllm ps") -> LocalLLMError:
+    """The error of ours that a server's error stands for."""
+    made = ServerError(message, hint, param=str(error.get("param") or ""))
+    if known := _CODES.get(str(error.get("code") or "")):
         made.exit_code, made.number = int(known[1:-2]), int(known[-2:])
         made.hint = {"E401": "`export LOCALLLM_API_KEY=…`", "E901": "shorten it"}.get(known, made.hint)
     return made

@@ -1,16 +1,23 @@
-"""Which running server a chat may use instead of loading a model a second time."""
+"""Which running server a command may use instead of loading a model a second time."""
 
 from __future__ import annotations
 
+import json
 import os
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import quote
 
-from localllm import processes
+from localllm import paths, processes
 from localllm.errors import ServerError
 from localllm.processes import Running
 from localllm.terminal import clean_line
+from localllm.testing import only_in_tests
 
-from .session import fake_engine
+if TYPE_CHECKING:
+    from localllm.cli.frame.command import Env
+    from localllm.cli.frame.options import EngineFlags
+    from localllm.config import UserConfig
 
 
 class Attached(NamedTuple):
@@ -21,9 +28,22 @@ class Attached(NamedTuple):
     model: str = ""
 
 
+def fake_engine() -> bool:
+    """Whether the scripted engine was asked for. Raises ConfigError outside tests."""
+    return only_in_tests("LOCALLLM_ENGINE").startswith("fake")
+
+
+def wish_of(env: Env, config: UserConfig, engine: EngineFlags, wish: str) -> str:
+    """`--attach-to` as it is meant: how a model is loaded is said for a model of one's own, and none is shared then."""
+    says_how = engine != type(engine)() or env.options.device is not None or env.options.config is not None
+    says_how |= any(key.startswith("engine.") and where.startswith("env ") for key, where in config.origins.items())
+    return "off" if wish == "auto" and says_how else wish
+
+
 def find_server(wish: str, names: tuple[str, ...]) -> Attached | None:
     """The server of `--attach-to auto|off|URL` for a model called one of `names` (none: any); None loads it here.
 
+    `auto` finds a server that has the model, then one that can load it, then the service that waits for a connection.
     Raises ServerError for a URL that cannot be one.
     """
     if wish == "off" or (wish == "auto" and fake_engine()):
@@ -37,9 +57,44 @@ def find_server(wish: str, names: tuple[str, ...]) -> Attached | None:
         return Attached(url, own or os.environ.get("LOCALLLM_API_KEY", ""), names[0] if names else "")
     for one in servers:
         shared = [name for name in names if name in one.models]
-        if shared or (not names and one.models):
+        if (shared or (not names and one.models)) and _answers(one):
             return Attached(one.url, one.token, shared[0] if shared else "")
-    return None
+    servers = [one for one in servers if one.kind == "serve"]
+    return next((found for one in servers if (found := _offer(one, names))), None) or _woken(names, servers)
+
+
+def can_be_named(config: UserConfig, name: str) -> bool:
+    """Whether a server may know a model by this name: it is neither a name of the user's own nor a file."""
+    return name not in config.aliases and not Path(name).expanduser().exists()
+
+
+def _answers(one: Running) -> bool:
+    return ask(one, "GET", "/health") is not None
+
+
+def _offer(one: Running, names: tuple[str, ...]) -> Attached | None:
+    """The server, where it has a model of one of these names on its disk and takes requests."""
+    known = (name for name in names if ask(one, "GET", f"/v1/models/{quote(name)}") is not None)
+    name = next(known, "")
+    return Attached(one.url, one.token, name) if name and _answers(one) else None
+
+
+def _woken(names: tuple[str, ...], running: list[Running]) -> Attached | None:
+    """The installed service, which starts at a connection."""
+    if not names or not service_file().is_file():
+        return None
+    from localllm.cli.commands.service import installed, wake
+
+    service = installed()
+    if service is None or any(one.url == service.url for one in running):
+        return None
+    woken = wake(service)
+    return _offer(woken, names) if woken is not None else None
+
+
+def service_file() -> Path:
+    """Where the installed service is noted."""
+    return paths.state_dir() / "service.json"
 
 
 def process_at(url: str) -> int:
@@ -52,20 +107,11 @@ ASK_S = 2.0  # how long a server may take to tell about itself
 
 def ask(one: Running, method: str, path: str, body: Any = None, timeout: float = ASK_S) -> dict[str, Any] | None:
     """What a running server answers its owner; None when it does not, or refuses."""
-    import httpx
+    from localllm.backend.wire import FAILURES, Wire
 
-    unix = one.url.removeprefix("unix:") if one.url.startswith("unix:") else None
-    options: dict[str, Any] = {
-        "transport": httpx.HTTPTransport(uds=unix) if unix else None,
-        "base_url": "http://localhost" if unix else one.url,
-        "headers": {"authorization": f"Bearer {one.token}"},
-        "timeout": timeout,
-        "trust_env": False,
-    }
     try:
-        with httpx.Client(**options) as client:
-            response = client.request(method, path, json=body)
-            value = response.json() if response.status_code == 200 else None
-    except (httpx.HTTPError, ValueError):
+        with Wire(one.url, one.token).send(method, path, body, timeout) as reply:
+            value = json.loads(reply.body.read()) if reply.status == 200 else None
+    except FAILURES:
         return None
     return value if isinstance(value, dict) else None

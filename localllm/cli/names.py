@@ -12,7 +12,7 @@ from localllm.config import UserConfig
 from localllm.errors import BadModelFile, ConfigError, LocalLLMError, ModelNotFound
 from localllm.terminal import GIB, clean_line, gib
 
-from .session import fake_engine
+from .attach import fake_engine
 
 if TYPE_CHECKING:
     from localllm.hub import Resolved

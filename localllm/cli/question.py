@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +57,8 @@ class Job:
     extract: str | None = None  # the language of the code block that is the answer; "" for any
     tools: Toolbox | None = None  # what may be called without a question
     chat: KeptChat | None = None  # where question and answer are kept
+    template: dict[str, Any] = field(default_factory=dict)  # what the chat template is told about reasoning
+    place: str = "auto"  # a running server that has the model, `off`, or a server's address
     stream: bool = False
     show_thinking: bool = False
     stats: bool = False

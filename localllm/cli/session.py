@@ -14,7 +14,8 @@ from localllm.conversation.answer import Answer
 from localllm.errors import Aborted, LocalLLMError
 from localllm.interface import ChatBackend, ChatEvent, Delta, Done, Facts, Failed
 from localllm.request import Constraint, LoadProgress, OnProgress, SamplingParams
-from localllm.testing import only_in_tests
+
+from .attach import Attached, fake_engine, process_at
 
 if TYPE_CHECKING:
     from localllm.config import UserConfig
@@ -38,31 +39,26 @@ def split_code(code: str) -> tuple[int, int]:
     return (int(digits[:-2]), int(digits[-2:])) if digits.isdigit() and len(digits) >= 3 else (1, 1)
 
 
-def fake_engine() -> bool:
-    """Whether the scripted engine was asked for. Raises ConfigError outside tests."""
-    return only_in_tests("LOCALLLM_ENGINE").startswith("fake")
-
-
 @dataclass
 class Sampling:
-    """What the user gave on top of the model's own sampling; `used` is what the last turn really had."""
+    """What the user gave on top of the model's recommended sampling."""
 
     given: dict[str, Any] = field(default_factory=dict)
     stop: tuple[str, ...] = ()
     num_samples: int = 1
-    used: SamplingParams = field(default_factory=SamplingParams)
     _turns: int = 0
 
-    def params(self, base: SamplingParams) -> SamplingParams:
-        """The next turn's parameters: sample i of several takes seed + i."""
+    def next_turn(self) -> dict[str, Any]:
+        """What was given, for the next turn: sample i of several takes seed + i."""
         given = dict(self.given) | ({"stop": self.stop} if self.stop else {})
         if self.num_samples > 1 and given.get("seed") is not None:
             given["seed"] += self._turns % self.num_samples
         self._turns += 1
-        params = replace(base, **given)
-        if self._turns == 1:
-            self.used = params
-        return params
+        return given
+
+    def used(self, facts: Facts) -> SamplingParams:
+        """What the first turn has with this model."""
+        return SamplingParams(**{name: value for name, value, _ in facts.sampling} | self.given | {"stop": self.stop})
 
 
 @contextmanager
@@ -86,20 +82,29 @@ def make_backend(
     *,
     completes: bool = False,
     constraint: Constraint | None = None,
+    attached: Attached | None = None,
 ) -> ChatBackend:
-    """The engine in this process, or the scripted one.
+    """A running server, the engine in this process, or the scripted one.
 
     completes    a base model continues the text instead of refusing it
     constraint   what every answer must be
+    attached     the server that computes; None for this process
     """
+    if attached is not None:
+        from localllm.backend.over_http import RemoteBackend
+
+        return RemoteBackend(
+            attached.url, attached.key, given=sampling.next_turn, completes=completes, constraint=constraint,
+            pid=process_at(attached.url),
+        )  # fmt: skip
     if fake_engine():
         from localllm.backend.scripted import FakeBackend
 
-        return FakeBackend(default_params=lambda: sampling.params(SamplingParams()))
+        return FakeBackend(default_params=lambda: replace(SamplingParams(), **sampling.next_turn()))
     from localllm.backend.in_process import InProcessBackend
 
     return InProcessBackend(
-        default_params=lambda llm: sampling.params(llm.default_params()),
+        default_params=lambda llm: replace(llm.default_params(), **sampling.next_turn()),
         completes=completes,
         constraint=constraint,
         offline=env.offline,

@@ -7,14 +7,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from localllm.cli.attach import Attached, process_at
+from localllm.cli.attach import Attached
 from localllm.cli.endpoint import ChatEndpoint
 from localllm.cli.frame.command import Env
+from localllm.cli.frame.console import one_of
+from localllm.cli.frame.options import THINK
 from localllm.cli.names import Choice
 from localllm.cli.session import Sampling, make_backend
-from localllm.config import UserConfig
+from localllm.config import Preset, UserConfig
 from localllm.conversation.slash import OFF
-from localllm.errors import LocalLLMError
+from localllm.errors import ConfigError, LocalLLMError
 from localllm.terminal import clean_line
 
 if TYPE_CHECKING:
@@ -58,6 +60,29 @@ def load_chat(name: str, sampling: dict[str, Any]) -> Conversation:
         return restored(chat, history.messages(chat.id), sampling)
 
 
+def preset_of(config: UserConfig, name: str | None) -> Preset:
+    """A preset of the settings, empty without a name. Raises ConfigError for an unknown one."""
+    if name is not None and name not in config.presets:
+        known = ", ".join(config.presets) or "none is set"
+        raise ConfigError(f"there is no preset {name!r}", f"one of: {known}")
+    return Preset() if name is None else config.presets[name]
+
+
+def typed_or_else(config: UserConfig, preset: str | None) -> dict[str, Any]:
+    """The sampling of flags and settings; with a preset that of flags alone, which win over it."""
+    given = config.sampling.given()
+    is_typed = {name for name in given if config.origins.get(f"sampling.{name}") == "flag"}
+    return given if preset is None else {name: value for name, value in given.items() if name in is_typed}
+
+
+def think_of(config: UserConfig, typed: str | None) -> str:
+    """How a model reasons: as was typed, else as the settings say. Raises ConfigError."""
+    if typed is not None:
+        one_of("--think", typed, THINK.split("|"), "--think off")
+        return typed
+    return "auto" if config.chat.think == "auto" else "on" if config.chat.think else "off"
+
+
 def new_start(config: UserConfig, sampling: Sampling, system: str, resumed: str | None = None) -> Start:
     """A new conversation, or a saved one. Raises ChatNotFound."""
     from localllm.conversation.saver import Saver
@@ -65,8 +90,7 @@ def new_start(config: UserConfig, sampling: Sampling, system: str, resumed: str 
     from localllm.history.store import History
 
     if resumed is None:
-        think = {True: "on", False: "off"}.get(config.chat.think, "auto") if config.chat.think != "auto" else "auto"
-        talk = Conversation(system, sampling.given, think)
+        talk = Conversation(system, sampling.given, think_of(config, None))
     else:
         typed = {name: v for name, v in sampling.given.items() if config.origins.get(f"sampling.{name}") == "flag"}
         talk = load_chat(resumed, sampling.given)
@@ -96,12 +120,7 @@ def noted(start: Start) -> Iterator[None]:
 
 def backend_of(env: Env, config: UserConfig, start: Start) -> ChatBackend:
     """The engine of this chat: a running server, or one in this process."""
-    if start.attached:
-        from localllm.backend.over_http import RemoteBackend
-
-        (url, key, _), sampling = start.attached, start.sampling
-        return RemoteBackend(url, key, given=sampling.given, stop=sampling.stop, pid=process_at(url))
-    return make_backend(env, config, start.sampling)
+    return make_backend(env, config, start.sampling, attached=start.attached)
 
 
 def session_of(env: Env, config: UserConfig, start: Start, backend: ChatBackend) -> Session:

@@ -23,7 +23,7 @@ from localllm.cli.start import Start
 from localllm.errors import ConfigError, ServerError
 from localllm.processes import running
 
-from .session import fake_engine
+from .attach import fake_engine
 
 COOKIE = "localllm"
 START_S = 600.0  # for a server to load its model

@@ -229,10 +229,7 @@ class Conversation:
     @property
     def template_values(self) -> dict[str, Any]:
         """What the chat template is told about reasoning."""
-        if self.think == "auto":
-            return {}
-        values: dict[str, Any] = {"enable_thinking": self.think != "off"}
-        return values | ({"reasoning_effort": self.think} if self.think in ("low", "medium", "high") else {})
+        return template_values(self.think)
 
     def oldest_half(self, exchange: Exchange) -> list[Exchange]:
         """The turns to offer for leaving out before `exchange`: half of those that count, at least one."""
@@ -277,6 +274,14 @@ class Conversation:
         cut = line[: TITLE_CHARS - 1]
         word = cut.rfind(" ")
         return (cut[:word] if word > TITLE_CHARS // 2 else cut) + "…"  # some languages have no spaces
+
+
+def template_values(think: str) -> dict[str, Any]:
+    """What a chat template is told about reasoning: one of THINK."""
+    if think == "auto":
+        return {}
+    effort = {"reasoning_effort": think} if think in ("low", "medium", "high") else {}
+    return {"enable_thinking": think != "off", **effort}
 
 
 def sampling_keys() -> list[str]:

@@ -120,7 +120,7 @@ def wait(backend: RemoteBackend, wanted: Callable[[ChatEvent], bool], seen: list
 
 def opened(url: str, model: str | None = None, **given: Any) -> RemoteBackend:
     """A backend that is ready."""
-    backend = RemoteBackend(url + "/v1/", "right-key", given=given)
+    backend = RemoteBackend(url + "/v1/", "right-key", given=lambda: given)
     backend.start(model)
     wait(backend, lambda e: isinstance(e, LoadProgress) and e.name == "ready", [])
     return backend
@@ -217,10 +217,16 @@ def test_a_running_server_is_found_and_used(monkeypatch: pytest.MonkeyPatch) -> 
 
     one = Running(1, "serve", "http://127.0.0.1:8000", ("tiny",), 0.0, "token")
     monkeypatch.setattr("localllm.processes.running", lambda: [Running(2, "chat"), one])
+    said = {"/health": {"status": "ok"}, "/v1/models/on%20disk": {"id": "on disk"}}
+    monkeypatch.setattr("localllm.cli.attach.ask", lambda one, method, path: said.get(path))
+    assert find_server("auto", ("on disk",)) == (one.url, "token", "on disk")
     assert find_server("auto", ("tiny", "org/tiny")) == (one.url, "token", "tiny")
     assert find_server("auto", ("other",)) is None
     assert find_server("auto", ()) == (one.url, "token", "")
     assert find_server("off", ("tiny",)) is None
+    draining = {**said, "/health": None}
+    monkeypatch.setattr("localllm.cli.attach.ask", lambda one, method, path: draining.get(path))
+    assert find_server("auto", ("tiny",)) is None and find_server("auto", ("on disk",)) is None
     assert (process_at(one.url), process_at("http://127.0.0.1:9")) == (one.pid, 0)
     assert find_server("http://127.0.0.1:8000/v1", ()) == (one.url, "token", "")
     with pytest.raises(ServerError):

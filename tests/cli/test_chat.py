@@ -276,4 +276,4 @@ def test_an_address_is_not_ignored_where_there_is_no_terminal(tmp_path: Path) ->
     ]
     env = dict(os.environ) | {"LOCALLLM_HOME": str(tmp_path)}
     done = subprocess.run(command, input="hi", capture_output=True, text=True, timeout=60, env=env)
-    assert done.returncode == 2 and "--attach-to is for a chat in a terminal" in done.stderr and not done.stdout
+    assert done.returncode == 8 and "no server answers at http://127.0.0.1:9" in done.stderr and not done.stdout

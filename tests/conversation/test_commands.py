@@ -28,7 +28,7 @@ def test_set_and_system() -> None:
     assert "No overrides" in say("/set")
     assert say("/set top_p=0.9") == "top_p = 0.9, from the next message"
     assert talk.sampling == {"top_p": 0.9}
-    assert "own again" in say("/set top_p off")
+    assert "default" in say("/set top_p off")
     assert talk.sampling == {}
     for bad in ("nope 1", "temp hot", "temp 500"):
         with pytest.raises(ConfigError):

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
+from localllm.cli.attach import fake_engine
 from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.console import picked
 from localllm.cli.frame.options import EngineFlags, Parallel
-from localllm.cli.session import fake_engine
 from localllm.errors import Aborted, ConfigError, LocalLLMError
 from localllm.request import LoadProgress
 from localllm.terminal import clean_line, counted, seconds_short

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
+from localllm.cli.attach import fake_engine
 from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.console import one_of, picked
 from localllm.cli.frame.options import LoadFlags, Model, numbers, read_text
 from localllm.cli.names import choose
-from localllm.cli.session import fake_engine
 from localllm.errors import ConfigError
 from localllm.terminal import clean_line, gib
 

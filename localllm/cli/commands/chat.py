@@ -8,24 +8,32 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from localllm.cli.attach import find_server
+from localllm.cli.attach import find_server, wish_of
 from localllm.cli.commands.run import answer
 from localllm.cli.frame.command import Env, command
-from localllm.cli.frame.console import one_of
 from localllm.cli.frame.help import OPTIONAL_NUMBER
-from localllm.cli.frame.options import EngineFlags, MaybeModel, SamplingFlags, System, setting, text_or_file
+from localllm.cli.frame.options import (
+    AttachTo,
+    EngineFlags,
+    MaybeModel,
+    Preset,
+    SamplingFlags,
+    System,
+    Think,
+    setting,
+    text_or_file,
+)
 from localllm.cli.full_screen import full_screen, in_tab
 from localllm.cli.names import Choice, choose
 from localllm.cli.question import Job, gather_prompt, messages_of
 from localllm.cli.session import Sampling
-from localllm.cli.start import Start, new_start, noted
+from localllm.cli.start import Start, new_start, noted, preset_of, think_of, typed_or_else
 from localllm.cli.tools import toolbox
 from localllm.config import UserConfig
 from localllm.conversation.slash import OFF, parse_port
 from localllm.errors import ConfigError, ModelNotFound
+from localllm.request import Message
 from localllm.terminal import clean_line, dumb, is_tty
-
-THINK = "auto|off|on|low|medium|high"
 
 
 @command(
@@ -41,16 +49,14 @@ def chat(
     resume_last: Annotated[bool, Option("-c", "--continue", help="Go on with the last chat.")] = False,
     resume: Annotated[str | None, Option(metavar="ID", help="Go on with this chat.")] = None,
     system: System = None,
-    preset: Annotated[str | None, Option(metavar="NAME", help="Instructions and sampling.")] = None,
-    think: Annotated[str | None, Option(metavar=THINK, help="Reasoning.")] = None,
+    preset: Preset = None,
+    think: Think = None,
     attach: Annotated[
         list[Path] | None, Option("-a", "--attach", metavar="FILE", help="Text file for the first message.")
     ] = None,
     plain: Annotated[bool, Option("--plain", help="Line mode: for screen readers and dumb terminals.")] = False,
     web: Annotated[bool, Option("--web", help="In a browser on this machine.")] = False,
-    attach_to: Annotated[
-        str, Option(metavar="auto|off|URL", help="Use a running `localllm serve` of this model.")
-    ] = "auto",
+    attach_to: AttachTo = "auto",
     serve: Annotated[
         str | None,
         Option(metavar=OPTIONAL_NUMBER, help="Also answer other programs here, on a port."),
@@ -85,16 +91,14 @@ def chat(
     typed = in_tab() or is_tty(sys.stdin)
     port = _port(serve, web or not typed, attach_to)
     if not typed and not web:
-        if attach_to not in ("auto", "off"):  # what is asked once is answered by a model of one's own
-            raise ConfigError("--attach-to is for a chat in a terminal, and standard input is not one", "localllm chat")
-        return once(env, config, model, first, instructions, sampling)
+        messages = messages_of(instructions, gather_prompt([first] if first else [], []))
+        return once(env, config, model, messages, sampling, wish_of(env, config, engine, attach_to))
     start = new_start(config, sampling, instructions, resume or ("last" if resume_last else None))
     start.first, start.ctx, start.inline, start.serve = first, engine.ctx, inline, port
     _prepare(start, config, preset, think, attach or [])
     start.tools = toolbox(env, config, mcp)
-    if attach_to == "auto" and (serve is not None or engine != EngineFlags()):
-        attach_to = "off"  # how a model is loaded is said for a model of one's own
-    _place(env, config, start, attach_to, model or _preset_model(config, preset))
+    wish = "off" if attach_to == "auto" and serve is not None else wish_of(env, config, engine, attach_to)
+    _place(env, config, start, wish, model or preset_of(config, preset).model)
     if web:
         from localllm.cli.web import serve_web
 
@@ -117,12 +121,13 @@ def home(env: Env) -> int:
         return full_screen(env, env.config, start)
 
 
-def once(env: Env, config: UserConfig, model: str | None, first: str, system: str, sampling: Sampling) -> int:
+def once(
+    env: Env, config: UserConfig, model: str | None, messages: list[Message], sampling: Sampling, place: str
+) -> int:
     """Standard input is not a terminal: answer it as `run` does."""
-    text = gather_prompt([first] if first else [], [])
     env.console.say("stdin is not a terminal: answering it once, as `localllm run` does")
     tty = env.console.out_tty
-    job = Job(messages_of(system, text), sampling, stream=tty, show_thinking=tty, stats=tty)
+    job = Job(messages, sampling, stream=tty, show_thinking=tty, stats=tty, place=place)
     return answer(env, config, model, job)
 
 
@@ -155,15 +160,11 @@ def _prepare(start: Start, config: UserConfig, preset: str | None, think: str | 
     from localllm.conversation.attachments import read_attachment
 
     if preset is not None:
-        if preset not in config.presets:
-            known = ", ".join(config.presets) or "none is set"
-            raise ConfigError(f"there is no preset {preset!r}", f"one of: {known}")
-        said = dict(start.sampling.given)
-        start.conversation.use(config.presets[preset])
+        said = typed_or_else(config, preset)
+        start.conversation.use(preset_of(config, preset))
         start.conversation.sampling.update(said)  # a flag wins over the preset
     if think is not None:
-        one_of("--think", think, THINK.split("|"), "--think off")
-        start.conversation.think = think
+        start.conversation.think = think_of(config, think)
     start.files = tuple(read_attachment(path) for path in attach)
 
 
@@ -174,13 +175,11 @@ def _place(env: Env, config: UserConfig, start: Start, wish: str, name: str | No
     else:
         start.choice = _choose(env, config, name, start.conversation.model)
         attached = find_server(wish, (start.choice.shown, start.choice.name))
+        if attached is not None:
+            env.console.say(f"using {clean_line(attached.model)} at {attached.url}")
     if attached is not None:
         start.attached = attached
         start.choice = Choice(attached.model, attached.model or attached.url)
-
-
-def _preset_model(config: UserConfig, preset: str | None) -> str | None:
-    return config.presets[preset].model if preset is not None else None
 
 
 def _choose(env: Env, config: UserConfig, name: str | None, resumed: str) -> Choice:

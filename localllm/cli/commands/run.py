@@ -10,9 +10,10 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
+from localllm.cli.attach import Attached, can_be_named, find_server, wish_of
 from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.console import Console, one_of
-from localllm.cli.frame.options import EngineFlags, Model, SamplingFlags, System, text_or_file
+from localllm.cli.frame.options import AttachTo, EngineFlags, Model, Preset, SamplingFlags, System, Think, text_or_file
 from localllm.cli.names import Choice, choose
 from localllm.cli.question import (
     TRUNCATE,
@@ -26,16 +27,19 @@ from localllm.cli.question import (
 )
 from localllm.cli.run_view import RunEvents, Text, timing_json, usage_json
 from localllm.cli.session import Sampling, follow, open_backend, stats_line, wait_ready
+from localllm.cli.start import preset_of, think_of, typed_or_else
 from localllm.cli.tools import answered, connect_for_run, toolbox_for_run
 from localllm.config import UserConfig
 from localllm.conversation.answer import Answer
 from localllm.conversation.tools import as_values
+from localllm.conversation.tree import effective_sampling, sampling_line, template_values
 from localllm.errors import ConfigError, ConstraintUnmet, LocalLLMError
 from localllm.interface import ChatBackend, ChatEvent, Facts
 from localllm.request import Message, Usage
 from localllm.terminal import clean_line, dumb
 
 MAX_SAMPLES = 64
+MAX_API_TEMPERATURE = 2  # OpenAI's limit
 
 
 @command(
@@ -73,6 +77,9 @@ def run(
         list[str] | None, Option(metavar="NAME", help="A tool that the model may call; nothing is asked. Repeatable.")
     ] = None,
     samples: Annotated[int, Option("-n", metavar="N", min=1, max=MAX_SAMPLES, help="Answers to give.")] = 1,
+    preset: Preset = None,
+    think: Think = None,
+    attach_to: AttachTo = "auto",
     sampled: SamplingFlags = SamplingFlags(),
     engine: EngineFlags = EngineFlags(),
     stream: Annotated[
@@ -88,6 +95,7 @@ def run(
     """Answer one prompt and end: the answer on stdout, everything else on stderr.
 
     Standard input is put before the prompt. A base model, which has no chat template, continues the text instead.
+    A running `localllm serve` answers where it has the model; with flags that say how to load it, it is loaded here.
     """
     config = engine.config(env, sampled.settings())
     one_of("--truncate", truncate, TRUNCATE, "--truncate middle")
@@ -97,14 +105,17 @@ def run(
     constraint = constraint_of(schema, grammar)
     text = gather_prompt(prompt or [], file or [])
     console = env.console
-    instructions = text_or_file(system, "--system")
-    sampling = Sampling(config.sampling.given(), tuple(sampled.stop or ()), samples)
+    chosen = preset_of(config, preset)
+    instructions = text_or_file(system, "--system") or chosen.system
+    sampling = Sampling(chosen.sampling.given() | typed_or_else(config, preset), tuple(sampled.stop or ()), samples)
     chat = None
     if keep or resume_last:
         chat = KeptChat.open(instructions or config.chat.system, text, sampling.given, resumes=resume_last)
     job = Job(
         messages=chat.messages if chat else messages_of(instructions or config.chat.system, text),
         sampling=sampling,
+        template=template_values(think_of(config, think)),
+        place=wish_of(env, config, engine, attach_to),
         constraint=constraint,
         truncate=truncate,
         tools=toolbox_for_run(env, config, mcp, yes_tools or (), samples),
@@ -120,12 +131,13 @@ def run(
 
 
 def answer(env: Env, config: UserConfig, model: str | None, job: Job) -> int:
-    """Load the model, answer, show. Returns the exit code."""
+    """Find a server that has the model, or load it; answer, show. Returns the exit code."""
     console = env.console
-    choice = choose(env, config, model)
+    choice, attached = _placed(env, config, model, job)
     events = RunEvents(console) if console.as_json and job.stream else None
     progress = env.progress(choice.shown)
-    with open_backend(env, config, job.sampling, completes=True, constraint=job.constraint) as backend:
+    how: dict[str, Any] = {"completes": True, "constraint": job.constraint, "attached": attached}
+    with open_backend(env, config, job.sampling, **how) as backend:
         backend.start(choice.name)
         facts, load_s = wait_ready(backend, progress, events.phase if events else None)
         if events is not None:
@@ -146,9 +158,11 @@ def answer(env: Env, config: UserConfig, model: str | None, job: Job) -> int:
             for one in answers:
                 console.say(console.style(f"[{stats_line(one, backend.facts())}]", "dim", err=True))
             console.say(console.style(f"[{clean_line(backend.facts().run_summary)}]", "dim", err=True))
+            line = sampling_line(effective_sampling(facts, job.sampling.given))
+            console.say(console.style(f"[sampling: {clean_line(line)}]", "dim", err=True))
         cut = any(one.stop == "length" for one in answers)
         if cut and (job.strict or job.constraint is not None):
-            limit = job.sampling.used.max_tokens
+            limit = job.sampling.given.get("max_tokens")
             raise ConstraintUnmet(f"the answer was cut at {limit or facts.ctx:,} tokens", "raise --max-tokens")
     return 0
 
@@ -158,17 +172,38 @@ def _answers(
 ) -> list[Answer]:
     """What the model answers, with the calls that it may make on the way."""
     if job.tools is None:
-        return follow(backend, [backend.send(messages) for _ in range(job.sampling.num_samples)], on_event)
+        return follow(
+            backend, [backend.send(messages, None, job.template) for _ in range(job.sampling.num_samples)], on_event
+        )
     tools, one = job.tools, Answer()
 
     def turn() -> None:
-        number = backend.send([*messages, *one.round_messages()], tools=tools.offered)
+        number = backend.send([*messages, *one.round_messages()], None, job.template, tools=tools.offered)
         follow(backend, [number], on_event, {number: one})
 
     with closing(tools):
         connect_for_run(console, tools)
         answered(console, tools, one, turn, backend.facts)
     return [one]
+
+
+def _placed(env: Env, config: UserConfig, model: str | None, job: Job) -> tuple[Choice, Attached | None]:
+    """The model, and the server that runs it, which is said; None: this process does."""
+    wish = job.place
+    if wish == "auto" and (job.sampling.given.get("temperature") or 0) > MAX_API_TEMPERATURE:
+        env.console.say(f"a server takes temperatures up to {MAX_API_TEMPERATURE}: running the model here")
+        wish = "off"
+    if wish not in ("auto", "off"):
+        attached = find_server(wish, (model,) if model else ())
+        return Choice(model or "", model or wish), attached
+    if wish == "auto" and model and can_be_named(config, model) and (attached := find_server(wish, (model,))):
+        choice = Choice(model, model)  # the server knows it by this name: nothing is left to find out
+    else:
+        choice = choose(env, config, model)
+        attached = find_server(wish, (choice.name,))
+    if attached is not None:
+        env.console.say(f"using {clean_line(choice.shown)} at {attached.url}")
+    return choice, attached
 
 
 def _fitting(env: Env, backend: ChatBackend, facts: Facts, job: Job) -> list[Message]:
@@ -199,7 +234,7 @@ def _extracted(answers: Sequence[Answer], language: str) -> list[Answer]:
 
 def envelope(choice: Choice, job: Job, facts: Facts, answers: Sequence[Answer], load_s: float) -> dict[str, Any]:
     """The fields of run/1."""
-    used = job.sampling.used
+    used = job.sampling.used(facts)
     shown = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "max_tokens", "stop")
     usage = Usage(
         answers[0].usage.prompt_tokens,

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from localllm._version import __version__
+from localllm.cli.attach import fake_engine
 from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.console import one_of
 from localllm.cli.frame.exits import leave_now
 from localllm.cli.frame.options import EngineFlags, Parallel, model_argument, read_text
 from localllm.cli.names import Choice, agree, choice_of, resolve
-from localllm.cli.session import fake_engine
 from localllm.errors import ConfigError, ModelNotFound, ServerError
 from localllm.terminal import clean_line, counted, seconds_short
 

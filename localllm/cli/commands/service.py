@@ -19,7 +19,7 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from localllm import paths
-from localllm.cli.attach import ask
+from localllm.cli.attach import ask, service_file
 from localllm.cli.frame.command import Env, command
 from localllm.errors import ConfigError, ServerError
 from localllm.processes import Running, running
@@ -90,13 +90,9 @@ class Service:
         return next((one for one in running() if one.kind == "serve" and one.url == self.url), None)
 
 
-def _file() -> Path:
-    return paths.state_dir() / "service.json"
-
-
 def installed() -> Service | None:
     """The service of this user, if one is installed. A background process that has ended counts as none."""
-    told = paths.read_json(_file())
+    told = paths.read_json(service_file())
     kind, port, pid = told.get("kind"), told.get("port"), told.get("pid", 0)
     if kind not in ("systemd", "process") or not isinstance(port, int) or not isinstance(pid, int):
         return None
@@ -157,7 +153,7 @@ def _install(env: Env, port: int, ttl_s: float, force: bool) -> None:
     _save(made)
     if _await_server(made, START_S, process) is None:
         process.kill()
-        _file().unlink(missing_ok=True)
+        service_file().unlink(missing_ok=True)
         raise _not_started(log)
 
 
@@ -180,7 +176,7 @@ def _taken(port: int) -> str:
 
 
 def _save(made: Service) -> None:
-    paths.replace_file(_file(), json.dumps({"kind": made.kind, "port": made.port, "pid": made.pid}))
+    paths.replace_file(service_file(), json.dumps({"kind": made.kind, "port": made.port, "pid": made.pid}))
 
 
 # --- systemd ---------------------------------------------------------------------------------------------------------
@@ -291,7 +287,7 @@ def _remove(env: Env) -> None:
     found = installed()
     units_there = [path for path in _unit_files() if path.exists()]
     if found is None and not units_there:
-        _file().unlink(missing_ok=True)
+        service_file().unlink(missing_ok=True)
         env.console.say("no service is installed")
         return
     if units_there:
@@ -305,7 +301,7 @@ def _remove(env: Env) -> None:
         _systemctl("daemon-reload")
     if found is not None and found.kind == "process":
         _end(found)
-    _file().unlink(missing_ok=True)
+    service_file().unlink(missing_ok=True)
 
 
 def _end(found: Service) -> None:

@@ -110,10 +110,18 @@ def _checked_when_needed(param: Any) -> Callable[[Any, Any], Any]:
     convert = param.process_value
     annotation = getattr(getattr(param, "type_descriptor", None), "annotation", None)
     plain: tuple[type, ...] = tuple(kind for kind in (str, bool) if annotation in (kind, kind | None))
+    is_texts = annotation in (list[str], list[str] | None)
+    info = getattr(getattr(param, "type_descriptor", None), "parameter_info", None)
+    bounded = getattr(info, "min", None) is not None or getattr(info, "max", None) is not None
+    number = None if bounded else next((kind for kind in (int, float) if annotation in (kind, kind | None)), None)
 
     def process(ctx: Any, value: Any) -> Any:
         nothing = value is None or (param.default is None and isinstance(value, (tuple, list)) and not value)
         same = isinstance(value, (int, float, str)) and value == param.default
+        if is_texts and value and not param.callback:
+            return list(value)
+        if number and isinstance(value, str) and value.isdecimal() and not param.callback:
+            return number(value)
         if not (nothing or same or isinstance(value, plain)) or (param.required and nothing):
             return convert(ctx, value)
         value = None if nothing else value

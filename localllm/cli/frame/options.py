@@ -42,6 +42,12 @@ Model = Annotated[str, model_argument("MODEL")]
 MaybeModel = Annotated[str | None, model_argument("[MODEL]")]
 Models = Annotated[list[str], model_argument("MODEL...")]
 System = Annotated[str | None, Option("-s", "--system", metavar="TEXT|@FILE", help="Instructions for the model.")]
+THINK = "auto|off|on|low|medium|high"
+Think = Annotated[str | None, Option(metavar=THINK, help="Reasoning of models that can switch it.")]
+Preset = Annotated[str | None, Option(metavar="NAME", help="Instructions and sampling from the settings.")]
+AttachTo = Annotated[
+    str, Option(metavar="auto|off|URL", help="A running `localllm serve` to use; auto finds one that has the model.")
+]
 Kv = Annotated[str | None, setting("engine.kv", "--kv")]
 Parallel = Annotated[int | None, Option(metavar="N", min=1, max=1024, help="Requests side by side.")]
 

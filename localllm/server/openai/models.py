@@ -34,5 +34,13 @@ def _json(service: Service, model: ServedModel, name: str) -> dict[str, Any]:
         "root": model.name,
         "parent": None,
         "max_model_len": llm.plan.ctx if llm is not None else model.max_context or None,
-        "meta": {"n_params": model.params, "size": model.size_bytes, "n_ctx_train": model.max_context},
+        "meta": {
+            "n_params": model.params,
+            "size": model.size_bytes,
+            "n_ctx_train": model.max_context,
+            "quant": model.quant,
+            "chat": model.chat,
+            "loaded": llm is not None,
+            "sampling": llm.sampling if llm is not None else {},
+        },
     }
