@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
-from localllm import paths, processes
+from localllm import processes
+from localllm.cli.background import installed, wake
 from localllm.errors import ServerError
 from localllm.processes import Running
 from localllm.terminal import clean_line
@@ -81,20 +82,11 @@ def _offer(one: Running, names: tuple[str, ...]) -> Attached | None:
 
 def _woken(names: tuple[str, ...], running: list[Running]) -> Attached | None:
     """The installed service, which starts at a connection."""
-    if not names or not service_file().is_file():
-        return None
-    from localllm.cli.commands.service import installed, wake
-
-    service = installed()
+    service = installed() if names else None
     if service is None or any(one.url == service.url for one in running):
         return None
     woken = wake(service)
     return _offer(woken, names) if woken is not None else None
-
-
-def service_file() -> Path:
-    """Where the installed service is noted."""
-    return paths.state_dir() / "service.json"
 
 
 def process_at(url: str) -> int:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from localllm.cli.commands.service import installed, units
+from localllm.cli.background import installed
+from localllm.cli.commands.service import units
 
 from .conftest import Invoke, process, valid
 

@@ -12,22 +12,21 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Argument, Option
 
 from localllm import paths
-from localllm.cli.attach import ask, service_file
+from localllm.cli.attach import ask
+from localllm.cli.background import START_S, Service, await_server, installed, service_file, unit_files
 from localllm.cli.frame.command import Env, command
 from localllm.errors import ConfigError, ServerError
-from localllm.processes import Running, running
+from localllm.processes import running
 from localllm.terminal import clean_line, counted, seconds_short
 
 ACTIONS = ("install", "status", "remove")
 NAME = "localllm"
-START_S = 40.0  # for a server to answer; torch is imported meanwhile
 STOP_S = 40.0  # it lets its requests end
 _MARK = "# made by `localllm service install`; a change by hand is kept. "
 
@@ -65,65 +64,6 @@ def service(
     return 0
 
 
-# --- what is there ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Service:
-    """The installed service.
-
-    kind   systemd | process
-    pid    of the background process; 0 with systemd
-    """
-
-    kind: str
-    port: int
-    pid: int = 0
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    @property
-    def server(self) -> Running | None:
-        """Its process, while one runs."""
-        return next((one for one in running() if one.kind == "serve" and one.url == self.url), None)
-
-
-def installed() -> Service | None:
-    """The service of this user, if one is installed. A background process that has ended counts as none."""
-    told = paths.read_json(service_file())
-    kind, port, pid = told.get("kind"), told.get("port"), told.get("pid", 0)
-    if kind not in ("systemd", "process") or not isinstance(port, int) or not isinstance(pid, int):
-        return None
-    found = Service(kind, port, pid)
-    if kind == "systemd":
-        return found if all(path.is_file() for path in _unit_files()) else None
-    return found if any(one.pid == pid for one in running()) else None
-
-
-def wake(found: Service) -> Running | None:
-    """The running server of a service, started by a connection where systemd waits for one. None where none comes."""
-    server = found.server
-    if server is not None or found.kind != "systemd":
-        return server
-    try:
-        with socket.create_connection(("127.0.0.1", found.port), timeout=1):
-            pass
-    except OSError:
-        return None
-    return _await_server(found, START_S)
-
-
-def _await_server(found: Service, seconds: float, process: subprocess.Popen[bytes] | None = None) -> Running | None:
-    deadline = time.monotonic() + seconds
-    while (server := found.server) is None and time.monotonic() < deadline:
-        if process is not None and process.poll() is not None:
-            return None
-        time.sleep(0.05)
-    return server
-
-
 # --- install ---------------------------------------------------------------------------------------------------------
 
 
@@ -151,7 +91,7 @@ def _install(env: Env, port: int, ttl_s: float, force: bool) -> None:
         )
     made = Service("process", port, process.pid)
     _save(made)
-    if _await_server(made, START_S, process) is None:
+    if await_server(made, START_S, process) is None:
         process.kill()
         service_file().unlink(missing_ok=True)
         raise _not_started(log)
@@ -192,11 +132,6 @@ def _has_systemd() -> bool:
         )
     except (OSError, subprocess.SubprocessError):
         return False
-
-
-def _unit_files() -> tuple[Path, Path]:
-    folder = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "systemd" / "user"
-    return folder / f"{NAME}.socket", folder / f"{NAME}.service"
 
 
 def units(port: int, words: list[str], variables: dict[str, str]) -> tuple[str, str]:
@@ -251,7 +186,7 @@ def _edited(path: Path) -> bool:
 
 
 def _install_units(port: int, words: list[str], force: bool) -> None:
-    files = _unit_files()
+    files = unit_files()
     for path in files:
         if _edited(path) and not force:
             raise ConfigError(f"{path} was edited by hand", "localllm service install --force replaces it")
@@ -285,7 +220,7 @@ def _systemctl(*words: str) -> None:
 
 def _remove(env: Env) -> None:
     found = installed()
-    units_there = [path for path in _unit_files() if path.exists()]
+    units_there = [path for path in unit_files() if path.exists()]
     if found is None and not units_there:
         service_file().unlink(missing_ok=True)
         env.console.say("no service is installed")
@@ -323,7 +258,7 @@ def _status(env: Env) -> None:
     fields: dict[str, Any] = {
         "state": state, "kind": found.kind if found else None, "url": found.url if found else None,
         "pid": server.pid if server else None, "models": models,
-        "units": [str(path) for path in _unit_files() if path.exists()],
+        "units": [str(path) for path in unit_files() if path.exists()],
     }  # fmt: skip
     if env.console.emit("service/1", fields):
         return

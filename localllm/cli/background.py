@@ -1,0 +1,86 @@
+"""The installed service of this user: which it is, and how it is started."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from localllm import paths
+from localllm.processes import Running, running
+
+if TYPE_CHECKING:
+    from subprocess import Popen
+
+START_S = 40.0  # for a server to answer; torch is imported meanwhile
+
+
+def service_file() -> Path:
+    """Where the installed service is noted."""
+    return paths.state_dir() / "service.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """The installed service.
+
+    kind   systemd | process
+    pid    of the background process; 0 with systemd
+    """
+
+    kind: str
+    port: int
+    pid: int = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def server(self) -> Running | None:
+        """Its process, while one runs."""
+        return next((one for one in running() if one.kind == "serve" and one.url == self.url), None)
+
+
+def installed() -> Service | None:
+    """The service of this user, if one is installed. A background process that has ended counts as none."""
+    told = paths.read_json(service_file())
+    kind, port, pid = told.get("kind"), told.get("port"), told.get("pid", 0)
+    if kind not in ("systemd", "process") or not isinstance(port, int) or not isinstance(pid, int):
+        return None
+    found = Service(kind, port, pid)
+    if kind == "systemd":
+        return found if all(path.is_file() for path in unit_files()) else None
+    return found if any(one.pid == pid for one in running()) else None
+
+
+def wake(found: Service) -> Running | None:
+    """The running server of a service, started by a connection where systemd waits for one. None where none comes."""
+    server = found.server
+    if server is not None or found.kind != "systemd":
+        return server
+    try:
+        with socket.create_connection(("127.0.0.1", found.port), timeout=1):
+            pass
+    except OSError:
+        return None
+    return await_server(found, START_S)
+
+
+def await_server(found: Service, seconds: float, process: Popen[bytes] | None = None) -> Running | None:
+    """Its server, as soon as it is noted; None when the time is over or `process` has ended."""
+    deadline = time.monotonic() + seconds
+    while (server := found.server) is None and time.monotonic() < deadline:
+        if process is not None and process.poll() is not None:
+            return None
+        time.sleep(0.05)
+    return server
+
+
+def unit_files() -> tuple[Path, Path]:
+    """Where systemd finds the socket and the service."""
+    folder = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "systemd" / "user"
+    return folder / "localllm.socket", folder / "localllm.service"
