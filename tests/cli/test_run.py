@@ -11,7 +11,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from localllm.backend.script import HOSTILE, MARKDOWN
+from localllm.backend.script import ANSWERS
 from localllm.cli.commands import COMMANDS
 
 from .conftest import LOCALLLM, Invoke, process, schema, valid
@@ -158,11 +158,11 @@ def test_what_a_terminal_gets_is_harmless() -> None:
 
 
 def test_a_pipe_gets_the_text_verbatim() -> None:
-    assert process("run", "fake", "!escape").stdout.decode() == HOSTILE + "\n"
+    assert process("run", "fake", "!escape").stdout.decode() == ANSWERS["!escape"] + "\n"
 
 
 def test_markdown_goes_through_a_pipe_untouched(invoke: Invoke) -> None:
-    assert invoke("run", "fake", "!md").stdout == MARKDOWN
+    assert invoke("run", "fake", "!md").stdout == ANSWERS["!md"]
 
 
 def test_a_closed_pipe_is_quiet() -> None:

@@ -9,7 +9,7 @@ from rich.cells import cell_len
 from rich.segment import Segment
 from textual.color import Color
 
-from localllm.backend.script import MARKDOWN
+from localllm.backend.script import ANSWERS
 from localllm.tui.ascii import Encodable, plain
 
 from .conftest import chat
@@ -55,7 +55,7 @@ async def test_the_whole_screen_is_ascii_and_says_the_same() -> None:
             assert {cell_len(line) for line in lines} == {118}
             if key:
                 await running.pilot.press("escape")
-        assert running.answers[0].answer.source == MARKDOWN  # what is copied and saved is what was said
+        assert running.answers[0].answer.source == ANSWERS["!md"]  # what is copied and saved is what was said
 
 
 @pytest.mark.slow
