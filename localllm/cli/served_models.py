@@ -115,9 +115,8 @@ def _ours(name: str, verb: str) -> LocalModel:
 
     found = hub.exact(name)
     if found.is_foreign:
-        error = found.refusal()
-        command = error.hint.replace(" rm ", f" {verb} ", 1) if found.source == "ollama" else error.hint
-        raise InvalidRequest(f"{error.message}: {command}", error.hint, param="model")
+        error = found.refusal(verb)
+        raise InvalidRequest(f"{error.message}: {error.hint}", error.hint)
     return found
 
 

@@ -22,7 +22,7 @@ def copy(source: str, target: str) -> Path:
     """
     found = exact(source)
     if found.is_foreign:
-        raise found.refusal()
+        raise found.refusal("cp")
     name = parse_name(target)
     if name.quant or name.revision or "/" in name.base:
         raise ConfigError(f"{shown(target)!r} cannot be a copy's name: it takes no / : or @", "choose a plain name")

@@ -96,7 +96,7 @@ def repair(
         return Repaired(starter.name, fetch_starter(starter, progress, cancel), 1, (starter.file,))
     found = local.need_one(parsed)
     if found[0].is_foreign:
-        raise found[0].refusal()
+        raise found[0].refusal("pull")
     if found[0].source != "hub":
         raise ModelNotFound(
             f"{found[0].name} was put here by hand: there is nothing to check it against", "localllm ls"

@@ -72,9 +72,14 @@ class LocalModel:
         """Another program keeps it: it is read, never changed."""
         return self.source not in ("hub", "index", "folder")
 
-    def refusal(self) -> ConfigError:
-        """Why a foreign model is not removed, repaired or copied, with its program's own way."""
-        return ConfigError(f"{self.name} belongs to {PLACES[self.source]}; localllm only reads it", self.remove_with)
+    def refusal(self, verb: str = "rm") -> ConfigError:
+        """Why a foreign model is not removed (rm), repaired (pull) or copied (cp), with its program's own way."""
+        way = self.remove_with
+        if self.source == "ollama":
+            way = way.replace("ollama rm", f"ollama {verb}", 1)
+        elif verb != "rm":
+            way = "use the program that keeps it"
+        return ConfigError(f"{self.name} belongs to {PLACES[self.source]}; localllm only reads it", way)
 
     @property
     def folder(self) -> Path:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from localllm.errors import (
     AuthRequired,
+    BadModelFile,
     ConfigError,
     InvalidRequest,
     LocalLLMError,
@@ -207,6 +208,8 @@ def _at_path(name: str, path: Path) -> Resolved:
 
 
 def _local(found: local.LocalModel, ask: _Ask, reason: str, also: tuple[str, ...] = ()) -> Resolved:
+    if found.is_foreign and found.problem:
+        raise BadModelFile(f"{found.name}: {found.problem}", found.refusal("pull").hint)
     kind: Literal["hub", "index", "foreign"] = "foreign" if found.is_foreign else "index"
     kind = "hub" if found.source == "hub" else kind
     reason = f"in {PLACES[found.source]}" if found.is_foreign and not reason else reason

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from localllm import hub
-from localllm.errors import ConfigError, ModelNotFound
+from localllm.errors import BadModelFile, ConfigError, ModelNotFound
 from localllm.hub import foreign, local
 from localllm.hub.names import parse_name
 
@@ -135,10 +135,13 @@ def test_ours_come_first(stores: Path, empty_home: Path, tiny_path: Path) -> Non
 def test_nothing_of_theirs_is_removed_or_repaired(stores: Path) -> None:
     before = tree(stores)
     for name, command in NAMES.items():
-        for act in (hub.remove, lambda n: hub.remove(n, dry_run=True), lambda n: hub.repair(n, offline=True)):
+        for act in (hub.remove, lambda n: hub.remove(n, dry_run=True)):
             with pytest.raises(ConfigError, match="localllm only reads it") as caught:
                 act(name)
             assert caught.value.hint.startswith(command)
+        with pytest.raises(ConfigError, match="localllm only reads it") as caught:
+            hub.repair(name, offline=True)
+        assert caught.value.hint == command.replace(" rm ", " pull ") or not name.startswith("ollama")
     with pytest.raises(ModelNotFound, match="nothing here was quantized"):
         hub.remove("llama3.2", derived_only=True)
     hub.remove_partials()
@@ -183,6 +186,9 @@ def test_bad_manifests_hide_no_model(stores: Path) -> None:
         assert row.broken and row.reason and not row.supported
     assert "no such file" in rows["ollama/bad:missing-blob"].reason
     assert "LoRA" in rows["ollama/bad:adapter"].reason
+    with pytest.raises(BadModelFile, match="ollama/bad:adapter: it has a LoRA adapter") as caught:
+        hub.resolve("bad:adapter", offline=True)
+    assert caught.value.hint == "ollama pull bad:adapter"
     assert "passwd" not in rows["ollama/bad:outside"].reason
 
 

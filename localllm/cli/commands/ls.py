@@ -49,7 +49,7 @@ def ls(
     rows = [_ls_row(*one) for one in planned]
     if console.emit("ls/1", {"cache": str(hub.cache.hub_dir()), "free_bytes": _free(), "models": rows}):
         return 0
-    total = sum(m.size_bytes for m in shown)
+    total = sum({m.path: m.size_bytes for m in shown}.values())  # two names of Ollama's may share a file
     place = clean_line(home_short(hub.cache.hub_dir()))
     console.say(f"{counted(len(shown), 'model')} · {gib(total)} · {gib(_free())} free in {place}")
     if shown:

@@ -16,7 +16,6 @@ from pydantic import Field, StrictBool, StrictStr
 from starlette.requests import Request
 from starlette.responses import Response
 
-from localllm.errors import LocalLLMError
 from localllm.request import LoadProgress, OnProgress
 from localllm.server.errors import ApiError, error_text, invalid
 from localllm.server.middleware import is_at
@@ -126,7 +125,7 @@ async def delete(request: Request, body: NameRequest) -> Response:
     """Remove one of our models. What another program keeps is refused, with that program's command."""
     library, service = _library(request), service_of(request)
     model = await service.find(body.wanted)
-    await _changed(lambda: library.remove(model.source))
+    await asyncio.to_thread(library.remove, model.source)
     if service.pool.llm_of(model.name) is not None:
         service.pool.unload(model.name)
     service.pool.look_again()
@@ -137,18 +136,9 @@ async def copy(request: Request, body: CopyRequest) -> Response:
     """Give one of our models a second name; its files are shared."""
     library, service = _library(request), service_of(request)
     model = await service.find(body.source)
-    await _changed(lambda: library.copy(model.source, body.destination.removesuffix(":latest")))
+    await asyncio.to_thread(library.copy, model.source, body.destination.removesuffix(":latest"))
     service.pool.look_again()
     return Response()
-
-
-async def _changed(work: Callable[[], None]) -> None:
-    try:
-        await asyncio.to_thread(work)
-    except LocalLLMError as error:
-        if error.param is None:
-            error.param = "model"
-        raise
 
 
 def check_changes(request: Request) -> None:
