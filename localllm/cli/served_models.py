@@ -72,10 +72,12 @@ def _also(model: LocalModel) -> tuple[str, ...]:
     from localllm.hub import catalog
 
     if model.is_foreign:
-        own = f"{model.short}:{model.quant}" if model.quant else model.short
-        return (own, model.short) if model.quant == "latest" else (own,)
+        called = dict.fromkeys((model.base.partition("/")[2], model.short))  # with hf.co before it, and without
+        tagged = tuple(f"{name}:{model.quant}" if model.quant else name for name in called)
+        return (*tagged, *called) if model.quant == "latest" else tagged
     names = {c.name for c in catalog.candidates() if c.spec.casefold() == model.name.casefold()}
-    return tuple(name for one in sorted(names) for name in (one, ":".join(one.rsplit("-", 1))))
+    other = (f"hf.co/{model.name}",) if model.source == "hub" else ()
+    return (*other, *(name for one in sorted(names) for name in (one, ":".join(one.rsplit("-", 1)))))
 
 
 class HubLibrary:

@@ -86,7 +86,11 @@ def bind_ollama(options: ServeOptions, first: socket.socket) -> list[socket.sock
     """The socket at Ollama's address, where one is wanted and `first` is not it. Raises ServerError (port busy)."""
     if options.ollama is None or first.getsockname() == options.ollama:
         return []
-    return [_bind_tcp(*options.ollama, "end Ollama first: systemctl stop ollama; or leave --ollama out")]
+    return [
+        _bind_tcp(
+            *options.ollama, "end what listens there: systemctl stop ollama, or localllm stop; or leave --ollama out"
+        )
+    ]
 
 
 def _bind_tcp(host: str, port: int, fix: str) -> socket.socket:

@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import socket
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -10,10 +13,12 @@ import pytest
 
 from localllm.cli.served_models import HubLibrary, local_offers
 from localllm.config import UserConfig
-from localllm.errors import DownloadError, InvalidRequest, LocalLLMError
+from localllm.errors import DownloadError, InvalidRequest, LocalLLMError, ServerError
 from localllm.request import LoadProgress
-from localllm.server import AppOptions, create_app
+from localllm.server import AppOptions, Service, create_app
 from localllm.server.ollama.library import MAX_PULLS
+from localllm.server.pool import ModelPool
+from localllm.server.run import ServeOptions, bind, bind_ollama, make_server, url_of
 
 ADDRESS = ("127.0.0.1", 11434)
 
@@ -122,6 +127,32 @@ async def test_models_change_at_that_address_alone(at, shelf):
     assert shelf.done == []
 
 
+async def test_both_addresses_are_the_same_server(service, shelf):
+    """Over real sockets: which address a request came in at is the socket's word."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = free.getsockname()
+    options = ServeOptions(port=0, ollama=address, library=shelf)
+    first = bind(options)
+    with first, bind_ollama(options, first)[0] as second:
+        with pytest.raises(ServerError, match="in use") as caught:
+            bind_ollama(options, first)
+        assert "systemctl stop ollama" in caught.value.hint
+        assert bind_ollama(options, second) == [], "the first port may be Ollama's own"
+        server = make_server(service, options)
+        serving = asyncio.ensure_future(server.serve(sockets=[first, second]))
+        while not server.started:
+            await asyncio.sleep(0.01)
+        headers = {"host": f"127.0.0.1:{address[1]}"}
+        async with httpx.AsyncClient(headers=headers) as client:
+            for url, status in ((url_of(first), 404), (url_of(second), 200)):
+                assert (await client.post(f"{url}/api/pull", json={"model": "x"})).status_code == status
+                assert (await client.get(f"{url}/api/tags")).status_code == 200
+        server.should_exit = True
+        await serving
+    assert shelf.done == [("pull", "x")]
+
+
 async def test_who_answers_there(at):
     async with at() as client:
         assert (await client.get("/")).text == "Ollama is running"
@@ -204,6 +235,38 @@ def test_the_library_of_this_machine(tiny_path, empty_home, monkeypatch):
     assert [offer.name for offer in local_offers()] == ["other", "lmstudio/pub/theirs:Q8_0"]
 
 
+async def test_a_model_that_was_pulled_is_served_and_deleted(tiny_path, empty_home, tmp_path, monkeypatch):
+    """Against a hub of our own: progress in bytes, the list afterwards, and the end of it."""
+    repo = tmp_path / "hub/ann/tiny-GGUF"
+    repo.mkdir(parents=True)
+    (repo / "tiny-Q8_0.gguf").write_bytes(tiny_path.read_bytes())
+    server = [sys.executable, "-P", str(Path(__file__).parents[1] / "hub/hub_server.py"), str(tmp_path / "hub")]
+    with subprocess.Popen(server, stdout=subprocess.PIPE, text=True) as hub_process:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{int(hub_process.stdout.readline())}")
+        pool = ModelPool(local_offers, None, lambda: None)
+        service = Service(pool)
+        try:
+            app = create_app(service, AppOptions(ollama=ADDRESS, library=HubLibrary(UserConfig())))
+            transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+            async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:11434") as client:
+                assert (await client.get("/api/tags")).json() == {"models": []}
+                asked = {"model": "hf.co/ann/tiny-GGUF:Q8_0"}
+                lines = [json.loads(line) for line in (await client.post("/api/pull", json=asked)).text.splitlines()]
+                assert lines[-1] == {"status": "success"}
+                assert {line["total"] for line in lines if "total" in line} == {tiny_path.stat().st_size}
+                names = [model["name"] for model in (await client.get("/api/tags")).json()["models"]]
+                assert names == ["ann/tiny-GGUF:Q8_0"]
+                assert (await client.post("/api/show", json=asked)).status_code == 200, "the name it was pulled by"
+                assert (await client.request("DELETE", "/api/delete", json=asked)).status_code == 200
+                assert (await client.get("/api/tags")).json() == {"models": []}
+                strange = (await client.post("/api/pull", json={"model": "ann/nothing"})).text.splitlines()
+                assert "error" in json.loads(strange[-1])
+        finally:
+            hub_process.kill()
+            service.close()
+            pool.close()
+
+
 def test_what_ollama_calls_a_model_finds_it():
     from localllm.cli.served_models import _also
     from localllm.hub import LocalModel, catalog
@@ -211,4 +274,4 @@ def test_what_ollama_calls_a_model_finds_it():
     latest = LocalModel("ollama/llama3.2:latest", Path("x"), "ollama", quant="latest")
     assert _also(latest) == ("llama3.2:latest", "llama3.2")
     entry = next(c for c in catalog.candidates() if c.name == "qwen3-0.6b" and not c.needs)
-    assert "qwen3:0.6b" in _also(LocalModel(entry.spec, Path("x"), "hub"))
+    assert {"qwen3:0.6b", f"hf.co/{entry.spec}"} <= set(_also(LocalModel(entry.spec, Path("x"), "hub")))
