@@ -41,8 +41,8 @@ async def waiting(queue, *asked):
     first = await blocked(queue)
     tickets = [(f"{client}{i}", queue.reserve(client, **options)) for i, (client, options) in enumerate(asked)]
     task = asyncio.ensure_future(grant_order(queue, tickets))
-    await asyncio.sleep(0.01)
-    assert queue.num_waiting == len(asked)
+    while queue.num_waiting < len(asked):
+        await asyncio.sleep(0)
     first.release()
     return await task
 
