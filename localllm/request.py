@@ -276,8 +276,11 @@ class Request:
     def only_reads(self) -> bool:
         return self.score or self.pooling != ""
 
-    def check(self, vocab_size: int, max_context: int) -> None:
-        """Raise InvalidRequest or ContextTooLong when it can never run."""
+    def check(self, vocab_size: int, max_context: int, largest_context: int = 0) -> None:
+        """Raise InvalidRequest or ContextTooLong when it can never run.
+
+        largest_context   what --ctx could be here; 0 when that is not known
+        """
         self.params.check(vocab_size)
         count = len(self.prompt_token_ids)
         if count == 0:
@@ -286,11 +289,21 @@ class Request:
             spare = "" if count > max_context else ", one of them for the answer"
             raise ContextTooLong(
                 f"the prompt has {count:,} tokens, the context window holds {max_context:,}{spare}",
-                f"start with --ctx {-(-(count + 256) // 1024) * 1024}, or shorten the prompt",
+                _room_for(count, largest_context),
                 context={"prompt_tokens": count, "max_context": max_context},
                 param="messages",
             )
         check_token_ids("prompt", self.prompt_token_ids, vocab_size)
+
+
+def _room_for(count: int, largest_context: int) -> str:
+    """How a prompt of `count` tokens could be answered."""
+    wanted = -(-(count + 256) // 1024) * 1024
+    if not largest_context or wanted <= largest_context:
+        return f"start with --ctx {wanted}, or shorten the prompt"
+    if count < largest_context:
+        return f"start with --ctx {largest_context}, or shorten the prompt"
+    return f"shorten the prompt: no --ctx above {largest_context:,} is possible here"
 
 
 @dataclass(slots=True)

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from localllm.conversation import clipboard
 from localllm.conversation.attention import Attention
 from localllm.conversation.session import Session
 from localllm.paths import toml_beside
-from localllm.terminal import clean_line, no_color
+from localllm.terminal import no_color
 from localllm.tui.keymap import Keymap
 
 HANGUP_S = 1.0  # between two looks whether the terminal is still there
@@ -94,25 +93,19 @@ class Frame(App[None]):
         self.drain_s = DRAIN_STILL_S if still else DRAIN_S
         if still:
             self.animation_level = "none"
-        self.problems = [*self._begin_with_theme(), *self.keymap.problems]
+        self._begin_with_theme()
+        self.problems = self.keymap.problems
 
-    def _begin_with_theme(self) -> list[str]:
+    def _begin_with_theme(self) -> None:
         """Colours from the start: setting `theme` later would parse every style sheet a second time."""
         for name, colours in toml_beside(__file__, "themes.toml").items():
             self.register_theme(Theme(name, **colours))
-        wanted = "ansi-dark" if self._colorless else self.options.ui.theme
-        known = wanted in self.available_themes
-        self.set_reactive(App.theme, wanted if known else "localllm-dark")
+        self.set_reactive(App.theme, "ansi-dark" if self._colorless else self.options.ui.theme)
         theme = self.current_theme
         self.add_class(f"-theme-{theme.name}", "-dark-mode" if theme.dark else "-light-mode", update=False)
         self.remove_class("-light-mode" if theme.dark else "-dark-mode", update=False)
         self._refresh_truecolor_filter(self.ansi_theme)
         self.stylesheet.set_variables(self.get_css_variables())
-        if known:
-            return []
-        near = get_close_matches(wanted, list(self.available_themes), 1)
-        meant = f"; did you mean {near[0]}?" if near else ""
-        return [f"ui.theme: there is no theme {clean_line(wanted)}{meant}"]
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
         """The width of the text column, for the style sheet."""

@@ -173,12 +173,14 @@ class FakeBackend(ChatBackend):
         prompt = messages[-1].get("content", "") if messages else ""
         goes_on = bool(messages) and messages[-1].get("role") == "assistant"
         prompt_tokens = sum(1 + len(m.get("content", "").split()) for m in messages)
-        limit = params.max_tokens or self.ctx
+        limit = min(params.max_tokens or self.ctx, self.ctx - prompt_tokens)
         if prompt_tokens > self.ctx or prompt.startswith("!full"):
             needed = max(prompt_tokens, self.ctx + 1332)
             told = f"prompt has {needed:,} tokens, the window holds {self.ctx:,}"
             fixes = (("localllm chat fake --ctx 40k", "fits"),)
-            self._fail(turn, errors.ContextTooLong(told, "start with --ctx 40k, or shorten it", fixes=fixes))
+            counted = {"prompt_tokens": needed, "max_context": self.ctx}
+            told_how = "start with --ctx 40k, or shorten it"
+            self._fail(turn, errors.ContextTooLong(told, told_how, fixes=fixes, context=counted))
             return
         if prompt == "!error":
             self._fail(turn, _error(prompt))

@@ -56,8 +56,10 @@ def assemble(
     if decode is not None:
         meter.note("graphs", reserved=True)
     limits = SchedulerLimits(plan.max_parallel, plan.prefill_budget)
-    more = {"prefix_cache": plan.prefix_cache, "check_invariants": check_invariants}
-    return Engine(runner, plan.num_pages, plan.ctx, limits, **more)
+    return Engine(
+        runner, plan.num_pages, plan.ctx, limits, prefix_cache=plan.prefix_cache, check_invariants=check_invariants,
+        largest_context=min(plan.max_ctx, model.facts.max_context),
+    )  # fmt: skip
 
 
 def _sampler(model: Model, plan: Plan, device: torch.device, selftest: SelfTest | None) -> DeviceSampler | None:

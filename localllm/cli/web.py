@@ -15,11 +15,14 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from localllm.cli.attach import Attached, ask
 from localllm.cli.frame.command import Env
 from localllm.cli.start import Start
+from localllm.config import KEYS, UserConfig
 from localllm.errors import ConfigError, ServerError
 from localllm.processes import running
 
@@ -51,8 +54,11 @@ class Gate:
         return 403, ""
 
 
-def serve_web(env: Env, start: Start) -> int:
-    """Serve until Ctrl-C."""
+def serve_web(env: Env, config: UserConfig, start: Start, attach: Sequence[Path] = ()) -> int:
+    """Serve until Ctrl-C. Every tab, and the server started for them, gets what was given by flags.
+
+    attach   the files of `start`, by their paths
+    """
     try:
         import textual_serve.server  # noqa: F401
     except ImportError:
@@ -60,24 +66,47 @@ def serve_web(env: Env, start: Start) -> int:
     child: subprocess.Popen[bytes] | None = None
     words: list[str] = []
     key = ""
+    os.environ.update(_settings(config, start))
     if not fake_engine():
         attached = start.attached
         if attached is None:
             name = start.choice.name if start.choice else ""
-            child, attached = _start_server(env, name, start.ctx)
-        words, key = ["--attach-to", attached.url, *([attached.model] if attached.model else [])], attached.key
+            child, attached = _start_server(env, name, config.engine.debug_invariants)
+        words, key = ["--attach-to", attached.url], attached.key
+        model = attached.model
+    else:
+        model = start.choice.name if start.choice else ""
     try:
-        return _serve(env, [*_TAB, *words], key)
+        return _serve(env, [*_TAB, *words, *_given(start, attach), "--", *filter(None, [model, start.first])], key)
     finally:
         if child is not None:
             child.terminate()
             child.wait(30)
 
 
-def _start_server(env: Env, model: str, ctx: str | None) -> tuple[subprocess.Popen[bytes], Attached]:
+def _settings(config: UserConfig, start: Start) -> dict[str, str]:
+    """The settings that were given by flags or a preset, as variables."""
+    given = {path: config.get(path) for path, origin in config.origins.items() if origin == "flag" and path in KEYS}
+    given |= {f"sampling.{name}": value for name, value in start.conversation.sampling.items()}
+    given |= {"chat.system": start.conversation.system} if start.conversation.system else {}
+    return {KEYS[path].env: KEYS[path].kind.show(value) for path, value in given.items() if value is not None}
+
+
+def _given(start: Start, attach: Sequence[Path]) -> Iterator[str]:
+    """What no setting says, as flags of a tab's chat."""
+    yield from ("--think", start.conversation.think)
+    for text in start.sampling.stop:
+        yield f"--stop={text}"
+    for path in attach:
+        yield f"--attach={path.absolute()}"
+    if start.conversation.exchanges:
+        yield f"--resume={start.conversation.id}"
+
+
+def _start_server(env: Env, model: str, checks: bool) -> tuple[subprocess.Popen[bytes], Attached]:
     """A server of our own on a free port, ready to answer. Its messages go to our stderr."""
     env.console.say("starting the server that all tabs share")
-    words = ["serve", model, "--port", "0", "--preload", "-y", *(["--ctx", ctx] if ctx else [])]
+    words = ["serve", model, "--port", "0", "--preload", "-y", *(["--debug-invariants"] if checks else [])]
     child = subprocess.Popen([sys.executable, "-P", "-m", "localllm", *words], stdin=subprocess.DEVNULL)
     end = time.monotonic() + START_S
     while child.poll() is None and time.monotonic() < end:

@@ -11,7 +11,7 @@ from localllm.errors import ConfigError
 from localllm.request import RANGES, Range
 from localllm.testing import TEST_ONLY
 
-from .kinds import CODE_THEME, DEVICE, DURATION, FLAG, SIZE, TEXT, TEXTS, TOKENS, Kind, choice, or_auto, within
+from .kinds import CODE_THEME, DEVICE, DURATION, FLAG, SIZE, TEXT, TEXTS, THEME, TOKENS, Kind, choice, or_auto, within
 
 Auto = Literal["auto"]
 PROJECT_FILE = ".localllm.toml"
@@ -169,7 +169,7 @@ class ChatConfig:
 class UiConfig:
     """The full-screen interface."""
 
-    theme: str = _key(TEXT, "localllm-dark", "colours")
+    theme: str = _key(THEME, "localllm-dark", "colours")
     code_theme: str = _key(CODE_THEME, "auto", "colours of code; auto are those of the theme")
     mouse: bool = _key(FLAG, True, "take mouse events")
     animations: bool | Auto = _key(or_auto(FLAG), "auto", "auto: off over ssh")

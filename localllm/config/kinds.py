@@ -136,6 +136,14 @@ DEVICE = Kind(
 CODE_THEME = or_auto(
     Kind("a style of Pygments, such as monokai", _only(lambda value: value in set(_styles())), names=_styles)
 )
+# ours, and those of Textual: named here, because every command reads the settings and Textual takes long to import
+THEMES = (
+    "localllm-dark", "localllm-light", "ansi-dark", "ansi-light", "atom-one-dark", "atom-one-light",
+    "catppuccin-frappe", "catppuccin-latte", "catppuccin-macchiato", "catppuccin-mocha", "dracula", "flexoki",
+    "gruvbox", "monokai", "nord", "rose-pine", "rose-pine-dawn", "rose-pine-moon", "solarized-dark", "solarized-light",
+    "textual-dark", "textual-light", "tokyo-night",
+)  # fmt: skip
+THEME = Kind("a theme, such as localllm-light", _only(lambda value: value in THEMES), names=lambda: THEMES)
 TOKENS = Kind(
     "auto, max, or a number of tokens from 16, such as 8192 or 32k",
     lambda value: value if value in ("auto", "max") else _tokens(value),

@@ -34,8 +34,9 @@ class Round:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Answer:
-    """`stop` is empty until the turn has ended: stop | length | abort | error | partial | edited | unanswered.
+    """`stop` is empty until the turn has ended: stop | length | full | abort | error | partial | edited | unanswered.
 
+    stop    `length` is the limit on an answer, `full` the end of the context window
     rounds  what came before `text`, each ended by calls
     calls   those that the model has made after `text`
     """
@@ -115,6 +116,7 @@ class Answer:
         end = {
             "abort": f"stopped by you · {tokens} · /continue · /regen",
             "length": f"reached the limit of {tokens} · /continue",
+            "full": f"the context window is full after {tokens} · /ctx · /new",
             "partial": "cut off when the program ended · /continue",
             "edited": "edited by you",
             "unanswered": "not answered · /regen",

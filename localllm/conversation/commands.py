@@ -36,6 +36,7 @@ def run(session: Session, typed: Typed) -> str:
 
 def _new(session: Session, text: str) -> str:
     session.conversation.clear()
+    session.files.clear()
     return "new chat"
 
 
@@ -147,6 +148,9 @@ def _save_preset(session: Session, name: str) -> str:
 
 
 def _attach(session: Session, text: str) -> str:
+    if text == "off":
+        session.files.clear()
+        return "no file goes with the next message"
     session.files += read_attachments(text)
     return f"{len(session.files)} files go with the next message"
 

@@ -245,9 +245,9 @@ class Conversation:
 
     @property
     def used_tokens(self) -> int:
-        """Tokens of the context that the last answer took; 0 before it."""
-        last = self.exchanges[-1].usage if self.exchanges else None
-        return last.prompt_tokens + last.completion_tokens if last else 0
+        """Tokens of the context up to the last answer of the branch that was counted; 0 before it."""
+        counted_turns = (one.usage for one in reversed(self.exchanges) if one.usage.prompt_tokens)
+        return next((usage.prompt_tokens + usage.completion_tokens for usage in counted_turns), 0)
 
     @property
     def summary(self) -> str:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 from localllm.interface import Check
+from localllm.terminal import locale_encoding
 
 from .finding import TERMINAL, Checks, Survey, ok, skip, warn
 
@@ -50,8 +51,8 @@ def term_size(survey: Survey) -> Check:
 @CHECKS.add("term.utf8")
 def term_utf8(survey: Survey) -> Check:
     """Whether text in every script can be shown."""
-    try:
-        encoding = codecs.lookup(sys.stdout.encoding or "ascii").name
+    try:  # what captures the output of the full screen has no encoding of its own
+        encoding = codecs.lookup(getattr(sys.stdout, "encoding", locale_encoding()) or "ascii").name
     except LookupError:
         encoding = "ascii"
     if encoding != "utf-8":

@@ -43,6 +43,7 @@ class Engine:
 
     num_pages         of each cache group, as the plan gives them: the cache may have more
     max_context       tokens a sequence may hold
+    largest_context   what it could be on this machine; told to who asks for more
     check_invariants  verify every page and count after every step
     """
 
@@ -53,11 +54,12 @@ class Engine:
         max_context: int,
         limits: SchedulerLimits = SchedulerLimits(),
         *,
+        largest_context: int = 0,
         prefix_cache: bool = True,
         check_invariants: bool = False,
     ) -> None:
         self.runner = runner
-        self.max_context = max_context
+        self.max_context, self._largest_context = max_context, largest_context
         self.limits = limits  # without pressure
         self.check_invariants = check_invariants
         cache = runner.cache
@@ -101,7 +103,7 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raise InvalidRequest, ContextTooLong or OutOfMemory for a request that can never run."""
-        request.check(self.runner.vocab_size, self.max_context)
+        request.check(self.runner.vocab_size, self.max_context, self._largest_context)
         if not self._pages.fits_ever(len(request.prompt_token_ids) + 1, self.limits.prefill_budget):
             raise OutOfMemory(
                 f"the prompt has {len(request.prompt_token_ids):,} tokens, more than the key/value cache can ever hold",

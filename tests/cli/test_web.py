@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 
 from localllm.cli.web import Gate
+from localllm.config import load_config
 from localllm.history.store import History
 
 LOCALLLM = [sys.executable, "-P", "-c", "from localllm.cli import main; main()"]
@@ -41,6 +42,32 @@ def test_a_token_is_good_once_and_hosts_and_origins_are_checked() -> None:
     assert gate.check("127.0.0.1:9", "http://127.0.0.1:9", cookie, None)[0] == 200
     assert gate.check("127.0.0.1:9", "null", cookie, None)[0] == 403
     assert gate.check("127.0.0.1:9", None, "é", None)[0] == 403
+
+
+def test_a_tab_gets_what_the_flags_said(invoke: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "my notes.txt"
+    file.write_text("text")
+    served: list[list[str]] = []
+    monkeypatch.setattr("localllm.cli.web._serve", lambda env, command, key: served.append(command) or 0)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    flags = "--web --no-save --temp 0 --kv int8 --ctx 2k --no-animations --theme nord --think off --stop END -a"
+    words = ["chat", "fake", "hello you", *flags.split(), str(file), "--system"]
+    done = invoke(*words, "@brief")
+    assert done.exit_code == 2  # no such file: --system is read here, not by every tab
+    done = invoke(*words, "be brief")
+    assert done.exit_code == 0, done.stderr
+    told = served[0][served[0].index("chat") + 2 :]
+    assert told == ["--think", "off", "--stop=END", f"--attach={file}", "--", "fake", "hello you"]
+    config = load_config({}, environ=os.environ)
+    assert not config.chat.save and config.sampling.temperature == 0 and config.engine.kv == "int8"
+    assert config.engine.ctx == 2048 and config.ui.animations is False and config.ui.theme == "nord"
+    assert config.chat.system == "be brief"
+
+
+@pytest.mark.parametrize("flag", ["--plain", "--inline"])
+def test_a_browser_is_no_terminal(invoke: Any, flag: str) -> None:
+    done = invoke("chat", "fake", "--web", flag)
+    assert done.exit_code == 2 and f"--web is a chat in a browser, {flag}" in done.stderr
 
 
 class Web:

@@ -316,3 +316,16 @@ def test_every_check_of_the_specification_is_there() -> None:
     assert set(GROUP_OF) == set(CHECKS)
     for check in run_checks(survey=Survey(CPU, HOST)):
         assert check.group == GROUP_OF[check.id]
+
+
+def test_a_stream_without_an_encoding_is_no_broken_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The full screen puts one in the place of stdout."""
+
+    class Capture:
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr("localllm.doctor.terminal.locale_encoding", lambda: "utf-8")
+    monkeypatch.setattr("sys.stdout", Capture())
+    (found,) = run_checks(["term.utf8"])
+    assert found.status == "ok"

@@ -153,6 +153,10 @@ def test_refusals(smollm2, exact_gemma):
     with pytest.raises(ContextTooLong) as caught:
         smollm2.generate([5] * 3000)
     assert "3,000" in caught.value.message and "2,048" in caught.value.message
+    assert "start with --ctx 4096" in caught.value.hint
+    with pytest.raises(ContextTooLong) as caught:  # a cure is one that can be taken
+        smollm2.generate([5] * 9000)
+    assert "no --ctx above 8,192 is possible" in caught.value.hint
     with pytest.raises(InvalidRequest, match="empty"):
         smollm2.generate("")
     with pytest.raises(InvalidRequest, match="base model"):

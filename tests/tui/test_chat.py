@@ -11,7 +11,9 @@ from textual.containers import VerticalScroll
 from textual.widgets import OptionList
 
 from localllm.backend.script import ANSWERS
-from localllm.config import UiConfig
+from localllm.config import UiConfig, load_config
+from localllm.config.kinds import THEMES
+from localllm.errors import ConfigError
 from localllm.interface import Facts, Prefill
 from localllm.tui.screens.help import HelpScreen
 from localllm.tui.widgets.loading import LoadCard
@@ -230,12 +232,6 @@ async def test_the_memory_stands_in_wide_title_lines_only() -> None:
         await running.until(lambda: "RAM 0.4/8.0 GiB" in running.text("#model"))
         await running.pilot.resize_terminal(80, 24)
         await running.until(lambda: "RAM" not in running.text("#model"))
-
-
-async def test_a_theme_that_is_none_is_said_and_the_usual_one_holds() -> None:
-    async with chat(ui=UiConfig(theme="localllm-drak")) as running:
-        await running.until(lambda: "no theme localllm-drak; did you mean localllm-dark?" in notices(running))
-        assert running.app.theme == "localllm-dark"
 
 
 async def test_resizing_while_an_answer_comes() -> None:
@@ -464,9 +460,11 @@ async def test_every_theme_can_be_chosen() -> None:
             await running.pilot.pause()
 
 
-async def test_an_unknown_theme_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with chat(ui=UiConfig(theme="nope")) as running:
-        assert running.app.theme == "localllm-dark"
+async def test_the_settings_know_the_themes_there_are() -> None:
+    async with chat() as running:
+        assert set(THEMES) == set(running.app.available_themes)
+    with pytest.raises(ConfigError, match="theme"):
+        load_config({"ui.theme": "localllm-drak"})
 
 
 async def test_no_color_is_no_colour(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -504,3 +502,56 @@ async def test_messages_that_wait_are_never_taken_off_the_screen() -> None:
         await running.until(lambda: len(running.screen.conversation.exchanges) == 5)
         await running.until(lambda: all(e.stop for e in running.screen.conversation.exchanges))
         assert [e.text for e in running.screen.conversation.exchanges] == [f"question {n}" for n in range(5)]
+
+
+async def test_the_context_meter_follows_the_branch() -> None:
+    async with chat(ctx=100) as running:
+        await running.ready()
+        await running.ask("one two three")
+        first = running.screen.state.used_tokens
+        await running.ask("four five")
+        second = running.screen.state.used_tokens
+        assert second > first > 0
+        await running.send("/branch 1")
+        await running.until(lambda: running.screen.state.used_tokens == first)
+        assert f"ctx {first}/100" in running.text("#state") or "goes on from here" in running.text("#state")
+        await running.send("long")
+        await running.until(lambda: running.answers[-1].exchange.stop)
+        assert running.screen.state.used_tokens > second
+
+
+async def test_a_window_that_is_full_does_not_offer_to_go_on() -> None:
+    async with chat(ctx=40) as running:
+        await running.ready()
+        message = await running.ask("long")
+        assert "/continue" not in message.exchange.stats and "the context window is full" in message.exchange.stats
+        assert not running.screen.can_go_on
+
+
+async def test_a_larger_window_is_offered_only_if_the_message_fits_into_it() -> None:
+    async with chat(ctx=400) as running:
+        await running.ready()
+        await running.ask("one")
+        for needed, offered in ((1500, True), (1700, False)):
+            running.screen.questions._full(running.screen.conversation.exchanges[-1], needed)
+            banner = running.screen.query_one("#choices", OptionList)
+            rows = [str(banner.get_option_at_index(i).prompt) for i in range(banner.option_count)]
+            assert any(row.startswith("[c]") for row in rows) == offered
+
+
+async def test_the_expected_speed_gives_way_to_the_measured_one() -> None:
+    async with chat(tps=400) as running:
+        await running.ready()
+        await running.pilot.press("f4")
+        await running.until(lambda: "≈ 400 expected" in running.text("#engine-text"))
+        await running.ask("one two three four")
+        await running.until(lambda: "expected" not in running.text("#engine-text"))
+
+
+async def test_a_long_message_of_the_program_is_read_in_the_transcript() -> None:
+    async with chat(size=(60, 20)) as running:
+        await running.ready()
+        running.screen.flash("could not be fetched: " + "because " * 12)
+        await running.until(lambda: "because because" in notices(running))
+        running.screen.flash("short")
+        assert running.text("#state").strip().startswith("short") and running.text("#keys").strip() == ""

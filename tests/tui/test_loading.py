@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from localllm.conversation import load_times
+from localllm.request import LoadProgress
 from localllm.tui.widgets.loading import LoadCard
 
 from .conftest import chat
@@ -53,3 +54,13 @@ async def test_the_second_load_says_how_long_it_may_take(file: Path) -> None:
     async with chat(model="fake-slow") as running:
         await running.until(lambda: "of about 42 s" in running.text("#load-title"))
         assert "Loading fake-slow · 0." in running.text("#load-title")
+
+
+async def test_bytes_are_said_as_such(file: Path) -> None:
+    async with chat(model="fake-slow") as running:
+        await running.until(lambda: running.screen.query(LoadCard))
+        card = running.screen.query_one(LoadCard)
+        card.update(LoadProgress("weights", 63_327_744, 96_576_768))
+        assert card.current() == "weights 60.4 MiB of 92.1 MiB"
+        card.update(LoadProgress("kv", 3, 8))
+        assert card.current() == "KV cache 3/8"

@@ -14,7 +14,7 @@ from localllm.conversation.session import Session
 from localllm.conversation.tree import Conversation
 from localllm.history.records import SavedChat, SavedMessage
 from localllm.history.store import History
-from localllm.interface import Facts
+from localllm.interface import Check, Facts
 from localllm.tui.screens.dialogs import PickScreen
 from localllm.tui.screens.models import ModelsScreen
 from localllm.tui.screens.params import ParamsScreen
@@ -165,7 +165,7 @@ async def test_models_show_fit_and_speed_and_change_with_the_context() -> None:
         await running.until(lambda: table.row_count == 5)
         cells = [[str(cell) for cell in table.get_row_at(i)] for i in range(5)]
         assert cells[0][0] == "fake" and cells[0][5] == "✓ 200 tok/s" and cells[0][6] == "✓ running"
-        assert cells[3][6] == "↓ 400 MiB" and "short" in cells[4][6] and cells[2][6] == "✗ cannot run"
+        assert cells[3][6] == "↓ to fetch" and "short" in cells[4][6] and cells[2][6] == "✗ cannot run"
         assert "weights" in shown(running, "#model-detail")
         await running.pilot.press("right")
         await running.until(lambda: "@4k" in str(table.get_row_at(0)[3]))
@@ -371,3 +371,28 @@ async def test_a_message_sent_before_is_searched_and_put_into_the_prompt() -> No
         await running.until(lambda: running.prompt.text == "pears")
         await running.pilot.press("ctrl+r", *"apl", "backspace", "enter")
         await running.until(lambda: running.prompt.text == "apples")
+
+
+async def test_the_first_screen_counts_what_f9_shows() -> None:
+    found = (("term.size", "terminal", "warn"), ("ram", "hardware", "warn"), ("cpu", "hardware", "ok"))
+    checks = [Check(name, group, status, "words") for name, group, status in found]  # type: ignore[arg-type]
+    async with chat(home=True) as running:
+        await running.until(lambda: "doctor:" in shown(running, "#home-machine"))
+        running.screen.query_one(Home).show_machine(checks)
+        assert "doctor: 1 to look at" in shown(running, "#home-machine")
+        await running.until(lambda: running.screen.query_one("#home-list", OptionList).option_count > 4)
+        listing = running.screen.query_one("#home-list", OptionList)
+        at = listing.highlighted_option
+        running.screen.query_one(Home).show_chats([SavedChat("aaaa", "A chat", "fake")])
+        assert at is not None and listing.highlighted_option is not None and listing.highlighted_option.id == at.id
+
+
+async def test_models_in_a_narrow_terminal_have_their_format_and_one_size() -> None:
+    async with chat(size=(80, 24)) as running:
+        await running.pilot.press("ctrl+o")
+        await running.until(lambda: isinstance(running.app.screen, ModelsScreen) and running.app.screen.row)
+        table = running.app.screen.query_one(DataTable)
+        assert [str(column.label) for column in table.columns.values()] == ["MODEL", "QUANT", "SIZE", "SPEED", "STATUS"]
+        rows = [[str(cell) for cell in table.get_row_at(at)] for at in range(table.row_count)]
+        assert {row[4] for row in rows} >= {"✓ running", "↓ to fetch"}
+        assert table.virtual_size.width <= table.size.width

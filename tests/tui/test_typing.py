@@ -208,3 +208,29 @@ async def test_an_editor_that_is_not_there_leaves_the_screen_as_it_is(monkeypatc
             await running.until(lambda said=said: said in running.text("#state"))  # type: ignore[misc]
             assert running.prompt.text == "draft"
             running.screen.flash("")
+
+
+async def test_attached_files_can_be_taken_back(tmp_path: Path) -> None:
+    names = [tmp_path / f"{name}.txt" for name in "ab"]
+    for name in names:
+        name.write_text("text")
+    async with chat() as running:
+        await running.ready()
+        files = running.screen.session.files
+
+        async def attach() -> None:
+            await running.send(f"/attach {names[0]} {names[1]}")
+            await running.until(lambda: len(files) == 2)
+
+        await attach()
+        await running.pilot.press("backspace")
+        assert [one.name for one in files] == ["a.txt"]
+        await running.pilot.press("escape")
+        assert not files
+        await attach()
+        await running.send("/attach off")
+        await running.until(lambda: not files)
+        await attach()
+        await running.send("/new")
+        await running.until(lambda: not files)
+        assert not running.screen.query_one("#files").display

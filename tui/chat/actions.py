@@ -106,6 +106,12 @@ class Actions(Stream):
         else:
             self.refresh_lines()
 
+    def action_drop_file(self) -> None:
+        """Backspace in an empty prompt: the file attached last does not go with the message."""
+        if self.session.files:
+            self.session.files.pop()
+            self.refresh_lines()
+
     def action_choose(self) -> None:
         """Tab in the prompt: to the question above it."""
         if (choices := self.query_one(Choices)).display:
@@ -262,7 +268,6 @@ class Actions(Stream):
             self.show_home(False)
             await self.transcript.clear()
             await self.transcript.sync(self.conversation)
-            self.state.used_tokens = self.conversation.used_tokens
             await self._model_of(chat)
         if self.query_one(Sidebar).display:
             if self.has_class("-narrow"):

@@ -94,8 +94,9 @@ class Commands:
         self._screen.flash("new chat")
 
     async def _do_attach(self, text: str) -> None:
-        await asyncio.to_thread(commands.run, self._screen.session, Typed(text, "attach"))
-        self._screen.flash("goes with the next message; esc on an empty prompt takes it back")
+        said = await asyncio.to_thread(commands.run, self._screen.session, Typed(text, "attach"))
+        how = "; backspace on an empty prompt removes the last, esc all" if self._screen.session.files else ""
+        self._screen.flash(said + how)
 
     async def _do_regen(self, text: str) -> None:
         exchange = self._screen.conversation.numbered(text)

@@ -15,6 +15,7 @@ from localllm.tui.widgets.choices import Choice, Choices
 
 from .turns import Turns
 
+ANSWER_ROOM = 1024  # tokens to leave for the answer in a larger window
 SUMMARISE = (
     "Summarise the conversation so far in a few sentences: what was asked, what was decided, what is still open."
 )
@@ -71,7 +72,7 @@ class Questions:
         screen = self._screen
         if failed.code.startswith("E9"):
             screen.stuck = exchange
-            self._full(exchange)
+            self._full(exchange, int(failed.context.get("prompt_tokens") or 0))
         elif failed.code == "E502":
             self._out_of_memory()
         elif failed.code.startswith("E6"):
@@ -120,7 +121,8 @@ class Questions:
         self._screen.frame.wants_restart = True  # a device error can outlive everything else
         self._screen.app.exit()
 
-    def _full(self, exchange: Exchange) -> None:
+    def _full(self, exchange: Exchange, needed: int) -> None:
+        """`needed`: tokens of the message with all before it; 0 when nobody counted."""
         talk, facts = self._screen.conversation, self._screen.session.backend.facts()
         resend = partial(self._resend, exchange)
         oldest = talk.oldest_half(exchange)
@@ -132,8 +134,8 @@ class Questions:
             choices.append(Choice("t", forget, partial(resend, forget=oldest)))
             summarise = partial(self._summarise, exchange, oldest)
             choices.append(Choice("s", f"let the model summarise {count}, then send", summarise))
-        if facts.max_ctx > facts.ctx:
-            wanted = min(facts.max_ctx, max(facts.ctx * 2, facts.ctx + 1024))
+        wanted = min(facts.max_ctx, max(facts.ctx * 2, -(-(needed + ANSWER_ROOM) // 1024) * 1024))
+        if wanted > max(facts.ctx, needed):
             what = f"reload with a context of {tokens_short(wanted)} (fits)"
             choices.append(Choice("c", what, partial(resend, ctx=wanted)))
         if len(talk.exchanges) > 1:
@@ -186,4 +188,4 @@ class Questions:
             await self._resend(exchange, forget=oldest)
         else:
             await screen.transcript.say("! the summary could not be made", "warning")
-            self._full(exchange)
+            self._full(exchange, 0)

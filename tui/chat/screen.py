@@ -93,7 +93,6 @@ class ChatScreen(Actions):
         self.prompt.load_history(self.prompts.load())
         if self.conversation.exchanges:
             await self.transcript.sync()
-            self.state.used_tokens = self.conversation.used_tokens
         await self.show_chats_if_wide()
         if self.session.first:
             await self.submit(self.session.first)
@@ -252,9 +251,11 @@ class ChatScreen(Actions):
             state.text = "no model yet"
         state.think = self.conversation.think
         state.api = self.session.url
+        if self.current is None:
+            state.used_tokens = self.conversation.used_tokens
         self._tell_problem()
         shown = replace(state, text=self.message, sampling={}, think="auto") if self.message else state
-        self.query_one(StatusLine).show(shown, self.live_keys())
+        self.query_one(StatusLine).show(shown, "" if self.message else self.live_keys())
         self.query_one(TitleLine).show(self.conversation.shown_title, self.session.model, state.facts)
         title = f"{len(self.waiting)} queued" if self.waiting else ""
         if self.editing is not None:

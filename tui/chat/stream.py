@@ -180,7 +180,8 @@ class Stream(Turns):
             return
         exchange.add(event)
         if isinstance(event, Done):
-            self.state.used_tokens = event.usage.prompt_tokens + event.usage.completion_tokens
+            full = self.state.facts.ctx and self.conversation.used_tokens >= self.state.facts.ctx
+            exchange.stop = "full" if full and exchange.stop == "length" else exchange.stop
             self.query_one(EnginePanel).add(event.timing)
             if exchange.wants_results and tools is not None:
                 self._rates.clear()

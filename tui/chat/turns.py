@@ -24,7 +24,7 @@ from localllm.conversation.tools import stop as end_calls
 from localllm.conversation.tree import Conversation, Exchange
 from localllm.errors import LocalLLMError
 from localllm.request import Message
-from localllm.terminal import clean, clean_line
+from localllm.terminal import cell_width, clean, clean_line
 from localllm.tui.frame import Frame
 from localllm.tui.widgets.choices import Choices
 from localllm.tui.widgets.home import Home
@@ -95,10 +95,13 @@ class Turns(Screen[None]):
         raise NotImplementedError
 
     def flash(self, text: str, seconds: float = 4.0) -> None:
-        """Say something in the status line for a moment; "" ends it."""
+        """Say something in the status line for a moment, what is longer in the transcript; "" ends it."""
         if self._fading is not None:
             self._fading.stop()
         self.message = clean_line(text)
+        if cell_width(self.message) > self.app.size.width - 2 and self.transcript.display:
+            self.call_later(self.transcript.say, text)
+            self.message = ""
         self._fading = self.set_timer(seconds, partial(self.flash, "")) if text else None
         self.refresh_lines()
 
@@ -280,7 +283,6 @@ class Turns(Screen[None]):
         self.session.files.clear()
         self.conversation.clear()
         self.conversation.model = self.session.model
-        self.state.used_tokens = 0
         if self.phase == "ready":
             self.state.text = "ready"
         await self.transcript.clear()

@@ -71,7 +71,7 @@ class ModelsScreen(Modal[tuple[str, int | None] | None]):
 
     def _columns(self) -> tuple[str, ...]:
         if self.app.size.width < 100:
-            return ("MODEL", "SIZE", "SPEED", "STATUS")
+            return ("MODEL", "QUANT", "SIZE", "SPEED", "STATUS")
         return ("MODEL", "QUANT", "SIZE", "MEMORY", "MAX CTX", "SPEED", "STATUS")
 
     @work(exclusive=True, group="models", exit_on_error=False)
@@ -87,6 +87,7 @@ class ModelsScreen(Modal[tuple[str, int | None] | None]):
         box.border_subtitle = "⏎ use · q quant · d download · i info · x remove · / filter · Tab scope · ←→ context"
 
     def _fill(self) -> None:
+        before = self.row.name if self.row else ""
         words = self.query_one(Input).value.casefold().split()
         scope = SCOPES[self._scope]
         self._shown = [
@@ -95,13 +96,13 @@ class ModelsScreen(Modal[tuple[str, int | None] | None]):
             and (scope == "all" or (row.local if scope == "on disk" else row.fits))
         ]  # fmt: skip
         table = self.query_one(DataTable)
-        at = table.cursor_row
         table.clear()
-        wide = len(self._columns()) > 4
+        wide = "MEMORY" in self._columns()
         for row in self._shown:
             table.add_row(*[Text(cell) for cell in _cells(row, wide, self._now)])  # a str would be read as markup
         if self._shown:
-            table.move_cursor(row=min(at, len(self._shown) - 1))
+            names = [row.name for row in self._shown]  # the row under the cursor stays, wherever it stands now
+            table.move_cursor(row=names.index(before) if before in names else 0)
         self._detail()
 
     def _chosen(self, row: ModelChoice) -> ModelChoice:
@@ -226,10 +227,10 @@ def _cells(row: ModelChoice, wide: bool, now: str) -> Sequence[str]:
         short = row.need_bytes - row.have_bytes
         status = f"✗ {gib(short)} short" if short > 0 else "✗ does not fit"
     else:
-        status = "✓ running" if row.name == now else "✓ on disk" if row.local else f"↓ {gib(row.size_bytes)}"
-    name = fit(clean_line(row.name), 40 if wide else 28)
+        status = "✓ running" if row.name == now else "✓ on disk" if row.local else "↓ to fetch"
+    name = fit(clean_line(row.name), 40 if wide else 22)
     if not wide:
-        return name, gib(row.size_bytes), speed, status
+        return name, row.format, gib(row.size_bytes), speed, status
     need = f"{gib(row.need_bytes)} @{tokens_short(row.ctx)}" if row.need_bytes and row.ctx else "–"
     longest = tokens_short(row.max_ctx) if row.max_ctx else "–"
     return name, row.format, gib(row.size_bytes), need, longest, speed, status

@@ -142,7 +142,7 @@ class EnginePanel(VerticalScroll):
 
     def _speed(self, facts: Facts, width: int) -> Iterator[Content]:
         rate = self._decode_tps[-1] if self._decode_tps else 0.0
-        expected = f" · ≈ {facts.decode_tps:.0f} expected" if facts.decode_tps else ""
+        expected = f" · ≈ {facts.decode_tps:.0f} expected" if facts.decode_tps and not rate else ""
         yield _head("Speed", (f"{rate:.1f} tok/s" if rate else "–") + expected)
         yield _row(self._decode_tps, width)
         ttft = f"{self._ttft_s[-1] * 1000:,.0f} ms" if self._ttft_s else "–"

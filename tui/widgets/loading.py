@@ -12,6 +12,7 @@ from localllm.request import LoadProgress
 from localllm.terminal import clean_line, gib, seconds_short
 
 STALL_S = 10.0
+BYTES = 1 << 16  # so many of anything are bytes
 
 
 class LoadCard(Vertical):
@@ -95,6 +96,8 @@ class LoadCard(Vertical):
         label = clean_line(phase.label)
         if phase.name == "download":
             return f"downloading {self._done * 100 // phase.total} %" if phase.total else "downloading"
+        if phase.total >= BYTES:
+            return f"{label} {gib(phase.done)} of {gib(phase.total)}"
         if phase.total > 1:
             return f"{label} {phase.done}/{phase.total}"
         return f"{label} {seconds_short(time.monotonic() - self._since)}"

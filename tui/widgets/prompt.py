@@ -92,6 +92,9 @@ class PromptArea(TextArea):
         elif key == "ctrl+c":
             self._take(event)
             await self.screen.run_action("interrupt")
+        elif key == "backspace" and not self.text:
+            self._take(event)
+            await self.screen.run_action("drop_file")
         elif key == "ctrl+d" and not self.text:
             self._take(event)
             await self.screen.run_action("app.quit")

@@ -85,6 +85,8 @@ def chat(
         raise ConfigError("chat has no --json", 'localllm run MODEL "Hello" --json')
     if list_keys:
         return _list_keys(env, config)
+    if web and (other := [flag for flag, given in (("--plain", plain), ("--inline", inline)) if given]):
+        raise ConfigError(f"--web is a chat in a browser, {other[0]} one in a terminal", "leave one of them out")
     first = " ".join(prompt or [])
     sampling = Sampling(config.sampling.given(), tuple(sampled.stop or ()))
     instructions = text_or_file(system, "--system") or config.chat.system
@@ -102,7 +104,7 @@ def chat(
     if web:
         from localllm.cli.web import serve_web
 
-        return serve_web(env, start)
+        return serve_web(env, config, start, attach or [])
     if in_tab():  # `localllm ps` has its server
         return full_screen(env, config, start)
     with noted(start):
