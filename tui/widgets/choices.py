@@ -5,6 +5,7 @@ It appears by itself, so it never takes the focus: Tab goes to it, and what is t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -35,11 +36,13 @@ class Choices(OptionList):
         super().__init__(id="choices", markup=False)
         self.display = False
         self._choices: Sequence[Choice] = ()
-        self._title = ""
+        self._title, self._asked_at = "", 0.0
 
     def offer(self, title: str, choices: Sequence[Choice]) -> None:
         """Ask. The last choice is what Esc means."""
-        self._choices, self._title = choices, title
+        if self.has_focus:  # for the question before this one
+            self.blur()
+        self._choices, self._title, self._asked_at = choices, title, time.monotonic()
         self.set_options(f"[{choice.key}] {choice.text}" for choice in choices)
         self.display = True
         self.highlighted = 0
@@ -64,7 +67,7 @@ class Choices(OptionList):
 
     def on_key(self, event: events.Key) -> None:
         for choice in self._choices:
-            if choice.key == event.key:
+            if choice.key == event.key and event.time >= self._asked_at:
                 event.stop()
                 self._answer(choice)
 
