@@ -115,8 +115,9 @@ class ChainedParser:
 class ReasoningParser:
     """Splits one answer as it comes.
 
-    Only a tag at the very beginning opens reasoning: later ones are text about tags. Line ends next to the tags belong
-    to neither side. At most 64 line ends and a part of a tag wait for what follows.
+    Only a tag at the very beginning opens reasoning: later ones are text about tags. A closing tag there says that
+    there is none. Line ends next to the tags belong to neither side. At most 64 line ends and a part of a tag wait for
+    what follows.
     """
 
     def __init__(self, opens: str = "<think>", closes: str = "</think>", *, opened: bool = False) -> None:
@@ -160,14 +161,18 @@ class ReasoningParser:
         return [(kind, held)] if held else []
 
     def _start(self, text: str) -> str:
-        """Before anything was said: an opening tag, perhaps after white space, or content."""
+        """Before anything was said: an opening tag, perhaps after white space, a closing one alone, or content."""
         said = text.lstrip()
-        if said.startswith(self.opens) and len(text) - len(said) <= _MAX_HELD:
-            self._state = "opened"
-            return said[len(self.opens) :]
-        if self.opens.startswith(said) and len(text) - len(said) <= _MAX_HELD:
-            self._held = text
-            return ""
+        if len(text) - len(said) <= _MAX_HELD:
+            if said.startswith(self.opens):
+                self._state = "opened"
+                return said[len(self.opens) :]
+            if said.startswith(self.closes):
+                self._state = "closed"
+                return said[len(self.closes) :]
+            if self.opens.startswith(said) or self.closes.startswith(said):
+                self._held = text
+                return ""
         self._state = "content"
         return text
 

@@ -32,6 +32,8 @@ def split(parser: ReasoningParser, pieces: list[str]) -> tuple[str, str]:
         (False, "<think>\n\n</think>\n\nBecause.", "", "Because."),
         (False, "Plain answer.\n", "", "Plain answer.\n"),
         (False, "  \n<think>x</think>y", "x", "y"),
+        (False, "</think>\n\ny </think>", "", "y </think>"),
+        (False, "</thin", "", "</thin"),
         (False, "The tag <think> opens, </think> closes.", "", "The tag <think> opens, </think> closes."),
         (False, "<think>a </think> b <think>c</think>", "a ", " b <think>c</think>"),
         (False, "<think>never closed\n", "never closed\n", ""),

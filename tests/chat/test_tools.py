@@ -300,6 +300,17 @@ def test_harmony_channels() -> None:
         assert read(HARMONY, pieces) == (PARIS, "", [])
 
 
+def test_tools_that_gpt_oss_was_trained_with() -> None:
+    """What goes to one that was not offered is no answer to the user."""
+    for to in ("python code", "browser.search", "container.exec"):
+        text = f"<|channel|>analysis to={to}<|message|>print(1)<|call|><|start|>assistant<|channel|>final<|message|>Two.<|return|>"
+        for pieces in cuts(text):
+            assert read(HARMONY, pieces) == ("Two.", "print(1)", [])
+    for pieces in cuts(f"<|channel|>commentary to=get_weather<|message|>{PARIS}<|call|>"):
+        assert read(HARMONY, pieces) == ("", "", [("get_weather", PARIS)])
+    assert read(HARMONY, [" to=user<|channel|>final<|message|>Yes.<|end|>"]) == ("Yes.", "", [])
+
+
 # --- any text, any cut -----------------------------------------------------------------------------------------------
 
 SNIPPETS = sorted(

@@ -65,6 +65,10 @@ class Calls:
         self._pieces: list[str] = []
         self.count = 0
 
+    def knows(self, name: str) -> bool:
+        """Whether there is a tool of this name."""
+        return name in self._parameters
+
     def begin(self, name: str) -> None:
         """A call of this name. Raises Malformed for a name that no tool has."""
         name = name.strip()

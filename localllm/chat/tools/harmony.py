@@ -1,8 +1,9 @@
 """gpt-oss's channels: an answer is a row of messages, each with a header that says what it is.
 
 `<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json
-<|message|>{...}<|call|>`: analysis is reasoning, commentary to a function is a call, everything else is content. The
-prompt ends with `<|start|>assistant`, so the first header has no beginning.
+<|message|>{...}<|call|>`: analysis is reasoning, commentary to a function is a call, everything else is content. What
+goes to a tool that was not offered is reasoning: the model was trained with `python`, `browser.search` and
+`container.exec`. The prompt ends with `<|start|>assistant`, so the first header has no beginning.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from .cursor import Malformed, Reading
 CHANNEL, MESSAGE, START = "<|channel|>", "<|message|>", "<|start|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>", START)
 MAX_HEADER_CHARS = 512
-_RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
+_RECIPIENT = re.compile(r"to=(functions\.)?([\w.-]+)")
+_NO_TOOLS = frozenset(["user", "assistant", "all"])  # recipients of words
 
 
 class HarmonyParser(AnswerParser):
@@ -44,17 +46,16 @@ class HarmonyParser(AnswerParser):
             self._cursor.give_back(0)
             return None
         header = begun + header
-        recipient = _RECIPIENT.search(header)
-        if recipient is not None and not self._is_full:
-            yield from self._call(recipient[1])
-        else:
-            is_analysis = f"{CHANNEL}analysis" in header and recipient is None
-            self._cursor.mark()
-            ended = yield from self._cursor.rest(
-                *ENDS, into=self._emit_reasoning if is_analysis else self._emit_content
-            )
-            return START if ended == START else (yield from self._next())
-        return (yield from self._next())
+        prefix, name = found.groups() if (found := _RECIPIENT.search(header)) else (None, "")
+        if not prefix and name in _NO_TOOLS:
+            name = ""
+        if name and not self._is_full and (prefix or self._calls.knows(name)):
+            yield from self._call(name)
+            return (yield from self._next())
+        is_thought = not prefix if name else f"{CHANNEL}analysis" in header
+        self._cursor.mark()
+        ended = yield from self._cursor.rest(*ENDS, into=self._emit_reasoning if is_thought else self._emit_content)
+        return START if ended == START else (yield from self._next())
 
     def _next(self) -> Reading[str | None]:
         """After the end of a message: the beginning of another."""
