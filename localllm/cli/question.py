@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localllm.cli.frame.options import read_text
+from localllm.cli.frame.options import bounded, read_text
 from localllm.conversation.answer import Answer
 from localllm.errors import ConfigError, ConstraintUnmet, ContextTooLong
 from localllm.request import Constraint, Message
@@ -85,11 +85,12 @@ def gather_prompt(words: Sequence[str], files: Sequence[Path]) -> str:
 
 
 def piped_text() -> str:
-    """What was piped in; nothing when standard input is a terminal or closed."""
+    """What was piped in; nothing from a terminal or a closed stream. Raises ConfigError for too much."""
     if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty():
         return ""
     binary = getattr(sys.stdin, "buffer", None)
-    return binary.read().decode("utf-8", "replace") if binary is not None else sys.stdin.read()
+    text = bounded(binary, "standard input") if binary is not None else sys.stdin.read()
+    return text.decode("utf-8", "replace") if isinstance(text, bytes) else text
 
 
 def shortened(

@@ -43,7 +43,8 @@ def process(*words: str, engine: str = "fake:tps=0:load=0", **options: Any) -> s
     options.setdefault("stdin", subprocess.DEVNULL)
     if "input" in options:
         del options["stdin"]
-    return subprocess.run([*LOCALLLM, *words], capture_output=True, timeout=60, env=env, **options)
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+    return subprocess.run([*LOCALLLM, *words], timeout=60, env=env, **streams)
 
 
 def schema(name: str) -> dict[str, Any]:

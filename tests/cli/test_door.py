@@ -235,3 +235,28 @@ def test_every_error_of_the_program_is_on_the_page() -> None:
                     named.add(name)
     assert "DoesNotFit" in named
     assert named - known == {"ApiError", "BackendError"}, "those carry the code of another"
+
+
+FULL = [("ls", "--json"), ("run", "fake", "hi", "--json"), ("run", "fake", "hi"), ("nosuch", "--json")]
+
+
+@pytest.mark.parametrize("words", FULL, ids=" ".join)
+def test_a_full_disk_behind_stdout_is_an_error_with_a_name(words: tuple[str, ...]) -> None:
+    with open("/dev/full", "w") as full:
+        done = process(*words, stdout=full, text=True)
+    code, name = (2, "[E201]") if "nosuch" in words else (5, "no space left on the disk   [E501]")
+    assert done.returncode == code and name in done.stderr
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+
+
+def test_a_full_disk_behind_stderr_costs_no_answer() -> None:
+    with open("/dev/full", "w") as full:
+        done = process("run", "fake", "hello there", "--stats", stderr=full, text=True)
+    assert (done.returncode, done.stdout) == (0, "hello there\n")
+
+
+@pytest.mark.parametrize("words", [("run", "fake", "hi"), ("run", "fake", "hi", "-f", "/dev/zero")], ids=" ".join)
+def test_a_text_without_an_end_is_refused(words: tuple[str, ...]) -> None:
+    with open("/dev/zero" if "-f" not in words else os.devnull, "rb") as stdin:
+        done = process(*words, stdin=stdin, text=True)
+    assert done.returncode == 2 and "has more than 16 MiB of text   [E201]" in done.stderr

@@ -6,6 +6,7 @@ No colour is written with NO_COLOR, TERM=dumb, `--color never` or off a terminal
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -15,7 +16,7 @@ import textwrap
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from localllm._version import __version__
 from localllm.errors import ConfigError, LocalLLMError
@@ -30,6 +31,34 @@ _ASCII = str.maketrans("✓✗–·━╸─≈╭╮╰╯│", "+x-|=>-~++++|"
 _COMMAND = re.compile(r"`((?:localllm|hf|sudo|export|pip|uv) [^`]+)`")
 
 
+def silence(stream: IO[str]) -> None:
+    """Send what is still buffered, and what is written from now on, nowhere."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+class Messages:
+    """stderr. What cannot be written there (a full disk, a reader that went away) is lost, and ends nothing."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> None:
+        try:
+            self._stream.write(text)
+        except OSError:
+            silence(self._stream)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            silence(self._stream)
+
+
 @dataclass
 class Console:
     """Where a command writes. `as_json`, `quiet`, `yes` and `color` are the global options of these names.
@@ -39,7 +68,7 @@ class Console:
     """
 
     stdout: IO[str] = field(default_factory=lambda: sys.stdout)
-    stderr: IO[str] = field(default_factory=lambda: sys.stderr)
+    stderr: IO[str] = field(default_factory=lambda: cast("IO[str]", Messages(sys.stderr)))
     as_json: bool = False
     quiet: bool = False
     verbose: int = 0
@@ -169,8 +198,14 @@ class Console:
     def fail(self, error: LocalLLMError) -> int:
         """Show an error: lines on stderr, with --json also as JSON on stdout. Returns the exit code."""
         self._err(error_text(error, lambda text, style: self.style(text, style, err=True)))
-        if self.as_json:
-            self.write_json(error_json(error))
+        try:
+            if self.as_json:
+                self.write_json(error_json(error))
+            self.stdout.flush()
+        except BrokenPipeError:
+            raise
+        except OSError:  # stdout takes nothing more: that is the error
+            silence(self.stdout)
         return error.exit_code
 
     def _err(self, text: str) -> None:

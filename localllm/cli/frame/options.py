@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, Annotated, Any
 
 from typer import Argument, Option
 
@@ -17,6 +17,8 @@ from localllm.cli.frame.command import Env
 from localllm.config import KEYS, UserConfig
 from localllm.config.kinds import parse_tokens
 from localllm.errors import ConfigError
+
+MAX_TEXT_BYTES = 16 << 20  # of a prompt, a file or a schema: some four million tokens
 
 
 def setting(path: str, *spelled: str, metavar: str = "", meaning: str = "") -> Any:
@@ -155,9 +157,19 @@ def text_or_file(value: str | None, option: str) -> str | None:
     return read_text(Path(value[1:]), option)
 
 
+def bounded(stream: IO[bytes], what: str) -> bytes:
+    """All that a stream holds; `what` it is, for the error. Raises ConfigError for one that does not end in time."""
+    data = stream.read(MAX_TEXT_BYTES + 1)
+    if len(data) > MAX_TEXT_BYTES:
+        raise ConfigError(f"{what} has more than {MAX_TEXT_BYTES >> 20} MiB of text", "send less text")
+    return data
+
+
 def read_text(path: Path, option: str) -> str:
-    """A file's text, undecodable bytes replaced. Raises ConfigError when it cannot be read."""
+    """A file's text, undecodable bytes replaced. Raises ConfigError when it cannot be read or is too long."""
     try:
-        return path.expanduser().read_text(encoding="utf-8", errors="replace")
+        with path.expanduser().open("rb") as file:
+            text = bounded(file, f"{option}: {path}").decode("utf-8", "replace")
+        return text.replace("\r\n", "\n").replace("\r", "\n")
     except OSError as error:
         raise ConfigError(f"{option}: {path} cannot be read: {error.strerror}", "name a readable text file") from None
