@@ -80,8 +80,10 @@ class Config(ABC):
     def dense(self, act: str = "silu") -> Dense:
         return Dense(self.size("inner", 1, MAX_HIDDEN * 4), act, self.stores("mlp.down_proj.bias"))
 
-    def facts(self, layers: tuple[LayerFacts, ...], max_context: int, **changes: Any) -> ModelFacts:
-        """The whole model; `changes` is what the family knows better."""
+    def facts(
+        self, layers: tuple[LayerFacts, ...], max_context: int, *, eps: float | None = None, **changes: Any
+    ) -> ModelFacts:
+        """The whole model; `changes` is what the family knows better, `eps` what a file that has none means."""
         tensors = self.checkpoint.tensors
         values: dict[str, Any] = {
             "architecture": "",
@@ -89,7 +91,7 @@ class Config(ABC):
             "hidden_size": self.hidden_size,
             "vocab_size": self.vocab_size,
             "max_context": max_context,
-            "rms_norm_eps": self.keys.number(self.KEYS["eps"], 1e-12, 0.1, self.DEFAULT_EPS),
+            "rms_norm_eps": self.keys.number(self.KEYS["eps"], 1e-12, 0.1, eps or self.DEFAULT_EPS),
             "layers": layers,
             "logit_softcap": self.keys.optional_number("final_logit_softcapping", 1e-3, 1e6),
             "weight_bytes": sum(info.nbytes for name, info in tensors.items() if name.startswith(self.names.text)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from localllm.checkpoint import Checkpoint
 from localllm.checkpoint.fields import MAX_LAYERS
@@ -14,7 +15,8 @@ from .hf import HfConfig, object_of
 from .names import GGUF_LAYER, NameMap, gguf_names
 
 FULL_EVERY = 6  # five windowed layers, then one that sees all: files often leave the pattern out
-FULL_THETA, LOCAL_THETA = 1_000_000.0, 10_000.0
+FULL_THETA, LOCAL_THETA, EPS = 1_000_000.0, 10_000.0, 1e-6
+MULTIMODAL, MULTIMODAL_FACTOR = (34, 48, 62), 8.0  # layers of 4B, 12B and 27B: their positions are divided by that
 # Published multi-modal configs leave out whatever equals these.
 DEFAULTS = {
     "vocab_size": 262208,
@@ -59,12 +61,15 @@ class Gemma3(Architecture):
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         rope, context = config.rope()
-        local_rope = RopeFacts(config.keys.number("rope.freq_base_swa", 1.0, 1e15, LOCAL_THETA), config.head_dim)
+        if config.keys.raw("rope.freq_base") is None:
+            rope = _unstated_rope(config, rope)
+        theta = config.keys.number("rope.local.freq_base", 1.0, 1e15, LOCAL_THETA)
+        local_rope = RopeFacts(config.keys.number("rope.freq_base_swa", 1.0, 1e15, theta), config.head_dim)
         # The 27B model scales by its hidden size instead.
         scale = 1 / math.sqrt(config.hidden_size / config.num_heads) if config.num_layers == 62 else None
         layer = LayerFacts(config.attention(rope, scale=scale, qk_norm=True), config.dense("gelu_tanh"), NORMS)
         layers = repeated(layer, config.windows(FULL_EVERY), local_rope)
-        return config.facts(layers, context, embedding_scale=math.sqrt(config.hidden_size))
+        return config.facts(layers, context, eps=EPS, embedding_scale=math.sqrt(config.hidden_size))
 
     def names(self, checkpoint: Checkpoint) -> NameMap:
         """In GGUF the same name means another norm where attention and MLP have one on each side."""
@@ -76,6 +81,14 @@ class Gemma3(Architecture):
             "post_feedforward_layernorm": "post_ffw_norm",
         }
         return gguf_names(inner)
+
+
+def _unstated_rope(config: GgufConfig, rope: RopeFacts) -> RopeFacts:
+    """The rotation of files that Ollama converted: they leave out what all models of that size share."""
+    theta = config.keys.number("rope.global.freq_base", 1.0, 1e15, FULL_THETA)
+    if config.num_layers in MULTIMODAL and rope.scaling == "none":
+        return replace(rope, theta=theta, scaling="linear", factor=MULTIMODAL_FACTOR)
+    return replace(rope, theta=theta)
 
 
 def _ropes(config: HfConfig) -> tuple[RopeFacts, RopeFacts, int]:

@@ -251,6 +251,26 @@ def test_gguf_linear_and_yarn(tmp_path: Path) -> None:
     assert wide(facts).rope.attention_factor == pytest.approx(0.1 * math.log(4) + 1)
 
 
+@pytest.mark.parametrize(("layers", "scaling", "factor"), [(6, "none", 1.0), (34, "linear", 8.0)])
+def test_a_gemma3_that_ollama_converted(tmp_path: Path, layers: int, scaling: str, factor: float) -> None:
+    """It leaves out what all models of that size share, and keeps the vision tower in the same file."""
+    tensors = tiny.tiny_tensors(len(tiny.vocabulary()), "F32", layers=layers)
+    for layer in range(layers):
+        norms = {"attn_q_norm": 16, "attn_k_norm": 16, "post_attention_norm": 64, "post_ffw_norm": 64}
+        tensors |= {f"blk.{layer}.{name}.weight": floats(size) for name, size in norms.items()}
+    tensors |= {"v.blk.0.attn_q.weight": floats(8, 8), "mm.input_projection.weight": floats(64, 8)}
+    left_out = {"a__attention__layer_norm_rms_epsilon": None, "a__rope__freq_base": None}
+    sizes = {"a__block_count": (tiny.U32, layers), "a__attention__sliding_window": (tiny.U32, 64)}
+    facts = gguf_facts_of(tmp_path / "a.gguf", "gemma3", tensors, **sizes, **left_out)
+    assert facts.rms_norm_eps == 1e-6 and facts.num_layers == layers
+    local, rope = facts.layers[0].mixer.rope, facts.layers[5].mixer.rope
+    assert (local.theta, local.scaling) == (10_000.0, "none")
+    assert (rope.theta, rope.scaling, rope.factor) == (1_000_000.0, scaling, factor)
+    older = {"a__rope__global__freq_base": (tiny.F32, 500_000.0), "a__rope__local__freq_base": (tiny.F32, 20_000.0)}
+    facts = gguf_facts_of(tmp_path / "b.gguf", "gemma3", tensors, **sizes, **left_out, **older)
+    assert [facts.layers[layer].mixer.rope.theta for layer in (0, 5)] == [20_000.0, 500_000.0]
+
+
 def test_gguf_head_counts_per_layer_may_be_equal(tmp_path: Path) -> None:
     same = (tiny.ARRAY, tiny.array(tiny.U32, [2, 2]))
     assert gguf_facts_of(tmp_path / "a.gguf", a__attention__head_count_kv=same).num_kv_heads == 2
