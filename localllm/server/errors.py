@@ -99,11 +99,11 @@ def _sentence(message: str) -> str:
     return sanitize(message if message.endswith(".") else f"{message}.")
 
 
-def error_body(error: LocalLLMError, path: str) -> dict[str, Any]:
+def error_body(error: LocalLLMError, path: str, request_id: str | None = None) -> dict[str, Any]:
     """The body in the shape of the API that `path` belongs to."""
     if is_ollama(path):
         return {"error": error_text(error)}
-    return anthropic_body(error) if is_anthropic(path) else openai_body(error)
+    return anthropic_body(error) | {"request_id": request_id} if is_anthropic(path) else openai_body(error)
 
 
 def is_anthropic(path: str) -> bool:
@@ -116,7 +116,7 @@ def is_ollama(path: str) -> bool:
     return path.startswith("/api/")
 
 
-def respond(error: LocalLLMError, path: str) -> JSONResponse:
+def respond(error: LocalLLMError, path: str, request_id: str | None = None) -> JSONResponse:
     """The error as a response, with the headers its status asks for."""
     headers: dict[str, str] = {}
     if error.status in (429, 503):
@@ -124,7 +124,7 @@ def respond(error: LocalLLMError, path: str) -> JSONResponse:
         headers |= {"Retry-After": str(seconds), "retry-after-ms": str(1000 * seconds)}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(error_body(error, path), error.status, headers)
+    return JSONResponse(error_body(error, path, request_id), error.status, headers)
 
 
 def sanitize(message: str) -> str:

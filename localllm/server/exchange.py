@@ -119,7 +119,7 @@ def note_error(scope: Scope, error: LocalLLMError) -> None:
 def refuse(scope: Scope, error: LocalLLMError) -> Response:
     """The error as a response, remembered for the log."""
     note_error(scope, error)
-    return respond(error, scope["path"])
+    return respond(error, scope["path"], exchange_of(scope).request_id)
 
 
 def with_headers(send: Send, headers: Callable[[Message], Headers]) -> Send:

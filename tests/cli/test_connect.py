@@ -53,7 +53,8 @@ def test_every_snippet_holds_the_name_as_it_is(name: str) -> None:
     assert (model["name"], model["model"], model["apiKey"]) == (name, name, "none")
     (row,) = yaml.safe_load(snippet("llm", needs_key=True))
     assert (row["model_id"], row["model_name"], row["api_key_name"]) == (name, name, "localllm")
-    assert tomllib.loads(snippet("codex"))["model"] == name
+    codex = tomllib.loads(snippet("codex"))
+    assert (codex["model"], codex["model_context_window"], codex["web_search"]) == (name, 8192, "disabled")
     assert shlex.split(snippet("aider"))[-1] == f"openai/{name}"
     assert f"ANTHROPIC_MODEL={name}" in shlex.split(snippet("claude-code").replace("\\\n", ""))
     assert json.loads(shlex.split(snippet("curl", needs_key=True).replace("\\\n", ""))[-1])["model"] == name

@@ -292,6 +292,7 @@ async def test_anthropic_threads_are_refused_as_its_sdks_expect(client):
         error = refused.json()["error"]
         assert (refused.status_code, error["type"]) == (400, "invalid_request_error")
         assert error["details"]["error_code"] == "thread_unsupported_request"
+        assert refused.json()["request_id"] == refused.headers["request-id"]
     assert (await client.post(MESSAGES, json=sent | {"thread": None})).status_code == 200
 
 
@@ -300,7 +301,7 @@ async def test_anthropic_messages_have_every_field(client):
     answer = await client.post(MESSAGES, json=sent)
     assert answer.headers["request-id"] == answer.headers["x-request-id"]
     whole = answer.json()
-    assert whole["container"] is None and whole["stop_details"] is None and whole["content"][0]["citations"] is None
+    assert whole["container"] is None and whole["stop_details"] is None and whole["content"][0]["citations"] == []
     assert whole["usage"]["service_tier"] == "standard" and whole["usage"]["output_tokens_details"] == {
         "thinking_tokens": 0
     }

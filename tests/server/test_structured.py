@@ -1,8 +1,11 @@
 """Structured output and tools over HTTP: read in one place, kept by a model of random weights."""
 
 import json
+from typing import Literal
 
+import anthropic
 import httpx
+import httpx2
 import jsonschema
 import openai
 import pydantic
@@ -454,3 +457,30 @@ async def test_the_sdk_parses(roomy):
             parallel_tool_calls=False, max_tokens=200, temperature=0,
         )  # fmt: skip
         assert isinstance(made.choices[0].message.tool_calls[0].function.parsed_arguments, Point)
+
+
+async def test_the_tool_runner_of_anthropic_sends_the_whole_conversation(roomy):
+    """It asks for a thread first, and would send only what is new to a server that ignores that."""
+    seen = []
+
+    async def watched(request):
+        seen.append(json.loads(request.content))
+
+    @anthropic.beta_async_tool
+    async def weather(city: Literal["Rome", "Oslo"]) -> str:
+        """The weather somewhere."""
+        return f"sun in {city}"
+
+    transport = httpx2.ASGITransport(app=create_app(roomy, AppOptions()))
+    async with (
+        httpx2.AsyncClient(transport=transport, event_hooks={"request": [watched]}) as http,
+        anthropic.AsyncAnthropic(api_key="x", base_url="http://127.0.0.1:8000", http_client=http, max_retries=0) as sdk,
+    ):
+        runner = sdk.beta.messages.tool_runner(
+            model="tiny", max_tokens=100, messages=[{"role": "user", "content": "go"}], tools=[weather],
+            max_iterations=2, tool_choice={"type": "tool", "name": "weather"},
+        )  # fmt: skip
+        answers = [message async for message in runner]
+    assert "thread" in seen[0] and "thread" not in seen[1]
+    assert [m["role"] for m in seen[-1]["messages"]] == ["user", "assistant", "user"]
+    assert seen[-1]["messages"][-1]["content"][0]["content"].startswith("sun in ") and len(answers) == 2

@@ -61,7 +61,7 @@ def _blocks(one: CompletionOutput) -> list[dict[str, Any]]:
 
 
 def _text(text: str) -> dict[str, Any]:
-    return {"type": "text", "text": text, "citations": None}
+    return {"type": "text", "text": text, "citations": []}  # null is what older AI SDKs refuse
 
 
 def _tool_use(call: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
