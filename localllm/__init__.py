@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
+    from localllm.llm.async_llm import AsyncLLM
     from localllm.llm.llm import LLM
 
     from .request import SamplingParams
 
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -20,6 +21,10 @@ def __getattr__(name: str) -> Any:
         from localllm.llm.llm import LLM
 
         return LLM
+    if name == "AsyncLLM":
+        from localllm.llm.async_llm import AsyncLLM
+
+        return AsyncLLM
     if name == "SamplingParams":
         from .request import SamplingParams
 

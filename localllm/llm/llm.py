@@ -7,10 +7,12 @@ module loads no torch; constructing an `LLM` does.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from localllm.errors import InvalidRequest
+from localllm.errors import Aborted, InvalidRequest
 from localllm.llm.loaded_model import LoadedModel
 from localllm.llm.outputs import OutputDelta, OutputProcessor, OutputSpec, RequestOutput, ResponseStream
 from localllm.request import Constraint, Message, Request, SamplingParams, TokenEvent, ToolUse
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 Prompt = str | Sequence[int]
+Pooling = Literal["mean", "last"]
 
 
 class LLM(LoadedModel):
@@ -78,28 +81,36 @@ class LLM(LoadedModel):
         one prompt and gives its `OutputDelta`s. `constraint` is what the text must be.
         """
         if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-            turn = self._complete(prompts, params, constraint)  # type: ignore[arg-type]
+            turn = self.begin_completion(prompts, params, constraint)  # type: ignore[arg-type]
             return iter(turn) if stream else turn.answer()
         if stream:
             raise InvalidRequest(f"stream=True takes one prompt, not {len(prompts)}", "call generate once per prompt")
         turns: list[ResponseStream] = []
         try:
             for prompt in prompts:
-                turns.append(self._complete(prompt, params, constraint))  # type: ignore[arg-type]  # noqa: PERF401
+                turns.append(self.begin_completion(prompt, params, constraint))  # type: ignore[arg-type]  # noqa: PERF401
             return [turn.answer() for turn in turns]
         except BaseException:
             for turn in turns:  # one that fails takes the others with it: nobody would read them
                 turn.abort()
             raise
 
-    def _complete(self, prompt: Prompt, params: SamplingParams | None, constraint: Constraint | None) -> ResponseStream:
+    def begin_completion(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        constraint: Constraint | None = None,
+        listener: Callable[[OutputDelta], None] | None = None,
+    ) -> ResponseStream:
+        """Queue a text; as `generate`, and with a `listener` as `submit`."""
         ids = self.encode_prompt(prompt)
-        return self.submit(ids, params, spec=self.output_rules.spec(ids, chat=False, constraint=constraint))
+        spec = self.output_rules.spec(ids, chat=False, constraint=constraint)
+        return self.submit(ids, params, spec=spec, listener=listener)
 
     @overload
     def chat(
         self,
-        messages: Sequence[Message],
+        messages: str | Sequence[Message],
         params: SamplingParams | None = None,
         *,
         stream: Literal[False] = False,
@@ -110,7 +121,7 @@ class LLM(LoadedModel):
     @overload
     def chat(
         self,
-        messages: Sequence[Message],
+        messages: str | Sequence[Message],
         params: SamplingParams | None = None,
         *,
         stream: Literal[True],
@@ -120,7 +131,7 @@ class LLM(LoadedModel):
     ) -> Iterator[OutputDelta]: ...
     def chat(
         self,
-        messages: Sequence[Message],
+        messages: str | Sequence[Message],
         params: SamplingParams | None = None,
         *,
         stream: bool = False,
@@ -128,21 +139,36 @@ class LLM(LoadedModel):
         constraint: Constraint | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> RequestOutput | Iterator[OutputDelta]:
-        """Answer a conversation. Raises InvalidRequest for a base model, which has no chat template.
+        """Answer a conversation, or one question. Raises InvalidRequest for a base model: it has no chat template.
 
         tools       what the model may call, in the OpenAI shape; a `ToolUse` says more
         constraint  what the content must be, such as `Constraint("json_schema", {...})`
         """
-        use = tools if tools is None or isinstance(tools, ToolUse) else ToolUse(tuple(tools))
-        offered = None if use is None or use.choice == "none" else list(use.tools)
-        prompt = self.encode_chat(messages, offered, template_kwargs)
-        spec = self.output_rules.spec(prompt, chat=True, constraint=constraint, tool_use=use)
-        turn = self.submit(prompt, params, splits_reasoning=True, spec=spec)
+        turn = self.begin_chat(messages, params, tools, constraint, template_kwargs)
         return iter(turn) if stream else turn.answer()
 
-    def score(self, token_ids: Sequence[int], *, chunk: int | None = None) -> np.ndarray | Iterator[np.ndarray]:
-        """Log-probabilities float32 [num_tokens, vocab]; row i is the distribution of the token after `token_ids[i]`.
+    def begin_chat(
+        self,
+        messages: str | Sequence[Message],
+        params: SamplingParams | None = None,
+        tools: ToolUse | Sequence[Mapping[str, Any]] | None = None,
+        constraint: Constraint | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        listener: Callable[[OutputDelta], None] | None = None,
+    ) -> ResponseStream:
+        """Queue a conversation; as `chat`, and with a `listener` as `submit`."""
+        use = tools if tools is None or isinstance(tools, ToolUse) else ToolUse(tuple(tools))
+        offered = None if use is None or use.choice == "none" else list(use.tools)
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        prompt = self.encode_chat(messages, offered, template_kwargs)
+        spec = self.output_rules.spec(prompt, chat=True, constraint=constraint, tool_use=use)
+        return self.submit(prompt, params, splits_reasoning=True, spec=spec, listener=listener)
 
+    def score(self, prompt: Prompt, *, chunk: int | None = None) -> np.ndarray | Iterator[np.ndarray]:
+        """Log-probabilities float32 [num_tokens, vocab]; row i is the distribution of the token after token i.
+
+        A text's tokens are those of `encode_prompt`.
         The prefix cache is not read. `chunk` yields arrays of at most so many rows instead of one array: a row of a
         262k vocabulary is 1 MB.
         """
@@ -150,7 +176,9 @@ class LLM(LoadedModel):
 
         if chunk is not None and chunk < 1:
             raise InvalidRequest(f"chunk is {chunk}, it must be at least 1", "give chunk=256")
-        request = Request(list(token_ids), SamplingParams(max_tokens=1), score=True, score_chunk=chunk or 256)
+        request = Request(
+            self.encode_prompt(prompt), SamplingParams(max_tokens=1), score=True, score_chunk=chunk or 256
+        )
         pieces = self._scores(request)
         if chunk is None:
             return np.concatenate(list(pieces))
@@ -167,8 +195,35 @@ class LLM(LoadedModel):
         finally:
             stream.abort()
 
+    def embed(
+        self, texts: Prompt | Sequence[Prompt], *, pooling: Pooling = "mean", normalize: bool = True
+    ) -> np.ndarray:
+        """The final hidden states of a text, pooled: float32 [hidden], or [num_texts, hidden] for a list of texts.
+
+        pooling    the mean over all tokens, or the last token's
+        normalize  to length 1: the product of two is then their cosine
+        """
+        import numpy as np
+
+        one = isinstance(texts, str) or (len(texts) > 0 and isinstance(texts[0], int))
+        prompts = [self.encode_prompt(text) for text in ([texts] if one else texts)]  # type: ignore[arg-type,list-item]
+        ends: list[Callable[[], None]] = []
+        waiting: list[Future[np.ndarray]] = []
+        try:
+            for ids in prompts:
+                waiting.append(Future())
+                ends.append(self.pool(ids, pooling, partial(_pooled, waiting[-1])))
+            rows = [future.result() for future in waiting]
+        except BaseException:
+            for end in ends:
+                end()
+            raise
+        if normalize:
+            rows = [row / (float(np.linalg.norm(row)) or 1.0) for row in rows]
+        return rows[0] if one else np.stack(rows) if rows else np.zeros((0, self.facts.hidden_size), np.float32)
+
     def pool(
-        self, token_ids: Sequence[int], pooling: Literal["mean", "last"], listener: Callable[[TokenEvent], None]
+        self, token_ids: Sequence[int], pooling: Pooling, listener: Callable[[TokenEvent], None]
     ) -> Callable[[], None]:
         """Queue a text for its embedding; the last event, in the engine's thread, has it as `pooled`, or an error.
 
@@ -277,3 +332,13 @@ class LLM(LoadedModel):
         for count in self.plan.graph_buckets or (1,):  # every kernel is used once, in all its shapes
             self.generate([[1 + i] * (length if i == 0 else 8) for i in range(count)], quiet)
         return self.boot.tune(seconds, on_tuned)
+
+
+def _pooled(result: Future[np.ndarray], event: TokenEvent) -> None:
+    """Called in the engine's thread."""
+    if event.error is not None:
+        result.set_exception(event.error)
+    elif event.pooled is not None:
+        result.set_result(event.pooled)
+    elif event.finish_reason is not None:
+        result.set_exception(Aborted("the request was stopped"))

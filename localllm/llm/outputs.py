@@ -201,6 +201,7 @@ class ResponseStream:
         self._processor = processor
         self.request_id: str = stream.request.request_id
         self.prompt_token_ids: list[int] = stream.request.prompt_token_ids
+        self.n: int = stream.request.params.n
 
     def __iter__(self) -> Iterator[OutputDelta]:
         try:
@@ -216,7 +217,7 @@ class ResponseStream:
 
     def answer(self) -> RequestOutput:
         """Wait for the end. Raises the error if it failed; ends the request if the wait is interrupted."""
-        output = RequestOutput(self.prompt_token_ids, self._stream.request.params.n)
+        output = RequestOutput(self.prompt_token_ids, self.n)
         try:
             for event in self._stream.gathered():
                 output.take(self._processor.take(event))

@@ -1,0 +1,136 @@
+"""`LLM` for an event loop: the same model and engine, awaited; nothing here blocks the loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from localllm.llm.llm import LLM, Pooling, Prompt
+from localllm.llm.outputs import OutputDelta, RequestOutput, ResponseStream
+from localllm.request import Constraint, Message, SamplingParams, ToolUse
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Submit = Callable[..., ResponseStream]  # takes a listener
+
+
+class AsyncLLM:
+    """One loaded model. An async context manager that loads on entry; arguments as of `LLM`.
+
+    Many requests may be under way at once: they are computed together. A task that is cancelled ends its request.
+    """
+
+    def __init__(self, name_or_path: str, *args: Any, **settings: Any) -> None:
+        """Loads nothing yet."""
+        self._load = partial(LLM, name_or_path, *args, **settings)
+        self._llm: LLM | None = None
+
+    async def __aenter__(self) -> AsyncLLM:
+        """Load the model, in a thread. Raises as `LLM` does."""
+        self._llm = await asyncio.to_thread(self._load)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            await asyncio.to_thread(llm.close)
+
+    @property
+    def llm(self) -> LLM:
+        """The model itself, while it is loaded."""
+        if self._llm is None:
+            raise RuntimeError("the model is not loaded: use `async with AsyncLLM(name) as llm`")
+        return self._llm
+
+    async def chat(
+        self,
+        messages: str | Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        tools: ToolUse | Sequence[Mapping[str, Any]] | None = None,
+        constraint: Constraint | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> RequestOutput:
+        """Answer a conversation, or one question; see `LLM.chat`."""
+        return await _whole(partial(self.llm.begin_chat, messages, params, tools, constraint, template_kwargs))
+
+    def chat_stream(
+        self,
+        messages: str | Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        tools: ToolUse | Sequence[Mapping[str, Any]] | None = None,
+        constraint: Constraint | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> AsyncIterator[OutputDelta]:
+        """The same, piece by piece. A loop that is left early ends the request once the iterator is closed."""
+        return _deltas(partial(self.llm.begin_chat, messages, params, tools, constraint, template_kwargs))
+
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, constraint: Constraint | None = None
+    ) -> RequestOutput:
+        """Complete one text; see `LLM.generate`. For several, `asyncio.gather` computes them together."""
+        return await _whole(partial(self.llm.begin_completion, prompt, params, constraint))
+
+    def generate_stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, constraint: Constraint | None = None
+    ) -> AsyncIterator[OutputDelta]:
+        """The same, piece by piece."""
+        return _deltas(partial(self.llm.begin_completion, prompt, params, constraint))
+
+    async def embed(self, texts: Sequence[Prompt], *, pooling: Pooling = "mean", normalize: bool = True) -> np.ndarray:
+        """See `LLM.embed`."""
+        return await asyncio.to_thread(self.llm.embed, texts, pooling=pooling, normalize=normalize)
+
+
+async def _whole(submit: Submit) -> RequestOutput:
+    stream, arrived = await _submitted(submit)
+    output = RequestOutput(stream.prompt_token_ids, stream.n)
+    async for delta in _taken(stream, arrived):
+        output.take(delta)
+    return output
+
+
+async def _deltas(submit: Submit) -> AsyncIterator[OutputDelta]:
+    stream, arrived = await _submitted(submit)
+    async for delta in _taken(stream, arrived):
+        yield delta
+
+
+async def _submitted(submit: Submit) -> tuple[ResponseStream, asyncio.Queue[OutputDelta]]:
+    """Encode and queue a request in a thread; its deltas arrive in the queue."""
+    loop = asyncio.get_running_loop()
+    arrived: asyncio.Queue[OutputDelta] = asyncio.Queue()
+
+    def listener(delta: OutputDelta) -> None:
+        with suppress(RuntimeError):  # the loop was closed: nobody waits any more
+            loop.call_soon_threadsafe(arrived.put_nowait, delta)
+
+    submitting = asyncio.ensure_future(asyncio.to_thread(submit, listener=listener))
+    try:
+        return await asyncio.shield(submitting), arrived
+    except asyncio.CancelledError:
+        submitting.add_done_callback(_abort)
+        raise
+
+
+def _abort(submitting: asyncio.Future[ResponseStream]) -> None:
+    if not submitting.cancelled() and submitting.exception() is None:
+        submitting.result().abort()
+
+
+async def _taken(stream: ResponseStream, arrived: asyncio.Queue[OutputDelta]) -> AsyncIterator[OutputDelta]:
+    """Deltas until all answers have ended; whoever leaves earlier ends the request."""
+    left = stream.n
+    try:
+        while left:
+            delta = await arrived.get()
+            left -= delta.finish_reason is not None
+            yield delta
+    finally:
+        if left:
+            stream.abort()
