@@ -132,10 +132,16 @@ def _lm_studio() -> Iterator[LocalModel]:
                 yield from _typed(models_in(folder, cache.files_in(folder), base, "lmstudio", remove_with=remove))
 
 
-def _llama_cpp() -> Iterator[LocalModel]:
+def _llama_caches() -> list[str]:
     cached = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    for root in _folders([os.environ.get("LLAMA_CACHE", ""), os.path.join(cached, "llama.cpp")]):
-        for group in sets_in([path.name for path in _entries(root)], "llama.cpp"):
+    return [os.environ.get("LLAMA_CACHE", ""), os.path.join(cached, "llama.cpp")]
+
+
+def _llama_cpp() -> Iterator[LocalModel]:
+    """Files side by side, as llama.cpp kept them until it took the layout of the Hugging Face cache."""
+    for root in _folders(_llama_caches()):
+        names = [path.name for path in _entries(root) if "_mmproj-" not in path.name]
+        for group in sets_in(names, "llama.cpp"):
             first = root / group.files[0]
             parts = _CACHED.fullmatch(first.stem)
             base = "/".join(map(_typable, parts.groups() if parts else [first.stem]))
@@ -149,7 +155,7 @@ def _llama_cpp() -> Iterator[LocalModel]:
 def _hugging_face() -> Iterator[LocalModel]:
     home, cached = os.environ.get("HF_HOME"), os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     places = [os.path.join(home, "hub") if home else "", os.environ.get("TRANSFORMERS_CACHE", "")]
-    places += [os.path.join(cached, "huggingface/hub"), "~/.cache/huggingface/hub"]
+    places += [os.path.join(cached, "huggingface/hub"), "~/.cache/huggingface/hub", *_llama_caches()]
     ours = os.path.realpath(cache.hub_dir())
     for root in _folders(places):
         if os.path.realpath(root) == ours:

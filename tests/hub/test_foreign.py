@@ -73,6 +73,7 @@ def stores(user: Path, tiny_path: Path) -> Path:
     link(user / ".lmstudio/models/pub/Small Model-GGUF/mmproj-small.gguf", tiny_path)
     link(user / ".cache/llama.cpp/ggml-org_gemma-GGUF_gemma-Q8_0.gguf", tiny_path)
     (user / ".cache/llama.cpp/ggml-org_gemma-GGUF_gemma-Q8_0.gguf.json").write_text("{}")
+    link(user / ".cache/llama.cpp/ggml-org_gemma-GGUF_mmproj-gemma-Q8_0.gguf", tiny_path)
     link(user / f".cache/huggingface/hub/models--org--other/snapshots/{'1' * 40}/o-Q6_K.gguf", tiny_path)
     return user
 
@@ -255,12 +256,14 @@ def test_stores_in_other_places(user: Path, tiny_path: Path, monkeypatch: pytest
     link(user / ".ollama/models", user / "elsewhere")
     ollama(user / "elsewhere", f"{LIBRARY}/tiny/latest", tiny_path)
     link(user / "llama/plain.gguf", tiny_path)
+    link(user / f"llama/models--org--new/snapshots/{'1' * 40}/n-Q6_K.gguf", tiny_path)
     (user / ".lmstudio-home-pointer").write_text(f"{user}/lms\n")
     (user / "lms").mkdir()
     (user / "lms/settings.json").write_text(json.dumps({"downloadsFolder": f"{user}/big disk"}))
     link(user / "big disk/pub/model/m-Q4_0.gguf", tiny_path)
     names = [f.name for f in local.scan()]
-    assert names == ["ollama/tiny:latest", "lmstudio/pub/model:Q4_0", "llama.cpp/plain"], "no store twice"
+    expected = ["ollama/tiny:latest", "lmstudio/pub/model:Q4_0", "llama.cpp/plain", "hf/org/new:Q6_K"]
+    assert names == expected, "no store twice"
     for pointer in (b"\0", b"\xff", b"relative", b"/dev/zero", b"~nobody-x", b"x" * 10_000):
         (user / ".lmstudio-home-pointer").write_bytes(pointer)
         assert "ollama/tiny:latest" in [f.name for f in local.scan()]
