@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from localllm import paths
 from localllm.errors import ConfigError, LocalLLMError, ModelNotFound, UnsupportedFormat, UnsupportedModel
@@ -21,6 +23,9 @@ from . import cache, foreign
 from .local_model import LocalModel, Source, missing_shards, models_in, sets_in, with_size
 from .names import ModelName, bare, shown
 from .selection import safetensors_names
+
+if TYPE_CHECKING:
+    from localllm.models.architectures import ModelFacts
 
 LOG = logging.getLogger(__name__)
 
@@ -47,10 +52,7 @@ def describe(found: LocalModel, last_used: object = None) -> LocalModel:
     if found.problem:
         return replace(row, broken=True, supported=False, reason=found.problem)
     try:
-        from localllm.models.architectures import open_model
-
-        with open_model(found.path) as checkpoint:
-            facts = checkpoint.facts
+        facts = _facts(found.path)
     except LocalLLMError as error:
         is_broken = not isinstance(error, UnsupportedModel | UnsupportedFormat)
         return replace(row, broken=is_broken, supported=False, reason=error.message)
@@ -67,6 +69,26 @@ def describe(found: LocalModel, last_used: object = None) -> LocalModel:
         chat=facts.has_chat_template,
         facts=facts,
     )
+
+
+def _facts(path: Path) -> ModelFacts:
+    """Read again only when the file changed: a long vocabulary takes 0.1 s, and a server lists its models often."""
+    state = os.stat(path) if path.is_file() else None
+    if state is None:
+        return _read_facts(path)
+    return _facts_of_file(path, state.st_ino, state.st_size, state.st_mtime_ns)
+
+
+@functools.lru_cache(512)
+def _facts_of_file(path: Path, *unchanged: int) -> ModelFacts:
+    return _read_facts(path)
+
+
+def _read_facts(path: Path) -> ModelFacts:
+    from localllm.models.architectures import open_model
+
+    with open_model(path) as checkpoint:
+        return checkpoint.facts
 
 
 def find(name: ModelName) -> list[LocalModel]:

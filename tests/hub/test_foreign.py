@@ -275,3 +275,16 @@ def test_our_own_cache_is_not_another_one(user: Path, tiny_path: Path, monkeypat
     monkeypatch.setenv("HF_HOME", str(user / ".cache/huggingface"))
     link(user / f".cache/huggingface/hub/models--org--other/snapshots/{'1' * 40}/o-Q6_K.gguf", tiny_path)
     assert [(f.name, f.source) for f in local.scan()] == [("org/other:Q6_K", "hub")]
+
+
+def test_a_file_is_read_again_when_it_changes(stores: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(row.supported for row in hub.list_local())
+    monkeypatch.setattr(local, "_read_facts", lambda path: pytest.fail(f"{path} was read twice"))
+    assert all(row.supported for row in hub.list_local())
+    monkeypatch.undo()
+    monkeypatch.setenv("HOME", str(stores))
+    monkeypatch.delenv(foreign.ENVIRONMENT)
+    blob = next((stores / ".ollama/models/blobs").iterdir())
+    blob.write_bytes(b"noise" + blob.read_bytes()[5:])
+    rows = {row.name: row for row in hub.list_local()}
+    assert rows["ollama/llama3.2:3b"].broken and rows["hf/org/other:Q6_K"].supported
