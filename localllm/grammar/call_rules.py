@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from localllm.chat.tools.calls import fixed_values, is_text, properties_of, resolved, tool_function
-from localllm.chat.tools.formats import HARMONY, TYPES, ToolFormat
+from localllm.chat.tools.formats import TYPES, ToolFormat
 
 from .compiler import Words
 from .schema import LeavesOut
@@ -45,7 +45,6 @@ def call_grammar(
     leaves_out     of the schema of each tool
     opening        what of the format's `open` the prompt ends with
     """
-    is_harmony = tool_format is HARMONY
     rules = []
     for number, tool in enumerate(tools):
         one = _CallRules(tool_format, words, leaves_out[number] if leaves_out else LeavesOut.NOTHING, f"c{number}")
@@ -54,7 +53,7 @@ def call_grammar(
     opens = tool_format.open.removeprefix(opening)
     if after_trigger:
         opens = tool_format.open.split(tool_format.trigger, 1)[1]
-    more = MAX_CALLS - 1 if parallel and not tool_format.one_call and not is_harmony else 0
+    more = MAX_CALLS - 1 if parallel and not tool_format.one_call else 0
     begin, end, sep = map(words.literal, (opens, tool_format.close, tool_format.separator))
     if tool_format.spaced:
         begin += f' " "? {words.literal(tool_format.spaced)}'
@@ -66,10 +65,10 @@ def call_grammar(
     else:
         rules.append(f"one: {words.literal(tool_format.open) if opening else begin} any {end}")
         start = f"{begin} any {end} ({sep} one){{0,{more}}}" if more else f"{begin} any {end}"
-    if is_harmony and not after_trigger and words.is_control("<|end|>"):
-        rules.append(f"thought: {words.literal('<|channel|>analysis<|message|>')} TEXT")
-        rules.append("TEXT: /(?s:.*)/")
-        start = f"(thought {words.literal('<|end|><|start|>assistant')})? {start}"
+    if tool_format.thought and not after_trigger and words.first_control(tool_format.thought[1]) == ("", True):
+        begin, end = map(words.literal, tool_format.thought)
+        rules += [f"thought: {begin} TEXT", "TEXT: /(?s:.*)/"]
+        start = f"(thought {end})? {start}"
     return "\n".join([f"start: {start}", *rules]) + "\n"
 
 

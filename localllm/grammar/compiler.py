@@ -210,9 +210,6 @@ class Words:
             at = end
         return " ".join(parts)
 
-    def is_control(self, text: str) -> bool:
-        return text in self._control.ids
-
     def first_control(self, text: str) -> tuple[str, bool]:
         """What stands before the first control token of a text, and whether there is one."""
         places = self._control.find(text)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from localllm.chat.tools.calls import called_tools, tool_function
-from localllm.chat.tools.formats import HARMONY, ToolFormat
+from localllm.chat.tools.formats import ToolFormat
 from localllm.errors import InvalidConstraint
 from localllm.grammar.call_rules import call_grammar, parameters_of
 from localllm.request import Constraint, ToolUse
@@ -49,7 +49,7 @@ def whole_answer(
         assert constraint is not None
         return compiler.mask(source_of(constraint))
     if constraint is not None and tools.choice == "auto":
-        if constraint.kind not in ("json_schema", "json_object") or tool_format is HARMONY:
+        if constraint.kind not in ("json_schema", "json_object") or tool_format.final:
             raise InvalidConstraint(
                 f"tools and a constraint of kind {constraint.kind} cannot be combined",
                 "leave one of them out, or use a JSON schema",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from localllm.chat.parser import ChainedParser, ReasoningParser, Splitter, reasoning_tags
 from localllm.chat.tools.calls import called_tools
-from localllm.chat.tools.formats import GENERIC, HARMONY, ToolFormat, find_format
+from localllm.chat.tools.formats import GENERIC, ToolFormat, find_format
 from localllm.chat.tools.messages import plain_messages, template_messages, template_tools
 from localllm.chat.tools.parser import answer_parser
 from localllm.chat.tools.roundtrip import NO_TEMPLATE, ToolSupport, check_tools
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _TAIL_TOKENS = 16  # of the prompt, in which an opening tag of reasoning is looked for
-_FINAL = "<|channel|>final<|message|>"
 
 
 class OutputRules:
@@ -106,12 +105,11 @@ class OutputRules:
         tools = self._usable(tool_use)
         tool_format = self.tool_format if tools is not None else GENERIC
         own = find_format(self._template.chosen([]))
-        harmony = own is HARMONY
         tail = self._tokenizer.decode(list(prompt_token_ids)[-_TAIL_TOKENS:], skip_special=False)
-        tags = None if harmony else reasoning_tags(self._template.template, tail)
+        tags = None if own.final else reasoning_tags(self._template.template, tail)
         opening = tool_format.opening(tail)
-        mask, is_kept = self._mask(constraint, tools, tool_format, self._reasoning(tags, tail, harmony), opening)
-        reads = own if harmony or own.hidden and tools is None else tool_format
+        mask, is_kept = self._mask(constraint, tools, tool_format, self._reasoning(tags, tail, own.final), opening)
+        reads = own if own.final or own.hidden and tools is None else tool_format
         seen = [*(tags or ()), *(reads.shown if tools or reads is own else ())]
         ids = frozenset(index for text in seen for _, _, index in self._tokenizer.control_text.find(text))
         return OutputSpec(mask, self._splitter(tags, tail, tools, reads, is_kept), keep_ids=ids)
@@ -124,12 +122,12 @@ class OutputRules:
             raise InvalidRequest(why, "leave the tools out", param="tools")
         return tool_use
 
-    def _reasoning(self, tags: tuple[str, str] | None, tail: str, harmony: bool) -> Reasoning | None:
+    def _reasoning(self, tags: tuple[str, str] | None, tail: str, final: str) -> Reasoning | None:
         """What comes before a constrained answer."""
         from localllm.grammar import Reasoning
 
-        if harmony:
-            return Reasoning("", _FINAL, must=True)
+        if final:
+            return Reasoning("", final, must=True)
         if tags is None or tail.rstrip().endswith(tags[1]):  # the prompt has closed it: no thinking
             return None
         open_id = self._tokenizer.token_to_id(tags[0])
@@ -145,7 +143,7 @@ class OutputRules:
         def content() -> Splitter:
             return answer_parser(reads, called, streams=is_kept, most_calls=most, opening=opening)
 
-        if reads is HARMONY:
+        if reads.final:
             return content
         if tags is None:
             return content if tools is not None or reads.hidden else None
@@ -184,10 +182,10 @@ class OutputRules:
                 return None, False
             call, trigger = begun
             only_one = tool_format.one_call or not tools.parallel
-            before = None if tool_format is HARMONY else reasoning
+            before = None if tool_format.final else reasoning
             bytes_of = self._tokenizer.token_bytes
             return ToolTriggers(call, trigger, bytes_of, tags=before, only_one=only_one), True
         inner = whole_answer(compiler, tool_format, tools, constraint, opening)
-        if reasoning is None or (tools is not None and tool_format is HARMONY):
+        if reasoning is None or (tools is not None and tool_format.final):
             return inner, tools is not None
         return AfterReasoning(inner, compiler.vocabulary, self._tokenizer.token_bytes, reasoning), tools is not None

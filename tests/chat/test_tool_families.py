@@ -92,6 +92,9 @@ SHORT = {
                   "<tool_call{{ k }}>{{ f.name }}<tool_sep{{ k }}>\n{% for n, v in f.arguments.items() %}<arg_key{{ k }}>{{ n }}"
                   "</arg_key{{ k }}>\n<arg_value{{ k }}>{{ v }}</arg_value{{ k }}>\n{% endfor %}</tool_call{{ k }}>\n",
                   "</tool_calls{{ k }}>"),
+    "muse": ("<|start|> <|message|> <atem:function_calls>", "", ' to={{ f.name }}<|message|><atem:function_calls>\n<atem:invoke name='
+             '"{{ f.name }}">\n{% for k, v in f.arguments.items() %}<atem:parameter name="{{ k }}">{{ v }}</atem:parameter>\n'
+             "{% endfor %}</atem:invoke>\n</atem:function_calls>{% if not loop.last %}<|eom|><|start|>assistant{% endif %}", ""),
     "minicpm": ("", "", '<function name="{{ f.name }}">{% for k, v in f.arguments.items() %}<param name="{{ k }}">{{ v }}</param>'
                 "{% endfor %}</function>", ""),
     "apriel": ("", "<tool_calls>[", JSON + LIST, "]</tool_calls>"),

@@ -188,6 +188,12 @@ WRITTEN: list[tuple[ToolFormat, str, str, list[tuple[str, str]]]] = [
         ("nemotron", f'<TOOLCALL>[{{"name": "get_weather", "arguments": {PARIS}}}]</TOOLCALL>\n', "", [("get_weather", PARIS)]),
         ("firefunction", f' functools[{{"name": "get_weather", "arguments": {PARIS}}}, {{"name": "now", "arguments": {{}}}}]', "",
          [("get_weather", PARIS), ("now", "{}")]),
+        ("muse", ' to=user<|message|>I look.<|eom|><|start|>assistant to=get_weather<|message|><atem:function_calls>\n<atem:invoke '
+         'name="get_weather">\n<atem:parameter name="city">5</atem:parameter>\n</atem:invoke>\n</atem:function_calls><|eom|><|start|>'
+         'assistant to=now<|message|><atem:function_calls>\n<atem:invoke name="now">\n</atem:invoke>\n</atem:function_calls><|eot|>',
+         "I look.", [("get_weather", '{"city": "5"}'), ("now", "{}")]),
+        ("atem", '<atem:function_calls>\n<atem:invoke name="get_weather">\n<atem:parameter name="city">5</atem:parameter>\n'
+         '</atem:invoke>\n</atem:function_calls>', "", [("get_weather", '{"city": "5"}')]),
         ("glm-inline", "<tool_call>get_weather<arg_key>city</arg_key><arg_value>5\n</arg_value><arg_key>days</arg_key><arg_value>3"
          "</arg_value></tool_call><tool_call>now</tool_call>", "", [("get_weather", '{"city": "5\\n", "days": 3}'), ("now", "{}")]),
         ("granite", f'<|tool_call|>[{{"name": "get_weather", "arguments": {PARIS}}}]', "", [("get_weather", PARIS)]),
@@ -311,6 +317,12 @@ def test_tools_that_gpt_oss_was_trained_with() -> None:
     assert read(HARMONY, [" to=user<|channel|>final<|message|>Yes.<|end|>"]) == ("Yes.", "", [])
 
 
+def test_recipients_of_muse_glimmer() -> None:
+    text = " to=self<|message|>I could call <atem:function_calls> now.<|eom|><|start|>assistant to=user<|message|>Hello!<|eot|>"
+    for pieces in cuts(text):
+        assert read(BY_NAME["muse"], pieces) == ("Hello!", "I could call <atem:function_calls> now.", [])
+
+
 # --- any text, any cut -----------------------------------------------------------------------------------------------
 
 SNIPPETS = sorted(
@@ -333,7 +345,7 @@ def check_any_cut(name: str, text: str, places: list[int], streams: bool) -> Non
     assert read(tool_format, list(text), streams=streams) == whole
     if not streams:
         assert all(isinstance(json_loads(arguments), dict) for _, arguments in whole[2])
-    if not whole[2] and name != "harmony" and not tool_format.hidden:
+    if not whole[2] and not tool_format.final and not tool_format.hidden:
         assert whole == (text, "", [])
 
 
@@ -401,6 +413,8 @@ def test_formats_are_found_in_templates() -> None:
         "<|tool_call|>": "phi",
         "<|start|><|channel|><|message|>": "harmony",
         "'\"parameters\": ' ipython": "llama3",
+        "<atem:function_calls>": "atem",
+        "<|start|> <|message|> <atem:function_calls>": "muse",
         "<|tool_calls_section_begin|>": "kimi-k2",
         "{{ '<|open|>' }} {{ '<|close|>' }} open_tag('call') open_tag('argument')": "kimi-k3",
         "<minimax:tool_call>": "minimax-m2",

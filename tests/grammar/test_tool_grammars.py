@@ -92,7 +92,7 @@ def test_calls_are_valid(
     compiler: Compiler = request.getfixturevalue(vocabulary)
     before = trigger if after_trigger else ""
     finished = most = 0
-    one_only = tool_format.one_call or tool_format.name == "harmony" or (after_trigger and not tool_format.shares)
+    one_only = tool_format.one_call or (after_trigger and not tool_format.shares)
     for seed in range(40):
         if seed > 4 and (one_only or most > 1):
             break

@@ -11,7 +11,7 @@ from typing import Any
 
 from localllm.chat.parser import ChainedParser, ReasoningParser, Splitter, reasoning_tags
 from localllm.chat.render_child import shared_child
-from localllm.chat.tools.formats import HARMONY, find_format
+from localllm.chat.tools.formats import find_format
 from localllm.chat.tools.parser import answer_parser
 from localllm.errors import LocalLLMError
 
@@ -35,9 +35,9 @@ def parser_of(case: dict[str, Any], template: str) -> Splitter | None:
     except LocalLLMError:  # templates that insist on other variables: their calls can still be read
         prompt = ""
     reads = find_format(template)
-    tags = None if reads is HARMONY else reasoning_tags(template, prompt[-200:])
+    tags = None if reads.final else reasoning_tags(template, prompt[-200:])
     content = None
-    if tools or reads.hidden or reads is HARMONY:
+    if tools or reads.hidden or reads.final:
         content = answer_parser(reads, tools, opening=reads.opening(prompt))
     if tags is None:
         return content

@@ -25,7 +25,7 @@ class CallReader:
         self._calls = calls
         self._values = ValueReader(tool_format, cursor, calls)
         before, after = tool_format.call.split("ARGUMENTS")
-        self._begin, self._name_end = (part.strip() for part in before.split("NAME"))
+        self._begin, self._name_end = (part.strip() for part in before.rsplit("NAME", 1))
         self._begin = self._begin.removesuffix("functions.")  # which `Calls` takes off
         self._end = after.strip()
         self._reads_objects = self._begin.startswith("{")

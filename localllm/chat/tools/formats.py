@@ -44,6 +44,8 @@ class ToolFormat:
     ids: str = ""
     first_index: int = 0
     one_call: bool = False
+    thought: tuple[str, ...] = ()
+    final: str = ""
 
     @property
     def trigger(self) -> str:
@@ -58,9 +60,8 @@ class ToolFormat:
     def around_call(self, name: str, index: str = "") -> tuple[str, str]:
         """What stands before and after the arguments of a call."""
         before, after = self.call.split("ARGUMENTS")
-        head, tail = before.split("NAME")
         number = index or str(self.first_index)
-        return head.replace("INDEX", number) + name + tail.replace("INDEX", number), after
+        return name.join(part.replace("INDEX", number) for part in before.split("NAME")), after
 
     def around_value(self, key: str, kind: str) -> tuple[str, str]:
         """What stands before and after the value of an argument. `kind` is the value's type in JSON."""
@@ -135,7 +136,11 @@ def read_format(row: Mapping[str, Any]) -> ToolFormat:
     kinds = {field.name: _KINDS.get(str(field.type), tuple) for field in fields(made)}
     wrong = [name for name, kind in kinds.items() if not isinstance(getattr(made, name), kind)]
     parts = {made.call: ("NAME", "ARGUMENTS"), made.argument: ("KEY", "VALUE"), made.json_argument: ("KEY", "VALUE")}
-    wrong += [form for form in parts if form and any(form.count(part) != 1 for part in parts[form])]
+    wrong += [
+        form
+        for form in parts
+        if form and any(form.count(part) != 1 for part in parts[form] if part != "NAME" or part not in form)
+    ]
     if wrong:
         raise ValueError(f"tool format {made.name!r}: wrong type or form of {', '.join(wrong)}")
     return made
@@ -143,7 +148,7 @@ def read_format(row: Mapping[str, Any]) -> ToolFormat:
 
 FORMATS = tuple(map(read_format, tomllib.loads(Path(__file__).with_name("formats.toml").read_text("utf-8"))["format"]))
 BY_NAME = {one.name: one for one in FORMATS}
-GENERIC, HARMONY = BY_NAME["generic"], BY_NAME["harmony"]
+GENERIC = BY_NAME["generic"]
 
 
 def find_format(template: str) -> ToolFormat:

@@ -4,17 +4,21 @@
 <|message|>{...}<|call|>`: analysis is reasoning, commentary to a function is a call, everything else is content. What
 goes to a tool that was not offered is reasoning: the model was trained with `python`, `browser.search` and
 `container.exec`. The prompt ends with `<|start|>assistant`, so the first header has no beginning.
+Muse Glimmer writes so, too, with recipients in the place of channels: ` to=self`, ` to=user`, a function.
 """
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from .answers import MAX_FAILURES, AnswerParser, HeldSpace
+from .call_reader import CallReader
 from .cursor import Malformed, Reading
+from .formats import BY_NAME, ToolFormat
 
 CHANNEL, MESSAGE, START = "<|channel|>", "<|message|>", "<|start|>"
-ENDS = ("<|end|>", "<|return|>", "<|call|>", START)
+ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|eom|>", "<|eot|>", START)
 MAX_HEADER_CHARS = 512
 _RECIPIENT = re.compile(r"to=(functions\.)?([\w.-]+)")
 _NO_TOOLS = frozenset(["user", "assistant", "all"])  # recipients of words
@@ -22,6 +26,11 @@ _NO_TOOLS = frozenset(["user", "assistant", "all"])  # recipients of words
 
 class HarmonyParser(AnswerParser):
     """Splits one answer as it comes, into ("reasoning" | "content", text) and ("tool_call", JSON of a delta)."""
+
+    def __init__(self, tool_format: ToolFormat, *options: Any) -> None:
+        super().__init__(*options)
+        self._reads = BY_NAME[tool_format.reads_as] if tool_format.reads_as else None
+        self._reader = CallReader(self._reads or tool_format, self._cursor, self._calls)
 
     def _answer(self) -> Reading[None]:
         header = yield from self._cursor.literal(CHANNEL, START, " to=", "to=")
@@ -67,9 +76,12 @@ class HarmonyParser(AnswerParser):
         before = self._calls.count
         try:
             yield from self._cursor.space()
-            self._calls.begin(name)
-            yield from self._cursor.json_value(into=self._calls.piece)
-            self._calls.end()
+            if self._reads is not None:
+                yield from self._reader.read((yield from self._cursor.expect(*self._reads.triggers)))
+            else:
+                self._calls.begin(name)
+                yield from self._cursor.json_value(into=self._calls.piece)
+                self._calls.end()
         except Malformed:
             self._calls.drop()
             if self._calls.count == before:

@@ -14,7 +14,7 @@ from .answers import AnswerParser, HeldSpace
 from .call_reader import CallReader
 from .calls import Tools, new_call_id, short_call_id
 from .cursor import Malformed, Reading
-from .formats import BY_NAME, HARMONY, ToolFormat
+from .formats import BY_NAME, ToolFormat
 from .harmony import HarmonyParser
 
 
@@ -32,8 +32,8 @@ def answer_parser(
     opening  what of the answer the prompt ends with (`ToolFormat.opening`)
     """
     new_id = new_id or (short_call_id if tool_format.ids == "short" else new_call_id)
-    if tool_format is HARMONY:
-        return HarmonyParser(tools, streams, most_calls, new_id)
+    if tool_format.final:
+        return HarmonyParser(tool_format, tools, streams, most_calls, new_id)
     parser = ToolParser(tool_format, tools, streams, most_calls, new_id)
     if any(text.startswith(opening) for text in (*tool_format.hidden, *tool_format.triggers)):
         parser.push(opening)
@@ -41,7 +41,7 @@ def answer_parser(
 
 
 class ToolParser(AnswerParser):
-    """Content and calls; gpt-oss's channels are `harmony.HarmonyParser`'s."""
+    """Content and calls; channels are `harmony.HarmonyParser`'s."""
 
     def __init__(self, tool_format: ToolFormat, *options: Any) -> None:
         self._format = tool_format
