@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from localllm.cli.frame.console import Console, picked, wrapped
@@ -148,7 +149,13 @@ def launch(console: Console, found: Launch, known: Sequence[Match]) -> None:
     head = f"{found.title} on {found.device}"
     console.heading(clean_line(head))
     console.line(f"  {clean_line(found.model.name)}: {found.model.words} (from {found.model.known_from})")
-    console.line(f"  for {found.title} {found.version}")
+    if found.recipe:
+        console.line(f"  a recipe for this model and card, {found.recipe.date}, {found.title} {found.version}")
+        console.line(f"  {clean_line(found.recipe.source)}")
+    else:
+        console.line(f"  for {found.title} {found.version}; no recipe for this model on this card")
+    for note in (*([found.room.why] if found.room else ()), *found.notes):
+        block(console, "  ", 2, clean_line(note))
     console.line()
     for line in [*(piece.text for piece in found.build), *found.lines]:
         console.line(f"  {clean(line)}")
@@ -161,10 +168,11 @@ def launch(console: Console, found: Launch, known: Sequence[Match]) -> None:
     for title, pieces in reasons.items():
         if pieces or title == "Why":
             console.heading(title)
-        for piece in pieces:
-            where = f", {piece.source}" if piece.source else ""
-            console.line(f"  {clean_line(piece.text)}")
-            block(console, "      ", 6, f"{piece.why} [{piece.confidence}{where}]")
+        for reason, alike in groupby(pieces, key=lambda p: (p.why, p.confidence, p.source)):
+            for piece in alike:
+                console.line(f"  {clean_line(piece.text)}")
+            why, grade, source = reason
+            block(console, "      ", 6, f"{why} [{grade}{f', {source}' if source else ''}]")
     if found.heard:
         console.heading("Often heard")
         for one in found.heard:
@@ -176,8 +184,13 @@ def launch(console: Console, found: Launch, known: Sequence[Match]) -> None:
             first = next((f.do for f in rule.fixes if f.engine == found.engine), rule.fixes[0].do)
             block(console, f"  {rule.id.ljust(3)} ", 6, f"{rule.title}: {clean_line(first)}")
         console.line("  localllm doctor --log FILE finds the rule for an error")
-    mine = [m for m in known if found.engine in (names := {f.engine for f in m.rule.fixes if f.engine}) or not names]
+    mine = [m for m in known if found.engine in (names := whose(m)) or not names]
     _matches(console, "Installed here", mine)
+
+
+def whose(match: Match) -> set[str]:
+    """The engines a rule is about; none where it is about all of them."""
+    return set(match.rule.engines) or {fix.engine for fix in match.rule.fixes if fix.engine}
 
 
 def launch_json(found: Launch) -> dict[str, Any]:
@@ -188,7 +201,10 @@ def launch_json(found: Launch) -> dict[str, Any]:
 
     return picked(found, "engine device command") | {
         "engine_version": found.version,
-        "model": picked(found.model, "name kind format hybrid mtp known_from"),
+        "model": picked(found.model, "name kind format method hybrid mtp known_from"),
+        "recipe": picked(found.recipe, "model card gpus version date source") if found.recipe else None,
+        "memory": picked(found.room, "have_bytes need_bytes ctx in_ram") if found.room else None,
+        "notes": list(found.notes),
         "shell": found.lines,
         **{name: pieces(getattr(found, name)) for name in ("env", "flags", "build", "unconfirmed")},
         "file": found.file or None,

@@ -1,6 +1,7 @@
-"""How another engine is started well on this machine: its command, flags and variables (engines.toml), with reasons.
+"""How another engine is started well on this machine: its command, flags and variables, with reasons.
 
-Nothing is run. What nobody could confirm is told apart and comes last.
+A recipe for just this model and card (recipes.toml) is taken as it was run; else engines.toml says what suits. What
+does not fit, or cannot be read by the engine, is refused. Nothing is run.
 """
 
 from __future__ import annotations
@@ -9,24 +10,46 @@ import functools
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from localllm.device import GpuFacts
-from localllm.errors import ConfigError, DeviceError
+from localllm.errors import ConfigError, DeviceError, DoesNotFit, UnsupportedFormat
+from localllm.hub import catalog
 from localllm.paths import toml_beside
 from localllm.terminal import gib
 
-from .conditions import holds
+from .conditions import holds, matches
 from .finding import Survey, sm
-from .model_kind import ModelKind, asked_for, suggested
+from .model_kind import ModelKind, asked_for, from_catalogue
+from .room import Room, best_of, reads, room_of
 from .rules import Rule, rules
 
-# tokens per second that a model suggested for a CPU should reach: so many times its bytes are read in a second
-CPU_TPS = 8
-_CTX = re.compile(r"\{ctx:(\d+)\}")
+PARSERS = "reasoning and tool calls of this model; without it reasoning lands in the answer and tools fail"
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A command that was run: a model on a card with a version of an engine."""
+
+    engine: str
+    model: str  # a regular expression on the whole name
+    card: str  # a regular expression
+    version: str
+    date: str
+    source: str
+    flags: Sequence[str]
+    env: str = ""
+    note: str = ""
+    gpus: int = 1
+
+    def made_for(self, engine: str, model: str, survey: Survey) -> bool:
+        """Whether it is for this model on these cards."""
+        cards = survey.machine.gpus
+        there = len(cards) == self.gpus and all(re.search(self.card, gpu.name, re.IGNORECASE) for gpu in cards)
+        return there and engine == self.engine and bool(re.fullmatch(self.model, model, re.IGNORECASE))
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +61,35 @@ class Piece:
     confidence: str
     source: str = ""
     unconfirmed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A name of another engine: an entry of flags.toml, which explains the fields."""
+
+    engine: str
+    name: str
+    file: str
+    since: str = ""
+    before: str = ""
+    gone: bool = False
+    now: str = ""
+    change: str = ""
+
+
+NAMES = re.compile(r"(?<![\w.-])(--?[a-zA-Z][\w-]*)|\b([A-Z][A-Z0-9]*_[A-Z0-9_]+)(?==)")
+
+
+@functools.cache
+def flag_table() -> dict[tuple[str, str], Flag]:
+    """Flags and variables by engine and name."""
+    rows = (Flag(**row) for row in toml_beside(__file__, "flags.toml")["flag"])
+    return {(row.engine, row.name): row for row in rows}
+
+
+def names_in(text: str) -> list[str]:
+    """The flags and variables in a command, without what stands in JSON."""
+    return [flag or variable for flag, variable in NAMES.findall(re.sub(r"'\{.*?\}'", "", text))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +120,9 @@ class Launch:
     unconfirmed: tuple[Piece, ...]
     heard: tuple[Heard, ...]
     rules: tuple[Rule, ...]  # what may go wrong here
+    recipe: Recipe | None = None
+    room: Room | None = None  # None where the model's size is not known
+    notes: tuple[str, ...] = ()
 
     @property
     def lines(self) -> list[str]:
@@ -85,8 +140,59 @@ def launch(engine: str, model: ModelKind | str | None, survey: Survey) -> Launch
     """The best known way to start `engine` here. Without a model, one that suits the card; a name as users give them.
 
     Raises ConfigError for an engine that is not known, DeviceError where it cannot run, ModelNotFound for a name that
-    stands for nothing this engine reads.
+    stands for nothing this engine reads, UnsupportedFormat for a checkpoint it cannot read, DoesNotFit.
     """
+    found = _engine(engine, survey)
+    name = found["name"]
+    best = max(survey.machine.gpus, key=lambda gpu: gpu.total_bytes, default=None)
+    asked = _model(found, model, survey)
+    recipe = next((one for one in recipes() if one.made_for(name, asked.name, survey)), None)
+    room = (
+        None
+        if not asked.size_bytes
+        else _recipe_room(found, asked, survey)
+        if recipe
+        else room_of(found, asked, survey)
+    )
+    values = _values(asked, room, survey)
+    heard = [Heard(**entry) for entry in _data()["heard"]]
+    chosen = _chosen(name, asked, survey)
+    sure = [entry for entry in chosen if not entry.get("unconfirmed")]
+    doubtful = [entry for entry in chosen if entry.get("unconfirmed")]
+    command = found["local"] if Path(asked.name).expanduser().exists() and "local" in found else found["command"]
+    env, flags = _pieces(sure, "env", values), _pieces(sure, "flags", values)
+    parser: Mapping[str, str] = next(
+        (p for p in _data()["parser"] if re.search(p["name"], asked.name, re.IGNORECASE)), {}
+    )
+    if recipe:
+        why = f"as in the recipe of {recipe.date} for {found['title']} {recipe.version}"
+        own = (Piece(recipe.env, why, "A", recipe.source),) if recipe.env else ()
+        env = (*own, *(piece for piece in env if piece.text.split("=")[0] not in recipe.env))
+        flags = tuple(Piece(text, why, "A", recipe.source) for text in recipe.flags)
+    elif parser.get(name):
+        flags = (*flags, Piece(parser[name], PARSERS, "B"))
+    return Launch(
+        engine=name,
+        title=found["title"],
+        version=recipe.version if recipe else found["version"],
+        model=asked,
+        device=_device(survey, best),
+        command=command.replace("{model}", shlex.quote(asked.name)),
+        env=env,
+        flags=flags,
+        file="" if recipe else next((entry["file"] for entry in sure if "file" in entry), ""),
+        build=_pieces(sure, "build", values),
+        unconfirmed=(*_pieces(doubtful, "env", values), *_pieces(doubtful, "flags", values)),
+        heard=tuple(one for one in heard if name in one.engines and holds(one.when, survey)),
+        rules=tuple(r for r in rules() if r.id in found["rules"] and holds(r.when, survey)),
+        recipe=recipe,
+        room=room,
+        notes=tuple(_notes(found, asked, recipe, room, survey, [piece.text for piece in (*env, *flags)])),
+    )
+
+
+def _engine(engine: str, survey: Survey) -> dict[str, Any]:
+    """An entry of engines.toml that can run here."""
     engines = {name: one for one in _data()["engine"] for name in (one["name"], *one.get("aliases", ()))}
     found = engines.get(engine.casefold())
     if found is None:
@@ -94,61 +200,110 @@ def launch(engine: str, model: ModelKind | str | None, survey: Survey) -> Launch
         meant = engines[near[0]]["name"] if near else "vllm"
         known = f"did you mean {meant}?" if near else f"there is some for {', '.join(engine_names())}"
         raise ConfigError(f"there is no advice for {engine!r}; {known}", f"localllm doctor --for {meant}")
-    name = found["name"]
-    gpus = survey.machine.gpus
-    best = max(gpus, key=lambda gpu: gpu.total_bytes, default=None)
+    best = max(survey.machine.gpus, key=lambda gpu: gpu.total_bytes, default=None)
     if found["least"] and (best is None or best.capability < found["least"]):
         has = f"{best.name} has {best.capability / 10:.1f}" if best else "there is no NVIDIA GPU here"
         need = f"compute capability {found['least'] / 10:.1f} or newer"
         raise DeviceError(f"{found['title']} needs {need}: {has}", "localllm doctor --for llama.cpp")
-    pace = int(survey.machine.cpu.bandwidth / CPU_TPS)
-    room = best.free_bytes if best else min(survey.machine.ram_available_bytes, pace)
-    capability = best.capability if best else 0
-    gguf = name == "llama.cpp"
-    if isinstance(model, str):
-        model = asked_for(model, room, gguf, capability)
-    asked = model or suggested(room, gguf, capability) or ModelKind("MODEL", "dense", "bf16")
-    command = found["command"]
-    if Path(asked.name).expanduser().exists():
-        command = found.get("local", command)
-    too_large = bool(gpus) and asked.size_bytes > 0.92 * room * len(gpus)
-    chosen = _chosen(name, asked, too_large, survey)
-    values = {"{tp}": str(len(gpus)), "{cores}": str(survey.machine.cpu.cores_usable)}
-    heard = [Heard(**entry) for entry in _data()["heard"]]
-    sure = [entry for entry in chosen if not entry.get("unconfirmed")]
-    doubtful = [entry for entry in chosen if entry.get("unconfirmed")]
-    return Launch(
-        engine=name,
-        title=found["title"],
-        version=found["version"],
-        model=asked,
-        device=_device(survey, best),
-        command=command.replace("{model}", shlex.quote(asked.name)),
-        env=_pieces(sure, "env", values),
-        flags=tuple(_within(piece, asked.context) for piece in _pieces(sure, "flags", values)),
-        file=next((entry["file"] for entry in sure if "file" in entry), ""),
-        build=_pieces(sure, "build", values),
-        unconfirmed=(*_pieces(doubtful, "env", values), *_pieces(doubtful, "flags", values)),
-        heard=tuple(one for one in heard if name in one.engines and holds(one.when, survey)),
-        rules=tuple(r for r in rules() if r.id in found["rules"] and holds(r.when, survey)),
-    )
+    return dict(found)
 
 
-def _chosen(engine: str, model: ModelKind, too_large: bool, survey: Survey) -> list[Mapping[str, Any]]:
+def _model(engine: Mapping[str, Any], model: ModelKind | str | None, survey: Survey) -> ModelKind:
+    """The model that is meant, and that the engine reads."""
+    gguf = engine["name"] == "llama.cpp"
+    capability = max((gpu.capability for gpu in survey.machine.gpus), default=0)
+
+    def suited(pool: Sequence[catalog.Candidate]) -> ModelKind | None:
+        graphs = [one for one in recipes() if "--enforce-eager" not in one.flags]  # eager mode starts, but is slow
+        tried = [c.spec for c in pool if any(one.made_for(engine["name"], c.spec, survey) for one in graphs)]
+        kinds = [kind for c in pool if reads(engine, kind := from_catalogue(c), capability)]
+        smallest = min(kinds, key=lambda kind: kind.size_bytes, default=None)
+        return best_of(pool, engine, survey, tried) or smallest
+
+    if model is None:
+        pool = [c for c in catalog.members("qwen") if bool(c.quant) is gguf]
+        return best_of(pool, engine, survey) and suited(pool) or ModelKind("MODEL", "dense", "bf16", method="none")
+    asked = asked_for(model, gguf, suited) if isinstance(model, str) else model
+    if not reads(engine, asked, capability):
+        kind = f"{asked.method} checkpoints in {asked.format.upper()}" if asked.method != "gguf" else "GGUF files"
+        other = "llama.cpp" if asked.method == "gguf" else "vllm"
+        raise UnsupportedFormat(
+            f"{engine['title']} does not read {kind} on this card: {asked.name}",
+            f"localllm doctor --for {other if other != engine['name'] else 'llama.cpp'} {asked.name}",
+        )
+    return asked
+
+
+def _recipe_room(engine: Mapping[str, Any], model: ModelKind, survey: Survey) -> Room | None:
+    """For a command that was run the sum is told, where it comes out, and not obeyed."""
+    try:
+        return room_of(engine, model, survey)
+    except DoesNotFit:
+        return None
+
+
+def _values(model: ModelKind, room: Room | None, survey: Survey) -> dict[str, str]:
+    """What stands for the braces in flags and reasons."""
+    context = min(model.context or 32_768, 32_768) if room is None else room.ctx
+    why = "a start, because the model's size is not known" if room is None else room.why
+    if room and context == model.context:
+        why = f"the model's own limit; {room.why}"
+    return {
+        "{tp}": str(len(survey.machine.gpus)), "{cores}": str(survey.machine.cpu.cores_usable), "{ctx}": str(context),
+        "{ctxwhy}": why, "{share}": f"{room.share if room else 0.7:g}",
+    }  # fmt: skip
+
+
+def _notes(
+    engine: Mapping[str, Any],
+    model: ModelKind,
+    recipe: Recipe | None,
+    room: Room | None,
+    survey: Survey,
+    texts: Sequence[str],
+) -> list[str]:
+    """What to know beside the flags."""
+    notes = [recipe.note] if recipe and recipe.note else []
+    installed = survey.host.packages.get(engine["name"], "")
+    if recipe and installed and not matches(installed, recipe.version):
+        notes.append(f"{engine['title']} {installed} is installed here; the recipe wants {recipe.version}")
+    for name in (name for text in texts for name in names_in(text)):
+        row = flag_table().get((engine["name"], name))
+        if row and row.since and installed and not matches(installed, f">={row.since}"):
+            older = f", where it is {row.before}" if row.before else ""
+            notes.append(f"{name} is there from {engine['title']} {row.since} on; {installed} is installed here{older}")
+    if room and room.in_ram:
+        notes.append(f"{gib(room.in_ram, 1)} of the weights stay in RAM: expect the pace of the CPU for that part")
+    if engine["name"] == "vllm" and "gpt-oss" in model.name and any(g.capability == 121 for g in survey.machine.gpus):
+        notes.append(
+            "on GB10 vLLM's kernels for MXFP4 hung or took 118 GB (R33); llama.cpp runs these experts natively"
+        )
+    if room is None and not recipe:
+        notes.append("the model's size is not known, so nobody checked whether it fits")
+    return notes
+
+
+@functools.cache
+def recipes() -> tuple[Recipe, ...]:
+    """All recipes, in the order of the file."""
+    return tuple(Recipe(**row) for row in toml_beside(__file__, "recipes.toml")["recipe"])
+
+
+def _chosen(engine: str, model: ModelKind, survey: Survey) -> list[Mapping[str, Any]]:
     """The entries that hold; of each slot the first."""
     chosen: list[Mapping[str, Any]] = []
     for entry in _data()["flag"]:
         taken = "slot" in entry and any(entry["slot"] == one.get("slot") for one in chosen)
         if entry["engine"] != engine or taken:
             continue
-        if holds(entry.get("when", {}), survey) and suits(entry.get("model", {}), model, too_large):
+        if holds(entry.get("when", {}), survey) and suits(entry.get("model", {}), model):
             chosen.append(entry)
     return chosen
 
 
-def suits(table: Mapping[str, Any], model: ModelKind, too_large: bool = False) -> bool:
+def suits(table: Mapping[str, Any], model: ModelKind) -> bool:
     """Whether a model is of the kind a table describes. Raises KeyError for an unknown key."""
-    has = asdict(model) | {"too_large": too_large}
+    has = asdict(model)
     return all(
         re.search(wanted, model.name, re.IGNORECASE) if key == "name" else has[key] in wanted
         for key, wanted in table.items()
@@ -158,25 +313,12 @@ def suits(table: Mapping[str, Any], model: ModelKind, too_large: bool = False) -
 def _pieces(entries: list[Mapping[str, Any]], key: str, values: Mapping[str, str]) -> tuple[Piece, ...]:
     found = []
     for entry in (entry for entry in entries if key in entry):
-        text = entry[key]
+        text, why = entry[key], entry["why"]
         for name, value in values.items():
-            text = text.replace(name, value)
-        more = {name: entry[name] for name in ("why", "confidence", "source", "unconfirmed") if name in entry}
-        found.append(Piece(text, **more))
+            text, why = text.replace(name, value), why.replace(name, value)
+        more = {name: entry[name] for name in ("confidence", "source", "unconfirmed") if name in entry}
+        found.append(Piece(text, why, **more))
     return tuple(found)
-
-
-def _within(piece: Piece, context: int) -> Piece:
-    """`{ctx:N}` as N tokens, or as many as the model can have."""
-    asked = _CTX.search(piece.text)
-    if asked is None:
-        return piece
-    wanted = int(asked[1])
-    tokens = min(wanted, context or wanted)
-    piece = replace(piece, text=_CTX.sub(str(tokens), piece.text))
-    if tokens == wanted:
-        return piece
-    return replace(piece, why=f"the model's own limit; {wanted} for one that can", confidence="A", source="")
 
 
 def _device(survey: Survey, best: GpuFacts | None) -> str:

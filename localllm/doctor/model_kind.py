@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,11 +38,20 @@ FORMATS: tuple[tuple[str, str], ...] = (
 )
 
 
-# (lowest compute capability, formats): which weights suit it, the best first
-ORDERS = (
-    (100, ("nvfp4", "int4", "fp8", "bf16", "gguf", "mxfp4")),
-    (89, ("fp8", "int4", "bf16", "nvfp4", "gguf", "mxfp4")),
-    (0, ("int4", "nvfp4", "fp8", "bf16", "gguf", "mxfp4")),
+# a regular expression on the name -> quant_method; the first counts. The same format comes from several tools.
+METHODS: tuple[tuple[str, str], ...] = (
+    (r"GGUF|:I?Q\d|\.gguf", "gguf"),
+    (r"gpt-oss|MXFP4", "mxfp4"),
+    (r"AutoRound", "auto-round"),
+    (r"GPTQ", "gptq"),
+    (r"^(nvidia|Inferact|RadixArk)/.*(NVFP4|FP8|FP4)", "modelopt"),
+    (
+        r"^(RedHatAI|unsloth|cyankiwi|neuralmagic)/.*(NVFP4|FP8|W4A16|INT4|AWQ)|w4a16|-ct$|FP8-dynamic",
+        "compressed-tensors",
+    ),
+    (r"AWQ", "awq"),
+    (r"NVFP4|int4|4-?bit", ""),
+    (r"FP8", "fp8"),
 )
 
 
@@ -58,6 +67,10 @@ class ModelKind:
     size_bytes: int = 0  # 0 when not known
     context: int = 0  # its own limit in tokens, 0 when not known
     known_from: str = "its name"
+    method: str = ""  # quant_method of config.json; gguf; none for plain weights; "" when not known
+    kv_per_token: int = 0  # bytes in 16 bits, 0 when not known
+    kv_fixed: int = 0  # bytes a sequence keeps at any length
+    active_share: float = 1.0  # of the weights, read for one token
 
     @property
     def words(self) -> str:
@@ -66,7 +79,8 @@ class ModelKind:
             "mixture of experts" if self.kind == "moe" else "dense", formats.get(self.format, self.format.upper()),
             *(["recurrent layers"] if self.hybrid else []), *(["draft head"] if self.mtp else []),
         ]  # fmt: skip
-        return ", ".join(parts)
+        known = {"none": "", "gguf": "", "": ""}.get(self.method, f" ({self.method})")
+        return ", ".join([parts[0], parts[1] + known, *parts[2:]])
 
 
 def model_kind(name: str) -> ModelKind:
@@ -83,35 +97,45 @@ def model_kind(name: str) -> ModelKind:
 def from_catalogue(entry: catalog.Candidate) -> ModelKind:
     """A catalogue entry."""
     by_name = _from_name(entry.spec)
+    stored = entry.format.casefold()
+    exact = next((one for one in ("nvfp4", "mxfp4", "fp8", "bf16") if one in stored), "int4")
     return ModelKind(
         name=entry.spec,
         kind="moe" if entry.active_params < entry.params else "dense",
-        format="gguf" if entry.quant else by_name.format,
+        format="gguf" if entry.quant else exact,
         hybrid=by_name.hybrid,
-        mtp=by_name.mtp,
+        mtp=entry.draft if entry.quant else by_name.mtp,
         size_bytes=entry.download_bytes,
         context=entry.context,
         known_from="the catalogue",
+        method=entry.method,
+        kv_per_token=entry.kv_bytes_per_token,
+        kv_fixed=entry.kv_fixed_bytes,
+        active_share=entry.active_params / entry.params,
     )
 
 
-def asked_for(name: str, memory_bytes: int, gguf: bool, capability: int) -> ModelKind:
+Suited = Callable[[Sequence[catalog.Candidate]], ModelKind | None]
+
+
+def asked_for(name: str, gguf: bool, suited: Suited) -> ModelKind:
     """What a name means to an engine that reads GGUF files, or one that does not; its name is what can be opened.
 
     A path stays. A model of this machine becomes its repository, or its file. A name of the catalogue becomes the
-    repository that suits the memory; where none fits, the smallest. Raises ModelNotFound.
+    repository that `suited` takes; where it takes none, the smallest. Raises ModelNotFound.
     """
     wanted = "GGUF" if gguf else "safetensors"
     here = [] if Path(name).expanduser().exists() else _here(name)
     of_kind = [found for found in here if found.path.is_file() is gguf]
     if of_kind:
         found = of_kind[0]
-        kind = replace(model_kind(name), format="gguf", known_from="its name") if gguf else model_kind(name)
+        kind = model_kind(name)
+        if gguf:
+            kind = replace(kind, format="gguf", method="gguf", size_bytes=found.size_bytes, known_from="its name")
         return replace(kind, name=str(found.path) if gguf or not found.repo else found.repo)
     pool = [c for c in catalog.members(name) if bool(c.quant) is gguf]
     if pool:
-        smallest = min(pool, key=lambda c: c.download_bytes)
-        return _suited(pool, memory_bytes, capability) or from_catalogue(smallest)
+        return suited(pool) or from_catalogue(min(pool, key=lambda c: c.download_bytes))
     starter = catalog.starters().get(name.casefold())
     if starter is not None and gguf:
         return replace(_from_name(f"{starter.repos[0]}:{starter.format}"), known_from="the catalogue")
@@ -133,22 +157,6 @@ def _here(name: str) -> list[hub.LocalModel]:
         return []
 
 
-def suggested(memory_bytes: int, gguf: bool, capability: int, family: str = "qwen") -> ModelKind | None:
-    """A model worth starting on a card of that size: the newest, then largest, that leaves room for 32k of context."""
-    return _suited([c for c in catalog.members(family) if bool(c.quant) is gguf], memory_bytes, capability)
-
-
-def _suited(pool: Sequence[catalog.Candidate], memory_bytes: int, capability: int) -> ModelKind | None:
-    dense = [c for c in pool if c.active_params == c.params]  # mixtures only where a name stands for nothing else
-    fitting = [c for c in dense or pool if c.need_bytes(32_768) <= 0.92 * memory_bytes]
-    if not fitting:
-        return None
-    order = next(formats for least, formats in ORDERS if capability >= least)
-    newest = max(c.released or "9999" for c in fitting)
-    kinds = [(c, from_catalogue(c)) for c in fitting if (c.released or "9999") == newest]
-    return max(kinds, key=lambda pair: (pair[0].params, pair[0].generation, -order.index(pair[1].format)))[1]
-
-
 def _from_name(name: str) -> ModelKind:
     stored = next((kind for pattern, kind in FORMATS if re.search(pattern, name, re.IGNORECASE)), "bf16")
     return ModelKind(
@@ -158,6 +166,7 @@ def _from_name(name: str) -> ModelKind:
         hybrid=bool(HYBRID.search(name)),
         mtp=bool(MTP.search(name)) and (stored != "gguf" or "mtp" in name.casefold()),
         size_bytes=_size_of(name, stored),
+        method=next((how for pattern, how in METHODS if re.search(pattern, name, re.IGNORECASE)), "none"),
     )
 
 
@@ -193,6 +202,8 @@ def _from_config(name: str, folder: Path, config: dict[str, Any]) -> ModelKind:
         size_bytes=sum(file.stat().st_size for file in folder.glob("*.safetensors")),
         context=int(_number(text.get("max_position_embeddings"))),
         known_from="its config.json",
+        method=_method(config.get("quantization_config") or text.get("quantization_config")),
+        kv_per_token=_kv(text),
     )
 
 
@@ -208,6 +219,19 @@ def _stored(config: Any) -> str:
     if method == "fp8" or "float-quantized" in words or '"fp8"' in words:
         return "fp8"
     return "int4" if method in ("awq", "gptq", "auto-round", "compressed-tensors", "modelopt") else "bf16"
+
+
+def _method(config: Any) -> str:
+    return str(config.get("quant_method", "")).lower() if isinstance(config, dict) else "none"
+
+
+def _kv(text: Mapping[str, Any]) -> int:
+    """Bytes for a token in 16 bits: keys and values of the layers that keep the whole context."""
+    kinds = [str(kind) for kind in _list(text.get("layer_types"))]
+    layers = sum("full" in kind for kind in kinds) if kinds else _number(text.get("num_hidden_layers"))
+    heads = _number(text.get("num_attention_heads")) or 1
+    size = _number(text.get("head_dim")) or _number(text.get("hidden_size")) / heads
+    return int(4 * layers * (_number(text.get("num_key_value_heads")) or heads) * size)
 
 
 def _list(value: Any) -> list[Any]:

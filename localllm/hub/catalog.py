@@ -96,6 +96,12 @@ class Candidate:
         return "" if self.architecture in registry.names() else NEWER
 
     @property
+    def method(self) -> str:
+        """`quant_method` of its config.json; gguf, or none for plain weights."""
+        known = {"autoround": "auto-round", "bf16": "none"}
+        return "gguf" if self.quant else self.quant_method or known.get(self.format, self.format.split()[0])
+
+    @property
     def strength(self) -> float:
         """Parameters of a dense model that would be about as good: those of experts count by the geometric mean."""
         return math.sqrt(self.params * self.active_params)

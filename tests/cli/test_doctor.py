@@ -98,7 +98,7 @@ def test_another_engine(invoke: Invoke, empty_home: Path) -> None:
     assert "  vllm serve nvidia/Qwen3.6-27B-NVFP4 \\\n" in result.stdout
     assert "Installed here" in result.stdout and "R13" in result.stdout
     twin = valid(invoke("doctor", "--for", "vllm", "--json", env=RTX).stdout, "launch-1")
-    assert twin["shell"][0].startswith("vllm serve ") and twin["unconfirmed"]
+    assert twin["command"].startswith("vllm serve ") and twin["memory"]["ctx"] > 32_768
     refused = invoke("doctor", "--for", "sglang", env={"LOCALLLM_FAKE_HW": "rtx2070"})
     assert refused.exit_code == 6
     assert "8.0 or newer" in refused.stderr and "doctor --for llama.cpp" in refused.stderr
@@ -189,3 +189,14 @@ def test_ctrl_c_ends_the_child_that_measures(empty_home: Path) -> None:
     assert measuring
     gone, alive = psutil.wait_procs(measuring, timeout=10)
     assert not alive
+
+
+def test_troubles_of_other_engines_are_not_named(invoke: Invoke, empty_home: Path) -> None:
+    """FlashInfer is no matter of llama.cpp; what a model takes is said for every engine."""
+    env = {"LOCALLLM_FAKE_HW": "rtx5090"}
+    assert "R13 FlashInfer" in invoke("doctor", "--for", "vllm", env=env).stdout
+    shown = invoke("doctor", "--for", "llama.cpp", env=env).stdout
+    assert "FlashInfer" not in shown and "what fits: " in shown
+    refused = invoke("doctor", "--for", "vllm", "Qwen/Qwen3-32B", env={"LOCALLLM_FAKE_HW": "rtx3060"})
+    assert refused.exit_code == 5 and "vllm serve" not in refused.stdout
+    assert "Qwen/Qwen3-32B needs 63.5 GiB" in refused.stderr

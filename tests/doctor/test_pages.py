@@ -88,13 +88,26 @@ def test_every_profile_is_a_machine_with_surroundings() -> None:
     ("hw", "facts"),
     [
         # of the reference tables: what a page of that machine has to say
-        ("rtx3060", ["sm_86", "360 GB/s", "fp8_e5m2", "weights in fp8 and fp4 run too", "Ollama"]),
+        ("rtx3060", ["sm_86", "360 GB/s", "Qwen3.5-9B-quantized.w4a16", "weights in fp8 and fp4 run too", "Ollama"]),
         ("rtx3090", ["936 GB/s", "below 290 W", "W4A16 (AWQ, GPTQ), else GGUF"]),
         ("rtx4090", ["1,008 GB/s", "fp8_e4m3", "260 W"]),
         ("rtx5070ti", ["holds no code for sm_120", "CUDA 12.8", "cu130"]),
-        ("rtx5090", ["1,792 GB/s", "--max-model-len 131072", "--max-num-batched-tokens 4096", "400 W", "R13"]),
-        ("rtxpro6000", ["sm_120", "--max-model-len 262144", "--async-scheduling", "--sleep-on-idle"]),
-        ("gb10", ["shared with the CPU", "does not know sm_121", "12.9", "--gpu-memory-utilization 0.5", "R23"]),
+        ("rtx5090", ["1,792 GB/s", "what fits: ", "--max-num-batched-tokens 4096", "400 W", "R13"]),
+        (
+            "rtxpro6000",
+            ["sm_120", "--max-model-len 262144", "--async-scheduling", "--sleep-on-idle", "Qwen3.8-27B-FP8"],
+        ),
+        (
+            "gb10",
+            [
+                "shared with the CPU",
+                "does not know sm_121",
+                "12.9",
+                "--gpu-memory-utilization 0.5",
+                "R23",
+                "a recipe for this model",
+            ],
+        ),
         ("h100", ["sm_90", "3,350 GB/s", "gone with it", "--kv-cache-dtype fp8"]),
         ("rtx5090x2", ["none over PHB", "--tensor-parallel-size 2", "NCCL_P2P_DISABLE=1", "R28", "NCCL_IB_DISABLE"]),
         ("laptop", ["held down by heat at 87", "on battery", "performance profile"]),

@@ -134,9 +134,28 @@ class LaunchModel(TypedDict):
     name: str
     kind: Literal["dense", "moe"]
     format: Literal["bf16", "fp8", "nvfp4", "mxfp4", "int4", "gguf"]
+    method: str
     hybrid: bool
     mtp: bool
     known_from: str
+
+
+class LaunchRecipe(TypedDict):
+    """A command that was run: this model on these cards."""
+
+    model: str
+    card: str
+    gpus: int
+    version: str
+    date: str
+    source: str
+
+
+class LaunchMemory(TypedDict):
+    have_bytes: int
+    need_bytes: int
+    ctx: int
+    in_ram: int
 
 
 class LaunchPiece(TypedDict):
@@ -164,6 +183,9 @@ class Launch(TypedDict):
     engine_version: NotRequired[str]
     device: str
     model: LaunchModel
+    recipe: LaunchRecipe | None
+    memory: LaunchMemory | None
+    notes: list[str]
     shell: list[str]
     command: str
     env: list[LaunchPiece]
