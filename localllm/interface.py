@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from localllm.errors import LocalLLMError
-from localllm.request import FinishReason, LoadProgress, Message, SamplingParams, Timing, Usage
+from localllm.request import FinishReason, LoadProgress, Message, SamplingParams, Timing, ToolUse, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ class Turn:
     messages: list[Message]
     params: SamplingParams | None
     template: Mapping[str, Any]
-    tools: Sequence[Mapping[str, Any]] = ()
+    tools: ToolUse | None = None
 
 
 class ChatBackend(ABC):
@@ -188,17 +188,17 @@ class ChatBackend(ABC):
         messages: Sequence[Message],
         params: SamplingParams | None = None,
         template: Mapping[str, Any] | None = None,
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: ToolUse | None = None,
     ) -> int:
         """Queue a turn, also before the model is ready; returns its id.
 
         When the last message is the assistant's, it is continued. `template` goes to the chat template:
-        enable_thinking, reasoning_effort. `tools`, in the OpenAI shape, may be called; calls arrive as `Delta`s.
+        enable_thinking, reasoning_effort. `tools` may be called; calls arrive as `Delta`s.
         """
         with self._lock:
             turn, self._next_turn = self._next_turn, self._next_turn + 1
             self._running[turn] = None
-            self._accept(Turn(turn, list(messages), params, template or {}, tuple(tools)))
+            self._accept(Turn(turn, list(messages), params, template or {}, tools))
         return turn
 
     @abstractmethod

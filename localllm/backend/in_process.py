@@ -21,7 +21,7 @@ from localllm.llm import local_models
 from localllm.llm.llm import LLM
 from localllm.llm.loaded_model import EngineOptions
 from localllm.llm.outputs import OutputDelta
-from localllm.request import Constraint, LoadProgress, SamplingParams, Timing, ToolUse, Usage
+from localllm.request import Constraint, LoadProgress, SamplingParams, Timing, Usage
 
 log = logging.getLogger(__name__)
 
@@ -179,9 +179,8 @@ class InProcessBackend(ChatBackend):
             prompt = self._encode(llm, queued)
             self.tell(Prefill(turn, 0, len(prompt)))
             spec, bound = None, self._constraint
-            if bound is not None or queued.tools:
-                use = ToolUse(tuple(queued.tools)) if queued.tools else None
-                spec = llm.output_rules.spec(prompt, chat=True, constraint=bound, tool_use=use)
+            if bound is not None or queued.tools is not None:
+                spec = llm.output_rules.spec(prompt, chat=True, constraint=bound, tool_use=queued.tools)
             running = llm.submit(prompt, params, splits_reasoning=True, spec=spec, listener=listener)
         except Exception as error:
             self._fail(turn, _explained(error, "the turn"))
@@ -198,7 +197,8 @@ class InProcessBackend(ChatBackend):
         if self._completes and not llm.has_chat_template:
             return llm.encode_prompt("\n\n".join(m.get("content", "") for m in messages))
         goes_on = messages[-1].get("role") == "assistant"
-        return llm.encode_chat(messages, queued.tools or None, queued.template, continue_final=goes_on)
+        tools = None if queued.tools is None else queued.tools.tools
+        return llm.encode_chat(messages, tools, queued.template, continue_final=goes_on)
 
     def _publish(self, turn: int, delta: OutputDelta) -> None:
         """Called in the engine's thread."""

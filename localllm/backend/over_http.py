@@ -208,8 +208,8 @@ class RemoteBackend(ChatBackend):
         body |= self._given()
         if self._is_ours:
             body["timings_per_token"] = True
-        if turn.tools:
-            body["tools"] = list(turn.tools)
+        if turn.tools is not None:
+            body |= {"tools": list(turn.tools.tools), "tool_choice": turn.tools.choice}
         if self._constraint is not None:
             kind = _CONSTRAINTS[self._constraint.kind]
             body["structured_outputs"] = {kind: True if kind == "json_object" else self._constraint.value}

@@ -194,7 +194,8 @@ class FakeBackend(ChatBackend):
         count, reasoning, stop = 0, 0, "stop"
         first: float | None = None
         said = pieces(self.answers.pop(0)) if self.answers else pieces(" and so on.") if goes_on else None
-        for kind, piece in (("content", p) for p in said) if said is not None else script(prompt, bool(asked.tools)):
+        script_parts = script(prompt, asked.tools is not None) if said is None else (("content", p) for p in said)
+        for kind, piece in script_parts:
             if turn in self._stopped or self._closed:
                 stop = "abort"
                 break

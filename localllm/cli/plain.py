@@ -10,6 +10,7 @@ from localllm.cli.question import Job
 from localllm.cli.start import Start, backend_of, farewell, session_of
 from localllm.config import UserConfig
 from localllm.conversation import clipboard, commands
+from localllm.conversation.attachments import fit, mentioned
 from localllm.conversation.session import Session, complaint
 from localllm.conversation.slash import OFF, SLASHES, Typed, understand
 from localllm.conversation.tree import Exchange
@@ -85,7 +86,8 @@ class Lines:
                 if typed.command:
                     self._command(typed)
                 elif typed.text.strip():
-                    files, self._session.files = tuple(self._session.files), []
+                    files = (*self._session.files, *mentioned(typed.text))
+                    self._session.files.clear()
                     self._turn(self._talk.ask(typed.text, files))
             except BackendError:
                 raise
@@ -128,6 +130,8 @@ class Lines:
         console, backend = self._env.console, self._session.backend
         if not goes_on:
             self._save(exchange)
+            for said in fit(self._talk, exchange, backend.facts(), backend.count_tokens, self._session.offered):
+                console.say(clean(said))
         view = Text(console, Job([], Sampling(), stream=True, show_thinking=console.out_tty, markdown=False))
         exchange.text = exchange.text.rstrip()
 

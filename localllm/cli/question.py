@@ -18,6 +18,7 @@ from .session import Sampling
 from .start import load_chat
 
 if TYPE_CHECKING:
+    from localllm.conversation.documents import Document
     from localllm.conversation.tools import Toolbox
     from localllm.conversation.tree import Conversation, Exchange
     from localllm.history.records import SavedMessage
@@ -54,6 +55,7 @@ class Job:
     sampling: Sampling
     constraint: Constraint | None = None
     truncate: str = "never"
+    documents: tuple[Document, ...] = ()  # sent before the question, as much as there is room for
     extract: str | None = None  # the language of the code block that is the answer; "" for any
     tools: Toolbox | None = None  # what may be called without a question
     chat: KeptChat | None = None  # where question and answer are kept
@@ -162,6 +164,10 @@ class KeptChat:
         sampling.update(given)
         talk.system = system or talk.system
         return cls(talk, text)
+
+    def attach(self, documents: Sequence[Document], sent: tuple[Document, ...] | None) -> None:
+        """What went before the question."""
+        self._exchange.attachments, self._exchange.sent = tuple(documents), sent
 
     @property
     def messages(self) -> list[Message]:

@@ -20,7 +20,7 @@ from localllm.errors import ConfigError, LocalLLMError
 from localllm.terminal import clean_line
 
 if TYPE_CHECKING:
-    from localllm.conversation.attachments import Attachment
+    from localllm.conversation.documents import Document
     from localllm.conversation.saver import Saver
     from localllm.conversation.session import Session
     from localllm.conversation.tools import Toolbox
@@ -38,7 +38,7 @@ class Start:
     sampling: Sampling
     choice: Choice | None = None  # None: nothing is loaded before something is chosen
     first: str = ""
-    files: tuple[Attachment, ...] = ()
+    files: tuple[Document, ...] = ()
     ctx: str | None = None
     inline: bool = False
     attached: Attached | None = None  # the server that computes; None for this process

@@ -1,68 +1,28 @@
-"""Text files that go with a message: read, bounded, told apart from what is not text."""
+"""What goes with a message: the files and folders that were named, and as much of them as the window has room for."""
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
-import stat
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from localllm.conversation.documents import Document, num_tokens, read_document, select
+from localllm.conversation.tree import Conversation, Exchange
 from localllm.errors import ConfigError
-from localllm.terminal import clean_line, gib
+from localllm.interface import Facts
+from localllm.request import ToolUse
+from localllm.terminal import clean_line, tokens_short
 
-MAX_BYTES = 4 << 20
 MAX_FILES = 20
+MIN_ROOM = 256  # tokens: with less the message waits for an answer to the question what to leave out
+ANSWER_TOKENS = 1024  # kept for an answer of no stated length, where the window is large
+TEMPLATE_TOKENS = 128  # kept for what the chat template adds
 
 
-@dataclass(frozen=True, slots=True)
-class Attachment:
-    """A file's name and its text."""
-
-    name: str
-    text: str
-
-    @property
-    def label(self) -> str:
-        """'notes.txt · 1.2 KiB', safe to show."""
-        return f"{clean_line(self.name)} · {gib(len(self.text.encode('utf-8', 'replace')))}"
-
-    @property
-    def block(self) -> str:
-        """As the model sees it."""
-        fence = "```"
-        while fence in self.text:
-            fence += "`"
-        return f"{self.name}:\n{fence}\n{self.text.rstrip()}\n{fence}"
-
-
-def read_attachment(path: str | Path) -> Attachment:
-    """One file. Raises ConfigError when it is not there, is not a regular file, is too large, or is not text."""
-    file = Path(path).expanduser()
-    shown = clean_line(str(path))
-    try:
-        # a FIFO or a device would block or never end
-        handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
-        with os.fdopen(handle, "rb") as opened:
-            found = os.fstat(handle)
-            if not stat.S_ISREG(found.st_mode):
-                raise ConfigError(f"{shown} is not a file", "attach text files")
-            if found.st_size > MAX_BYTES:
-                raise ConfigError(f"{shown} is {gib(found.st_size)}; the limit is {gib(MAX_BYTES)}", "shorten it")
-            data = opened.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{shown} cannot be read: {error.strerror}", "check the path") from None
-    if b"\0" in data[:8192]:
-        raise ConfigError(f"{shown} is not text", "attach text files; images are not supported")
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError:
-        text = data.decode("latin-1")
-    return Attachment(file.name, text)
-
-
-def read_attachments(typed: str) -> list[Attachment]:
-    """The files of `/attach a.txt "b c.txt" *.py`, quotes and wildcards as in a shell."""
+def read_documents(typed: str) -> list[Document]:
+    """What `/attach a.txt "b c.pdf" *.py src/` names, quotes and wildcards as in a shell. Raises ConfigError."""
     import glob
 
     try:
@@ -71,16 +31,74 @@ def read_attachments(typed: str) -> list[Attachment]:
         words = typed.split()
     names = [name for word in words for name in sorted(glob.glob(os.path.expanduser(word))) or [word]]
     if not names:
-        raise ConfigError("/attach needs the path of a file", "/attach notes.txt")
+        raise ConfigError("/attach needs the path of a file or a folder", "/attach notes.txt")
     if len(names) > MAX_FILES:
-        raise ConfigError(f"{len(names)} files; a message takes at most {MAX_FILES}", "name fewer")
-    return [read_attachment(name) for name in names]
+        raise ConfigError(f"{len(names)} files; a message takes at most {MAX_FILES}", "name fewer, or their folder")
+    return [read_document(name) for name in names]
 
 
-def mentioned(text: str) -> list[Attachment]:
-    """The files behind `@path` in a message. Raises ConfigError for one that is there and cannot be attached."""
-    words = [word[1:].rstrip(".,;:!?)\"'") for word in text.split() if word.startswith("@") and len(word) > 1]
-    return [read_attachment(word) for word in dict.fromkeys(words) if Path(word).expanduser().is_file()]
+def mentioned(text: str) -> list[Document]:
+    """What `@path` in a message names. Raises ConfigError for what is there and cannot be attached."""
+    words = [word[1:].rstrip(".,;:!?)\"'") for word in text.split() if word.startswith("@")]
+    return [read_document(word) for word in dict.fromkeys(words) if word and _is_there(word)]
+
+
+def _is_there(word: str) -> bool:
+    try:
+        path = Path(word).expanduser()
+        return path.is_file() or path.is_dir()
+    except (OSError, ValueError, RuntimeError):  # too long for a path; the home of nobody
+        return False
+
+
+def room_for(texts: Iterable[str], ctx: int, max_tokens: int | None, count: Callable[[str], int]) -> int:
+    """Tokens of a window that documents may take beside these texts and room for an answer."""
+    used = sum(num_tokens(text, count) for text in texts)
+    return ctx - used - min(max_tokens or ANSWER_TOKENS, ctx // 4) - min(TEMPLATE_TOKENS, ctx // 8)
+
+
+def room_in(
+    talk: Conversation, question: Exchange, facts: Facts, count: Callable[[str], int], tools: ToolUse | None
+) -> int:
+    """The same for a question in a conversation, with the tools that go with it."""
+    texts = [str(message.get("content") or "") for message in talk.messages_above(question)]
+    offered = json.dumps(tools.tools) if tools is not None else ""
+    return room_for([*texts, offered, question.user], facts.ctx, talk.sampling.get("max_tokens"), count)
+
+
+def fitting(
+    documents: Sequence[Document], question: str, room: int, count: Callable[[str], int]
+) -> tuple[tuple[Document, ...] | None, list[str]]:
+    """What is sent of the documents, and what to say about it before that.
+
+    Without any room it is None, all of them: the engine refuses that, and the user is asked what to leave out.
+    """
+    said = [f"{', '.join(clean_line(one.name) for one in documents)}: {budget(documents, room, count)}"]
+    said += [f"{clean_line(one.name)}: {note}" for one in documents for note in one.notes]
+    if room < MIN_ROOM:
+        return None, said
+    chosen = select(documents, question, room, count)
+    return chosen.documents, [*said, *chosen.notices]
+
+
+def fit(
+    talk: Conversation, exchange: Exchange, facts: Facts, count: Callable[[str], int], tools: ToolUse | None = None
+) -> list[str]:
+    """Choose what is sent of a question's documents; returns what to say about it. Takes a while."""
+    if not exchange.attachments or not facts.ctx or exchange.sent is not None:
+        return []
+    room = room_in(talk, exchange, facts, count, tools)
+    exchange.sent, said = fitting(exchange.attachments, exchange.user, room, count)
+    return said
+
+
+def budget(documents: Iterable[Document], room: int, count: Callable[[str], int]) -> str:
+    """'310k tokens, 27k free: the parts that suit the question best are sent'; without `room` the first number."""
+    total = sum(num_tokens(document.block, count) for document in documents)
+    if not room:
+        return f"{tokens_short(total)} tokens"
+    rest = ": the parts that suit the question best are sent" if MIN_ROOM <= room < total else ""
+    return f"{tokens_short(total)} tokens, {tokens_short(max(0, room))} free{rest}"
 
 
 def matching_files(prefix: str, limit: int = 8) -> list[str]:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from localllm.config import load_config, set_key
 from localllm.conversation import clipboard
-from localllm.conversation.attachments import Attachment, read_attachments
+from localllm.conversation.attachments import read_documents
+from localllm.conversation.documents import num_tokens, text_document
 from localllm.conversation.markdown import code_blocks
 from localllm.conversation.session import Session, write_new
 from localllm.conversation.slash import Typed, parse_port
@@ -26,7 +27,7 @@ from localllm.conversation.tree import (
     walked,
 )
 from localllm.errors import ConfigError
-from localllm.terminal import clean_line, gib, tokens_short
+from localllm.terminal import clean_line, counted, gib, tokens_short
 
 
 def run(session: Session, typed: Typed) -> str:
@@ -148,11 +149,23 @@ def _save_preset(session: Session, name: str) -> str:
 
 
 def _attach(session: Session, text: str) -> str:
-    if text == "off":
+    if text == "off" or text.startswith("off "):
+        return _take_back(session, text[3:].strip())
+    session.files += read_documents(text)
+    return f"{counted(len(session.files), 'file')} for the next message: {session.budget(session.files)}"
+
+
+def _take_back(session: Session, which: str) -> str:
+    """All files, or one by its number or name."""
+    names = [one.name for one in session.files]
+    if not which:
         session.files.clear()
         return "no file goes with the next message"
-    session.files += read_attachments(text)
-    return f"{len(session.files)} files go with the next message"
+    at = int(which) - 1 if which.isdecimal() else names.index(which) if which in names else -1
+    if not 0 <= at < len(names):
+        known = ", ".join(f"{i} {clean_line(name)}" for i, name in enumerate(names, 1)) or "no files"
+        raise ConfigError(f"/attach off {which}: there are {known}", "/attach off")
+    return f"{clean_line(session.files.pop(at).name)} is taken back"
 
 
 def _paste(session: Session, text: str) -> str:
@@ -160,7 +173,7 @@ def _paste(session: Session, text: str) -> str:
     if not found:
         missing = "the clipboard is empty, or wl-paste, xclip and pbpaste are not there"
         raise ConfigError(missing, "paste with the terminal's own key")
-    session.files.append(Attachment("clipboard.txt", found))
+    session.files.append(text_document("clipboard.txt", found))
     return ""
 
 
@@ -202,10 +215,10 @@ def _ctx(session: Session, text: str) -> str:
     turns = [one for one in talk.exchanges if one.counts]
     parts = {
         "instructions": count(talk.instructions) if talk.instructions else 0,
-        "attachments": sum(count(file.block) for one in turns for file in one.attachments),
+        "attachments": sum(count(one.content) - count(one.user) for one in turns if one.attachments),
         "questions": sum(count(one.user) for one in turns),
         "answers": sum(count(one.text) for one in turns),
-        "next message's files": sum(count(file.block) for file in session.files),
+        "next message's files": sum(num_tokens(file.block, count) for file in session.files),
     }
     reply = int(talk.sampling.get("max_tokens") or 0)
     lines = [f"{name:22}{tokens:>8,}" for name, tokens in parts.items() if tokens]
@@ -250,8 +263,8 @@ def _serve(session: Session, text: str) -> str:
 
 COMMANDS: dict[str, Callable[[Session, str], str]] = {
     "new": _new, "rename": _rename, "undo": _undo, "export": _export, "system": _system, "think": _think, "set": _set,
-    "preset": _preset, "attach": _attach, "paste": _paste, "copy": _copy, "save": _save, "ctx": _ctx, "stats": _stats,
-    "serve": _serve, "tools": _tools, "params": _params,
+    "preset": _preset, "attach": _attach, "paste": _paste, "copy": _copy, "save": _save,
+    "ctx": _ctx, "stats": _stats, "serve": _serve, "tools": _tools, "params": _params,
 }  # fmt: skip
 SLOW = {"export", "attach", "paste", "ctx", "serve"}
 SETTINGS = {"rename", "undo", "system", "think", "set", "preset"}  # what is kept with the chat

@@ -20,6 +20,7 @@ MAX_TEXT_BYTES = 4 << 20
 MAX_BYTES = 64 << 20  # of a PDF or a page
 MAX_FOLDER_FILES = 2_000
 MAX_FOLDER_BYTES = 32 << 20
+COUNTED_CHARS = 300_000  # of a longer text, tokens are estimated
 PART_CHARS = 1_600  # some 400 tokens: a paragraph or a function with what surrounds it
 _KINDS = {".pdf": "pdf", ".html": "html", ".htm": "html", ".xhtml": "html", ".ipynb": "notebook"}
 _SKIPPED = {"node_modules", "__pycache__", "venv", "dist", "build", "target"}
@@ -35,6 +36,7 @@ class Part:
     where: str
     text: str
     lines: str = ""
+    goes_on: bool = False  # begins within the line that the part before ends in
 
     @property
     def place(self) -> str:
@@ -59,21 +61,33 @@ class Document:
         """'manual.pdf · 1.2 MiB', safe to show."""
         return f"{clean_line(self.name)} · {gib(self.num_chars)}"
 
-    def block(self, chosen: Sequence[int] | None = None) -> str:
-        """As the model sees it: all of it, or the chosen parts, each with its place."""
-        if chosen is None:
-            texts, before = [], ""
-            for part in self.parts:
-                texts += [f"[{part.where}]", part.text] if part.where != before else [part.text]
-                before = part.where
-            body, title = "\n".join(texts), self.name
-        else:
-            body = "\n[...]\n".join(f"[{self.parts[i].place}]\n{self.parts[i].text}" for i in chosen)
-            title = f"{self.name} ({len(chosen)} of {len(self.parts)} parts)"
-        fence = "```"
+    @property
+    def text(self) -> str:
+        """All parts, each page, cell or file with its name before it."""
+        pieces, before = "", ""
+        for part in self.parts:
+            name = f"[{part.where}]\n" if part.where != before else ""
+            pieces += ("" if part.goes_on or not pieces else "\n") + name + part.text
+            before = part.where
+        return pieces
+
+    @property
+    def block(self) -> str:
+        """As the model sees it."""
+        body, fence = self.text, "```"
         while fence in body:
             fence += "`"
-        return f"{title}:\n{fence}\n{body.rstrip()}\n{fence}"
+        return f"{self.name}:\n{fence}\n{body.rstrip()}\n{fence}"
+
+    def chosen(self, places: Sequence[int]) -> Document:
+        """Of these parts only, in one text, each with its place before it."""
+        body = "\n[...]\n".join(f"[{self.parts[i].place}]\n{self.parts[i].text}" for i in places)
+        return text_document(f"{self.name} ({len(places)} of {len(self.parts)} parts)", body)
+
+
+def text_document(name: str, text: str) -> Document:
+    """A text under a name."""
+    return Document(name, tuple(_split("", text)))
 
 
 def read_document(path: str | Path) -> Document:
@@ -94,7 +108,12 @@ def read_document(path: str | Path) -> Document:
         return _extracted(file.name, shown, kind, data)
     if b"\0" in data[:8192]:
         raise ConfigError(f"{shown} is not text", "attach text, PDF, HTML, notebooks or a folder")
-    return Document(file.name, tuple(_split("", _decoded(data))))
+    return text_document(file.name, _decoded(data))
+
+
+def is_document(path: Path) -> bool:
+    """Whether this is more than a text: a folder, or a file whose text must be taken out of it."""
+    return path.suffix.lower() in _KINDS or path.expanduser().is_dir()
 
 
 def _bytes(file: Path, shown: str, limit: int) -> bytes:
@@ -191,23 +210,22 @@ def _split(where: str, text: str) -> Iterator[Part]:
         yield Part(where, text)
         return
     held: list[tuple[int, str]] = []
-    size = 0
-    for number, line in enumerate(text.splitlines(), 1):
+    size, goes_on = 0, False
+    for number, line in enumerate(text.split("\n"), 1):
         for at in range(0, len(line) or 1, PART_CHARS):
             piece = line[at : at + PART_CHARS]
             if held and size + len(piece) > PART_CHARS:
-                yield _part(where, held)
-                held, size = [], 0
+                yield _part(where, held, goes_on)
+                held, size, goes_on = [], 0, at > 0
             held.append((number, piece))
             size += len(piece) + 1
-    yield _part(where, held)
+    yield _part(where, held, goes_on)
 
 
-def _part(where: str, lines: list[tuple[int, str]]) -> Part:
+def _part(where: str, lines: list[tuple[int, str]], goes_on: bool) -> Part:
     first, last = lines[0][0], lines[-1][0]
-    return Part(
-        where, "\n".join(text for _, text in lines), f"line {first}" if last == first else f"lines {first}-{last}"
-    )
+    place = f"line {first}" if last == first else f"lines {first}-{last}"
+    return Part(where, "\n".join(text for _, text in lines), place, goes_on)
 
 
 # --- what goes with a question ---------------------------------------------------------------------------------------
@@ -215,11 +233,15 @@ def _part(where: str, lines: list[tuple[int, str]]) -> Part:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What is sent of some documents: their blocks, and for each that was not sent whole a line that says so."""
+    """What is sent of some documents, and for each that is not sent whole a line that says so."""
 
-    blocks: tuple[str, ...]
+    documents: tuple[Document, ...]
     notices: tuple[str, ...]
     num_tokens: int
+
+    @property
+    def blocks(self) -> list[str]:
+        return [document.block for document in self.documents]
 
 
 def select(documents: Sequence[Document], question: str, budget: int, count: Callable[[str], int]) -> Selection:
@@ -230,10 +252,10 @@ def select(documents: Sequence[Document], question: str, budget: int, count: Cal
 
     count   the number of tokens of a text
     """
-    blocks = [document.block() for document in documents]
-    total = sum(map(count, blocks))
+    blocks = [document.block for document in documents]
+    total = sum(num_tokens(block, count) for block in blocks)
     if total <= budget:
-        return Selection(tuple(blocks), (), total)
+        return Selection(tuple(documents), (), total)
     everything = [(d, p) for d, document in enumerate(documents) for p in range(len(document.parts))]
     order, matched = _ranked(documents, everything, question)
     tokens_per_char = total / max(1, sum(map(len, blocks)))
@@ -246,13 +268,22 @@ def select(documents: Sequence[Document], question: str, budget: int, count: Cal
             spent += cost
     while True:
         taken = {d: sorted(p for one, p in chosen if one == d) for d in sorted({d for d, _ in chosen})}
-        blocks = [documents[d].block(places) for d, places in taken.items()]
-        num_tokens = sum(map(count, blocks))
-        if num_tokens <= budget or not chosen:
+        sent = [documents[d].chosen(places) for d, places in taken.items()]
+        total = sum(count(document.block) for document in sent)
+        if total <= budget or not chosen:
             break
-        del chosen[max(len(chosen) * budget // max(1, num_tokens), len(chosen) - 8) :]  # tokens are not even: again
+        del chosen[max(len(chosen) * budget // max(1, total), len(chosen) - 8) :]  # tokens are not even: again
     notices = tuple(_notice(d, document, chosen, matched) for d, document in enumerate(documents))
-    return Selection(tuple(blocks), notices, num_tokens)
+    return Selection(tuple(sent), notices, total)
+
+
+def num_tokens(text: str, count: Callable[[str], int]) -> int:
+    """Tokens of a text; of a long one an estimate from three places in it."""
+    if len(text) <= COUNTED_CHARS:
+        return count(text)
+    third = COUNTED_CHARS // 3
+    places = (0, (len(text) - third) // 2, len(text) - third)
+    return sum(count(text[at : at + third]) for at in places) * len(text) // (3 * third)
 
 
 def _ranked(

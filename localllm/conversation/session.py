@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from localllm.config import Preset
-from localllm.conversation.attachments import Attachment
+from localllm.conversation.attachments import budget, room_in
+from localllm.conversation.documents import Document
 from localllm.conversation.saver import Saver
 from localllm.conversation.slash import OFF
 from localllm.conversation.tools import Toolbox
-from localllm.conversation.tree import Conversation
+from localllm.conversation.tree import Conversation, Exchange
 from localllm.errors import ConfigError, LocalLLMError
 from localllm.interface import ChatBackend
+from localllm.request import ToolUse
 from localllm.terminal import clean_line
 
 
@@ -56,17 +58,24 @@ class Session:
     saver: Saver = field(default_factory=lambda: Saver(None))
     model: str = ""
     presets: Mapping[str, Preset] = field(default_factory=dict)
-    files: list[Attachment] = field(default_factory=list)
+    files: list[Document] = field(default_factory=list)
     first: str = ""
     endpoint: Endpoint | None = None
     serves: int | None = OFF
     tools: Toolbox | None = None
     copy: Callable[[str], str] = str
 
+    def budget(self, files: Sequence[Document]) -> str:
+        """How many tokens files take, and how many there is room for in the next message. Takes a while."""
+        talk, facts, count = self.conversation, self.backend.facts(), self.backend.count_tokens
+        last = talk.exchanges[-1] if talk.exchanges else None
+        room = room_in(talk, Exchange(parent=last), facts, count, self.offered) if facts.ctx else 0
+        return budget(files, room, count)
+
     @property
-    def offered(self) -> Sequence[Mapping[str, Any]]:
+    def offered(self) -> ToolUse | None:
         """The tools that go with a turn."""
-        return self.tools.offered if self.tools is not None else ()
+        return self.tools.offered if self.tools is not None else None
 
     @property
     def url(self) -> str:

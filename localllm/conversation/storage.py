@@ -11,7 +11,7 @@ from typing import Any
 
 from localllm.config import KEYS
 from localllm.conversation.answer import Call, Round
-from localllm.conversation.attachments import Attachment
+from localllm.conversation.documents import text_document
 from localllm.conversation.tree import THINK, Conversation, Exchange, sampling_keys
 from localllm.errors import ConfigError
 from localllm.history.records import SavedChat, SavedMessage
@@ -66,7 +66,8 @@ def saved_messages(exchange: Exchange) -> Iterator[SavedMessage]:
     """The messages of one exchange as they are kept."""
     above = exchange.parent
     parent = None if above is None else above.answer_id if _has_answer(above) else above.question_id
-    files = [{"name": one.name, "text": one.text} for one in exchange.attachments]
+    sent = exchange.attachments if exchange.sent is None else exchange.sent
+    files = [{"name": one.name, "text": one.text} for one in sent]
     params: dict[str, Any] = {"attachments": files} if files else {}
     if exchange.user or files:
         yield SavedMessage(
@@ -144,7 +145,7 @@ def _exchange(above: Exchange | None, question: SavedMessage | None, answer: Sav
         files = question.params.get("attachments")
         if isinstance(files, list):
             one.attachments = tuple(
-                Attachment(str(f.get("name", "")), str(f.get("text", ""))) for f in files if isinstance(f, dict)
+                text_document(str(f.get("name", "")), str(f.get("text", ""))) for f in files if isinstance(f, dict)
             )
     if answer is None:
         one.stop = "unanswered"

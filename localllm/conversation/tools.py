@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from localllm.conversation.answer import Answer, Call
 from localllm.errors import LocalLLMError
 from localllm.interface import Facts
+from localllm.request import ToolUse
 from localllm.terminal import clean, clean_line, counted
 
 MAX_ROUNDS = 16  # of calls in one answer
@@ -120,11 +121,10 @@ class Toolbox:
         return [tool.name for tool in self._source.tools] if self._source is not None else []
 
     @property
-    def offered(self) -> list[dict[str, Any]]:
+    def offered(self) -> ToolUse | None:
         """For `ChatBackend.send`."""
-        return (
-            [tool.in_openai_shape() for tool in self.tools if self._decided.get(tool.name, True)] if self.is_on else []
-        )
+        tools = [tool.in_openai_shape() for tool in self.tools if self._decided.get(tool.name, True)]
+        return ToolUse(tuple(tools)) if tools and self.is_on else None
 
     def leave_out(self, param: str, message: str) -> str:
         """Leave the tool out that a turn failed by, its schema being wrong. Returns what to say; "" if it was none.
@@ -133,9 +133,9 @@ class Toolbox:
         """
         found = _TOOL.match(param)
         offered = self.offered
-        if found is None or int(found[1]) >= len(offered):
+        if found is None or offered is None or int(found[1]) >= len(offered.tools):
             return ""
-        name = offered[int(found[1])]["function"]["name"]
+        name = offered.tools[int(found[1])]["function"]["name"]
         self._left_out.add(name)
         return f"the tool {name} is left out: {clean_line(message)}"
 

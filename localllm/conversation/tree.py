@@ -14,7 +14,7 @@ from typing import Any
 
 from localllm.config import KEYS, Preset
 from localllm.conversation.answer import Answer
-from localllm.conversation.attachments import Attachment
+from localllm.conversation.documents import Document
 from localllm.errors import ConfigError
 from localllm.history.records import new_chat_id, new_message_id
 from localllm.interface import Facts
@@ -30,12 +30,14 @@ class Exchange(Answer):
     """A question and what became of it.
 
     forgotten   the user agreed to leave it out, because the context window is full
+    sent        what was chosen of the attachments, which do not fit; None: they are sent whole
     chosen      the child whose branch was on the screen last
     """
 
     user: str = ""
     parent: Exchange | None = None
-    attachments: tuple[Attachment, ...] = ()
+    attachments: tuple[Document, ...] = ()
+    sent: tuple[Document, ...] | None = None
     forgotten: bool = False
     model: str = ""
     thought_s: float = 0.0
@@ -53,7 +55,8 @@ class Exchange(Answer):
     @property
     def content(self) -> str:
         """The question as the model sees it, with its files in front."""
-        return "\n\n".join([*(one.block for one in self.attachments), self.user])
+        documents = self.attachments if self.sent is None else self.sent
+        return "\n\n".join([*(one.block for one in documents), self.user])
 
 
 class Conversation:
@@ -82,7 +85,7 @@ class Conversation:
 
     # --- turns -------------------------------------------------------------------------------------------------------
 
-    def ask(self, text: str, attachments: tuple[Attachment, ...] = ()) -> Exchange:
+    def ask(self, text: str, attachments: tuple[Document, ...] = ()) -> Exchange:
         """Add a question at the end of the branch."""
         return self._add(Exchange(text, self.exchanges[-1] if self.exchanges else None, attachments))
 
@@ -209,6 +212,11 @@ class Conversation:
 
     def messages(self, exchange: Exchange) -> list[Message]:
         """What the model is sent for `exchange`: instructions, the turns before it, its question, its calls so far."""
+        question = Message(role="user", content=exchange.content)
+        return [*self.messages_above(exchange), question, *exchange.round_messages()]
+
+    def messages_above(self, exchange: Exchange) -> list[Message]:
+        """Instructions and the turns before a question."""
         system = self.instructions
         messages = [Message(role="system", content=system)] if system else []
         for earlier in self._above(exchange):
@@ -218,7 +226,7 @@ class Conversation:
                 messages += earlier.round_messages()
                 # some templates refuse a question right after a result
                 messages.append(Message(role="assistant", content=earlier.text or "(stopped)"))
-        return [*messages, Message(role="user", content=exchange.content), *exchange.round_messages()]
+        return messages
 
     @property
     def instructions(self) -> str:

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from localllm.backend.over_http import RemoteBackend
+from localllm.conversation.answer import Answer, Call
 from localllm.interface import ChatEvent, Delta, Done, Failed
-from localllm.request import LoadProgress
+from localllm.request import LoadProgress, ToolUse
 
 METRICS = """\
 # HELP vllm:num_requests_running x
@@ -73,6 +74,10 @@ class Fake(BaseHTTPRequestHandler):
         self.end_headers()
         deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}, {"reasoning_content": "hm"}]
         deltas += [{"content": piece} for piece in ("Hel", "lo ", "é日")]
+        if "tools" in body:
+            functions = [{"name": "echo", "arguments": ""}, {"arguments": '{"a":'}, {"arguments": " 1}"}]
+            calls = [{"index": 0, "id": "call_1", "function": one} for one in functions]
+            deltas = [{"tool_calls": [call]} for call in calls]
         try:
             for delta in deltas:
                 self._event({"choices": [{"index": 0, "delta": delta, "finish_reason": None}], "usage": None})
@@ -124,6 +129,21 @@ def opened(url: str, model: str | None = None, **given: Any) -> RemoteBackend:
     backend.start(model)
     wait(backend, lambda e: isinstance(e, LoadProgress) and e.name == "ready", [])
     return backend
+
+
+def test_calls_of_tools_over_http(url: str) -> None:
+    backend = opened(url)
+    tool = {"type": "function", "function": {"name": "echo", "parameters": {"type": "object"}}}
+    turn = backend.send([{"role": "user", "content": "call"}], None, None, ToolUse((tool,)))
+    seen: list[ChatEvent] = []
+    wait(backend, lambda e: isinstance(e, Done), seen)
+    answer = Answer()
+    for event in seen:
+        if getattr(event, "turn", None) == turn:
+            answer.add(event)
+    assert answer.calls == [Call("call_1", "echo", '{"a": 1}')]
+    assert (Fake.asked[0]["tools"], Fake.asked[0]["tool_choice"]) == ([tool], "auto")
+    backend.close()
 
 
 def test_a_turn_over_http(url: str) -> None:

@@ -277,3 +277,16 @@ def test_an_address_is_not_ignored_where_there_is_no_terminal(tmp_path: Path) ->
     env = dict(os.environ) | {"LOCALLLM_HOME": str(tmp_path)}
     done = subprocess.run(command, input="hi", capture_output=True, text=True, timeout=60, env=env)
     assert done.returncode == 8 and "no server answers at http://127.0.0.1:9" in done.stderr and not done.stdout
+
+
+def test_documents_are_measured_before_they_are_sent(tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_text("<h1>Pipes</h1>")
+    (tmp_path / "note.txt").write_text("a note")
+    one = Line(tmp_path, "--plain", "--attach", str(tmp_path / "page.html"))
+    one.wait_for("> ")
+    one.send(f"what is @{tmp_path}/note.txt\n")
+    one.wait_for("page.html, note.txt: ")
+    one.wait_for("# Pipes")
+    one.wait_for("a note")
+    one.send("/quit\n")
+    assert one.end() == 0

@@ -51,6 +51,18 @@ def test_files_stand_between_stdin_and_prompt(invoke: Invoke, tmp_path: Path) ->
     assert invoke("run", "fake", "x", "-f", str(tmp_path / "none")).exit_code == 2
 
 
+def test_a_folder_goes_before_the_prompt_as_far_as_it_fits(invoke: Invoke, tmp_path: Path) -> None:
+    for name in ("pumps", "valves"):
+        (tmp_path / f"{name}.txt").write_text(f"About {name}. " + "filler " * 150)
+    (tmp_path / "page.html").write_text("<h1>Pipes</h1><script>x</script>")
+    result = invoke("run", "fake", "And the valves?", "-f", str(tmp_path), "-f", str(tmp_path / "page.html"))
+    assert result.exit_code == 0 and "About pumps" in result.stdout and "# Pipes" in result.stdout
+    assert result.stdout.endswith("\n\nAnd the valves?\n") and "317 tokens, 32k free" in result.stderr
+    result = invoke("run", "fake-small", "And the valves?", "-f", str(tmp_path))
+    assert result.exit_code == 9, "64 tokens have no room for it"
+    assert "312 tokens, 37 free" in result.stderr
+
+
 def test_system_may_come_from_a_file(invoke: Invoke, tmp_path: Path) -> None:
     (tmp_path / "s.txt").write_text("be brief")
     assert invoke("run", "fake", "x", "-s", f"@{tmp_path / 's.txt'}").exit_code == 0

@@ -57,7 +57,7 @@ def test_a_pdf_is_read_by_pages(tmp_path: Path) -> None:
         ("page 3", "The valve is red."),
     ]
     assert document.notes == ("1 of 3 pages have no text, they may be scans (page 2)",)
-    assert "[page 3]\nThe valve is red." in document.block()
+    assert "[page 3]\nThe valve is red." in document.block
 
 
 def test_a_pdf_bomb_is_refused_in_time(tmp_path: Path) -> None:
@@ -96,9 +96,9 @@ def test_what_is_neither_file_nor_folder(tmp_path: Path) -> None:
 def test_a_page_without_its_scripts(tmp_path: Path) -> None:
     file = tmp_path / "page.html"
     file.write_text("<html><script>evil()</script><h1>Pumps</h1><p>A <b>blue</b> one.</p></html>")
-    assert read_document(file).block() == "page.html:\n```\n# Pumps\n\nA **blue** one.\n```"
+    assert read_document(file).block == "page.html:\n```\n# Pumps\n\nA **blue** one.\n```"
     file.write_text("<div>" * 5_000 + "deep" + "</div>" * 5_000)
-    assert "deep" in read_document(file).block()
+    assert "deep" in read_document(file).block
 
 
 def test_a_notebook_by_cells(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_long_texts_are_cut_between_lines_and_nothing_is_lost(tmp_path: Path) ->
     file.write_text("\n".join(lines))
     document = read_document(file)
     assert all(len(part.text) <= PART_CHARS for part in document.parts)
-    assert "".join(part.text for part in document.parts).replace("\n", "") == "".join(lines)
+    assert document.text == "\n".join(lines), "sent whole, it is what the file holds"
     assert document.parts[0].place.startswith("lines 1-") and document.parts[-1].place == "line 501"
 
 
@@ -171,7 +171,7 @@ def test_a_question_about_everything_gets_the_beginning_of_each_document() -> No
 
 def test_nothing_is_dropped_without_a_notice() -> None:
     chosen = select([sections(TOPICS)], "pumps", 3, count)
-    assert chosen.blocks == () and chosen.notices == ("guide.txt: nothing of it was sent: it does not fit",)
+    assert chosen.blocks == [] and chosen.notices == ("guide.txt: nothing of it was sent: it does not fit",)
 
 
 def test_words_of_names_and_of_scripts_without_spaces() -> None:

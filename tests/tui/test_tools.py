@@ -106,7 +106,7 @@ async def test_a_refused_call_is_told_to_the_model(servers: Servers) -> None:
         exchange = running.screen.conversation.exchanges[0]
         await running.until(lambda: exchange.text)
         assert servers.ran == [] and exchange.rounds[0].calls[0].result == "the user refused this call"
-        assert [tool["function"]["name"] for tool in running.screen.session.offered] == ["long", "hang"]
+        assert [tool["function"]["name"] for tool in running.screen.session.tools.offered.tools] == ["long", "hang"]
 
 
 @pytest.mark.parametrize("key", ["escape", "ctrl+c"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -16,7 +17,8 @@ from textual.binding import BindingType
 from textual.containers import Horizontal
 from textual.widgets import Static
 
-from localllm.conversation.attachments import Attachment, mentioned
+from localllm.conversation.attachments import mentioned
+from localllm.conversation.documents import Document
 from localllm.conversation.session import Session
 from localllm.conversation.slash import understand
 from localllm.conversation.tools import Toolbox
@@ -35,6 +37,8 @@ from localllm.tui.widgets.transcript import Transcript
 from .actions import Actions
 from .commands import Commands
 
+TYPING_S = 0.3  # without a key, after which what was typed is looked at
+
 
 class ChatScreen(Actions):
     """The first and main screen."""
@@ -46,6 +50,9 @@ class ChatScreen(Actions):
         self.commands = Commands(self)
         self.prompts = PromptHistory()
         self._told_problem = ""
+        self._named: tuple[Document, ...] = ()  # what @path in the prompt names
+        self._budget = ""  # what the files of the next message take
+        self._looked_at: Any = None
 
     def compose(self) -> ComposeResult:
         app, ui = self.frame, self.frame.options.ui
@@ -167,7 +174,7 @@ class ChatScreen(Actions):
             async with self.changing:
                 await self._ask(text, typed.text, files)
 
-    async def _ask(self, typed: str, text: str, files: tuple[Attachment, ...]) -> None:
+    async def _ask(self, typed: str, text: str, files: tuple[Document, ...]) -> None:
         if self.phase in ("none", "failed") and not await self._start_default(typed):
             return
         self.session.files.clear()
@@ -260,7 +267,34 @@ class ChatScreen(Actions):
         title = f"{len(self.waiting)} queued" if self.waiting else ""
         if self.editing is not None:
             title = f"editing {'a question' if self.editing[1] else 'an answer'} · esc leaves it"
-        self.query_one(Prompt).show(title, self.session.files)
+        self.query_one(Prompt).show(title, (*self.session.files, *self._named), self._budget)
+        self._look_at_files()
+
+    def _look_at_files(self) -> None:
+        """Say what the files of the next message take, before it is sent."""
+        words = tuple(word for word in self.prompt.text.split()[:2000] if word.startswith("@") and len(word) > 1)
+        key = tuple(map(id, self.session.files)), words, self.state.used_tokens, self.phase
+        if key != self._looked_at:
+            self._looked_at = key
+            self._measure(" ".join(words))
+
+    @work(exclusive=True, exit_on_error=False, group="files")
+    async def _measure(self, words: str) -> None:
+        named: tuple[Document, ...] = ()
+        if words:
+            await asyncio.sleep(TYPING_S)  # more of the path may follow
+            with suppress(LocalLLMError):  # it is said when the message is sent
+                named = tuple(await asyncio.to_thread(mentioned, words))
+        files = (*self.session.files, *named)
+        budget = await asyncio.to_thread(self.session.budget, files) if files else ""
+        if (named, budget) != (self._named, self._budget):
+            self._named, self._budget = named, budget
+            self.refresh_lines()
+
+    @on(PromptArea.Changed)
+    def _mentions(self) -> None:
+        if "@" in self.prompt.text or self._named:
+            self._look_at_files()
 
     def _tell_problem(self) -> None:
         saver = self.session.saver

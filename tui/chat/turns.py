@@ -18,6 +18,7 @@ from typing import Any, cast
 from textual.screen import Screen
 from textual.timer import Timer
 
+from localllm.conversation.attachments import fit
 from localllm.conversation.session import Session, complaint
 from localllm.conversation.slash import OFF
 from localllm.conversation.tools import stop as end_calls
@@ -211,10 +212,17 @@ class Turns(Screen[None]):
         if self.phase == "ready" and free and self.waiting and (tools is None or tools.is_connected):
             exchange, widget = self.waiting.popleft()
             widget.remove_class("-queued")
+            for said in await asyncio.to_thread(self._fit, exchange) if exchange.attachments else ():
+                await self.transcript.say(said, after=widget)
             message = await self.transcript.add_answer(exchange, widget)
             self.send(message, self.conversation.messages(exchange))
         for _, widget in self.waiting:
             widget.add_class("-queued")
+
+    def _fit(self, exchange: Exchange) -> list[str]:
+        backend = self.session.backend
+        said = fit(self.conversation, exchange, backend.facts(), backend.count_tokens, self.session.offered)
+        return said[::-1]  # each is put right below the question
 
     def send(self, message: AssistantMessage, messages: list[Message]) -> None:
         message.exchange.model = self.session.model

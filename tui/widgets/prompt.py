@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from textual import events
@@ -12,7 +13,8 @@ from textual.content import Content
 from textual.message import Message
 from textual.widgets import Static, TextArea
 
-from localllm.conversation.attachments import Attachment, matching_files
+from localllm.conversation.attachments import matching_files
+from localllm.conversation.documents import Document
 from localllm.conversation.slash import matching
 from localllm.terminal import clean
 from localllm.tui.keymap import Keymap
@@ -216,10 +218,10 @@ class Prompt(Vertical):
         hints.offer(area.text if at_end and len(area.text) < 1000 else "")
         hints.styles.offset = (2, -(self.outer_size.height + 1))
 
-    def show(self, title: str, attachments: list[Attachment]) -> None:
-        """What is queued or being edited, on the upper edge of the frame, and the files that go with the message."""
+    def show(self, title: str, attachments: Sequence[Document], budget: str) -> None:
+        """What is queued or being edited, on the upper edge of the frame; above it the files and what they take."""
         if self.area.border_title != title:
             self.area.border_title = title
         files = self.query_one("#files", Static)
         files.display = bool(attachments)
-        files.update("   ".join(f"+ {one.label}" for one in attachments))
+        files.update("   ".join([*(f"+ {one.label}" for one in attachments), *([budget] if budget else [])]))

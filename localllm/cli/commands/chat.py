@@ -52,7 +52,7 @@ def chat(
     preset: Preset = None,
     think: Think = None,
     attach: Annotated[
-        list[Path] | None, Option("-a", "--attach", metavar="FILE", help="Text file for the first message.")
+        list[Path] | None, Option("-a", "--attach", metavar="PATH", help="A file or folder for the first message.")
     ] = None,
     plain: Annotated[bool, Option("--plain", help="Line mode: for screen readers and dumb terminals.")] = False,
     web: Annotated[bool, Option("--web", help="In a browser on this machine.")] = False,
@@ -159,7 +159,7 @@ def _list_keys(env: Env, config: UserConfig) -> int:
 
 
 def _prepare(start: Start, config: UserConfig, preset: str | None, think: str | None, attach: list[Path]) -> None:
-    from localllm.conversation.attachments import read_attachment
+    from localllm.conversation.documents import read_document
 
     if preset is not None:
         said = typed_or_else(config, preset)
@@ -167,7 +167,7 @@ def _prepare(start: Start, config: UserConfig, preset: str | None, think: str | 
         start.conversation.sampling.update(said)  # a flag wins over the preset
     if think is not None:
         start.conversation.think = think_of(config, think)
-    start.files = tuple(read_attachment(path) for path in attach)
+    start.files = tuple(read_document(path) for path in attach)
 
 
 def _place(env: Env, config: UserConfig, start: Start, wish: str, name: str | None) -> None:

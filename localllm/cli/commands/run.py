@@ -31,6 +31,8 @@ from localllm.cli.start import preset_of, think_of, typed_or_else
 from localllm.cli.tools import answered, connect_for_run, toolbox_for_run
 from localllm.config import UserConfig
 from localllm.conversation.answer import Answer
+from localllm.conversation.attachments import fitting, room_for
+from localllm.conversation.documents import is_document, read_document
 from localllm.conversation.tools import as_values
 from localllm.conversation.tree import effective_sampling, sampling_line, template_values
 from localllm.errors import ConfigError, ConstraintUnmet, LocalLLMError
@@ -59,7 +61,14 @@ def run(
     system: System = None,
     file: Annotated[
         list[Path] | None,
-        Option("-f", "--file", "-a", "--attach", metavar="PATH", help="Text put before the prompt; repeatable."),
+        Option(
+            "-f",
+            "--file",
+            "-a",
+            "--attach",
+            metavar="PATH",
+            help="A file or folder put before the prompt; repeatable.",
+        ),
     ] = None,
     resume_last: Annotated[
         bool, Option("-c", "--continue", help="Go on with the last saved chat, and add to it.")
@@ -103,7 +112,8 @@ def run(
     if stream and language is not None:
         raise ConfigError("--extract waits for the whole answer, --stream does not", "leave one of them out")
     constraint = constraint_of(schema, grammar)
-    text = gather_prompt(prompt or [], file or [])
+    documents = [path for path in file or () if is_document(path)]
+    text = gather_prompt(prompt or [], [path for path in file or () if path not in documents])
     console = env.console
     chosen = preset_of(config, preset)
     instructions = text_or_file(system, "--system") or chosen.system
@@ -118,6 +128,7 @@ def run(
         place=wish_of(env, config, engine, attach_to),
         constraint=constraint,
         truncate=truncate,
+        documents=tuple(map(read_document, documents)),
         tools=toolbox_for_run(env, config, mcp, yes_tools or (), samples),
         extract=language,
         chat=chat if keep is not False else None,
@@ -207,7 +218,9 @@ def _placed(env: Env, config: UserConfig, model: str | None, job: Job) -> tuple[
 
 
 def _fitting(env: Env, backend: ChatBackend, facts: Facts, job: Job) -> list[Message]:
-    """The messages, the last one cut when that was allowed and is needed."""
+    """The messages with documents before the last one, which is cut when that was allowed and is needed."""
+    if job.documents:
+        _take_documents(env, backend, facts, job)
     if job.truncate == "never" or not facts.ctx:
         return job.messages
     limit = job.sampling.given.get("max_tokens")
@@ -215,6 +228,21 @@ def _fitting(env: Env, backend: ChatBackend, facts: Facts, job: Job) -> list[Mes
     if after < before:
         env.console.warn(f"the prompt was cut from {before:,} to {after:,} tokens (--truncate {job.truncate})")
     return messages
+
+
+def _take_documents(env: Env, backend: ChatBackend, facts: Facts, job: Job) -> None:
+    """Put as much of the documents before the question as the window takes, and say what that is."""
+    *before, question = job.messages
+    limit = job.sampling.given.get("max_tokens")
+    texts = [str(message.get("content") or "") for message in job.messages]
+    room = room_for(texts, facts.ctx, limit, backend.count_tokens) if facts.ctx and job.truncate == "never" else 0
+    sent, said = fitting(job.documents, question["content"], room, backend.count_tokens)
+    for line in said:
+        env.console.say(line)
+    blocks = [one.block for one in (job.documents if sent is None else sent)]
+    job.messages = [*before, Message(role="user", content="\n\n".join([*blocks, question["content"]]))]
+    if job.chat is not None:
+        job.chat.attach(job.documents, sent)
 
 
 def _keep(env: Env, chat: KeptChat, answers: Sequence[Answer], model: str) -> None:
