@@ -11,6 +11,8 @@ FORMATS = frozenset(
     ("date", "date-time", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")
 )  # that are enforced; any other is an annotation, as JSON Schema has it
 NARROWED = 2.0**-20  # of a range that llguidance would take an excluded bound of: so much less of it is allowed
+LARGEST = 2**63  # llguidance writes bounds up to here
+_BOUNDS = ("exclusiveMinimum", "minimum", "exclusiveMaximum", "maximum")
 _COMBINING = frozenset(
     ("allOf", "not", "if", "dependentSchemas", "unevaluatedProperties", "$dynamicRef", "$recursiveRef")
 )
@@ -99,6 +101,9 @@ def _leave_out(made: dict[str, Any]) -> None:
     """Keywords whose values llguidance may have refused; properties of any name then have one of their types."""
     for key in ("multipleOf", "minProperties", "maxProperties"):
         made.pop(key, None)
+    for key in _BOUNDS:
+        if isinstance(made.get(key), int | float) and abs(made[key]) >= LARGEST:
+            del made[key]
     if isinstance(made.get("pattern"), str) and _LOOKS_AROUND.search(made["pattern"]):
         del made["pattern"]
     patterns = made.get("patternProperties")
@@ -110,7 +115,7 @@ def _leave_out(made: dict[str, Any]) -> None:
 
 def _narrow(made: dict[str, Any]) -> None:
     """Without an excluded whole number as the bound of a range inside one whole step, which llguidance lets through."""
-    bounds = [made.get(name) for name in ("exclusiveMinimum", "minimum", "exclusiveMaximum", "maximum")]
+    bounds = [made.get(name) for name in _BOUNDS]
     if not all(value is None or (isinstance(value, int | float) and type(value) is not bool) for value in bounds):
         return
     low = max((value for value in bounds[:2] if value is not None), default=None)

@@ -348,6 +348,7 @@ NOT_STRICT: dict[str, Any] = {
         "additionalProperties": False}}},
     "pattern": {"type": "string", "pattern": "^(?!b)a$", "maxLength": 3},
     "multipleOf": {"type": "number", "multipleOf": 1e-300, "minimum": 0, "maximum": 1},
+    "maximum": {"type": "number", "minimum": -1, "maximum": 1e27, "multipleOf": 10},
     "minProperties": {"type": "object", "patternProperties": {"^k[0-9]$": {"type": "null"}}, "minProperties": 2,
                       "additionalProperties": False},
     "maxProperties": {"type": "object", "properties": {"a": {"type": "null"}, "b": {"type": "null"}},
