@@ -77,7 +77,7 @@ class InternalError(LocalLLMError):
 
 
 class ConfigError(LocalLLMError):
-    """A setting, flag or combination that cannot be."""
+    """Invalid setting, flag or combination."""
 
     exit_code, number, status, kind, api_code = 2, 1, 400, "invalid_request_error", None
 

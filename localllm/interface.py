@@ -105,6 +105,12 @@ class Facts:
     times_kernels: bool = False  # tile sizes are being timed on the card, in an idle moment
     warnings: tuple[str, ...] = ()
 
+    @property
+    def brief(self) -> str:
+        """The run summary without kernels and profile."""
+        line = self.run_summary.partition(" · products ")[0]
+        return line if line == self.run_summary or not self.url else f"{line} · via {self.url}"
+
 
 @dataclass(frozen=True, slots=True)
 class ModelChoice:

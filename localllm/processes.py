@@ -28,6 +28,9 @@ class Running:
     token: str = ""  # lets its owner in without an API key; a server's owner may manage its models too
     # when the process began, in clock ticks since the machine's start: a later process with its id has another
     birth: int = 0
+    device: str = ""  # of a chat's own engine
+    ctx: int = 0
+    bytes: int = 0  # of weights, keys and values
 
     @property
     def name(self) -> str:
@@ -45,8 +48,8 @@ class Record:
         self._path = _folder() / f"{self.running.name}.json"
         self._write()
 
-    def update(self, models: tuple[str, ...], **more: str) -> None:
-        """Say which models it has; `more`: another `url`, another `token`."""
+    def update(self, models: tuple[str, ...], **more: str | int) -> None:
+        """Say which models it has; `more`: other fields that changed."""
         told = replace(self.running, models=models, **more)  # type: ignore[arg-type]
         if told != self.running:
             self.running = told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import random
 import shutil
@@ -12,6 +13,15 @@ from pathlib import Path
 
 import pytest
 
+
+def _hush() -> None:
+    """The last thing before the interpreter ends: Triton's nanobind lists there, on stderr, what Python still holds."""
+    if "triton" in sys.modules:
+        sys.stderr.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
+atexit.register(_hush)  # registered first, it runs last
 SMOLLM2 = "smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GEMMA = "gemma3-270m/gemma-3-270m-Q4_K_M.gguf"
 UNROUTABLE = "http://127.0.0.1:9"

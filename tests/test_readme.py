@@ -52,3 +52,12 @@ def test_versions_agree() -> None:
     from localllm import __version__
 
     assert f"## {__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_families_it_offers_run() -> None:
+    from localllm.hub import catalog
+
+    found = re.search(r"a family \(`([^`]+)`\)", README)
+    assert found
+    for family in found[1].split():
+        assert any(not member.needs for member in catalog.families()[family]), family

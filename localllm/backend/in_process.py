@@ -32,6 +32,7 @@ class InProcessBackend(ChatBackend):
     default_params   how turns without parameters are sampled; None: what the model's files recommend
     completes        a base model, which has no chat template, continues the messages' text instead of refusing it
     constraint       what every answer's content must be
+    on_loaded        called in the backend's thread with the name and the model that is ready
     settings         fields of `EngineOptions` that differ from `options`
     """
 
@@ -41,6 +42,7 @@ class InProcessBackend(ChatBackend):
         *,
         completes: bool = False,
         constraint: Constraint | None = None,
+        on_loaded: Callable[[str, LLM], None] = lambda name, llm: None,
         offline: bool = False,
         options: EngineOptions | None = None,
         **settings: Any,
@@ -48,6 +50,7 @@ class InProcessBackend(ChatBackend):
         super().__init__()
         self._completes = completes
         self._constraint = constraint
+        self._on_loaded = on_loaded
         self._offline = offline
         self._options = replace(options or EngineOptions(), **settings)
         self._default_params = default_params
@@ -165,6 +168,7 @@ class InProcessBackend(ChatBackend):
         self.llm = LLM(name, self._options, offline=self._offline, on_progress=on_progress, cancel=stop)
         gc.freeze()  # torch and the model's facts stay: looking through them stops every thread for 75 ms at a time
         local_models.remember_model(name)
+        self._on_loaded(name, self.llm)
         self._events.extend(held)
         return self.llm
 

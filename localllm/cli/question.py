@@ -13,6 +13,7 @@ from localllm.cli.frame.options import bounded, read_text
 from localllm.conversation.answer import Answer
 from localllm.errors import ConfigError, ConstraintUnmet, ContextTooLong
 from localllm.request import Constraint, Message
+from localllm.terminal import clean_line
 
 from .session import Sampling
 from .start import load_chat
@@ -75,7 +76,7 @@ def messages_of(system: str, text: str) -> list[Message]:
 
 def gather_prompt(words: Sequence[str], files: Sequence[Path]) -> str:
     """Standard input, then files, then the words, with a blank line between. Raises ConfigError when all are empty."""
-    parts = [piped_text(), *(read_text(path, "-f") for path in files)]
+    parts = [piped_text(), *map(_file_text, files)]
     if list(words) != ["-"]:
         parts.append(" ".join(words))
     text = "\n\n".join(part.rstrip("\n") for part in parts if part.strip())
@@ -83,6 +84,13 @@ def gather_prompt(words: Sequence[str], files: Sequence[Path]) -> str:
         raise ConfigError(
             "there is nothing to say: no prompt, and nothing on standard input", 'localllm run MODEL "Hello"'
         )
+    return text
+
+
+def _file_text(path: Path) -> str:
+    text = read_text(path, "-f")
+    if "\0" in text[:8192] or text.startswith("%PDF-"):
+        raise ConfigError(f"-f: {clean_line(str(path))} is not text", "name a text file")
     return text
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from localllm.cli.frame.console import Console
-from localllm.cli.frame.progress import EventLines, phase_event
+from localllm.cli.frame.progress import phase_event
 from localllm.conversation.answer import Answer
 from localllm.interface import ChatEvent, Delta, Done, Facts, Prefill
 from localllm.request import LoadProgress, Timing, Usage
@@ -40,14 +40,17 @@ class RunEvents:
     """`--json --stream`: every event as one line on stdout."""
 
     def __init__(self, console: Console) -> None:
-        self._lines = EventLines(console.stdout)
+        self._console = console
 
     def phase(self, phase: LoadProgress) -> None:
         if phase.name != "ready":
-            self._lines.write(phase_event(phase))
+            self._console.event(phase_event(phase), self._console.stdout)
 
     def ready(self, facts: Facts) -> None:
-        self._lines.write({"event": "ready", "device": facts.device, "ctx": facts.ctx, "detail": facts.run_summary})
+        self._console.event(
+            {"event": "ready", "device": facts.device, "ctx": facts.ctx, "detail": facts.run_summary},
+            self._console.stdout,
+        )
 
     def event(self, event: ChatEvent) -> None:
         if isinstance(event, Prefill):
@@ -59,7 +62,7 @@ class RunEvents:
             line |= {"usage": usage_json(event.usage), "timing": timing_json(event.timing)}
         else:
             return
-        self._lines.write(line | {"index": event.turn})
+        self._console.event(line | {"index": event.turn}, self._console.stdout)
 
 
 class Text:

@@ -19,6 +19,7 @@ from .attach import Attached, fake_engine, process_at
 
 if TYPE_CHECKING:
     from localllm.config import UserConfig
+    from localllm.llm.llm import LLM
 
 POLL_S = 0.02  # How often the queue of events is drained: below what a reader notices.
 
@@ -83,12 +84,14 @@ def make_backend(
     completes: bool = False,
     constraint: Constraint | None = None,
     attached: Attached | None = None,
+    on_loaded: Callable[[str, LLM], None] = lambda name, llm: None,
 ) -> ChatBackend:
     """A running server, the engine in this process, or the scripted one.
 
     completes    a base model continues the text instead of refusing it
     constraint   what every answer must be
     attached     the server that computes; None for this process
+    on_loaded    called with every model that is loaded in this process
     """
     if attached is not None:
         from localllm.backend.over_http import RemoteBackend
@@ -107,6 +110,7 @@ def make_backend(
         default_params=lambda llm: replace(llm.default_params(), **sampling.next_turn()),
         completes=completes,
         constraint=constraint,
+        on_loaded=on_loaded,
         offline=env.offline,
         options=config.engine,
     )

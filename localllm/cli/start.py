@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from localllm.conversation.tools import Toolbox
     from localllm.conversation.tree import Conversation
     from localllm.interface import ChatBackend
+    from localllm.llm.llm import LLM
     from localllm.processes import Record
 
 
@@ -120,7 +121,14 @@ def noted(start: Start) -> Iterator[None]:
 
 def backend_of(env: Env, config: UserConfig, start: Start) -> ChatBackend:
     """The engine of this chat: a running server, or one in this process."""
-    return make_backend(env, config, start.sampling, attached=start.attached)
+
+    def note(name: str, llm: LLM) -> None:
+        if start.record is not None:
+            with suppress(OSError, LocalLLMError):
+                plan = llm.plan
+                start.record.update((clean_line(name),), device=plan.device, ctx=plan.ctx, bytes=llm.resident_bytes)
+
+    return make_backend(env, config, start.sampling, attached=start.attached, on_loaded=note)
 
 
 def session_of(env: Env, config: UserConfig, start: Start, backend: ChatBackend) -> Session:

@@ -14,7 +14,7 @@ from .finding import HARDWARE, Checks, Status, Survey, fail, found, ok, skip, sm
 
 CHECKS = Checks(HARDWARE)
 
-NO_GPU = "no NVIDIA driver: the CPU computes"
+NO_GPU = "No NVIDIA driver; running on the CPU"
 HOT_C = 85
 
 

@@ -10,6 +10,7 @@ from localllm.config import load_config, settings_file
 from localllm.errors import ConfigError
 from localllm.interface import Check
 from localllm.paths import existing, home_short
+from localllm.terminal import counted
 
 from .finding import SOFTWARE, Checks, Survey, fail, ok, skip, warn
 
@@ -30,7 +31,7 @@ def config_valid(survey: Survey) -> Check:
         return fail(config.broken, "the defaults hold until it can be read", "localllm config edit")
     if not config.origins:
         return ok(f"defaults; {home_short(settings_file())} may change them")
-    return ok(f"{len(config.origins)} settings", keys=sorted(config.origins))
+    return ok(counted(len(config.origins), "setting"), keys=sorted(config.origins))
 
 
 @CHECKS.add("config.unknown_keys")

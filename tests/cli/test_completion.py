@@ -95,3 +95,34 @@ def test_a_broken_cache_completes_nothing_and_says_nothing(empty_home: Path, mon
     monkeypatch.setattr("localllm.hub.local.scan", lambda: (_ for _ in ()).throw(OSError("gone")))
     assert completion.local_names() == []
     assert set(ALIASES.values()) <= {name for name, *_ in COMMANDS}
+
+
+def test_settings_values_and_chats_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    from localllm.cli.frame import completion
+
+    monkeypatch.setattr(completion, "_chats", lambda: [("last", ""), ("7f3a12", "Build notes")])
+
+    def values(*before: str, incomplete: str = "") -> list[str]:
+        return [value for value, _ in completion.candidates(list(before), incomplete) or []]
+
+    assert values("config", incomplete="s") == ["set", "schema"]
+    assert values("config", "set", incomplete="engine.k") == ["engine.kv"]
+    assert values("config", "set", "engine.kv", incomplete="b") == ["bf16"]
+    assert values("config", "set", "engine.graphs") == ["true", "false"]
+    assert values("logs", incomplete="sh") == ["show"]
+    assert values("logs", "show") == ["last", "7f3a12"] and values("logs", "search") == []
+
+
+def test_the_actions_that_complete_are_those_there_are() -> None:
+    from localllm.cli.commands import config, logs
+    from localllm.cli.frame.completion import candidates
+
+    for command, actions in (("config", config.ACTIONS), ("logs", logs.ACTIONS)):
+        assert tuple(value for value, _ in candidates([command], "") or ()) == actions
+
+
+@pytest.mark.parametrize(("words", "value"), [("run m --kv i", "int8"), ("quantize m --to nv", "nvfp4")])
+def test_values_of_options_complete(words: str, value: str) -> None:
+    line = f"localllm {words}"
+    env = {"_LOCALLLM_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1)}
+    assert process(env=env).stdout.decode().split() == [value]

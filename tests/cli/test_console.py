@@ -276,3 +276,20 @@ def test_paragraphs_break_at_words_on_a_terminal(monkeypatch: pytest.MonkeyPatch
         assert (len(lines) > 2) is tty
         assert " ".join(lines).split() == ["one", "two", "three"] * 6
         assert all(len(line) < 30 for line in lines) is tty
+
+
+def test_long_silent_work_is_told_of_off_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    from localllm.cli.frame import progress
+
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    written = io.StringIO()
+    lines = progress.make_progress(Console(stderr=written), "plain", "tiny")
+    for at in range(0, 30, 2):
+        now[0] = at
+        lines.update(Told("quantize", at, 30))
+        lines.tick()
+    now[0] = 45.0
+    lines.tick()
+    said = written.getvalue().splitlines()
+    assert said[0] == "loading tiny" and "quantizing 6 of 30" in said and said[-1] == "still quantizing, 45 s"

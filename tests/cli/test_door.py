@@ -260,3 +260,42 @@ def test_a_text_without_an_end_is_refused(words: tuple[str, ...]) -> None:
     with open("/dev/zero" if "-f" not in words else os.devnull, "rb") as stdin:
         done = process(*words, stdin=stdin, text=True)
     assert done.returncode == 2 and "has more than 16 MiB of text   [E201]" in done.stderr
+
+
+def test_ps_shows_what_a_chat_runs_on(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    from localllm.processes import Running
+
+    one = Running(1, "chat", "", ("tiny",), 1.0, device="cpu", ctx=8192, bytes=3 << 30)
+    monkeypatch.setattr("localllm.cli.commands.ps.running", lambda: [one])
+    (row,) = valid(invoke("ps", "--json").stdout, "ps-1")["processes"]
+    assert (row["device"], row["ctx"], row["bytes"]) == ("cpu", 8192, 3 << 30)
+    line = invoke("ps").stdout.splitlines()[1]
+    assert "cpu" in line and "8,192" in line and "3.0 GiB" in line
+
+
+def test_one_user_gets_keys_and_values_for_one_sequence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from localllm.cli.frame.command import Env, Options
+    from localllm.cli.frame.options import EngineFlags
+
+    env = Env(Options())
+    assert EngineFlags().config(env, {}, parallel=1).engine.max_parallel == 1
+    assert EngineFlags().config(env, {}).engine.max_parallel == 4
+    monkeypatch.setenv("LOCALLLM_ENGINE_MAX_PARALLEL", "3")
+    assert EngineFlags().config(env, {}, parallel=1).engine.max_parallel == 3
+
+
+def test_the_record_of_a_chat_tells_what_was_loaded(monkeypatch: pytest.MonkeyPatch, empty_home: Path) -> None:
+    from types import SimpleNamespace
+
+    from localllm import processes
+    from localllm.cli import start as starting
+
+    made: dict[str, Any] = {}
+    monkeypatch.setattr(starting, "make_backend", lambda *words, **more: made.update(more))
+    begun: Any = SimpleNamespace(record=processes.Record("chat"), sampling=None, attached=None)
+    starting.backend_of(None, None, begun)  # type: ignore[arg-type]
+    plan = SimpleNamespace(device="cpu", ctx=4096)
+    made["on_loaded"]("tiny", SimpleNamespace(plan=plan, resident_bytes=7))
+    (one,) = processes.running()
+    assert (one.models, one.device, one.ctx, one.bytes) == (("tiny",), "cpu", 4096, 7)
+    begun.record.remove()

@@ -306,3 +306,33 @@ def test_a_run_can_be_kept_and_gone_on_with(invoke: Invoke, empty_home: Path) ->
     shown = json.loads(invoke("logs", "show", "last", "--json").stdout)["chat"]
     texts = [message["content"] for message in shown["messages"]]
     assert sorted(texts) == ["one", "one", "two", "two", "two"]  # two answers to the second question
+
+
+@pytest.mark.parametrize("content", [b"\x7fELF\x00\x01", b"%PDF-1.7 text"])
+def test_a_binary_file_is_refused(invoke: Invoke, tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "thing").write_bytes(content)
+    done = invoke("run", "fake", "hi", "-f", str(tmp_path / "thing"))
+    assert done.exit_code == 2 and "thing is not text" in done.stderr
+
+
+def test_with_progress_json_stderr_is_json_alone(invoke: Invoke, tmp_path: Path) -> None:
+    settings = tmp_path / "config.toml"
+    settings.write_text("nonsense = 1\n")
+    done = invoke("run", "fake", "hi", "--stats", "--log", "--progress", "json", "--config", str(settings))
+    events = [json.loads(line) for line in done.stderr.splitlines()]
+    assert {event["event"] for event in events} >= {"warning", "note", "ready"}
+    for event in events:
+        jsonschema.validate(event, schema("events-1"))
+    failed = invoke("run", "fake", "hi", "--truncate", "often", "--progress", "json")
+    (event,) = [json.loads(line) for line in failed.stderr.splitlines()]
+    jsonschema.validate(event, schema("events-1"))
+    assert (event["event"], event["code"]) == ("error", "E201")
+
+
+def test_kernels_are_for_verbose_runs() -> None:
+    from localllm.interface import Facts
+
+    line = "m · Q4_1 · cpu × 2 threads · ctx 8,192 · products c_int16, attention c · profile pending"
+    assert Facts(run_summary=line).brief == "m · Q4_1 · cpu × 2 threads · ctx 8,192"
+    assert Facts(run_summary=f"{line} · via http://x", url="http://x").brief.endswith("ctx 8,192 · via http://x")
+    assert Facts(run_summary="m · via http://x", url="http://x").brief == "m · via http://x"

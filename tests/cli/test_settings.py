@@ -97,3 +97,28 @@ def test_edit_runs_the_editor(invoke: Invoke, file: Path) -> None:
     assert file.exists()
     assert invoke("config", "edit", env={"EDITOR": None, "VISUAL": None}).exit_code == 2
     assert invoke("config", "edit", env={"EDITOR": "no-such-editor", "VISUAL": None}).exit_code == 2
+
+
+def test_presets_are_listed_as_words(invoke: Invoke, tmp_path: Path) -> None:
+    settings = tmp_path / "config.toml"
+    settings.write_text('[presets.strict]\nsystem = "Be brief."\ntemperature = 0.1\n')
+    shown = invoke("config", "list", "--config", str(settings)).stdout
+    assert "system 'Be brief.', temperature 0.1" in shown and "Preset(" not in shown
+
+
+def test_a_theme_that_does_not_exist_is_refused(invoke: Invoke, tmp_path: Path) -> None:
+    settings = tmp_path / "config.toml"
+    settings.touch()
+    done = invoke("config", "set", "ui.theme", "nordd", "--config", str(settings))
+    assert done.exit_code == 2 and "did you mean nord" in done.stderr
+    assert invoke("config", "set", "ui.theme", "nord", "--config", str(settings)).exit_code == 0
+
+
+def test_the_themes_that_are_known_are_those_there_are() -> None:
+    from textual.theme import BUILTIN_THEMES
+
+    from localllm import tui
+    from localllm.config.kinds import THEMES
+    from localllm.paths import toml_beside
+
+    assert set(THEMES) == {*BUILTIN_THEMES, *toml_beside(str(Path(tui.__file__)), "themes.toml")}

@@ -91,7 +91,7 @@ GPU = RTX.gpus[0]
 @pytest.mark.parametrize(
     ("check_id", "facts", "status", "words"),
     [
-        ("gpu.present", CPU, "skip", "the CPU computes"),
+        ("gpu.present", CPU, "skip", "running on the CPU"),
         ("gpu.present", RTX, "ok", "RTX 4090, sm_89"),
         ("gpu.present", replace(CPU, gpu_error="mismatch (code 18)"), "fail", "code 18"),
         ("gpu.present", replace(CPU, driver="580.1"), "warn", "CUDA_VISIBLE_DEVICES"),

@@ -112,7 +112,7 @@ def test_every_profile_is_a_machine_with_surroundings() -> None:
         ("rtx5090x2", ["none over PHB", "--tensor-parallel-size 2", "NCCL_P2P_DISABLE=1", "R28", "NCCL_IB_DISABLE"]),
         ("laptop", ["held down by heat at 87", "on battery", "performance profile"]),
         ("wsl2", ["WSL 2 with 15.5 GiB", "border of WSL", "no C compiler", "VLLM_WSL2_ENABLE_PIN_MEMORY=1"]),
-        ("cpu", ["the CPU computes", "the clock stays low", "llama-server", "-t 16"]),
+        ("cpu", ["running on the CPU", "the clock stays low", "llama-server", "-t 16"]),
     ],
 )
 def test_pages_hold_the_facts(hw: str, facts: list[str]) -> None:

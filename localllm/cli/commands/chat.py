@@ -80,7 +80,7 @@ def chat(
     flags = sampled.settings() | {"ui.theme": theme, "ui.keys": keys}
     flags |= {"ui.mouse": False if no_mouse else None, "ui.animations": False if no_animations else None}
     flags["chat.save"] = False if no_save else None
-    config = engine.config(env, flags, exits=False)
+    config = engine.config(env, flags, exits=False, parallel=1 if serve is None else None)
     if env.console.as_json and (list_keys or web or is_tty(sys.stdin)):
         raise ConfigError("chat has no --json", 'localllm run MODEL "Hello" --json')
     if list_keys:

@@ -13,7 +13,7 @@ from typer import Argument, Option
 from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.console import nearest, picked
 from localllm.config import KEYS, Key, find_key, load_config, reference, set_key, settings_file, unset_key
-from localllm.config.keys import TABLES
+from localllm.config.keys import TABLES, Preset
 from localllm.errors import ConfigError
 from localllm.terminal import clean_line
 
@@ -93,6 +93,13 @@ def _text(path: str, value: Any) -> str:
         return "(model default)" if path.startswith("sampling.") else ""
     if path in KEYS:
         return KEYS[path].kind.show(value)
+    if isinstance(value, Preset):
+        words = {"system": value.system, "model": value.model, **value.sampling.given()}
+        return ", ".join(
+            f"{name} {one!r}" if isinstance(one, str) else f"{name} {one}"
+            for name, one in words.items()
+            if one is not None
+        )
     return str(value)
 
 

@@ -36,7 +36,9 @@ def _rows(one: Running) -> list[dict[str, Any]]:
     base = {"pid": one.pid, "kind": one.kind, "url": one.url or None, "up_s": round(up, 1)}
     told = ask(one, "GET", "/localllm/ps") if one.kind == "serve" and one.url else None
     if told is None:
-        return [base | {"model": name, "state": "unknown"} for name in one.models or ("",)]
+        engine = {"device": one.device, "ctx": one.ctx, "bytes": one.bytes} if one.device else {}
+        state = "ready" if engine else "unknown"
+        return [base | {"model": name, "state": state, **engine} for name in one.models or ("",)]
     speeds = told.get("decode_tps", {})
     rows = [
         base | {key: value for key, value in row.items() if key != "up_s"} | {"decode_tps": speeds.get(row["model"])}
@@ -59,8 +61,10 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         row["model"] or "–",
         row.get("device") or "–",
         gib(row["bytes"]) if row.get("bytes") else "–",
-        f"{ctx:,} ×{parallel}" if ctx else "–",
-        f"{row.get('running', 0)}/{parallel}" if ready else _STATES.get(row.get("state"), str(row.get("state"))),
+        (f"{ctx:,} ×{parallel}" if parallel else f"{ctx:,}") if ctx else "–",
+        f"{row.get('running', 0)}/{parallel}"
+        if ready and parallel
+        else _STATES.get(row.get("state"), str(row.get("state"))),
         f"{tps:.0f} t/s" if tps else "–",
         seconds_short(row["up_s"]),
         seconds_short(expires) if expires is not None else "–",

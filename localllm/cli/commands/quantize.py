@@ -21,6 +21,9 @@ CALIBRATION_TOKENS = 4096  # of a calibration text, at most: more changes the th
 CARRIED = ("int4", "int4-sym", "nvfp4", "mxfp4")  # the formats whose error is large enough to be worth calibrating
 
 
+FORMATS = ("int4", "int4-sym", "int8", "fp8", "fp8-block", "nvfp4", "mxfp4")
+
+
 @command(
     "localllm quantize Qwen/Qwen3-4B --to int4",
     "localllm quantize ./my-model --to nvfp4 -o ./my-model-nvfp4 --eval",
@@ -29,7 +32,14 @@ CARRIED = ("int4", "int4-sym", "nvfp4", "mxfp4")  # the formats whose error is l
 def quantize(
     env: Env,
     model: Model,
-    to: Annotated[str, Option(metavar="FORMAT", help="int4 | int4-sym | int8 | fp8 | fp8-block | nvfp4 | mxfp4.")],
+    to: Annotated[
+        str,
+        Option(
+            metavar="FORMAT",
+            help=f"{' | '.join(FORMATS)}.",
+            autocompletion=lambda incomplete: [name for name in FORMATS if name.startswith(incomplete)],
+        ),
+    ],
     out: Annotated[Path | None, Option("-o", "--out", metavar="DIR", help="A new folder.")] = None,
     group: Annotated[int, Option(metavar="N", help="int4: weights per scale: 32, 64, 128.")] = 0,
     calib: Annotated[str, Option(metavar="FILE|auto|none", help="Text whose activations weigh the errors.")] = "auto",

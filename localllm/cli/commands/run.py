@@ -106,7 +106,7 @@ def run(
     Standard input is put before the prompt. A base model, which has no chat template, continues the text instead.
     A running `localllm serve` answers where it has the model; with flags that say how to load it, it is loaded here.
     """
-    config = engine.config(env, sampled.settings())
+    config = engine.config(env, sampled.settings(), parallel=min(samples, 4))
     one_of("--truncate", truncate, TRUNCATE, "--truncate middle")
     language = extract_lang if extract_lang is not None else "" if extract else None
     if stream and language is not None:
@@ -168,7 +168,8 @@ def answer(env: Env, config: UserConfig, model: str | None, job: Job) -> int:
         elif job.stats and not console.as_json:
             for one in answers:
                 console.say(console.style(f"[{stats_line(one, backend.facts())}]", "dim", err=True))
-            console.say(console.style(f"[{clean_line(backend.facts().run_summary)}]", "dim", err=True))
+            summary = facts.run_summary if console.verbose else facts.brief
+            console.say(console.style(f"[{clean_line(summary)}]", "dim", err=True))
             line = sampling_line(effective_sampling(facts, job.sampling.given))
             console.say(console.style(f"[sampling: {clean_line(line)}]", "dim", err=True))
         cut = any(one.stop == "length" for one in answers)

@@ -267,7 +267,9 @@ class _Life:
         console = self._console
         if not self._options.preload:
             names = [clean_line(offer.name) for offer in service.pool.models()]
-            console.say(f"  {len(names)} models, loaded on demand: {', '.join(names[:6])}{' …' if names[6:] else ''}")
+            console.say(
+                f"  {counted(len(names), 'model')}, loaded on demand: {', '.join(names[:6])}{' …' if names[6:] else ''}"
+            )
             return
         console.say(f"localllm {__version__}")
         for row in service.pool.loaded():

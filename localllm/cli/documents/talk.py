@@ -127,7 +127,35 @@ class EventDone(Event):
     index: Count
 
 
-EventLine = EventResolve | EventDownload | EventPaused | EventLoad | EventReady | EventPrefill | EventToken | EventDone
+class EventNote(Event):
+    event: Literal["note", "warning"]
+    message: str
+
+
+class EventError(Event):
+    event: Literal["error"]
+    code: str
+    exit: Count
+    message: str
+    why: str
+    hint: str
+    fixes: list[dict[str, str]]
+    docs: str
+    context: dict[str, Any]
+
+
+EventLine = (
+    EventNote
+    | EventError
+    | EventResolve
+    | EventDownload
+    | EventPaused
+    | EventLoad
+    | EventReady
+    | EventPrefill
+    | EventToken
+    | EventDone
+)
 
 
 class ChatRow(TypedDict):

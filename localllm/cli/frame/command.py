@@ -72,6 +72,7 @@ class Env:
             color=color,
             ask=not options.no_input,
             yes=bool(options.yes),
+            as_events=options.progress == "json",
         )
 
     @cached_property

@@ -38,9 +38,41 @@ def candidates(before: list[str], incomplete: str) -> list[tuple[str, str]] | No
     if not before:
         return [(name, summary) for name, _, summary in COMMANDS if name.startswith(incomplete)]
     command = ALIASES.get(before[0], before[0])
+    if command in ("config", "logs"):
+        return [(value, text) for value, text in _words_of(command, before[1:]) if value.startswith(incomplete)]
     if command in MANY_MODELS or (command in ONE_MODEL and len(before) == 1):
         return [(name, "") for name in local_names() if name.startswith(incomplete)]
     return None
+
+
+def _words_of(command: str, before: list[str]) -> list[tuple[str, str]]:
+    """What `config` and `logs` take after the words `before`: an action, a setting, a value, a chat."""
+    if command == "logs":
+        if not before:
+            return [(word, "") for word in ("list", "search", "show", "export", "import", "rm")]
+        return _chats() if before[0] in ("show", "export", "rm") else []
+    from localllm.config import KEYS
+
+    if not before:
+        return [(word, "") for word in ("list", "get", "set", "unset", "path", "edit", "schema")]
+    if before[0] in ("get", "set", "unset") and len(before) == 1:
+        return [(key.path, key.meaning) for key in KEYS.values()]
+    if before[0] == "set" and len(before) == 2 and before[1] in KEYS:
+        kind = KEYS[before[1]].kind
+        return [(word, "") for word in (*kind.names(), *(("true", "false") if kind.expects == "true | false" else ()))]
+    return []
+
+
+def _chats() -> list[tuple[str, str]]:
+    """Ids of saved chats with their titles; nothing raises."""
+    from localllm.errors import LocalLLMError
+    from localllm.history.store import History
+
+    try:
+        with History() as history:
+            return [("last", ""), *((chat.id[:6], chat.title) for chat in history.chats(50))]
+    except (LocalLLMError, OSError):
+        return []
 
 
 def local_names() -> list[str]:

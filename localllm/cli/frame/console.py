@@ -65,6 +65,7 @@ class Console:
 
     verbose   0, 1 (log lines on stderr), 2 (tracebacks too)
     ask       False with --no-input
+    as_events messages on stderr are events, one JSON object a line: --progress json
     """
 
     stdout: IO[str] = field(default_factory=lambda: sys.stdout)
@@ -75,11 +76,23 @@ class Console:
     color: str = "auto"
     ask: bool = True
     yes: bool = False
+    as_events: bool = False
 
     def __post_init__(self) -> None:
         self.out_tty = is_tty(self.stdout)
         self.err_tty = is_tty(self.stderr)
         self._cleaner = Cleaner()
+        self._start = time.monotonic()
+
+    def event(self, event: Mapping[str, Any], stream: IO[str] | None = None) -> None:
+        """An event (schema events/1) as one line on stderr or another stream, with the seconds since the start."""
+        line = {"t": round(time.monotonic() - self._start, 3), **event}
+        text = json_safe(json.dumps(line, ensure_ascii=False, default=str)) + "\n"
+        if stream is None:
+            self._err(text)
+        else:
+            stream.write(text)
+            stream.flush()
 
     def colored(self, stream: IO[str]) -> bool:
         if self.color != "auto":
@@ -117,12 +130,17 @@ class Console:
 
     def say(self, text: str) -> None:
         """A message on stderr; nothing with --quiet. Data in it was cleaned by the caller."""
-        if not self.quiet:
+        if self.as_events:
+            self.event({"event": "note", "message": clean(text)})
+        elif not self.quiet:
             self._err(self.glyphs(text, err=True) + "\n")
 
     def warn(self, text: str) -> None:
         """A warning on stderr, also with --quiet."""
-        self._err(self.style("warning: ", "yellow", err=True) + clean(text) + "\n")
+        if self.as_events:
+            self.event({"event": "warning", "message": clean(text)})
+        else:
+            self._err(self.style("warning: ", "yellow", err=True) + clean(text) + "\n")
 
     def emit(self, kind: str, fields: Mapping[str, Any]) -> bool:
         """With --json the one JSON object of a command on stdout, else nothing; says which.
@@ -197,7 +215,10 @@ class Console:
 
     def fail(self, error: LocalLLMError) -> int:
         """Show an error: lines on stderr, with --json also as JSON on stdout. Returns the exit code."""
-        self._err(error_text(error, lambda text, style: self.style(text, style, err=True)))
+        if self.as_events:
+            self.event({"event": "error", **error_json(error)["error"]})
+        else:
+            self._err(error_text(error, lambda text, style: self.style(text, style, err=True)))
         try:
             if self.as_json:
                 self.write_json(error_json(error))

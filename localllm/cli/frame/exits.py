@@ -46,6 +46,9 @@ def interrupted(console: Console, error: Aborted | None = None) -> int:
     if console.as_json:
         return console.fail(error or Aborted("stopped by Ctrl-C"))
     said = error.message if error else "stopped"
+    if console.as_events:
+        console.event({"event": "note", "message": said})
+        return 130
     console.stderr.write(f"\n{said}\n" if console.err_tty else f"{said}\n")
     console.stderr.flush()
     return 130

@@ -25,7 +25,10 @@ def setting(path: str, *spelled: str, metavar: str = "", meaning: str = "") -> A
     """An option that is the setting `path` for one command."""
     key = KEYS[path]
     meaning = meaning or f"{key.meaning[:1].upper()}{key.meaning[1:]}."
-    return Option(*spelled, metavar=metavar or "|".join(key.kind.names()) or "N", help=meaning)
+    return Option(
+        *spelled, metavar=metavar or "|".join(key.kind.names()) or "N", help=meaning,
+        autocompletion=lambda incomplete: [name for name in key.kind.names() if name.startswith(incomplete)],
+    )  # fmt: skip
 
 
 def complete_model(incomplete: str) -> list[str]:
@@ -91,17 +94,23 @@ class EngineFlags(LoadFlags):
         ),
     ] = False
 
-    def config(self, env: Env, more: dict[str, Any], *, strict: bool = False, exits: bool = True) -> UserConfig:
+    def config(
+        self, env: Env, more: dict[str, Any], *, strict: bool = False, exits: bool = True, parallel: int | None = None
+    ) -> UserConfig:
         """The settings with these flags and `more`; `exits` ends the process when a check of --debug-invariants fails.
 
-        strict   as of `Env.settings`
+        strict     as of `Env.settings`
+        parallel   requests side by side where the settings do not say; None: their default
         """
         if self.debug_invariants and exits:
             from localllm.engine.invariant import exit_on_violation
 
             exit_on_violation()
         config = env.settings(self.settings() | more, strict=strict)
-        return replace(config, engine=replace(config.engine, debug_invariants=self.debug_invariants))
+        changes: dict[str, Any] = {"debug_invariants": self.debug_invariants}
+        if parallel is not None and config.origin("engine.max_parallel") == "default":
+            changes["max_parallel"] = parallel
+        return replace(config, engine=replace(config.engine, **changes))
 
 
 @dataclass(frozen=True)

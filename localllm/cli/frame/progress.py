@@ -6,16 +6,15 @@ runs backwards, says when nothing has moved for ten seconds, and is wiped before
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import IO, Any
+from typing import Any
 
 from localllm.cli.frame.console import Console, one_of
 from localllm.request import LoadProgress
-from localllm.terminal import cell_width, clean_line, dumb, fit, gib, json_safe, seconds_short
+from localllm.terminal import cell_width, clean_line, dumb, fit, gib, seconds_short
 
 STALL_S = 10.0  # Seconds without movement before the bar says so.
 PLAIN_EVERY_S = 5.0  # A plain line at the latest after this many seconds of movement.
@@ -104,33 +103,16 @@ def phase_event(phase: LoadProgress) -> dict[str, Any]:
     return {"event": phase.name, **event}
 
 
-class EventLines:
-    """Events as lines of JSON, each with the seconds since the first (schema events/1)."""
-
-    def __init__(self, stream: IO[str]) -> None:
-        self._stream = stream
-        self._start = time.monotonic()
-
-    def write(self, event: Mapping[str, Any]) -> None:
-        line = {"t": round(time.monotonic() - self._start, 3), **event}
-        self._stream.write(json_safe(json.dumps(line, ensure_ascii=False)) + "\n")
-        self._stream.flush()
-
-
 class JsonProgress(Progress):
     """One JSON object a line, on stderr; a program can tell the time itself."""
 
-    def __init__(self, console: Console, title: str = "") -> None:
-        super().__init__(console, title)
-        self._lines = EventLines(console.stderr)
-
     def _show(self, phase: LoadProgress) -> None:
-        self._lines.write(phase_event(phase))
+        self._console.event(phase_event(phase))
 
     def interrupted(self) -> str:
         """The last line of an interrupted download."""
         if self._total:
-            self._lines.write({"event": "paused", "done": self._done, "total": self._total})
+            self._console.event({"event": "paused", "done": self._done, "total": self._total})
         return super().interrupted()
 
 
@@ -142,11 +124,16 @@ class PlainProgress(Progress):
         self._shown_percent = -10
         self._shown_at = time.monotonic()
         self._loading = ""
+        self._phase: LoadProgress | None = None  # what is being done, where it is no download
+        self._phase_start = self._shown_at
         self._stall_shown = False
 
     def _show(self, phase: LoadProgress) -> None:
         now = time.monotonic()
         is_due = now - self._shown_at >= PLAIN_EVERY_S
+        if self._phase is None or self._phase.name != phase.name:
+            self._phase_start = now
+        self._phase = None if phase.name in ("download", "resolve", "ready") else phase
         if _is_note(phase):
             self._console.say(clean_line(phase.detail))
         elif phase.name == "download":
@@ -169,16 +156,22 @@ class PlainProgress(Progress):
                 self._console.say(f"loading {self._title}".rstrip())
             elif phase.name == "compile":
                 self._console.say("building the kernels for this CPU, once")
-            elif not is_due or phase.name == self._loading:
+            elif not is_due:
                 return
+            elif phase.name == self._loading:
+                self._console.say(f"{clean_line(phase.label)} {phase.done:,} of {phase.total:,}")
             else:
                 self._console.say(f"loading: {clean_line(phase.label)}")
             self._loading, self._shown_at = phase.name, now
 
     def tick(self) -> None:
+        now = time.monotonic()
         if self._stalled and not self._stall_shown:
             self._stall_shown = True
             self._console.say(f"download stalled {self._stalled} at {self._percent} %, retrying")
+        elif self._phase is not None and now - self._shown_at >= 2 * PLAIN_EVERY_S:
+            self._shown_at = now
+            self._console.say(f"still {clean_line(self._phase.label)}, {seconds_short(now - self._phase_start)}")
 
 
 class BarProgress(Progress):
