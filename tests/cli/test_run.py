@@ -7,11 +7,13 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
 
 from localllm.backend.script import ANSWERS
+from localllm.backend.scripted import FakeBackend
 from localllm.cli.commands import COMMANDS
 
 from .conftest import LOCALLLM, Invoke, process, schema, valid
@@ -231,15 +233,23 @@ def test_the_code_block_of_an_answer(invoke: Invoke) -> None:
 
 
 @pytest.mark.parametrize("side", ["head", "middle"])
-def test_what_is_too_long_is_cut_when_allowed(invoke: Invoke, side: str) -> None:
+def test_what_is_too_long_is_cut_when_allowed(invoke: Invoke, monkeypatch: pytest.MonkeyPatch, side: str) -> None:
+    sent: list[str] = []
+    send = FakeBackend.send
+
+    def noted(backend: FakeBackend, messages: Any, *more: Any, **named: Any) -> int:
+        sent.append(messages[-1]["content"])
+        return send(backend, messages, *more, **named)
+
+    monkeypatch.setattr(FakeBackend, "send", noted)
     lines = "\n".join(str(n) for n in range(400))
     refused = invoke("run", "fake-small", "the end", stdin=lines)
     assert refused.exit_code == 9
     result = invoke("run", "fake-small", "the end", "--truncate", side, stdin=lines)
     assert result.exit_code == 0
-    assert "characters left out" in result.stdout and result.stdout.endswith("the end\n")
-    assert result.stdout.startswith("0\n") is (side == "middle")
-    assert "the prompt was cut from" in result.stderr
+    assert "characters left out" in sent[-1] and sent[-1].endswith("the end")
+    assert sent[-1].startswith("0\n1\n") == (side == "middle")
+    assert "the prompt was cut from 402 to" in result.stderr
     whole = invoke("run", "fake", "the end", "--truncate", side, stdin="short")
     assert whole.stdout == "short\n\nthe end\n" and "cut" not in whole.stderr
 
