@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import venv
 import zipfile
 from pathlib import Path
 
@@ -14,6 +15,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LINKED = ("kernels", "quant", "models", "tui")
+# what lies beside the package in an environment
+SHARED = {
+    "docs/localllm.1": "share/man/man1/localllm.1",
+    "docs/completions/localllm": "share/bash-completion/completions/localllm",
+    "docs/completions/_localllm": "share/zsh/site-functions/_localllm",
+    "docs/completions/localllm.fish": "share/fish/vendor_completions.d/localllm.fish",
+}
 FOLDERS = {"localllm": "localllm", **{n: f"localllm/{n}" for n in LINKED}}
 
 
@@ -27,7 +35,7 @@ def tracked(*under: str) -> list[str]:
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An sdist, and a wheel from it, of the tracked files: an old `build/` in the checkout would leak into them."""
     source = tmp_path_factory.mktemp("source")
-    for name in tracked("pyproject.toml", "README.md", "LICENSE", *FOLDERS):
+    for name in tracked("pyproject.toml", "README.md", "LICENSE", *SHARED, *FOLDERS):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, source / name)
     for name in LINKED:
@@ -49,7 +57,9 @@ EXPECTED = sorted(FOLDERS[name.split("/")[0]] + "/" + name.split("/", 1)[1] for 
 
 
 def test_wheel_holds_every_tracked_file_once(wheel: Path) -> None:
-    assert sorted(n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n) == EXPECTED
+    names = [n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n]
+    assert sorted(n for n in names if ".data/data/" not in n) == EXPECTED
+    assert sorted(n.partition(".data/data/")[2] for n in names if ".data/data/" in n) == sorted(SHARED.values())
 
 
 def test_sdist_holds_every_tracked_file_once(built: Path) -> None:
@@ -104,6 +114,27 @@ def test_wheel_alone_runs(wheel: Path, tmp_path: Path) -> None:
 
     assert __version__ in "\n".join(said)
     assert (tmp_path / "bin/localllm").is_file()
+    assert (tmp_path / "share/man/man1/localllm.1").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.network
+def test_the_wheel_in_an_environment_of_its_own(wheel: Path, tmp_path: Path) -> None:
+    """As `pip install`, `pipx` and `uv tool install` leave it, from the package index alone: it answers."""
+    venv.create(tmp_path / "env", with_pip=True)
+    python, command = tmp_path / "env/bin/python", tmp_path / "env/bin/localllm"
+    pins = ["-c", str(ROOT / "constraints.txt")]
+    run = subprocess.run([python, "-m", "pip", "install", "-q", *pins, wheel], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PIP_NO_INDEX")}
+    asked = [command, "run", "smollm2", "What is the capital of France?", "--temp", "0", "--max-tokens", "24", "-y"]
+    said = subprocess.run(asked, cwd=tmp_path, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert said.returncode == 0 and "Paris" in said.stdout, said.stderr
+    plain = subprocess.run(
+        [command, "chat", "smollm2", "--plain", "--no-save"], cwd=tmp_path, env=env, capture_output=True, text=True,
+        input="Hello!\n",
+    )  # fmt: skip
+    assert plain.returncode == 0 and plain.stdout.strip(), plain.stderr
 
 
 @pytest.mark.parametrize("name", LINKED)

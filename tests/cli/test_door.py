@@ -87,6 +87,16 @@ def test_a_value_outside_its_range_names_the_range(invoke: Invoke) -> None:
 def test_the_reference_is_what_the_program_says(invoke: Invoke) -> None:
     page = Path(__file__).parents[2] / "docs/cli.md"
     assert invoke("--reference").stdout == page.read_text(), "run `localllm --reference > docs/cli.md`"
+    manual = page.with_name("localllm.1")
+    assert invoke("--man").stdout == manual.read_text(), "run `localllm --man > docs/localllm.1`"
+
+
+@pytest.mark.parametrize(("shell", "name"), [("bash", "localllm"), ("zsh", "_localllm"), ("fish", "localllm.fish")])
+def test_the_completions_in_the_wheel_are_what_typer_installs(shell: str, name: str) -> None:
+    from typer._completion_shared import get_completion_script
+
+    made = get_completion_script(prog_name="localllm", complete_var="_LOCALLLM_COMPLETE", shell=shell)
+    assert (Path(__file__).parents[2] / "docs/completions" / name).read_text() == made + "\n"
 
 
 def test_every_exit_code_of_an_error_is_documented() -> None:

@@ -72,6 +72,21 @@ def reference(program: str, commands: Iterable[tuple[str, str]]) -> str:
     return "\n".join(parts)
 
 
+def man_page(program: str, commands: Iterable[tuple[str, str]]) -> str:
+    """docs/localllm.1: the same help for `man localllm`, in man(7) macros."""
+
+    def shown(text: str) -> str:
+        lines = (line.replace("\\", "\\e").rstrip() for line in text.strip("\n").splitlines())
+        escaped = ("\\&" + line if line.startswith((".", "'")) else line for line in lines)
+        return "\n".join([".EX", *escaped, ".EE"])
+
+    codes = [f".TP\n.B {code}\n{meaning}" for code, meaning in explanations()["exits"].items()]
+    parts = ['.TH LOCALLLM 1 "" "localllm" "User Commands"', ".SH NAME"]
+    parts += [f"localllm \\- {SUMMARY[:1].lower()}{SUMMARY[1:].rstrip('.')}", ".SH SYNOPSIS", shown(program)]
+    parts += [f".SH LOCALLLM {name.upper()}\n{shown(text)}" for name, text in commands]
+    return "\n".join([*parts, ".SH EXIT STATUS", *codes, ""])
+
+
 def _box(console: Console, title: str, commands: Sequence[tuple[str, str]], name_width: int, columns: int) -> list[str]:
     inner = columns - 4
     rows = [f"╭─ {title} " + "─" * (columns - len(title) - 5) + "╮"]

@@ -7,7 +7,7 @@ import inspect
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from types import FrameType
 from typing import Annotated, Any
@@ -22,7 +22,7 @@ from localllm.cli.frame.command import HELP_NAMES, SETTINGS, Options, Spec, buil
 from localllm.cli.frame.console import Console
 from localllm.cli.frame.errors import CODE, explained, kinds, page
 from localllm.cli.frame.exits import broken_pipe, explain, leave_now
-from localllm.cli.frame.help import QuickParams, program_help, reference
+from localllm.cli.frame.help import QuickParams, man_page, program_help, reference
 from localllm.errors import ConfigError
 
 NAMES = tuple(one.name for one in COMMANDS)
@@ -108,21 +108,29 @@ def _usage_error(error: Exception, as_json: bool) -> int:
 app = typer.Typer(cls=Root, invoke_without_command=True, context_settings=HELP_NAMES, **SETTINGS)  # type: ignore[arg-type]
 
 
+MAKES_DOCS: dict[str, Any] = {"is_eager": True, "hidden": True}
+
+
 def _version(value: bool) -> None:
     if value:
         print(f"localllm {__version__}")
         raise typer.Exit
 
 
-def _reference(ctx: typer.Context, value: bool) -> None:
-    if value:
-        helps = []
-        for name in NAMES:
-            command = ctx.command.get_command(ctx, name)  # type: ignore[attr-defined]
-            with typer.Context(command, info_name=name, terminal_width=79) as inner:
-                helps.append((name, command.get_help(inner)))
-        print(reference(program_help(_groups(), 79), helps), end="")
-        raise typer.Exit
+def _all_help(write: Callable[[str, list[tuple[str, str]]], str]) -> Callable[[typer.Context, bool], None]:
+    """An option that prints the help of everything as `write` has it."""
+
+    def callback(ctx: typer.Context, value: bool) -> None:
+        if value:
+            helps = []
+            for name in NAMES:
+                command = ctx.command.get_command(ctx, name)  # type: ignore[attr-defined]
+                with typer.Context(command, info_name=name, terminal_width=79) as inner:
+                    helps.append((name, command.get_help(inner)))
+            print(write(program_help(_groups(), 79), helps), end="")
+            raise typer.Exit
+
+    return callback
 
 
 def _errors(value: bool) -> None:
@@ -134,7 +142,10 @@ def _errors(value: bool) -> None:
 def root(
     ctx: typer.Context,
     version: Annotated[bool, Option("--version", callback=_version, is_eager=True)] = False,
-    _reference: Annotated[bool, Option("--reference", callback=_reference, is_eager=True, hidden=True)] = False,
+    _reference: Annotated[
+        bool, Option("--reference", callback=_all_help(reference), is_eager=True, hidden=True)
+    ] = False,
+    _man: Annotated[bool, Option("--man", callback=_all_help(man_page), is_eager=True, hidden=True)] = False,
     _errors: Annotated[bool, Option("--errors", callback=_errors, is_eager=True, hidden=True)] = False,
     **options: Any,
 ) -> None:

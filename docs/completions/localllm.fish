@@ -1,0 +1,1 @@
+complete --command localllm --no-files --arguments "(env _LOCALLLM_COMPLETE=complete_fish _TYPER_COMPLETE_FISH_ACTION=get-args _TYPER_COMPLETE_ARGS=(commandline -cp) localllm)" --condition "env _LOCALLLM_COMPLETE=complete_fish _TYPER_COMPLETE_FISH_ACTION=is-args _TYPER_COMPLETE_ARGS=(commandline -cp) localllm"
