@@ -22,7 +22,7 @@ from localllm.errors import LocalLLMError
 from localllm.server.anthropic import messages as anthropic
 from localllm.server.anthropic import schemas as anthropic_schemas
 from localllm.server.body import read_body
-from localllm.server.errors import ApiError, bug, is_anthropic
+from localllm.server.errors import ApiError, bug, is_anthropic, is_ollama
 from localllm.server.exchange import Exchanges, refuse
 from localllm.server.middleware import AppOptions, Gate
 from localllm.server.ollama import library
@@ -192,6 +192,7 @@ def _object(**properties: Any) -> dict[str, Any]:
 
 EVENT = _object(data=TEXT) | {"properties": {"data": TEXT, "event": TEXT}}
 ERROR = _object(error=_object(message=TEXT, type=TEXT, param=TEXT_OR_NULL, code=TEXT_OR_NULL))
+OLLAMA_ERROR = _object(error=TEXT)
 ANTHROPIC_ERROR = _object(type={"const": "error"}, error=_object(type=TEXT, message=TEXT))
 
 
@@ -203,7 +204,8 @@ def document() -> dict[str, Any]:
     for route in ROUTES:
         path = route.path.replace(":path}", "}")
         paths.setdefault(path, {})[route.method.lower()] = _operation(route, path)
-    components = {**schemas.get("$defs", {}), "Error": ERROR, "AnthropicError": ANTHROPIC_ERROR}
+    errors = {"Error": ERROR, "AnthropicError": ANTHROPIC_ERROR, "OllamaError": OLLAMA_ERROR}
+    components = {**schemas.get("$defs", {}), **errors}
     info = {"title": "localllm", "version": __version__}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": components}}
 
@@ -215,7 +217,8 @@ def _operation(route: Route, path: str) -> dict[str, Any]:
     content = {route.media: {"schema": schema}}
     if route.streams:
         content[route.streams] = {"schema": EVENT if route.streams == SSE else {}}
-    error = {"$ref": REF.format(model="AnthropicError" if is_anthropic(route.path) else "Error")}
+    api = "Anthropic" if is_anthropic(route.path) else "Ollama" if is_ollama(route.path) else ""
+    error = {"$ref": REF.format(model=f"{api}Error")}
     failure = {"description": "The refusal.", "content": {"application/json": {"schema": error}}}
     operation: dict[str, Any] = {
         "operationId": re.sub(r"\W+", "_", f"{route.method.lower()}{path}").strip("_"),

@@ -165,6 +165,14 @@ async def test_who_answers_there(at):
         assert (await client.get("/")).json()["name"] == "localllm"
 
 
+async def test_the_document_states_the_shape_of_errors(client):
+    document = (await client.get("/openapi.json")).json()
+    failure = document["paths"]["/api/chat"]["post"]["responses"]["4XX"]["content"]["application/json"]["schema"]
+    wanted = document["components"]["schemas"][failure["$ref"].rpartition("/")[2]]
+    lost = (await client.post("/api/chat", json={"model": "nothing"})).json()
+    assert list(wanted["properties"]) == list(lost) == ["error"] and isinstance(lost["error"], str)
+
+
 async def test_the_older_way_to_embed(client):
     old = (await client.post("/api/embeddings", json={"model": "tiny", "prompt": "hello"})).json()["embedding"]
     (new,) = (await client.post("/api/embed", json={"model": "tiny", "input": "hello"})).json()["embeddings"]
