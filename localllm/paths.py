@@ -13,6 +13,9 @@ import stat
 from pathlib import Path
 from typing import Any
 
+if os.environ.get("HOME") == "":
+    del os.environ["HOME"]  # it names no folder, and `/.cache` is not ours: the user's record in the system does
+
 
 def _below(kind: str, name: str = "") -> Path:
     home = os.environ.get("LOCALLLM_HOME")

@@ -36,7 +36,7 @@ def load_gguf(module: WeightReader, _params: dict) -> Weight:
     """
     name = module.name("weight")
     block_type = module.ckpt.tensors[name].dtype
-    if block_type in FLOATS:
+    if block_type in (*FLOATS, "F64"):
         return load_dense(module, {})
     if block_type not in BLOCK_TYPES and block_type not in CODEBOOK_TYPES:
         known = ", ".join([*BLOCK_TYPES, *sorted(CODEBOOK_TYPES)])

@@ -9,6 +9,7 @@ import numpy as np
 
 from localllm import hub
 from localllm.checkpoint import Checkpoint
+from localllm.checkpoint.gguf_types import SCALE_OFFSETS, TENSOR_TYPES
 from localllm.checkpoint.mapped_file import label
 from localllm.config import UserConfig
 from localllm.errors import REPAIR, LocalLLMError, UnsupportedModel
@@ -25,6 +26,7 @@ from localllm.tokenizer.tokenizer import Tokenizer
 from .finding import MODEL, fail, found, ok, skip, warn
 
 Named = tuple[str, Check]  # what follows "model." in the id, and the finding
+MAX_SCALE_BYTES = 1 << 30
 OPEN_LICENSES = ("apache-2.0", "mit", "bsd", "cc-by-4.0", "openrail", "unlicense", "isc")
 
 
@@ -76,13 +78,20 @@ def _here(checkpoint: OpenModel, name: str, planner: Planner) -> Iterator[Named]
 
 
 def _scales(checkpoint: Checkpoint) -> Iterator[Named]:
-    """Whether every scale is a number; old exporters of NVFP4 wrote some that are not."""
+    """Whether every scale is a number; old exporters of NVFP4 wrote some that are not.
+
+    Of the blocks of a large GGUF file the first of each tensor are read, `MAX_SCALE_BYTES` in all.
+    """
     wrong: dict[str, int] = {}
-    read = 0
+    read, share = 0, min(1.0, MAX_SCALE_BYTES / max(checkpoint.nbytes, 1))
     for name, info in checkpoint.tensors.items():
         if "scale" in name.rpartition(".")[2] and info.dtype in _NO_NUMBER:
             read += 1
             wrong[name] = int(np.count_nonzero(_NO_NUMBER[info.dtype](checkpoint.read(name))))
+        elif info.dtype in _BLOCK_BYTES:
+            read += 1
+            blocks = checkpoint.read(name).reshape(-1, _BLOCK_BYTES[info.dtype])
+            wrong[name] = _wrong_blocks(info.dtype, blocks[: max(1, int(len(blocks) * share))])
     wrong = {name: bad for name, bad in wrong.items() if bad}
     if wrong:
         name, bad = next(iter(wrong.items()))
@@ -93,12 +102,24 @@ def _scales(checkpoint: Checkpoint) -> Iterator[Named]:
         yield "scales", ok(f"{read:,} tensors of scales hold numbers only", tensors=read)
 
 
+_BLOCK_BYTES = {kind: nbytes for kind, _, nbytes in TENSOR_TYPES.values() if kind in (*SCALE_OFFSETS, "MXFP4", "NVFP4")}
+
+
+def _wrong_blocks(kind: str, blocks: np.ndarray) -> int:
+    """How many scales of GGUF blocks are infinite or no number."""
+    if kind in SCALE_OFFSETS:  # the upper byte of a half-precision number, whose exponent is all ones
+        return sum(int(np.count_nonzero((blocks[:, at + 1] & 0x7C) == 0x7C)) for at in SCALE_OFFSETS[kind])
+    return int(np.count_nonzero(blocks[:, : 1 if kind == "MXFP4" else 4] == 0xFF))
+
+
 # type of a tensor -> which of its bytes' values are infinite or no number
 _NO_NUMBER: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "F8_E4M3": lambda data: (data & 0x7F) == 0x7F,
+    "F8_E8M0": lambda data: data == 0xFF,
     "F16": lambda data: (data.view("<u2") & 0x7C00) == 0x7C00,
     "BF16": lambda data: (data.view("<u2") & 0x7F80) == 0x7F80,
     "F32": lambda data: ~np.isfinite(data.view("<f4")),
+    "F64": lambda data: ~np.isfinite(data.view("<f8")),
 }
 
 

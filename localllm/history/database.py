@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -23,10 +24,13 @@ CHECK_BYTES = 64 << 20  # a larger file is not read as a whole when it is opened
 DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)  # codes that mean that the file itself is broken
 # code -> (message, hint)
 _LOCKED = ("{path} is locked by another program", "close it, then try again")
+_FULL = ("{path} cannot grow: the disk is full", "free some space")
+FULL_BYTES = 1 << 20  # with less free space than this an I/O error is one of a full disk
 _EXPLAINED = {
     sqlite3.SQLITE_BUSY: _LOCKED,
     sqlite3.SQLITE_LOCKED: _LOCKED,
-    sqlite3.SQLITE_FULL: ("{path} cannot grow: the disk is full", "free some space"),
+    sqlite3.SQLITE_FULL: _FULL,
+    sqlite3.SQLITE_IOERR: ("{path} cannot be read or written: {error}", "check the disk"),
     sqlite3.SQLITE_READONLY: ("{path} cannot be written", "chmod u+w {path} {folder}"),
     sqlite3.SQLITE_CANTOPEN: ("{path} cannot be opened", "chmod u+rw {path}, or move it away"),
     **dict.fromkeys(DAMAGE, ("{path} is damaged ({error})", "start localllm chat again: the file is then set aside")),
@@ -169,7 +173,11 @@ def _set_aside(path: Path) -> Path:
 
 def explain(error: sqlite3.Error, path: Path) -> HistoryError:
     """What a user can do about an error of SQLite's."""
-    message, hint = _EXPLAINED.get(_code(error), ("{path}: {error}", "see the log"))
+    code = _code(error)
+    message, hint = _EXPLAINED.get(code, ("{path}: {error}", "see the log"))
+    with contextlib.suppress(OSError):  # SQLite says FULL of its file, not of those beside it
+        if code == sqlite3.SQLITE_IOERR and shutil.disk_usage(path.parent).free < FULL_BYTES:
+            message, hint = _FULL
     return HistoryError(*(text.format(path=path, folder=path.parent, error=error) for text in (message, hint)))
 
 

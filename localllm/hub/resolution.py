@@ -200,6 +200,9 @@ def _as_path(text: str) -> Path | None:
 
 
 def _at_path(name: str, path: Path) -> Resolved:
+    if not path.is_file() and not path.is_dir():
+        what = f"{shown(name, 500)} is a pipe, a socket or a device, not a model"
+        raise ModelNotFound(what, "name a .gguf file, or a folder with safetensors")
     try:
         size = path.stat().st_size if path.is_file() else sum(f.stat().st_size for f in path.iterdir() if f.is_file())
     except OSError as error:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from bad_files import gguf_cases, safetensors_cases
-from tiny_models import tiny_gguf, tiny_safetensors
+from tiny_models import assemble, tiny_gguf, tiny_keys, tiny_safetensors, tiny_tensors, vocabulary
+
+from localllm.checkpoint import open_checkpoint
+from localllm.checkpoint.gguf_types import SCALE_OFFSETS
 
 from .conftest import MAX_GROWTH_KIB, MAX_S, SLACK, Door, process, quick_and_small, refused
 
@@ -165,3 +170,40 @@ def test_real_processes(
     assert result.stdout == ""
     assert result.seconds < MAX_S * SLACK
     assert result.growth_kib - base_kib < MAX_GROWTH_KIB
+
+
+@pytest.mark.parametrize("name", ["pipe", "pipe.gguf"])
+def test_a_pipe_as_a_model_is_called_one(name: str, door: Door, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / name)
+    for command in (("show",), ("run", "hi")):
+        result = door(command[0], tmp_path / name, *command[1:])
+        assert "is a pipe, a socket or a device, not a model" in refused(result, codes=(3,))[0]
+
+
+@pytest.mark.parametrize("quant", ["Q8_0", "Q4_1", "Q4_K"])
+def test_doctor_finds_scales_that_loading_refuses(quant: str, door: Door, tmp_path: Path) -> None:
+    path, start = tiny_gguf(tmp_path / "nan.gguf", quant, layers=1), {"Q8_0": 34, "Q4_1": 20, "Q4_K": 144}[quant]
+    with open_checkpoint(path) as checkpoint:
+        info = checkpoint.tensors["blk.0.attn_q.weight"]
+    with path.open("r+b") as file:
+        file.seek(info.offset + 3 * start)
+        file.write(b"\x00\x7e")
+    assert "not finite" in refused(door("run", path, "hi"))[0]
+    found = {check["id"]: check for check in json.loads(door("doctor", path, "--json").stdout)["checks"]}
+    assert found["model.scales"]["status"] == "fail"
+    assert found["model.scales"]["title"] == "blk.0.attn_q.weight holds 1 values that are not numbers"
+
+
+def test_weights_of_64_bits_run(door: Door, tmp_path: Path) -> None:
+    tokens, path = vocabulary(), tmp_path / "double.gguf"
+    tensors = tiny_tensors(len(tokens), "F32", layers=1)
+    for name, (dims, _, raw) in tensors.items():
+        tensors[name] = (dims, "F64", np.frombuffer(raw, "<f4").astype("<f8").tobytes())
+    path.write_bytes(assemble(tiny_keys(tokens, layers=1), tensors))
+    assert door("run", path, "hi", "--max-tokens", "1").code == 0
+
+
+def test_scales_lie_where_the_kernels_read_them() -> None:
+    from localllm.kernels.gguf_blocks import BLOCK_TYPES
+
+    assert {kind: layout.scale_offsets for kind, layout in BLOCK_TYPES.items() if layout.scale_offsets} == SCALE_OFFSETS

@@ -13,6 +13,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -385,3 +386,13 @@ def test_a_text_that_is_no_utf8_hides_no_other(path: Path) -> None:
         opened.commit()
     with History(path) as history:
         assert [chat.title for chat in history.chats()] == ["\ufffdA"]
+
+
+@pytest.mark.parametrize(("free", "said"), [(4096, "the disk is full"), (1 << 40, "disk I/O error")])
+def test_an_input_error_on_a_full_disk_is_called_so(
+    free: int, said: str, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = sqlite3.OperationalError("disk I/O error")
+    error.sqlite_errorcode = sqlite3.SQLITE_IOERR | 19 << 8  # the file beside it cannot grow
+    monkeypatch.setattr(database_module.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    assert said in database_module.explain(error, path).message
