@@ -40,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tokenizer": {"checkpoint", "sandbox"},
     "chat": {"tokenizer", "sandbox"},
     "grammar": {"chat", "tokenizer", "sandbox"},
-    "hub": {"config", "models.architectures"},
+    "hub": {"config", "models.architectures", "tokenizer"},
     "plan": {"interface", "hub", "device", "config", "checkpoint", "models.architectures"},
     "boot": {"engine", "plan", "models", "models.architectures", "kernels", "device", "checkpoint"},
     "llm": _LLM | {"interface"},

@@ -48,7 +48,8 @@ def list_local() -> list[LocalModel]:
 
 def describe(found: LocalModel, last_used: object = None) -> LocalModel:
     """Open one model for its facts; what is wrong with it becomes a field, not an exception."""
-    row = replace(found, last_used=last_used if isinstance(last_used, int | float) else None)
+    is_moment = isinstance(last_used, int | float) and 0 <= last_used < 1e11  # False for NaN
+    row = replace(found, last_used=last_used if is_moment else None)  # type: ignore[arg-type]
     if found.problem:
         return replace(row, broken=True, supported=False, reason=found.problem)
     try:
@@ -86,9 +87,12 @@ def _facts_of_file(path: Path, *unchanged: int) -> ModelFacts:
 
 def _read_facts(path: Path) -> ModelFacts:
     from localllm.models.architectures import open_model
+    from localllm.tokenizer.files import check_tokenizer
 
     with open_model(path) as checkpoint:
-        return checkpoint.facts
+        facts = checkpoint.facts
+        check_tokenizer(checkpoint)
+        return facts
 
 
 def find(name: ModelName) -> list[LocalModel]:

@@ -16,7 +16,7 @@ from localllm.checkpoint.json_file import read_json_object
 from localllm.checkpoint.mapped_file import bad, read_small
 from localllm.checkpoint.opening import inside
 from localllm.errors import BadModelFile, UnsupportedFormat
-from localllm.tokenizer.gguf_vocabulary import CONTROL, Vocabulary, build_backend, read_vocabulary
+from localllm.tokenizer.gguf_vocabulary import CONTROL, Vocabulary, build_backend, read_vocabulary, vocabulary_kind
 from localllm.tokenizer.tokenizer import Tokenizer
 from localllm.tokenizer.tokenizer_json import MAX_RUNS, parsed, read_backend
 from localllm.tokenizer.trial import vet
@@ -51,6 +51,17 @@ def load_tokenizer(ckpt: Checkpoint) -> Tokenizer:
     Raises UnsupportedFormat for vocabulary types this version cannot read, by name, and BadModelFile for damaged ones.
     """
     return _from_gguf(ckpt.path, ckpt.metadata) if ckpt.kind == "gguf" else _from_folder(ckpt)
+
+
+def check_tokenizer(ckpt: Checkpoint) -> None:
+    """Raise what `load_tokenizer` would for a tokenizer of a kind that is not read, or that is not there.
+
+    A millisecond, for lists: what is wrong inside of tokenizer.json shows when it is loaded.
+    """
+    if ckpt.kind == "gguf":
+        vocabulary_kind(ckpt.path, ckpt.metadata)
+    else:
+        _tokenizer_file(ckpt)
 
 
 # --- GGUF ------------------------------------------------------------------------------------------------------------
@@ -107,12 +118,7 @@ def _gguf_templates(metadata: Mapping[str, Any]) -> tuple[str | None, dict[str, 
 
 def _from_folder(ckpt: Checkpoint) -> Tokenizer:
     files = ckpt.tokenizer_files
-    if "tokenizer.json" not in files:
-        raise UnsupportedFormat(
-            f"the model has no tokenizer.json (found: {', '.join(sorted(files)) or 'no tokenizer'})",
-            "fetch what is missing (localllm pull NAME --repair), or use a GGUF version of the model",
-        )
-    backend = parse_backend(read_small(files["tokenizer.json"], MAX_TOKENIZER_BYTES), "tokenizer.json")
+    backend = parse_backend(read_small(_tokenizer_file(ckpt), MAX_TOKENIZER_BYTES), "tokenizer.json")
     config = _read_json(files.get("tokenizer_config.json"))
     special = _read_json(files.get("special_tokens_map.json"))
     _guarded(lambda: _add_configured_tokens(backend, config.get("added_tokens_decoder")), "tokenizer_config.json")
@@ -133,6 +139,16 @@ def _from_folder(ckpt: Checkpoint) -> Tokenizer:
         chat_template=main,
         chat_templates=named,
     )
+
+
+def _tokenizer_file(ckpt: Checkpoint) -> Path:
+    files = ckpt.tokenizer_files
+    if "tokenizer.json" not in files:
+        raise UnsupportedFormat(
+            f"the model has no tokenizer.json (found: {', '.join(sorted(files)) or 'no tokenizer'})",
+            "fetch what is missing (localllm pull NAME --repair), or use a GGUF version of the model",
+        )
+    return files["tokenizer.json"]
 
 
 def _folder_ends(ckpt: Checkpoint, backend: Backend, eos: int | None) -> frozenset[int]:

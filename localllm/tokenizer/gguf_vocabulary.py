@@ -64,23 +64,13 @@ def read_vocabulary(path: Path, metadata: Mapping[str, Any]) -> Vocabulary:
     """
     fields = Fields(path, metadata, "tokenizer.ggml.")
     check_vocabulary(path, metadata)
-    raw, model = fields.raw("tokens"), fields.text("model")
-    if not model:
-        raise fields.fail("model", "is missing: the file has no tokenizer")
-    if model not in ("gpt2", "llama", "gemma4"):
-        raise UnsupportedFormat(
-            f"the tokenizer type is {shown(model)!r} ({_REFUSED.get(model, 'unknown')});"
-            " gpt2, llama and gemma4 are read",
-            "use a safetensors version of the model, which brings tokenizer.json",
-        )
-    if not raw:
-        raise fields.fail("tokens", "is empty: the file has no vocabulary")
+    model, pre = vocabulary_kind(path, metadata)
+    raw = fields.raw("tokens")
     types, scores = fields.raw("token_type"), fields.raw("scores")
     types = np.full(len(raw), NORMAL, np.int32) if types is None else types.astype(np.int32)
     scores = np.empty(0) if scores is None else scores.astype(np.float64)
     if model == "llama" and not len(scores):
         raise fields.fail("scores", "is missing: a SentencePiece vocabulary has one for each token")
-    pre = _pre_name(fields, model, len(raw))
     general = Fields(path, metadata)
     ids = {name: found[0] for name in _ID_NAMES if (found := special_ids(general, len(raw), name))}
     if model == "llama" and len(raw) > 2:
@@ -101,6 +91,23 @@ def read_vocabulary(path: Path, metadata: Mapping[str, Any]) -> Vocabulary:
         add_space_prefix=fields.flag("add_space_prefix", model == "llama"),
         key=hashlib.sha256(b"\0".join(raw) + types.tobytes() + scores.tobytes()).hexdigest(),
     )
+
+
+def vocabulary_kind(path: Path, metadata: Mapping[str, Any]) -> tuple[str, str]:
+    """The type of vocabulary and its pre-tokenizer. Raises UnsupportedFormat for those that are not read."""
+    fields = Fields(path, metadata, "tokenizer.ggml.")
+    raw, model = fields.raw("tokens"), fields.text("model")
+    if not model:
+        raise fields.fail("model", "is missing: the file has no tokenizer")
+    if model not in ("gpt2", "llama", "gemma4"):
+        raise UnsupportedFormat(
+            f"the tokenizer type is {shown(model)!r} ({_REFUSED.get(model, 'unknown')});"
+            " gpt2, llama and gemma4 are read",
+            "use a safetensors version of the model, which brings tokenizer.json",
+        )
+    if not raw:
+        raise fields.fail("tokens", "is empty: the file has no vocabulary")
+    return model, _pre_name(fields, model, len(raw))
 
 
 def build_backend(vocabulary: Vocabulary, control_ids: Sequence[int] = ()) -> Backend:

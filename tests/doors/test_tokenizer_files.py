@@ -228,7 +228,7 @@ def test_what_grows_or_never_ends_is_refused_once_and_for_all(
     monkeypatch.setattr(trial, "_ask", lambda data: pytest.fail("the verdict was known"))
     result = door("run", folder, "hi", "--max-tokens", "1")
     assert result.code == 12 and result.cpu_seconds < 1
-    assert "no: " in door("show", folder, "--json").stdout
+    refused(door("show", folder), "tokenizer")
 
 
 def test_a_tokenizer_stored_in_a_gguf_is_vetted_too(door: Door, tmp_path: Path) -> None:
@@ -276,3 +276,22 @@ def test_an_unusual_tokenizer_is_tried_once(
     for _ in range(2):
         assert door("run", folder, "hi", "--max-tokens", "1").code == 0
     assert asked == [1]
+
+
+def test_show_and_ls_say_that_a_tokenizer_is_refused(
+    door: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCALLLM_HOME", str(tmp_path))
+    models, tokens = tmp_path / "data/models", vocabulary()
+    bare = tiny_safetensors(models / "bare")
+    (bare / "tokenizer.json").unlink()
+    damaged = tiny_safetensors(models / "damaged")
+    change(damaged, _model(type="Telepathy"))
+    (models / "odd").mkdir()
+    keys = tiny_keys(tokens, layers=1) | {"tokenizer.ggml.pre": (STRING, "martian")}
+    (models / "odd/odd.gguf").write_bytes(assemble(keys, tiny_tensors(len(tokens), "Q8_0", layers=1)))
+    for name in ("bare", "damaged", "odd"):
+        assert refused(door("show", name)) == refused(door("run", name, "hi"))
+    rows = {row["id"]: row for row in json.loads(door("ls", "--all", "--json").stdout)["models"]}
+    assert not rows["bare"]["supported"] and "has no tokenizer.json" in rows["bare"]["reason"]
+    assert not rows["odd"]["supported"] and "'martian' is not known" in rows["odd"]["reason"]

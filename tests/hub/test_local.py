@@ -104,6 +104,17 @@ def test_one_model_that_cannot_be_read_hides_no_other(empty_home: Path, monkeypa
     assert rows["Bad"].broken and rows["Bad"].reason == "cannot be read (ValueError)"
 
 
+@pytest.mark.parametrize("when", ["1e300", "NaN", "-5", '"today"', "[1]", "1" + "0" * 400, "true"])
+def test_a_time_of_use_that_is_none_is_passed_over(
+    when: str, empty_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(empty_home / "data/models/Tiny", WHOLE)
+    put(empty_home / "state", {"models.json": f'{{"used": {{"Tiny": {when}}}}}'.encode()})
+    (row,) = hub.list_local()
+    assert row.last_used in (None, True)
+    assert time.gmtime(row.last_used or 0).tm_year == 1970
+
+
 def test_a_cached_model_is_found_at_once(fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     """Usable offline, with no request; the hub may be gone."""
     fake_hub.add("a/whole", WHOLE)

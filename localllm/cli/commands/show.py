@@ -98,16 +98,16 @@ def _show_fields(checkpoint: OpenModel, name: str, revision: str, options: Engin
 
 
 def _capabilities(checkpoint: OpenModel) -> dict[str, Any]:
-    """chat, thinking, vision: whether; tools: how, or why not."""
+    """chat, thinking, vision: whether; tools: how, or why not. Raises what `run` would for the tokenizer."""
     from localllm.chat.parser import reasoning_tags
     from localllm.chat.template import ChatTemplate
     from localllm.chat.tools.roundtrip import NO_TEMPLATE, check_tools
     from localllm.tokenizer.files import load_tokenizer
 
     tools, thinks = NO_TEMPLATE, False
+    tokenizer = load_tokenizer(checkpoint)
     if checkpoint.facts.has_chat_template:
         try:
-            tokenizer = load_tokenizer(checkpoint)
             template = ChatTemplate(tokenizer)
             tools, thinks = check_tools(template, tokenizer), reasoning_tags(template.template) is not None
         except LocalLLMError as error:
