@@ -223,9 +223,11 @@ def advised(
 ) -> Advised | None:
     """The model to start with on this machine: of those that are here, and of what each family's name would fetch."""
     plans: Plans = {} if made_before is None else made_before
-    found = [recommended(family, planner, limit, plans) for family in GENERAL]
-    fetchable = [choice.best for choice in found if choice]
-    options = [option_of(one, made, planner) for one in fetchable if (made := plans.get(one))]
+    fits = judge(planner, MIN_CTX, plans)
+    most = limit.num_bytes if limit else float("inf")
+    named = [one for family in GENERAL for one in catalog.members(family)]
+    usable = [one for one in named if not one.needs and one.download_bytes <= most and fits(one)[0]]
+    options = [option_of(one, made, planner) for one in usable if (made := plans.get(one))]
     return pick([*_here(planner), *options], planner)
 
 

@@ -113,6 +113,20 @@ def test_a_limit_of_downloads_is_told_and_holds_for_no_other_machine(
     assert " fp8 " in invoke("plan", "qwen", "--gpu", "RTX PRO 6000", env=env).stdout.splitlines()[1]
 
 
+@pytest.mark.parametrize("hw", ["rtx4060", "rtx4090", "gb10", "cpu"])
+def test_plan_without_names_recommends_what_home_and_doctor_do(invoke: Invoke, empty_home: Path, hw: str) -> None:
+    from localllm.device.fake import MACHINES
+    from localllm.hub import download_limit
+    from localllm.plan import fit
+    from localllm.plan.planner import Planner
+
+    made = fit.advised(Planner(MACHINES[hw]), download_limit())
+    shown = invoke("plan", env={"LOCALLLM_FAKE_HW": hw}).stdout
+    assert made is not None and shown.splitlines()[1].startswith(f"★ {made.best.model.name} ")
+    for one in (made.fast, made.largest):
+        assert one is None or f"{one.model.name} " in shown
+
+
 def test_exit_5_when_a_named_model_fits_nowhere(invoke: Invoke, empty_home: Path) -> None:
     result = invoke("plan", "llama3.3-70b", env={"LOCALLLM_FAKE_HW": "rtx4060"})
     assert result.exit_code == 5

@@ -160,3 +160,23 @@ def test_all_places_recommend_the_same_model(empty_home: Path, hw: str, monkeypa
     assert model.cmd == f"localllm chat {name}"
     family = fit.recommended(made.best.model.family, planner, catalog.DownloadLimit(32 * GIB))
     assert family is not None and family.best == made.best.model
+
+
+def test_figures_that_were_wrong() -> None:
+    """Gemma 4's keys and values, and AWQ files, which keep the embedding in 16 bits: it is not read for a token."""
+    kept = {
+        name: catalog.members(name)[0].kv_bytes_per_token for name in ("gemma4-31b", "gemma4-12b", "gemma4-26b-a4b")
+    }
+    assert kept == {"gemma4-31b": 10 * 2 * 4 * 512 * 2, "gemma4-12b": 16_384, "gemma4-26b-a4b": 20_480}
+    (awq,) = (one for one in catalog.members("qwen3-8b") if one.format == "awq")
+    made = fit.plan_of(awq, Planner(MACHINES["rtx3060"]))
+    assert made is not None and 50 < made.decode_tps < 53
+    assert 0.5 < made.first_token_s(8192) < 30 and made.first_token_s(16_384) > made.first_token_s(8192)
+
+
+def test_a_slow_machine_gets_a_model_it_can_run() -> None:
+    """A name that stands for a 24B and a 7B is no 24B at a token a second."""
+    machine = MACHINES["cpu"]
+    slow = replace(machine, cpu=replace(machine.cpu, bandwidth=20e9, cores_usable=2))
+    choice = fit.recommended("mistral", Planner(slow))
+    assert choice is not None and choice.best.name == "mistral-7b"

@@ -131,10 +131,12 @@ def _subjects(
                 entry=entry,
             )  # fmt: skip
         held = {model.name.casefold() for model in here}
-        for family in catalog.families():
-            choice = fit.recommended(family, planner, limit)
-            if choice and choice.best.spec.casefold() not in held:
-                yield from _candidates([choice.best], "", {})
+        plans: fit.Plans = {}
+        made = fit.advised(planner, limit, plans)
+        wanted = [one.model for one in (made.best, made.fast, made.largest) if one and not one.local] if made else []
+        choices = [fit.recommended(family, planner, limit, plans) for family in catalog.families()]
+        listed = dict.fromkeys([*(choice.best for choice in choices if choice), *wanted])
+        yield from _candidates([one for one in listed if one.spec.casefold() not in held], "", {})
         return
     for name in names:
         target = config.aliases.get(name, name)
