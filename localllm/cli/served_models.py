@@ -83,8 +83,8 @@ def _also(model: LocalModel) -> tuple[str, ...]:
 class HubLibrary:
     """Changes which models are on this machine, for `serve --ollama`."""
 
-    def __init__(self, config: UserConfig) -> None:
-        self._config = config
+    def __init__(self, config: UserConfig, *, offline: bool = False) -> None:
+        self._config, self._offline = config, offline
 
     def pull(self, name: str, progress: OnProgress, cancel: threading.Event) -> None:
         """Download; at once when it is here, in another program's store, too. A name from HTTP is never a path."""
@@ -94,7 +94,7 @@ class HubLibrary:
         from localllm.plan.planner import Planner
 
         parse_name(name)
-        resolved = fit.resolve(name, Planner.here(self._config.engine), config=self._config)
+        resolved = fit.resolve(name, Planner.here(self._config.engine), offline=self._offline, config=self._config)
         if resolved.kind == "path":
             raise InvalidRequest("a model to pull is named, not a path", param="model")
         if resolved.path is None:

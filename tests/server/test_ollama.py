@@ -148,9 +148,12 @@ async def test_both_addresses_are_the_same_server(service, shelf):
             for url, status in ((url_of(first), 404), (url_of(second), 200)):
                 assert (await client.post(f"{url}/api/pull", json={"model": "x"})).status_code == status
                 assert (await client.get(f"{url}/api/tags")).status_code == 200
+            async with client.stream("POST", f"{url_of(second)}/api/pull", json={"model": "slow"}) as left:
+                assert "pulling" in await anext(left.aiter_lines())
+            assert await asyncio.to_thread(shelf.cancelled.wait, 10), "whoever leaves ends the download"
         server.should_exit = True
         await serving
-    assert shelf.done == [("pull", "x")]
+    assert shelf.done[0] == ("pull", "x")
 
 
 async def test_who_answers_there(at):
@@ -240,6 +243,8 @@ def test_the_library_of_this_machine(tiny_path, empty_home, monkeypatch):
     for path in (str(copied), "./x", "~/x", "x.gguf", "/etc/passwd"):
         with pytest.raises(LocalLLMError):
             library.pull(path, lambda _: None, threading.Event())
+    with pytest.raises(LocalLLMError, match="offline mode is on"):
+        HubLibrary(UserConfig(), offline=True).pull("ann/tiny-GGUF", lambda _: None, threading.Event())
     assert [offer.name for offer in local_offers()] == ["other", "lmstudio/pub/theirs:Q8_0"]
 
 

@@ -100,7 +100,7 @@ def serve(
         preload=named or ((default,) if preload else ()),
         log_format=log_format,
         ollama=OLLAMA if ollama else None,
-        library=HubLibrary(config) if ollama else None,
+        library=HubLibrary(config, offline=env.offline) if ollama else None,
         service=server.ServiceOptions(config.engine.max_parallel, max_queue, default),
     )
     stays = bool(models) and ttl is None  # a model that was named stays unless a time was given

@@ -10,6 +10,7 @@ import hashlib
 import json
 import threading
 from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from typing import Annotated, Any
 
 from pydantic import Field, StrictBool, StrictStr
@@ -71,8 +72,9 @@ async def pull(request: Request, body: PullRequest) -> Response | dict[str, Any]
         state.num_pulls += 1
         try:
             yield line({"status": "pulling manifest"})
-            async for progress in _steps(lambda tell, cancel: library.pull(name, tell, cancel)):
-                yield line(_shown(name, progress))
+            async with aclosing(_steps(lambda tell, cancel: library.pull(name, tell, cancel))) as steps:
+                async for progress in steps:
+                    yield line(_shown(name, progress))
             service_of(request).pool.look_again()
             for status in ("verifying sha256 digest", "writing manifest", "success"):
                 yield line({"status": status})
