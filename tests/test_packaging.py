@@ -124,9 +124,10 @@ def test_the_wheel_in_an_environment_of_its_own(wheel: Path, tmp_path: Path) -> 
     venv.create(tmp_path / "env", with_pip=True)
     python, command = tmp_path / "env/bin/python", tmp_path / "env/bin/localllm"
     pins = ["-c", str(ROOT / "constraints.txt")]
-    run = subprocess.run([python, "-m", "pip", "install", "-q", *pins, wheel], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PIP_NO_INDEX")}
+    install = [python, "-m", "pip", "install", "-q", *pins, wheel]
+    run = subprocess.run(install, env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
     asked = [command, "run", "smollm2", "What is the capital of France?", "--temp", "0", "--max-tokens", "24", "-y"]
     said = subprocess.run(asked, cwd=tmp_path, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert said.returncode == 0 and "Paris" in said.stdout, said.stderr
