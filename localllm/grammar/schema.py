@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from enum import IntEnum
@@ -10,7 +11,8 @@ from typing import Any
 FORMATS = frozenset(
     ("date", "date-time", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")
 )  # that are enforced; any other is an annotation, as JSON Schema has it
-NARROWED = 2.0**-20  # of a range that llguidance would take an excluded bound of: so much less of it is allowed
+NARROWED = 2.0**-40  # beside an excluded bound, of a range or of 1: so much less is allowed
+ROUND = 1000  # beyond, llguidance rounds the sum of a bound and so little
 LARGEST = 2**63  # llguidance writes bounds up to here
 _BOUNDS = ("exclusiveMinimum", "minimum", "exclusiveMaximum", "maximum")
 _COMBINING = frozenset(
@@ -114,20 +116,20 @@ def _leave_out(made: dict[str, Any]) -> None:
 
 
 def _narrow(made: dict[str, Any]) -> None:
-    """Without an excluded whole number as the bound of a range inside one whole step, which llguidance lets through."""
+    """Without whole numbers as excluded bounds: llguidance lets 0 through where a number is above 0 and at most 0.5."""
     bounds = [made.get(name) for name in _BOUNDS]
-    if not all(value is None or (isinstance(value, int | float) and type(value) is not bool) for value in bounds):
+    if made.get("type") == "integer" or any(
+        value is not None and (type(value) not in (int, float) or abs(value) > ROUND) for value in bounds
+    ):
         return
-    low = max((value for value in bounds[:2] if value is not None), default=None)
-    high = min((value for value in bounds[2:] if value is not None), default=None)
-    if low is None or high is None or not 0 < high - low <= 1 or made.get("type") == "integer":
-        return
-    less = (high - low) * NARROWED
-    if bounds[0] == low == int(low):
-        made["minimum"] = low + less
+    low = max((value for value in bounds[:2] if value is not None), default=-math.inf)
+    high = min((value for value in bounds[2:] if value is not None), default=math.inf)
+    step = min(1.0, high - low) * NARROWED
+    if bounds[0] is not None and bounds[0] == low and float(low).is_integer() and step > 0:
+        made["minimum"] = math.nextafter(low + step, math.inf)
         del made["exclusiveMinimum"]
-    if bounds[2] == high == int(high):
-        made["maximum"] = high - less
+    if bounds[2] is not None and bounds[2] == high and float(high).is_integer() and step > 0:
+        made["maximum"] = math.nextafter(high - step, -math.inf)
         del made["exclusiveMaximum"]
 
 

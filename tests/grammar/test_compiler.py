@@ -390,6 +390,19 @@ def test_excluded_bounds_are_excluded(low: float, smollm2: Compiler) -> None:
             assert accepts(smollm2, schema, f"{low + (high - low) / 2:g}"), schema
 
 
+def test_excluded_bounds_are_excluded_when_schemas_are_merged(smollm2: Compiler) -> None:
+    above = {"type": "number", "exclusiveMinimum": 0}
+    for schema in (
+        {"allOf": [above, {"maximum": 0.5}]},
+        {"$ref": "#/$defs/above", "maximum": 0.5, "$defs": {"above": above}},
+        {"anyOf": [above], "maximum": 0.5},
+    ):
+        assert not accepts(smollm2, schema, "0")
+        assert accepts(smollm2, schema, "0.5") and accepts(smollm2, schema, "0.00000001")
+    whole = {"allOf": [{"type": "integer"}, {"exclusiveMinimum": 0, "maximum": 3}]}
+    assert [accepts(smollm2, whole, str(n)) for n in range(5)] == [False, True, True, True, False]
+
+
 def test_branches_that_overlap_are_not_made_disjoint_by_closing_them(smollm2: Compiler) -> None:
     with_a = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     with_b = {"type": "object", "properties": {"b": {"type": "integer"}}}
