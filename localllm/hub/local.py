@@ -81,7 +81,7 @@ def _facts(path: Path) -> ModelFacts:
 
 
 @functools.lru_cache(512)
-def _facts_of_file(path: Path, *unchanged: int) -> ModelFacts:
+def _facts_of_file(path: Path, *_unchanged: int) -> ModelFacts:
     return _read_facts(path)
 
 
