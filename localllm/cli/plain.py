@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from contextlib import closing
 
 from localllm.cli.frame.command import Env
@@ -11,10 +12,12 @@ from localllm.cli.start import Start, backend_of, farewell, session_of
 from localllm.config import UserConfig
 from localllm.conversation import clipboard, commands
 from localllm.conversation.attachments import fit, mentioned
+from localllm.conversation.saver import AUTOSAVE_S
 from localllm.conversation.session import Session, complaint
 from localllm.conversation.slash import OFF, SLASHES, Typed, understand
 from localllm.conversation.tree import Exchange
 from localllm.errors import ConfigError, LocalLLMError, OutOfMemory
+from localllm.interface import ChatEvent
 from localllm.terminal import clean, clean_line
 
 from .run_view import Text
@@ -156,6 +159,10 @@ class Lines:
             if isinstance(error, OutOfMemory) or error.exit_code == 6:
                 raise
             return
+        except BaseException:  # SIGTERM, SIGHUP, a second Ctrl-C: what there is of the answer is kept
+            exchange.stop = exchange.stop or "partial"
+            self._save(exchange)
+            raise
         view.close([exchange])
         if exchange.stop == "abort":
             console.say("stopped by you")
@@ -166,10 +173,19 @@ class Lines:
     def _follow(self, turn: int, view: Text, exchange: Exchange) -> None:
         """Show a turn; Ctrl-C ends it, and what was there by then is kept."""
         backend, answers = self._session.backend, {turn: exchange}
+        saved_at = time.monotonic()
+
+        def show(event: ChatEvent) -> None:
+            nonlocal saved_at
+            view.event(event)
+            if (now := time.monotonic()) - saved_at >= AUTOSAVE_S:
+                saved_at = now
+                self._session.saver.save(self._talk, exchange)
+
         try:
-            follow(backend, [turn], view.event, answers)
+            follow(backend, [turn], show, answers)
         except KeyboardInterrupt:
-            follow(backend, [turn], view.event, answers)  # it was told to stop: its end is near
+            follow(backend, [turn], show, answers)  # it was told to stop: its end is near
 
     def _save(self, exchange: Exchange) -> None:
         future = self._session.saver.save(self._talk, exchange)

@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+
+from localllm.history.store import History
 
 from .conftest import LOCALLLM, Invoke, process
 
@@ -290,3 +293,20 @@ def test_documents_are_measured_before_they_are_sent(tmp_path: Path) -> None:
     one.wait_for("a note")
     one.send("/quit\n")
     assert one.end() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_what_there_is_of_an_answer_is_kept_when_the_process_is_told_to_end(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    env = {"LOCALLLM_ENGINE": "fake:tps=40:load=0", "LOCALLLM_HOME": str(tmp_path)}
+    one = Line(tmp_path, "--plain", env=env)
+    one.wait_for("> ")
+    one.send("one two three " * 100 + "\n")
+    one.wait_for("\none two three")
+    os.kill(one.child.pid, number)
+    assert one.end() == 128 + number
+    with History(tmp_path / "data/chats.db") as history:
+        question, answer = history.messages(history.find("last").id)
+    assert (question.role, answer.role, answer.status) == ("user", "assistant", "partial")
+    assert answer.content.startswith("one two three") and len(answer.content) < len(question.content)

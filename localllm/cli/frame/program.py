@@ -181,10 +181,12 @@ def main() -> None:
     # A crash in native code (SIGSEGV, or SIGBUS for a model file that is cut while it is being loaded) says where.
     faulthandler.enable()
     signal.signal(signal.SIGTERM, _terminated)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
+        signal.signal(signal.SIGHUP, _terminated)
     try:
         typer.main.get_command(app).main()
     except SystemExit as stop:
-        if stop.code in (130, 143):
+        if stop.code in (129, 130, 143):
             leave_now(stop.code)
         raise
 
