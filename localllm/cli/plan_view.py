@@ -178,8 +178,9 @@ def _table(env: Env, sheet: Sheet) -> None:
     columns = ["MODEL", "FORMAT", "WEIGHTS", *windows, "MEM CTX", speed, first, "", "DOWNLOAD"]
     cells = [_cells(sheet, subject) for subject in sheet.shown]
     right = ("WEIGHTS", "MEM CTX", first, "DOWNLOAD")
-    env.console.table(columns, cells, right=right, spare=("DOWNLOAD", first, "WEIGHTS", "", *windows[:-1], "FORMAT"))
     hidden = len(sheet.subjects) - len(sheet.shown)
+    last = ("FORMAT", *windows[:-1]) if hidden else (*windows[:-1], "FORMAT")
+    env.console.table(columns, cells, right=right, spare=("DOWNLOAD", first, "WEIGHTS", "", *last))
     if hidden:
         env.console.say(f"{counted(hidden, 'more file')} of these models: --all")
 

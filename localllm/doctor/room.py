@@ -47,8 +47,7 @@ class Room:
     @property
     def why(self) -> str:
         """Where the context comes from."""
-        rest = f"; {gib(self.in_ram, 1)} of the weights are in RAM, where the CPU computes" if self.in_ram else ""
-        return f"what fits: {gib(self.need_bytes, 1)} of {gib(self.have_bytes, 1)}{rest}"
+        return f"what fits: {gib(self.need_bytes, 1)} of {gib(self.have_bytes, 1)}"
 
 
 def room_of(engine: Mapping[str, Any], model: ModelKind, survey: Survey) -> Room:
