@@ -88,6 +88,8 @@ class Saver:
     def _loop(self) -> None:
         while (job := self._jobs.get()) is not None:
             work, future = job
+            if not future.set_running_or_notify_cancel():
+                continue  # nobody waits for it any more, and it can take no result
             try:
                 future.set_result(work(self._opened()))
             except Exception as error:

@@ -98,7 +98,8 @@ class Actions(Stream):
             bar.display = False
             self.prompt.focus()
         elif self.query_one(Home).display:
-            self.query_one("#home-list").focus()
+            listing = self.query_one("#home-list")
+            (self.prompt if listing.has_focus else listing).focus()
         elif time.monotonic() - self.ended_at < LATE_S:
             self.flash("the answer is complete")  # the key was meant to stop it
         elif self.prompt.text or not self.browse.enter():
