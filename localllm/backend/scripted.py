@@ -80,6 +80,7 @@ class FakeBackend(ChatBackend):
         states = bytes([1] * min(kept, pages)) + bytes([2] * min(used, max(0, pages - kept)))
         return Facts(
             model=self.model,
+            sampling=(("temperature", 1.0, "default"),),
             run_summary=f"{self.model} · cpu · Q4_1 · KV {self.kv} · fake kernels",
             device=self.device,
             times_kernels=self.times_kernels,

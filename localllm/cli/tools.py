@@ -15,11 +15,11 @@ from localllm.conversation.answer import Answer, Call
 from localllm.conversation.tools import Toolbox
 from localllm.errors import Aborted, ConfigError
 from localllm.interface import Facts
-from localllm.mcp.servers import ServerEntry, read_servers, servers_of
 from localllm.terminal import clean_line
 
 if TYPE_CHECKING:
     from localllm.conversation.tools import Source
+    from localllm.mcp.servers import ServerEntry
 
 RESULT_LINES = 3
 QUESTION = "run it? [y]es, once; [a]lways this tool; [n]o; ne[v]er this tool: "
@@ -32,6 +32,10 @@ def toolbox(
 
     Raises ConfigError for the file; a wrong entry in the settings is a warning.
     """
+    if file is None and not config.mcp_servers:
+        return None
+    from localllm.mcp.servers import read_servers, servers_of
+
     entries: dict[str, ServerEntry] = {}
     for name, value in config.mcp_servers.items():
         try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -177,3 +179,36 @@ def test_presets_and_thinking_reach_a_run(invoke: Invoke, tmp_path: Path) -> Non
     assert (params["temperature"], params["top_k"]) == (0.1, 7)
     assert invoke(*words[:4], "gone", *words[5:]).exit_code == 2
     assert invoke("run", "fake", "hi", "--think", "hard").exit_code == 2
+
+
+def test_a_service_that_waits_is_woken(server: type[Server], monkeypatch: pytest.MonkeyPatch) -> None:
+    from localllm import processes
+    from localllm.cli import attach
+    from localllm.cli.background import Service
+
+    (one,) = processes.running()
+    monkeypatch.setattr("localllm.processes.running", list)
+    waiting = Service("systemd", int(one.url.rpartition(":")[2]))
+    monkeypatch.setattr(attach, "installed", lambda: waiting)
+    monkeypatch.setattr(attach, "wake", lambda found: one if found is waiting else None)
+    assert attach.find_server("auto", ("tiny",)) == (one.url, "token", "tiny")
+    assert attach.find_server("auto", ("gone",)) is None
+    monkeypatch.setattr(attach, "wake", lambda found: None)
+    assert attach.find_server("auto", ("tiny",)) is None
+
+
+def test_asking_a_server_imports_little() -> None:
+    heavy = (
+        "httpx",
+        "pydantic",
+        "torch",
+        "numpy",
+        "localllm.conversation.tree",
+        "localllm.mcp",
+        "localllm.hub",
+        "rich",
+    )
+    modules = "localllm.cli.frame.program, localllm.cli.commands.run, localllm.backend.over_http"
+    code = f"import sys, {modules}; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"

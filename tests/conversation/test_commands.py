@@ -26,8 +26,10 @@ def test_set_and_system() -> None:
     talk = Conversation()
     say = typing(talk)
     assert "No overrides" in say("/set")
+    assert "temperature       1  default" in say("/params")
     assert say("/set top_p=0.9") == "top_p = 0.9, from the next message"
     assert talk.sampling == {"top_p": 0.9}
+    assert "top_p           0.9  set" in say("/params") and say("/set top_p") == "top_p 0.9 (set)"
     assert "default" in say("/set top_p off")
     assert talk.sampling == {}
     for bad in ("nope 1", "temp hot", "temp 500"):

@@ -221,6 +221,8 @@ async def test_parameters_are_checked_and_taken_over() -> None:
         await running.until(lambda: isinstance(running.app.screen, ParamsScreen))
         screen = running.app.screen
         assert screen.query_one("#p-temperature", Input).value == "0.5"
+        assert screen.query_one("#p-temperature", Input).placeholder == "1 (default)"  # what an empty field means
+        assert screen.query_one("#p-top_k", Input).placeholder == "off"
         screen.query_one("#p-top_p", Input).value = "7"
         await running.pilot.press("ctrl+s")
         await running.until(lambda: "top_p" in shown(running, "#wrong"))

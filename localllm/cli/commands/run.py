@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
@@ -31,14 +31,14 @@ from localllm.cli.start import preset_of, think_of, typed_or_else
 from localllm.cli.tools import answered, connect_for_run, toolbox_for_run
 from localllm.config import UserConfig
 from localllm.conversation.answer import Answer
-from localllm.conversation.attachments import fitting, room_for
-from localllm.conversation.documents import is_document, read_document
 from localllm.conversation.tools import as_values
-from localllm.conversation.tree import effective_sampling, sampling_line, template_values
 from localllm.errors import ConfigError, ConstraintUnmet, LocalLLMError
 from localllm.interface import ChatBackend, ChatEvent, Facts
 from localllm.request import Message, Usage
 from localllm.terminal import clean_line, dumb
+
+if TYPE_CHECKING:
+    from localllm.conversation.documents import Document
 
 MAX_SAMPLES = 64
 MAX_API_TEMPERATURE = 2  # OpenAI's limit
@@ -112,8 +112,8 @@ def run(
     if stream and language is not None:
         raise ConfigError("--extract waits for the whole answer, --stream does not", "leave one of them out")
     constraint = constraint_of(schema, grammar)
-    documents = [path for path in file or () if is_document(path)]
-    text = gather_prompt(prompt or [], [path for path in file or () if path not in documents])
+    texts, documents = _read(file or [])
+    text = gather_prompt(prompt or [], texts)
     console = env.console
     chosen = preset_of(config, preset)
     instructions = text_or_file(system, "--system") or chosen.system
@@ -124,11 +124,11 @@ def run(
     job = Job(
         messages=chat.messages if chat else messages_of(instructions or config.chat.system, text),
         sampling=sampling,
-        template=template_values(think_of(config, think)),
+        template=_template(think_of(config, think)),
         place=wish_of(env, config, engine, attach_to),
         constraint=constraint,
         truncate=truncate,
-        documents=tuple(map(read_document, documents)),
+        documents=documents,
         tools=toolbox_for_run(env, config, mcp, yes_tools or (), samples),
         extract=language,
         chat=chat if keep is not False else None,
@@ -139,6 +139,24 @@ def run(
         strict=strict,
     )
     return answer(env, config, model, job)
+
+
+def _read(files: list[Path]) -> tuple[list[Path], tuple[Document, ...]]:
+    """The files that are plain text, and the others as documents."""
+    if not files:
+        return [], ()
+    from localllm.conversation.documents import is_document, read_document
+
+    documents = [one for one in files if is_document(one)]
+    return [one for one in files if one not in documents], tuple(map(read_document, documents))
+
+
+def _template(think: str) -> dict[str, Any]:
+    if think == "auto":
+        return {}
+    from localllm.conversation.tree import template_values
+
+    return template_values(think)
 
 
 def answer(env: Env, config: UserConfig, model: str | None, job: Job) -> int:
@@ -170,8 +188,7 @@ def answer(env: Env, config: UserConfig, model: str | None, job: Job) -> int:
                 console.say(console.style(f"[{stats_line(one, backend.facts())}]", "dim", err=True))
             summary = facts.run_summary if console.verbose else facts.brief
             console.say(console.style(f"[{clean_line(summary)}]", "dim", err=True))
-            line = sampling_line(effective_sampling(facts, job.sampling.given))
-            console.say(console.style(f"[sampling: {clean_line(line)}]", "dim", err=True))
+            _say_sampling(console, facts, job)
         cut = any(one.stop == "length" for one in answers)
         if cut and (job.strict or job.constraint is not None):
             limit = job.sampling.given.get("max_tokens")
@@ -197,6 +214,13 @@ def _answers(
         connect_for_run(console, tools)
         answered(console, tools, one, turn, backend.facts)
     return [one]
+
+
+def _say_sampling(console: Console, facts: Facts, job: Job) -> None:
+    from localllm.conversation.tree import effective_sampling, sampling_line
+
+    line = sampling_line(effective_sampling(facts, job.sampling.given))
+    console.say(console.style(f"[sampling: {clean_line(line)}]", "dim", err=True))
 
 
 def _placed(env: Env, config: UserConfig, model: str | None, job: Job) -> tuple[Choice, Attached | None]:
@@ -233,6 +257,8 @@ def _fitting(env: Env, backend: ChatBackend, facts: Facts, job: Job) -> list[Mes
 
 def _take_documents(env: Env, backend: ChatBackend, facts: Facts, job: Job) -> None:
     """Put as much of the documents before the question as the window takes, and say what that is."""
+    from localllm.conversation.attachments import fitting, room_for
+
     *before, question = job.messages
     limit = job.sampling.given.get("max_tokens")
     texts = [str(message.get("content") or "") for message in job.messages]
