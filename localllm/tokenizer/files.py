@@ -16,6 +16,7 @@ from localllm.checkpoint.json_file import read_json_object
 from localllm.checkpoint.mapped_file import bad, read_small
 from localllm.checkpoint.opening import inside
 from localllm.errors import BadModelFile, UnsupportedFormat
+from localllm.tokenizer import gguf_documents
 from localllm.tokenizer.gguf_vocabulary import CONTROL, Vocabulary, build_backend, read_vocabulary, vocabulary_kind
 from localllm.tokenizer.tokenizer import Tokenizer
 from localllm.tokenizer.tokenizer_json import MAX_RUNS, parsed, read_backend
@@ -71,11 +72,13 @@ def _from_gguf(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
     vocabulary = read_vocabulary(path, metadata)
     main, named = _gguf_templates(metadata)
     ends = _gguf_ends(vocabulary)
-    stored = metadata.get("tokenizer.huggingface.json")
+    stored, name = metadata.get("tokenizer.huggingface.json"), "tokenizer.huggingface.json"
+    if stored is None and vocabulary.model in gguf_documents.MODELS:
+        stored, name = gguf_documents.document(path, metadata, vocabulary), "the vocabulary"
     if stored is None:
         backend = _guarded(lambda: build_backend(vocabulary, ends), "the vocabulary")
     else:
-        backend = parse_backend(stored.encode(), "tokenizer.huggingface.json")
+        backend = parse_backend(stored.encode(), name)
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     return Tokenizer(
         backend,

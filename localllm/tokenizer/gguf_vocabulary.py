@@ -1,5 +1,7 @@
 """A GGUF file's vocabulary to a `tokenizers` back end: byte-level BPE (`gpt2`), SentencePiece BPE (`llama`), `gemma4`.
 
+Unigram (`t5`) and WordPiece (`bert`) are `gguf_documents.py`'s.
+
 SentencePiece files hold scores instead of merges: the merges are derived once (two to three seconds for 262k tokens)
 and cached below `paths.cache_dir()`, keyed by the vocabulary.
 """
@@ -31,7 +33,7 @@ log = logging.getLogger(__name__)
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # values of tokenizer.ggml.token_type
 
-_REFUSED = {"t5": "unigram", "bert": "WordPiece", "rwkv": "RWKV", "plamo2": "PLaMo 2", "none": "no vocabulary"}
+_REFUSED = {"rwkv": "RWKV", "plamo2": "PLaMo 2", "none": "no vocabulary"}
 _ID_NAMES = (*TOKEN_IDS, "fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep", "fim_sep")
 _CACHE_VERSION = 1
 MAX_MERGE_WORK = 1 << 26  # sum of squared lengths: Gemma's 262,144 tokens come to 12 million in three seconds
@@ -69,7 +71,7 @@ def read_vocabulary(path: Path, metadata: Mapping[str, Any]) -> Vocabulary:
     types, scores = fields.raw("token_type"), fields.raw("scores")
     types = np.full(len(raw), NORMAL, np.int32) if types is None else types.astype(np.int32)
     scores = np.empty(0) if scores is None else scores.astype(np.float64)
-    if model == "llama" and not len(scores):
+    if model in ("llama", "t5") and not len(scores):
         raise fields.fail("scores", "is missing: a SentencePiece vocabulary has one for each token")
     general = Fields(path, metadata)
     ids = {name: found[0] for name in _ID_NAMES if (found := special_ids(general, len(raw), name))}
@@ -87,7 +89,7 @@ def read_vocabulary(path: Path, metadata: Mapping[str, Any]) -> Vocabulary:
         scores=scores,
         merges=fields.raw("merges") or [],
         ids=ids,
-        add_bos=fields.flag("add_bos_token", model != "gpt2" or pre in ADD_BOS),
+        add_bos=fields.flag("add_bos_token", model not in ("gpt2", "t5") or pre in ADD_BOS),
         add_space_prefix=fields.flag("add_space_prefix", model == "llama"),
         key=hashlib.sha256(b"\0".join(raw) + types.tobytes() + scores.tobytes()).hexdigest(),
     )
@@ -99,10 +101,10 @@ def vocabulary_kind(path: Path, metadata: Mapping[str, Any]) -> tuple[str, str]:
     raw, model = fields.raw("tokens"), fields.text("model")
     if not model:
         raise fields.fail("model", "is missing: the file has no tokenizer")
-    if model not in ("gpt2", "llama", "gemma4"):
+    if model not in ("gpt2", "llama", "gemma4", "t5", "bert"):
         raise UnsupportedFormat(
             f"the tokenizer type is {shown(model)!r} ({_REFUSED.get(model, 'unknown')});"
-            " gpt2, llama and gemma4 are read",
+            " gpt2, llama, gemma4, t5 and bert are read",
             "use a safetensors version of the model, which brings tokenizer.json",
         )
     if not raw:

@@ -26,6 +26,11 @@ _EXAONE_MOE = (
     rf"{_C}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
 )
+# letters with cases of the scripts that had them in Unicode 11, but for Nuskhuri, late Latin and mathematical ones
+_CASED_LETTERS = (
+    r"[\p{Lu}\p{Ll}\p{Lt}&&[^\x{2D00}-\x{2D2D}\x{A790}-\x{A7FF}\x{AB30}-\x{AB6F}\x{10570}-\x{105BF}\x{10D50}-\x{10D8F}"
+    r"\x{16E40}-\x{16EDF}\x{1D400}-\x{1D7CB}\x{1DF00}-\x{1DFFF}]]"
+)
 _CJK_RUN = r"[一-龥ࠀ-一가-퟿]+"
 
 # names -> successive isolated splits
@@ -41,6 +46,10 @@ _PRE_GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("tekken", (_TEKKEN,)),
     ("deepseek-v3 hunyuan-dense joyai-llm hy_v4", (r"\p{N}{1,3}", r"[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK3)),
     ("deepseek-coder", (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK_RUN, r"\p{N}")),
+    (
+        "deepseek-llm",
+        (r"[\r\n]", rf"\s?{_CASED_LETTERS}+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", _CJK_RUN, r"\p{N}+"),
+    ),
     ("falcon", (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")),
     ("bloom poro-chat gpt3-finnish", (_BLOOM,)),
     ("viking", (_BLOOM, r"\p{N}")),

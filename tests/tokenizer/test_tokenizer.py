@@ -346,8 +346,9 @@ def test_what_ends_a_turn(texts: list[tuple[str, int]], ends: list[str]) -> None
 @pytest.mark.parametrize(
     ("base", "change", "error", "said"),
     [
-        ("gpt2", {"model": "t5"}, UnsupportedFormat, "'t5' (unigram)"),
-        ("gpt2", {"model": "bert"}, UnsupportedFormat, "WordPiece"),
+        ("gpt2", {"model": "rwkv"}, UnsupportedFormat, "'rwkv' (RWKV)"),
+        ("gpt2", {"model": "t5"}, BadModelFile, "scores"),
+        ("gpt2", {"model": "bert"}, BadModelFile, "unknown_token_id"),
         ("gpt2", {"model": "no_vocab"}, UnsupportedFormat, "no_vocab"),
         ("gpt2", {"model": None}, BadModelFile, "no tokenizer"),
         ("gpt2", {"pre": "martian"}, UnsupportedFormat, "'martian'"),
