@@ -81,6 +81,8 @@ def running() -> list[Running]:
 def _read(file: Path) -> Running | None:
     try:
         value = paths.read_json(file)
+        if type(value["pid"]) is not int or type(value["birth"]) is not int or not 0 <= value["started"] < 1e11:
+            return None
         return Running(**{**value, "models": tuple(value["models"])})
     except (TypeError, KeyError):
         return None

@@ -21,6 +21,8 @@ from localllm.plan.plan import Plan
 from localllm.terminal import gib
 
 MAX_ENTRIES = 200  # the oldest go first
+MAX_FILE_BYTES = 4 << 20
+MAX_BYTES = 1 << 50  # no machine has more: larger numbers were never measured
 
 
 TOLERANCE = {"cpu": 0.10, "cuda": 0.03}  # a plan holds when what was taken is not above it by more than this share
@@ -83,19 +85,20 @@ class MemoryProfiles:
 
     def __init__(self, file: Path | None = None) -> None:
         self._file = file or paths.cache_dir() / "memory_profiles.json"
-        self._entries: dict[str, Any] = {}
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            self._entries = dict(json.loads(self._file.read_text())["entries"])
+        entries = paths.read_json(self._file, MAX_FILE_BYTES).get("entries")
+        self._entries: dict[str, Any] = entries if isinstance(entries, dict) else {}
 
     def excess_bytes(self, facts: ModelFacts, machine: MachineFacts, device: str) -> int:
         """What plans of this model took too much there; 0 when nothing is known."""
         found = self._entries.get(_key("excess", facts, machine, device))
-        return found if isinstance(found, int) and found > 0 else 0
+        return found if isinstance(found, int) and 0 < found < MAX_BYTES else 0
 
     def known(self, facts: ModelFacts, machine: MachineFacts, plan: Plan) -> MemoryProfile | None:
         with contextlib.suppress(KeyError, TypeError, ValueError):
             found = dict(self._entries[_plan_key(facts, machine, plan)])
-            return MemoryProfile(**(found | {"terms": tuple(Term(*term) for term in found["terms"])}))
+            terms = tuple(Term(*term) for term in found["terms"])
+            is_sound = found["kind"] in TOLERANCE and all(abs(size) < MAX_BYTES for term in terms for size in term[1:])
+            return MemoryProfile(**(found | {"terms": terms})) if is_sound else None
         return None
 
     def keep(self, facts: ModelFacts, machine: MachineFacts, plan: Plan, profile: MemoryProfile) -> None:

@@ -42,7 +42,7 @@ def saved(path: Path | str = "") -> list[dict[str, Any]]:
 
 def _sound(row: dict[str, Any]) -> bool:
     numbers = [row.get("kl_mean"), row.get("kl_p99")]
-    whole = all(n is None for n in numbers) or all(isinstance(n, (int, float)) for n in numbers)
+    whole = all(n is None for n in numbers) or all(isinstance(n, (int, float)) and abs(n) < 1e9 for n in numbers)
     return isinstance(row.get("kv"), str) and whole
 
 

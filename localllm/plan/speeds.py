@@ -168,5 +168,5 @@ def _read(file: Path, machine: MachineFacts) -> Measurement | None:
         prefill = next((float(row["tps"]) for row in rows if _PREFILL.fullmatch(str(row["test"]))), 0.0)
         read = bytes_s_of(tps, int(what["read_bytes"]), int(what["layers"]), kind)
         return Measurement(model, device, tps, read, prefill if 0 < prefill < MAX_TPS else 0.0)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -164,3 +165,47 @@ def listed_with_the_others(home: Path, door: Door) -> None:
         shown = door("show", name)
         if shown.code:
             refused(shown)
+
+
+def test_every_value_that_was_saved(home: Path, door: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results of `eval` and `bench`, times of use, processes: what makes no sense is passed over."""
+    from localllm import processes
+
+    model = tiny.tiny_gguf(home / "model.gguf", "Q8_0", layers=1)
+    (home / "good").mkdir()
+    model = model.rename(home / "good/model.gguf")
+    birth = processes._birth(os.getpid())
+    saved: dict[str, dict[str, Any]] = {
+        "data/quality": {"schema": "localllm.quality/1", "path": str(model), "kv": "bf16", "kl_mean": 0.1, "kl_p99": 1},
+        "data/bench": {"subject": {"device": "cpu", "cores": 2, "params": 1}, "rows": [{"test": "tg128", "tps": 5.0}]},
+        "state": {"used": {"good": 5.0}, "last": "good"},
+        "run": {"pid": os.getpid(), "kind": "chat", "models": ["good"], "started": 5.0, "birth": birth},
+        "cache": {"entries": {}},
+    }
+    names = {"state": "models.json", "cache": "memory_profiles.json"}
+    for value in (*JSON_VALUES.values(), float("nan")):
+        for folder, fields in saved.items():
+            (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+            for number, key in enumerate(fields):
+                name = names.get(folder, f"{number}.json")
+                (tmp_path / folder / name).write_text(json.dumps(fields | {key: value}))
+        for words in (("ls", "--json"), ("ls",), ("ps", "--json")):
+            result = door(*words)
+            assert result.code == 0, (value, words, result.stderr)
+        assert "good" in door("ls").stdout
+
+
+@pytest.mark.parametrize("value", [*JSON_VALUES.values(), float("nan")], ids=lambda value: repr(value)[:20])
+def test_every_number_of_a_memory_profile(value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from localllm.plan import profiles
+
+    monkeypatch.setattr(profiles, "_key", lambda what, *_: what)
+    monkeypatch.setattr(profiles, "_plan_key", lambda *_: "profile")
+    good = {"terms": [["weights", 10, 12]], "kind": "cpu", "seconds": 1.0, "failure": ""}
+    for key in ("terms", "kind"):
+        for changed in (good | {key: value}, good | {"terms": [["weights", 10, value]]}):
+            entries = {"excess": value, "profile": changed}
+            (tmp_path / "p.json").write_text(json.dumps({"entries": entries}))
+            read = profiles.MemoryProfiles(tmp_path / "p.json")
+            assert 0 <= read.excess_bytes(None, None, "cpu") < 1 << 50  # type: ignore[arg-type]
+            assert str(read.known(None, None, None))  # type: ignore[arg-type]
