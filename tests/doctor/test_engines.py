@@ -169,6 +169,19 @@ def test_mixtures_of_experts_come_first_where_memory_is_shared() -> None:
     assert made("vllm", "rtx4090").model.kind == "dense"
 
 
+def test_memory_of_two_cards_and_of_the_host_counts() -> None:
+    """vLLM divides a model over the cards; llama.cpp leaves experts, and what is too much, in RAM."""
+    large = "nvidia/Llama-3.3-70B-Instruct-NVFP4"
+    with pytest.raises(DoesNotFit):
+        made("vllm", "rtx5090", large)
+    found = made("vllm", "rtx5090x2", large)
+    assert "--tensor-parallel-size 2" in text(found) and found.room and found.room.ctx >= 32_768
+    split = made("llama.cpp", "rtx5090", "ggml-org/gpt-oss-120b-GGUF:MXFP4")
+    assert split.room and 20 * GIB < split.room.in_ram < 40 * GIB
+    assert any("stay in RAM" in note for note in split.notes)
+    assert made("llama.cpp", "rtxpro6000", "ggml-org/gpt-oss-120b-GGUF:MXFP4").room.in_ram == 0  # type: ignore[union-attr]
+
+
 def test_larger_files_for_larger_cards(empty_home: Path) -> None:
     survey = {hw: Survey(fake_machine(hw), fake_host(hw)) for hw in ("rtx4090", "rtxpro6000")}
     assert "8B" in launch("llama.cpp", "llama", survey["rtx4090"]).model.name

@@ -180,3 +180,26 @@ def test_a_slow_machine_gets_a_model_it_can_run() -> None:
     slow = replace(machine, cpu=replace(machine.cpu, bandwidth=20e9, cores_usable=2))
     choice = fit.recommended("mistral", Planner(slow))
     assert choice is not None and choice.best.name == "mistral-7b"
+
+
+@pytest.mark.parametrize(("hw", "wanted"), [("rtx4090", "qwen3-14b"), ("rtx4060", "qwen3-8b"), ("cpu", "qwen3-8b")])
+def test_a_chat_without_a_name_takes_what_home_offers_first(
+    empty_home: Path, monkeypatch: pytest.MonkeyPatch, hw: str, wanted: str
+) -> None:
+    """Of models that are here, none of them used yet: the same one in `chat`, at home, in `plan` and in `doctor`."""
+    models = [
+        hub.LocalModel(
+            f"my-{one.name}", Path(one.name), "folder", size_bytes=one.download_bytes, architecture=one.architecture,
+            params=one.params, max_context=one.context, chat=True, facts=fit.facts_of(one), format=one.format,
+        )
+        for name in ("smollm2-1.7b", "qwen3-8b", "qwen3-14b", "llama3.3-70b")
+        for one in catalog.members(name)
+        if one.format in ("Q4_K_M", "Q8_0")
+    ]  # fmt: skip
+    for place in ("localllm.hub.list_local", "localllm.hub.local.list_local"):
+        monkeypatch.setattr(place, lambda: models)
+    planner = Planner(MACHINES[hw])
+    rows = [row for row in model_choices(planner) if row.local and row.fits]
+    assert fit.default_model(planner) == rows[0].name == f"my-{wanted}"
+    here = fit.pick([one for model in models if (one := fit.local_option(model, planner))], planner)
+    assert here is not None and here.best.model.name == rows[0].name
