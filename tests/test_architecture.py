@@ -61,7 +61,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bench": _LLM | {"llm"},
     "quality": _LLM | {"llm"},
     "backend": {"llm", "doctor", "interface"},
-    "server": {"llm", "chat", "config", "device"},
+    "server": {"llm", "chat", "config", "device", "mcp"},
     "conversation": {"interface", "history", "config", "sandbox"},
     "tui": {"interface", "conversation", "history", "config"},
 }

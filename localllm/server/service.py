@@ -21,12 +21,14 @@ from starlette.requests import Request
 
 from localllm.errors import ContextTooLong
 from localllm.llm.llm import LLM
+from localllm.mcp.servers import ServerEntry
 from localllm.server.openai.responses_store import ResponseStore
 
 from .admission import Admission, Ticket
 from .errors import ApiError
 from .exchange import Exchange, exchange_of
 from .generation import Conversation, Generation
+from .mcp import OwnersTools
 from .metrics import Metrics, RequestMeter
 from .pool import ModelPool
 from .response_stream import AsyncResponseStream, Mailbox
@@ -47,6 +49,7 @@ class ServiceOptions:
     parallel: int = 4  # sequences a model answers side by side
     max_queue: int = 256  # requests that may wait, per model
     default_model: str = ""  # the id meant by a request that names none; "" for the first there is
+    mcp: tuple[ServerEntry, ...] = ()  # MCP servers whose tools clients may call
 
 
 @dataclass(slots=True)
@@ -91,6 +94,7 @@ class Service:
         self.queues: defaultdict[str, Admission] = defaultdict(queue)  # by model
         self.metrics = Metrics(pool, self.queues)
         self.responses = ResponseStore()
+        self.mcp = OwnersTools(self.options.mcp) if self.options.mcp else None
         self.is_draining = False
         self.is_loading = False  # the models that were named at the start are not there yet
         self._streams: set[AsyncResponseStream] = set()
@@ -98,7 +102,9 @@ class Service:
         self._text = ThreadPoolExecutor(TEXT_THREADS, "text")
 
     def close(self) -> None:
-        """End the threads; the models are their owner's."""
+        """End the threads and the MCP servers; the models are their owner's."""
+        if self.mcp is not None:
+            self.mcp.close()
         self._text.shutdown(wait=False, cancel_futures=True)
 
     async def models(self) -> tuple[ServedModel, ...]:

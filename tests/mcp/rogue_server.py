@@ -9,6 +9,13 @@ import time
 
 OBJECT = {"type": "object", "properties": {"text": {"type": "string"}}}
 
+CHOICE = {
+    "type": "object",
+    "properties": {"text": {"enum": ["red", "blue"]}},
+    "required": ["text"],
+    "additionalProperties": False,
+}
+
 
 def tool(name: str, schema: object = OBJECT, about: str = "") -> dict[str, object]:
     return {"name": name, "description": about, "inputSchema": schema}
@@ -27,6 +34,7 @@ TOOLS = [
     tool("structured"),
     tool("file.read/all", {"type": "object"}),
     tool("echo"),
+    tool("pick", CHOICE),
     tool("list_schema", {"type": "array"}),
     tool("huge_schema", {"type": "object", "description": "x" * 40_000}),
     tool("***"),

@@ -19,6 +19,7 @@ from localllm.cli.frame.exits import leave_now
 from localllm.cli.frame.options import EngineFlags, Parallel, model_argument, read_text
 from localllm.cli.names import Choice, agree, choice_of, resolve
 from localllm.errors import ConfigError, ModelNotFound, ServerError
+from localllm.mcp.servers import read_servers
 from localllm.terminal import clean_line, counted, seconds_short
 
 if TYPE_CHECKING:
@@ -59,6 +60,9 @@ def serve(
     cors: Annotated[list[str] | None, Option(metavar="ORIGIN", help="Web origin that may call.")] = None,
     insecure: Annotated[bool, Option("--insecure", help="Listen on the network without a key.")] = False,
     parallel: Parallel = None,
+    mcp: Annotated[
+        Path | None, Option(metavar="FILE", help="MCP servers whose tools clients of /v1/responses may call.")
+    ] = None,
     max_queue: Annotated[int, Option(metavar="N", min=0, max=100_000, help="Requests that may wait.")] = 256,
     ttl: Annotated[str | None, Option(metavar="TIME", help="Unload an idle model after 30m; 0 never.")] = None,
     pin: Annotated[list[str] | None, Option(metavar="MODEL", help="Load at the start and keep.")] = None,
@@ -89,6 +93,7 @@ def serve(
     choices = [here(env, config, name) for name in (*(models or ()), *(pin or ()))]
     default, offers = offered(env, config, choices, alias or (), every=not models or ollama, may_be_none=ollama)
     named = tuple(dict.fromkeys(choice.shown for choice in choices))
+    entries = tuple(read_servers(mcp)) if mcp is not None else ()
     options = server.ServeOptions(
         host=config.server.host,
         port=config.server.port,
@@ -101,7 +106,7 @@ def serve(
         log_format=log_format,
         ollama=OLLAMA if ollama else None,
         library=HubLibrary(config, offline=env.offline) if ollama else None,
-        service=server.ServiceOptions(config.engine.max_parallel, max_queue, default),
+        service=server.ServiceOptions(config.engine.max_parallel, max_queue, default, entries),
     )
     stays = bool(models) and ttl is None  # a model that was named stays unless a time was given
     pinned = named if stays else tuple(choice.shown for choice in choices[len(models or ()) :])

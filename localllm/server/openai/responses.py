@@ -9,11 +9,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localllm.server.errors import ApiError, invalid
+from localllm.server.generation import Generation
 from localllm.server.openai import responses_schemas as schemas
 from localllm.server.openai.reading import read_chat, read_conversation
 from localllm.server.openai.responses_events import ResponseBuilder
+from localllm.server.openai.responses_mcp import MAX_CALLS, McpRounds, offered, shaped
 from localllm.server.openai.responses_store import Stored
 from localllm.server.reply import StreamFormat, reply, unless_left
+from localllm.server.response_stream import AsyncResponseStream
 from localllm.server.service import Service, service_of
 
 
@@ -22,13 +25,27 @@ async def create_response(request: Request, body: schemas.ResponsesRequest) -> R
     service = service_of(request)
     schemas.refuse(body)
     items = [*_earlier(service, body), *_named(service, schemas.input_items(body))]
-    asked = replace(read_chat(schemas.to_chat(body, items)), shortens=body.truncation == "auto")
+    tools = await offered(service, body)
+
+    def read(items: list[dict[str, Any]]) -> Generation:
+        return replace(read_chat(schemas.to_chat(body, items, shaped(tools))), shortens=body.truncation == "auto")
+
+    async def again(output: list[dict[str, Any]]) -> AsyncResponseStream:
+        asked = read([*items, *output])
+        if asked.tool_use is not None:  # a call that was required has been made
+            asked = replace(asked, tool_use=replace(asked.tool_use, choice="auto", only=()))
+        return (await service.open(request, asked)).stream
+
+    asked = read(items)
 
     def keep(response: dict[str, Any]) -> None:
         if body.store is not False:
             service.responses.put(response, items)
 
-    builder = ResponseBuilder(body, asked.tool_use, keep)
+    rounds = McpRounds(most=body.max_tool_calls or MAX_CALLS)
+    if tools and service.mcp is not None:
+        rounds = McpRounds(tools, service.mcp.call, again, rounds.most)
+    builder = ResponseBuilder(body, asked.tool_use, keep, rounds)
     return await reply(request, asked, builder.opened, StreamFormat(builder.fail))
 
 
@@ -36,7 +53,7 @@ async def count_input_tokens(request: Request, body: schemas.ResponsesRequest) -
     """How many tokens the input of a response has, with what an earlier response left as its beginning."""
     service = service_of(request)
     items = [*_earlier(service, body), *_named(service, schemas.input_items(body))]
-    conversation = read_conversation(schemas.to_chat(body, items))
+    conversation = read_conversation(schemas.to_chat(body, items, shaped(await offered(service, body))))
     async with unless_left(request.receive), service.reserve(request, body.model) as reservation:
         (ids,) = await service.encode(reservation.llm, conversation)
     return {"object": "response.input_tokens", "input_tokens": len(ids)}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import fields
 from typing import Any
 
 from localllm.errors import LocalLLMError
@@ -15,6 +16,7 @@ from localllm.llm.outputs import OutputDelta
 from localllm.request import FinishReason, TokenLogprob, ToolUse, Usage
 from localllm.server.errors import openai_body
 from localllm.server.openai.output import TokenNames, new_id
+from localllm.server.openai.responses_mcp import McpRounds, listings
 from localllm.server.openai.responses_schemas import ResponsesRequest
 from localllm.server.reply import named
 from localllm.server.response_stream import AsyncResponseStream, Blocks
@@ -27,11 +29,14 @@ class ResponseBuilder:
     def __init__(
         self, body: ResponsesRequest, tool_use: ToolUse | None = None,
         keep: Callable[[dict[str, Any]], None] = lambda _: None,  # called with the response when it is whole
+        rounds: McpRounds | None = None,
     ) -> None:  # fmt: skip
         self._body, self._model, self._tool_use = body, body.model or "", tool_use
         self._names: TokenNames | None = None
         self._stream: AsyncResponseStream | None = None
         self._keep = keep
+        self._rounds = rounds or McpRounds()
+        self._waiting: list[dict[str, Any]] = []  # calls of MCP servers' tools whose results the model waits for
         self.id = new_id("resp_")
         self._created = int(time.time())
         self.output: list[dict[str, Any]] = []
@@ -58,13 +63,51 @@ class ResponseBuilder:
     async def chunks(self) -> AsyncIterator[bytes]:
         assert self._stream is not None
         yield b"".join(self.begin())
-        async for chunk in self._stream.rendered(lambda _, delta: self.take(delta)):
-            yield chunk
+        try:
+            while True:
+                async for chunk in self._stream.rendered(lambda _, delta: self.take(delta)):
+                    yield chunk
+                if not self._waiting or self._rounds.again is None:
+                    return
+                async for chunk in self._results():
+                    yield chunk
+                self._stream = await self._rounds.again(self.output)
+        finally:
+            self._stream.abort()
+
+    async def _results(self) -> AsyncIterator[bytes]:
+        """Call what the model has called, one after the other."""
+        self._rounds.rounds += 1
+        waiting, self._waiting = self._waiting, []
+        for item in waiting:
+            assert self._rounds.call is not None
+            result = await self._rounds.call(item["name"], item["arguments"])
+            item["error" if result.failed else "output"] = result.text
+            yield b"".join(self._end_call(item, "failed" if result.failed else "completed"))
+
+    def _end_call(self, item: dict[str, Any], status: str) -> list[bytes]:
+        item["status"] = status
+        at = self.output.index(item)
+        return [
+            self._event(f"response.mcp_call.{status}", item_id=item["id"], output_index=at),
+            self._event("response.output_item.done", output_index=at, item=item),
+        ]
 
     def begin(self) -> list[bytes]:
         return [
             self._event("response.created", response=self.json()),
             self._event("response.in_progress", response=self.json()),
+            *(event for item in listings(self._rounds.tools) for event in self._list(item)),
+        ]
+
+    def _list(self, item: dict[str, Any]) -> list[bytes]:
+        """An item that is complete at once: the tools of an MCP server."""
+        self.output.append(item)
+        at = len(self.output) - 1
+        return [
+            self._event("response.output_item.added", output_index=at, item=item),
+            self._event("response.mcp_list_tools.completed", item_id=item["id"], output_index=at),
+            self._event("response.output_item.done", output_index=at, item=item),
         ]
 
     def take(self, delta: OutputDelta) -> list[bytes]:
@@ -79,7 +122,8 @@ class ResponseBuilder:
                 logprobs = [] if kind == "content" else logprobs
             elif added := part.get("arguments"):
                 self.output[-1]["arguments"] += added
-                events.append(self._event("response.function_call_arguments.delta", **self._at(), delta=added))
+                kind = self.output[-1]["type"]
+                events.append(self._event(f"response.{kind}_arguments.delta", **self._at(), delta=added))
         if logprobs and self.output and self.output[-1]["type"] == "message":
             events.append(self._add("content", "", logprobs))
         if delta.finish_reason is not None:
@@ -114,6 +158,9 @@ class ResponseBuilder:
         if kind == "reasoning":
             item = {"type": "reasoning", "id": new_id("rs_"), "summary": [], "content": []}
             part = {"type": "reasoning_text", "text": ""}
+        elif tool := self._rounds.tools.get(call.get("name") or "") if kind == "tool_call" else None:
+            item = {"type": "mcp_call", "id": new_id("mcp_"), "server_label": tool.server, "name": tool.name}
+            item |= {"arguments": "", "output": None, "error": None, "approval_request_id": None}
         elif kind == "tool_call":
             ids = {"id": new_id("fc_"), "call_id": call.get("id") or new_id("call_")}
             item = {"type": "function_call", **ids, "name": call.get("name") or "", "arguments": ""}
@@ -130,6 +177,10 @@ class ResponseBuilder:
         if not self.output:
             return []
         item, at = self.output[-1], self._at()
+        if item["type"] == "mcp_list_tools" or (item["type"] == "mcp_call" and item["status"] != "in_progress"):
+            return []
+        if item["type"] == "mcp_call":
+            return [self._event("response.mcp_call_arguments.done", **at, arguments=item["arguments"])]
         if item["type"] == "function_call":
             done = {"name": item["name"], "arguments": item["arguments"]}
             events = [self._event("response.function_call_arguments.done", **at, **done)]
@@ -144,14 +195,29 @@ class ResponseBuilder:
 
     def _finish(self, last: OutputDelta) -> list[bytes]:
         cut = last.finish_reason is FinishReason.LENGTH
-        self._usage = last.usage
-        opened = [] if self.output else self._open("content", {})  # an answer without a word is an empty message
+        self._usage = _sum(self._usage, last.usage)
+        self._blocks = Blocks()
+        self._waiting = [] if cut else self._rounds.goes_on(self.output)
+        if self._waiting:
+            return self._close()
+        left = [item for item in self.output if item["type"] == "mcp_call" and item["status"] == "in_progress"]
+        unrun = [event for item in left for event in self._not_run(item)]
+        has_said = any(item["type"] not in ("mcp_list_tools", "mcp_call") for item in self.output)
+        opened = [] if has_said else self._open("content", {})  # an answer without a word is an empty message
         self._status = "incomplete" if cut else "completed"
-        events = [*opened, *self._close(self._status)]
+        events = [*unrun, *opened, *self._close(self._status)]
         self._reason = "max_output_tokens" if cut else None
         self._completed_at = None if cut else int(time.time())
         self._keep(self.json())
         return [*events, self._event(f"response.{self._status}", response=self.json())]
+
+    def _not_run(self, item: dict[str, Any]) -> list[bytes]:
+        item["error"] = "not run: the answer ended, or there were too many calls"
+        done = self._event(
+            "response.mcp_call_arguments.done", item_id=item["id"], output_index=self.output.index(item),
+            arguments=item["arguments"],
+        )  # fmt: skip
+        return [done, *self._end_call(item, "failed")]
 
     def _shown(self, logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
         if self._names is None or not self._body.wants_logprobs:
@@ -197,6 +263,12 @@ def _echoed(tool: dict[str, Any]) -> dict[str, Any]:
     """A tool with every field that a response shows of it."""
     unset = {"description": None, "parameters": None, "strict": False}
     return (unset | tool) if tool.get("type") == "function" else tool
+
+
+def _sum(before: Usage | None, last: Usage | None) -> Usage | None:
+    if before is None or last is None:
+        return last or before
+    return Usage(*(getattr(before, f.name) + getattr(last, f.name) for f in fields(Usage)))
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

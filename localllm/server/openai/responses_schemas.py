@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr
@@ -63,8 +64,8 @@ def refuse(body: ResponsesRequest) -> None:
             raise unsupported(f"{name} is not supported: nothing of it is stored here.", name)
 
 
-def to_chat(body: ResponsesRequest, items: list[dict[str, Any]]) -> ChatRequest:
-    """The chat request that answers these items. Raises ApiError."""
+def to_chat(body: ResponsesRequest, items: list[dict[str, Any]], mcp: Sequence[dict[str, Any]] = ()) -> ChatRequest:
+    """The chat request that answers these items, with tools of MCP servers in a chat's shape. Raises ApiError."""
     messages = messages_of(items)
     if body.instructions is not None:
         messages.insert(0, {"role": "system", "content": body.instructions})
@@ -80,7 +81,7 @@ def to_chat(body: ResponsesRequest, items: list[dict[str, Any]]) -> ChatRequest:
     if body.text is not None and body.text.format is not None:
         fields["response_format"] = _format(body.text.format)
     if body.tools is not None:
-        fields["tools"] = _functions(body.tools)
+        fields["tools"] = [*_functions(body.tools), *mcp]
     if body.tool_choice is not None and (body.tools is not None or body.tool_choice not in ("none", "auto")):
         fields["tool_choice"] = _choice(body.tool_choice)
     return chat_request(body, fields, "text.format")
@@ -131,6 +132,16 @@ def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
             output = item.get("output")
             text = output if isinstance(output, str) else _text(_content(output, f"{where}.output"))
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
+        elif kind == "mcp_call":
+            function = {"name": str(item.get("name")), "arguments": str(item.get("arguments") or "{}")}
+            call = {"id": str(item.get("id")), "type": "function", "function": function}
+            result = str(item.get("output") or item.get("error") or "")
+            messages += [
+                {"role": "assistant", "content": None, "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": call["id"], "content": result},
+            ]
+        elif kind == "mcp_list_tools":
+            continue  # they are offered anew
         elif kind == "reasoning":
             reasoning += _text(item.get("content"))
         else:
@@ -167,7 +178,7 @@ def _format(given: dict[str, Any]) -> dict[str, Any]:
 
 def _functions(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The functions among the tools; agents offer hosted tools unasked, and do without."""
-    others = sorted({str(tool.get("type"))[:40] for tool in tools if tool.get("type") != "function"})
+    others = sorted({str(tool.get("type"))[:40] for tool in tools if tool.get("type") not in ("function", "mcp")})
     if others:
         log.warning("tools of type %s are left out: only functions can be called", ", ".join(others))
     functions = [tool for tool in tools if tool.get("type") == "function"]

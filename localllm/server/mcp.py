@@ -1,0 +1,53 @@
+"""The MCP servers that the owner of this server lets its clients call: `serve --mcp FILE`."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from localllm.mcp.servers import ServerEntry
+
+if TYPE_CHECKING:
+    from localllm.mcp.client import McpTools, Result
+
+
+class OwnersTools:
+    """Connected at the first use. Used from one event loop."""
+
+    def __init__(self, entries: Sequence[ServerEntry]) -> None:
+        self._entries = entries
+        self._lock = asyncio.Lock()
+        self._tools: McpTools | None = None
+
+    @property
+    def labels(self) -> list[str]:
+        return [entry.name for entry in self._entries]
+
+    async def tools(self) -> McpTools:
+        """Their tools; the first time it takes up to 20 s. Raises ConfigError where the package mcp is missing."""
+        async with self._lock:
+            if self._tools is None:
+                self._tools = await asyncio.to_thread(self._connected)
+            return self._tools
+
+    def _connected(self) -> McpTools:
+        from localllm.mcp.client import McpTools
+
+        made = McpTools(self._entries)
+        made.connect()
+        return made
+
+    async def call(self, name: str, arguments: str) -> Result:
+        """Every failure is a result that says so. Cancelling this ends the call."""
+        tools, cancel = await self.tools(), threading.Event()
+        try:
+            return await asyncio.to_thread(tools.call, name, arguments, cancel)
+        finally:
+            cancel.set()
+
+    def close(self) -> None:
+        """End all programs."""
+        if self._tools is not None:
+            self._tools.close()
