@@ -545,3 +545,16 @@ async def test_tokens_there_and_back_in_both_dialects(client, tiny_llm):
     assert back == {"prompt": text, "content": text}
     chat = (await client.post("/tokenize", json={"messages": HELLO})).json()["tokens"]
     assert chat == tiny_llm.encode_chat(HELLO)
+
+
+async def test_sampling_that_is_not_stated_is_the_models_and_is_told(client, tiny_llm):
+    (model, _) = (await client.get("/v1/models")).json()["data"]
+    told = {name: value for name, (value, _) in model["meta"]["sampling"].items()}
+    assert told == {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+    assert {why for _, why in model["meta"]["sampling"].values()} == {"default"}
+    assert model["meta"]["loaded"] is True
+    body = {"input": "hi", "max_output_tokens": 16}
+    response = (await client.post(RESPONSES, json=body)).json()
+    assert (response["temperature"], response["top_p"]) == (0.8, 0.95)
+    response = (await client.post(RESPONSES, json=body | {"temperature": 0, "top_p": 0.5})).json()
+    assert (response["temperature"], response["top_p"]) == (0, 0.5)

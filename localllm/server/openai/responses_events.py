@@ -13,7 +13,7 @@ from typing import Any
 
 from localllm.errors import LocalLLMError
 from localllm.llm.outputs import OutputDelta
-from localllm.request import FinishReason, TokenLogprob, ToolUse, Usage
+from localllm.request import FinishReason, SamplingParams, TokenLogprob, ToolUse, Usage
 from localllm.server.errors import openai_body
 from localllm.server.openai.output import TokenNames, new_id
 from localllm.server.openai.responses_mcp import McpRounds, listings
@@ -33,6 +33,7 @@ class ResponseBuilder:
     ) -> None:  # fmt: skip
         self._body, self._model, self._tool_use = body, body.model or "", tool_use
         self._names: TokenNames | None = None
+        self._sampling = SamplingParams()  # what holds where the request says nothing
         self._stream: AsyncResponseStream | None = None
         self._keep = keep
         self._rounds = rounds or McpRounds()
@@ -53,6 +54,7 @@ class ResponseBuilder:
         """Itself, now that the model is there."""
         self._model, self._stream = reservation.model.name, reservation.stream
         self._names = TokenNames(reservation.llm)
+        self._sampling = reservation.llm.default_params()
         return self
 
     async def whole(self) -> dict[str, Any]:
@@ -248,12 +250,12 @@ class ResponseBuilder:
                 "effort": reasoning.effort if reasoning else None, "summary": reasoning.summary if reasoning else None,
             },
             "safety_identifier": body.safety_identifier, "service_tier": "default", "store": body.store is not False,
-            "temperature": body.temperature if body.temperature is not None else 1.0, "text": text,
+            "temperature": self._sampling.temperature if body.temperature is None else body.temperature, "text": text,
             "tool_choice": body.tool_choice if body.tool_choice is not None else "auto",
             "tools": [_echoed(tool) for tool in body.tools or []],
             "presence_penalty": further.get("presence_penalty") or 0.0,
             "frequency_penalty": further.get("frequency_penalty") or 0.0,
-            "top_logprobs": body.top_logprobs or 0, "top_p": body.top_p if body.top_p is not None else 1.0,
+            "top_logprobs": body.top_logprobs or 0, "top_p": self._sampling.top_p if body.top_p is None else body.top_p,
             "truncation": body.truncation or "disabled", "usage": None if usage is None else _usage(usage),
             "user": body.user,
         }  # fmt: skip
