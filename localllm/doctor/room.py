@@ -66,8 +66,9 @@ def room_of(engine: Mapping[str, Any], model: ModelKind, survey: Survey) -> Room
     if least > have:
         raise _refusal(engine, model, least, have)
     in_ram = max(0, least - cards) if cards else 0
+    have = have if in_ram or not cards else cards
     most = own if cards and not in_ram else min(own, CPU_CTX)
-    fits = int(((have if in_ram or not cards else cards) - base) * SPARE / max(per_token, 1)) // 1024 * 1024
+    fits = int((have - base) * SPARE / max(per_token, 1)) // 1024 * 1024
     ctx = min(most, max(fits, min(MIN_CTX, own)))
     return Room(have, base + int(ctx * per_token), ctx, share, min(in_ram, model.size_bytes))
 
