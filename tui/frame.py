@@ -32,7 +32,6 @@ from localllm.tui.keymap import Keymap
 HANGUP_S = 1.0  # between two looks whether the terminal is still there
 GONE_S = 5.0
 HANGUP_EXIT = 129
-UNSEEN_S = 1.0  # a screen is drawn sooner
 ALWAYS = ("escape", "ctrl+c", "ctrl+q")  # keys that only ever stop, close or leave
 DRAIN_S = 0.1
 DRAIN_STILL_S = 0.25  # between two looks at the queue with animations off: nothing on the screen moves more often
@@ -85,7 +84,8 @@ class Frame(App[None]):
         self.code_theme = ui.code_theme
         self.keymap = Keymap(ui.keys, self.options.keys)
         self.attention = Attention(ui.notify, self._to_terminal)
-        self._shown_at = 0.0  # since when the screen on top is seen
+        self._unseen: Screen[Any] | None = None  # the screen on top, until it is drawn
+        self._shown_at = 0.0
         self.failure: Exception | None = None
         self.wants_restart = False
         still = ui.animations is False or (ui.animations == "auto" and "SSH_CONNECTION" in os.environ)
@@ -118,20 +118,25 @@ class Frame(App[None]):
 
     def push_screen(self, screen: Any, *args: Any, **options: Any) -> Any:
         """Keys that were typed before the screen is drawn are not for it."""
-        self._shown_at = time.monotonic() + UNSEEN_S
         pushed = super().push_screen(screen, *args, **options)
-        if isinstance(screen, Screen):
-            screen.call_after_refresh(self._screen_is_seen, screen)
+        if len(self.screen_stack) > 2:  # the first two are Textual's own and the chat
+            self._unseen = self.screen
+            self.screen.call_after_refresh(self._screen_is_seen, self.screen)
         return pushed
 
     def _screen_is_seen(self, screen: Screen[Any]) -> None:
-        if screen is self.screen:
-            self._shown_at = min(self._shown_at, time.monotonic())
+        if screen is self._unseen:
+            self._unseen, self._shown_at = None, time.monotonic()
 
     async def on_event(self, event: events.Event) -> None:
         """A key never reaches what appeared after it was typed: a letter goes to the draft, other keys do nothing."""
         if isinstance(event, events.Key) and not event.is_forwarded:
-            if event.time < self._shown_at and len(self.screen_stack) > 2 and event.key not in ALWAYS:
+            unseen = self.screen is self._unseen  # its widgets may not be there yet
+            if (
+                unseen
+                and event.key != "ctrl+q"
+                or (event.time < self._shown_at and len(self.screen_stack) > 2 and event.key not in ALWAYS)
+            ):
                 if event.character and event.is_printable:
                     self.typed_before(event.character)
                 return
