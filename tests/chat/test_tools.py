@@ -380,7 +380,7 @@ def test_nothing_is_lost(parts: list[tuple[str, dict[str, Any]]], last: str) -> 
 
 
 @pytest.mark.parametrize("name", [*BY_NAME])
-@pytest.mark.parametrize("size", [50_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [20_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
 def test_the_work_is_linear(name: str, size: int) -> None:
     """Long arguments in very many pieces, nothing but triggers, depth, a call cut short: a fraction of the line each."""
     text = next(case[1] for case in WRITTEN if case[0].name == name and "get_weather" in case[1])
