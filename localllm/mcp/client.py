@@ -61,7 +61,6 @@ class Result:
 
     text: str
     failed: bool = False
-    cut_chars: int = 0  # how many characters were left out
 
 
 @dataclass(slots=True, eq=False)
@@ -312,7 +311,7 @@ def _result(answer: Any) -> Result:
     cut = max(0, len(text) - MAX_RESULT_CHARS)
     if cut:
         text = f"{text[:MAX_RESULT_CHARS]}\n[cut: {counted(cut, 'more character')}]"
-    return Result(text or "(no output)", bool(answer.is_error), cut)
+    return Result(text or "(no output)", bool(answer.is_error))
 
 
 def _part(block: Any) -> str:
