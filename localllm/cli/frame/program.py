@@ -108,9 +108,6 @@ def _usage_error(error: Exception, as_json: bool) -> int:
 app = typer.Typer(cls=Root, invoke_without_command=True, context_settings=HELP_NAMES, **SETTINGS)  # type: ignore[arg-type]
 
 
-MAKES_DOCS: dict[str, Any] = {"is_eager": True, "hidden": True}
-
-
 def _version(value: bool) -> None:
     if value:
         print(f"localllm {__version__}")
