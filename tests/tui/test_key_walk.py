@@ -110,6 +110,7 @@ async def walked(size: tuple[int, int], keys: int, seed: int, folder: Path, monk
         for name in ("exit", "deliver_screenshot"):
             monkeypatch.setattr(running.app, name, lambda *args, **more: None)
         await walk(running, keys, chance)
+        await running.until(lambda: not any(worker.is_running for worker in running.app.workers))
         monkeypatch.undo()
 
 
