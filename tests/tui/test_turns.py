@@ -201,7 +201,7 @@ async def test_the_model_summarises_what_no_longer_fits() -> None:
         await running.send("c c c c c c c c")
         await running.until(lambda: running.screen.query_one(Choices).display)
         running.backend.answers = ["letters"]
-        await running.pilot.press("s")
+        await running.pilot.press("tab", "s")
         await running.until(lambda: running.screen.conversation.summary_text == "letters")
         talk = running.screen.conversation
         await running.until(lambda: [(e.user[0], e.stop) for e in talk.exchanges][-1] == ("c", "stop"))
@@ -216,7 +216,7 @@ async def test_a_larger_window_is_loaded_and_the_message_sent() -> None:
         await running.ask("a b")
         await running.send("c d e f g h i j k l m n o")
         await running.until(lambda: running.screen.query_one(Choices).display)
-        await running.pilot.press("c")
+        await running.pilot.press("tab", "c")
         await running.until(lambda: running.screen.conversation.exchanges[-1].stop == "stop")
         assert running.backend.started[-1] == ("fake", {"ctx": 72})
 

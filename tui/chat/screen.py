@@ -146,6 +146,8 @@ class ChatScreen(Actions):
     def settle_focus(self) -> None:
         """Whatever had the focus and went away: the prompt has it now."""
         at = self.focused
+        if at is not None and at.id == "home-list" and self.query_one(Home).display:
+            return  # it is empty, and so takes no room, until the chats are read
         if (at is None or not at.is_on_screen) and self.is_current and self.app.app_focus:
             self.prompt.focus()
 

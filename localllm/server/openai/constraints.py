@@ -27,7 +27,7 @@ _SINGLE = {f"guided_{kind}": kind for kind in _KINDS} | {"json_schema": "json", 
 
 def with_constraints(asked: Generation, body: Constraints) -> Generation:
     """A request with what binds its answer. Raises ApiError 400, its `param` the field."""
-    constraint, tool_use = _constraint(body), read_tool_use(body)
+    constraint, tool_use = read_constraint(body), read_tool_use(body)
     prompts = asked.prompts
     if isinstance(prompts, Conversation):
         prompts = with_tools(prompts, tool_use)
@@ -40,7 +40,8 @@ def with_tools(conversation: Conversation, tool_use: ToolUse | None) -> Conversa
     return replace(conversation, tools=tools)
 
 
-def _constraint(body: Constraints) -> Constraint | None:
+def read_constraint(body: Constraints) -> Constraint | None:
+    """What the answer to a request must be. Raises ApiError 400, its `param` the field."""
     _check_backend(body.guided_decoding_backend, "guided_decoding_backend")
     if body.guided_whitespace_pattern is not None:
         raise unsupported("guided_whitespace_pattern is not supported.", "guided_whitespace_pattern")

@@ -17,7 +17,7 @@ from localllm.server.errors import invalid, not_text, unsupported
 from localllm.server.generation import Conversation, Generation
 from localllm.server.openai.schemas import MAX_PROMPTS, Body, ChatMessage, ChatRequest, CompletionRequest, Sampled
 
-from .constraints import read_tool_use, with_constraints, with_tools
+from .constraints import read_constraint, read_tool_use, with_constraints, with_tools
 
 RESERVED_KWARGS = {
     "messages", "tools", "chat_template", "tokenize", "add_generation_prompt", "bos_token", "eos_token", "documents",
@@ -93,6 +93,7 @@ def read_chat(body: ChatRequest) -> Generation:
 def read_conversation(body: ChatRequest) -> Conversation:
     """The conversation alone: for its token ids. Raises ApiError."""
     _check_chat(body)
+    read_constraint(body)  # checked, though nothing is generated
     return with_tools(_conversation(body), read_tool_use(body))
 
 
