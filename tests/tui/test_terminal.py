@@ -20,6 +20,8 @@ from pathlib import Path
 import pyte
 import pytest
 
+from localllm.tui.chat.actions import LATE_S
+
 LOCALLLM = [sys.executable, "-P", "-c", "from localllm.cli import main; main()"]
 WAIT_S = 60
 
@@ -245,6 +247,7 @@ def test_tmux_sees_the_chat_stopped_resized_suspended_and_left(tmux: Callable[..
     has(tmux, "ctx")
     keys("!fd2", "Enter")
     has(tmux, "↓ 1 ")
+    time.sleep(LATE_S)  # until then Esc is taken for one that came too late to stop the answer
     keys("Escape")
     has(tmux, "y copy")
     keys("C-z")  # stopped, then brought back
