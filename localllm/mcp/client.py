@@ -124,6 +124,7 @@ class McpTools:
             while cancel is None or not cancel.is_set():
                 with contextlib.suppress(FutureTimeout):
                     return waiting.result(0.1)
+            self._loop.call_soon_threadsafe(self._drop, server)  # before the next call can reach it
             return Result("stopped by the user", failed=True)
         finally:
             waiting.cancel()  # no effect on one that is done
@@ -202,9 +203,13 @@ class McpTools:
             why = f"the call failed: {_why(error)}"
         else:
             return _result(answer)
-        server.stop.set()  # what hangs is ended with all that it started; the next call makes a new connection
-        server.client = None
+        self._drop(server)
         return Result(why, failed=True)
+
+    def _drop(self, server: _Server) -> None:
+        """End a server that hangs, with all that it started; the next call makes a new connection."""
+        server.stop.set()
+        server.client = None
 
     # --- what servers say --------------------------------------------------------------------------------------------
 

@@ -44,15 +44,18 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def test_units_are_installed_and_removed(systemd: Path, invoke: Invoke) -> None:
+def test_units_are_installed_and_removed(systemd: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
+    monkeypatch.setenv("LOCALLLM_API_KEY", "hidden-one")
+    monkeypatch.setenv("HF_TOKEN", "hidden-two")
     result = invoke("service", "install", "--port", str(port), "--ttl", "10m", "--json")
     told = valid(result.stdout, "service-1")
     assert (told["state"], told["kind"], told["url"]) == ("waiting", "systemd", f"http://127.0.0.1:{port}")
     sock, unit = (systemd / "config/systemd/user" / f"localllm.{kind}" for kind in ("socket", "service"))
     assert f"ListenStream=127.0.0.1:{port}" in sock.read_text()
-    assert f"ExecStart={sys.executable} -m localllm serve --port {port} --ttl 600s" in unit.read_text()
+    assert f'ExecStart="{sys.executable}" "-m" "localllm" "serve" "--port" "{port}" "--ttl" "600s"' in unit.read_text()
     assert "LOCALLLM_HOME=" in unit.read_text(), "the same models and settings"
+    assert "hidden" not in unit.read_text() and unit.stat().st_mode & 0o077 == 0
     calls = (systemd / "calls").read_text().splitlines()
     assert calls[1:] == [f"--user {words}" for words in (
         "daemon-reload", "stop localllm.service", "enable localllm.socket", "restart localllm.socket"
@@ -102,8 +105,8 @@ def test_wrong_words(invoke: Invoke, empty_home: Path, words: tuple[str, ...]) -
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
 def test_systemd_accepts_the_units(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "localllm", "serve", "--config", "/home/a b/100%.toml"]
-    for kind, text in zip(("socket", "service"), units(8000, words, {"HF_HOME": "/a b/100%"}), strict=True):
+    words = [sys.executable, "-m", "localllm", "serve", "--config", r"""/home/a b/100%$HOME"'\.toml"""]
+    for kind, text in zip(("socket", "service"), units(8000, words, {"HF_HOME": '/a "b"\\ 100%'}), strict=True):
         (tmp_path / f"localllm.{kind}").write_text(text)
     files = [str(tmp_path / f"localllm.{kind}") for kind in ("socket", "service")]
     env = dict(os.environ) | {"XDG_RUNTIME_DIR": str(tmp_path)}

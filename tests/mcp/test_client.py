@@ -84,6 +84,9 @@ def test_a_call_that_hangs_ends_in_time_or_when_stopped() -> None:
         cancel = threading.Event()
         threading.Timer(0.2, cancel.set).start()
         assert tools.call("hang", "{}", cancel).text == "stopped by the user"
+        started = time.monotonic()
+        assert tools.call("echo", '{"text": "again"}').text == "again"
+        assert time.monotonic() - started < 20, "it does not wait for the one that hangs"
 
 
 def test_servers_that_cannot_start_leave_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from pathlib import Path
 
@@ -234,3 +235,16 @@ async def test_attached_files_can_be_taken_back(tmp_path: Path) -> None:
         await running.send("/new")
         await running.until(lambda: not files)
         assert not running.screen.query_one("#files").display
+
+
+@pytest.mark.parametrize("turns", [2, 3, 4])
+async def test_a_worker_that_ends_while_it_removes_something_does_no_harm(turns: int) -> None:
+    async with chat() as running:  # whose end would fail
+        await running.ready()
+        transcript = running.screen.transcript
+        await transcript.begin_loading("fake")
+        removing = running.screen.run_worker(transcript.end_loading)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        removing.cancel()
+        await running.until(lambda: transcript.card is None)

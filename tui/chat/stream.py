@@ -13,7 +13,6 @@ from localllm.interface import ChatEvent, Delta, Done, Failed, Prefill
 from localllm.request import LoadProgress
 from localllm.terminal import clean_line, tokens_short
 from localllm.tui.widgets.engine import EnginePanel, sparkline
-from localllm.tui.widgets.loading import LoadCard
 from localllm.tui.widgets.messages import AssistantMessage
 from localllm.tui.widgets.status import bar
 
@@ -131,7 +130,7 @@ class Stream(Turns):
         if card:
             if card.elapsed_s is not None and not facts.url:
                 load_times.add(self.session.model, card.elapsed_s)
-            await card.remove()
+            await transcript.end_loading()
         if self.session.endpoint is not None and self.session.serves != OFF:
             await self.serve(self.session.serves)
         await self.next_turn()
@@ -139,7 +138,7 @@ class Stream(Turns):
     async def _loading_failed(self, failed: Failed) -> None:
         self.phase = "failed"
         self.state.text = "no model is loaded"
-        await self.query(LoadCard).remove()
+        await self.transcript.end_loading()
         await self.transcript.fail(failed)
         self.questions.not_loaded(failed)
 

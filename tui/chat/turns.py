@@ -29,7 +29,6 @@ from localllm.terminal import cell_width, clean, clean_line
 from localllm.tui.frame import Frame
 from localllm.tui.widgets.choices import Choices
 from localllm.tui.widgets.home import Home
-from localllm.tui.widgets.loading import LoadCard
 from localllm.tui.widgets.messages import AssistantMessage, UserMessage
 from localllm.tui.widgets.prompt import PromptArea
 from localllm.tui.widgets.status import State
@@ -141,7 +140,7 @@ class Turns(Screen[None]):
         await self._close_endpoint()
         await asyncio.to_thread(self.session.backend.close)
         self.session.backend.events().clear()
-        await self.query(LoadCard).remove()
+        await self.transcript.end_loading()
         self.phase, self.state.text = "failed", "paused"
         name = clean_line(self.session.model)
         await self.transcript.say(f"the download of {name} is paused; /model {name} goes on with it")

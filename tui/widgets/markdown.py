@@ -240,7 +240,7 @@ class Tail(Vertical):
     async def clear(self) -> None:
         self._frozen = self._lines = 0
         self.display = False
-        await self.query(".frozen").remove()
+        await asyncio.shield(self.remove_children(".frozen"))
         self.query_one("#live", Static).update("")
 
 

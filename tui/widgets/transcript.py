@@ -5,6 +5,8 @@ A hundred mounted answers make every key slow (1.9 s per resize), so only the la
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterable
 from itertools import takewhile
 from typing import Any
 
@@ -54,9 +56,17 @@ class Transcript(VerticalScroll):
         return [one for one in self.children if isinstance(one, UserMessage | AssistantMessage)]
 
     async def begin_loading(self, model: str) -> None:
-        await self.query("LoadCard, Failure").remove()
+        await self._remove("LoadCard, Failure")
         await self.mount(LoadCard(model, load_times.expected_s(model)))
         self.anchor()
+
+    async def end_loading(self) -> None:
+        await self._remove("LoadCard")
+
+    async def _remove(self, widgets: str | Iterable[Widget]) -> None:
+        """Take off what stands here. A worker that ends meanwhile would cancel the tasks of the widgets as well
+        (Textual 8.2), and the program's end would fail on them."""
+        await asyncio.shield(self.remove_children(widgets))
 
     def anchor(self, anchor: bool = True) -> None:
         """Follow the end, once there is more than fits: Textual would move a short text to the bottom."""
@@ -85,23 +95,23 @@ class Transcript(VerticalScroll):
 
     async def drop_answer(self, exchange: Exchange) -> UserMessage | None:
         """Take an answer off, to be written anew under its question."""
-        await self.remove_children([one for one in self.query(AssistantMessage) if one.exchange is exchange])
+        await self._remove([one for one in self.query(AssistantMessage) if one.exchange is exchange])
         return next((one for one in self.query(UserMessage) if one.exchange is exchange), None)
 
     async def take_back(self, exchange: Exchange) -> None:
-        await self.remove_children([one for one in self.messages if one.exchange is exchange])
+        await self._remove([one for one in self.messages if one.exchange is exchange])
 
     async def say(self, text: str, kind: str = "", after: Widget | None = None) -> None:
         """Something from the program. `kind` is "" or "warning"."""
         await self.mount(Notice(clean(text), markup=False, classes=kind and f"-{kind}"), after=after)
 
     async def fail(self, failed: Failed) -> None:
-        await self.query(Failure).remove()
+        await self._remove("Failure")
         await self.mount(Failure(failure_text(failed), markup=False))
 
     async def clear(self) -> None:
         self._first = 0
-        await self.query("UserMessage, AssistantMessage, Notice").remove()
+        await self._remove("UserMessage, AssistantMessage, Notice")
         self._show_earlier_line()
 
     async def sync(self, conversation: Conversation | None = None) -> None:
@@ -113,7 +123,7 @@ class Transcript(VerticalScroll):
         if not same or len(turns) - self._first - len(same) > self._window:
             same, self._first = [], max(0, len(turns) - self._window)
         with self.app.batch_update():
-            await self.remove_children([one for one in self.messages if one.exchange not in same])
+            await self._remove([one for one in self.messages if one.exchange not in same])
             for exchange in turns[self._first + len(same) :]:
                 await self._restored(exchange)
         self._mark_branches()

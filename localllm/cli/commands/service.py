@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -139,10 +140,8 @@ def units(port: int, words: list[str], variables: dict[str, str]) -> tuple[str, 
 
     variables  of the environment that the server needs to find the same models and settings
     """
-    quoted = " ".join(f'"{word}"' if " " in word else word for word in (w.replace("%", "%%") for w in words))
-    settings = "".join(
-        f'Environment="{name}={value.replace("%", "%%")}"\n' for name, value in sorted(variables.items())
-    )
+    quoted = " ".join(_quoted(word).replace("$", "$$") for word in words)
+    settings = "".join(f"Environment={_quoted(f'{name}={value}')}\n" for name, value in sorted(variables.items()))
     sock = f"""\
 [Unit]
 Description=localllm: endpoint of local language models
@@ -172,6 +171,13 @@ WantedBy=default.target
     return _sealed(sock), _sealed(serve)
 
 
+def _quoted(word: str) -> str:
+    """A word as systemd reads it in a unit (systemd.syntax(7))."""
+    for char in ("\\", '"', "%"):
+        word = word.replace(char, "%%" if char == "%" else f"\\{char}")
+    return f'"{word}"'
+
+
 def _sealed(text: str) -> str:
     return f"{_MARK}{hashlib.sha256(text.encode()).hexdigest()[:16]}\n{text}"
 
@@ -191,10 +197,12 @@ def _install_units(port: int, words: list[str], force: bool) -> None:
         if _edited(path) and not force:
             raise ConfigError(f"{path} was edited by hand", "localllm service install --force replaces it")
     kept = ("LOCALLLM_", "HF_", "XDG_", "CUDA_VISIBLE_DEVICES", "PYTHONPATH")
-    variables = {k: v for k, v in os.environ.items() if k.startswith(kept) and "TOKEN" not in k and v.isprintable()}
-    variables.pop("XDG_RUNTIME_DIR", None)
+    left_out = re.compile("TOKEN|KEY|SECRET|PASSWORD|XDG_RUNTIME_DIR")  # secrets do not belong in a unit
+    variables = {
+        k: v for k, v in os.environ.items() if k.startswith(kept) and not left_out.search(k) and v.isprintable()
+    }
     for path, text in zip(files, units(port, words, variables), strict=True):
-        paths.replace_file(path, text)
+        paths.replace_file(path, text, mode=0o600)
     _systemctl("daemon-reload")
     _systemctl("stop", f"{NAME}.service")
     _systemctl("enable", f"{NAME}.socket")
