@@ -5,7 +5,8 @@ A fused implementation may look at `Linear.parts` to see by which implementation
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -95,6 +96,22 @@ class HeadWeights:
     norm: Norm
     linear: Linear
     softcap: float | None = None
+
+
+def linears_of(weights: Any) -> Iterator[Linear]:
+    """The linear layers of a mixer or a feed-forward layer, in the order of its fields."""
+    values = (getattr(weights, field.name) for field in fields(weights))
+    return (value for value in values if isinstance(value, Linear))
+
+
+def nbytes_of(weights: Any) -> int:
+    """Bytes of a mixer's or a feed-forward layer's prepared weights, norms and other tensors."""
+    total = 0
+    for field in fields(weights):
+        value = getattr(weights, field.name)
+        value = value.weight if isinstance(value, Norm) else value
+        total += value.nbytes if isinstance(value, Linear | Tensor) else 0
+    return total
 
 
 LayerCall = tuple[AttentionWeights, MlpWeights, int]  # a layer's weights, and which of the step's views it sees

@@ -17,6 +17,7 @@ from localllm.kernels.segments import REFERENCES
 
 from .architectures import OpenModel
 from .kv_cache import CacheGroup, KVCache
+from .layers import load_layer
 from .loader import Loading, LoadOptions
 from .model import DecoderLayer
 
@@ -61,13 +62,13 @@ def hessians(source: OpenModel, sequences: Sequence[Sequence[int]], device: str 
         del rows, embedding
         rotations = {rope: loading.rope(rope) for rope in facts.ropes}
         for index in range(facts.num_layers):
-            layer = loading.layer(index)
+            layer = load_layer(loading, index)
             table = rotations[facts.layers[index].mixer.rope]
-            parts = (layer.attention, "qkv"), (layer.attention, "out"), (layer.mlp, "gate_up"), (layer.mlp, "down")
+            parts = (layer.mixer, "qkv"), (layer.mixer, "out"), (layer.ffn, "gate_up"), (layer.ffn, "down")
             seen = {name: Observed(getattr(weights, name)) for weights, name in parts}
             watched = DecoderLayer(
-                dataclasses.replace(layer.attention, qkv=seen["qkv"], out=seen["out"]),  # type: ignore[arg-type]
-                dataclasses.replace(layer.mlp, gate_up=seen["gate_up"], down=seen["down"]),  # type: ignore[arg-type]
+                dataclasses.replace(layer.mixer, qkv=seen["qkv"], out=seen["out"]),  # type: ignore[arg-type]
+                dataclasses.replace(layer.ffn, gate_up=seen["gate_up"], down=seen["down"]),  # type: ignore[arg-type]
             )
             streams = [_run(watched, x, table, device) for x in streams]
             totals = {name: observed.total for name, observed in seen.items()}
@@ -76,7 +77,7 @@ def hessians(source: OpenModel, sequences: Sequence[Sequence[int]], device: str 
 
 def _run(layer: DecoderLayer, x: Tensor, table: RopeTable, device: str) -> Tensor:
     """One layer over one sequence that starts at position 0: [num_tokens, hidden]."""
-    attention, length = layer.attention, x.shape[0]
+    attention, length = layer.mixer, x.shape[0]
     num_pages = -(-length // PAGE_SIZE)
     group = CacheGroup("calibration", attention.window, (0,), attention.num_kv_heads, attention.head_dim)
     cache = KVCache([group], [num_pages], PAGE_SIZE, "f32", device)
@@ -88,4 +89,4 @@ def _run(layer: DecoderLayer, x: Tensor, table: RopeTable, device: str) -> Tenso
     q = REFERENCES["attn_in"](x, attention, cos, sin, pages, positions)
     attended = REFERENCES["attention"](q, attention, pages, block_table, bounds, bounds[1:])
     x = REFERENCES["attn_out"](attended, x, attention)
-    return REFERENCES["mlp"](x, layer.mlp)
+    return REFERENCES["mlp"](x, layer.ffn)

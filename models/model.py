@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from localllm.kernels.embedding import Embedding
-from localllm.kernels.layer_weights import AttentionWeights, HeadWeights, MlpWeights, Stepped, View, forget
+from localllm.kernels.layer_weights import (
+    AttentionWeights,
+    HeadWeights,
+    MlpWeights,
+    Stepped,
+    View,
+    forget,
+    linears_of,
+    nbytes_of,
+)
 from localllm.kernels.reference import rms_norm
 from localllm.kernels.rope import RopeTable
 from localllm.kernels.segments import KernelTable
@@ -20,18 +29,15 @@ from .kv_cache import CacheGroup, KVCache
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Attention and a gated feed-forward layer, each added to the residual stream."""
+    """What mixes tokens and what follows, each added to the residual stream."""
 
-    attention: AttentionWeights
-    mlp: MlpWeights
+    mixer: AttentionWeights
+    ffn: MlpWeights
 
     @property
     def nbytes(self) -> int:
         """Bytes of its prepared weights, norms included."""
-        attention, mlp = self.attention, self.mlp
-        norms = (attention.norm, attention.q_norm, attention.k_norm, attention.post_norm, mlp.norm, mlp.post_norm)
-        linears = (attention.qkv, attention.out, mlp.gate_up, mlp.down)
-        return sum(linear.nbytes for linear in linears) + sum(n.weight.nbytes for n in norms if n is not None)
+        return nbytes_of(self.mixer) + nbytes_of(self.ffn)
 
 
 class Model:
@@ -59,7 +65,7 @@ class Model:
         self.kernels = dict(kernels)
         self._ropes = tuple(ropes)
         group_of = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
-        self._calls = tuple((layer.attention, layer.mlp, group_of[i]) for i, layer in enumerate(self.layers))
+        self._calls = tuple((layer.mixer, layer.ffn, group_of[i]) for i, layer in enumerate(self.layers))
 
     def forward(self, batch: ForwardBatch, cache: KVCache, num_layers: int | None = None) -> Tensor:
         """Run every layer, storing keys and values: hidden [num_rows, hidden] of the wanted rows, before the last norm.
@@ -107,16 +113,17 @@ class Model:
 
     def forget_pages(self) -> None:
         """Let go of the cache that fused kernels have seen last."""
-        for part in self._calls[0][0].qkv.parts:
+        first = next(linears_of(self._calls[0][0]))
+        for part in first.parts:
             forget(part.prepared, pages_only=True)
 
     def forget_layers(self) -> None:
         """The end: break the circles of weights and what kernels know of their layers. After `gc.freeze` no collector
         would find them.
         """
-        layers = [w for a, m, _ in self._calls for w in (a.qkv, a.out, m.gate_up, m.down)]
-        for part in (part for linear in (*layers, self.head.linear) for part in linear.parts):
-            forget(part.prepared)
+        for weights in (*(w for mixer, ffn, _ in self._calls for w in (mixer, ffn)), self.head):
+            for part in (part for linear in linears_of(weights) for part in linear.parts):
+                forget(part.prepared)
 
     @property
     def num_kinds(self) -> int:

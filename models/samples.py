@@ -39,6 +39,6 @@ def layer_samples(layers: Sequence[DecoderLayer], groups: Sequence[CacheGroup]) 
     group_of = {layer: index for index, group in enumerate(groups) for layer in group.layers}
     found: dict[str, LayerCall] = {}
     for index, layer in enumerate(layers):
-        call = (layer.attention, layer.mlp, group_of[index])
+        call = (layer.mixer, layer.ffn, group_of[index])
         found.setdefault(layer_kind(*call), call)
     return list(found.values())[:MAX_KINDS]

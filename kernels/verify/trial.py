@@ -17,7 +17,7 @@ from torch import Tensor
 from ..dequant import dequantize_rows
 from ..embedding import Embedding
 from ..kv_pages import KVPages
-from ..layer_weights import AttentionWeights, HeadWeights, LayerCall, Linear, Stepped, View
+from ..layer_weights import AttentionWeights, HeadWeights, LayerCall, Linear, Stepped, View, linears_of
 from ..registry import Impl, LinearFacts
 from ..segments import REFERENCES, KernelTable
 from ..weight import Weight
@@ -160,9 +160,8 @@ def _products(*linears: Linear) -> str:
 
 def layer_kind(attention: AttentionWeights, mlp: Any, view: int) -> str:
     """What makes a layer another case for a fused segment."""
-    linears = (attention.qkv, attention.out, mlp.gate_up, mlp.down)
     norms = "".join("n" if norm else "-" for norm in (attention.q_norm, attention.post_norm, mlp.post_norm))
-    return f"{view} {_products(*linears)} {norms} w{attention.window} {mlp.activation}"
+    return f"{view} {_products(*linears_of(attention), *linears_of(mlp))} {norms} w{attention.window} {mlp.activation}"
 
 
 def ends_kind(embedding: Embedding, head: HeadWeights) -> str:
@@ -222,7 +221,9 @@ class SegmentTrial:
 
     @property
     def _tolerance(self) -> float:
-        rounds = [p.impl.rounds for a, m, _ in self.layers for w in (a.qkv, a.out, m.gate_up, m.down) for p in w.parts]
+        rounds = [
+            p.impl.rounds for *kinds, _ in self.layers for w in kinds for linear in linears_of(w) for p in linear.parts
+        ]
         facts = self.shapes.facts
         return max(2 * TOLERANCE[facts.dtype], KV_SLACK[facts.kv_format], *(3 * r for r in rounds))
 

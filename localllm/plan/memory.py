@@ -61,13 +61,13 @@ def activation_bytes(facts: ModelFacts, rows: int, width: int) -> int:
     What is alive while queries and keys are turned, and while the feed-forward layer multiplies: the decoder keeps the
     residual stream, the (last layer's) queries and what attention gave; gate and up lie beside their product.
     """
-    hidden, inner = facts.hidden_size, facts.intermediate_size
-    q, kv = facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim
-    attention = 2 * hidden + 2 * q + (q + 2 * kv) + 2 * q + kv
-    mlp = 2 * hidden + 2 * q + 3 * inner
+    hidden = facts.hidden_size
+    kinds = dict.fromkeys(facts.layers)
+    mixer = max(layer.mixer.work(hidden) for layer in kinds)
+    ffn = max(layer.ffn.work(hidden) for layer in kinds) + 2 * facts.num_heads * facts.head_dim
     embedding = hidden * (4 + width)  # rows come out as float32 first
     turned = sum(rope.dim // 2 * 8 for rope in facts.ropes)
-    return rows * (max(embedding, width * max(attention, mlp)) + turned)
+    return rows * (max(embedding, width * (2 * hidden + max(mixer, ffn))) + turned)
 
 
 def rope_bytes(facts: ModelFacts, ctx: int) -> int:

@@ -5,6 +5,7 @@ No torch, no weights: plan, listing and loader all decide on these values. The f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -48,6 +49,28 @@ class Attention:
     qkv_bias: bool = False
     o_bias: bool = False
 
+    def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return {
+            "self_attn.q_proj": (q, hidden),
+            "self_attn.k_proj": (kv, hidden),
+            "self_attn.v_proj": (kv, hidden),
+            "self_attn.o_proj": (hidden, q),
+        }
+
+    def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        sizes: dict[str, tuple[int, ...]] = {}
+        if self.qk_norm:
+            sizes = {f"self_attn.{name}_norm.weight": (self.head_dim,) for name in "qk"}
+        names = "qkv" * self.qkv_bias + "o" * self.o_bias
+        shapes = self.linears(hidden)
+        return sizes | {f"self_attn.{name}_proj.bias": shapes[f"self_attn.{name}_proj"][:1] for name in names}
+
+    def work(self, hidden: int) -> int:
+        """Values held for a token while queries and keys are turned, beside the residual stream and its norm."""
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return 2 * q + (q + 2 * kv) + 2 * q + kv
+
 
 @dataclass(frozen=True)
 class Dense:
@@ -56,6 +79,21 @@ class Dense:
     inner: int
     act: str = "silu"  # silu | gelu_tanh
     bias: bool = False
+
+    def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
+        inner = self.inner
+        return {
+            "mlp.gate_proj": (inner, hidden),
+            "mlp.up_proj": (inner, hidden),
+            "mlp.down_proj": (hidden, inner),
+        }
+
+    def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        return {f"{name}.bias": shape[:1] for name, shape in self.linears(hidden).items() if self.bias}
+
+    def work(self, hidden: int) -> int:
+        """Values held for a token beside the residual stream and its norm: gate and up beside their product."""
+        return 3 * self.inner
 
 
 @dataclass(frozen=True)
@@ -151,31 +189,15 @@ def repeated(
 
 def linear_shapes(layer: LayerFacts, hidden: int) -> dict[str, tuple[int, int]]:
     """(N, K) of a layer's linear modules, by canonical name below `model.layers.{i}.`."""
-    mixer, inner = layer.mixer, layer.ffn.inner
-    q, kv = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
-    return {
-        "self_attn.q_proj": (q, hidden),
-        "self_attn.k_proj": (kv, hidden),
-        "self_attn.v_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, q),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }
+    return layer.mixer.linears(hidden) | layer.ffn.linears(hidden)
 
 
-def vector_sizes(layer: LayerFacts, hidden: int) -> dict[str, int]:
-    """Sizes of a layer's norm weights and biases, by canonical tensor name below `model.layers.{i}.`."""
-    mixer, norms = layer.mixer, layer.norms
+def vector_shapes(layer: LayerFacts, hidden: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of a layer's other tensors (norms, biases), by canonical name below `model.layers.{i}.`."""
+    norms = layer.norms
     names = (norms.before_mixer, norms.before_ffn, norms.after_mixer, norms.after_ffn)
-    sizes = {f"{name}.weight": hidden for name in names if name is not None}
-    if mixer.qk_norm:
-        sizes |= {f"self_attn.{name}_norm.weight": mixer.head_dim for name in "qk"}
-    biased = {"qkv": mixer.qkv_bias, "o": mixer.o_bias}
-    modules = [f"self_attn.{name}_proj" for names, there in biased.items() if there for name in names]
-    modules += [f"mlp.{name}_proj" for name in ("gate", "up", "down") if layer.ffn.bias]
-    shapes = linear_shapes(layer, hidden)
-    return sizes | {f"{module}.bias": shapes[module][0] for module in modules}
+    sizes: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in names if name is not None}
+    return sizes | layer.mixer.vectors(hidden) | layer.ffn.vectors(hidden)
 
 
 def count_linear_params(facts: ModelFacts) -> int:
@@ -185,7 +207,8 @@ def count_linear_params(facts: ModelFacts) -> int:
 
 def count_params(facts: ModelFacts) -> int:
     """Parameters of the text model, a tied head counted once."""
-    vectors = sum(sum(vector_sizes(layer, facts.hidden_size).values()) for layer in facts.layers)
+    hidden = facts.hidden_size
+    vectors = sum(math.prod(shape) for layer in facts.layers for shape in vector_shapes(layer, hidden).values())
     tables = facts.vocab_size * facts.hidden_size * (1 if facts.tied_embeddings else 2)
     return count_linear_params(facts) + vectors + tables + facts.hidden_size
 

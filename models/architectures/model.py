@@ -12,7 +12,7 @@ from localllm.checkpoint.formats.module import DENSE
 from localllm.checkpoint.mapped_file import bad
 
 from . import registry
-from .facts import ModelFacts, count_params, linear_shapes, vector_sizes
+from .facts import ModelFacts, count_params, linear_shapes, vector_shapes
 from .names import NameMap
 
 
@@ -71,16 +71,16 @@ class OpenModel(Checkpoint):
         self._linear("model.embed_tokens", (facts.vocab_size, hidden))
         if not facts.tied_embeddings:
             self._linear("lm_head", (facts.vocab_size, hidden))
-        self._vector("model.norm.weight", hidden)
+        self._vector("model.norm.weight", (hidden,))
         for index, layer in enumerate(facts.layers):
             start = f"model.layers.{index}."
             for module, shape in linear_shapes(layer, hidden).items():
                 self._linear(start + module, shape)
-            for name, size in vector_sizes(layer, hidden).items():
-                self._vector(start + name, size)
+            for name, sizes in vector_shapes(layer, hidden).items():
+                self._vector(start + name, sizes)
         for rope in facts.ropes:
             if rope.factors_tensor:
-                self._stored(rope.factors_tensor, rope.dim // 2)
+                self._stored(rope.factors_tensor, (rope.dim // 2,))
 
     def _linear(self, module: str, shape: tuple[int, int]) -> None:
         name = self.names.source(module)
@@ -93,15 +93,15 @@ class OpenModel(Checkpoint):
             what = f"holds a weight of {list(stored.shape)}, {list(shape)} is expected"
             raise bad(self.path, what, key=f"{name}.weight")
 
-    def _vector(self, tensor: str, size: int) -> None:
+    def _vector(self, tensor: str, shape: tuple[int, ...]) -> None:
         module, _, last = tensor.rpartition(".")
-        self._stored(f"{self.names.source(module)}.{last}", size)
+        self._stored(f"{self.names.source(module)}.{last}", shape)
 
-    def _stored(self, name: str, size: int) -> None:
+    def _stored(self, name: str, shape: tuple[int, ...]) -> None:
         info = self.tensors.get(name)
         if info is None:
             raise bad(self.path, "the tensor is missing", key=name)
-        if info.shape != (size,):
-            raise bad(info.file, f"has shape {list(info.shape)}, [{size}] is expected", key=name)
+        if info.shape != shape:
+            raise bad(info.file, f"has shape {list(info.shape)}, {list(shape)} is expected", key=name)
         if info.dtype not in DENSE:
             raise bad(info.file, f"is stored as {info.dtype}, {', '.join(DENSE)} are expected", key=name)

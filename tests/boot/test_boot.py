@@ -196,7 +196,7 @@ def test_a_sleeping_model_has_no_pages_and_a_closed_one_no_weights(tiny_path: Pa
         llm.wake()
         assert tokens(llm) == first
         held.append(weakref.ref(llm.engine.runner.cache.layers[0].k))
-        held.append(weakref.ref(llm._model.layers[0].attention.qkv.parts[0].prepared.data))
+        held.append(weakref.ref(llm._model.layers[0].mixer.qkv.parts[0].prepared.data))
         model = weakref.ref(llm._model)
         llm.close()
         assert [one() for one in held] == [None, None, None] and model() is None

@@ -14,7 +14,7 @@ import tiny_models as tiny
 from localllm.checkpoint import Checkpoint
 from localllm.errors import BadModelFile, UnsupportedModel
 from localllm.models.architectures import Attention, ModelFacts, RopeFacts, kv_bytes_per_token, open_model
-from localllm.models.architectures.facts import count_params, linear_shapes, vector_sizes
+from localllm.models.architectures.facts import count_params, linear_shapes, vector_shapes
 from localllm.models.architectures.registry import understand
 
 
@@ -141,7 +141,7 @@ def test_qwen3_has_heads_of_its_own_size() -> None:
     assert (
         facts.layers[0].mixer.qk_norm
         and facts.head_dim == 128
-        and vector_sizes(facts.layers[0], 1024)["self_attn.q_norm.weight"] == 128
+        and vector_shapes(facts.layers[0], 1024)["self_attn.q_norm.weight"] == (128,)
     )
     assert linear_shapes(facts.layers[0], facts.hidden_size)["self_attn.o_proj"] == (1024, 2048)
 

@@ -100,4 +100,4 @@ def test_quantized_llama_matches_its_dense_form(name: str, tiny: Callable, paged
     rows = paged(ours).all_logits(ids, [30])
     assert float((rows - expected).abs().max() / expected.abs().max()) < 1e-4
     # q, k and v become one weight, unless each takes its inputs in an order of its own
-    assert len(ours.layers[0].attention.qkv.parts) == (3 if name == "gptq" else 1)
+    assert len(ours.layers[0].mixer.qkv.parts) == (3 if name == "gptq" else 1)

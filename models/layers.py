@@ -1,0 +1,73 @@
+"""A layer of a checkpoint -> `DecoderLayer`: one function for each kind of mixer and of feed-forward layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from localllm.kernels.layer_weights import AttentionWeights, Linear, MlpWeights, Norm
+
+from .architectures.facts import Attention, Dense, Norms, linear_shapes
+from .model import DecoderLayer
+from .reader import Reader
+
+
+class LayerReader:
+    """The tensors of one layer, by canonical name below `model.layers.{i}.`."""
+
+    def __init__(self, reader: Reader, index: int) -> None:
+        self.reader = reader
+        self.hidden = reader.facts.hidden_size
+        self.facts = reader.facts.layers[index]
+        self.norms: Norms = self.facts.norms
+        self.start = f"model.layers.{index}."
+        self._shapes = linear_shapes(self.facts, self.hidden)
+
+    def norm(self, name: str, size: int = 0) -> Norm:
+        """`size` is the hidden size where it is not said."""
+        return self.reader.norm(self.start + name, size or self.hidden)
+
+    def norm_if(self, name: str | None, size: int = 0) -> Norm | None:
+        return None if name is None else self.norm(name, size)
+
+    def linear(self, layer_class: str, *modules: str) -> Linear:
+        """Modules that are multiplied with the same rows, as one."""
+        return self.reader.linear(layer_class, [self.start + m for m in modules], [self._shapes[m] for m in modules])
+
+
+def _attention(layer: LayerReader, facts: Attention) -> AttentionWeights:
+    return AttentionWeights(
+        norm=layer.norm(layer.norms.before_mixer),
+        qkv=layer.linear("qkv", *(f"self_attn.{name}_proj" for name in "qkv")),
+        out=layer.linear("o", "self_attn.o_proj"),
+        num_heads=facts.num_heads,
+        num_kv_heads=facts.num_kv_heads,
+        head_dim=facts.head_dim,
+        scale=facts.scale,
+        q_norm=layer.norm_if("self_attn.q_norm" if facts.qk_norm else None, facts.head_dim),
+        k_norm=layer.norm_if("self_attn.k_norm" if facts.qk_norm else None, facts.head_dim),
+        post_norm=layer.norm_if(layer.norms.after_mixer),
+        window=facts.window,
+        softcap=facts.softcap,
+        interleaved=facts.rope.interleaved,
+    )
+
+
+def _dense(layer: LayerReader, facts: Dense) -> MlpWeights:
+    return MlpWeights(
+        norm=layer.norm(layer.norms.before_ffn),
+        gate_up=layer.linear("gate_up", "mlp.gate_proj", "mlp.up_proj"),
+        down=layer.linear("down", "mlp.down_proj"),
+        activation=facts.act,
+        post_norm=layer.norm_if(layer.norms.after_ffn),
+    )
+
+
+_KINDS: dict[type, Callable[[LayerReader, Any], Any]] = {Attention: _attention, Dense: _dense}
+
+
+def load_layer(reader: Reader, index: int) -> DecoderLayer:
+    """Read layer `index`, and let each of its products choose its implementation."""
+    layer = LayerReader(reader, index)
+    mixer, ffn = layer.facts.mixer, layer.facts.ffn
+    return DecoderLayer(_KINDS[type(mixer)](layer, mixer), _KINDS[type(ffn)](layer, ffn))

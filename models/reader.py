@@ -1,0 +1,161 @@
+"""`Reader`: tensors of a checkpoint -> what layers are made of: read, canonical form, choose, prepare, free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from localllm.errors import BadModelFile
+from localllm.kernels import LinearFacts, Weight, choose
+from localllm.kernels.layer_weights import Linear, LinearPart, Norm
+from localllm.kernels.table import implementations
+from localllm.kernels.verify.selftest import SelfTest
+from localllm.quant import dequantize, fuse, load_weight, read_dense
+from localllm.quant.encode import Target, encode
+
+from .architectures import ModelFacts, OpenModel
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How to load: where to, in which precision, under which promises."""
+
+    device: str = "cpu"
+    dtype: str = "float32"  # of activations: float32 | bfloat16 | float16
+    kv_format: str = "f32"  # of the cache: a key of `kernels.kv_pages.KV_DTYPES`
+    page_size: int = 16  # tokens
+    exact: bool = False  # the dtype was asked for by name: nothing may be rounded below it
+    deterministic: bool = True  # a token's result does not depend on the rest of its batch
+    # fp8 | nvfp4: where many rows are multiplied they may be rounded to it, on cards that multiply such numbers
+    activations: str = ""
+    # a target of `quant.encode`: what linear layers become while loading, however they are stored; "" keeps them
+    weights: str = ""
+    disabled: frozenset[str] = frozenset()  # keys ("op:name") of implementations that failed their self-test
+    selftest: SelfTest | None = None  # tries every kernel that is chosen, on the shapes of this model; None trusts them
+    progress: Callable[[int, int], None] | None = None  # called with (stored bytes done, of how many)
+
+
+class Reader:
+    """One load in progress: what has been read, and which implementations were chosen."""
+
+    def __init__(self, checkpoint: OpenModel, facts: ModelFacts, options: LoadOptions) -> None:
+        self.checkpoint = checkpoint
+        self.facts = facts
+        self.options = options
+        self.device = torch.device(options.device)
+        self.capability = 0  # of a GPU as 90, 120
+        self.shares_memory = False  # whether a GPU has no memory of its own (GB10, Jetson)
+        if self.device.type == "cuda":
+            major, minor = torch.cuda.get_device_capability(self.device)
+            self.capability = major * 10 + minor
+            self.shares_memory = bool(getattr(torch.cuda.get_device_properties(self.device), "is_integrated", 0))
+        self.selftest = options.selftest
+        self.target = Target(options.weights) if options.weights else None
+        self.chosen: dict[str, dict[str, None]] = {}
+        self.done = 0
+
+    @property
+    def disabled(self) -> frozenset[str]:
+        """Implementations that failed before, and what the self-test of this load has found so far."""
+        return self.options.disabled | (self.selftest.disabled if self.selftest is not None else frozenset())
+
+    def linear(self, layer_class: str, names: Sequence[str], shapes: Sequence[tuple[int, int]]) -> Linear:
+        """Read linear modules and prepare them, as one weight if their forms allow it exactly."""
+        weights = [self.weight(name, shape) for name, shape in zip(names, shapes, strict=True)]
+        biases = [self.bias(name, shape[0]) for name, shape in zip(names, shapes, strict=True)]
+        whole = fuse(weights)
+        if whole is None:
+            parts = zip(weights, biases, strict=True)
+            return Linear(tuple(self.prepare(layer_class, weight, bias) for weight, bias in parts))
+        bias = None
+        if any(b is not None for b in biases):
+            pairs = zip(biases, shapes, strict=True)
+            bias = torch.cat([torch.zeros(n, device=self.device) if part is None else part for part, (n, _) in pairs])
+        return Linear((self.prepare(layer_class, whole, bias),))
+
+    def prepare(self, layer_class: str, weight: Weight, bias: Tensor | None) -> LinearPart:
+        """Choose the implementation for a canonical weight and let it repack it."""
+        facts = LinearFacts(
+            form=weight.form,
+            shape=weight.shape,
+            group_size=weight.group_size,
+            block_type=weight.block_type,
+            device=self.device.type,
+            capability=self.capability,
+            dtype=self.options.dtype,
+            exact=self.options.exact,
+            deterministic=self.options.deterministic,
+            activations=self.options.activations,
+        )
+        while True:
+            impl = choose(implementations("linear"), facts, self.disabled).impl
+            # the codes, nearly all of the bytes, are repacked almost always: they are copied only where they were kept
+            prepared = self.owned(impl.prepare(self.owned(weight, but="qweight")))
+            if self.selftest is None or self.selftest.linear_passed(impl, facts, weight, prepared):
+                break
+        self.chosen.setdefault(layer_class, {})[impl.name] = None
+        return LinearPart(impl, prepared, bias, weight.shape)
+
+    def owned(self, weight: Any, but: str = "") -> Any:
+        """A weight, canonical or prepared, with copies of its tensors that are views of the mapped files."""
+        if not isinstance(weight, tuple) or not hasattr(weight, "_asdict"):
+            return weight
+        views = {
+            name: part
+            for name, part in weight._asdict().items()
+            if isinstance(part, Tensor) and name != but and part.device.type == "cpu" and part.layout is torch.strided
+        }
+        copies = {name: part.clone() for name, part in views.items() if self.checkpoint.maps(part.data_ptr())}
+        return weight._replace(**copies) if copies else weight  # type: ignore[attr-defined]
+
+    def weight(self, name: str, shape: tuple[int, int]) -> Weight:
+        stored_as = self.checkpoint.names.source(name)
+        weight = self.moved(load_weight(self.checkpoint, stored_as, self.checkpoint.formats[stored_as], shape))
+        self.count(stored_as + ".")
+        if self.shares_memory:  # GPU and host: let the system drop what it keeps of the files that were read
+            for tensor in self.checkpoint.tensors:
+                if tensor.startswith(stored_as + "."):
+                    self.checkpoint.forget(tensor)
+        if self.target is None or not name.startswith("model.layers.") or self.target.fits(*shape) is not None:
+            return weight
+        try:
+            return encode(dequantize(weight), self.target)
+        except ValueError as error:
+            raise BadModelFile(f"{self.checkpoint.path.name}: {stored_as}: {error}") from error
+
+    def moved(self, weight: Weight) -> Weight:
+        """The same weight on the device: one module is in host memory at a time."""
+        if self.device.type == "cpu":
+            return weight
+        parts = {name: part.to(self.device) for name, part in weight._asdict().items() if isinstance(part, Tensor)}
+        return weight._replace(**parts)
+
+    def bias(self, name: str, size: int) -> Tensor | None:
+        """A linear module's bias, float32 [size]; None where there is none, or all are zero (as GPTQ files have it)."""
+        stored = f"{self.checkpoint.names.source(name)}.bias"
+        bias = self.vector(stored, size) if stored in self.checkpoint.tensors else None
+        return bias.to(self.device) if bias is not None and bool(bias.any()) else None
+
+    def norm(self, name: str, size: int) -> Norm:
+        """A norm, its weight float32 with the model's offset added."""
+        stored = f"{self.checkpoint.names.source(name)}.weight"
+        weight = self.vector(stored, size).to(self.device)
+        self.count(stored)
+        return Norm(weight + self.facts.norm_offset if self.facts.norm_offset else weight, self.facts.rms_norm_eps)
+
+    def vector(self, stored: str, size: int) -> Tensor:
+        """A stored vector as float32 [size]."""
+        shape = self.checkpoint.tensors[stored].shape
+        if shape != (size,):
+            raise BadModelFile(f"{self.checkpoint.path.name}: {stored} has shape {list(shape)}, expected [{size}]")
+        return read_dense(self.checkpoint, stored).float().contiguous()
+
+    def count(self, prefix: str) -> None:
+        if self.options.progress is not None:
+            tensors = self.checkpoint.tensors
+            self.done += sum(tensors[name].nbytes for name in tensors if name.startswith(prefix))
+            self.options.progress(self.done, self.checkpoint.nbytes)
