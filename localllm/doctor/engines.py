@@ -71,6 +71,8 @@ class Flag:
     name: str
     file: str
     since: str = ""
+    until: str = ""
+    seen: str = ""
     before: str = ""
     gone: bool = False
     now: str = ""
@@ -272,6 +274,9 @@ def _notes(
         if row and row.since and installed and not matches(installed, f">={row.since}"):
             older = f", where it is {row.before}" if row.before else ""
             notes.append(f"{name} is there from {engine['title']} {row.since} on; {installed} is installed here{older}")
+    checked = engine.get("checked", "")
+    if checked and installed and matches(installed, f">{checked}"):
+        notes.append(f"the flags were read in {engine['title']} {checked}; {installed}, installed here, may differ")
     if room and room.in_ram:
         notes.append(f"{gib(room.in_ram, 1)} of the weights stay in RAM: expect the pace of the CPU for that part")
     if engine["name"] == "vllm" and "gpt-oss" in model.name and any(g.capability == 121 for g in survey.machine.gpus):

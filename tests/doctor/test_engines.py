@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -221,10 +222,36 @@ def test_every_name_is_in_the_table_and_none_was_given_up() -> None:
             assert not row.gone, f"{engine} {name} was given up: {row.now or row.change}"
     for row in table.values():
         assert re.fullmatch(r"[\w.-]+/[\w.-]+: \S+", row.file), row
+        assert not row.until or row.gone, row
         assert not row.now or (row.engine, row.now) in table
         assert not row.before or (row.engine, row.before) in table or not row.before.startswith("-")
     old = launch("sglang", None, Survey(fake_machine("rtxpro6000"), fake_host("rtxpro6000")))
     assert any("0.5.12 is installed here, where it is --cuda-graph-max-bs" in note for note in old.notes)
+
+
+def test_every_name_was_read_in_a_source_or_says_that_it_was_not() -> None:
+    """`seen` is the newest version whose source has the name; a name without it rests on what others write."""
+    unread = {(row.engine, row.name) for row in flag_table().values() if not row.seen and not row.until}
+    assert unread == {
+        ("llama.cpp", "--moe-cache-mib"),
+        ("sglang", "SGLANG_DISABLE_DEEP_GEMM"),
+        ("sglang", "SGLANG_ENABLE_DEEP_GEMM"),
+        ("tensorrt-llm", "TIKTOKEN_ENCODINGS_BASE"),
+    }
+    newest = {
+        engine["name"]: engine.get("checked") for engine in paths.toml_beside(doctor.__file__, "engines.toml")["engine"]
+    }
+    for row in flag_table().values():
+        if newest.get(row.engine) and row.seen and row.file.startswith(("vllm-project", "sgl-project")):
+            assert row.seen == newest[row.engine], row
+
+
+def test_an_engine_newer_than_what_was_read_is_said() -> None:
+    machine, host = fake_machine("rtx5090"), fake_host("rtx5090")
+    assert not any("were read in" in note for note in launch("vllm", None, Survey(machine, host)).notes)
+    newer = replace(host, packages={**host.packages, "vllm": "0.99.0"})
+    notes = launch("vllm", None, Survey(machine, newer)).notes
+    assert any("read in vLLM 0.33.0; 0.99.0, installed here" in note for note in notes)
 
 
 @pytest.mark.parametrize("hw", [*PROFILES, "rtx2070"])
