@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,8 @@ from localllm.mcp.servers import ServerEntry
 
 if TYPE_CHECKING:
     from localllm.mcp.client import McpTools, Result
+
+MAX_RESULTS = 256  # of approved calls, kept so that none is made twice
 
 
 class OwnersTools:
@@ -20,6 +23,7 @@ class OwnersTools:
         self._entries = entries
         self._lock = asyncio.Lock()
         self._tools: McpTools | None = None
+        self._once: OrderedDict[tuple[str, str, str], Result] = OrderedDict()  # of approved calls
 
     @property
     def labels(self) -> list[str]:
@@ -46,6 +50,15 @@ class OwnersTools:
             return await asyncio.to_thread(tools.call, name, arguments, cancel)
         finally:
             cancel.set()
+
+    async def call_once(self, approval: str, name: str, arguments: str) -> Result:
+        """As `call`, but an approval that is sent again, after an answer got lost, gets the first result."""
+        key = (approval, name, arguments)
+        if key not in self._once:
+            self._once[key] = await self.call(name, arguments)
+            if len(self._once) > MAX_RESULTS:
+                self._once.popitem(last=False)
+        return self._once[key]
 
     def close(self) -> None:
         """End all programs."""

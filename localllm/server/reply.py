@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -50,13 +50,20 @@ class Rendering(Protocol):
 
 
 async def reply(
-    request: Request, asked: Generation, render: Callable[[Reservation], Rendering], stream_format: StreamFormat
-) -> Response:
-    """Answer a request. Raises LocalLLMError, ClientLeft."""
+    request: Request, asked: Generation, render: Callable[[Reservation], Rendering], stream_format: StreamFormat,
+    before: Callable[[], Awaitable[Generation]] | None = None,
+) -> Response:  # fmt: skip
+    """Answer a request. Raises LocalLLMError, ClientLeft.
+
+    before  work that may take long and says what is asked instead
+    """
     service = service_of(request)
 
+    async def opened() -> Reservation:
+        return await service.open(request, asked if before is None else await before())
+
     async def chunks() -> AsyncGenerator[bytes]:
-        reservation = await service.open(request, asked)
+        reservation = await opened()
         try:
             rendering = render(reservation)
             await reservation.stream.ready()
@@ -70,7 +77,7 @@ async def reply(
             stream = Stream(chunks(), stream_format)
             await stream.begin()
             return stream
-        reservation = await service.open(request, asked)
+        reservation = await opened()
         try:
             return JSONResponse(await render(reservation).whole())
         finally:

@@ -25,7 +25,7 @@ from localllm.mcp.servers import ServerEntry
 from localllm.server.openai.responses_store import ResponseStore
 
 from .admission import Admission, Ticket
-from .errors import ApiError
+from .errors import ApiError, invalid
 from .exchange import Exchange, exchange_of
 from .generation import Conversation, Generation
 from .mcp import OwnersTools
@@ -48,7 +48,7 @@ class ServiceOptions:
 
     parallel: int = 4  # sequences a model answers side by side
     max_queue: int = 256  # requests that may wait, per model
-    default_model: str = ""  # the id meant by a request that names none; "" for the first there is
+    default_model: str = ""  # the id meant by a request that names none, where several models are served
     mcp: tuple[ServerEntry, ...] = ()  # MCP servers whose tools clients may call
 
 
@@ -111,15 +111,19 @@ class Service:
         return await self.in_thread(self.pool.models)
 
     async def find(self, asked: str | None) -> ServedModel:
-        """The model a request means. Raises ApiError or ModelNotFound, 404."""
-        name = asked if asked is not None else self.options.default_model
-        if name:
-            known = self.pool.known(name)
-            return known if known is not None else await self.in_thread(lambda: self.pool.find(name))
+        """The model a request means: one that names none, the default or the only one. Raises LocalLLMError."""
+        if asked:
+            known = self.pool.known(asked)
+            return known if known is not None else await self.in_thread(lambda: self.pool.find(asked))
         models = await self.models()
         if not models:
             raise ApiError(404, "No model is on this machine.", code="model_not_found", param="model")
-        return models[0]
+        default = self.pool.known(self.options.default_model) if self.options.default_model else None
+        if default is None and len(models) > 1:
+            names = ", ".join(model.name for model in models[:8])
+            message = f"A request must name its model where several are served; there are: {names}"
+            raise invalid(message, "model", "missing_required_parameter")
+        return default or models[0]
 
     def check_ready(self) -> None:
         """Raise ApiError 503 when nothing new is taken."""

@@ -9,6 +9,11 @@ import httpx
 import openai
 import pytest
 
+from localllm.server import Service, ServiceOptions
+from localllm.server.errors import ApiError
+from localllm.server.pool import ModelPool
+from localllm.server.served_model import ServedModel
+
 from .conftest import CHAT, ask, events, settled
 
 
@@ -256,10 +261,52 @@ def test_tool_calls_in_their_shapes():
     assert json.loads(tool_calls_json(one.tool_calls)[0]["function"]["arguments"]) == {"a": 1}
 
 
-async def test_a_model_that_names_none_is_the_default(client):
+async def test_a_request_without_a_model_is_answered_by_the_only_one(client):
     without = {k: v for k, v in ask().items() if k != "model"}
     assert (await client.post(CHAT, json=without)).json()["model"] == "tiny"
+    assert (await client.post(CHAT, json=ask(model=""))).json()["model"] == "tiny"
     assert (await client.post(CHAT, json=ask(model="org/tiny"))).json()["model"] == "tiny"
+
+
+@pytest.fixture
+def two_models():
+    pool = ModelPool([ServedModel("first", "first"), ServedModel("second", "second")].copy, None, lambda: None)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("model", [{}, {"model": ""}, {"model": None}], ids=str)
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/completions", {"prompt": "hi"}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/embeddings", {"input": "hi"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}),
+        ("/api/generate", {"prompt": "hi"}),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+async def test_where_several_are_served_a_request_names_its_model(make_client, two_models, path, body, model):
+    async with make_client(Service(two_models)) as client:
+        response = await client.post(path, json=body | model)
+    assert response.status_code == 400 and "model" in response.text, response.text
+    if path == CHAT and "model" in model:
+        error = response.json()["error"]
+        assert (error["param"], error["code"]) == ("model", "missing_required_parameter")
+        assert "first, second" in error["message"]
+
+
+async def test_the_default_model_is_meant_where_none_is_named(two_models):
+    service = Service(two_models, ServiceOptions(default_model="second"))
+    assert (await service.find(None)).name == (await service.find("")).name == "second"
+    assert (await service.find("first")).name == "first"
+    gone = Service(two_models, ServiceOptions(default_model="gone"))
+    with pytest.raises(ApiError, match="must name its model"):
+        await gone.find(None)
+    for one in (service, gone):
+        one.close()
 
 
 def test_a_stream_over_a_real_connection_comes_in_pieces(live):

@@ -48,6 +48,8 @@ async def test_responses_streamed_stored_and_continued(sdk):
     ]  # fmt: skip
     again = await sdk.responses.retrieve(whole.id)
     assert again.model_dump() == whole.model_dump()
+    with pytest.raises(openai.BadRequestError, match="stream is not supported"):
+        await sdk.responses.retrieve(whole.id, stream=True)
     more = await sdk.responses.create(**respond(input="go on", previous_response_id=whole.id))
     assert more.usage.input_tokens > whole.usage.total_tokens
     items = (await sdk.responses.input_items.list(more.id, order="asc")).data

@@ -6,6 +6,7 @@ import logging
 import secrets
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +19,7 @@ from localllm.cli.frame.console import one_of
 from localllm.cli.frame.exits import leave_now
 from localllm.cli.frame.options import EngineFlags, Parallel, model_argument, read_text
 from localllm.cli.names import Choice, agree, choice_of, resolve
-from localllm.errors import ConfigError, ModelNotFound, ServerError
+from localllm.errors import ConfigError, LocalLLMError, ModelNotFound, ServerError
 from localllm.mcp.servers import read_servers
 from localllm.terminal import clean_line, counted, seconds_short
 
@@ -106,7 +107,7 @@ def serve(
         log_format=log_format,
         ollama=OLLAMA if ollama else None,
         library=HubLibrary(config, offline=env.offline) if ollama else None,
-        service=server.ServiceOptions(config.engine.max_parallel, max_queue, default, entries),
+        service=server.ServiceOptions(config.engine.max_parallel, max_queue, meant(config), entries),
     )
     stays = bool(models) and ttl is None  # a model that was named stays unless a time was given
     pinned = named if stays else tuple(choice.shown for choice in choices[len(models or ()) :])
@@ -166,7 +167,7 @@ def offered(
     every: bool = False,
     may_be_none: bool = False,
 ) -> tuple[str, Any]:
-    """(the model meant by requests that name none, what lists the offers).
+    """(the default model, what lists the offers).
 
     every        offer all local models beside those that were named
     may_be_none  begin without a model, too: one can be pulled
@@ -182,12 +183,24 @@ def offered(
         return fixed[0].name, lambda: [*fixed, *(offer for offer in local_offers() if offer.name not in names)]
     if aliases:
         raise ConfigError("--alias needs a model", f"localllm serve MODEL --alias {aliases[0]}")
-    wanted = config.model or default_model(config.engine)
+    wanted = meant(config) or default_model(config.engine)
     known = local_offers()
     default = next((o.name for o in known if o.name == wanted), known[0].name if known else "")
     if not known and not may_be_none:
         raise ModelNotFound("there is no model on this machine", "localllm serve smollm2 -y")
     return default, lambda: sorted(local_offers(), key=lambda offer: offer.name != default)
+
+
+def meant(config: UserConfig) -> str:
+    """The full name of the model in the settings; "" without one, or where it is not on this machine."""
+    from localllm.plan import fit
+    from localllm.plan.planner import Planner
+
+    if not config.model:
+        return ""
+    with suppress(LocalLLMError):
+        return choice_of(fit.resolve(config.model, Planner.here(config.engine), offline=True, config=config)).shown
+    return ""
 
 
 def new_pool(env: Env, config: UserConfig, offers: Any, pinned: tuple[str, ...], life: _Life | None) -> ModelPool:

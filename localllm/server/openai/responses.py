@@ -8,12 +8,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from localllm.server.errors import ApiError, invalid
+from localllm.server.errors import ApiError, invalid, unsupported
 from localllm.server.generation import Generation
 from localllm.server.openai import responses_schemas as schemas
 from localllm.server.openai.reading import read_chat, read_conversation
 from localllm.server.openai.responses_events import ResponseBuilder
-from localllm.server.openai.responses_mcp import MAX_CALLS, McpRounds, offered, shaped
+from localllm.server.openai.responses_mcp import MAX_CALLS, McpRounds, approved, ended, offered, shaped
 from localllm.server.openai.responses_store import Stored
 from localllm.server.reply import StreamFormat, reply, unless_left
 from localllm.server.response_stream import AsyncResponseStream
@@ -25,16 +25,26 @@ async def create_response(request: Request, body: schemas.ResponsesRequest) -> R
     service = service_of(request)
     schemas.refuse(body)
     items = [*_earlier(service, body), *_named(service, schemas.input_items(body))]
-    tools = await offered(service, body)
+    tools, guarded = await offered(service, body)
+    calls = approved(items, tools)
 
     def read(items: list[dict[str, Any]]) -> Generation:
         return replace(read_chat(schemas.to_chat(body, items, shaped(tools))), shortens=body.truncation == "auto")
 
-    async def again(output: list[dict[str, Any]]) -> AsyncResponseStream:
+    def after(output: list[dict[str, Any]]) -> Generation:
         asked = read([*items, *output])
         if asked.tool_use is not None:  # a call that was required has been made
             asked = replace(asked, tool_use=replace(asked.tool_use, choice="auto", only=()))
-        return (await service.open(request, asked)).stream
+        return asked
+
+    async def again(output: list[dict[str, Any]]) -> AsyncResponseStream:
+        return (await service.open(request, after(output))).stream
+
+    async def make_calls() -> Generation:
+        assert service.mcp is not None
+        for item in calls:
+            ended(item, await service.mcp.call_once(item["approval_request_id"], item["name"], item["arguments"]))
+        return after(calls)
 
     asked = read(items)
 
@@ -44,16 +54,17 @@ async def create_response(request: Request, body: schemas.ResponsesRequest) -> R
 
     rounds = McpRounds(most=body.max_tool_calls or MAX_CALLS)
     if tools and service.mcp is not None:
-        rounds = McpRounds(tools, service.mcp.call, again, rounds.most)
+        rounds = McpRounds(tools, guarded, calls, service.mcp.call, again, rounds.most)
     builder = ResponseBuilder(body, asked.tool_use, keep, rounds)
-    return await reply(request, asked, builder.opened, StreamFormat(builder.fail))
+    return await reply(request, asked, builder.opened, StreamFormat(builder.fail), make_calls if calls else None)
 
 
 async def count_input_tokens(request: Request, body: schemas.ResponsesRequest) -> dict[str, Any]:
     """How many tokens the input of a response has, with what an earlier response left as its beginning."""
     service = service_of(request)
     items = [*_earlier(service, body), *_named(service, schemas.input_items(body))]
-    conversation = read_conversation(schemas.to_chat(body, items, shaped(await offered(service, body))))
+    tools, _ = await offered(service, body)
+    conversation = read_conversation(schemas.to_chat(body, items, shaped(tools)))
     async with unless_left(request.receive), service.reserve(request, body.model) as reservation:
         (ids,) = await service.encode(reservation.llm, conversation)
     return {"object": "response.input_tokens", "input_tokens": len(ids)}
@@ -96,6 +107,8 @@ def _stored(request: Request) -> Stored:
 
 async def get_response(request: Request) -> dict[str, Any]:
     """A response by its id."""
+    if request.query_params.get("stream", "").lower() == "true":
+        raise unsupported("stream is not supported: only responses in the background go on elsewhere.", "stream")
     return _stored(request).response
 
 

@@ -13,10 +13,11 @@ from typing import Any
 
 from localllm.errors import LocalLLMError
 from localllm.llm.outputs import OutputDelta
+from localllm.mcp.client import Result
 from localllm.request import FinishReason, SamplingParams, TokenLogprob, ToolUse, Usage
 from localllm.server.errors import openai_body
 from localllm.server.openai.output import TokenNames, new_id
-from localllm.server.openai.responses_mcp import McpRounds, listings
+from localllm.server.openai.responses_mcp import McpRounds, call_item, ended, listings
 from localllm.server.openai.responses_schemas import ResponsesRequest
 from localllm.server.reply import named
 from localllm.server.response_stream import AsyncResponseStream, Blocks
@@ -41,6 +42,7 @@ class ResponseBuilder:
         self.id = new_id("resp_")
         self._created = int(time.time())
         self.output: list[dict[str, Any]] = []
+        self._num_closed = 0  # items at the beginning of `output` that get no more deltas
         self._blocks = Blocks()
         self._logprobs: list[dict[str, Any]] = []
         self._status = "in_progress"
@@ -73,6 +75,9 @@ class ResponseBuilder:
                     return
                 async for chunk in self._results():
                     yield chunk
+                if any(item["type"] == "mcp_approval_request" for item in self.output):
+                    yield b"".join(self._end(cut=False))
+                    return
                 self._stream = await self._rounds.again(self.output)
         finally:
             self._stream.abort()
@@ -83,15 +88,13 @@ class ResponseBuilder:
         waiting, self._waiting = self._waiting, []
         for item in waiting:
             assert self._rounds.call is not None
-            result = await self._rounds.call(item["name"], item["arguments"])
-            item["error" if result.failed else "output"] = result.text
-            yield b"".join(self._end_call(item, "failed" if result.failed else "completed"))
+            ended(item, await self._rounds.call(item["name"], item["arguments"]))
+            yield b"".join(self._end_call(item))
 
-    def _end_call(self, item: dict[str, Any], status: str) -> list[bytes]:
-        item["status"] = status
+    def _end_call(self, item: dict[str, Any]) -> list[bytes]:
         at = self.output.index(item)
         return [
-            self._event(f"response.mcp_call.{status}", item_id=item["id"], output_index=at),
+            self._event(f"response.mcp_call.{item['status']}", item_id=item["id"], output_index=at),
             self._event("response.output_item.done", output_index=at, item=item),
         ]
 
@@ -100,11 +103,24 @@ class ResponseBuilder:
             self._event("response.created", response=self.json()),
             self._event("response.in_progress", response=self.json()),
             *(event for item in listings(self._rounds.tools) for event in self._list(item)),
+            *(event for item in self._rounds.done for event in self._made(item)),
+        ]
+
+    def _made(self, item: dict[str, Any]) -> list[bytes]:
+        """A call that was made before the answer begins."""
+        self.output.append(item)
+        self._num_closed = len(self.output)
+        unfinished = item | {"arguments": "", "output": None, "error": None, "status": "in_progress"}
+        return [
+            self._event("response.output_item.added", output_index=len(self.output) - 1, item=unfinished),
+            self._event("response.mcp_call_arguments.done", **self._at(), arguments=item["arguments"]),
+            *self._end_call(item),
         ]
 
     def _list(self, item: dict[str, Any]) -> list[bytes]:
         """An item that is complete at once: the tools of an MCP server."""
         self.output.append(item)
+        self._num_closed = len(self.output)
         at = len(self.output) - 1
         return [
             self._event("response.output_item.added", output_index=at, item=item),
@@ -125,7 +141,8 @@ class ResponseBuilder:
             elif added := part.get("arguments"):
                 self.output[-1]["arguments"] += added
                 kind = self.output[-1]["type"]
-                events.append(self._event(f"response.{kind}_arguments.delta", **self._at(), delta=added))
+                if kind != "mcp_approval_request":  # which is shown when it is complete
+                    events.append(self._event(f"response.{kind}_arguments.delta", **self._at(), delta=added))
         if logprobs and self.output and self.output[-1]["type"] == "message":
             events.append(self._add("content", "", logprobs))
         if delta.finish_reason is not None:
@@ -161,8 +178,11 @@ class ResponseBuilder:
             item = {"type": "reasoning", "id": new_id("rs_"), "summary": [], "content": []}
             part = {"type": "reasoning_text", "text": ""}
         elif tool := self._rounds.tools.get(call.get("name") or "") if kind == "tool_call" else None:
-            item = {"type": "mcp_call", "id": new_id("mcp_"), "server_label": tool.server, "name": tool.name}
-            item |= {"arguments": "", "output": None, "error": None, "approval_request_id": None}
+            item = call_item(tool)
+            if tool.name in self._rounds.guarded:
+                call = {"server_label": tool.server, "name": tool.name, "arguments": ""}
+                self.output.append({"type": "mcp_approval_request", "id": new_id("mcpr_"), **call})
+                return []
         elif kind == "tool_call":
             ids = {"id": new_id("fc_"), "call_id": call.get("id") or new_id("call_")}
             item = {"type": "function_call", **ids, "name": call.get("name") or "", "arguments": ""}
@@ -176,13 +196,15 @@ class ResponseBuilder:
         return [added, self._event("response.content_part.added", **self._at(), content_index=0, part=part)]
 
     def _close(self, status: str = "completed") -> list[bytes]:
-        if not self.output:
+        if len(self.output) == self._num_closed:
             return []
+        self._num_closed = len(self.output)
         item, at = self.output[-1], self._at()
-        if item["type"] == "mcp_list_tools" or (item["type"] == "mcp_call" and item["status"] != "in_progress"):
-            return []
         if item["type"] == "mcp_call":
             return [self._event("response.mcp_call_arguments.done", **at, arguments=item["arguments"])]
+        if item["type"] == "mcp_approval_request":
+            kinds = ("added", "done")
+            return [self._event(f"response.output_item.{k}", output_index=at["output_index"], item=item) for k in kinds]
         if item["type"] == "function_call":
             done = {"name": item["name"], "arguments": item["arguments"]}
             events = [self._event("response.function_call_arguments.done", **at, **done)]
@@ -200,26 +222,21 @@ class ResponseBuilder:
         self._usage = _sum(self._usage, last.usage)
         self._blocks = Blocks()
         self._waiting = [] if cut else self._rounds.goes_on(self.output)
-        if self._waiting:
-            return self._close()
-        left = [item for item in self.output if item["type"] == "mcp_call" and item["status"] == "in_progress"]
-        unrun = [event for item in left for event in self._not_run(item)]
-        has_said = any(item["type"] not in ("mcp_list_tools", "mcp_call") for item in self.output)
-        opened = [] if has_said else self._open("content", {})  # an answer without a word is an empty message
+        return self._close() if self._waiting else self._end(cut)
+
+    def _end(self, cut: bool) -> list[bytes]:
         self._status = "incomplete" if cut else "completed"
-        events = [*unrun, *opened, *self._close(self._status)]
+        events = self._close(self._status)
+        for item in self.output:
+            if item["type"] == "mcp_call" and item["status"] == "in_progress":
+                ended(item, Result("not run: the answer ended, or there were too many calls", failed=True))
+                events += self._end_call(item)
+        if all(item["type"] in ("mcp_list_tools", "mcp_call") for item in self.output):
+            events += [*self._open("content", {}), *self._close(self._status)]  # an answer without a word
         self._reason = "max_output_tokens" if cut else None
         self._completed_at = None if cut else int(time.time())
         self._keep(self.json())
         return [*events, self._event(f"response.{self._status}", response=self.json())]
-
-    def _not_run(self, item: dict[str, Any]) -> list[bytes]:
-        item["error"] = "not run: the answer ended, or there were too many calls"
-        done = self._event(
-            "response.mcp_call_arguments.done", item_id=item["id"], output_index=self.output.index(item),
-            arguments=item["arguments"],
-        )  # fmt: skip
-        return [done, *self._end_call(item, "failed")]
 
     def _shown(self, logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
         if self._names is None or not self._body.wants_logprobs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,12 +22,16 @@ OWN = ("server_url", "connector_id", "authorization", "headers", "tunnel_id")
 class McpRounds:
     """How a response goes on by itself while the model calls tools of MCP servers.
 
-    call   a name and arguments as JSON text -> what came of it
-    again  opens the next answer, after these items
-    most   calls in one response
+    guarded  names of tools that are called only when the client has approved the call
+    done     approved calls, which were made before the model goes on
+    call     a name and arguments as JSON text -> what came of it
+    again    opens the next answer, after these items
+    most     calls in one response
     """
 
     tools: Mapping[str, Tool] = field(default_factory=dict)
+    guarded: frozenset[str] = frozenset()
+    done: Sequence[dict[str, Any]] = ()
     call: Callable[[str, str], Awaitable[Result]] | None = None
     again: Callable[[list[dict[str, Any]]], Awaitable[AsyncResponseStream]] | None = None
     most: int = MAX_CALLS
@@ -42,13 +46,75 @@ class McpRounds:
         return waiting if self.rounds < MAX_ROUNDS and num_calls <= self.most else []
 
 
-async def offered(service: Service, body: ResponsesRequest) -> dict[str, Tool]:
-    """The tools that a request offers of the owner's servers, by name. Raises ApiError."""
+async def offered(service: Service, body: ResponsesRequest) -> tuple[dict[str, Tool], frozenset[str]]:
+    """The tools that a request offers of the owner's servers, by name; which need approval. Raises ApiError."""
     found: dict[str, Tool] = {}
+    guarded: set[str] = set()
     for number, asked in enumerate(body.tools or ()):
         if asked.get("type") == "mcp":
-            found |= await _of_server(service, asked, f"tools[{number}]")
-    return found
+            tools = await _of_server(service, asked, f"tools[{number}]")
+            found |= tools
+            guarded |= _guarded(asked.get("require_approval"), tools, f"tools[{number}].require_approval")
+    return found, frozenset(guarded)
+
+
+def _guarded(policy: Any, tools: Mapping[str, Tool], where: str) -> set[str]:
+    """Tools that need approval: all, as OpenAI has it, but those that the request says need none."""
+    if policy in ("always", "never", None):
+        return set() if policy == "never" else set(tools)
+    if not isinstance(policy, dict) or set(policy) - {"always", "never"}:
+        raise invalid('require_approval must be "always", "never" or an object with always and never.', where)
+    always, never = (_names(policy.get(kind), f"{where}.{kind}") or () for kind in ("always", "never"))
+    return {name for name, t in tools.items() if {name, t.own} & {*always} or not {name, t.own} & {*never}}
+
+
+def _names(filtered: Any, where: str) -> list[str] | None:
+    """The names of a filter, a list or an object with tool_names; None for no filter."""
+    if isinstance(filtered, dict):
+        if filtered.get("read_only") is not None:
+            raise unsupported("read_only is not supported: list the names in tool_names.", f"{where}.read_only")
+        filtered = filtered.get("tool_names")
+    if filtered is not None and not (isinstance(filtered, list) and all(isinstance(one, str) for one in filtered)):
+        raise invalid(f"{where.rpartition('.')[2]} must be a list of names.", where)
+    return filtered
+
+
+def approved(items: Sequence[dict[str, Any]], tools: Mapping[str, Tool]) -> list[dict[str, Any]]:
+    """The calls that these items approve and that have not been made, as items of type mcp_call. Raises ApiError."""
+    requests = {str(item.get("id")): item for item in items if item.get("type") == "mcp_approval_request"}
+    made = {str(item.get("approval_request_id")) for item in items if item.get("type") == "mcp_call"}
+    calls = []
+    for number, item in enumerate(items):
+        if item.get("type") != "mcp_approval_response":
+            continue
+        where, name = f"input[{number}]", str(item.get("approval_request_id"))
+        request = requests.get(name)
+        if request is None:
+            raise invalid(f"No approval request {name[:80]!r} precedes it.", f"{where}.approval_request_id")
+        if not isinstance(item.get("approve"), bool):
+            raise invalid("approve must be true or false.", f"{where}.approve")
+        if not item["approve"] or name in made:
+            continue
+        made.add(name)
+        tool = tools.get(str(request.get("name")))
+        if tool is None or tool.server != request.get("server_label"):
+            message = f"The approved tool {str(request.get('name'))[:64]!r} must be among the tools of this request."
+            raise invalid(message, "tools")
+        calls.append(call_item(tool, str(request.get("arguments") or "{}"), name))
+    return calls
+
+
+def call_item(tool: Tool, arguments: str = "", approval: str | None = None) -> dict[str, Any]:
+    """A call that has not been made, as the output has it."""
+    item = {"type": "mcp_call", "id": new_id("mcp_"), "server_label": tool.server, "name": tool.name}
+    more = {"arguments": arguments, "output": None, "error": None, "approval_request_id": approval}
+    return item | more | {"status": "in_progress"}
+
+
+def ended(item: dict[str, Any], result: Result) -> None:
+    """Note what came of a call."""
+    item["error" if result.failed else "output"] = result.text
+    item["status"] = "failed" if result.failed else "completed"
 
 
 async def _of_server(service: Service, asked: Mapping[str, Any], where: str) -> dict[str, Tool]:
@@ -60,13 +126,7 @@ async def _of_server(service: Service, asked: Mapping[str, Any], where: str) -> 
     for name in OWN:
         if asked.get(name) is not None:
             raise unsupported(f"{name} is not taken: the owner of this server has configured it.", f"{where}.{name}")
-    if asked.get("require_approval") != "never":
-        raise unsupported('approvals are not supported: require_approval must be "never".', f"{where}.require_approval")
-    allowed = asked.get("allowed_tools")
-    if isinstance(allowed, dict):
-        allowed = allowed.get("tool_names")
-    if allowed is not None and not (isinstance(allowed, list) and all(isinstance(one, str) for one in allowed)):
-        raise invalid("allowed_tools must be a list of names.", f"{where}.allowed_tools")
+    allowed = _names(asked.get("allowed_tools"), f"{where}.allowed_tools")
     tools = (await service.mcp.tools()).tools
     mine = {tool.name: tool for tool in tools if tool.server == label}
     return {name: tool for name, tool in mine.items() if allowed is None or name in allowed or tool.own in allowed}
@@ -81,9 +141,9 @@ def listings(tools: Mapping[str, Tool]) -> list[dict[str, Any]]:
     """An item of type mcp_list_tools for each server."""
     found: dict[str, list[dict[str, Any]]] = {}
     for tool in tools.values():
-        one = {"name": tool.name, "description": tool.about, "input_schema": dict(tool.parameters), "annotations": None}
+        one = {"name": tool.name, "description": tool.about, "input_schema": dict(tool.parameters)}
         found.setdefault(tool.server, []).append(one)
     return [
-        {"type": "mcp_list_tools", "id": new_id("mcpl_"), "server_label": label, "tools": tools, "error": None}
+        {"type": "mcp_list_tools", "id": new_id("mcpl_"), "server_label": label, "tools": tools}
         for label, tools in found.items()
     ]

@@ -105,6 +105,7 @@ def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Items as chat messages: calls join the assistant's message before them, reasoning the one after it."""
     messages: list[dict[str, Any]] = []
     reasoning = ""
+    made = {str(item.get("approval_request_id")) for item in items if item.get("type") == "mcp_call"}
     for number, item in enumerate(items):
         where = f"input[{number}]"
         kind = item.get("type", "message")
@@ -132,21 +133,29 @@ def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
             output = item.get("output")
             text = output if isinstance(output, str) else _text(_content(output, f"{where}.output"))
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
-        elif kind == "mcp_call":
+        elif kind == "mcp_call" or (kind == "mcp_approval_request" and str(item.get("id")) not in made):
             function = {"name": str(item.get("name")), "arguments": str(item.get("arguments") or "{}")}
             call = {"id": str(item.get("id")), "type": "function", "function": function}
-            result = str(item.get("output") or item.get("error") or "")
+            result = str(item.get("output") or item.get("error") or "") if kind == "mcp_call" else _denied(item, items)
             messages += [
                 {"role": "assistant", "content": None, "tool_calls": [call]},
                 {"role": "tool", "tool_call_id": call["id"], "content": result},
             ]
-        elif kind == "mcp_list_tools":
-            continue  # they are offered anew
+        elif kind in ("mcp_list_tools", "mcp_approval_request", "mcp_approval_response"):
+            continue  # tools are offered anew; an approval shows in its call
         elif kind == "reasoning":
             reasoning += _text(item.get("content"))
         else:
             raise invalid(f"Items of type {str(kind)[:40]!r} are not supported.", where, "unsupported_value")
     return messages
+
+
+def _denied(asked: dict[str, Any], items: list[dict[str, Any]]) -> str:
+    """What the model reads in place of the result of a call that was not approved."""
+    answers = [one for one in items if one.get("type") == "mcp_approval_response"]
+    answer = next((one for one in answers if one.get("approval_request_id") == asked.get("id")), {})
+    reason = str(answer.get("reason") or "")
+    return "The user did not approve this call" + (f": {reason}" if reason else ".")
 
 
 def _content(content: Any, where: str) -> Any:
