@@ -53,10 +53,15 @@ def resolve(env: Env, config: UserConfig, name: str, *, refresh: bool = False) -
 
     A family's name is decided by the plan: the largest member with 32k tokens of context, else with less.
     """
-    from localllm.plan import fit
-    from localllm.plan.planner import Planner
+    from localllm import hub
 
-    return fit.resolve(name, Planner.here(config.engine), offline=env.offline, config=config, refresh=refresh)
+    def judge() -> hub.Judgement:
+        from localllm.plan import fit
+        from localllm.plan.planner import Planner
+
+        return fit.judgement(Planner.here(config.engine))
+
+    return hub.resolve(name, judge=judge, offline=env.offline, config=config, refresh=refresh)
 
 
 def local(env: Env, config: UserConfig, name: str, kind: type[LocalLLMError] = ConfigError) -> Resolved:

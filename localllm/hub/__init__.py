@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .removal import Removal as Removal
     from .removal import remove as remove
     from .removal import remove_partials as remove_partials
+    from .resolution import Judgement as Judgement
     from .resolution import Resolved as Resolved
     from .resolution import download_limit as download_limit
     from .resolution import resolve as resolve
@@ -41,7 +42,7 @@ _HOMES = {
     "local": ("default_model", "list_local", "remember_model"),
     "local_model": ("PLACES", "LocalModel"),
     "removal": ("Removal", "remove", "remove_partials"),
-    "resolution": ("Resolved", "download_limit", "resolve"),
+    "resolution": ("Judgement", "Resolved", "download_limit", "resolve"),
 }
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from localllm.errors import DoesNotFit, UnsupportedModel
-from localllm.models.architectures import registry
 from localllm.terminal import GIB, gib
 
 DEFAULT_CONTEXT = 8192  # tokens of context the default memory rule leaves room for
@@ -93,6 +92,8 @@ class Candidate:
     @property
     def needs(self) -> str:
         """What is missing to run it: "" or "a newer localllm"."""
+        from localllm.models.architectures import registry  # with numpy: a local model's name is found without it
+
         return "" if self.architecture in registry.names() else NEWER
 
     @property

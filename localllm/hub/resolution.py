@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import re
 import shutil
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from localllm.errors import (
     AuthRequired,
@@ -22,7 +23,6 @@ from localllm.errors import (
     UnsupportedModel,
 )
 from localllm.hub import catalog
-from localllm.models.architectures import registry
 from localllm.terminal import GIB, gib
 
 from . import cache, local
@@ -93,44 +93,50 @@ class Resolved:
         )
 
 
+class Judgement(NamedTuple):
+    """Which of the catalogue's models run on a machine, and how good a choice each is."""
+
+    memory: catalog.Memory
+    fits: catalog.Fits
+    prefer: Callable[[catalog.Candidate], float] | None = None  # the highest wins
+
+
+def by_size() -> Judgement:
+    """Where no planner is asked: by the memory rule, on a CPU."""
+    memory = catalog.memory_of(None)
+    return Judgement(memory, catalog.default_fits(memory))
+
+
 @dataclass(frozen=True, slots=True)
 class _Ask:
     """The circumstances of one question."""
 
     text: str
-    fits: catalog.Fits
-    memory: catalog.Memory
+    judge: Callable[[], Judgement]
     offline: bool
     refresh: bool
     config: UserConfig | None
     patience: Patience = field(default_factory=Patience)
-    prefer: Callable[[catalog.Candidate], float] | None = None
 
 
 def resolve(
     name: str,
     *,
-    device: catalog.Machine | None = None,
-    fits: catalog.Fits | None = None,
+    judge: Callable[[], Judgement] = by_size,
     offline: bool = False,
     config: UserConfig | None = None,
     refresh: bool = False,
     patience: Patience | None = None,
-    prefer: Callable[[catalog.Candidate], float] | None = None,
 ) -> Resolved:
     """Say what a name stands for. Local models are found without any request; `refresh` asks the hub all the same.
 
-    device    facts of this machine, for the memory rule of families
-    fits      the planner's verdict on a candidate; without it the memory rule decides
+    judge     asked only where there is a choice: a model's own name needs no planner
     offline   never ask the hub (HF_HUB_OFFLINE does the same)
-    prefer    how good a choice a candidate is on the machine: the highest wins
 
     Raises InvalidRequest for a name that cannot be one, ModelNotFound, AuthRequired (gated, wrong token),
     UnsupportedModel, DoesNotFit (no member of the family fits), DownloadError (the hub does not answer).
     """
-    memory = catalog.memory_of(device)
-    verdict = fits or catalog.default_fits(memory)
-    ask = _Ask(name, verdict, memory, offline or is_offline(), refresh, config, patience or Patience(), prefer)
+    ask = _Ask(name, functools.cache(judge), offline or is_offline(), refresh, config, patience or Patience())
     path = _as_path(name)
     if path is not None:
         return _at_path(name, path)
@@ -275,9 +281,11 @@ def _from_hub(client: HubClient, parsed: ModelName, ask: _Ask) -> Resolved:
 
 def _check_architecture(info: RepoInfo, ask: _Ask) -> str:
     """Refuse before the download what would be refused after it."""
+    from localllm.models.architectures import registry
+
     architecture = registry.canonical(info.architecture)
     if architecture and architecture not in registry.names():
-        near = catalog.nearest(4_000_000_000, ask.fits)
+        near = catalog.nearest(4_000_000_000, ask.judge().fits)
         raise UnsupportedModel(
             f"{info.repo} has the architecture {architecture}, which this version cannot run; "
             f"it runs {', '.join(sorted(registry.names()))}",
@@ -289,6 +297,7 @@ def _check_architecture(info: RepoInfo, ask: _Ask) -> str:
 def _family(parsed: ModelName, ask: _Ask) -> Resolved:
     """The best local member, else the best the hub has."""
     alias = parsed.base.casefold()
+    memory, fits, prefer = ask.judge()
     limit = download_limit(ask.config)
     here = _best_local(alias, parsed.quant, ask)
     skip: frozenset[str] = frozenset()
@@ -299,13 +308,13 @@ def _family(parsed: ModelName, ask: _Ask) -> Resolved:
             try:
                 choice = catalog.choose(
                     alias,
-                    ask.fits,
-                    free_label=ask.memory.label,
-                    on_gpu=ask.memory.kind == "gpu",
+                    fits,
+                    free_label=memory.label,
+                    on_gpu=memory.kind == "gpu",
                     quant=parsed.quant,
                     limit=limit,
                     skip=skip,
-                    prefer=ask.prefer,
+                    prefer=prefer,
                 )
             except LocalLLMError as error:
                 if here:
@@ -347,7 +356,7 @@ def download_limit(config: UserConfig | None = None, *, disk: bool = True) -> ca
 
 def _best_local(alias: str, quant: str | None, ask: _Ask) -> local.LocalModel | None:
     """The best local member of a family that fits: catalogue entries, and models named after the family."""
-    members = catalog.members(alias)
+    members, (_, fits, prefer) = catalog.members(alias), ask.judge()
     known = {c.spec.casefold(): c for c in members if not c.needs}
     named = re.compile(rf"(^|[/_.-]){re.escape(alias)}", re.IGNORECASE) if alias in catalog.families() else None
     usable: list[tuple[float, local.LocalModel]] = []
@@ -361,8 +370,8 @@ def _best_local(alias: str, quant: str | None, ask: _Ask) -> local.LocalModel | 
                 candidate = catalog.candidate_of(
                     row.name, row.architecture, row.params, row.size_bytes, row.max_context
                 )
-        if candidate and ask.fits(candidate)[0]:
-            usable.append((ask.prefer(candidate) if ask.prefer else float(candidate.params), found))
+        if candidate and fits(candidate)[0]:
+            usable.append((prefer(candidate) if prefer else float(candidate.params), found))
     return max(usable, key=lambda u: u[0])[1] if usable else None
 
 

@@ -171,14 +171,19 @@ def recommended(
         return None
 
 
+def judgement(planner: Planner) -> hub.Judgement:
+    """How `hub.resolve` decides for a family's name: by `recommended`'s rule."""
+    plans = Plans()
+    fits, prefer = judge(planner, MIN_CTX, plans), preference(planner, plans)
+    return hub.Judgement(catalog.memory_of(planner.machine), fits, prefer)
+
+
 def resolve(name: str, planner: Planner, **how: Any) -> hub.Resolved:
     """What a name stands for, a family's name by `recommended`'s rule; `how` as of `hub.resolve`, which it asks.
 
     Raises what that raises, DoesNotFit when no member fits with the smallest context either.
     """
-    plans = Plans()
-    fits, prefer = judge(planner, MIN_CTX, plans), preference(planner, plans)
-    return hub.resolve(name, device=planner.machine, fits=fits, prefer=prefer, **how)
+    return hub.resolve(name, judge=lambda: judgement(planner), **how)
 
 
 class Option(NamedTuple):

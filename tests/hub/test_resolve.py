@@ -191,25 +191,19 @@ def test_families_take_the_best_the_hub_has(fake_hub: FakeHub) -> None:
     best = catalog.choose("qwen", fits, free_label="x", on_gpu=True).best
     second = catalog.choose("qwen", fits, free_label="x", on_gpu=True, skip=frozenset({best.spec})).best
     fake_hub.add(second.repo, repository(second.spec))
-    resolved = hub.resolve("qwen", fits=fits, device=Gpus(), patience=QUICK)
+    resolved = hub.resolve("qwen", judge=on_gpu, patience=QUICK)
     assert (resolved.repo, resolved.quant) == (second.repo, second.quant)
     assert "candidates; best that fits" in resolved.reason
     assert any(c.note == "not on the hub" for c in resolved.candidates)
     fake_hub.add(best.repo, repository(best.spec))
-    resolved = hub.resolve("qwen", fits=fits, device=Gpus(), patience=QUICK)
+    resolved = hub.resolve("qwen", judge=on_gpu, patience=QUICK)
     assert resolved.repo == best.repo
     assert any("a newer localllm" in line for line in resolved.lines)
 
 
-class Gpus:
-    """A machine with one large card."""
-
-    ram_available_bytes = 16 << 30
-
-    class Card:
-        free_bytes = 24 << 30
-
-    gpus = (Card(),)
+def on_gpu() -> hub.Judgement:
+    """On a machine with one large card."""
+    return hub.Judgement(GPU, catalog.default_fits(GPU))
 
 
 def test_local_members_come_first(fake_hub: FakeHub) -> None:
@@ -217,7 +211,7 @@ def test_local_members_come_first(fake_hub: FakeHub) -> None:
     fake_hub.add(small.repo, repository(small.spec))
     pull(small.spec)
     fake_hub.fault()
-    resolved = hub.resolve("qwen", fits=catalog.default_fits(GPU), device=Gpus())
+    resolved = hub.resolve("qwen", judge=on_gpu)
     assert resolved.path is not None
     assert resolved.reason == "on this machine, the best qwen here that fits"
     assert "would fit too: localllm pull qwen3-" in resolved.also[0]
@@ -238,7 +232,7 @@ def test_families_are_refused_by_name(fake_hub: FakeHub, monkeypatch: pytest.Mon
     with pytest.raises(UnsupportedModel, match="gpt-oss needs a newer localllm"):
         hub.resolve("gpt-oss")
     with pytest.raises(DoesNotFit, match="no mistral fits"):
-        hub.resolve("mistral", fits=lambda c: (False, 0.0))
+        hub.resolve("mistral", judge=lambda: hub.Judgement(GPU, lambda c: (False, 0.0)))
     assert fake_hub.log() == []
     with pytest.raises(ModelNotFound, match="no repository"):
         hub.resolve("gemma3-1b", patience=QUICK)
@@ -250,9 +244,8 @@ def test_families_are_refused_by_name(fake_hub: FakeHub, monkeypatch: pytest.Mon
 def test_a_family_never_takes_more_than_it_may(fake_hub: FakeHub) -> None:
     config = UserConfig()
     limited = UserConfig(pull=type(config.pull)(max_auto_bytes=700_000_000))
-    fits = catalog.default_fits(GPU)
     fake_hub.add("Qwen/Qwen3-0.6B-GGUF", {"m-Q8_0.gguf": noise(100)})
-    resolved = hub.resolve("qwen", fits=fits, device=Gpus(), config=limited, patience=QUICK)
+    resolved = hub.resolve("qwen", judge=on_gpu, config=limited, patience=QUICK)
     assert resolved.repo == "Qwen/Qwen3-0.6B-GGUF"
     assert any("over the limit of 0.7 GiB (pull.max_auto_bytes)" in c.note for c in resolved.candidates)
 
@@ -271,14 +264,14 @@ def test_a_family_takes_a_share_of_the_free_disk(
     with_free(int(least / 0.4) + 10)
     small = next(c for c in catalog.members("qwen") if c.download_bytes == least)
     fake_hub.add(small.repo, repository(small.spec))
-    resolved = hub.resolve("qwen", fits=fits, device=Gpus(), patience=QUICK)
+    resolved = hub.resolve("qwen", judge=on_gpu, patience=QUICK)
     assert resolved.repo == small.repo
     assert "free on the disk)" in " ".join(resolved.also)
     with_free(1 << 30)
     with pytest.raises(DoesNotFit, match=r"no qwen is small enough .* \(40% of the 1\.0 GiB free on the disk\)") as no:
-        hub.resolve("qwen", fits=fits, device=Gpus(), patience=QUICK)
+        hub.resolve("qwen", judge=on_gpu, patience=QUICK)
     assert f"localllm pull {small.name}" in no.value.hint
     assert no.value.context == {"download_bytes": least, "limit_bytes": int(0.4 * (1 << 30))}
-    assert hub.resolve(small.name, fits=fits, device=Gpus(), patience=QUICK).repo == small.repo, "the user's choice"
+    assert hub.resolve(small.name, judge=on_gpu, patience=QUICK).repo == small.repo, "the user's choice"
     pull(small.spec)
-    assert hub.resolve("qwen", fits=fits, device=Gpus()).path, "what is here needs no room"
+    assert hub.resolve("qwen", judge=on_gpu).path, "what is here needs no room"
