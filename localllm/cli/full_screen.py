@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from typing import Any
@@ -26,6 +27,7 @@ def full_screen(env: Env, config: UserConfig, start: Start) -> int:
 
     logs.no_stderr()
     choice = start.choice
+    gc.disable()  # until the first frame is drawn
     with stderr_to(logs.path()):
         from localllm.tui.app import ChatApp
         from localllm.tui.frame import ScreenOptions
@@ -40,6 +42,7 @@ def full_screen(env: Env, config: UserConfig, start: Start) -> int:
             offline=env.offline, log_file=logs.path(), encoding=locale_encoding(),
         )  # fmt: skip
         app = ChatApp(session, options)
+        gc.freeze()
         app.run(mouse=config.ui.mouse, inline=start.inline, inline_no_clear=start.inline)
         start.saver.close()
         if session.endpoint is not None:

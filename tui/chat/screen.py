@@ -6,6 +6,7 @@ One timer drains the backend's events; everything a key does ends in a call of t
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -90,6 +91,7 @@ class ChatScreen(Actions):
 
     async def _begin(self) -> None:
         """The first frame is out: begin to load. The prompt can be typed into while torch is imported."""
+        gc.enable()
         options = self.frame.options
         if options.home:
             self._look_around()

@@ -6,6 +6,7 @@ Global options are accepted before and after the command; the one nearer to the 
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -190,4 +191,7 @@ def guarded(options: Options, body: Callable[[Env], Any]) -> int:
     except LocalLLMError as error:
         return Console(as_json=bool(options.json)).fail(error)
     logs.start(options.log_file, options.verbose)
+    if not gc.isenabled():
+        gc.freeze()  # what was imported stays
+        gc.enable()
     return exit_code(env.console, lambda: body(env))
