@@ -2,23 +2,49 @@
 
 from __future__ import annotations
 
+import os
+import pty
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from localllm.hub import catalog
+from localllm.hub.starter import starter_path
 
 ENGINE = {"torch", "triton", "transformers", "compressed_tensors"}
 HEAVY = ENGINE | {"huggingface_hub", "textual"}
 CASES = {
     "localllm": HEAVY | {"numpy"},
     "localllm.cli": HEAVY | {"numpy", "httpx", "tokenizers", "jinja2", "fastapi", "gguf"},
+    "localllm.hub.resolution": HEAVY | {"numpy", "httpx"},
     "localllm.plan.planner": HEAVY,
     "localllm.doctor": HEAVY,
     "localllm.checkpoint": HEAVY,
     "localllm.models.architectures": HEAVY,
     "localllm.tui": ENGINE | {"huggingface_hub"},
 }
+# what the first frame of a chat is drawn without
+AFTER_THE_FRAME = ENGINE | {
+    "numpy", "tokenizers", "jinja2", "gguf", "httpx", "huggingface_hub", "pydantic", "fastapi", "sqlite3", "zipfile",
+    "email.utils", "pygments", "markdown_it", "tree_sitter", "textual.widgets._markdown", "textual.widgets._data_table",
+    "localllm.plan", "localllm.models", "localllm.checkpoint", "localllm.llm.llm",
+}  # fmt: skip
+FRAME = """
+import gc, os, sys
+from localllm.cli import main
+from localllm.tui.chat.screen import ChatScreen
+
+async def drawn(screen):
+    os.write(1, " ".join([f"collects={gc.isenabled()}", *sys.modules]).encode())
+    os._exit(0)
+
+ChatScreen._begin = drawn
+sys.argv = ["localllm", "chat", "smollm2"]
+main()
+"""
 
 
 def loaded_after(statement: str) -> set[str]:
@@ -48,3 +74,22 @@ def test_help_is_light() -> None:
     assert "Usage" in run.stdout
     assert not set(run.stderr.split()) & CASES["localllm.cli"]
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 3
+
+
+def test_the_first_frame_is_drawn_before_the_rest(empty_home: Path) -> None:
+    """A model's own name is found by the names of files: what runs it, lists it or plans it is loaded afterwards."""
+    starter = catalog.starters()["smollm2"]
+    starter_path(starter).parent.mkdir(parents=True)
+    with starter_path(starter).open("wb") as file:
+        file.truncate(starter.size)
+    terminal, inner = pty.openpty()
+    run = subprocess.run(
+        [sys.executable, "-P", "-c", FRAME], stdin=inner, stderr=inner, stdout=subprocess.PIPE, text=True, timeout=60,
+        start_new_session=True, env=os.environ | {"TERM": "xterm-256color"},
+    )  # fmt: skip
+    os.close(inner)
+    os.close(terminal)
+    loaded = set(run.stdout.split())
+    assert "localllm.tui.chat.screen" in loaded, "nothing was drawn"
+    assert "collects=False" in loaded
+    assert not loaded & AFTER_THE_FRAME

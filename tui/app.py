@@ -30,5 +30,7 @@ class ChatApp(Frame):
 
     def on_mount(self) -> None:
         self.set_keymap({name: keys for name, keys in self.keymap.own.items() if KEYS[name].action})
-        self.push_screen(ChatScreen(self.session))
+        screen = ChatScreen(self.session)
+        screen.add_class(*self.size_classes, update=False)
+        self.push_screen(screen)
         self.watch_terminal()

@@ -107,6 +107,12 @@ class Frame(App[None]):
         self._refresh_truecolor_filter(self.ansi_theme)
         self.stylesheet.set_variables(self.get_css_variables())
 
+    @property
+    def size_classes(self) -> list[str]:
+        """What a screen of this size is: known from the start, nothing on it is styled a second time."""
+        breakpoints = ((self.size.width, self.HORIZONTAL_BREAKPOINTS), (self.size.height, self.VERTICAL_BREAKPOINTS))
+        return [next(name for least, name in reversed(steps) if cells >= least) for cells, steps in breakpoints]
+
     def get_theme_variable_defaults(self) -> dict[str, str]:
         """The width of the text column, for the style sheet."""
         column = self.options.ui.column

@@ -13,15 +13,17 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from localllm.errors import Aborted, InternalError, LocalLLMError
 from localllm.interface import ChatBackend, Check, Delta, Done, Facts, Failed, ModelChoice, Prefill, Turn
 from localllm.llm import local_models
-from localllm.llm.llm import LLM
 from localllm.llm.loaded_model import EngineOptions
-from localllm.llm.outputs import OutputDelta
 from localllm.request import Constraint, LoadProgress, SamplingParams, Timing, Usage
+
+if TYPE_CHECKING:
+    from localllm.llm.llm import LLM
+    from localllm.llm.outputs import OutputDelta
 
 log = logging.getLogger(__name__)
 
@@ -159,6 +161,8 @@ class InProcessBackend(ChatBackend):
                 self._drop_queue(None)
 
     def _load(self, model: str | None, stop: threading.Event) -> LLM:
+        from localllm.llm.llm import LLM
+
         name = model or local_models.default_model(self._options)
         held: list[LoadProgress] = []  # "ready" is told when facts() knows the model, not before
 

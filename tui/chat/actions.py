@@ -23,7 +23,6 @@ from localllm.history.records import SavedChat
 from localllm.terminal import clean, clean_line
 from localllm.tui.screens.dialogs import PickScreen
 from localllm.tui.screens.help import HelpScreen
-from localllm.tui.screens.models import ModelsScreen
 from localllm.tui.screens.params import ParamsScreen
 from localllm.tui.screens.viewer import Viewer, log_text, show_command
 from localllm.tui.widgets.choices import Choices
@@ -153,6 +152,8 @@ class Actions(Stream):
 
     @work
     async def action_models(self) -> None:
+        from localllm.tui.screens.models import ModelsScreen
+
         if chosen := await self.app.push_screen_wait(ModelsScreen(self.session.model, self.flash)):
             await self.use_model(*chosen)
 

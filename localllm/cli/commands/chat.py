@@ -9,7 +9,6 @@ from typing import Annotated
 from typer import Argument, Option
 
 from localllm.cli.attach import find_server, wish_of
-from localllm.cli.commands.run import answer
 from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.help import OPTIONAL_NUMBER
 from localllm.cli.frame.options import (
@@ -127,6 +126,8 @@ def once(
     env: Env, config: UserConfig, model: str | None, messages: list[Message], sampling: Sampling, place: str
 ) -> int:
     """Standard input is not a terminal: answer it as `run` does."""
+    from localllm.cli.commands.run import answer
+
     env.console.say("stdin is not a terminal: answering it once, as `localllm run` does")
     tty = env.console.out_tty
     job = Job(messages, sampling, stream=tty, show_thinking=tty, stats=tty, place=place)
