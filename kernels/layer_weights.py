@@ -62,7 +62,7 @@ class Norm:
 class AttentionWeights:
     """What attention in one layer needs, besides its caches."""
 
-    norm: Norm
+    norm: Norm | None  # None: the residual stream as it is
     qkv: Linear  # rows: all query heads, then key heads, then value heads
     out: Linear
     num_heads: int
@@ -71,6 +71,7 @@ class AttentionWeights:
     scale: float  # of q·k
     q_norm: Norm | None = None
     k_norm: Norm | None = None  # over head_dim, before RoPE
+    whole_norms: bool = False  # q_norm and k_norm are over all heads together
     post_norm: Norm | None = None  # on the output, before the residual
     window: int | None = None
     softcap: float | None = None
@@ -82,7 +83,7 @@ class AttentionWeights:
 class MlpWeights:
     """A gated feed-forward layer."""
 
-    norm: Norm
+    norm: Norm | None  # None: the residual stream as it is
     gate_up: Linear  # rows: gate, then up
     down: Linear
     activation: str  # silu | gelu_tanh
@@ -96,6 +97,23 @@ class HeadWeights:
     norm: Norm
     linear: Linear
     softcap: float | None = None
+
+
+# the fields that all fused segments know
+FUSED_ATTENTION = frozenset(
+    (
+        *("norm", "qkv", "out", "num_heads", "num_kv_heads", "head_dim", "q_norm", "k_norm", "post_norm"),
+        *("scale", "window", "softcap", "interleaved", "sinks"),
+    )
+)
+FUSED_MLP = frozenset(("norm", "gate_up", "down", "activation", "post_norm"))
+FUSED_HEAD = frozenset(("norm", "linear", "softcap"))
+
+
+def has_only(weights: Any, known: frozenset[str]) -> bool:
+    """Whether every field outside of `known` has its default: a fused kernel declines what it has never heard of."""
+    others = (field for field in fields(weights) if field.name not in known)
+    return all(getattr(weights, field.name) == field.default for field in others)
 
 
 def linears_of(weights: Any) -> Iterator[Linear]:

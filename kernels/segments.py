@@ -43,12 +43,17 @@ class KernelTable:
     ops: tuple[tuple[str, str], ...]  # (op or fused segment, name of the implementation chosen)
 
 
-def _normed(rms_norm: Callable[..., Tensor], x: Tensor, norm: Norm) -> Tensor:
-    return rms_norm(x, norm.weight, norm.eps)
+def _normed(rms_norm: Callable[..., Tensor], x: Tensor, norm: Norm | None) -> Tensor:
+    return x if norm is None else rms_norm(x, norm.weight, norm.eps)
 
 
 def _added(rms_norm: Callable[..., Tensor], x: Tensor, out: Tensor, post_norm: Norm | None) -> Tensor:
-    return x.add_(out if post_norm is None else _normed(rms_norm, out, post_norm))
+    return x.add_(_normed(rms_norm, out, post_norm))
+
+
+def _normed_heads(rms_norm: Callable[..., Tensor], heads: Tensor, norm: Norm, whole: bool) -> Tensor:
+    """Norms of each of a token's heads, or of all of them as one: [num_tokens, heads, head_dim]."""
+    return _normed(rms_norm, heads.flatten(1).unsqueeze(1) if whole else heads, norm).view(heads.shape)
 
 
 def attn_in(
@@ -71,8 +76,8 @@ def attn_in(
         rotated = rope(qkv[:, : heads + kv_heads], cos, sin, weights.interleaved)
         q, k = rotated[:, :heads], rotated[:, heads:]
     else:
-        q = _normed(rms_norm, qkv[:, :heads], weights.q_norm)
-        k = _normed(rms_norm, qkv[:, heads : heads + kv_heads], weights.k_norm)
+        q = _normed_heads(rms_norm, qkv[:, :heads], weights.q_norm, weights.whole_norms)
+        k = _normed_heads(rms_norm, qkv[:, heads : heads + kv_heads], weights.k_norm, weights.whole_norms)
         q = rope(q, cos, sin, weights.interleaved)
         k = rope(k, cos, sin, weights.interleaved)
     kv_write(k, v, pages, slot_mapping)

@@ -31,7 +31,6 @@ class CacheGroup:
     head_dim: int
     # layer -> what the checkpoint says codes of its keys and values are multiplied with (fp8 only)
     scales: Mapping[int, tuple[float, float]] = field(default_factory=dict, hash=False)
-    rope: int = 0  # which of the model's rotations (`ModelFacts.ropes`) its layers use
 
 
 def cache_groups(facts: ModelFacts, scales: Mapping[int, tuple[float, float]] | None = None) -> tuple[CacheGroup, ...]:
@@ -44,8 +43,7 @@ def cache_groups(facts: ModelFacts, scales: Mapping[int, tuple[float, float]] | 
         mixer = facts.layers[layers[0]].mixer
         name = "full" if mixer.window is None else f"window-{mixer.window}"
         fixed = {layer: pair for layer, pair in (scales or {}).items() if layer in layers}
-        rope = facts.ropes.index(mixer.rope)
-        groups.append(CacheGroup(name, mixer.window, layers, mixer.num_kv_heads, mixer.head_dim, fixed, rope))
+        groups.append(CacheGroup(name, mixer.window, layers, mixer.num_kv_heads, mixer.head_dim, fixed))
     return tuple(groups)
 
 

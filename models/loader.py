@@ -21,6 +21,7 @@ from localllm.kernels.table import kernel_table
 from localllm.kernels.verify.selftest import KernelCrash
 
 from .architectures import OpenModel, RopeFacts
+from .architectures.facts import layer_views
 from .kv_cache import cache_groups
 from .kv_scales import read_kv_scales
 from .layers import load_layer
@@ -84,10 +85,11 @@ class Loading(Reader):
         ropes = [self.rope(rope) for rope in facts.ropes]
         groups = cache_groups(facts, read_kv_scales(self.checkpoint, self.checkpoint.names, facts.num_layers))
         if self.selftest is not None:
-            samples = layer_samples(layers, groups)
+            seen, views = layer_views(facts)
+            samples = layer_samples(layers, views)
 
             def turned(view: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-                return ropes[groups[view].rope].rows(positions, POSITIONS)
+                return ropes[seen[view][1]].rows(positions, POSITIONS)
 
             table = self.selftest.segments(shapes, table, samples, embedding, head, turned, options.disabled)
             self.selftest.save()

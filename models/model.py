@@ -22,7 +22,7 @@ from localllm.kernels.reference import rms_norm
 from localllm.kernels.rope import RopeTable
 from localllm.kernels.segments import KernelTable
 
-from .architectures.facts import ModelFacts
+from .architectures.facts import ModelFacts, layer_views
 from .inputs import ForwardBatch
 from .kv_cache import CacheGroup, KVCache
 
@@ -64,8 +64,8 @@ class Model:
         # what runs what, for the run summary: layer class or op -> names of implementations
         self.kernels = dict(kernels)
         self._ropes = tuple(ropes)
-        group_of = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
-        self._calls = tuple((layer.mixer, layer.ffn, group_of[i]) for i, layer in enumerate(self.layers))
+        self._seen, views = layer_views(facts)
+        self._calls = tuple((layer.mixer, layer.ffn, view) for layer, view in zip(self.layers, views, strict=True))
 
     def forward(self, batch: ForwardBatch, cache: KVCache, num_layers: int | None = None) -> Tensor:
         """Run every layer, storing keys and values: hidden [num_rows, hidden] of the wanted rows, before the last norm.
@@ -93,8 +93,8 @@ class Model:
 
     def _views(self, batch: ForwardBatch, rotations: Sequence[tuple[Tensor, Tensor]]) -> list[View]:
         return [
-            (*rotations[group.rope], inputs.block_table, inputs.slot_mapping)
-            for group, inputs in zip(self.groups, batch.groups, strict=True)
+            (*rotations[rope], batch.groups[group].block_table, batch.groups[group].slot_mapping)
+            for group, rope in self._seen
         ]
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ from localllm.kernels.verify.cases import ModelShapes
 from localllm.kernels.verify.trial import layer_kind
 
 from .architectures.facts import ModelFacts
-from .kv_cache import CacheGroup
 from .model import DecoderLayer
 
 # kinds of layers tried: a mixed quantization can have a dozen, which differ in what products were tried for
@@ -34,11 +33,10 @@ def model_shapes(facts: ModelFacts, ops: OpFacts) -> ModelShapes:
     )
 
 
-def layer_samples(layers: Sequence[DecoderLayer], groups: Sequence[CacheGroup]) -> list[LayerCall]:
+def layer_samples(layers: Sequence[DecoderLayer], views: Sequence[int]) -> list[LayerCall]:
     """One layer of each kind, in the order of the model, with the view it sees."""
-    group_of = {layer: index for index, group in enumerate(groups) for layer in group.layers}
     found: dict[str, LayerCall] = {}
-    for index, layer in enumerate(layers):
-        call = (layer.mixer, layer.ffn, group_of[index])
+    for layer, view in zip(layers, views, strict=True):
+        call = (layer.mixer, layer.ffn, view)
         found.setdefault(layer_kind(*call), call)
     return list(found.values())[:MAX_KINDS]

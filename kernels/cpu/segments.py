@@ -18,7 +18,20 @@ from torch import Tensor
 
 from ..embedding import Embedding
 from ..kv_pages import KVPages
-from ..layer_weights import AttentionWeights, HeadWeights, LayerCall, Linear, MlpWeights, Norm, Stepped, View
+from ..layer_weights import (
+    FUSED_ATTENTION,
+    FUSED_HEAD,
+    FUSED_MLP,
+    AttentionWeights,
+    HeadWeights,
+    LayerCall,
+    Linear,
+    MlpWeights,
+    Norm,
+    Stepped,
+    View,
+    has_only,
+)
 from .build import lib
 from .interface import (
     ATTENTION,
@@ -42,6 +55,7 @@ from .layout import Prepared
 _NO_SUCH_ROW = -3  # what `ll_decoder` returns for it
 # of a pass: nothing before and after the layers, and a row of cosines for every token
 _LAYERS_ONLY = (0, 0, 0, 1.0, 0, 0, 0)
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 _NO_ROWS = 1  # in place of the address that an empty tensor does not have; it is not read
 
 
@@ -76,7 +90,8 @@ def attention(
     seq_lens: Tensor,
 ) -> Tensor:
     """Attention over the pages: [num_tokens, num_heads * head_dim]."""
-    if q.dtype is not torch.float32 or not (q.is_contiguous() and block_table.is_contiguous()):
+    known = has_only(weights, FUSED_ATTENTION)
+    if not known or q.dtype is not torch.float32 or not (q.is_contiguous() and block_table.is_contiguous()):
         return composed(q, weights, pages, block_table, cu_query_lens, seq_lens)
     out = torch.empty((q.shape[0], weights.num_heads * weights.head_dim))
     how = (weights.scale, weights.window, weights.softcap, weights.sinks)
@@ -306,7 +321,7 @@ class _Layer:
 def _attention_layer(w: AttentionWeights) -> _Layer | None:
     kept: list[Any] = []
     qkv, out = _linear(w.qkv, kept), _linear(w.out, kept)
-    if qkv is None or out is None:
+    if qkv is None or out is None or w.norm is None or not has_only(w, FUSED_ATTENTION):
         return None
     struct = CAttentionLayer(
         hidden=w.norm.weight.shape[0],
@@ -327,12 +342,13 @@ def _attention_layer(w: AttentionWeights) -> _Layer | None:
 def _mlp_layer(w: MlpWeights) -> _Layer | None:
     kept: list[Any] = []
     gate_up, down = _linear(w.gate_up, kept), _linear(w.down, kept)
-    if gate_up is None or down is None:
+    known = w.activation in _ACTIVATIONS and has_only(w, FUSED_MLP)
+    if gate_up is None or down is None or w.norm is None or not known:
         return None
     struct = CMlpLayer(
         hidden=w.norm.weight.shape[0],
         intermediate=gate_up.n // 2,
-        gelu={"silu": 0, "gelu_tanh": 1}[w.activation],
+        gelu=_ACTIVATIONS[w.activation],
         norm=_norm(w.norm, kept),
         post_norm=_norm(w.post_norm, kept),
         gate_up=gate_up,
@@ -344,7 +360,7 @@ def _mlp_layer(w: MlpWeights) -> _Layer | None:
 def _head_layer(w: HeadWeights) -> _Layer | None:
     kept: list[Any] = []
     linear = _linear(w.linear, kept)
-    if linear is None:
+    if linear is None or not has_only(w, FUSED_HEAD):
         return None
     hidden = w.norm.weight.shape[0]
     return _Layer(CHeadLayer(hidden, _norm(w.norm, kept), linear, w.softcap or 0.0), kept)

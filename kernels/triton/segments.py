@@ -13,13 +13,25 @@ import torch
 from torch import Tensor
 
 from ..kv_pages import KVPages
-from ..layer_weights import AttentionWeights, HeadWeights, Linear, LinearPart, MlpWeights, Norm
+from ..layer_weights import (
+    FUSED_ATTENTION,
+    FUSED_HEAD,
+    FUSED_MLP,
+    AttentionWeights,
+    HeadWeights,
+    Linear,
+    LinearPart,
+    MlpWeights,
+    Norm,
+    has_only,
+)
 from .heads import qk_norm_rope_kv
 from .product import Extras, fusable, product
 from .rms_norm import rms_norm
 
 # implementations whose products of few rows take norm, gate and residual with them
 FUSED = frozenset({"triton", "triton_fp8_w8a8", "triton_nvfp4_w4a4"})
+_GATES = ("silu", "gelu_tanh")
 
 
 def attn_in(
@@ -33,7 +45,7 @@ def attn_in(
 ) -> Tensor:
     """Norm and QKV product of one row in one launch; QK-norm, RoPE and page write in another."""
     parts = weights.qkv.parts
-    if (weights.q_norm is None) != (weights.k_norm is None):
+    if not has_only(weights, FUSED_ATTENTION) or (weights.q_norm is None) != (weights.k_norm is None):
         return composed(x, weights, cos, sin, pages, slot_mapping)
     if x.shape[0] == 1 and all(part.impl.name in FUSED and fusable(x, part.prepared) for part in parts):
         outputs = [product(x, part.prepared, Extras(part.bias, weights.norm)) for part in parts]
@@ -49,7 +61,8 @@ def attn_in(
 def attn_out(composed: Callable[..., Tensor], attended: Tensor, x: Tensor, weights: AttentionWeights) -> Tensor:
     """x + attended Wᵀ: [num_tokens, hidden], in the place of x."""
     part = _only_part(weights.out, attended)
-    if part is None or weights.post_norm is not None or not x.is_contiguous():
+    known = weights.post_norm is None and has_only(weights, FUSED_ATTENTION)
+    if part is None or not known or not x.is_contiguous():
         return composed(attended, x, weights)
     return product(attended, part.prepared, Extras(part.bias, residual=x), out=x)
 
@@ -57,7 +70,8 @@ def attn_out(composed: Callable[..., Tensor], attended: Tensor, x: Tensor, weigh
 def mlp(composed: Callable[..., Tensor], x: Tensor, weights: MlpWeights) -> Tensor:
     """x + post_norm(down(act(gate) * up)) of the normed x: [num_tokens, hidden], in the place of x."""
     gate_up = _only_part(weights.gate_up, x)
-    if gate_up is None or not x.is_contiguous():
+    known = weights.activation in _GATES and has_only(weights, FUSED_MLP)
+    if gate_up is None or not known or not x.is_contiguous():
         return composed(x, weights)
     hidden = product(x, gate_up.prepared, Extras(gate_up.bias, weights.norm, gate=weights.activation))
     down = _only_part(weights.down, hidden)
@@ -70,15 +84,15 @@ def mlp(composed: Callable[..., Tensor], x: Tensor, weights: MlpWeights) -> Tens
 def head(composed: Callable[..., Tensor], x: Tensor, weights: HeadWeights) -> Tensor:
     """Logits, float32 [rows, vocab]."""
     part = _only_part(weights.linear, x)
-    if part is None:
+    if part is None or not has_only(weights, FUSED_HEAD):
         return composed(x, weights)
     logits = torch.empty(x.shape[0], part.shape[0], dtype=torch.float32, device=x.device)
     product(x, part.prepared, Extras(part.bias, weights.norm), out=logits)
     return logits if weights.softcap is None else logits.div_(weights.softcap).tanh_().mul_(weights.softcap)
 
 
-def _normed(x: Tensor, norm: Norm) -> Tensor:
-    return rms_norm(x, norm.weight, norm.eps)
+def _normed(x: Tensor, norm: Norm | None) -> Tensor:
+    return x if norm is None else rms_norm(x, norm.weight, norm.eps)
 
 
 def _only_part(linear: Linear, x: Tensor) -> LinearPart | None:

@@ -222,12 +222,20 @@ def kv_bytes_per_token(layers: Iterable[LayerFacts], dtype: str) -> int:
     return sum(2 * layer.mixer.num_kv_heads * (layer.mixer.head_dim * KV_BYTES[dtype] + scale) for layer in layers)
 
 
+def layer_views(facts: ModelFacts) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
+    """What layers see of a step: the different (cache group, rotation), and which of them each layer sees."""
+    group_of = {layer: index for index, group in enumerate(cache_layers(facts)) for layer in group}
+    pairs = [(group_of[index], facts.ropes.index(layer.mixer.rope)) for index, layer in enumerate(facts.layers)]
+    views = tuple(dict.fromkeys(sorted(pairs)))
+    return views, tuple(views.index(pair) for pair in pairs)
+
+
 def cache_layers(facts: ModelFacts) -> tuple[tuple[int, ...], ...]:
     """Layers that keep the same tokens in the same form, by number: full attention first, then the widest window."""
     found: dict[tuple[object, ...], list[int]] = {}
     for index, layer in enumerate(facts.layers):
         mixer = layer.mixer
-        found.setdefault((mixer.window, mixer.num_kv_heads, mixer.head_dim, mixer.rope), []).append(index)
+        found.setdefault((mixer.window, mixer.num_kv_heads, mixer.head_dim), []).append(index)
     windows = facts.windows
     groups = sorted(found.values(), key=lambda group: (windows[group[0]] is not None, -(windows[group[0]] or 0)))
     return tuple(map(tuple, groups))

@@ -1,0 +1,65 @@
+"""An option of a layer that a fused kernel has never heard of keeps the layer away from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import pytest
+import torch
+
+from localllm.kernels.cpu import segments as cpu
+from localllm.kernels.layer_weights import AttentionWeights, HeadWeights, MlpWeights
+from localllm.kernels.triton import segments as triton
+
+
+@dataclass(frozen=True)
+class OddAttention(AttentionWeights):
+    turned_over: float = 1.0
+
+
+@dataclass(frozen=True)
+class OddMlp(MlpWeights):
+    turned_over: float = 1.0
+
+
+@dataclass(frozen=True)
+class OddHead(HeadWeights):
+    turned_over: float = 1.0
+
+
+def odd(kind: type, weights: Any, value: float) -> Any:
+    return kind(**{field.name: getattr(weights, field.name) for field in fields(weights)}, turned_over=value)
+
+
+def test_unknown_options_go_through_the_composed_segments(loaded: Callable) -> None:
+    model = loaded("llama")
+    layer, x = model.layers[0], torch.ones(1, 42)
+    calls = {
+        "attn_in": (OddAttention, layer.mixer, lambda run, w: run(lambda *_: "", x, w, x, x, None, x)),
+        "attn_out": (OddAttention, layer.mixer, lambda run, w: run(lambda *_: "", x, x, w)),
+        "mlp": (OddMlp, layer.ffn, lambda run, w: run(lambda *_: "", x, w)),
+        "head": (OddHead, model.head, lambda run, w: run(lambda *_: "", x, w)),
+    }
+    for name, (kind, weights, call) in calls.items():
+        for back_end in (cpu, triton):
+            assert call(getattr(back_end, name), odd(kind, weights, 2.0)) == "", (back_end, name)
+    assert cpu.attention(lambda *_: "", x.view(1, 6, 7), odd(OddAttention, layer.mixer, 2.0), None, x, x, x) == ""
+
+
+@pytest.mark.parametrize(("value", "packed"), [(1.0, True), (2.0, False)])
+def test_c_packs_layers_whose_options_it_knows(value: float, packed: bool, loaded: Callable) -> None:
+    model = loaded("llama")
+    layer = model.layers[0]
+    assert (cpu._attention_layer(odd(OddAttention, layer.mixer, value)) is not None) is packed
+    assert (cpu._mlp_layer(odd(OddMlp, layer.ffn, value)) is not None) is packed
+    assert (cpu._head_layer(odd(OddHead, model.head, value)) is not None) is packed
+
+
+def test_c_declines_layers_without_a_first_norm_or_with_another_activation(loaded: Callable) -> None:
+    layer = loaded("llama").layers[0]
+    assert cpu._attention_layer(replace(layer.mixer, norm=None)) is None
+    assert cpu._attention_layer(replace(layer.mixer, whole_norms=True)) is None
+    assert cpu._mlp_layer(replace(layer.ffn, norm=None)) is None
+    assert cpu._mlp_layer(replace(layer.ffn, activation="relu2")) is None
