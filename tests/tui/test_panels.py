@@ -67,6 +67,7 @@ async def test_home_offers_chats_and_models_and_loads_nothing_by_itself(tmp_path
         assert not any("fake-broken" in row for row in rows)
         await running.until(lambda: "CPU only" in shown(running, "#home-machine"))
         assert running.backend.started == []
+        assert running.app.focused is listing
         await running.pilot.press("x", "backspace")
         assert running.app.focused is running.prompt
         await running.send("hello")  # with the first model here

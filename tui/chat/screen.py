@@ -44,6 +44,7 @@ TYPING_S = 0.3  # without a key, after which what was typed is looked at
 class ChatScreen(Actions):
     """The first and main screen."""
 
+    AUTO_FOCUS = ""  # `on_mount` says what has the focus first
     BINDINGS: ClassVar[list[BindingType]] = [*bindings()]
 
     def __init__(self, session: Session) -> None:
@@ -73,13 +74,11 @@ class ChatScreen(Actions):
         options = self.frame.options
         self.set_class(options.ui.stats == "off", "-no-stats")
         self.transcript.anchor()
-        self.prompt.focus()
         self.state.offline = options.offline
         self.state.think = self.conversation.think
         self.query_one(Sidebar).display = False
         self.show_home(options.home and not self.conversation.exchanges)
-        if self.query_one(Home).display:
-            self.query_one("#home-list").focus()
+        self.set_focus(self.query_one("#home-list") if self.query_one(Home).display else self.prompt)
         if not options.home:
             self.phase = "loading"
             await self.transcript.begin_loading(self.session.model)
@@ -151,7 +150,7 @@ class ChatScreen(Actions):
         if at is not None and at.id == "home-list" and self.query_one(Home).display:
             return  # it is empty, and so takes no room, until the chats are read
         if (at is None or not at.is_on_screen) and self.is_current and self.app.app_focus:
-            self.prompt.focus()
+            self.set_focus(self.prompt)  # at once: a key may be waiting for it
 
     async def submit(self, text: str) -> None:
         """Carry out what was typed, in its turn. Names and files are looked up before anything changes."""

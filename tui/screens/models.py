@@ -86,8 +86,9 @@ class ModelsScreen(Modal[tuple[str, int | None] | None]):
         box.border_title = f"Models · {SCOPES[self._scope]} · ctx ◂ {tokens_short(window) if window else 'auto'} ▸"
         box.border_subtitle = "⏎ use · q quant · d download · i info · x remove · / filter · Tab scope · ←→ context"
 
-    def _fill(self) -> None:
-        before = self.row.name if self.row else ""
+    def _fill(self, before: str = "") -> None:
+        """`before` is the row under the cursor, where that has another name now."""
+        before = before or (self.row.name if self.row else "")
         words = self.query_one(Input).value.casefold().split()
         scope = SCOPES[self._scope]
         self._shown = [
@@ -177,7 +178,7 @@ class ModelsScreen(Modal[tuple[str, int | None] | None]):
             return
         head = next(one.name for one in self._rows if self._chosen(one).name == row.name)
         self._quants[head] = other.name
-        self._fill()
+        self._fill(other.name)
 
     def action_window(self, step: int) -> None:
         self._window = (self._window + step) % len(WINDOWS)
