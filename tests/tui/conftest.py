@@ -26,7 +26,7 @@ from localllm.tui.frame import ScreenOptions
 from localllm.tui.widgets.messages import AssistantMessage
 from localllm.tui.widgets.prompt import PromptArea
 
-WAIT_S = 30.0
+WAIT_S = 200.0  # ten times what takes longest on two busy cores
 
 
 @pytest.fixture(autouse=True)

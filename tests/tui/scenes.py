@@ -162,7 +162,7 @@ def conversation() -> Conversation:
 
 async def until(pilot: Pilot[None], done: Callable[[], object]) -> None:
     """Wait for something to become true, and until nothing moves any more."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + 200
     while not done():
         assert time.monotonic() < end
         await pilot.pause(0.05)

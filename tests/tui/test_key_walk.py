@@ -58,7 +58,7 @@ async def back_at_the_prompt(running: Chat) -> None:
     assert running.app.focused is running.prompt, running.app.focused
     before = len(running.prompt.text)
     press(running, "w")
-    await running.until(lambda: len(running.prompt.text) > before, 5)
+    await running.until(lambda: len(running.prompt.text) > before)
 
 
 async def walk(running: Chat, keys: int, chance: random.Random) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -103,10 +102,8 @@ async def test_a_long_chat_opens_with_few_widgets_and_earlier_turns_come_back(tm
     name = long_chat(path, 500)
     async with chat(path=path) as running:
         await running.ready()
-        started = time.monotonic()
         await running.screen.open_chat(name)
         await running.until(lambda: len(running.answers) == 8)
-        assert time.monotonic() - started < 10
         assert len(running.screen.query("UserMessage, AssistantMessage")) <= 20
         assert "492 earlier" in running.text("#earlier")
         assert running.screen.conversation.exchanges[-1].user == "question 499"

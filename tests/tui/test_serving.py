@@ -29,7 +29,7 @@ from localllm.tui.app import ChatApp
 from localllm.tui.frame import ScreenOptions
 from localllm.tui.widgets.engine import EnginePanel
 
-from .conftest import Chat, chat
+from .conftest import WAIT_S, Chat, chat
 from .test_chat import notices
 
 FEW = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -88,7 +88,7 @@ async def test_serve_answers_beside_the_chat_and_off_closes_the_port(tiny_path: 
         await running.until(lambda: "answers at http://127.0.0.1:" in notices(running))
         url = running.app.session.endpoint.url  # type: ignore[union-attr]
         await running.until(lambda: f"api :{url.rsplit(':', 1)[1]}" in running.text("#state"))
-        async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=WAIT_S, trust_env=False) as client:
             assert [row["id"] for row in (await client.get("/v1/models")).json()["data"]] == ["tiny"]
             asked = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
             answer = await client.post("/v1/chat/completions", json=asked)
@@ -132,7 +132,7 @@ async def test_serve_from_the_start_follows_the_next_model_and_ends_with_the_cha
         await running.send(f"/model {tiny_path}")
         await running.until(lambda: notices(running).count("answers at") == 2)
         assert running.app.session.endpoint.url == url  # type: ignore[union-attr]
-        assert httpx.get(f"{url}/v1/models", timeout=60, trust_env=False).status_code == 200
+        assert httpx.get(f"{url}/v1/models", timeout=WAIT_S, trust_env=False).status_code == 200
     assert not is_open(url)
 
 

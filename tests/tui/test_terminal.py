@@ -23,7 +23,7 @@ import pytest
 from localllm.tui.chat.actions import LATE_S
 
 LOCALLLM = [sys.executable, "-P", "-c", "from localllm.cli import main; main()"]
-WAIT_S = 60
+WAIT_S = 200
 
 
 class Terminal:
@@ -86,7 +86,7 @@ class Terminal:
         while self.process.poll() is None and time.monotonic() < end:
             self.read()
         self.read()
-        return self.process.wait(1)
+        return self.process.wait(WAIT_S)
 
     def close(self) -> None:
         """Whatever happened."""
@@ -213,7 +213,7 @@ def tmux(tmp_path: Path) -> Iterator[Callable[..., str]]:
     env = os.environ | {"LOCALLLM_ENGINE": "fake:tps=300", "LOCALLLM_HOME": str(tmp_path), "TERM": "xterm-256color"}
 
     def call(*words: str) -> str:
-        return subprocess.run([*base, *words], capture_output=True, text=True, env=env, timeout=30).stdout
+        return subprocess.run([*base, *words], capture_output=True, text=True, env=env, timeout=WAIT_S).stdout
 
     call("new-session", "-d", "-s", "t", "-x", "118", "-y", "34", "bash --norc")
     yield call

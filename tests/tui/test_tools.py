@@ -15,7 +15,7 @@ from localllm.history.store import History
 from localllm.tui.widgets.choices import Choices
 from localllm.tui.widgets.messages import ToolCall
 
-from .conftest import Chat, chat
+from .conftest import WAIT_S, Chat, chat
 
 
 class Servers:
@@ -36,7 +36,7 @@ class Servers:
     def call(self, name: str, arguments: str, cancel: threading.Event | None = None) -> Any:
         self.ran.append((name, arguments))
         if name == "hang":
-            assert cancel is not None and cancel.wait(20)
+            assert cancel is not None and cancel.wait(WAIT_S)
         return SimpleNamespace(text="x\n" * 4000 if name == "long" else arguments, failed=False)
 
     def close(self) -> None:
