@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import secrets
 import stat
 from pathlib import Path
 from typing import Any
@@ -87,7 +86,7 @@ def replace_file(
     Raises OSError; nothing is left beside the old file then.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}{suffix}")
+    partial = path.with_name(f".{path.name[:200]}.{os.urandom(4).hex()}{suffix}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     try:
         with os.fdopen(os.open(partial, flags, 0o666 if mode is None else 0o600), "wb") as file:

@@ -8,7 +8,6 @@ No network here. Called by the other modules of this folder.
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import shutil
@@ -192,6 +191,8 @@ def file_digest(path: Path, hex_digits: int) -> str:
 
 def new_hasher(hex_digits: int, size: int) -> Any:
     """The hash a digest of that length stands for, ready for the file's bytes."""
+    import hashlib
+
     if hex_digits == 64:
         return hashlib.sha256()
     return hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from textual.widgets import ProgressBar
 
 from localllm.conversation import load_times
 from localllm.request import LoadProgress
@@ -64,3 +65,16 @@ async def test_bytes_are_said_as_such(file: Path) -> None:
         assert card.current() == "weights 60.4 MiB of 92.1 MiB"
         card.update(LoadProgress("kv", 3, 8))
         assert card.current() == "KV cache 3/8"
+
+
+async def test_a_download_has_a_bar_and_loading_has_none(file: Path) -> None:
+    async with chat(model="fake-slow", load_s=60) as running:
+        await running.until(lambda: running.screen.query(LoadCard))
+        card = running.screen.query_one(LoadCard)
+        assert not card.query(ProgressBar), "nothing of it is made for a model that is here"
+        for done in (10 << 20, 30 << 20):
+            card.update(LoadProgress("download", done, 120 << 20))
+        await running.until(lambda: "25%" in "\n".join(running.drawn))
+        assert card.query_one(ProgressBar).percentage == 0.25
+        card.update(LoadProgress("weights", 1, 8))
+        await running.until(lambda: "25%" not in "\n".join(running.drawn))

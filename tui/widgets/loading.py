@@ -32,9 +32,6 @@ class LoadCard(Vertical):
 
     def compose(self) -> ComposeResult:
         yield Static(f"Starting {self._model}", id="load-title", markup=False)
-        bar = ProgressBar(total=None, show_eta=False, show_percentage=True, id="load-bar")
-        bar.display = False
-        yield bar
         yield Static("", id="load-line", markup=False)
 
     @property
@@ -59,12 +56,16 @@ class LoadCard(Vertical):
         phase = self._phase
         if phase is None or not self.is_mounted:
             return
-        bar = self.query_one("#load-bar", ProgressBar)
-        bar.display = phase.name == "download" and phase.total > 0
+        shown = phase.name == "download" and phase.total > 0
+        if shown and not self.query(ProgressBar):
+            self.mount(ProgressBar(show_eta=False, id="load-bar"), before="#load-line")
+        for bar in self.query(ProgressBar):
+            bar.display = shown
+            if shown:
+                bar.update(total=phase.total, progress=self._done)
         line, title = self.query_one("#load-line", Static), self.query_one("#load-title", Static)
         if phase.name == "download":
             title.update(f"Downloading {clean_line(phase.file) or self._model}")
-            bar.update(total=phase.total or None, progress=self._done)
             line.update(self._bytes(phase))
         else:
             of = f" of about {seconds_short(self._expected_s)}" if self._expected_s else ""
