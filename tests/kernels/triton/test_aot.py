@@ -22,8 +22,8 @@ import triton  # isort: skip
 ROOT = Path(__file__).resolve().parents[3]
 TESTED = "3.9"
 """the Triton of constraints.txt"""
-PARTS = 60
-"""the default run compiles one in so many kernels: about twenty, over all cards"""
+PARTS = 120
+"""the default run compiles one in so many kernels: about ten, over all cards"""
 
 
 def checked(**more: Any) -> list[KernelRow]:

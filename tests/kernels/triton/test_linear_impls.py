@@ -183,8 +183,8 @@ def attention_weights(device: torch.device, impl: Impl, **more: Any) -> Attentio
 def test_fused_segments(tokens: int, device: torch.device) -> None:
     impl, post = IMPLS["triton"], Norm(torch.rand(32).to(device), 1e-5)
     x, attended = (torch.randn(tokens, width).bfloat16().to(device) for width in (32, 64))
-    gate_up = part_of(device, make("fp4g16", 64, 32), impl)
-    down = part_of(device, make("fp8-row", 32, 32), impl, torch.randn(32))
+    gate_up = part_of(device, make("fp4g16", 32, 32), impl)
+    down = part_of(device, make("fp8-row", 32, 16), impl, torch.randn(32))
     vocab = part_of(device, make("int8-row", 10, 32), impl)
     for extra, activation, softcap in ((None, "silu", None), (post, "gelu_tanh", 2.0)):
         weights = attention_weights(device, impl, post_norm=extra)

@@ -195,7 +195,11 @@ def test_cublas_is_a_candidate_of_dense_weights(device: torch.device, monkeypatc
     assert len(offered[0]) <= product_tiles.MOST
 
 
-@pytest.mark.parametrize("form", ["dense-bf16", "fp8-row", "int4g-32", "gguf-Q4_K", "fp4g16", "fp4g32", "int8-row"])
+@pytest.mark.parametrize(
+    "form",
+    ["dense-bf16", "int4g-32", "int8-row"]
+    + [pytest.param(form, marks=pytest.mark.slow) for form in ("fp8-row", "gguf-Q4_K", "fp4g16", "fp4g32")],
+)
 def test_candidates_agree_on_made_up_weights(form: str, device: torch.device) -> None:
     """What the tuner compares is finite, not zero, and the same by every way to compute it."""
     prepared = prepare(on(device, make(form, 16, smallest_k(form))))
