@@ -28,7 +28,7 @@ def recommended(facts: ModelFacts, path: Path) -> Recommended:
     place = "generation_config.json" if path.is_dir() else "GGUF metadata"
     found: Recommended = {key: (value, place) for key, value in facts.sampling_defaults.items()}
     vendor = dict(_vendor(facts.name, path))
-    why = str(vendor.pop("why", ""))
+    why = str(vendor.pop("why", "")) + ("" if vendor.get("verified", True) else ", not checked")
     found = {key: (value, why) for key, value in vendor.items()} | found
     found = {key: said for key, said in found.items() if key in RANGES and said[0] in RANGES[key]}
     has_cuts = any(cut in found for cut in CUTS)

@@ -66,17 +66,55 @@ def test_values_out_of_range_do_not_make_every_request_fail() -> None:
         ("/m/gemma-3-270m-Q4_K_M.gguf", "", 1.0),
         ("/m/Meta-Llama-3.1-8B-Instruct-Q4_K_M.gguf", "", 0.6),
         ("/m/SmolLM2-135M.gguf", "", 0.8),
+        ("/m/Qwen3-Coder-Next-Q4_K_M.gguf", "", 1.0),
+        ("/m/Qwen3-Coder-30B-A3B-Instruct-Q4_K_M.gguf", "", 0.7),
+        ("/m/Qwen3-Next-80B-A3B-Instruct-Q4_K_M.gguf", "", 0.7),
+        ("/m/Qwen3.8-27B-UD-IQ4_XS.gguf", "", 1.0),
+        ("/m/Qwen3-8B-Q4_K_M.gguf", "", 0.6),
+        ("/m/gpt-oss-20b-mxfp4.gguf", "", 1.0),
+        ("/m/Ministral-3-8B-Instruct-2512-Q4_K_M.gguf", "", 0.1),
+        ("/m/Mistral-Nemo-Instruct-2407-Q4_K_M.gguf", "", 0.3),
+        ("/m/Phi-4-mini-instruct-Q4_K_M.gguf", "", 0.8),
     ],
 )
 def test_vendors_values_are_found_by_name(path: str, name: str, temperature: float) -> None:
     assert values(of(path, name))["temperature"] == temperature
 
 
+@pytest.mark.parametrize(
+    ("path", "stated"),
+    [
+        ("/m/Qwen2.5-0.5B-Instruct-Q8_0.gguf", {"repetition_penalty": 1.1}),
+        ("/m/Qwen2.5-7B-Instruct-Q4_K_M.gguf", {"repetition_penalty": 1.05}),
+        ("/m/Qwen3.5-9B-Q4_K_M.gguf", {"presence_penalty": 1.5, "top_p": 0.95}),
+        ("/m/Qwen3.5-2B-Q4_K_M.gguf", {"presence_penalty": 2.0, "top_p": 1.0}),
+        ("/m/Qwen3.6-35B-A3B-UD-Q4_K_M.gguf", {"presence_penalty": 1.5}),
+        ("/m/DeepSeek-R1-0528-Qwen3-8B-Q4_K_M.gguf", {"temperature": 0.6, "top_p": 0.95}),
+        ("/m/LFM2.5-8B-A1B-Q4_K_M.gguf", {"top_k": 80, "repetition_penalty": 1.05}),
+        ("/m/LFM2.5-1.2B-Instruct-Q4_K_M.gguf", {"top_k": 50, "top_p": 0.1}),
+    ],
+)
+def test_siblings_with_other_values_have_rows_of_their_own(path: str, stated: dict[str, float]) -> None:
+    assert stated.items() <= values(of(path)).items()
+    assert "presence_penalty" not in values(of("/m/Qwen3.6-27B-Q4_K_M.gguf"))
+    assert "top_k" not in values(of("/m/DeepSeek-R1-0528-Qwen3-8B-Q4_K_M.gguf"))
+
+
+def test_a_value_that_nobody_checked_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"match": "tiny", "temperature": 0.6, "top_p": 0.9, "why": "card of Tiny"}
+    line = "temperature 0.6, top_p 0.9 (card of Tiny"
+    for more, end in ((", not checked)", False), (")", True)):
+        monkeypatch.setattr(sampling, "_rows", lambda checked=end: [row | {"verified": checked}])
+        assert sampling_line(of("/m/tiny.gguf")) == line + more
+
+
 def test_every_row_of_the_vendors_is_valid() -> None:
     rows = tomllib.loads(Path(sampling.__file__).with_suffix(".toml").read_text())["model"]
     for row in rows:
         re.compile(row["match"])
-        stated = {key: value for key, value in row.items() if key not in ("match", "why")}
+        stated = {key: value for key, value in row.items() if key in RANGES}
+        assert row.keys() - stated.keys() <= {"match", "why", "source", "verified"}, row
+        assert row.get("verified", not stated) == (not stated or "source" in row), row
         assert all(value in RANGES[key] for key, value in stated.items()), row
         assert bool(row.get("why")) == bool(stated), row
 
