@@ -71,7 +71,7 @@ class Candidate:
     architecture: str
     params: int
     active_params: int  # weights read per token; fewer than params for mixtures of experts
-    download_bytes: int  # approximate until verified
+    download_bytes: int  # approximate unless verified
     kv_bytes_per_token: int  # bf16
     kv_fixed_bytes: int = 0  # bf16, of layers that keep a window only
     context: int
@@ -83,7 +83,7 @@ class Candidate:
     gated: bool = False
     released: str = ""  # year-month, "" when not known for certain
     device: str = "any"  # "gpu": there only; "any"
-    verified: bool = False  # a pull has succeeded
+    verified: bool = False  # its size and its repository were read in a source
     shape: Shape | None = None  # None for models this version cannot run
     layers: int = 0  # of a model without a shape
     quant_method: str = ""  # as in config.json's quantization_config: modelopt, compressed-tensors, ...; "" for none
@@ -414,6 +414,7 @@ def read_candidate(model: Mapping[str, Any], file: Mapping[str, Any]) -> Candida
     """A [[model.file]] of the file with what its [[model]] says. Raises TypeError or ValueError for wrong rows."""
     row: dict[str, Any] = {"active_params": model["params"], **model, **file}
     del row["file"]
+    row.pop("source", None)  # for who reviews the table
     tied, window = row.pop("tied", False), row.pop("window", (0, 1))
     if sizes := row.pop("shape", None):
         shape = _checked(Shape(*[*sizes, tied, *window]))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +38,38 @@ def test_entries_are_well_formed(candidate: catalog.Candidate) -> None:
     assert candidate.license
     assert candidate.need_bytes() > candidate.download_bytes
     assert candidate.released or candidate.needs, "what can run has a date"
+
+
+WEIGHT_BITS = {"bf16": 16, "fp8": 8, "awq": 4.16, "nvfp4": 4.5}  # of the layers' matrices; embeddings stay bf16
+GGUF_BITS = {"Q8": (8.45, 9.1), "Q4": (4.75, 6.6)}  # of all; Q4_K_M keeps embeddings finer
+
+
+@pytest.mark.parametrize(
+    "candidate", [c for c in catalog.candidates() if c.shape], ids=lambda c: f"{c.name}-{c.format.split()[0]}"
+)
+def test_sizes_are_those_that_shape_and_format_make(candidate: catalog.Candidate) -> None:
+    s = candidate.shape
+    assert s
+    layers = s.layers * s.hidden * (2 * s.head_dim * (s.heads + s.kv_heads) + 3 * s.intermediate)
+    embeddings = s.vocab * s.hidden
+    assert candidate.params == pytest.approx(layers + embeddings * (1 if s.tied else 2), rel=0.005)
+    if candidate.quant:
+        low, high = GGUF_BITS[candidate.quant[:2]]
+        assert low < candidate.download_bytes * 8 / candidate.params < high
+    elif candidate.format in WEIGHT_BITS:
+        plain = layers * WEIGHT_BITS[candidate.format] / 8
+        # some files hold the head although it is tied
+        made = [plain + 2 * n * embeddings for n in ((1, 2) if s.tied else (2,))]
+        assert any(candidate.download_bytes == pytest.approx(size, rel=0.03) for size in made)
+    else:  # beside a vision tower
+        assert candidate.download_bytes * 8 > 4.1 * layers
+
+
+def test_rows_name_their_source() -> None:
+    models = tomllib.loads(Path(catalog.__file__).with_name("catalog.toml").read_text(encoding="utf-8"))["model"]
+    assert [m["name"] for m in models if "source" not in m] == []
+    for file in (f for m in models for f in m["file"]):
+        assert file["verified"] == ("source" in file), file["repo"]
 
 
 def test_names_are_unique_and_families_complete() -> None:
