@@ -135,7 +135,6 @@ def approval(request, **fields):
         ({"never": {"tool_names": ["pick"]}}, {"fail"}),
         ({"always": {"tool_names": ["pick"]}, "never": {"tool_names": ["pick", "fail"]}}, {"pick"}),
     ],
-    ids=str,
 )
 async def test_which_calls_need_approval(service, policy, guarded):
     tool = TOOL | {"require_approval": policy, "allowed_tools": ["pick", "fail"]}
