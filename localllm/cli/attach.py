@@ -75,8 +75,9 @@ def _answers(one: Running) -> bool:
 
 def _offer(one: Running, names: tuple[str, ...]) -> Attached | None:
     """The server, where it has a model of one of these names on its disk and takes requests."""
-    known = (name for name in names if ask(one, "GET", f"/v1/models/{quote(name)}") is not None)
-    name = next(known, "")
+    known = (told for name in names if (told := ask(one, "GET", f"/v1/models/{quote(name)}")) is not None)
+    row = next(known, {})
+    name = str(row.get("root") or row.get("id") or "")  # the name it lists, where it also knows others
     return Attached(one.url, one.token, name) if name and _answers(one) else None
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import socket
 import time
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from subprocess import Popen
 
 START_S = 40.0  # for a server to answer; torch is imported meanwhile
+MAX_LOG_BYTES = 4 << 20
 
 
 def service_file() -> Path:
@@ -43,6 +46,24 @@ class Service:
     def server(self) -> Running | None:
         """Its process, while one runs."""
         return next((one for one in running() if one.kind == "serve" and one.url == self.url), None)
+
+
+def log_file() -> Path:
+    """What a background process writes; the previous one has `.1` behind its name."""
+    return paths.log_dir() / "service.log"
+
+
+def cut_log(at_least: int = MAX_LOG_BYTES) -> None:
+    """Where standard error of this process is the log of the service and it is long: keep a copy, and begin anew.
+
+    It must be open for appending, so that what follows goes to the new end.
+    """
+    with contextlib.suppress(OSError):
+        file, mine = log_file(), os.fstat(2)
+        if mine.st_size < at_least or not os.path.samestat(mine, file.stat()):
+            return
+        shutil.copyfile(file, file.with_suffix(".log.1"))
+        os.ftruncate(2, 0)
 
 
 def installed() -> Service | None:

@@ -38,13 +38,17 @@ class ChatEndpoint:
     def start(self, model: str, port: int | None) -> str:
         """Answer on the loopback address; one that runs is replaced. Raises ConfigError or ServerError."""
         from localllm.backend.in_process import InProcessBackend
+        from localllm.backend.placed import PlacedBackend
 
-        if not isinstance(self._backend, InProcessBackend):
-            url = self._backend.facts().url
+        backend = self._backend.now if isinstance(self._backend, PlacedBackend) else self._backend
+        if backend is None:
+            raise ServerError("no model is loaded", "/model NAME")
+        if not isinstance(backend, InProcessBackend):
+            url = backend.facts().url
             if url:
                 raise ConfigError(f"this chat is answered by {url}, which other programs can use too", "/serve off")
             raise ConfigError("the scripted engine has no server", "`unset LOCALLLM_ENGINE`")
-        llm = self._backend.llm
+        llm = backend.llm
         if llm is None:
             raise ServerError("no model is loaded", "/model NAME")
         from localllm.cli.commands.serve import api_keys, taken_by_us

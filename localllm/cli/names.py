@@ -12,7 +12,7 @@ from localllm.config import UserConfig
 from localllm.errors import BadModelFile, ConfigError, LocalLLMError, ModelNotFound
 from localllm.terminal import GIB, clean_line, gib
 
-from .attach import fake_engine
+from .attach import Attached, can_be_named, fake_engine, find_server
 
 if TYPE_CHECKING:
     from localllm.hub import Resolved
@@ -46,6 +46,38 @@ def choose(env: Env, config: UserConfig, name: str | None) -> Choice:
     if resolved.path is None:
         agree(env, resolved, asked_for=bool(wanted))
     return choice_of(resolved)
+
+
+def placed(
+    env: Env, config: UserConfig, wish: str, model: str | None, resumed: str = ""
+) -> tuple[Choice, Attached | None]:
+    """The model of `run` or `chat`, and the server that runs it, which is said; None: this process does.
+
+    wish      --attach-to
+    resumed   the model of the chat that goes on
+    """
+    if wish not in ("auto", "off"):
+        attached = find_server(wish, (model,) if model else ())
+        return Choice(model or "", model or wish), attached
+    if wish == "auto" and model and can_be_named(config, model) and (attached := find_server(wish, (model,))):
+        choice = Choice(attached.model, model)  # the server knows it by this name: nothing is left to find out
+    else:
+        choice = _usual(env, config, model, resumed)
+        attached = find_server(wish, tuple(dict.fromkeys((choice.name, choice.shown))))
+        choice = choice if attached is None else Choice(attached.model, choice.shown)
+    if attached is not None:
+        env.console.say(f"using {clean_line(choice.shown)} at {attached.url}")
+    return choice, attached
+
+
+def _usual(env: Env, config: UserConfig, name: str | None, resumed: str) -> Choice:
+    """The model asked for; else that of the chat that is resumed, if it is still here; else the usual one."""
+    if name is None and resumed:
+        try:
+            return choose(env, config, resumed)
+        except ModelNotFound:
+            env.console.warn(f"{clean_line(resumed)}, the model of this chat, is not here; another one goes on with it")
+    return choose(env, config, name)
 
 
 def resolve(env: Env, config: UserConfig, name: str, *, refresh: bool = False) -> Resolved:

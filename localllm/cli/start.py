@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from localllm.cli.attach import Attached
+from localllm.cli.attach import Attached, fake_engine, find_server
 from localllm.cli.endpoint import ChatEndpoint
 from localllm.cli.frame.command import Env
 from localllm.cli.frame.console import one_of
@@ -44,6 +44,7 @@ class Start:
     ctx: str | None = None
     inline: bool = False
     attached: Attached | None = None  # the server that computes; None for this process
+    shares: bool = False  # whether a server may run the models that are chosen later
     serve: int | None = OFF  # the port at which the engine of this chat answers other programs; None: the usual one
     record: Record | None = None
     tools: Toolbox | None = None
@@ -134,7 +135,22 @@ def backend_of(env: Env, config: UserConfig, start: Start) -> ChatBackend:
                 plan = llm.plan
                 start.record.update((clean_line(name),), device=plan.device, ctx=plan.ctx, bytes=llm.resident_bytes)
 
-    return make_backend(env, config, start.sampling, attached=start.attached, on_loaded=note)
+    made = make_backend(env, config, start.sampling, attached=None if start.shares else start.attached, on_loaded=note)
+    if not start.shares or fake_engine():
+        return made
+    from localllm.backend.placed import Place, PlacedBackend
+
+    def place(model: str) -> Place | None:
+        first, start.attached = start.attached, None  # it was looked for already
+        attached = first or find_server("auto", (model,))
+        if attached is None:
+            return None
+        if start.record is not None:
+            with suppress(OSError, LocalLLMError):
+                start.record.update(())
+        return Place(make_backend(env, config, start.sampling, attached=attached), attached.model, attached.url)
+
+    return PlacedBackend(made, place)
 
 
 def session_of(env: Env, config: UserConfig, start: Start, backend: ChatBackend) -> Session:
@@ -142,11 +158,17 @@ def session_of(env: Env, config: UserConfig, start: Start, backend: ChatBackend)
     from localllm.conversation.session import Session
 
     model = (start.choice.shown or start.choice.name) if start.choice else ""
-    return Session(
+    made = Session(
         backend, start.conversation, start.saver, model, presets=config.presets, files=list(start.files),
         first=start.first, endpoint=ChatEndpoint(env, config, backend, start.record), serves=start.serve,
         tools=start.tools,
     )  # fmt: skip
+    if start.shares:
+        from localllm.backend.placed import PlacedBackend
+
+        if isinstance(backend, PlacedBackend):
+            backend.stays = lambda: made.serves != OFF
+    return made
 
 
 def farewell(env: Env, conversation: Conversation, saver: Saver, model: str) -> None:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -14,7 +15,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from localllm.cli.frame.command import Env
+from localllm.cli.names import Choice
+from localllm.cli.start import Start
+from localllm.config import UserConfig
+from localllm.interface import ChatBackend, Failed
 from localllm.processes import Running
+from localllm.request import LoadProgress
 
 from .conftest import Invoke, valid
 
@@ -195,6 +202,62 @@ def test_a_service_that_waits_is_woken(server: type[Server], monkeypatch: pytest
     assert attach.find_server("auto", ("gone",)) is None
     monkeypatch.setattr(attach, "wake", lambda found: None)
     assert attach.find_server("auto", ("tiny",)) is None
+
+
+def opened(monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[str, ChatBackend]:
+    """The backend of a chat in full screen with its first model, and what was said meanwhile."""
+    from localllm.cli.commands import chat
+    from localllm.cli.start import backend_of, session_of
+
+    made: list[ChatBackend] = []
+
+    def screen(env: Env, config: UserConfig, start: Start) -> int:
+        made.append(backend_of(env, config, start))
+        session_of(env, config, start, made[0])
+        return 0
+
+    monkeypatch.setattr(chat, "full_screen", screen)
+    monkeypatch.setenv("TEXTUAL_DRIVER", "none")  # as in a browser's tab: no terminal is asked for
+    done = run("chat", *words)
+    assert made, done.output
+    return done.output, made[0]
+
+
+def started(backend: ChatBackend, model: str) -> list[str]:
+    """What a start says until the model is ready or has failed."""
+    backend.start(model)
+    said: list[str] = []
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        events = backend.events()
+        event = events.popleft() if events else None
+        said += [event.detail] if isinstance(event, LoadProgress) else []
+        if isinstance(event, Failed) or (isinstance(event, LoadProgress) and event.name == "ready"):
+            return [*said, event.message if isinstance(event, Failed) else "ready"]
+        time.sleep(0.002)
+    raise AssertionError(said)
+
+
+def test_every_model_of_a_chat_goes_where_it_is(server: type[Server], monkeypatch: pytest.MonkeyPatch) -> None:
+    output, backend = opened(monkeypatch, "tiny", "--offline")
+    assert "using tiny at" in output
+    for _ in range(2):  # at the start of the chat, and with /model
+        said = started(backend, "tiny")
+        assert any(line.startswith("using tiny at http://127.0.0.1:") for line in said) and said[-1] == "ready"
+        assert backend.facts().url
+    assert "gone" in started(backend, "gone")[-1] and not backend.facts().url, "this process looks for it"
+    backend.close()
+
+
+@pytest.mark.parametrize("words", [("--ctx", "512"), ("--attach-to", "off"), ("--serve", "0")])
+def test_a_chat_that_keeps_its_model_keeps_the_next(
+    server: type[Server], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr("localllm.cli.names.choose", lambda *_: Choice("gone", "gone"))
+    _, backend = opened(monkeypatch, "gone", *words, "--offline")
+    said = started(backend, "tiny")
+    assert not any("using" in line for line in said) and not server.asked
+    backend.close()
 
 
 def test_asking_a_server_imports_little() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from localllm.cli.background import installed
+from localllm.cli.background import installed, log_file
 from localllm.cli.commands.service import units
 
 from .conftest import Invoke, process, valid
@@ -148,6 +148,27 @@ def test_the_socket_of_systemd_is_used() -> None:
         assert "can be reached from the network" in bound(wide)
 
 
+WRITES = """
+import os
+from localllm.cli.background import cut_log
+os.write(2, b"old" * 100)
+cut_log(400)
+os.write(2, b"er" * 100)
+cut_log(400)
+os.write(2, b"new")
+"""
+
+
+def test_a_long_log_of_the_service_begins_anew(empty_home: Path, tmp_path: Path) -> None:
+    log, other = log_file(), tmp_path / "other.log"
+    log.parent.mkdir(parents=True)
+    for file in (log, other):
+        with file.open("ab") as stderr:
+            subprocess.run([sys.executable, "-c", WRITES], stderr=stderr, check=True)
+    assert log.read_bytes() == b"new" and log.with_suffix(".log.1").read_bytes() == b"old" * 100 + b"er" * 100
+    assert other.read_bytes().endswith(b"new") and len(other.read_bytes()) == 503, "a log of somebody else's"
+
+
 def test_a_background_process_where_there_is_no_systemd(
     tmp_path: Path, empty_home: Path, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,6 +186,7 @@ def test_a_background_process_where_there_is_no_systemd(
         assert (told["state"], told["kind"]) == ("running", "process"), made.stderr
         again = valid(process("service", "install", "--port", port, "--json", engine="").stdout.decode(), "service-1")
         assert again["pid"] != told["pid"], "replaced"
+        assert b"stopped" in log_file().with_suffix(".log.1").read_bytes() and log_file().is_file()
         socket.create_connection(("127.0.0.1", int(port)), timeout=10).close()
     finally:
         removed = process("service", "remove", "--json", engine="")

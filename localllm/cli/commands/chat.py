@@ -8,7 +8,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from localllm.cli.attach import find_server, wish_of
+from localllm.cli.attach import wish_of
 from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.help import OPTIONAL_NUMBER
 from localllm.cli.frame.options import (
@@ -23,16 +23,16 @@ from localllm.cli.frame.options import (
     text_or_file,
 )
 from localllm.cli.full_screen import full_screen, in_tab
-from localllm.cli.names import Choice, choose
+from localllm.cli.names import placed
 from localllm.cli.question import Job, gather_prompt, messages_of
 from localllm.cli.session import Sampling
 from localllm.cli.start import Start, new_start, noted, preset_of, think_of, typed_or_else
 from localllm.cli.tools import toolbox
 from localllm.config import UserConfig
 from localllm.conversation.slash import OFF, parse_port
-from localllm.errors import ConfigError, ModelNotFound
+from localllm.errors import ConfigError
 from localllm.request import Message
-from localllm.terminal import clean_line, dumb, is_tty
+from localllm.terminal import dumb, is_tty
 
 
 @command(
@@ -99,17 +99,20 @@ def chat(
     _prepare(start, config, preset, think, attach or [])
     start.tools = toolbox(env, config, mcp)
     wish = "off" if attach_to == "auto" and serve is not None else wish_of(env, config, engine, attach_to)
-    _place(env, config, start, wish, model or preset_of(config, preset).model)
+    named = model or preset_of(config, preset).model
+    start.choice, start.attached = placed(env, config, wish, named, start.conversation.model)
     if web:
         from localllm.cli.web import serve_web
 
         return serve_web(env, config, start, attach or [])
+    start.shares = wish == "auto"
     if in_tab():  # `localllm ps` has its server
         return full_screen(env, config, start)
     with noted(start):
         if plain or dumb() or not env.console.err_tty:
             from localllm.cli.plain import talk
 
+            start.shares = False  # it never changes its model
             return talk(env, config, start)
         return full_screen(env, config, start)
 
@@ -118,6 +121,7 @@ def home(env: Env) -> int:
     """`localllm` without words in a terminal: chats to continue, models to start."""
     start = new_start(env.config, Sampling(env.config.sampling.given()), env.config.chat.system)
     start.tools = toolbox(env, env.config, None)
+    start.shares = wish_of(env, env.config, EngineFlags(), "auto") == "auto"
     with noted(start):
         return full_screen(env, env.config, start)
 
@@ -169,27 +173,3 @@ def _prepare(start: Start, config: UserConfig, preset: str | None, think: str | 
     if think is not None:
         start.conversation.think = think_of(config, think)
     start.files = tuple(read_document(path) for path in attach)
-
-
-def _place(env: Env, config: UserConfig, start: Start, wish: str, name: str | None) -> None:
-    """Where the model runs: in a server that has it already, else here."""
-    if wish not in ("auto", "off"):
-        attached = find_server(wish, (name,) if name else ())
-    else:
-        start.choice = _choose(env, config, name, start.conversation.model)
-        attached = find_server(wish, (start.choice.shown, start.choice.name))
-        if attached is not None:
-            env.console.say(f"using {clean_line(attached.model)} at {attached.url}")
-    if attached is not None:
-        start.attached = attached
-        start.choice = Choice(attached.model, attached.model or attached.url)
-
-
-def _choose(env: Env, config: UserConfig, name: str | None, resumed: str) -> Choice:
-    """The model asked for; else that of the chat that is resumed, if it is still here; else the usual one."""
-    if name is None and resumed:
-        try:
-            return choose(env, config, resumed)
-        except ModelNotFound:
-            env.console.warn(f"{clean_line(resumed)}, the model of this chat, is not here; another one goes on with it")
-    return choose(env, config, name)

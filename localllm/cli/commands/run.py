@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from localllm.cli.attach import Attached, can_be_named, find_server, wish_of
+from localllm.cli.attach import wish_of
 from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.console import Console, one_of
 from localllm.cli.frame.options import AttachTo, EngineFlags, Model, Preset, SamplingFlags, System, Think, text_or_file
-from localllm.cli.names import Choice, choose
+from localllm.cli.names import Choice, placed
 from localllm.cli.question import (
     TRUNCATE,
     Job,
@@ -162,7 +162,7 @@ def _template(think: str) -> dict[str, Any]:
 def answer(env: Env, config: UserConfig, model: str | None, job: Job) -> int:
     """Find a server that has the model, or load it; answer, show. Returns the exit code."""
     console = env.console
-    choice, attached = _placed(env, config, model, job)
+    choice, attached = placed(env, config, _place(env, job), model)
     events = RunEvents(console) if console.as_json and job.stream else None
     progress = env.progress(choice.shown)
     how: dict[str, Any] = {"completes": True, "constraint": job.constraint, "attached": attached}
@@ -223,23 +223,12 @@ def _say_sampling(console: Console, facts: Facts, job: Job) -> None:
     console.say(console.style(f"[sampling: {clean_line(line)}]", "dim", err=True))
 
 
-def _placed(env: Env, config: UserConfig, model: str | None, job: Job) -> tuple[Choice, Attached | None]:
-    """The model, and the server that runs it, which is said; None: this process does."""
-    wish = job.place
-    if wish == "auto" and (job.sampling.given.get("temperature") or 0) > MAX_API_TEMPERATURE:
+def _place(env: Env, job: Job) -> str:
+    """`--attach-to` for this job: what no server takes is answered here, which is said."""
+    if job.place == "auto" and (job.sampling.given.get("temperature") or 0) > MAX_API_TEMPERATURE:
         env.console.say(f"a server takes temperatures up to {MAX_API_TEMPERATURE}: running the model here")
-        wish = "off"
-    if wish not in ("auto", "off"):
-        attached = find_server(wish, (model,) if model else ())
-        return Choice(model or "", model or wish), attached
-    if wish == "auto" and model and can_be_named(config, model) and (attached := find_server(wish, (model,))):
-        choice = Choice(model, model)  # the server knows it by this name: nothing is left to find out
-    else:
-        choice = choose(env, config, model)
-        attached = find_server(wish, (choice.name,))
-    if attached is not None:
-        env.console.say(f"using {clean_line(choice.shown)} at {attached.url}")
-    return choice, attached
+        return "off"
+    return job.place
 
 
 def _fitting(env: Env, backend: ChatBackend, facts: Facts, job: Job) -> list[Message]:

@@ -14,6 +14,7 @@ from typer import Option
 
 from localllm._version import __version__
 from localllm.cli.attach import fake_engine
+from localllm.cli.background import cut_log
 from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.console import one_of
 from localllm.cli.frame.exits import leave_now
@@ -324,6 +325,7 @@ class _Life:
             self._progress.update(phase)
         if self._progress is not None:
             self._progress.tick()
+        cut_log()
         if self._record is not None and self._service is not None:
             self._record.update(tuple(row.name for row in self._service.pool.loaded()))
 

@@ -20,7 +20,7 @@ from typer import Argument, Option
 
 from localllm import paths
 from localllm.cli.attach import ask
-from localllm.cli.background import START_S, Service, await_server, installed, service_file, unit_files
+from localllm.cli.background import START_S, Service, await_server, installed, log_file, service_file, unit_files
 from localllm.cli.frame.command import Env, command
 from localllm.errors import ConfigError, ServerError
 from localllm.processes import running
@@ -84,9 +84,11 @@ def _install(env: Env, port: int, ttl_s: float, force: bool) -> None:
         _save(Service("systemd", port))
         return
     env.console.say("systemd is not available for this user: starting a background process")
-    log = paths.log_dir() / "service.log"
+    log = log_file()
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as file:
+    if log.exists():
+        log.replace(log.with_suffix(".log.1"))
+    with log.open("ab") as file:
         process = subprocess.Popen(
             words, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True, cwd=Path.home()
         )

@@ -1,0 +1,110 @@
+"""`ChatBackend` of a chat that shares: a model runs in a server that has it or can load it, else in this process."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from localllm.errors import LocalLLMError
+from localllm.interface import ChatBackend, ChatEvent, Check, Facts, Failed, ModelChoice
+from localllm.request import LoadProgress, Message, SamplingParams, ToolUse
+
+
+class Place(NamedTuple):
+    """A server that has a model or can load it, as a backend."""
+
+    backend: ChatBackend
+    model: str  # as the server calls it
+    url: str
+
+
+class PlacedBackend(ChatBackend):
+    """See `interface.ChatBackend`. Models are listed, found and checked as for this process.
+
+    here    the engine in this process
+    place   the server for a model; None: this process. May take a while
+    stays   whether this chat has to run its model itself
+    """
+
+    def __init__(self, here: ChatBackend, place: Callable[[str], Place | None]) -> None:
+        super().__init__()
+        self._here, self._place = here, place
+        self.stays: Callable[[], bool] = lambda: False
+        self.now: ChatBackend | None = here  # None: it is being decided
+        self._start_no = 0  # of the last start; earlier ones give way to it
+        self._one_at_a_time = threading.Lock()
+
+    def start(self, model: str | None, changes: Mapping[str, Any] | None = None) -> None:
+        """Close what runs, decide and start, in a thread. Whoever changes how a model is loaded has it here."""
+        with self._lock:
+            self._start_no += 1
+            words = self._start_no, model, changes
+        work = threading.Thread(target=self._start, args=words, name="place", daemon=True)
+        if changes:
+            self.stays = lambda: True
+        before, self.now = self.now, None
+        self._events.clear()
+        self.tell(LoadProgress("resolve", detail=model or ""))
+        if before is not None and before is not self._here:
+            before.close()  # does not wait
+        work.start()
+
+    def _start(self, number: int, model: str | None, changes: Mapping[str, Any] | None) -> None:
+        with self._one_at_a_time:
+            if number != self._start_no:
+                return
+            self._here.close()
+            self._here.events().clear()
+            place = None
+            try:
+                place = self._place(model) if model and not self.stays() else None
+            except LocalLLMError as error:
+                self.tell(Failed.of(-1, error))
+                return
+            with self._lock:
+                if number != self._start_no:
+                    return
+                self.now = place.backend if place is not None else self._here
+            if place is not None:
+                self.now.tell(LoadProgress("resolve", detail=f"using {place.model} at {place.url}"))
+            self.now.start(place.model if place is not None else model, changes)
+
+    def send(
+        self, messages: Sequence[Message], params: SamplingParams | None = None,
+        template: Mapping[str, Any] | None = None, tools: ToolUse | None = None,
+    ) -> int:  # fmt: skip
+        return (self.now or self._here).send(messages, params, template, tools)
+
+    def stop(self, turn: int) -> None:
+        (self.now or self._here).stop(turn)
+
+    def rest(self) -> None:
+        (self.now or self._here).rest()
+
+    def events(self) -> deque[ChatEvent]:
+        return self._events if self.now is None else self.now.events()
+
+    def facts(self) -> Facts:
+        return Facts() if self.now is None else self.now.facts()
+
+    def count_tokens(self, text: str) -> int:
+        return (self.now or self._here).count_tokens(text)
+
+    def find(self, name: str) -> str:
+        return self._here.find(name)
+
+    def choices(self, ctx: int | None = None) -> list[ModelChoice]:
+        return self._here.choices(ctx)
+
+    def checks(self) -> list[Check]:
+        return self._here.checks()
+
+    def close(self) -> None:
+        with self._lock:
+            self._start_no += 1
+            now, self.now = self.now, self._here
+        if now is not None and now is not self._here:
+            now.close()
+        self._here.close()
