@@ -91,6 +91,29 @@ class MlpWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsWeights:
+    """A mixture of gated feed-forward layers, and what its router does: see `experts.route`."""
+
+    norm: Norm | None
+    router: Linear
+    gate_up: tuple[Linear, ...]  # of each expert; rows: gate, then up
+    down: tuple[Linear, ...]
+    top_k: int
+    router_kind: str  # softmax | softmax_topk | sigmoid
+    activation: str  # silu | gelu_tanh | swiglu_oai
+    renormalise: bool = True
+    scale: float = 1.0  # of what the chosen experts count
+    choice_bias: Tensor | None = None  # float32 [num_experts]
+    groups: int = 1
+    group_top_k: int = 1
+    shared_gate_up: Linear | None = None  # of the expert that every token goes through
+    shared_down: Linear | None = None
+    shared_gate: Linear | None = None  # one row: sigmoid of it multiplies what the shared expert gives
+    limit: float | None = None
+    post_norm: Norm | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class HeadWeights:
     """The last norm and the projection to the vocabulary."""
 
@@ -118,21 +141,23 @@ def has_only(weights: Any, known: frozenset[str]) -> bool:
 
 def linears_of(weights: Any) -> Iterator[Linear]:
     """The linear layers of a mixer or a feed-forward layer, in the order of its fields."""
-    values = (getattr(weights, field.name) for field in fields(weights))
-    return (value for value in values if isinstance(value, Linear))
+    for field in fields(weights):
+        value = getattr(weights, field.name)
+        yield from (one for one in (value if isinstance(value, tuple) else (value,)) if isinstance(one, Linear))
 
 
 def nbytes_of(weights: Any) -> int:
     """Bytes of a mixer's or a feed-forward layer's prepared weights, norms and other tensors."""
-    total = 0
+    total = sum(linear.nbytes for linear in linears_of(weights))
     for field in fields(weights):
         value = getattr(weights, field.name)
         value = value.weight if isinstance(value, Norm) else value
-        total += value.nbytes if isinstance(value, Linear | Tensor) else 0
+        total += value.nbytes if isinstance(value, Tensor) else 0
     return total
 
 
-LayerCall = tuple[AttentionWeights, MlpWeights, int]  # a layer's weights, and which of the step's views it sees
+# a layer's weights, and which of the step's views it sees
+LayerCall = tuple[AttentionWeights, MlpWeights | ExpertsWeights, int]
 # cos, sin, block_table, slot_mapping: what the layers of one cache group share in a step
 View = tuple[Tensor, Tensor, Tensor, Tensor]
 # hidden [num_tokens, hidden], logits float32 [num_tokens, vocab], and where somebody looked int64 [num_tokens], the

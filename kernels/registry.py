@@ -12,7 +12,8 @@ from typing import Any
 
 # what segments are composed of, besides `linear`
 OPS = ("rms_norm", "rope", "silu_mul", "gelu_tanh_mul", "kv_write", "paged_attention")
-SEGMENTS = ("attn_in", "attention", "attn_out", "mlp", "head", "decoder", "step")  # each after those it is composed of
+# each after those it is composed of
+SEGMENTS = ("attn_in", "attention", "attn_out", "mlp", "experts", "head", "decoder", "step")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
-"""What a decoder layer calls: five segments, each composed of single ops here, and the frozen `KernelTable` of them.
+"""What a decoder layer calls: six segments, each composed of single ops here, and the frozen `KernelTable` of them.
 
     attn_in    norm, QKV, QK-norm, RoPE, KV write        attention   paged attention
     attn_out   output projection, residual               mlp         norm, gate/up, activation, down, residual
+    experts    the same where a router chooses among many
     head       norm, vocabulary projection, soft-cap  (and a norm before each residual where the model has one)
 
 and what is made of them: `decoder`, all layers; `step`, from token ids to logits. The composed segments are always
@@ -20,8 +21,9 @@ from torch import Tensor
 
 from . import reference
 from .embedding import Embedding
+from .experts import mixture, swiglu_oai
 from .kv_pages import KVPages
-from .layer_weights import AttentionWeights, HeadWeights, LayerCall, MlpWeights, Norm, Stepped, View
+from .layer_weights import AttentionWeights, ExpertsWeights, HeadWeights, LayerCall, MlpWeights, Norm, Stepped, View
 from .registry import OPS, SEGMENTS
 
 
@@ -37,6 +39,7 @@ class KernelTable:
     attention: Callable[..., Tensor]
     attn_out: Callable[..., Tensor]
     mlp: Callable[..., Tensor]
+    experts: Callable[..., Tensor]
     head: Callable[..., Tensor]
     decoder: Callable[..., Tensor]
     step: Callable[..., Stepped]
@@ -118,11 +121,25 @@ def mlp(
     return _added(rms_norm, x, out, weights.post_norm)
 
 
+def experts(
+    rms_norm: Callable[..., Tensor],
+    silu_mul: Callable[..., Tensor],
+    gelu_tanh_mul: Callable[..., Tensor],
+    x: Tensor,
+    weights: ExpertsWeights,
+) -> Tensor:
+    """x + post_norm(sum of the chosen experts of the normed x): [num_tokens, hidden], in the place of x."""
+    activations = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul, "swiglu_oai": swiglu_oai}
+    out = mixture(_normed(rms_norm, x, weights.norm), weights, activations[weights.activation])
+    return _added(rms_norm, x, out, weights.post_norm)
+
+
 def decoder(
     attn_in: Callable[..., Tensor],
     attention: Callable[..., Tensor],
     attn_out: Callable[..., Tensor],
     mlp: Callable[..., Tensor],
+    experts: Callable[..., Tensor],
     x: Tensor,
     layers: Sequence[LayerCall],
     pages: Sequence[KVPages],
@@ -136,7 +153,7 @@ def decoder(
     wanted   int64 [num_rows], ascending, of every sequence none or its last tokens: the result has these rows only, and
              the last layer computes no more than that of the others but their keys and values
     """
-    for number, ((weights, mlp_weights, view), of_layer) in enumerate(zip(layers, pages, strict=True)):
+    for number, ((weights, ffn, view), of_layer) in enumerate(zip(layers, pages, strict=True)):
         cos, sin, block_table, slot_mapping = views[view]
         q = attn_in(x, weights, cos, sin, of_layer, slot_mapping)
         rows = wanted if number == len(layers) - 1 else None
@@ -145,7 +162,8 @@ def decoder(
         attended = attention(q, weights, of_layer, block_table, cu_query_lens, seq_lens)
         if rows is not None:
             attended, x = attended[rows], x[rows]
-        x = mlp(attn_out(attended, x, weights), mlp_weights)
+        x = attn_out(attended, x, weights)
+        x = experts(x, ffn) if isinstance(ffn, ExpertsWeights) else mlp(x, ffn)
     return x
 
 
@@ -188,7 +206,8 @@ COMPOSED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "attn_out": (attn_out, ("rms_norm",)),
     "mlp": (mlp, ("rms_norm", "silu_mul", "gelu_tanh_mul")),
     "head": (head, ("rms_norm",)),
-    "decoder": (decoder, ("attn_in", "attention", "attn_out", "mlp")),
+    "experts": (experts, ("rms_norm", "silu_mul", "gelu_tanh_mul")),
+    "decoder": (decoder, ("attn_in", "attention", "attn_out", "mlp", "experts")),
     "step": (step, ("decoder", "head")),
 }
 

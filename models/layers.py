@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from localllm.kernels.layer_weights import AttentionWeights, Linear, MlpWeights, Norm
+from torch import Tensor
 
-from .architectures.facts import Attention, Dense, Norms, linear_shapes
+from localllm.kernels.layer_weights import AttentionWeights, ExpertsWeights, Linear, MlpWeights, Norm
+
+from .architectures.facts import Attention, Dense, Experts, Norms, linear_shapes
 from .model import DecoderLayer
 from .reader import Reader
 
@@ -29,6 +31,11 @@ class LayerReader:
 
     def norm_if(self, name: str | None, size: int = 0) -> Norm | None:
         return None if name is None else self.norm(name, size)
+
+    def vector(self, name: str, size: int) -> Tensor:
+        """Any other tensor, float32 [size]."""
+        module, _, last = name.rpartition(".")
+        return self.reader.vector(f"{self.reader.checkpoint.names.source(self.start + module)}.{last}", size)
 
     def linear(self, layer_class: str, *modules: str) -> Linear:
         """Modules that are multiplied with the same rows, as one."""
@@ -63,7 +70,32 @@ def _dense(layer: LayerReader, facts: Dense) -> MlpWeights:
     )
 
 
-_KINDS: dict[type, Callable[[LayerReader, Any], Any]] = {Attention: _attention, Dense: _dense}
+def _experts(layer: LayerReader, facts: Experts) -> ExpertsWeights:
+    bias = "mlp.gate.e_score_correction_bias"
+    shared = [f"mlp.shared_expert.{kind}_proj" for kind in ("gate", "up", "down")]
+    experts = [f"mlp.experts.{number}" for number in range(facts.num_experts)]
+    return ExpertsWeights(
+        norm=layer.norm(layer.norms.before_ffn),
+        router=layer.linear("router", "mlp.gate"),
+        gate_up=tuple(layer.linear("experts_gate_up", f"{one}.gate_proj", f"{one}.up_proj") for one in experts),
+        down=tuple(layer.linear("experts_down", f"{one}.down_proj") for one in experts),
+        top_k=facts.top_k,
+        router_kind=facts.router,
+        activation=facts.act,
+        renormalise=facts.renormalise,
+        scale=facts.scale,
+        choice_bias=layer.vector(bias, facts.num_experts) if facts.choice_bias else None,
+        groups=facts.groups,
+        group_top_k=facts.group_top_k,
+        shared_gate_up=layer.linear("gate_up", *shared[:2]) if facts.shared_inner else None,
+        shared_down=layer.linear("down", shared[2]) if facts.shared_inner else None,
+        shared_gate=layer.linear("router", "mlp.shared_expert_gate") if facts.shared_gate else None,
+        limit=facts.limit,
+        post_norm=layer.norm_if(layer.norms.after_ffn),
+    )
+
+
+_KINDS: dict[type, Callable[[LayerReader, Any], Any]] = {Attention: _attention, Dense: _dense, Experts: _experts}
 
 
 def load_layer(reader: Reader, index: int) -> DecoderLayer:

@@ -141,9 +141,13 @@ class Loading(Reader):
         return rope.RopeTable(inv_freq, facts.attention_factor, self.options.device)
 
     def _refuse_unknown_parts(self) -> None:
+        known: set[str] = set()
         for name in self.checkpoint.tensors:
             for part, what in _CHANGES_RESULT.items():
-                if part in name:
+                if part not in name:
+                    continue
+                known = known or self.checkpoint.stored_modules(self.facts)
+                if name.rpartition(".")[0] not in known:
                     raise UnsupportedModel(
                         f"{self.checkpoint.path.name}: {name} belongs to {what}, which cannot be computed",
                         "choose another model (localllm ls, localllm pull)",

@@ -10,6 +10,7 @@ from torch import Tensor
 from localllm.kernels.embedding import Embedding
 from localllm.kernels.layer_weights import (
     AttentionWeights,
+    ExpertsWeights,
     HeadWeights,
     MlpWeights,
     Stepped,
@@ -32,7 +33,7 @@ class DecoderLayer:
     """What mixes tokens and what follows, each added to the residual stream."""
 
     mixer: AttentionWeights
-    ffn: MlpWeights
+    ffn: MlpWeights | ExpertsWeights
 
     @property
     def nbytes(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ from localllm.quant import dequantize, fuse, load_weight, read_dense
 from localllm.quant.encode import Target, encode
 
 from .architectures import ModelFacts, OpenModel
+
+# linear modules that choose or weigh others: they keep their stored numbers whatever the others become while loading
+ROUTERS = (".mlp.gate", ".mlp.shared_expert_gate")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +119,12 @@ class Reader:
     def weight(self, name: str, shape: tuple[int, int]) -> Weight:
         stored_as = self.checkpoint.names.source(name)
         weight = self.moved(load_weight(self.checkpoint, stored_as, self.checkpoint.formats[stored_as], shape))
-        self.count(stored_as + ".")
+        self.count(stored_as)
         if self.shares_memory:  # GPU and host: let the system drop what it keeps of the files that were read
-            for tensor in self.checkpoint.tensors:
-                if tensor.startswith(stored_as + "."):
-                    self.checkpoint.forget(tensor)
-        if self.target is None or not name.startswith("model.layers.") or self.target.fits(*shape) is not None:
+            for tensor in self._below.get(stored_as, ()):
+                self.checkpoint.forget(tensor)
+        kept = not name.startswith("model.layers.") or name.endswith(ROUTERS)
+        if self.target is None or kept or self.target.fits(*shape) is not None:
             return weight
         try:
             return encode(dequantize(weight), self.target)
@@ -144,7 +148,7 @@ class Reader:
         """A norm, its weight float32 with the model's offset added."""
         stored = f"{self.checkpoint.names.source(name)}.weight"
         weight = self.vector(stored, size).to(self.device)
-        self.count(stored)
+        self.count(self.checkpoint.names.source(name))
         return Norm(weight + self.facts.norm_offset if self.facts.norm_offset else weight, self.facts.rms_norm_eps)
 
     def vector(self, stored: str, size: int) -> Tensor:
@@ -154,8 +158,21 @@ class Reader:
             raise BadModelFile(f"{self.checkpoint.path.name}: {stored} has shape {list(shape)}, expected [{size}]")
         return read_dense(self.checkpoint, stored).float().contiguous()
 
-    def count(self, prefix: str) -> None:
+    @cached_property
+    def _below(self) -> dict[str, list[str]]:
+        """Module as the file names it -> its tensors."""
+        found: dict[str, list[str]] = {}
+        for name in self.checkpoint.tensors:
+            found.setdefault(name.rpartition(".")[0], []).append(name)
+        return found
+
+    def count(self, stored_as: str) -> None:
+        """Report the tensors of a module as done."""
         if self.options.progress is not None:
             tensors = self.checkpoint.tensors
-            self.done += sum(tensors[name].nbytes for name in tensors if name.startswith(prefix))
-            self.options.progress(self.done, self.checkpoint.nbytes)
+            self.done += sum(tensors[name].nbytes for name in self._below.get(stored_as, ()))
+            self.options.progress(self.done, self._all_bytes)
+
+    @cached_property
+    def _all_bytes(self) -> int:
+        return self.checkpoint.nbytes

@@ -15,7 +15,7 @@ from .gguf import load_gguf
 from .gptq import load_gptq
 from .int8 import load_int8
 from .modelopt_int4 import load_modelopt_int4
-from .mxfp4 import load_gptoss, load_mxfp4
+from .mxfp4 import load_mxfp4
 from .nvfp4 import load_nvfp4
 from .stored import WeightReader
 
@@ -33,7 +33,6 @@ LOADERS: dict[str, Callable[[WeightReader, dict], Weight]] = {
     "ct_pack": load_pack,
     "nvfp4": load_nvfp4,
     "mxfp4": load_mxfp4,
-    "gptoss_mxfp4": load_gptoss,
     "modelopt_int4": load_modelopt_int4,
     "int8": load_int8,
     "fp8": load_fp8,

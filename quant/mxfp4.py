@@ -1,7 +1,6 @@
 """MXFP4: e2m1 codes and one power of two per 32 inputs. Becomes `fp4g32`.
 
-compressed-tensors, ModelOpt   weight_packed or weight u8 [N, K/2]; weight_scale u8 E8M0 [N, K/32]
-gpt-oss                        <prefix>_blocks u8 [E, N, K/32, 16]; <prefix>_scales u8 [E, N, K/32]
+weight_packed or weight u8 [N, K/2]; weight_scale u8 E8M0 [N, K/32]: compressed-tensors, ModelOpt, gpt-oss (`stacks.py`)
 """
 
 from __future__ import annotations
@@ -20,13 +19,3 @@ def load_mxfp4(module: WeightReader, params: dict) -> Weight:
     qweight = module.get(params["codes"], ("U8",), (n, k // 2))
     scales = module.e8m0("weight_scale", (n, k // 32))
     return Weight("fp4g32", module.shape, qweight, scales, pre_scale=module.pre_scale(), group_size=32)
-
-
-def load_gptoss(module: WeightReader, params: dict) -> Weight:
-    """All experts of a layer stacked along N: shape is [experts * N, K]. Gate and up rows stay interleaved."""
-    rows, k = module.shape
-    experts = params["experts"]
-    n = rows // experts
-    blocks = module.get("_blocks", ("U8",), (experts, n, k // 32, 16))
-    scales = module.e8m0("_scales", (experts, n, k // 32))
-    return Weight("fp4g32", module.shape, blocks.view(rows, k // 2), scales.view(rows, k // 32), group_size=32)

@@ -274,6 +274,8 @@ def _decoder_plan(layers: Sequence[LayerCall], pages: Sequence[KVPages]) -> _Dec
     parts: list[_Layer] = []
     for struct, (attention_weights, mlp_weights, view), of_layer in zip(structs, layers, pages, strict=True):
         first = _layer_of(attention_weights.qkv, attention_weights, _attention_layer)
+        if not isinstance(mlp_weights, MlpWeights):
+            return None
         second = _layer_of(mlp_weights.gate_up, mlp_weights, _mlp_layer)
         if first is None or second is None:
             return None

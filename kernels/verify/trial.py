@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from ..dequant import dequantize_rows
 from ..embedding import Embedding
 from ..kv_pages import KVPages
-from ..layer_weights import AttentionWeights, HeadWeights, LayerCall, Linear, Stepped, View, linears_of
+from ..layer_weights import AttentionWeights, ExpertsWeights, HeadWeights, LayerCall, Linear, Stepped, View, linears_of
 from ..registry import Impl, LinearFacts
 from ..segments import REFERENCES, KernelTable
 from ..weight import Weight
@@ -155,13 +156,20 @@ def linear_error(impl: Impl, facts: LinearFacts, weight: Weight, prepared: Any) 
 
 def _products(*linears: Linear) -> str:
     parts = (part for linear in linears for part in linear.parts)
-    return ",".join(f"{p.impl.name} {p.shape[0]}x{p.shape[1]}{'+b' * (p.bias is not None)}" for p in parts)
+    said = (f"{p.impl.name} {p.shape[0]}x{p.shape[1]}{'+b' * (p.bias is not None)}" for p in parts)
+    runs = ((name, len(list(alike))) for name, alike in groupby(said))  # experts are alike
+    return ",".join(name if count == 1 else f"{count}*{name}" for name, count in runs)
 
 
 def layer_kind(attention: AttentionWeights, mlp: Any, view: int) -> str:
     """What makes a layer another case for a fused segment."""
     norms = "".join("n" if norm else "-" for norm in (attention.q_norm, attention.post_norm, mlp.post_norm))
-    return f"{view} {_products(*linears_of(attention), *linears_of(mlp))} {norms} w{attention.window} {mlp.activation}"
+    products = _products(*linears_of(attention), *linears_of(mlp))
+    router = ""
+    if isinstance(mlp, ExpertsWeights):
+        chosen = (mlp.top_k, mlp.renormalise, mlp.scale, mlp.groups, mlp.group_top_k, mlp.limit)
+        router = f" {mlp.router_kind}{'+b' * (mlp.choice_bias is not None)} {chosen}"
+    return f"{view} {products} {norms} w{attention.window} {mlp.activation}{router}"
 
 
 def ends_kind(embedding: Embedding, head: HeadWeights) -> str:
@@ -277,7 +285,10 @@ class SegmentTrial:
                 "attention": [(q, attention, of, table, cu, lens) for of in caches],
                 "attn_out": [(q.flatten(1), x.clone(), attention) for _ in caches],
                 "mlp": [(x.clone(), mlp) for _ in caches],
+                "experts": [(x.clone(), mlp) for _ in caches],
             }
+            if name in ("mlp", "experts") and isinstance(mlp, ExpertsWeights) != (name == "experts"):
+                continue
             ours, theirs = arguments[name]
             found, wanted = run(*ours), REFERENCES[name](*theirs)
             results = (found, *numbers(caches[0])), (wanted, *numbers(caches[1]))

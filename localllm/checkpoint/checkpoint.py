@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,9 +31,17 @@ class Checkpoint:
     license: str = ""
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor's stored bytes: uint8, flat, read-only, a view of the file. KeyError for an unknown name."""
-        info = self.tensors[name]
-        return self.files[info.file].view(info.offset, info.nbytes)
+        """A tensor's stored bytes: uint8, flat, a read-only view of the file; a copy where they do not lie together.
+
+        KeyError for an unknown name.
+        """
+        info, file = self.tensors[name], self.files[self.tensors[name].file]
+        if info.strides is None:
+            return file.view(info.offset, info.nbytes)
+        item = info.nbytes // math.prod(info.shape)
+        span = sum((count - 1) * step for count, step in zip(info.shape, info.strides, strict=True)) + item
+        data = file.view(info.offset, span)
+        return np.ndarray(info.shape, f"u{item}", data, strides=info.strides).copy().view(np.uint8).reshape(-1)
 
     def maps(self, address: int) -> bool:
         return any(file.holds(address) for file in self.files.values())

@@ -16,6 +16,7 @@ from .mapped_file import bad, shown
 MAX_LAYERS = 1000
 MAX_HIDDEN = 1 << 20
 MAX_HEADS = 4096
+MAX_EXPERTS = 4096
 MAX_HEAD_DIM = 4096
 MAX_VOCAB = 1 << 24
 MAX_CONTEXT = 1 << 27

@@ -75,6 +75,8 @@ class TensorInfo:
     nbytes: int
     file: Path
     offset: int  # Bytes from the start of `file`.
+    # Bytes from an element to the next one along each dimension; None: one after another.
+    strides: tuple[int, ...] | None = None
 
 
 class MappedFile:

@@ -20,6 +20,7 @@ from .gguf_file import read_gguf
 from .json_file import read_json_object
 from .mapped_file import MappedFile, TensorInfo, bad, pickle_error, read_small, shown
 from .safetensors_file import read_safetensors
+from .stacks import unstacked
 
 PICKLES = (
     ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".npy", ".npz", ".msgpack", ".h5", ".onnx", ".zip", ".tar",
@@ -44,7 +45,12 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     Raises ModelNotFound when there is none, UnsupportedFormat or UnsupportedModel for what is refused by name,
     BadModelFile for what is damaged. Numbers and tensors are held against each other when `facts` is asked for.
     """
-    path = Path(path).expanduser()
+    found = _open(Path(path).expanduser())
+    found.tensors = unstacked(found.tensors)
+    return found
+
+
+def _open(path: Path) -> Checkpoint:
     if "\0" in str(path) or len(os.fsencode(path.name)) > 255:
         raise ModelNotFound(f"{shown(path)} is not a file name", "localllm ls lists the models on this machine")
     if path.is_dir():

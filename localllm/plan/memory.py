@@ -120,7 +120,7 @@ class Memory:
                 held = facts.weight_bytes - int(layers * per_value) + int(layers * TARGET_BYTES[quant])
             elif not on_cpu and DENSE_FORMATS.get(facts.stored_format) == 4 and self.dtype != "float32":
                 held, table_bytes = held // 2, table_bytes // 2
-            return held, int((held - (0 if facts.tied_embeddings else table_bytes)) * facts.active_share)
+            return held, int(held * facts.active_share) - (0 if facts.tied_embeddings else table_bytes)
         if not quant and facts.stored_format == "bf16" and self.dtype == "bfloat16":
             held = facts.weight_bytes + (table_bytes if facts.tied_embeddings else 0)
         elif (quant or facts.stored_format).startswith((*INT4_FORMATS, "int4")):

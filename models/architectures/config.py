@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from localllm.checkpoint import Checkpoint
-from localllm.checkpoint.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN, MAX_LAYERS, Fields
+from localllm.checkpoint.fields import MAX_EXPERTS, MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN, MAX_LAYERS, Fields
 from localllm.checkpoint.mapped_file import bad, shown
 from localllm.errors import UnsupportedModel
 
-from .facts import Attention, Dense, LayerFacts, ModelFacts, RopeFacts
+from .facts import Attention, Dense, Experts, LayerFacts, ModelFacts, RopeFacts
 from .names import NameMap
 
 SAMPLING = {
@@ -79,6 +79,20 @@ class Config(ABC):
 
     def dense(self, act: str = "silu") -> Dense:
         return Dense(self.size("inner", 1, MAX_HIDDEN * 4), act, self.stores("mlp.down_proj.bias"))
+
+    def experts(self, keys: Mapping[str, str], act: str = "silu", **changes: Any) -> Experts:
+        """A mixture; `keys`: what the container calls `count`, `top_k` and `inner`."""
+        count = self.keys.integer(keys["count"], 1, MAX_EXPERTS)
+        top_k = self.keys.integer(keys["top_k"], 1, count)
+        inner = self.keys.integer(keys["inner"], 1, MAX_HIDDEN * 4)
+        found = Experts(count, top_k, inner, act, **changes)
+        if count % found.groups or found.group_top_k > found.groups:
+            what = f"{count} experts cannot lie in {found.groups} groups, {found.group_top_k} of them chosen"
+            raise bad(self.keys.path, what, key="groups")
+        if count // found.groups * found.group_top_k < top_k:
+            what = f"{found.group_top_k} of {found.groups} groups hold fewer than {top_k} of {count} experts"
+            raise bad(self.keys.path, what, key="groups")
+        return found
 
     def facts(
         self, layers: tuple[LayerFacts, ...], max_context: int, *, eps: float | None = None, **changes: Any

@@ -97,6 +97,54 @@ class Dense:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """A mixture: of many gated feed-forward layers a router chooses some for each token, and sums what they give."""
+
+    num_experts: int
+    top_k: int  # experts chosen for a token
+    inner: int  # of one expert
+    act: str = "silu"  # silu | gelu_tanh | swiglu_oai (gate · sigmoid(1.702 gate) · (up + 1))
+    # what an expert counts: softmax (over all) | softmax_topk (over those chosen) | sigmoid (each by itself)
+    router: str = "softmax"
+    renormalise: bool = True  # the shares of those chosen are divided by their sum
+    scale: float = 1.0  # then multiplied with this
+    choice_bias: bool = False  # a number for each expert that is added for the choice only
+    groups: int = 1  # experts lie in so many groups, of which `group_top_k` are chosen first
+    group_top_k: int = 1
+    shared_inner: int = 0  # of the expert that every token goes through; 0: none
+    shared_gate: bool = False  # its output is multiplied with sigmoid(gate · x)
+    bias: bool = False  # of router and experts
+    limit: float | None = None  # gate is cut off above it, up above and below
+
+    def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
+        inner, shared = self.inner, self.shared_inner
+        shapes = {"mlp.gate": (self.num_experts, hidden)}
+        for expert in range(self.num_experts):
+            shapes[f"mlp.experts.{expert}.gate_proj"] = (inner, hidden)
+            shapes[f"mlp.experts.{expert}.up_proj"] = (inner, hidden)
+            shapes[f"mlp.experts.{expert}.down_proj"] = (hidden, inner)
+        if shared:
+            shapes["mlp.shared_expert.gate_proj"] = shapes["mlp.shared_expert.up_proj"] = (shared, hidden)
+            shapes["mlp.shared_expert.down_proj"] = (hidden, shared)
+        if self.shared_gate:
+            shapes["mlp.shared_expert_gate"] = (1, hidden)
+        return shapes
+
+    def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        sizes: dict[str, tuple[int, ...]] = {}
+        if self.bias:
+            of_all = {name: shape for name, shape in self.linears(hidden).items() if "shared" not in name}
+            sizes = {f"{name}.bias": shape[:1] for name, shape in of_all.items()}
+        if self.choice_bias:
+            sizes["mlp.gate.e_score_correction_bias"] = (self.num_experts,)
+        return sizes
+
+    def work(self, hidden: int) -> int:
+        """As of `Dense`, where all tokens take one expert: rows gathered, their result, and float32 sums."""
+        return 4 * self.num_experts + 3 * max(self.inner, self.shared_inner) + 2 * hidden + 4 * hidden
+
+
+@dataclass(frozen=True)
 class Norms:
     """The RMSNorms of a layer, by canonical name below `model.layers.{i}.`; `after_*` norm what is added."""
 
@@ -111,7 +159,7 @@ class LayerFacts:
     """One decoder layer: what mixes tokens, what follows, and the norms around them."""
 
     mixer: Attention
-    ffn: Dense
+    ffn: Dense | Experts
     norms: Norms = Norms()
 
 
@@ -203,6 +251,16 @@ def vector_shapes(layer: LayerFacts, hidden: int) -> dict[str, tuple[int, ...]]:
 def count_linear_params(facts: ModelFacts) -> int:
     """Elements of all layers' linear modules."""
     return sum(n * k for layer in facts.layers for n, k in linear_shapes(layer, facts.hidden_size).values())
+
+
+def idle_experts(facts: ModelFacts) -> dict[str, int]:
+    """A module of each layer's first expert -> how many such modules of the layer a token does not go through."""
+    return {
+        f"model.layers.{index}.mlp.experts.0.{name}_proj": layer.ffn.num_experts - layer.ffn.top_k
+        for index, layer in enumerate(facts.layers)
+        if isinstance(layer.ffn, Experts)
+        for name in ("gate", "up", "down")
+    }
 
 
 def count_params(facts: ModelFacts) -> int:

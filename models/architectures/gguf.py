@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 
 from localllm.checkpoint import Checkpoint, TensorInfo
-from localllm.checkpoint.fields import MAX_CONTEXT, MAX_HEAD_DIM, MAX_LAYERS, MAX_VOCAB, Fields
+from localllm.checkpoint.fields import MAX_CONTEXT, MAX_EXPERTS, MAX_HEAD_DIM, MAX_LAYERS, MAX_VOCAB, Fields
 from localllm.checkpoint.formats.gguf import decoded_bytes
 from localllm.checkpoint.gguf_types import FILE_TYPES
 from localllm.checkpoint.mapped_file import bad, shown
 from localllm.checkpoint.vocabulary import check_vocabulary, special_ids
 from localllm.errors import UnsupportedModel
 
-from .config import Config, unsupported
-from .facts import Attention, RopeFacts
+from .config import Config
+from .facts import Attention, Experts, RopeFacts
 from .names import NameMap
 
 _SAMPLING = {
@@ -56,9 +56,7 @@ class GgufConfig(Config):
         source = metadata["general.architecture"]
         self.general = Fields(path, metadata)
         keys = Fields(path, metadata, f"{source}.")
-        experts = keys.integer("expert_count", 0, 1 << 20, 0)
-        if experts > 0:
-            raise unsupported(path, f"{source} with {experts} experts (mixture of experts)", runs)
+        self.num_experts = keys.integer("expert_count", 0, MAX_EXPERTS, 0)
         super().__init__(checkpoint, keys, names, source, runs)
         value_dim = keys.integer("attention.value_length", 2, MAX_HEAD_DIM, self.head_dim)
         if value_dim != self.head_dim:
@@ -124,6 +122,17 @@ class GgufConfig(Config):
             interleaved=interleaved,
         )
         return rope, max(context, min(int(original * factor), MAX_CONTEXT))
+
+    def mixture(self, **changes: Any) -> Experts:
+        """Experts as most files describe them; `changes` is what the family knows better."""
+        keys = self.keys
+        inner = "expert_feed_forward_length" if keys.raw("expert_feed_forward_length") else "feed_forward_length"
+        names = {"count": "expert_count", "top_k": "expert_used_count", "inner": inner}
+        values: dict[str, Any] = {
+            "renormalise": keys.flag("expert_weights_norm", True),
+            "scale": keys.number("expert_weights_scale", 1e-6, 1e6, 1.0),
+        }
+        return super().experts(names, **values | changes)
 
     def windows(self, full_every: int = 0) -> tuple[int | None, ...]:
         """The window of each layer. `full_every`: one of so many sees all where the file has no pattern; 0: none."""

@@ -17,7 +17,7 @@ from localllm.checkpoint.json_file import MAX_CONFIG_BYTES
 from localllm.checkpoint.mapped_file import read_small, shown
 
 from .config import SAMPLING, Config
-from .facts import RopeFacts
+from .facts import Experts, RopeFacts
 from .names import NameMap
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -115,6 +115,21 @@ class HfConfig(Config):
         if name not in _ACTIVATIONS:
             raise self.keys.fail(key, f"is {name[:60]!r}; {', '.join(_ACTIVATIONS)} are supported")
         return _ACTIVATIONS[name]
+
+    def mixture(self, count: str, inner: str, act: str = "silu", **changes: Any) -> Experts:
+        """Experts; `count` and `inner` are the family's keys."""
+        count = count if self.keys.raw(count) is not None else "num_local_experts"
+        keys = {"count": count, "top_k": "num_experts_per_tok", "inner": inner}
+        return super().experts(keys, act, **changes)
+
+    def layer_numbers(self, key: str) -> frozenset[int]:
+        """A list of layers; none where the key is absent."""
+        value = self.keys.raw(key)
+        if value is None:
+            return frozenset()
+        if not isinstance(value, list) or not all(type(item) is int and item >= 0 for item in value):
+            raise self.keys.fail(key, "must list numbers of layers")
+        return frozenset(value)
 
     @property
     def window(self) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +13,7 @@ from localllm.checkpoint.formats.module import DENSE
 from localllm.checkpoint.mapped_file import bad
 
 from . import registry
-from .facts import ModelFacts, count_params, linear_shapes, vector_shapes
+from .facts import ModelFacts, count_params, idle_experts, linear_shapes, vector_shapes
 from .names import NameMap
 
 
@@ -50,7 +51,23 @@ class OpenModel(Checkpoint):
         facts = self._understood[0]
         facts = replace(facts, stored_format=facts.stored_format or format_label(self.formats))
         self._check(facts)
-        return replace(facts, num_params=count_params(facts))
+        held: Counter[str] = Counter()
+        for name, info in self.tensors.items():
+            held[name.rpartition(".")[0]] += info.nbytes
+        idle = sum(count * held[self.names.source(module)] for module, count in idle_experts(facts).items())
+        return replace(facts, num_params=count_params(facts), active_share=1 - idle / max(1, facts.weight_bytes))
+
+    def stored_modules(self, facts: ModelFacts) -> set[str]:
+        """The modules below layers that the model is made of, as the file names them."""
+        hidden = facts.hidden_size
+        return {
+            self.names.source(f"model.layers.{index}.{module}")
+            for index, layer in enumerate(facts.layers)
+            for module in (
+                *linear_shapes(layer, hidden),
+                *(name.rpartition(".")[0] for name in vector_shapes(layer, hidden)),
+            )
+        }
 
     @property
     def doubt(self) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.([\w.]+)")
+_EXPERT = re.compile(r"(mlp\.experts\.)(\d+)(\.\w+)")
 _WRAPPERS = ("language_model.model.", "model.language_model.")
 GGUF_LAYER = {
     "input_layernorm": "attn_norm",
@@ -24,6 +25,14 @@ GGUF_LAYER = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.{}.gate_proj": "ffn_gate_exps.{}",
+    "mlp.experts.{}.up_proj": "ffn_up_exps.{}",
+    "mlp.experts.{}.down_proj": "ffn_down_exps.{}",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
 }
 
 
@@ -33,7 +42,8 @@ class NameMap:
 
     top: Mapping[str, str]  # modules outside of the layers
     layer: str  # what a layer's modules begin with, `{}` for its number
-    inner: Mapping[str, str] = field(default_factory=dict)  # modules below a layer that are called otherwise
+    # modules below a layer that are called otherwise; `{}` for an expert's number
+    inner: Mapping[str, str] = field(default_factory=dict)
     text: tuple[str, ...] = ("",)  # what names of the text model's tensors begin with; others are not loaded
 
     def source(self, module: str) -> str:
@@ -41,7 +51,11 @@ class NameMap:
         match = _LAYER.fullmatch(module)
         if match is None:
             return self.top[module]
-        return self.layer.format(match[1]) + self.inner.get(match[2], match[2])
+        expert = _EXPERT.fullmatch(match[2])
+        if expert is None:
+            return self.layer.format(match[1]) + self.inner.get(match[2], match[2])
+        of_all = f"{expert[1]}{{}}{expert[3]}"
+        return self.layer.format(match[1]) + self.inner.get(of_all, of_all).format(expert[2])
 
     def beyond(self, tensors: Iterable[str], num_layers: int) -> str | None:
         """The first tensor of a layer that `num_layers` do not count, None when there is none."""
@@ -56,11 +70,11 @@ def gguf_names(inner: Mapping[str, str] = GGUF_LAYER) -> NameMap:
     return NameMap(top, "blk.{}.", inner)
 
 
-def hf_names(tensors: Collection[str]) -> NameMap:
-    """The canonical names, or those below a multi-modal wrapper."""
+def hf_names(tensors: Collection[str], inner: Mapping[str, str] | None = None) -> NameMap:
+    """The canonical names but for `inner`, or those below a multi-modal wrapper."""
     prefix = next((p for n in tensors for p in ("model.", *_WRAPPERS) if n.startswith(f"{p}embed_tokens.")), "model.")
     # Old wrappers keep the head beside their inner model, new ones at the top.
     old = prefix == _WRAPPERS[0] and any(name.startswith("language_model.lm_head.") for name in tensors)
     head = "language_model.lm_head" if old else "lm_head"
     top = {"model.embed_tokens": f"{prefix}embed_tokens", "model.norm": f"{prefix}norm", "lm_head": head}
-    return NameMap(top, prefix + "layers.{}.", text=(prefix, f"{head}."))
+    return NameMap(top, prefix + "layers.{}.", inner or {}, text=(prefix, f"{head}."))

@@ -10,17 +10,19 @@ from localllm.checkpoint.fields import Fields
 from . import gguf, hf
 from .architecture import Architecture
 from .config import unsupported
-from .facts import ModelFacts
+from .facts import Experts, ModelFacts
 from .gemma3 import Gemma3
 from .llama import Llama
 from .names import NameMap
 from .qwen2 import Qwen2
 from .qwen3 import Qwen3
+from .qwen3_moe import Qwen3Moe
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     Llama(),
     Qwen2(),
     Qwen3(),
+    Qwen3Moe(),
     Gemma3(),
 )
 
@@ -57,7 +59,11 @@ def _from_gguf(checkpoint: Checkpoint) -> tuple[ModelFacts, NameMap]:
     for one in ARCHITECTURES:
         if source in one.gguf_types:
             found = one.names(checkpoint)
-            facts = one.from_gguf(gguf.GgufConfig(checkpoint, found, runnable()))
+            config = gguf.GgufConfig(checkpoint, found, runnable())
+            facts = one.from_gguf(config)
+            if config.num_experts and not any(isinstance(layer.ffn, Experts) for layer in facts.layers):
+                what = f"{source} with {config.num_experts} experts (mixture of experts)"
+                raise unsupported(checkpoint.path, what, runnable())
             return replace(facts, architecture=one.name), found
     raise unsupported(checkpoint.path, source or "(empty)", runnable())
 

@@ -194,14 +194,6 @@ def test_format(name: str) -> None:
     assert {key: found.params[key] for key in params} == params
 
 
-def test_gpt_oss_experts() -> None:
-    shapes = {"gate_up_proj_blocks": ("U8", (4, 64, 2, 16)), "gate_up_proj_scales": ("U8", (4, 64, 2))}
-    found = stored_formats(Stored(shapes))
-    assert found[f"{P}.gate_up_proj"].kind == "gptoss_mxfp4"
-    assert found[f"{P}.gate_up_proj"].shape == (64, 64)
-    assert found[f"{P}.gate_up_proj"].params["experts"] == 4
-
-
 def without(tensors: dict[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in tensors.items() if key != name}
 
@@ -219,7 +211,6 @@ def without(tensors: dict[str, Any], name: str) -> dict[str, Any]:
         (without(MO_NVFP4, "weight_scale"), "weight_scale"),
         (without(F8_BLOCK, "weight_scale_inv"), "weight_scale"),
         ({"weight": ("I8", (N, K))}, "weight_scale"),
-        ({"gate_up_proj_blocks": ("U8", (4, 64, 2, 16))}, "gate_up_proj_scales"),
     ],
 )
 def test_a_missing_scale_is_an_error_and_never_one(tensors: dict[str, Any], missing: str) -> None:

@@ -359,7 +359,7 @@ def test_a_safetensors_file_alone_is_no_model(tmp_path: Path) -> None:
     ("changes", "words"),
     [
         ({"model_type": "mamba99", "architectures": ["Mamba99ForCausalLM"]}, "Mamba99ForCausalLM (model_type mamba99)"),
-        ({"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}, "Qwen3MoeForCausalLM"),
+        ({"model_type": "dbrx", "architectures": ["DbrxForCausalLM"]}, "DbrxForCausalLM"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "no language model head"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope scaling of type longrope"),
     ],

@@ -54,6 +54,16 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"hidden_size": 40, "intermediate_size": 64, "heads": (4, 2, 14), "sliding_window": 9}),
     "qwen2": ("qwen2", {"hidden_size": 36, "intermediate_size": 52, "heads": (6, 2, 6), "tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"hidden_size": 44, "intermediate_size": 70, "heads": (4, 2, 18)}),
+    "qwen3-moe": (
+        "qwen3_moe",
+        {"hidden_size": 44, "intermediate_size": 70, "heads": (4, 2, 18), "norm_topk_prob": True}
+        | {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 26},
+    ),
+    "qwen3-moe-mixed": (
+        "qwen3_moe",
+        {"hidden_size": 44, "intermediate_size": 70, "heads": (4, 2, 18), "mlp_only_layers": [1]}
+        | {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 26},
+    ),
     "gemma3": (
         "gemma3_text",
         {"hidden_size": 44, "intermediate_size": 70, "heads": (4, 1, 20), "sliding_window": 11}
@@ -106,7 +116,10 @@ def tiny() -> Callable[[str], Tiny]:
             settings |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
             config = AutoConfig.for_model(model_type, **settings)
             torch.manual_seed(sum(map(ord, name)))
-            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+            model = AutoModelForCausalLM.from_config(
+                config, attn_implementation="eager", experts_implementation="eager"
+            )
+            model = model.float().eval()
             with torch.no_grad():
                 for key, parameter in model.named_parameters():
                     if key.endswith("norm.weight"):
@@ -115,6 +128,9 @@ def tiny() -> Callable[[str], Tiny]:
                         parameter.copy_(0.3 * torch.randn_like(parameter))
                     else:
                         parameter.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
+                for key, buffer in model.named_buffers():
+                    if key.endswith("correction_bias"):
+                        buffer.copy_(0.3 * torch.randn_like(buffer))
             tensors = {key: value.detach().clone() for key, value in model.state_dict().items()}
             if config.tie_word_embeddings:
                 del tensors["lm_head.weight"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from localllm.models.architectures import open_model, registry
 from localllm.models.loader import LoadOptions, load_model
 
 ARCHITECTURE = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3_text": "gemma3"}
+ARCHITECTURE |= {"qwen3_moe": "qwen3moe"}
 
 
 def permuted(rows: Tensor, heads: int) -> Tensor:
@@ -51,25 +53,46 @@ def write_gguf(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], k
     if arch == "gemma3":
         writer.add_float32("gemma3.attention.scale", config["query_pre_attn_scalar"] ** -0.5)
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if "num_experts_per_tok" in config:
+        writer.add_expert_count(config.get("num_local_experts") or config["n_routed_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config.get("moe_intermediate_size") or config["intermediate_size"])
     vocabulary = config["vocab_size"]
     writer.add_tokenizer_model("llama")
     writer.add_token_list([f"t{i}" for i in range(vocabulary)])
     writer.add_token_scores([-float(i) for i in range(vocabulary)])
     writer.add_token_types([1] * vocabulary)
-    for name, tensor in tensors.items():
+    for name, tensor in stacked(tensors).items():
         module, _, suffix = name.rpartition(".")
         if arch == "llama" and module.endswith(("q_proj", "k_proj")):
             tensor = permuted(tensor, heads if module.endswith("q_proj") else kv_heads)
         if arch == "gemma3" and module.endswith("norm"):
             tensor = tensor + 1
-        stored = gguf.GGMLQuantizationType.F32 if tensor.ndim == 1 else kind
-        data = gguf.quants.quantize(tensor.numpy(), stored)
-        writer.add_tensor(f"{names.source(module)}.{suffix}", data, raw_dtype=stored)
+        plain = tensor.ndim == 1 or suffix == "bias" or "ffn_gate_inp" in name
+        stored = gguf.GGMLQuantizationType.F32 if plain else kind
+        data = gguf.quants.quantize(tensor.contiguous().numpy(), stored)
+        named = module if module.startswith("blk.") else names.source(module)
+        writer.add_tensor(f"{named}.{suffix}", data, raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors with those of experts as converters write them: all of a layer, gate and up apart."""
+    found = {}
+    for name, tensor in tensors.items():
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        if layer and name.endswith("experts.gate_up_proj"):
+            gate, up = tensor.chunk(2, 1)
+            found |= {f"blk.{layer[1]}.ffn_gate_exps.weight": gate, f"blk.{layer[1]}.ffn_up_exps.weight": up}
+        elif layer and name.endswith("experts.down_proj"):
+            found[f"blk.{layer[1]}.ffn_down_exps.weight"] = tensor
+        else:
+            found[name] = tensor
+    return found
 
 
 def _rope(writer: gguf.GGUFWriter, config: dict[str, Any], dim: int) -> None:
@@ -94,7 +117,10 @@ def gguf_logits(model: Any, paged: Any, path: Path, kind: gguf.GGMLQuantizationT
     return paged(ours).all_logits(ids, [50])
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-bias", "llama-yarn", "mistral", "qwen2", "qwen3", "gemma3"])
+NAMES = ["llama", "llama-bias", "llama-yarn", "mistral", "qwen2", "qwen3", "qwen3-moe", "gemma3"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_gguf_equals_safetensors(name: str, tiny: Callable, loaded: Callable, paged: Any, tmp_path: Path) -> None:
     ids = torch.randint(0, 99, (70,)).tolist()
     rows = gguf_logits(tiny(name), paged, tmp_path / "tiny.gguf", gguf.GGMLQuantizationType.F32, ids)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-NAMES = ("llama", "llama-bias", "llama-yarn", "mistral", "qwen2", "qwen3", "gemma3")
+NAMES = ("llama", "llama-bias", "llama-yarn", "mistral", "qwen2", "qwen3", "qwen3-moe", "qwen3-moe-mixed", "gemma3")
 
 
 def relative_error(ours: Tensor, reference: Tensor) -> float:

@@ -139,12 +139,3 @@ def test_mxfp4(load: Load, suffix: str) -> None:
     e[1, 1] = 255
     with pytest.raises(BadModelFile, match="0xFF"):
         load({suffix: packed, "weight_scale": e}, (N, K), {}, "mxfp4")
-
-
-def test_gptoss_experts(load: Load) -> None:
-    experts, n = 3, 8
-    codes, packed = codes_and_bytes(experts * n, K)
-    e = torch.randint(100, 140, (experts * n, K // 32), dtype=torch.uint8)
-    tensors = {"_blocks": packed.view(experts, n, K // 32, 16), "_scales": e.view(experts, n, K // 32)}
-    weight = load(tensors, (experts * n, K), {"quant_method": "mxfp4"}, "gptoss_mxfp4")
-    assert torch.equal(dequantize(weight), mxfp4(codes, e))

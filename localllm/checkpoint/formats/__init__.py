@@ -7,7 +7,6 @@ compressed-tensors' two-number `weight_shape`.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 
 from ..checkpoint import Checkpoint
@@ -41,7 +40,6 @@ _FOREIGN = {
     "qscale_weight": "Mistral's own FP8",
     "tlut": "HIGGS or QTIP",
 }
-_GLUED = re.compile(r"(.*\..+)(_blocks|_scales)")
 
 
 def stored_formats(model: Checkpoint) -> dict[str, StoredFormat]:
@@ -51,8 +49,7 @@ def stored_formats(model: Checkpoint) -> dict[str, StoredFormat]:
     """
     groups: dict[str, dict[str, TensorInfo]] = {}
     for name, info in model.tensors.items():
-        glued = _GLUED.fullmatch(name)
-        module, suffix = glued.groups() if glued else name.rpartition(".")[::2]
+        module, _, suffix = name.rpartition(".")
         groups.setdefault(module, {})[suffix] = info
     detect = gguf.detect if model.kind == "gguf" else _detect
     found = {name: detect(StoredModule(model, name, tensors)) for name, tensors in groups.items()}

@@ -1,6 +1,6 @@
-"""MXFP4. kinds: mxfp4, gptoss_mxfp4 (all experts of a layer: `x_blocks` U8 [E, N, K/32, 16], `x_scales` [E, N, K/32])
+"""MXFP4. kind: mxfp4
 
-params: codes: suffix; experts: how many (gpt-oss)
+params: codes: suffix
 """
 
 from __future__ import annotations
@@ -10,12 +10,6 @@ from .module import POWERS_OF_TWO, StoredFormat, StoredModule
 
 def detect(module: StoredModule) -> StoredFormat | None:
     """Codes U8 [N, K/2] with powers of two for scales."""
-    blocks = module.get("_blocks")
-    if blocks is not None and blocks.dtype == "U8" and len(blocks.shape) == 4:
-        module.need("_scales", "an MXFP4 weight")
-        module.expect("_scales", blocks.shape[:3])
-        experts, n, groups, _ = blocks.shape
-        return StoredFormat("gptoss_mxfp4", "mxfp4", (n, groups * 32), {"experts": experts})
     codes = module.suffix("weight_packed", "weight")
     if codes is None or module.dtype(codes) != "U8":
         return None

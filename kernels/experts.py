@@ -1,0 +1,95 @@
+"""Mixtures of experts in plain PyTorch: which experts a router chooses for a token, and the sum of what they give.
+
+A token's result does not depend on the other tokens: its experts are summed in their own order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .layer_weights import ExpertsWeights
+
+SIGMOID_SLOPE = 1.702  # of swiglu_oai
+
+
+def route(logits: Tensor, weights: ExpertsWeights) -> tuple[Tensor, Tensor]:
+    """The experts of each token and what each counts; of equal ones the first.
+
+    logits   float32 [num_tokens, num_experts]
+    returns  int64 [num_tokens, top_k], float32 [num_tokens, top_k]
+    """
+    scores = logits
+    if weights.router_kind == "softmax":
+        scores = torch.softmax(logits, -1)
+    elif weights.router_kind == "sigmoid":
+        scores = _sigmoid(logits)
+    wanted = scores if weights.choice_bias is None else scores + weights.choice_bias
+    if weights.groups > 1:
+        wanted = _of_best_groups(wanted, weights)
+    chosen = wanted.sort(dim=-1, descending=True, stable=True)[1][:, : weights.top_k]
+    shares = scores.gather(1, chosen)
+    if weights.router_kind == "softmax_topk":
+        shares = torch.softmax(shares, -1)
+    elif weights.renormalise:
+        shares = shares / (shares.sum(-1, keepdim=True) + 1e-20)
+    return chosen, shares if weights.scale == 1.0 else shares * weights.scale
+
+
+def _of_best_groups(wanted: Tensor, weights: ExpertsWeights) -> Tensor:
+    """-inf for experts outside of the best groups: by the best of each, or the sum of its best two (sigmoid)."""
+    grouped = wanted.unflatten(-1, (weights.groups, -1))
+    best = min(2 if weights.router_kind == "sigmoid" else 1, grouped.shape[-1])
+    of_groups = grouped.topk(best, -1)[0].sum(-1)
+    kept = of_groups.sort(dim=-1, descending=True, stable=True)[1][:, : weights.group_top_k]
+    left_out = torch.ones_like(of_groups, dtype=torch.bool).scatter_(1, kept, False)
+    return grouped.masked_fill(left_out.unsqueeze(-1), float("-inf")).flatten(1)
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    return torch.neg(x).exp_().add_(1.0).reciprocal_()
+
+
+def swiglu_oai(gate_up: Tensor) -> Tensor:
+    """gate · sigmoid(1.702 gate) · (up + 1): [num_tokens, 2 · intermediate], gate first, to its half."""
+    gate, up = gate_up.float().chunk(2, -1)
+    return (gate * _sigmoid(SIGMOID_SLOPE * gate)).mul_(up + 1.0).to(gate_up.dtype)
+
+
+def cut_off(gate_up: Tensor, limit: float) -> Tensor:
+    """The gate half at most `limit`, the other between -limit and limit; in place."""
+    gate, up = gate_up.chunk(2, -1)
+    gate.clamp_(max=limit)
+    up.clamp_(-limit, limit)
+    return gate_up
+
+
+def mixture(x: Tensor, weights: ExpertsWeights, activate: Callable[[Tensor], Tensor]) -> Tensor:
+    """What the experts give for normed rows, with what the shared one gives: x's shape and dtype.
+
+    The host learns how many tokens each expert has: only weights of those with any are read.
+    """
+    chosen, shares = route(weights.router(x).float(), weights)
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    order = chosen.flatten().argsort(stable=True)  # places of `chosen` by expert, tokens ascending
+    counts = torch.bincount(chosen.flatten(), minlength=len(weights.down)).tolist()
+    rows, shares = order // weights.top_k, shares.flatten()[order].unsqueeze(-1)
+    start = 0
+    for expert, count in enumerate(counts):
+        if count == 0:
+            continue
+        end = start + count
+        hidden = weights.gate_up[expert](x[rows[start:end]])
+        if weights.limit is not None:
+            hidden = cut_off(hidden, weights.limit)
+        given = weights.down[expert](activate(hidden)).float()
+        total.index_add_(0, rows[start:end], given * shares[start:end])
+        start = end
+    if weights.shared_gate_up is not None and weights.shared_down is not None:
+        given = weights.shared_down(activate(weights.shared_gate_up(x))).float()
+        if weights.shared_gate is not None:
+            given = given * _sigmoid(weights.shared_gate(x).float())
+        total += given
+    return total.to(x.dtype)

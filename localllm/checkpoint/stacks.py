@@ -1,0 +1,106 @@
+"""Tensors that hold all experts of a layer, taken apart: one tensor for each expert, as most safetensors have them.
+
+GGUF                    blk.{i}.ffn_{gate,up,down}_exps.weight [E, N, K], .bias [E, N], .scale [E];
+                        ffn_gate_up_exps: gate rows first; before llama.cpp stacked them: ffn_gate.{e}.weight [N, K]
+transformers 5          experts.gate_up_proj [E, 2I, H], gate rows first; experts.down_proj [E, H, I]
+GraniteMoe              block_sparse_moe.input_linear.weight and output_linear.weight, as the two before
+gpt-oss                 experts.{gate_up,down}_proj_bias [E, N]; gate and up rows take turns, and either
+    plain               experts.gate_up_proj [E, H, 2I], experts.down_proj [E, I, H]
+    MXFP4               experts.{gate_up,down}_proj_blocks U8 [E, N, K/32, 16], _scales U8 [E, N, K/32]
+
+What is made: `..._exps.{e}.weight` in GGUF, else `experts.{e}.{gate,up,down}_proj.weight` (MXFP4: weight_packed and
+weight_scale), rows of one projection and inputs along them. Bytes stay where they are; `TensorInfo.strides` says how
+they lie where rows take turns.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from .fields import MAX_EXPERTS
+from .mapped_file import TensorInfo, bad
+
+_GGUF = re.compile(r"(blk\.\d{1,6}\.ffn_)(gate|up|down|gate_up)_exps\.(weight|bias|scale)")
+_GGUF_SPLIT = re.compile(r"(blk\.\d{1,6}\.ffn_(?:gate|up|down))\.(\d{1,6})\.(weight|bias)")
+_HF = re.compile(r"(.+\.experts\.)(gate_up|down)_proj(|_bias|_blocks|_scales)")
+_GRANITE = re.compile(r"(.+\.block_sparse_moe\.)(input|output)_linear\.weight")
+_SUFFIX = {"": "weight", "_bias": "bias", "_blocks": "weight_packed", "_scales": "weight_scale"}
+
+
+def unstacked(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """All tensors, those of several experts replaced by one for each. Raises BadModelFile for a name that is twice."""
+    found: dict[str, TensorInfo] = {}
+    for name, info in tensors.items():
+        for part in _parts(name, info, tensors):
+            if part.name in found or (part.name != name and part.name in tensors):
+                raise bad(info.file, f"{part.name} is stored twice", key=name)
+            found[part.name] = part
+    return found
+
+
+def _parts(name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> Iterator[TensorInfo]:
+    dims = len(info.shape)
+    if not (info.nbytes and 1 <= dims <= 4) or info.shape[0] > MAX_EXPERTS:
+        yield info
+    elif (match := _GGUF.fullmatch(name)) and dims == {"weight": 3, "bias": 2, "scale": 1}[match[3]]:
+        kinds = match[2].split("_")
+        for some in ([kind] for kind in kinds) if match[3] == "scale" else (kinds,):
+            for expert, kind, part in _apart(info, some, turns=False):
+                yield replace(part, name=f"{match[1]}{kind}_exps.{expert}.{match[3]}")
+    elif match := _GGUF_SPLIT.fullmatch(name):
+        yield replace(info, name=f"{match[1]}_exps.{match[2]}.{match[3]}")
+    elif (match := _GRANITE.fullmatch(name)) and dims == 3:
+        kinds = ["gate", "up"] if match[2] == "input" else ["down"]
+        for expert, kind, part in _apart(info, kinds, turns=False):
+            yield replace(part, name=f"{match[1]}experts.{expert}.{kind}_proj.weight")
+    elif (match := _HF.fullmatch(name)) and dims == {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}[match[3]]:
+        yield from _of_transformers(info, match, f"{match[1]}{match[2]}_proj_bias" in tensors)
+    else:
+        yield info
+
+
+def _of_transformers(info: TensorInfo, match: re.Match[str], gpt_oss: bool) -> Iterator[TensorInfo]:
+    kinds = ["gate", "up"] if match[2] == "gate_up" else ["down"]
+    if match[3] == "_blocks":
+        experts, n, groups, width = info.shape
+        info = replace(info, shape=(experts, n, groups * width))
+    elif gpt_oss and not match[3]:
+        experts, k, n = info.shape
+        item = info.nbytes // math.prod(info.shape)
+        info = replace(info, shape=(experts, n, k), strides=(k * n * item, item, n * item))
+    for expert, kind, part in _apart(info, kinds, turns=gpt_oss or match[3] in ("_blocks", "_scales")):
+        yield replace(part, name=f"{match[1]}{expert}.{kind}_proj.{_SUFFIX[match[3]]}")
+
+
+def _apart(info: TensorInfo, kinds: list[str], *, turns: bool) -> Iterator[tuple[int, str, TensorInfo]]:
+    """(expert, kind, its tensor) of [E, N, ...]; the rows of `kinds` take turns, or lie one kind after the other."""
+    experts, *rest = info.shape
+    count = len(kinds)
+    if rest and rest[0] % count:
+        raise bad(info.file, f"has {rest[0]} rows an expert, which are no {' and '.join(kinds)} rows", key=info.name)
+    shape = (rest[0] // count, *rest[1:]) if rest else ()
+    size = info.nbytes // experts  # the strides of a transposed tensor are those of whole experts, too
+    row = info.strides[1] if info.strides else size // (rest[0] if rest else 1)
+    for expert in range(experts):
+        for place, kind in enumerate(kinds):
+            step = row * (place if turns else place * (shape[0] if shape else 1))
+            strides = None
+            if info.strides:
+                strides = (row * (count if turns else 1), *info.strides[2:])
+            elif turns and count > 1:
+                inner = [row // math.prod(shape[1 : 1 + axis]) for axis in range(1, len(shape))]
+                strides = (row * count, *inner)
+            yield (
+                expert,
+                kind,
+                replace(
+                    info,
+                    shape=shape,
+                    nbytes=size // count,
+                    offset=info.offset + expert * size + step,
+                    strides=strides,
+                ),
+            )

@@ -1,0 +1,43 @@
+"""Qwen3 mixtures (30B-A3B, Coder, 235B-A22B): Qwen3's attention; a router chooses a few of many small experts."""
+
+from __future__ import annotations
+
+from localllm.checkpoint.fields import MAX_LAYERS
+
+from .architecture import Architecture
+from .facts import LayerFacts, ModelFacts
+from .gguf import GgufConfig
+from .hf import HfConfig
+
+
+class Qwen3Moe(Architecture):
+    """Layers may have a dense feed-forward layer instead."""
+
+    name = "qwen3_moe"
+    label = "Qwen3 MoE"
+    hf_types = {
+        "qwen3_moe": {
+            "num_local_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "sliding_window": 4096,
+        }
+    }  # fmt: skip
+    hf_classes = ("Qwen3MoeForCausalLM",)
+    gguf_types = ("qwen3moe",)
+
+    def from_hf(self, config: HfConfig) -> ModelFacts:
+        rope, context = config.rope()
+        attention, act = config.attention(rope, qk_norm=True), config.activation()
+        if config.keys.flag("use_sliding_window") and config.window is not None:
+            raise config.unsupported(f"{config.source} with use_sliding_window")
+        experts = config.mixture(
+            "num_experts", "moe_intermediate_size", act, renormalise=config.keys.flag("norm_topk_prob")
+        )
+        every = config.keys.integer("decoder_sparse_step", 1, MAX_LAYERS, 1)
+        dense = config.layer_numbers("mlp_only_layers")
+        kinds = LayerFacts(attention, experts), LayerFacts(attention, config.dense(act))
+        chosen = (layer in dense or (layer + 1) % every != 0 for layer in range(config.num_layers))
+        return config.facts(tuple(kinds[is_dense] for is_dense in chosen), context)
+
+    def from_gguf(self, config: GgufConfig) -> ModelFacts:
+        rope, context = config.rope()
+        layer = LayerFacts(config.attention(rope, qk_norm=True), config.mixture())
+        return config.facts((layer,) * config.num_layers, context)
