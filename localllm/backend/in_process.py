@@ -170,6 +170,7 @@ class InProcessBackend(ChatBackend):
             (held if phase.name == "ready" else self._events).append(phase)
 
         self.llm = LLM(name, self._options, offline=self._offline, on_progress=on_progress, cancel=stop)
+        self.llm.keeps_pace = True
         gc.freeze()  # torch and the model's facts stay: looking through them stops every thread for 75 ms at a time
         local_models.remember_model(name)
         self._on_loaded(name, self.llm)

@@ -167,6 +167,7 @@ class RemoteBackend(ChatBackend):
             model=self._model, run_summary=f"{told.get('truth_line') or self._model} · {via}", ctx=ctx, url=self.url,
             pid=self._pid, max_ctx=ctx, device=str(told.get("device") or ""),
             has_chat_template=bool(meta.get("chat", True)),
+            decode_tps=float(told.get("decode_tps") or 0.0),
             sampling=tuple((str(n), v, str(why)) for n, (v, why) in (meta.get("sampling") or {}).items()),
             warnings=tuple(map(str, told.get("warnings") or ())),
         )  # fmt: skip
@@ -199,8 +200,10 @@ class RemoteBackend(ChatBackend):
     def _told_to_its_owner(self) -> dict[str, Any]:
         """What runs how; {} where the server keeps it to itself."""
         status, body = self._wire.get("/localllm/ps")
-        rows = json.loads(body)["models"] if status == 200 else []
-        return next((row for row in rows if row["model"] == self._model), rows[0] if len(rows) == 1 else {})
+        told = json.loads(body) if status == 200 else {}
+        rows = told.get("models") or []
+        row = next((row for row in rows if row["model"] == self._model), rows[0] if len(rows) == 1 else {})
+        return row | {"decode_tps": (told.get("decode_tps") or {}).get(row.get("model"))}
 
     def _body(self, turn: Turn) -> dict[str, Any]:
         messages, template = turn.messages, turn.template

@@ -148,4 +148,5 @@ class HubLoader:
             options = replace(options, ctx=self.plan(model, machine).ctx)
         llm = LLM(model.source, options, offline=True, machine=machine, on_progress=on_progress, cancel=cancel)
         hub.remember_model(model.source)
+        llm.keeps_pace = True
         return llm

@@ -153,6 +153,7 @@ class Engine:
             num_relieved=stepper.pressure.num_relieved,
             prefix_query_tokens=tree.num_query_tokens,
             prefix_hit_tokens=tree.num_hit_tokens,
+            fastest_tps=self._publisher.fastest_tps,
             used_tokens=sum(s.num_computed_tokens for s in list(scheduler.running)),
         )
 

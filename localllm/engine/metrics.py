@@ -11,6 +11,7 @@ from localllm.request import Timing
 
 from .sequence import Sequence
 
+PACE_TOKENS = 64  # a shorter answer says little about a model's pace
 STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
@@ -51,6 +52,7 @@ class EngineStats:
     used_tokens: int = 0  # K/V tokens of running sequences
     step_tokens: StepTokens = field(default_factory=StepTokens)
     longest_step_s: float = 0.0
+    fastest_tps: float = 0.0  # tokens per second of the fastest answer of at least `PACE_TOKENS`
 
 
 def timing_of(sequence: Sequence) -> Timing:

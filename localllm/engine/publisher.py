@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 from localllm.errors import LocalLLMError
 from localllm.request import FinishReason, Request, TokenEvent, Usage
 
-from .metrics import timing_of
+from .metrics import PACE_TOKENS, timing_of
 from .scheduler import Scheduler
 from .sequence import Sequence
 
@@ -98,6 +98,7 @@ class Publisher:
         self._scheduler = scheduler
         self._events: list[TokenEvent] = []
         self.streams: dict[str, RequestStream] = {}
+        self.fastest_tps = 0.0
 
     def add(self, event: TokenEvent) -> None:
         self._events.append(event)
@@ -111,6 +112,8 @@ class Publisher:
             event.text = sequence.stop_check.take(last=True)
         event.usage = Usage(sequence.num_prompt_tokens, sequence.num_cached_tokens, sequence.num_output_tokens)
         event.timing = timing_of(sequence)
+        if sequence.num_output_tokens >= PACE_TOKENS:
+            self.fastest_tps = max(self.fastest_tps, event.timing.decode_tps)
         forks, sequence.pending_forks = sequence.pending_forks, 0
         self.add(event)
         for index in range(1, forks + 1):

@@ -80,6 +80,7 @@ class LoadedModel:
         self._engine: Engine | None = None
         self._sleeping: SleepingWeights | None = None
         self._meter: PowerMeter | None = None
+        self.keeps_pace = False  # whether the pace of its answers is kept for the next plan
         try:
             with self._naming():
                 self._start()
@@ -329,6 +330,10 @@ class LoadedModel:
         """End all requests and free the weights. Safe to call twice."""
         engine, self._engine = self._engine, None
         if engine is not None:
+            if self.keeps_pace and (tps := engine.stats().fastest_tps):
+                from localllm.plan import speeds
+
+                speeds.remember(self.facts, self.plan, self.machine, tps)
             engine.close()
         self._sleeping = None
         boot, model = self.__dict__.pop("boot", None), self.__dict__.pop("_model", None)

@@ -1,11 +1,15 @@
 """How fast a model decodes: the estimate, and what saved benches of this machine say.
 
-`localllm bench` writes them below the data folder; what another machine measured, or cannot be read, is passed over.
-A measured model is marked so, and its pace corrects the estimates of the others.
+`localllm bench` writes them below the data folder, and a chat or a server the pace of its answers; what another
+machine measured, or cannot be read, is passed over. A measured model is marked so, and a bench corrects the
+estimates of others.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 import re
 import statistics
 from dataclasses import dataclass
@@ -29,6 +33,7 @@ PREFILL_ETA = 0.4
 CORE_FLOPS = {"avx512_vnni": 100e9, "avx512": 50e9, "avx2": 35e9, "neon_dotprod": 40e9}
 SLOW_CORE_FLOPS = 4e9
 DEFAULT_VOTES = 2  # benches of so many models together do not change which model is recommended
+ANSWERS = "answers"  # where a file comes from that no bench wrote
 MAX_FILES = 200
 MAX_FILE_BYTES = 1 << 20
 MAX_TPS = 1e6
@@ -106,7 +111,9 @@ class Speeds:
     def _prefill(self, memory: Memory, name: str) -> float:
         """Prompt tokens per second: measured for this very model, else products by what the processor computes."""
         facts, gpu, wanted = memory.facts, memory.where.gpu, model_key(memory.facts)
-        found = next((m.prefill_tps for m in self.measured if m.device == name and m.model == wanted), 0.0)
+        found = next(
+            (m.prefill_tps for m in self.measured if (m.device, m.model) == (name, wanted) and m.prefill_tps), 0.0
+        )
         if found:
             return found
         cpu = memory.machine.cpu
@@ -143,6 +150,16 @@ def subject(facts: ModelFacts, made: Plan, machine: MachineFacts) -> dict[str, A
     }
 
 
+def remember(facts: ModelFacts, made: Plan, machine: MachineFacts, tps: float) -> None:
+    """Keep the pace of answers for the next plan of this model; other models' estimates do not change."""
+    what = subject(facts, made, machine)
+    name = hashlib.sha256(repr((model_key(facts), what["device"])).encode()).hexdigest()[:16]
+    rows = [{"test": "tg64", "tps": round(tps, 1)}]
+    with contextlib.suppress(OSError):
+        file = paths.data_dir() / "bench" / f"answers-{name}.json"
+        paths.replace_file(file, json.dumps({"from": ANSWERS, "subject": what, "rows": rows}))
+
+
 def load(machine: MachineFacts, folder: Path | None = None) -> Speeds:
     """The benches saved on this machine."""
     place = folder or paths.data_dir() / "bench"
@@ -166,7 +183,9 @@ def _read(file: Path, machine: MachineFacts) -> Measurement | None:
         model = (str(what["architecture"]), int(what["params"]), str(what["format"]), int(what["stored_bytes"]))
         kind = "cpu" if device == "cpu" else "cuda"
         prefill = next((float(row["tps"]) for row in rows if _PREFILL.fullmatch(str(row["test"]))), 0.0)
-        read = bytes_s_of(tps, int(what["read_bytes"]), int(what["layers"]), kind)
+        read = (
+            0.0 if saved.get("from") == ANSWERS else bytes_s_of(tps, int(what["read_bytes"]), int(what["layers"]), kind)
+        )
         return Measurement(model, device, tps, read, prefill if 0 < prefill < MAX_TPS else 0.0)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return None

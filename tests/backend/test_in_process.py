@@ -52,6 +52,27 @@ def is_ready(event):
     return isinstance(event, LoadProgress) and event.name == "ready"
 
 
+def test_the_pace_of_answers_is_what_the_next_start_expects(tiny_path, tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCALLLM_HOME", str(tmp_path))
+
+    def expected(long):
+        backend = InProcessBackend(offline=True)
+        backend.start(tiny_path)
+        seen = []
+        wait(backend, is_ready, seen)
+        plan, facts = backend.llm.plan, backend.facts()
+        backend.send(HELLO, LONG if long else SHORT)
+        timing = wait(backend, lambda e: isinstance(e, Done), seen).timing
+        backend.close()
+        return plan, facts.decode_tps, timing.decode_tps
+
+    plan, _, measured = expected(long=True)
+    assert plan.basis == "estimate"
+    again, tps, _ = expected(long=False)
+    assert again.basis == "measured" and tps == pytest.approx(measured, abs=0.1)
+    assert (again.eta, again.pace) == (plan.eta, plan.pace), "it says nothing of other models"
+
+
 def test_a_turn_sent_before_ready_is_answered(backend, tiny_path):
     backend.start(tiny_path)
     turn = backend.send(HELLO, SHORT)

@@ -57,7 +57,7 @@ class Server(BaseHTTPRequestHandler):
         told = {"truth_line": "tiny · Q4_1", "device": "cpu", "warnings": ["warm"]}
         answers: dict[str, Any] = {
             "/health": {"status": "ok"}, "/v1/models": {"data": rows},
-            "/localllm/ps": {"models": [{"model": name, **told} for name in self.loaded]},
+            "/localllm/ps": {"models": [{"model": name, **told} for name in self.loaded], "decode_tps": {"tiny": 83.0}},
         }  # fmt: skip
         found = one or answers.get(self.path)
         self._json(200 if found else 404, found or {"error": {"message": "no", "code": None}})
@@ -244,7 +244,7 @@ def test_every_model_of_a_chat_goes_where_it_is(server: type[Server], monkeypatc
     for _ in range(2):  # at the start of the chat, and with /model
         said = started(backend, "tiny")
         assert any(line.startswith("using tiny at http://127.0.0.1:") for line in said) and said[-1] == "ready"
-        assert backend.facts().url
+        assert backend.facts().url and backend.facts().decode_tps == 83.0, "as the server has measured it"
     assert "gone" in started(backend, "gone")[-1] and not backend.facts().url, "this process looks for it"
     backend.close()
 
