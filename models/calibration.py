@@ -15,19 +15,13 @@ from localllm.kernels.layer_weights import Linear
 from localllm.kernels.rope import RopeTable
 from localllm.kernels.segments import REFERENCES
 
-from .architectures import OpenModel
+from .architectures import Dense, OpenModel
 from .kv_cache import CacheGroup, KVCache
 from .layers import load_layer
 from .loader import Loading, LoadOptions
 from .model import DecoderLayer
 
 PAGE_SIZE = 16
-MODULES = {  # what shares an input -> the modules that see it
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "out": ("self_attn.o_proj",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
-}
 
 
 class Observed:
@@ -54,7 +48,7 @@ def hessians(source: OpenModel, sequences: Sequence[Sequence[int]], device: str 
     if not any(len(ids) for ids in sequences):
         raise ValueError("calibration needs at least one token")
     facts = source.facts
-    loading = Loading(source, facts, LoadOptions(device=device, exact=True))
+    loading = Loading(source, facts, LoadOptions(device=device, exact=True, context=max(map(len, sequences))))
     with torch.inference_mode():
         rows = loading.weight("model.embed_tokens", (facts.vocab_size, facts.hidden_size))
         embedding = loading.embedding(rows, None)
@@ -63,16 +57,19 @@ def hessians(source: OpenModel, sequences: Sequence[Sequence[int]], device: str 
         rotations = {rope: loading.rope(rope) for rope in facts.ropes}
         for index in range(facts.num_layers):
             layer = load_layer(loading, index)
-            table = rotations[facts.layers[index].mixer.rope]
+            mixer, ffn = facts.layers[index].mixer, facts.layers[index].ffn
             parts = (layer.mixer, "qkv"), (layer.mixer, "out"), (layer.ffn, "gate_up"), (layer.ffn, "down")
             seen = {name: Observed(getattr(weights, name)) for weights, name in parts}
             watched = DecoderLayer(
                 dataclasses.replace(layer.mixer, qkv=seen["qkv"], out=seen["out"]),  # type: ignore[arg-type]
                 dataclasses.replace(layer.ffn, gate_up=seen["gate_up"], down=seen["down"]),  # type: ignore[arg-type]
             )
-            streams = [_run(watched, x, table, device) for x in streams]
+            streams = [_run(watched, x, rotations[mixer.rope], device) for x in streams]
+            # the modules that see what a product is given
+            modules = {"qkv": mixer.inputs, "out": ("self_attn.o_proj",)}
+            modules |= {"gate_up": ffn.inputs if isinstance(ffn, Dense) else (), "down": ("mlp.down_proj",)}
             totals = {name: observed.total for name, observed in seen.items()}
-            yield {module: total for name, total in totals.items() if total is not None for module in MODULES[name]}
+            yield {module: total for name, total in totals.items() if total is not None for module in modules[name]}
 
 
 def _run(layer: DecoderLayer, x: Tensor, table: RopeTable, device: str) -> Tensor:

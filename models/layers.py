@@ -45,7 +45,7 @@ class LayerReader:
 def _attention(layer: LayerReader, facts: Attention) -> AttentionWeights:
     return AttentionWeights(
         norm=layer.norm(layer.norms.before_mixer),
-        qkv=layer.linear("qkv", *(f"self_attn.{name}_proj" for name in "qkv")),
+        qkv=layer.linear("qkv", *facts.inputs),
         out=layer.linear("o", "self_attn.o_proj"),
         num_heads=facts.num_heads,
         num_kv_heads=facts.num_kv_heads,
@@ -63,7 +63,7 @@ def _attention(layer: LayerReader, facts: Attention) -> AttentionWeights:
 def _dense(layer: LayerReader, facts: Dense) -> MlpWeights:
     return MlpWeights(
         norm=layer.norm(layer.norms.before_ffn),
-        gate_up=layer.linear("gate_up", "mlp.gate_proj", "mlp.up_proj"),
+        gate_up=layer.linear("gate_up", *facts.inputs),
         down=layer.linear("down", "mlp.down_proj"),
         activation=facts.act,
         post_norm=layer.norm_if(layer.norms.after_ffn),

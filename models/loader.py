@@ -130,6 +130,9 @@ class Loading(Reader):
         inv_freq = rope.inverse_frequencies(facts.theta, facts.dim)
         if facts.factors_tensor is not None:
             inv_freq = inv_freq / self.vector(facts.factors_tensor, facts.dim // 2)
+        elif facts.scaling == "longrope":
+            is_long = (self.options.context or self.facts.max_context) > facts.original_context
+            inv_freq = inv_freq / torch.tensor(facts.long_factors if is_long else facts.short_factors)
         elif facts.scaling == "linear":
             inv_freq = inv_freq / facts.factor
         elif facts.scaling == "llama3":

@@ -32,6 +32,7 @@ class LoadOptions:
     dtype: str = "float32"  # of activations: float32 | bfloat16 | float16
     kv_format: str = "f32"  # of the cache: a key of `kernels.kv_pages.KV_DTYPES`
     page_size: int = 16  # tokens
+    context: int = 0  # the longest sequence that will be run, in tokens; 0: the model's own limit
     exact: bool = False  # the dtype was asked for by name: nothing may be rounded below it
     deterministic: bool = True  # a token's result does not depend on the rest of its batch
     # fp8 | nvfp4: where many rows are multiplied they may be rounded to it, on cards that multiply such numbers

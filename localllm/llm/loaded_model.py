@@ -170,6 +170,7 @@ class LoadedModel:
             dtype=self.plan.dtype,
             kv_format=self.plan.kv,
             page_size=self.plan.page_size,
+            context=self.plan.ctx,
             exact=self.options.dtype == "float32",
             deterministic=self.plan.deterministic,
             activations=self.plan.activations,

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -56,6 +57,11 @@ class Config(ABC):
         module, _, suffix = tensor.rpartition(".")
         return f"{self.names.source(f'model.layers.0.{module}')}.{suffix}" in self.checkpoint.tensors
 
+    def stores_module(self, module: str) -> bool:
+        """Whether layer 0 has this module, in whatever format."""
+        start = f"{self.names.source(f'model.layers.0.{module}')}."
+        return any(name.startswith(start) for name in self.checkpoint.tensors)
+
     def unsupported(self, what: str) -> UnsupportedModel:
         """The refusal of something that this version does not compute."""
         return unsupported(self.keys.path, what, self.runs)
@@ -72,13 +78,32 @@ class Config(ABC):
         values: dict[str, Any] = {
             "scale": self.head_dim**-0.5,
             "softcap": self.keys.optional_number("attn_logit_softcapping", 1e-3, 1e6),
-            "qkv_bias": self.stores("self_attn.q_proj.bias"),
+            "qkv_bias": self.stores("self_attn.q_proj.bias") or self.stores("self_attn.qkv_proj.bias"),
             "o_bias": self.stores("self_attn.o_proj.bias"),
+            "fused": self.stores_module("self_attn.qkv_proj"),
         }
         return Attention(self.num_heads, self.num_kv_heads, self.head_dim, rope, **values | changes)
 
     def dense(self, act: str = "silu") -> Dense:
-        return Dense(self.size("inner", 1, MAX_HIDDEN * 4), act, self.stores("mlp.down_proj.bias"))
+        inner, fused = self.size("inner", 1, MAX_HIDDEN * 4), self.stores_module("mlp.gate_up_proj")
+        return Dense(inner, act, self.stores("mlp.down_proj.bias"), fused)
+
+    def longrope(self, rope: RopeFacts, factors: Mapping[str, Sequence[float]], attention: float) -> RopeFacts:
+        """`rope` with a factor for every rotated pair: "short" up to the original context, "long" beyond.
+
+        attention   what multiplies cosines and sines
+        """
+        for name, values in factors.items():
+            if len(values) != rope.dim // 2 or not all(1e-3 <= value <= 1e6 for value in values):
+                what = f"must hold {rope.dim // 2} positive numbers, has {len(values)} of them"
+                raise bad(self.keys.path, what, key=f"{name} factors of the rope scaling")
+        return replace(
+            rope,
+            scaling="longrope",
+            attention_factor=attention,
+            short_factors=tuple(factors["short"]),
+            long_factors=tuple(factors["long"]),
+        )
 
     def experts(self, keys: Mapping[str, str], act: str = "silu", **changes: Any) -> Experts:
         """A mixture; `keys`: what the container calls `count`, `top_k` and `inner`."""

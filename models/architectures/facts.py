@@ -20,18 +20,21 @@ class RopeFacts:
 
     theta: float
     dim: int  # rotated elements of a head, even; the rest passes through
-    scaling: str = "none"  # none | linear (positions / factor) | llama3 | yarn | factors (inv_freq / tensor)
+    # none | linear (positions / factor) | llama3 | yarn | factors (inv_freq / tensor) | longrope (inv_freq / factors)
+    scaling: str = "none"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    original_context: int = 0  # tokens the model was trained on before scaling (llama3, yarn), else 0
-    attention_factor: float = 1.0  # multiplies cos and sin (yarn); already worked out from the factor
+    original_context: int = 0  # tokens the model was trained on before scaling (llama3, yarn, longrope), else 0
+    attention_factor: float = 1.0  # multiplies cos and sin (yarn, longrope); already worked out from the factor
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     # True: pairs (2j, 2j + 1), GGUF of the llama family, whose Q and K rows are permuted; else (j, j + dim/2)
     interleaved: bool = False
     factors_tensor: str | None = None  # stored tensor [dim/2] that divides inv_freq; then no other scaling applies
     truncate: bool = True  # yarn: whether the ramp's ends are rounded to whole dimensions
+    short_factors: tuple[float, ...] = ()  # longrope, [dim/2]: for contexts up to the original one
+    long_factors: tuple[float, ...] = ()  # for longer ones
 
 
 @dataclass(frozen=True)
@@ -48,23 +51,26 @@ class Attention:
     qk_norm: bool = False  # a norm over every query and key head before RoPE
     qkv_bias: bool = False
     o_bias: bool = False
+    fused: bool = False  # q, k and v are stored as one module
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The modules that queries, keys and values come from, in this order."""
+        return ("self_attn.qkv_proj",) if self.fused else tuple(f"self_attn.{name}_proj" for name in "qkv")
 
     def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        return {
-            "self_attn.q_proj": (q, hidden),
-            "self_attn.k_proj": (kv, hidden),
-            "self_attn.v_proj": (kv, hidden),
-            "self_attn.o_proj": (hidden, q),
-        }
+        sizes = (q + 2 * kv,) if self.fused else (q, kv, kv)
+        shapes = {name: (size, hidden) for name, size in zip(self.inputs, sizes, strict=True)}
+        return shapes | {"self_attn.o_proj": (hidden, q)}
 
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
         sizes: dict[str, tuple[int, ...]] = {}
         if self.qk_norm:
             sizes = {f"self_attn.{name}_norm.weight": (self.head_dim,) for name in "qk"}
-        names = "qkv" * self.qkv_bias + "o" * self.o_bias
+        names = self.inputs * self.qkv_bias + ("self_attn.o_proj",) * self.o_bias
         shapes = self.linears(hidden)
-        return sizes | {f"self_attn.{name}_proj.bias": shapes[f"self_attn.{name}_proj"][:1] for name in names}
+        return sizes | {f"{name}.bias": shapes[name][:1] for name in names}
 
     def work(self, hidden: int) -> int:
         """Values held for a token while queries and keys are turned, beside the residual stream and its norm."""
@@ -79,14 +85,16 @@ class Dense:
     inner: int
     act: str = "silu"  # silu | gelu_tanh
     bias: bool = False
+    fused: bool = False  # gate and up are stored as one module
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The modules that gate and up come from, in this order."""
+        return ("mlp.gate_up_proj",) if self.fused else ("mlp.gate_proj", "mlp.up_proj")
 
     def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
-        inner = self.inner
-        return {
-            "mlp.gate_proj": (inner, hidden),
-            "mlp.up_proj": (inner, hidden),
-            "mlp.down_proj": (hidden, inner),
-        }
+        inner = 2 * self.inner if self.fused else self.inner
+        return dict.fromkeys(self.inputs, (inner, hidden)) | {"mlp.down_proj": (hidden, self.inner)}
 
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
         return {f"{name}.bias": shape[:1] for name, shape in self.linears(hidden).items() if self.bias}

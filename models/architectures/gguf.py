@@ -97,6 +97,11 @@ class GgufConfig(Config):
             # Carries Llama 3's scaling; a scaling key beside it must not be applied as well.
             tensor = "rope_freqs.weight"
             return RopeFacts(theta, dim, "factors", interleaved=interleaved, factors_tensor=tensor), context
+        if "rope_factors_long.weight" in self.checkpoint.tensors:
+            original = keys.integer("rope.scaling.original_context_length", 1, MAX_CONTEXT, context)
+            plain = RopeFacts(theta, dim, original_context=original, interleaved=interleaved)
+            factors = {name: self._numbers(f"rope_factors_{name}.weight") for name in ("short", "long")}
+            return self.longrope(plain, factors, keys.number("rope.scaling.attn_factor", 1e-3, 1e3, 1.0)), context
         factor = keys.number("rope.scaling.factor", 1e-3, 1e6, 1.0)
         old = keys.raw("rope.scale_linear")
         kind = keys.text("rope.scaling.type", "none" if old is None else "linear")
@@ -133,6 +138,13 @@ class GgufConfig(Config):
             "scale": keys.number("expert_weights_scale", 1e-6, 1e6, 1.0),
         }
         return super().experts(names, **values | changes)
+
+    def _numbers(self, tensor: str) -> list[float]:
+        """A small tensor's values."""
+        info = self.checkpoint.tensors.get(tensor)
+        if info is None or info.dtype != "F32" or len(info.shape) != 1 or info.shape[0] > MAX_HEAD_DIM:
+            raise bad(self.keys.path, f"must be a vector of at most {MAX_HEAD_DIM} F32 numbers", key=tensor)
+        return np.frombuffer(self.checkpoint.read(tensor).tobytes(), "<f4").tolist()
 
     def windows(self, full_every: int = 0) -> tuple[int | None, ...]:
         """The window of each layer. `full_every`: one of so many sees all where the file has no pattern; 0: none."""

@@ -83,13 +83,15 @@ class HfConfig(Config):
         if kind in ("default", "none", "dynamic"):
             # dynamic changes frequencies only beyond the trained context, which is not offered.
             return RopeFacts(theta, dim), context
+        stated = given.integer("original_max_position_embeddings", 1, MAX_CONTEXT, context)
+        original = fields.integer("original_max_position_embeddings", 1, MAX_CONTEXT, stated)
+        if kind in ("longrope", "su") or (kind == "yarn" and fields.raw("long_factor") is not None):
+            return self._longrope(fields, RopeFacts(theta, dim, original_context=original)), context
         factor = fields.number("factor", 1e-3, 1e6)
         if kind == "linear":
             return RopeFacts(theta, dim, "linear", factor), context
         if kind not in ("llama3", "yarn"):
             raise self.unsupported(f"rope scaling of type {shown(kind)}")
-        stated = given.integer("original_max_position_embeddings", 1, MAX_CONTEXT, context)
-        original = fields.integer("original_max_position_embeddings", 1, MAX_CONTEXT, stated)
         if kind == "llama3":
             low = fields.number("low_freq_factor", 1e-6, 1e6)
             high = fields.number("high_freq_factor", 1e-6, 1e6)
@@ -108,6 +110,17 @@ class HfConfig(Config):
             truncate=fields.flag("truncate", True),
         )
         return rope, max(context, min(int(original * factor), MAX_CONTEXT))
+
+    def _longrope(self, fields: Fields, rope: RopeFacts) -> RopeFacts:
+        factor = fields.number("factor", 1e-3, 1e6, self.context / rope.original_context)
+        paper = math.sqrt(1 + math.log(max(factor, 1.0)) / math.log(max(rope.original_context, 2)))
+        factors = {}
+        for name in ("short", "long"):
+            values = fields.raw(f"{name}_factor")
+            if not isinstance(values, list) or not all(type(value) in (int, float) for value in values):
+                raise fields.fail(f"{name}_factor", "must be a list of numbers")
+            factors[name] = [float(value) for value in values]
+        return self.longrope(rope, factors, fields.number("attention_factor", 1e-3, 1e3, paper))
 
     def activation(self, key: str = "hidden_act") -> str:
         """The feed-forward layer's activation, as `Dense` names it."""

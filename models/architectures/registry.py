@@ -14,6 +14,7 @@ from .facts import Experts, ModelFacts
 from .gemma3 import Gemma3
 from .llama import Llama
 from .names import NameMap
+from .phi3 import Phi3
 from .qwen2 import Qwen2
 from .qwen3 import Qwen3
 from .qwen3_moe import Qwen3Moe
@@ -24,6 +25,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Qwen3(),
     Qwen3Moe(),
     Gemma3(),
+    Phi3(),
 )
 
 

@@ -39,6 +39,14 @@ COMMON = {
     "rms_norm_eps": 1e-5,
     "rope_parameters": PLAIN,
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "original_max_position_embeddings": 64,
+    "short_factor": [1.0, 1.1, 1.3, 1.2, 1.5, 1.7],
+    "long_factor": [1.2, 1.9, 4.0, 9.0, 20.0, 31.0],
+}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 
 # name -> (model_type, configuration): odd sizes, head_dim != hidden / heads, tied and not, every GQA ratio, biases
@@ -64,6 +72,12 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         {"hidden_size": 44, "intermediate_size": 70, "heads": (4, 2, 18), "mlp_only_layers": [1]}
         | {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 26},
     ),
+    "phi3": (
+        "phi3",
+        {"hidden_size": 48, "intermediate_size": 70, "heads": (3, 1, 16), "sliding_window": 40}
+        | {"original_max_position_embeddings": 64, "rope_parameters": LONGROPE},
+    ),
+    "phi3-packable": ("phi3", {"hidden_size": 64, "intermediate_size": 128, "heads": (4, 2, 16)}),
     "gemma3": (
         "gemma3_text",
         {"hidden_size": 44, "intermediate_size": 70, "heads": (4, 1, 20), "sliding_window": 11}

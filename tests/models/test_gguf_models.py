@@ -18,8 +18,8 @@ from localllm.kernels.rope import inverse_frequencies, scale_llama3
 from localllm.models.architectures import open_model, registry
 from localllm.models.loader import LoadOptions, load_model
 
-ARCHITECTURE = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3_text": "gemma3"}
-ARCHITECTURE |= {"qwen3_moe": "qwen3moe"}
+# where GGUF has another word for a model_type
+ARCHITECTURE = {"mistral": "llama", "gemma3_text": "gemma3", "qwen3_moe": "qwen3moe"}
 
 
 def permuted(rows: Tensor, heads: int) -> Tensor:
@@ -30,7 +30,7 @@ def permuted(rows: Tensor, heads: int) -> Tensor:
 
 def write_gguf(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], kind: gguf.GGMLQuantizationType) -> Path:
     """A GGUF file of a tiny model, its matrices stored as `kind`."""
-    arch = ARCHITECTURE[config["model_type"]]
+    arch = ARCHITECTURE.get(config["model_type"], config["model_type"])
     writer = gguf.GGUFWriter(path, arch)
     family = next(one for one in registry.ARCHITECTURES if arch in one.gguf_types)
     names = family.names(Checkpoint(path, "gguf", {}, {}))
@@ -43,9 +43,10 @@ def write_gguf(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], k
     writer.add_head_count_kv(kv_heads)
     writer.add_key_length(dim)
     writer.add_value_length(dim)
-    writer.add_rope_dimension_count(dim)
+    turned = int(dim * config["rope_parameters"].get("partial_rotary_factor", 1.0))
+    writer.add_rope_dimension_count(turned)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    _rope(writer, config, dim)
+    _rope(writer, config, turned)
     if config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
         if "layer_types" in config:
@@ -104,6 +105,13 @@ def _rope(writer: gguf.GGUFWriter, config: dict[str, Any], dim: int) -> None:
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]
         scaled = scale_llama3(plain, rope["factor"], low, high, rope["original_max_position_embeddings"])
         writer.add_tensor("rope_freqs.weight", (plain / scaled).numpy())
+    elif rope["rope_type"] == "longrope":
+        original = rope["original_max_position_embeddings"]
+        scale = config["max_position_embeddings"] / original
+        writer.add_rope_scaling_orig_ctx_len(original)
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(scale) / math.log(original)))
+        for name in ("long", "short"):
+            writer.add_tensor(f"rope_factors_{name}.weight", torch.tensor(rope[f"{name}_factor"]).numpy())
     elif rope["rope_type"] != "default":
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])
@@ -117,7 +125,7 @@ def gguf_logits(model: Any, paged: Any, path: Path, kind: gguf.GGMLQuantizationT
     return paged(ours).all_logits(ids, [50])
 
 
-NAMES = ["llama", "llama-bias", "llama-yarn", "mistral", "qwen2", "qwen3", "qwen3-moe", "gemma3"]
+NAMES = ["llama", "llama-bias", "llama-yarn", "mistral", "qwen2", "qwen3", "qwen3-moe", "phi3", "gemma3"]
 
 
 @pytest.mark.parametrize("name", NAMES)

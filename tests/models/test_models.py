@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-NAMES = ("llama", "llama-bias", "llama-yarn", "mistral", "qwen2", "qwen3", "qwen3-moe", "qwen3-moe-mixed", "gemma3")
+from localllm.errors import BadModelFile
+from localllm.models.architectures import open_model
+from localllm.models.loader import LoadOptions, load_model
+
+NAMES = (
+    *("llama", "llama-bias", "llama-yarn", "mistral", "qwen2", "qwen3", "gemma3"),
+    *("qwen3-moe", "qwen3-moe-mixed", "phi3"),
+)
 
 
 def relative_error(ours: Tensor, reference: Tensor) -> float:
@@ -76,6 +83,18 @@ def test_bfloat16_pages_stay_close(name: str, tiny: Callable, loaded: Callable, 
     reference = tiny(name).logits(token_ids)
     rows = paged(loaded(name), kv="bf16").all_logits(token_ids, [40])
     assert 1e-6 < relative_error(rows, reference) < 0.05
+
+
+def test_the_context_decides_between_the_factors_of_longrope(tiny: Callable, paged: Any, tmp_path: Any) -> None:
+    model, ids = tiny("phi3"), prompt(60)
+    reference = model.logits(ids)  # no longer than the original context: turned by the short factors
+    with open_model(model.save(tmp_path)) as checkpoint:
+        short, long = (load_model(checkpoint, LoadOptions(exact=True, context=ctx)) for ctx in (64, 65))
+    assert relative_error(paged(short).all_logits(ids, [60]), reference) < 1e-4
+    assert relative_error(paged(long).all_logits(ids, [60]), reference) > 1e-3
+    shorter = model.save(tmp_path / "bad", rope_parameters={**model.config["rope_parameters"], "long_factor": [1.0]})
+    with pytest.raises(BadModelFile, match="must hold 6 positive numbers, has 1"):
+        _ = open_model(shorter).facts
 
 
 def test_groups_put_full_attention_first(loaded: Callable) -> None:

@@ -1,0 +1,43 @@
+"""Phi-3 and Phi-4: Llama with fused projections, part of a head rotated, and two sets of rotations by context."""
+
+from __future__ import annotations
+
+from localllm.checkpoint import Checkpoint
+
+from .architecture import Architecture
+from .facts import LayerFacts, ModelFacts, repeated
+from .gguf import GgufConfig
+from .hf import HfConfig
+from .names import GGUF_LAYER, NameMap, gguf_names
+
+
+class Phi3(Architecture):
+    """Contexts up to the original one turn by the short factors of LongRoPE, longer ones by the long factors."""
+
+    name = "phi3"
+    label = "Phi-3, Phi-3.5, Phi-4 (text)"
+    hf_types = {"phi3": {"max_position_embeddings": 4096}}
+    hf_classes = ("Phi3ForCausalLM",)
+    gguf_types = ("phi3",)
+
+    def from_hf(self, config: HfConfig) -> ModelFacts:
+        rope, context = config.rope()
+        layer = LayerFacts(config.attention(rope), config.dense(config.activation()))
+        windows = [_seen(window, context) for window in config.windows(lambda layer: True)]
+        return config.facts(repeated(layer, windows), context, eps=1e-5)
+
+    def from_gguf(self, config: GgufConfig) -> ModelFacts:
+        rope, context = config.rope()
+        layer = LayerFacts(config.attention(rope), config.dense())
+        return config.facts(repeated(layer, [_seen(window, context) for window in config.windows()]), context)
+
+    def names(self, checkpoint: Checkpoint) -> NameMap:
+        """In GGUF gate and up are called up."""
+        if checkpoint.kind != "gguf":
+            return super().names(checkpoint)
+        return gguf_names(GGUF_LAYER | {"mlp.gate_up_proj": "ffn_up"})
+
+
+def _seen(window: int | None, context: int) -> int | None:
+    """Phi-4-mini states a window of twice its context."""
+    return None if window is None or window >= context else window
