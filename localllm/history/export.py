@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import html
 import json
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from string import Template
@@ -29,6 +30,9 @@ def as_markdown(chat: SavedChat, messages: Sequence[SavedMessage], *, reasoning:
     for message in active_path(messages, chat.leaf_id):
         parts.append(f"## {_NAMES.get(message.role, message.role)}\n")
         parts += [f"Attached: {name}\n" for name in _attached(message)]
+        for said, calls in _rounds(message):
+            parts += [f"{said}\n"] if said else []
+            parts += [f"{head}\n\n{_fenced(arguments)}\n\n{_fenced(result)}\n" for head, arguments, result in calls]
         if reasoning and message.reasoning:
             parts.append("\n".join(f"> {line}" for line in message.reasoning.strip().split("\n")) + "\n")
         parts.append(message.content.rstrip() + "\n")
@@ -62,6 +66,7 @@ def as_html(chat: SavedChat, messages: Sequence[SavedMessage]) -> str:
             f'<p class="meta">{html.escape(_NAMES.get(message.role, message.role))}</p>',
             *(f'<p class="meta">Attached: {html.escape(name)}</p>' for name in _attached(message)),
             f"<details><summary>Thinking</summary>{thought}</details>" if message.reasoning else "",
+            *(_round(parser.render(said), calls) for said, calls in _rounds(message)),
             f"{parser.render(message.content)}</section>",
         ]
         body.append("".join(parts))
@@ -83,6 +88,33 @@ def _title(chat: SavedChat) -> str:
 def _meta(chat: SavedChat) -> str:
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(chat.created))
     return " · ".join(part for part in (when, chat.model, f"{chat.num_messages} messages") if part)
+
+
+def _rounds(message: SavedMessage) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
+    """What was said before tools were called; for each call (what it is, the arguments, the result)."""
+    rounds = message.params.get("rounds")
+    for one in rounds if isinstance(rounds, list) else ():
+        calls = one.get("calls") if isinstance(one, dict) else None
+        found = [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+        heads = [f"Tool call: {call.get('name', '')}{' (failed)' if call.get('failed') else ''}" for call in found]
+        texts = [(str(call.get("arguments") or ""), str(call.get("result") or "")) for call in found]
+        if found:
+            yield str(one.get("text") or "").strip(), [(head, *text) for head, text in zip(heads, texts, strict=True)]
+
+
+def _fenced(text: str) -> str:
+    """A code block; its fence is longer than any in the text."""
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence}\n{text.rstrip()}\n{fence}"
+
+
+def _round(said: str, calls: Sequence[tuple[str, str, str]]) -> str:
+    """`said` is HTML already."""
+    texts = [tuple(map(html.escape, call)) for call in calls]
+    return said + "".join(
+        f"<details><summary>{head}</summary><pre>{arguments}</pre><pre>{result}</pre></details>"
+        for head, arguments, result in texts
+    )
 
 
 def _attached(message: SavedMessage) -> list[str]:

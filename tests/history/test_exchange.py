@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,18 @@ def test_html_runs_nothing_and_fetches_nothing() -> None:
     assert "<script" not in text and "<img" not in text and 'href="javascript' not in text
     assert "&lt;script&gt;" in text and "<strong>A</strong>" in text and 'href="https://ok"' in text
     assert "A &lt;b&gt;title" in text and "default-src 'none'" in text
+
+
+def test_calls_of_tools_and_their_results_are_exported() -> None:
+    call = {"id": "1", "name": "read", "arguments": '{"path": "<a>"}', "result": "```\nb\n```", "failed": True}
+    rounds = [{"text": "Let me look.", "reasoning": "", "calls": [call]}, {"calls": "no list"}, 7]
+    messages = [MESSAGES[0], replace(MESSAGES[1], params={"rounds": rounds})]
+    text = as_markdown(CHAT, messages)
+    shown = 'Let me look.\n\nTool call: read (failed)\n\n```\n{"path": "<a>"}\n```\n\n````\n```\nb\n```\n````\n'
+    assert text.index(shown) < text.index("**A**")
+    page = as_html(CHAT, messages)
+    assert "<summary>Tool call: read (failed)</summary>" in page and "{&quot;path&quot;: &quot;&lt;a&gt;&quot;}" in page
+    assert as_json(CHAT, messages)["messages"][1]["params"]["rounds"][0]["calls"] == [call]
 
 
 def test_our_own_json_comes_back(tmp_path: Path) -> None:
