@@ -21,6 +21,12 @@ class ChatApp(Frame):
         """The chat screen, also below a modal one."""
         return next(screen for screen in self.screen_stack if isinstance(screen, ChatScreen))
 
+    def exit(self, *args: Any, **options: Any) -> None:
+        """Keep what there is of an answer."""
+        if self.is_running:
+            self.chat.give_up()
+        super().exit(*args, **options)
+
     def typed_before(self, character: str) -> None:
         self.chat.prompt.insert(character)
 

@@ -8,18 +8,21 @@ from __future__ import annotations
 import logging
 import os
 import select
+import signal
 import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from textual import events
 from textual.app import App, SystemCommand
 from textual.css.query import NoMatches
-from textual.screen import Screen
+from textual.screen import ModalScreen, Screen
 from textual.theme import Theme
+from textual.widgets import OptionList
 
 from localllm.config import UiConfig
 from localllm.conversation import clipboard
@@ -30,8 +33,8 @@ from localllm.terminal import no_color
 from localllm.tui.keymap import Keymap
 
 HANGUP_S = 1.0  # between two looks whether the terminal is still there
-GONE_S = 5.0
-HANGUP_EXIT = 129
+GONE_S = 20.0
+HANGUP_EXIT = 128 + signal.SIGHUP
 ALWAYS = ("escape", "ctrl+c", "ctrl+q")  # keys that only ever stop, close or leave
 DRAIN_S = 0.1
 DRAIN_STILL_S = 0.25  # between two looks at the queue with animations off: nothing on the screen moves more often
@@ -63,6 +66,7 @@ class Frame(App[None]):
     failure        what the user is told at the end, when the interface failed
     wants_restart  the command that opened the interface should start it again, with this chat
     moving         whether anything on the screen may move by itself
+    ended          the exit code, when a signal or the loss of the terminal ended it
     problems       settings that cannot be followed
     """
 
@@ -88,6 +92,7 @@ class Frame(App[None]):
         self._shown_at = 0.0
         self.failure: Exception | None = None
         self.wants_restart = False
+        self.ended = 0
         still = ui.animations is False or (ui.animations == "auto" and "SSH_CONNECTION" in os.environ)
         self.moving = not still
         self.drain_s = DRAIN_STILL_S if still else DRAIN_S
@@ -146,8 +151,16 @@ class Frame(App[None]):
                 if event.character and event.is_printable:
                     self.typed_before(event.character)
                 return
+            if event.key in ("pageup", "pagedown") and self._list_has_no_room():
+                return
             self.before_key()
         await super().on_event(event)
+
+    def _list_has_no_room(self) -> bool:
+        """Whether keys may reach a list of no height: Textual's fails to find its page."""
+        on_top = isinstance(self.screen, ModalScreen)
+        lists = (one for one in self.screen.query(OptionList) if on_top or one.has_focus)
+        return any(not one.scrollable_content_region for one in lists)
 
     def typed_before(self, character: str) -> None:
         """Take a letter that was typed before the screen on top was there."""
@@ -157,20 +170,46 @@ class Frame(App[None]):
         """See that a key reaches something that is shown."""
         raise NotImplementedError
 
+    def run(self, **options: Any) -> None:
+        """Signals end it as a key does: the terminal is put back, and the chat is saved."""
+        before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM)}
+        for number, handler in before.items():
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, self._told_to_end)
+        try:
+            super().run(**options)
+        finally:
+            self._look_at_terminal()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _told_to_end(self, number: int, _: FrameType | None) -> None:
+        if self._loop is None:
+            raise SystemExit(128 + number)
+        self._loop.call_soon_threadsafe(self._end, 128 + number)
+
+    def _end(self, code: int) -> None:
+        self.ended = code
+        self.exit(return_code=code)
+
     def watch_terminal(self) -> None:
         """End with a terminal that went away without SIGHUP: reading from it would spin indefinitely."""
         if not self.is_headless:
             self.set_interval(HANGUP_S, self._look_at_terminal)
 
     def _look_at_terminal(self) -> None:
-        poll = select.poll()
-        poll.register(0, 0)
-        if any(events & (select.POLLHUP | select.POLLERR) for _, events in poll.poll(0)):
-            log.warning("the terminal is gone")
-            last_resort = threading.Timer(GONE_S, os._exit, (HANGUP_EXIT,))  # if tidying up hangs on it
-            last_resort.daemon = True
-            last_resort.start()
-            self.exit(return_code=HANGUP_EXIT)
+        if not _is_gone(0):
+            return
+        log.warning("the terminal is gone")
+        signal.signal(signal.SIGCONT, lambda *_: None)  # follows SIGHUP; Textual would begin once more
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for stream in filter(_is_gone, (0, 1)):
+            os.dup2(nothing, stream)
+        os.close(nothing)
+        last_resort = threading.Timer(GONE_S, os._exit, (HANGUP_EXIT,))  # if tidying up hangs on it
+        last_resort.daemon = True
+        last_resort.start()
+        self._end(HANGUP_EXIT)
 
     def _to_terminal(self, sequence: str) -> None:
         if self._driver is not None and not self.is_headless:
@@ -201,3 +240,10 @@ class Frame(App[None]):
     def _print_error_renderables(self) -> None:
         """The command that opened the interface says one sentence instead."""
         self._exit_renderables.clear()
+
+
+def _is_gone(descriptor: int) -> bool:
+    """Whether what it leads to was hung up."""
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(events & (select.POLLHUP | select.POLLERR) for _, events in poll.poll(0))

@@ -6,13 +6,25 @@ descriptor 2 is the log file: a driver's message survives there and nothing is w
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from localllm.terminal import locale_encoding
+
+
+class Terminal(io.FileIO):
+    """Drops what cannot be written once the terminal is gone: an exception would leave Textual's threads behind."""
+
+    def write(self, data: Any) -> int | None:  # type: ignore[override]
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
 
 
 @contextmanager
@@ -28,7 +40,8 @@ def stderr_to(log: Path) -> Iterator[None]:
     os.dup2(target, 2)
     os.close(target)
     before = sys.__stderr__, sys.stderr
-    terminal = os.fdopen(os.dup(screen), "w", encoding=locale_encoding(), errors="replace", newline="")
+    raw = io.BufferedWriter(Terminal(os.dup(screen), "w"))
+    terminal = io.TextIOWrapper(raw, encoding=locale_encoding(), errors="replace", newline="", line_buffering=True)
     sys.__stderr__ = sys.stderr = terminal  # type: ignore[misc]
     try:
         yield

@@ -50,12 +50,12 @@ def full_screen(env: Env, config: UserConfig, start: Start) -> int:
         if session.tools is not None:
             session.tools.close()
         close_soon(session.backend)
-    if app.failure is not None:
+    if app.failure is not None and not app.ended:
         raise app.failure  # becomes one sentence and a line in the log
     if app.wants_restart:
         _restart(session.model, session.conversation.id)
     farewell(env, session.conversation, start.saver, session.model)
-    return 0
+    return app.ended
 
 
 def _restart(model: str, chat_id: str) -> None:

@@ -1,31 +1,72 @@
-"""A terminal that goes away without SIGHUP ends the interface: it must not spin on a dead file descriptor."""
+"""A chat whose terminal goes away ends, with SIGHUP or without: it must not spin on a dead file descriptor."""
+
+from __future__ import annotations
 
 import fcntl
 import os
 import pty
+import select
+import signal
 import struct
 import subprocess
 import sys
 import termios
 import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localllm.history.store import History
 
 COMMAND = [sys.executable, "-P", "-c", "from localllm.cli import main; main()", "chat", "fake"]
+WAIT_S = 200
 
 
-def test_the_interface_ends_with_its_terminal():
+def session(sighup: str) -> Callable[[], None]:
+    """What the child does before it starts; `none` leaves it without a controlling terminal."""
+
+    def begin() -> None:
+        os.setsid()
+        if sighup != "none":
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        if sighup == "ignored":
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    return begin
+
+
+def cases() -> Iterator[Any]:
+    for flags in ((), ("--inline",), ("--plain",)):
+        for sighup in ("none", "default", "ignored"):
+            yield pytest.param(flags, sighup, marks=() if (flags, sighup) == ((), "none") else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("flags", "sighup"), [*cases()])
+def test_a_chat_ends_with_its_terminal_and_keeps_the_answer(
+    flags: tuple[str, ...], sighup: str, tmp_path: Path
+) -> None:
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 34, 118, 0, 0))
-    env = os.environ | {"LOCALLLM_ENGINE": "fake", "TERM": "xterm-256color"}
-    process = subprocess.Popen(COMMAND, stdin=slave, stdout=slave, stderr=slave, env=env, start_new_session=True)
+    env = os.environ | {"LOCALLLM_ENGINE": "fake:tps=20", "TERM": "xterm-256color", "LOCALLLM_HOME": str(tmp_path)}
+    process = subprocess.Popen(
+        [*COMMAND, *flags, "long"], stdin=slave, stdout=slave, stderr=slave, env=env, preexec_fn=session(sighup)
+    )
     os.close(slave)
     seen = b""
-    end = time.monotonic() + 60
-    while b"send" not in seen and time.monotonic() < end:
-        seen += os.read(master, 65536)
-    assert b"send" in seen, "the first screen did not appear"
+    end = time.monotonic() + WAIT_S
+    while b"number" not in seen:
+        assert time.monotonic() < end and process.poll() is None, seen[-2000:]
+        if select.select([master], [], [], 0.1)[0]:
+            seen += os.read(master, 65536)
     os.close(master)
     try:
-        process.wait(60)
+        code = process.wait(WAIT_S)
     finally:
         process.kill()
         process.wait()
+    assert code == 129 or flags == ("--plain",)
+    with History(tmp_path / "data/chats.db") as history:
+        _, answer = history.messages(history.find("last").id)
+    assert answer.content.startswith("Sentence") and answer.status in ("abort", "partial")

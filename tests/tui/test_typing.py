@@ -7,7 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
+from textual.command import CommandList
 from textual.events import Key
+from textual.geometry import Region
 from textual.widgets import OptionList
 
 from localllm.history.store import History
@@ -248,3 +250,14 @@ async def test_a_worker_that_ends_while_it_removes_something_does_no_harm(turns:
             await asyncio.sleep(0)
         removing.cancel()
         await running.until(lambda: transcript.card is None)
+
+
+async def test_a_list_without_room_takes_no_page_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with chat() as running:
+        await running.ready()
+        await running.pilot.press("ctrl+p")
+        await running.until(lambda: [one for one in running.app.screen.query(CommandList) if one.options])
+        monkeypatch.setattr(CommandList, "scrollable_content_region", Region())  # as until it is laid out
+        running.app.screen.query_one(CommandList)._clear_caches()
+        await running.pilot.press("pagedown", "pageup", "escape")
+        assert running.app.failure is None and running.app.screen is running.screen
