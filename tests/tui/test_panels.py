@@ -11,9 +11,10 @@ from localllm.backend.scripted import FakeBackend
 from localllm.config import UiConfig
 from localllm.conversation.session import Session
 from localllm.conversation.tree import Conversation
+from localllm.errors import ModelNotFound
 from localllm.history.records import SavedChat, SavedMessage
 from localllm.history.store import History
-from localllm.interface import Check, Facts
+from localllm.interface import Check, Facts, ModelChoice
 from localllm.tui.chat.screen import ChatScreen
 from localllm.tui.frame import Frame
 from localllm.tui.screens.dialogs import PickScreen
@@ -21,7 +22,7 @@ from localllm.tui.screens.models import ModelsScreen
 from localllm.tui.screens.params import ParamsScreen
 from localllm.tui.screens.viewer import Viewer
 from localllm.tui.widgets.engine import EnginePanel, page_map
-from localllm.tui.widgets.home import Home
+from localllm.tui.widgets.home import Home, model_line
 from localllm.tui.widgets.messages import AssistantMessage, UserMessage
 from localllm.tui.widgets.sidebar import Sidebar
 
@@ -51,6 +52,25 @@ def long_chat(path: Path, turns: int) -> str:
     with History(path) as history:
         history.save(SavedChat("aaaa", "A long chat", "fake", leaf_id=parent), messages)
     return "aaaa"
+
+
+async def test_home_says_what_is_wrong_with_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(name: str) -> str:
+        raise ModelNotFound("huggingface.co cannot be reached", "localllm pull smollm2")
+
+    async with chat(model="", home=True) as running:
+        home = running.screen.query_one(Home)
+        listing = home.query_one(OptionList)
+        await running.until(lambda: any("fake-download" in row for row in options(listing)))
+        monkeypatch.setattr(running.backend, "find", find)
+        await running.pilot.press("enter")
+        await running.until(lambda: "cannot be reached" in shown(running, "#home-said"))
+        assert home.display and not running.backend.started
+
+
+def test_a_row_of_home_keeps_its_columns_apart() -> None:
+    row = ModelChoice("qwen3-4b-instruct-2507", "Q4_K_M", 2_500_000_000, False, True, recommended=True, ctx=8192)
+    assert "2.3 GiB download  fits 8k" in model_line(row, 74)
 
 
 async def test_home_offers_chats_and_models_and_loads_nothing_by_itself(tmp_path: Path) -> None:

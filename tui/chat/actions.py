@@ -159,10 +159,14 @@ class Actions(Stream):
 
     async def use_model(self, name: str, ctx: int | None = None) -> None:
         async with self.in_order:
+            looking = f"looking for {clean_line(name)} …"
+            self.flash(looking, 60.0)  # the hub may take its time
             try:
                 await self.choose_model(name, {"ctx": ctx} if ctx else None)
             except LocalLLMError as error:
                 await self.complain(error)
+            if self.message == looking:
+                self.flash("")
         self.refresh_lines()
 
     @work

@@ -106,7 +106,10 @@ class Turns(Screen[None]):
         self.refresh_lines()
 
     async def complain(self, error: LocalLLMError) -> None:
-        await self.transcript.say(complaint(error), "warning")
+        if self.transcript.display:
+            await self.transcript.say(complaint(error), "warning")
+        else:
+            self.query_one(Home).tell(complaint(error))
 
     def show_home(self, shown: bool) -> None:
         """The list of chats and models in place of the transcript."""

@@ -37,6 +37,7 @@ class Home(Vertical):
         models, doctor, leave = map(self._keys.label, ("models.open", "app.doctor", "app.quit"))
         keys = f"⏎ start   {models} all models   {doctor} doctor   {leave} quit   or just type"
         yield Static(keys, id="home-keys", markup=False)
+        yield Static("", id="home-said", markup=False)
 
     def on_mount(self) -> None:
         self._fill()
@@ -67,6 +68,10 @@ class Home(Vertical):
         key = self._keys.label("app.doctor")
         doctor = f"doctor: {len(bad)} to look at ({key})" if bad else "doctor: all well"
         self.query_one("#home-machine", Static).update(f"{' · '.join(parts)}\n{doctor}")
+
+    def tell(self, text: str) -> None:
+        """What went wrong with a choice, below the keys; "" takes it away."""
+        self.query_one("#home-said", Static).update(text)
 
     def _fill(self) -> None:
         listing = self.query_one(OptionList)
@@ -115,5 +120,5 @@ def model_line(row: ModelChoice, width: int) -> str:
     where = ("★ " if row.recommended else "") + ("on disk" if row.local else f"{gib(row.size_bytes)} download")
     fits = f"fits {tokens_short(row.ctx)}" if row.fits and row.ctx else "fits" if row.fits else "does not fit"
     speed = f"{'✓' if row.basis == 'measured' else '≈'} {row.tps:.0f} tok/s" if row.tps else ""
-    room = max(16, width - 50)
-    return f"{fit(clean_line(row.name), room):{room}}  {where:18}{fits:12}{speed:>14}"
+    room = max(16, width - 52)
+    return f"{fit(clean_line(row.name), room):{room}}  {where:20}{fits:12}{speed:>14}"
