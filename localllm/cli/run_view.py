@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from localllm.cli.frame.console import Console
 from localllm.cli.frame.progress import phase_event
-from localllm.conversation.answer import Answer
+from localllm.conversation.answer import Answer, Call
 from localllm.interface import ChatEvent, Delta, Done, Facts, Prefill
 from localllm.request import LoadProgress, Timing, Usage
 from localllm.terminal import Cleaner
@@ -51,6 +51,10 @@ class RunEvents:
             {"event": "ready", "device": facts.device, "ctx": facts.ctx, "detail": facts.run_summary},
             self._console.stdout,
         )
+
+    def result(self, call: Call) -> None:
+        line = {"event": "tool_result", "id": call.id, "name": call.name, "arguments": call.arguments}
+        self._console.event(line | {"result": call.result or "", "failed": call.failed}, self._console.stdout)
 
     def event(self, event: ChatEvent) -> None:
         if isinstance(event, Prefill):

@@ -56,9 +56,10 @@ def toolbox(
 
 
 def answered(
-    console: Console, tools: Toolbox | None, answer: Answer, turn: Callable[[], None], facts: Callable[[], Facts]
-) -> None:
-    """An answer with the rounds of calls that it takes.
+    console: Console, tools: Toolbox | None, answer: Answer, turn: Callable[[], None], facts: Callable[[], Facts],
+    on_result: Callable[[Call], None] | None = None,
+) -> None:  # fmt: skip
+    """An answer with the rounds of calls that it takes, `on_result` told of each that has its result.
 
     turn  lets the model go on with `answer`. Raises BackendError, which ends it, unless a tool's schema was the reason
     """
@@ -71,11 +72,13 @@ def answered(
                 raise
             console.warn(said)
             continue
-        if tools is None or not answer.wants_results or not _settle(console, tools, answer, facts()):
+        if tools is None or not answer.wants_results or not _settle(console, tools, answer, facts(), on_result):
             return
 
 
-def _settle(console: Console, tools: Toolbox, answer: Answer, facts: Facts) -> bool:
+def _settle(
+    console: Console, tools: Toolbox, answer: Answer, facts: Facts, on_result: Callable[[Call], None] | None
+) -> bool:
     """Ask for the calls of an answer, run them, show what came. Returns whether the model goes on."""
     if said := calls.at_limit(answer):
         console.warn(said)
@@ -90,6 +93,8 @@ def _settle(console: Console, tools: Toolbox, answer: Answer, facts: Facts) -> b
             if call.result is None:
                 tools.run(call, room)
             console.say(calls.shown_result(call, RESULT_LINES))
+            if on_result is not None:
+                on_result(call)
     except (KeyboardInterrupt, EOFError):
         calls.stop(answer)
         return False

@@ -75,6 +75,10 @@ def test_run_calls_only_what_was_allowed(invoke: Invoke, servers: Path) -> None:
     ]
     assert made["text"] == "there is no tool long"
     assert "call  echo" in result.stderr
+    result = invoke("run", "fake", "!call fail {}", "--mcp", str(servers), "--yes-tools", "fail", "--json", "--stream")
+    events = [valid(line, "events-1") for line in result.stdout.splitlines()[:-1]]
+    shown = [one for one in events if one["event"] == "tool_result"]
+    assert [(one["name"], one["result"], one["failed"]) for one in shown] == [("fail", "no such file", True)]
     result = invoke("run", "fake", "!call fail {}", "--mcp", str(servers), "--yes-tools", "fail")
     assert (result.exit_code, result.stdout) == (0, "no such file\n")
 

@@ -212,7 +212,8 @@ def _answers(
 
     with closing(tools):
         connect_for_run(console, tools)
-        answered(console, tools, one, turn, backend.facts)
+        on_result = RunEvents(console).result if console.as_json and job.stream else None
+        answered(console, tools, one, turn, backend.facts, on_result)
     return [one]
 
 

@@ -119,6 +119,15 @@ class EventToken(Event):
     index: Count
 
 
+class EventToolResult(Event):
+    event: Literal["tool_result"]
+    id: str
+    name: str
+    arguments: str
+    result: str
+    failed: bool
+
+
 class EventDone(Event):
     event: Literal["done"]
     stop: str
@@ -154,6 +163,7 @@ EventLine = (
     | EventReady
     | EventPrefill
     | EventToken
+    | EventToolResult
     | EventDone
 )
 
