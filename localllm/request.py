@@ -268,8 +268,8 @@ class Request:
     cache_salt: str = ""
     use_prefix_cache: bool = True
     score: bool = False  # publish the float32 log-probabilities of every prompt row, generate nothing
-    # publish the mean, or the last, of the prompt's normed hidden states, generate nothing
-    pooling: Literal["", "mean", "last"] = ""
+    # publish the mean, the first or the last of the prompt's normed hidden states, generate nothing
+    pooling: Literal["", "mean", "cls", "last"] = ""
     score_chunk: int = 256  # rows per published piece when `score`
 
     @property
@@ -294,6 +294,15 @@ class Request:
                 param="messages",
             )
         check_token_ids("prompt", self.prompt_token_ids, vocab_size)
+
+
+def embeds_only(name: str) -> InvalidRequest:
+    """The refusal of a model that gives vectors to generate text."""
+    return InvalidRequest(
+        f"{name} embeds text: it generates none",
+        "ask it at /v1/embeddings, /api/embed or /rerank, or with LLM.embed; localllm ls lists models that chat",
+        param="model",
+    )
 
 
 def _room_for(count: int, largest_context: int) -> str:

@@ -13,12 +13,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from localllm.checkpoint.text_modules import Projection
 from localllm.errors import DeviceError, OutOfMemory, UnsupportedModel
 from localllm.kernels import OpFacts, Weight, reference, rope
 from localllm.kernels.embedding import Embedding, is_plain_table, weight_rows
 from localllm.kernels.layer_weights import HeadWeights, Linear
 from localllm.kernels.table import kernel_table
 from localllm.kernels.verify.selftest import KernelCrash
+from localllm.quant import dequantize, load_weight
 
 from .architectures import OpenModel, RopeFacts
 from .architectures.facts import layer_views
@@ -94,7 +96,8 @@ class Loading(Reader):
             table = self.selftest.segments(shapes, table, samples, embedding, head, turned, options.disabled)
             self.selftest.save()
         names = {layer_class: "+".join(found) for layer_class, found in self.chosen.items()}
-        return Model(facts, groups, embedding, layers, head, ropes, table, names | dict(table.ops))
+        projections = [self.projection(one) for one in facts.projections]
+        return Model(facts, groups, embedding, layers, head, ropes, table, names | dict(table.ops), projections)
 
     def op_facts(self) -> OpFacts:
         """What decides which implementations of the ops are taken."""
@@ -124,6 +127,13 @@ class Loading(Reader):
             rows = partial(reference.embedding, table=weight.qweight, scale=self.facts.embedding_scale, dtype=dtype)
             return Embedding(rows, 1.0, dtype, nbytes=weight.nbytes)
         return Embedding(weight_rows(weight), self.facts.embedding_scale, dtype, nbytes=weight.nbytes)
+
+    def projection(self, facts: Projection) -> tuple[Tensor, Tensor | None, str]:
+        """A dense layer that pooled vectors go through: its weight and bias, float32, and its activation."""
+        stored = self.checkpoint.formats[facts.name]
+        weight = load_weight(self.checkpoint, facts.name, stored, (facts.outputs, facts.inputs))
+        bias = self.vector(f"{facts.name}.bias", facts.outputs).to(self.device).clone() if facts.bias else None
+        return dequantize(self.moved(weight)).float().clone(), bias, facts.activation
 
     def rope(self, facts: RopeFacts) -> rope.RopeTable:
         """The table of cosines and sines for one kind of layer."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 
 from localllm.kernels.embedding import Embedding
 from localllm.kernels.layer_weights import (
@@ -54,8 +56,9 @@ class Model:
         ropes: Sequence[RopeTable],
         table: KernelTable,
         kernels: Mapping[str, str],
+        projections: Sequence[tuple[Tensor, Tensor | None, str]] = (),
     ) -> None:
-        """`ropes` has a table for each of `facts.ropes`."""
+        """`ropes` has a table for each of `facts.ropes`; `projections`: what pooled vectors go through."""
         self.facts = facts
         self.groups = tuple(groups)
         self.embedding = embedding
@@ -64,6 +67,7 @@ class Model:
         self.table = table
         # what runs what, for the run summary: layer class or op -> names of implementations
         self.kernels = dict(kernels)
+        self._projections = tuple(projections)
         self._ropes = tuple(ropes)
         self._seen, views = layer_views(facts)
         self._calls = tuple((layer.mixer, layer.ffn, view) for layer, view in zip(self.layers, views, strict=True))
@@ -106,6 +110,13 @@ class Model:
         """Rows of `forward` -> float32 [rows, hidden] after the last norm: what embeddings are pooled from."""
         norm = self.head.norm
         return rms_norm(hidden.float(), norm.weight.float(), norm.eps)
+
+    def projected(self, vector: Tensor) -> Tensor:
+        """A pooled vector, float32 [hidden] -> float32 [facts.embedding_size]."""
+        for weight, bias, activation in self._projections:
+            vector = functional.linear(vector, weight, bias)
+            vector = torch.tanh(vector) if activation == "tanh" else vector
+        return vector
 
     def reserve_positions(self, length: int) -> None:
         """Let the RoPE tables grow for sequences of this length now: what is captured must not."""

@@ -11,6 +11,7 @@ from typing import Any, Self
 import numpy as np
 
 from .mapped_file import MappedFile, TensorInfo
+from .text_modules import TextModules
 
 
 @dataclass(eq=False)
@@ -29,6 +30,7 @@ class Checkpoint:
     quantization_config: dict[str, Any] = field(default_factory=dict)
     tokenizer_files: dict[str, Path] = field(default_factory=dict)  # by name, also chat templates
     license: str = ""
+    text_modules: TextModules = TextModules()  # what sentence-transformers' files say
 
     def read(self, name: str) -> np.ndarray:
         """A tensor's stored bytes: uint8, flat, a read-only view of the file; a copy where they do not lie together.

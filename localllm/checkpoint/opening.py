@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from .json_file import read_json_object
 from .mapped_file import MappedFile, TensorInfo, bad, pickle_error, read_small, shown
 from .safetensors_file import read_safetensors
 from .stacks import unstacked
+from .text_modules import MODULES_NAME, TextModules, read_text_modules
 
 PICKLES = (
     ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".npy", ".npz", ".msgpack", ".h5", ".onnx", ".zip", ".tar",
@@ -233,6 +236,15 @@ def _open_parts(folder: Path, paths: list[Path], names: set[str]) -> Checkpoint:
     files, tensors = {path: MappedFile(path) for path in paths}, dict[str, TensorInfo]()
     for file in files.values():
         _add(tensors, read_safetensors(file))
+    modules = TextModules()
+    if MODULES_NAME in names:
+        modules = read_text_modules(inside(folder, MODULES_NAME), partial(inside, folder))
+    for projection in modules.projections:
+        part = projection.name.partition(".")[0]
+        path = inside(folder, f"{part}/model.safetensors")
+        files[path] = MappedFile(path)
+        found = {f"{part}.{name}": info for name, info in read_safetensors(files[path]).items()}
+        _add(tensors, {name: replace(info, name=name) for name, info in found.items()})
     return Checkpoint(
         folder,
         "safetensors",
@@ -243,6 +255,7 @@ def _open_parts(folder: Path, paths: list[Path], names: set[str]) -> Checkpoint:
         quantization_config=quantization,
         tokenizer_files=_tokenizer_files(folder, names),
         license=_license(folder, names),
+        text_modules=modules,
     )
 
 

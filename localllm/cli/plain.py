@@ -18,6 +18,7 @@ from localllm.conversation.slash import OFF, SLASHES, Typed, understand
 from localllm.conversation.tree import Exchange
 from localllm.errors import ConfigError, LocalLLMError, OutOfMemory
 from localllm.interface import ChatEvent
+from localllm.request import embeds_only
 from localllm.terminal import clean, clean_line
 
 from .run_view import Text
@@ -37,6 +38,8 @@ def talk(env: Env, config: UserConfig, start: Start) -> int:
         facts, _ = wait_ready(backend, progress)
         if not facts.has_chat_template:
             name = clean_line(facts.model)
+            if facts.embeds:
+                raise embeds_only(name)
             raise ConfigError(
                 f"{name} is a base model: it has no chat template", f'localllm run {name} "Once upon a time"'
             )

@@ -252,7 +252,7 @@ def _verdict(sheet: Sheet, subject: Subject, rows: list[Row]) -> str:
     if sheet.star and sheet.star.subject is subject:
         words.append("recommended")
     if subject.base:
-        words.append("base model")
+        words.append("embeds text" if subject.facts.pooling else "base model")
     if subject.needs:
         words.append(f"needs {subject.needs}")
     if not any(row.fits for row in rows):

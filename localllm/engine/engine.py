@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 
 from localllm.errors import DeviceError, InternalError, LocalLLMError, OutOfMemory
-from localllm.request import FinishReason, Request
+from localllm.request import FinishReason, Request, embeds_only
 
 from .metrics import EngineStats
 from .pages import Pages
@@ -103,6 +103,8 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raise InvalidRequest, ContextTooLong or OutOfMemory for a request that can never run."""
+        if self.runner.model.facts.pooling and not request.pooling:
+            raise embeds_only(self.runner.model.facts.name)
         request.check(self.runner.vocab_size, self.max_context, self._largest_context)
         if not self._pages.fits_ever(len(request.prompt_token_ids) + 1, self.limits.prefill_budget):
             raise OutOfMemory(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
+from torch import Tensor
 
 from localllm.request import TokenEvent
 
@@ -28,6 +29,8 @@ def take_rows(part: Scheduled, output: ForwardOutput, row: int, vocab_size: int)
         rows = output.normed(row + skip, end)
         if sequence.request.pooling == "last":
             sequence.pooled = rows[-1].clone()
+        elif sequence.request.pooling == "cls":
+            sequence.pooled = rows[0].clone() if sequence.pooled is None else sequence.pooled
         else:  # the mean, once it is divided
             sequence.pooled = rows.sum(0) if sequence.pooled is None else sequence.pooled + rows.sum(0)
         sequence.num_rows_done = part.start + part.num_tokens
@@ -46,10 +49,13 @@ def take_rows(part: Scheduled, output: ForwardOutput, row: int, vocab_size: int)
     sequence.num_rows_done = max(sequence.num_rows_done, at)
 
 
-def pooled_event(sequence: Sequence) -> TokenEvent:
-    """The event of a prompt that was only read, with its embedding where one was asked for."""
+def pooled_event(sequence: Sequence, projected: Callable[[Tensor], Tensor]) -> TokenEvent:
+    """The event of a prompt that was only read, with its embedding where one was asked for.
+
+    projected   what the model does with a pooled vector
+    """
     event = TokenEvent(sequence.request.request_id, sequence.index)
     if sequence.pooled is not None:
         count = sequence.num_prompt_tokens if sequence.request.pooling == "mean" else 1
-        event.pooled = (sequence.pooled / count).cpu().numpy()
+        event.pooled = projected(sequence.pooled / count).cpu().numpy()
     return event

@@ -53,7 +53,7 @@ class Sequence:
         self.output_counts: Counter[int] = Counter()
         self.prompt_logprobs: list[TokenLogprob | None] = []
         self.num_rows_done = 0  # prompt rows that were taken (log-probabilities, pooling), kept through preemption
-        self.pooled: Any = None  # float32 [hidden]: the sum of the rows taken, or the last of them
+        self.pooled: Any = None  # float32 [hidden]: the sum of the rows taken, or the first or last of them
         self.num_preemptions = 0
         self.is_paused = False  # its reader is behind: scheduled again when it caught up
         self._seen: set[int] | None = None

@@ -27,9 +27,10 @@ _RANKS = {label: rank for rank, label in enumerate(_QUANT_ORDER.split())}
 
 _SMALL = re.compile(
     r"[^/]+\.(json|jinja)|tokenizer\.model|merges\.txt|vocab\.txt|(additional_chat_templates|chat_templates)/[^/]+\.jinja"
-    r"|(LICEN[CS]E|NOTICE|COPYING|USE_POLICY)[^/]*",
+    r"|\d+_\w+/config\.json|(LICEN[CS]E|NOTICE|COPYING|USE_POLICY)[^/]*",
     re.IGNORECASE,
 )
+_DENSE = re.compile(r"\d+_Dense/model\.safetensors")  # what pooled vectors go through: `checkpoint.text_modules`
 MAX_SMALL_BYTES = 128 << 20  # of one file beside the weights; the largest tokenizers have 35 MB
 
 
@@ -102,7 +103,7 @@ def select_files(info: RepoInfo, quant: str | None) -> tuple[str, tuple[RepoFile
         label = chosen.label or (quant or "").upper()
         wanted = {*chosen.files, *(n for n in names if _SMALL.fullmatch(n) and not n.endswith((".json", ".jinja")))}
     elif tensors and quant is None:
-        wanted = {*tensors, *(n for n in names if _SMALL.fullmatch(n))}
+        wanted = {*tensors, *(n for n in names if _SMALL.fullmatch(n) or _DENSE.fullmatch(n))}
         if "config.json" not in wanted:
             raise UnsupportedFormat(f"{info.repo} has weights but no config.json", "use a repository that has both")
     elif tensors:

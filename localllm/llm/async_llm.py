@@ -82,7 +82,9 @@ class AsyncLLM:
         """The same, piece by piece."""
         return _deltas(partial(self.llm.begin_completion, prompt, params, constraint))
 
-    async def embed(self, texts: Sequence[Prompt], *, pooling: Pooling = "mean", normalize: bool = True) -> np.ndarray:
+    async def embed(
+        self, texts: Sequence[Prompt], *, pooling: Pooling | None = None, normalize: bool = True
+    ) -> np.ndarray:
         """See `LLM.embed`."""
         return await asyncio.to_thread(self.llm.embed, texts, pooling=pooling, normalize=normalize)
 

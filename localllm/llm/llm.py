@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from localllm.errors import Aborted, InvalidRequest
 from localllm.llm.loaded_model import LoadedModel
 from localllm.llm.outputs import OutputDelta, OutputProcessor, OutputSpec, RequestOutput, ResponseStream
-from localllm.request import Constraint, Message, Request, SamplingParams, TokenEvent, ToolUse
+from localllm.request import Constraint, Message, Request, SamplingParams, TokenEvent, ToolUse, embeds_only
 
 if TYPE_CHECKING:
     import numpy as np
 
 Prompt = str | Sequence[int]
-Pooling = Literal["mean", "last"]
+Pooling = Literal["mean", "cls", "last"]
 
 
 class LLM(LoadedModel):
@@ -196,17 +196,17 @@ class LLM(LoadedModel):
             stream.abort()
 
     def embed(
-        self, texts: Prompt | Sequence[Prompt], *, pooling: Pooling = "mean", normalize: bool = True
+        self, texts: Prompt | Sequence[Prompt], *, pooling: Pooling | None = None, normalize: bool = True
     ) -> np.ndarray:
-        """The final hidden states of a text, pooled: float32 [hidden], or [num_texts, hidden] for a list of texts.
+        """The final hidden states of a text, pooled: float32 [size], or [num_texts, size] for a list of texts.
 
-        pooling    the mean over all tokens, or the last token's
+        pooling    the mean over all tokens, the first token's (cls) or the last one's; None: `default_pooling`
         normalize  to length 1: the product of two is then their cosine
         """
         import numpy as np
 
         one = isinstance(texts, str) or (len(texts) > 0 and isinstance(texts[0], int))
-        prompts = [self.encode_prompt(text) for text in ([texts] if one else texts)]  # type: ignore[arg-type,list-item]
+        prompts = [self.encode_text(text) for text in ([texts] if one else texts)]  # type: ignore[arg-type,list-item]
         ends: list[Callable[[], None]] = []
         waiting: list[Future[np.ndarray]] = []
         try:
@@ -220,21 +220,26 @@ class LLM(LoadedModel):
             raise
         if normalize:
             rows = [row / (float(np.linalg.norm(row)) or 1.0) for row in rows]
-        return rows[0] if one else np.stack(rows) if rows else np.zeros((0, self.facts.hidden_size), np.float32)
+        return rows[0] if one else np.stack(rows) if rows else np.zeros((0, self.facts.embedding_size), np.float32)
+
+    @property
+    def default_pooling(self) -> Pooling:
+        """What the model was trained with; the mean for one that generates text."""
+        return self.facts.pooling or "mean"  # type: ignore[return-value]
 
     def pool(
-        self, token_ids: Sequence[int], pooling: Pooling, listener: Callable[[TokenEvent], None]
+        self, token_ids: Sequence[int], pooling: Pooling | None, listener: Callable[[TokenEvent], None]
     ) -> Callable[[], None]:
         """Queue a text for its embedding; the last event, in the engine's thread, has it as `pooled`, or an error.
 
         Returns what ends the request early. Raises as `check_prompt` does.
         """
-        request = Request(list(token_ids), SamplingParams(max_tokens=1), pooling=pooling)
+        request = Request(list(token_ids), SamplingParams(max_tokens=1), pooling=pooling or self.default_pooling)
         return self.engine.submit(request, listener).abort
 
-    def check_prompt(self, token_ids: Sequence[int], params: SamplingParams) -> None:
+    def check_prompt(self, token_ids: Sequence[int], params: SamplingParams, pooling: Pooling | None = None) -> None:
         """Raise InvalidRequest, ContextTooLong or OutOfMemory for a request that could never run."""
-        self.engine.check(Request(token_ids, params))
+        self.engine.check(Request(token_ids, params, pooling=pooling or ""))
 
     def default_params(self) -> SamplingParams:
         """What the model's files or its vendor recommend, else the defaults of this program."""
@@ -251,6 +256,19 @@ class LLM(LoadedModel):
             ids = [bos, *ids]
         return ids
 
+    def encode_text(self, text: Prompt, limit: int | None = None) -> list[int]:
+        """A text to embed -> ids, between the tokens that its model puts around it; ids stay as they are.
+
+        limit   the text is cut where it would take more tokens
+        """
+        if not isinstance(text, str) or not self.facts.pooling:
+            return self.encode_prompt(text)[:limit]
+        before, behind = self.tokenizer.around
+        with self._naming():
+            ids = self.tokenizer.encode(text, special=True)
+        room = None if limit is None else max(0, limit - len(before) - len(behind))
+        return [*before, *ids[:room], *behind]
+
     def encode_chat(
         self,
         messages: Sequence[Message],
@@ -266,6 +284,8 @@ class LLM(LoadedModel):
         continue_final   the last message, the assistant's, is left open: the model goes on with it
         opens_answer     the text ends with what begins an answer
         """
+        if self.facts.pooling:
+            raise embeds_only(self.name)
         if self._template is None:
             raise InvalidRequest(
                 f"{self.name} is a base model: its files hold no chat template",

@@ -125,7 +125,7 @@ class LoadedModel:
         self._notify(LoadProgress("import"))
         device = self._claim_device()
         self.tokenizer: Tokenizer = text.result()
-        if self.tokenizer.chat_template:
+        if self.tokenizer.chat_template and not self.facts.pooling:
             from localllm.chat.template import ChatTemplate
 
             self._template = ChatTemplate(self.tokenizer)
@@ -257,6 +257,7 @@ class LoadedModel:
             have_bytes=plan.have_bytes,
             decode_tps=plan.decode_tps,
             has_chat_template=self.has_chat_template,
+            embeds=bool(self.facts.pooling),
             times_kernels=self.boot.is_tuning,
             sampling=tuple((name, value, why) for name, (value, why) in self.sampling.items()),
             warnings=(*plan.warnings, *((self._doubt,) if self._doubt else ()), *self.boot.warnings),

@@ -84,6 +84,7 @@ def _from_gguf(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
         backend,
         {name: vocabulary.tokens[vocabulary.ids[key]] for name, key in names.items() if key in vocabulary.ids},
         add_bos=vocabulary.add_bos,
+        around=vocabulary.around,
         eos_token_ids=frozenset(ends),
         vocab_size=len(vocabulary.tokens),
         chat_template=main,
@@ -132,16 +133,28 @@ def _from_folder(ckpt: Checkpoint) -> Tokenizer:
             texts[name] = text
     bos = backend.token_to_id(texts.get("bos_token", ""))
     flag = config.get("add_bos_token")
-    first = _guarded(lambda: backend.encode_batch([""], add_special_tokens=True)[0].ids, "tokenizer.json")
+    eos = backend.token_to_id(texts.get("eos_token", ""))
+    before, behind = _guarded(lambda: _around(backend), "tokenizer.json")
+    if config.get("add_eos_token") is True and eos is not None and eos not in behind:
+        behind = [*behind, eos]
     main, named = _folder_templates(ckpt, config)
     return Tokenizer(
         backend,
         texts,
-        add_bos=bos is not None and (flag if isinstance(flag, bool) else first[:1] == [bos]),
-        eos_token_ids=_folder_ends(ckpt, backend, backend.token_to_id(texts.get("eos_token", ""))),
+        add_bos=bos is not None and (flag if isinstance(flag, bool) else before[:1] == [bos]),
+        around=(before, behind),
+        eos_token_ids=_folder_ends(ckpt, backend, eos),
         chat_template=main,
         chat_templates=named,
     )
+
+
+def _around(backend: Backend) -> tuple[list[int], list[int]]:
+    """What the post-processor puts before and behind a text."""
+    plain, whole = (backend.encode_batch(["a"], add_special_tokens=added)[0].ids for added in (False, True))
+    size = len(plain)
+    at = next((at for at in range(len(whole) - size + 1) if whole[at : at + size] == plain), len(whole))
+    return whole[:at], whole[at + size :]
 
 
 def _tokenizer_file(ckpt: Checkpoint) -> Path:

@@ -54,6 +54,7 @@ class Vocabulary:
     # bos, eos, eot, eom, unknown, seperator, padding, mask, fim_pad, fim_rep, fim_sep -> token id, where given
     ids: dict[str, int]
     add_bos: bool
+    around: tuple[tuple[int, ...], tuple[int, ...]]  # what stands before and behind a whole text
     add_space_prefix: bool
     key: str  # SHA-256 over tokens, scores and types
 
@@ -80,6 +81,9 @@ def read_vocabulary(path: Path, metadata: Mapping[str, Any]) -> Vocabulary:
     tokens = _strings(raw)
     if model != "gpt2":
         _respell_spaces(tokens, types)
+    add_bos = fields.flag("add_bos_token", model not in ("gpt2", "t5") or pre in ADD_BOS)
+    ends = ("seperator", "eos") if model == "bert" else ("eos",)  # the key is spelled so
+    behind = [ids[name] for name in ends if name in ids][: fields.flag("add_eos_token", model in ("bert", "t5"))]
     return Vocabulary(
         model=model,
         pre=pre,
@@ -89,7 +93,8 @@ def read_vocabulary(path: Path, metadata: Mapping[str, Any]) -> Vocabulary:
         scores=scores,
         merges=fields.raw("merges") or [],
         ids=ids,
-        add_bos=fields.flag("add_bos_token", model not in ("gpt2", "t5") or pre in ADD_BOS),
+        add_bos=add_bos,
+        around=((ids["bos"],) if add_bos and "bos" in ids else (), tuple(behind)),
         add_space_prefix=fields.flag("add_space_prefix", model == "llama"),
         key=hashlib.sha256(b"\0".join(raw) + types.tobytes() + scores.tobytes()).hexdigest(),
     )

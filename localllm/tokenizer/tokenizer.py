@@ -75,6 +75,7 @@ class Tokenizer:
         *,
         add_bos: bool,
         eos_token_ids: frozenset[int],
+        around: tuple[Sequence[int], Sequence[int]] = ((), ()),
         vocab_size: int | None = None,
         chat_template: str | None = None,
         chat_templates: Mapping[str, str] | None = None,
@@ -88,6 +89,8 @@ class Tokenizer:
         # the second: the vocabulary puts a space before the first word of every text (Llama 2 and its kin)
         self._byte_level, self.strips_first_space = _decoder_kind(backend)
         self._prefix = _prefix_kind(backend)
+        step = _steps(backend.decoder)[0]
+        self._goes_on = str(step.get("prefix", "##")) if step.get("type") == "WordPiece" else None
         self._bytes: dict[int, bytes] = {}
         # ids are below this; the model's logits may be wider (padding rows)
         self.vocab_size: int = vocab_size or max(backend.get_vocab_size(), max(self._added, default=-1) + 1)
@@ -99,6 +102,8 @@ class Tokenizer:
         self.bos_token_id = None if bos is None else self.token_to_id(bos)
         # the model expects the BOS token before every text
         self.add_bos = add_bos and self.bos_token_id is not None
+        # what stands before and behind a whole text where a model was trained to embed such
+        self.around = list(around[0]), list(around[1])
         self.chat_template = chat_template
         self.chat_templates = dict(chat_templates or {})  # named templates besides, such as "tool_use"
 
@@ -132,6 +137,8 @@ class Tokenizer:
             return b""
         if index in self._added and (self._byte_level or token.strip("▁")):
             return token.encode()
+        if self._goes_on is not None:  # WordPiece
+            return (token.removeprefix(self._goes_on) if token.startswith(self._goes_on) else " " + token).encode()
         if not self._byte_level:
             match = _BYTE_TOKEN.fullmatch(token)
             return bytes([int(match[1], 16)]) if match else token.replace("▁", " ").encode()
@@ -305,10 +312,12 @@ def _decoder_kind(backend: Backend) -> tuple[bool, bool]:
     kinds = {step.get("type") for step in steps}
     if "ByteLevel" in kinds:
         return True, False
+    if kinds == {"WordPiece"}:
+        return False, True
     if not kinds & {"Replace", "ByteFallback", "Metaspace"}:
         shown = ", ".join(sorted(str(kind) for kind in kinds)) or "nothing"
         raise UnsupportedFormat(
-            f"the tokenizer decodes with {shown}; this version reads byte-level and SentencePiece BPE",
+            f"the tokenizer decodes with {shown}; this version reads byte-level and SentencePiece BPE, and WordPiece",
             "use a GGUF version of the model",
         )
     strips = any(step.get("type") == "Strip" and step.get("start") for step in steps)

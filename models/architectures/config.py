@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from localllm.checkpoint import Checkpoint
 from localllm.checkpoint.fields import MAX_EXPERTS, MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN, MAX_LAYERS, Fields
 from localllm.checkpoint.mapped_file import bad, shown
+from localllm.checkpoint.text_modules import Projection
 from localllm.errors import UnsupportedModel
 
 from .facts import Attention, Dense, Experts, LayerFacts, ModelFacts, RopeFacts
@@ -135,6 +136,12 @@ class Config(ABC):
             "logit_softcap": self.keys.optional_number("final_logit_softcapping", 1e-3, 1e6),
             "weight_bytes": sum(info.nbytes for name, info in tensors.items() if name.startswith(self.names.text)),
         }
+        pooling = self.pooling
+        if pooling:
+            changes["has_chat_template"] = False  # the files may have one of the model that it was made from
+        if pooling and not any(name.startswith(f"{self.names.source('lm_head')}.") for name in tensors):
+            changes["tied_embeddings"] = True  # nothing is generated: whether there is a head does not matter
+        values |= {"pooling": pooling, "projections": self.projections}
         return ModelFacts(**values | self.usage() | changes)
 
     def sampling(self, fields: Fields, keys: Mapping[str, str]) -> dict[str, Any]:
@@ -144,6 +151,16 @@ class Config(ABC):
             name: fields.integer(key, -1, 1 << 31) if name == "top_k" else fields.number(key, *SAMPLING[name])
             for name, key in stated.items()
         }
+
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        """The dense layers that pooled vectors go through."""
+        return self.checkpoint.text_modules.projections
+
+    @property
+    @abstractmethod
+    def pooling(self) -> str:
+        """How the vectors of tokens become one in a model that embeds text; "" for others."""
 
     @abstractmethod
     def read_vocab_size(self) -> int:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from localllm.checkpoint.text_modules import Projection
+
 KV_BYTES = {"f32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "int8": 1, "fp8": 1}
 
 
@@ -197,11 +199,18 @@ class ModelFacts:
     num_params: int = 0
     weight_bytes: int = 0  # stored bytes of the text model's tensors
     active_share: float = 1.0  # of the weights, what is read for one token: less than all of a mixture of experts
+    pooling: str = ""  # how a model that embeds text makes one vector: mean | cls | last; "": it generates text
+    projections: tuple[Projection, ...] = ()  # what pooled vectors go through
     decoded_bytes: int = 0  # what those of them take on top that are decoded to bfloat16 while loading
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def embedding_size(self) -> int:
+        """Elements of a text's vector."""
+        return self.projections[-1].outputs if self.projections else self.hidden_size
 
     @cached_property
     def windows(self) -> tuple[int | None, ...]:

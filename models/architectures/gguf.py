@@ -14,6 +14,7 @@ from localllm.checkpoint.fields import MAX_CONTEXT, MAX_EXPERTS, MAX_HEAD_DIM, M
 from localllm.checkpoint.formats.gguf import decoded_bytes
 from localllm.checkpoint.gguf_types import FILE_TYPES
 from localllm.checkpoint.mapped_file import bad, shown
+from localllm.checkpoint.text_modules import Projection
 from localllm.checkpoint.vocabulary import check_vocabulary, special_ids
 from localllm.errors import UnsupportedModel
 
@@ -30,6 +31,7 @@ _SAMPLING = {
     "xtc_probability": "general.sampling.xtc_probability",
     "xtc_threshold": "general.sampling.xtc_threshold",
 }
+_POOLINGS = ("", "mean", "cls", "last", "rank")  # by llama.cpp's pooling_type
 _NOT_MODELS = {
     "adapter": ("is a LoRA adapter", "merge it into its base model first; adapters alone cannot run"),
     "mmproj": ("is a vision projector", "name the model's own .gguf beside it"),
@@ -61,6 +63,19 @@ class GgufConfig(Config):
         value_dim = keys.integer("attention.value_length", 2, MAX_HEAD_DIM, self.head_dim)
         if value_dim != self.head_dim:
             raise self.unsupported(f"{source} with keys of {self.head_dim} and values of {value_dim} elements")
+
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        found = ((name, self.checkpoint.tensors.get(f"{name}.weight")) for name in ("dense_2", "dense_3"))
+        shapes = [(name, info.shape) for name, info in found if info is not None and len(info.shape) == 2]
+        return tuple(Projection(name, inputs, outputs) for name, (outputs, inputs) in shapes)
+
+    @property
+    def pooling(self) -> str:
+        kind = self.keys.integer("pooling_type", 0, len(_POOLINGS) - 1, 0)
+        if _POOLINGS[kind] == "rank":
+            raise self.unsupported(f"{self.source} with a classification head (a reranker)")
+        return _POOLINGS[kind]
 
     def read_vocab_size(self) -> int:
         path, tensors = self.checkpoint.path, self.checkpoint.tensors

@@ -59,6 +59,12 @@ class HfConfig(Config):
         if keys.flag("use_bidirectional_attention"):
             raise self.unsupported(f"{self.source} with bidirectional attention (an embedding model)")
 
+    @property
+    def pooling(self) -> str:
+        """As sentence-transformers' files say; a model without a head does nothing else."""
+        stated = self.checkpoint.text_modules.pooling
+        return stated or ("mean" if self.source.endswith(("Model", "ForMaskedLM")) else "")
+
     def read_vocab_size(self) -> int:
         return self.keys.integer("vocab_size", 1, MAX_VOCAB)
 

@@ -95,12 +95,23 @@ class OpenModel(Checkpoint):
                 self._linear(start + module, shape)
             for name, sizes in vector_shapes(layer, hidden).items():
                 self._vector(start + name, sizes)
+        size = hidden
+        for projection in facts.projections:
+            if projection.inputs != size:
+                what = f"takes {projection.inputs:,} numbers, the vector before it has {size:,}"
+                raise bad(self.path, what, key=projection.name)
+            size = projection.outputs
+            self._stored_linear(projection.name, (size, projection.inputs))
+            if projection.bias:
+                self._stored(f"{projection.name}.bias", (size,))
         for rope in facts.ropes:
             if rope.factors_tensor:
                 self._stored(rope.factors_tensor, (rope.dim // 2,))
 
     def _linear(self, module: str, shape: tuple[int, int]) -> None:
-        name = self.names.source(module)
+        self._stored_linear(self.names.source(module), shape)
+
+    def _stored_linear(self, name: str, shape: tuple[int, int]) -> None:
         stored = self.formats.get(name)
         if stored is None:
             below = sorted(key for key in self.tensors if key.startswith(f"{name}."))

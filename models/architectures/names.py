@@ -72,8 +72,9 @@ def gguf_names(inner: Mapping[str, str] = GGUF_LAYER) -> NameMap:
 
 
 def hf_names(tensors: Collection[str], inner: Mapping[str, str] | None = None) -> NameMap:
-    """The canonical names but for `inner`, or those below a multi-modal wrapper."""
-    prefix = next((p for n in tensors for p in ("model.", *_WRAPPERS) if n.startswith(f"{p}embed_tokens.")), "model.")
+    """The canonical names but for `inner`; those below a multi-modal wrapper, or of a model without a head."""
+    prefixes = ("model.", *_WRAPPERS, "")
+    prefix = next((p for n in tensors for p in prefixes if n.startswith(f"{p}embed_tokens.")), "model.")
     # Old wrappers keep the head beside their inner model, new ones at the top.
     old = prefix == _WRAPPERS[0] and any(name.startswith("language_model.lm_head.") for name in tensors)
     head = "language_model.lm_head" if old else "lm_head"

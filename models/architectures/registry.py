@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from localllm.checkpoint import Checkpoint
@@ -27,6 +28,10 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Gemma3(),
     Phi3(),
 )
+
+
+# names of classes that generate, or that give vectors: those for other tasks have a head that is not computed
+_CLASSES = re.compile(r"\w+For(CausalLM|ConditionalGeneration|MaskedLM)|(?!\w*For[A-Z])\w+Model")
 
 
 def runnable() -> str:
@@ -75,7 +80,7 @@ def _from_hf(checkpoint: Checkpoint) -> tuple[ModelFacts, NameMap]:
     source, model_type, text = hf.source_of(top), top.text("model_type"), checkpoint.config
     if not source:
         raise top.fail("model_type", "is missing: the file does not say what model this is")
-    if top.raw("architectures") and not source.endswith(("ForCausalLM", "ForConditionalGeneration")):
+    if top.raw("architectures") and not _CLASSES.fullmatch(source):
         raise unsupported(top.path, f"{source} (no language model head)", runnable())
     for one in ARCHITECTURES:
         if model_type in one.hf_wrappers:

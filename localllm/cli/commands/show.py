@@ -115,6 +115,12 @@ def _capabilities(checkpoint: OpenModel) -> dict[str, Any]:
     return {"chat": checkpoint.facts.has_chat_template, "tools": tools.line, "thinking": thinks, "vision": False}
 
 
+def _chats(facts: ModelFacts) -> str:
+    if facts.pooling:
+        return f"no: it embeds text (pooling: {facts.pooling}, vectors of {facts.embedding_size:,} numbers)"
+    return "yes" if facts.has_chat_template else "no: a base model, for `localllm run`"
+
+
 def _print_facts(env: Env, facts: ModelFacts, fields: dict[str, Any]) -> None:
     from localllm.terminal import cell_width
 
@@ -134,7 +140,7 @@ def _print_facts(env: Env, facts: ModelFacts, fields: dict[str, Any]) -> None:
         ("attention", f"{facts.num_heads} heads, {facts.num_kv_heads} for K and V, {facts.head_dim} wide"),
         ("vocabulary", f"{facts.vocab_size:,} tokens"),
         ("context", f"{facts.max_context:,} tokens, {gib(fields['kv_bytes_per_token'])} each (bf16)"),
-        ("chat template", "yes" if facts.has_chat_template else "no: a base model, for `localllm run`"),
+        ("chat template", _chats(facts)),
         ("thinking", "yes" if fields["capabilities"]["thinking"] else "no"),
         ("tools", fields["capabilities"]["tools"]),
         ("sampling", sampling_line(recommended(facts, Path(fields["path"])))),

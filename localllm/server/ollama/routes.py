@@ -146,30 +146,32 @@ async def embed(request: Request, body: schemas.OllamaEmbedRequest) -> dict[str,
     """One vector per text, of length 1; none for no text, which loads the model."""
     started = time.monotonic()
     texts = split_prompts(body.input, "input", MAX_TEXTS) if body.input not in ("", []) else []
-    vectors, count = await _vectors(request, body, texts, "input", truncate=body.truncate is not False)
+    vectors, count, pooling = await _vectors(request, body, texts, "input", truncate=body.truncate is not False)
     took = _ns(time.monotonic() - started)
     return {
         "model": body.model, "embeddings": [unit(v[: body.dimensions]).tolist() for v in vectors],
-        "total_duration": took, "load_duration": 0, "prompt_eval_count": count, "pooling": "mean",
+        "total_duration": took, "load_duration": 0, "prompt_eval_count": count, "pooling": pooling,
     }  # fmt: skip
 
 
 async def embedding(request: Request, body: schemas.OllamaEmbeddingRequest) -> dict[str, Any]:
     """The vector of one text, as it is; an empty one for no text, which loads the model."""
-    vectors, _ = await _vectors(request, body, [body.prompt] if body.prompt else [], "prompt", truncate=True)
+    vectors, *_ = await _vectors(request, body, [body.prompt] if body.prompt else [], "prompt", truncate=True)
     return {"embedding": vectors[0].tolist() if vectors else []}
 
 
 async def _vectors(
     request: Request, body: schemas.Embedded, texts: list[Any], param: str, *, truncate: bool
-) -> tuple[Vectors, int]:
+) -> tuple[Vectors, int, str]:
+    """(a vector per text, tokens read, how they were pooled)"""
     service, keep = service_of(request), schemas.keep_alive_s(body.keep_alive)
     async with unless_left(request.receive), service.reserve(request, body.model) as reservation:
         if keep != "default":
             service.pool.keep(reservation.model.name, keep)
+        pooling = reservation.llm.default_pooling
         if not texts:
-            return [], 0
-        return await pooled_texts(service, reservation, texts, "mean", param, truncate=truncate)
+            return [], 0, pooling
+        return *await pooled_texts(service, reservation, texts, pooling, param, truncate=truncate), pooling
 
 
 async def version(request: Request) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """POST /v1/embeddings, /v1/score and /rerank: vectors pooled from any model's last hidden states, and their cosine.
 
-No model is trained for it here, so the reply says what was done: `pooling`, and for scores the `method`.
+A model that embeds text pools as it was trained to. Most models were not trained for it, so the reply says what was
+done: `pooling`, and for scores the `method`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from localllm.server.pool import settle
 from localllm.server.reply import unless_left
 from localllm.server.service import Reservation, Service, service_of
 
-Pooling = Literal["mean", "last"]
+Pooling = Literal["mean", "cls", "last"]
 Vectors = list[np.ndarray]
 METHOD = "cosine of pooled hidden states"
 MAX_TEXTS = 2048
@@ -35,7 +36,7 @@ Texts = StrictStr | Annotated[list[StrictStr], Field(fail_fast=True, min_length=
 
 
 class Pooled(Body):
-    """What all ask for; `pooling` is ours: how token vectors become one, mean by default."""
+    """What all ask for; `pooling` is ours: how token vectors become one, by default as the model was trained."""
 
     model: StrictStr | None = None
     pooling: Pooling | None = None
@@ -122,11 +123,11 @@ async def _vectors(
     request: Request, body: Pooled, texts: Sequence[str | list[int]], param: str
 ) -> tuple[Vectors, dict[str, Any]]:
     """(a vector per text, the fields that every answer has). `param`: the field to name when a text is too long."""
-    service, pooling = service_of(request), body.pooling or "mean"
+    service = service_of(request)
     async with unless_left(request.receive), service.reserve(request, body.model, user=body.user or "") as reservation:
-        hidden = reservation.llm.facts.hidden_size
-        if isinstance(body, EmbeddingRequest) and body.dimensions is not None and body.dimensions > hidden:
-            raise invalid(f"dimensions is {body.dimensions}, this model has {hidden}.", "dimensions")
+        pooling, size = body.pooling or reservation.llm.default_pooling, reservation.llm.facts.embedding_size
+        if isinstance(body, EmbeddingRequest) and body.dimensions is not None and body.dimensions > size:
+            raise invalid(f"dimensions is {body.dimensions}, this model has {size}.", "dimensions")
         vectors, num_tokens = await pooled_texts(service, reservation, texts, pooling, param)
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     return vectors, {"model": reservation.model.name, "pooling": pooling, "usage": usage}
@@ -144,12 +145,12 @@ async def pooled_texts(
 ) -> tuple[Vectors, int]:  # fmt: skip
     """(a float32 vector per text, tokens read). Every text waits for its own turn: many do not hold others up."""
     llm = reservation.llm
-    prompts = await service.encode(llm, texts)
-    if truncate:  # what the window holds is read, a longer text is not refused
-        prompts = [ids[: llm.plan.ctx - 1] for ids in prompts]
+    limit = llm.plan.ctx if truncate else None  # what the window holds is read, a longer text is not refused
+    size = sum(len(text) for text in texts if isinstance(text, str))
+    prompts = await service.text_work(size, lambda: [llm.encode_text(text, limit) for text in texts])
     try:
         for prompt in prompts:
-            llm.check_prompt(prompt, SamplingParams(max_tokens=1))
+            llm.check_prompt(prompt, SamplingParams(max_tokens=1), pooling)
     except LocalLLMError as error:
         error.param = param
         raise
