@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -106,3 +108,24 @@ def test_a_wrong_server_in_the_settings_leaves_the_others(invoke: Invoke, tmp_pa
     result = invoke("--config", str(settings), "run", "fake", '!call echo {"text": "hi"}', "--yes-tools", "echo")
     assert (result.exit_code, result.stdout) == (0, "hi\n"), result.stderr
     assert "bad: args must be a list of texts; it is left out" in result.stderr
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_call_that_hangs_and_not_the_chat(tmp_path: Path, servers: Path) -> None:
+    line = Line(tmp_path, "--plain", "--mcp", str(servers))
+    line.wait_for("> ")
+    line.send("!call hang {}\n")
+    line.wait_for("run it?")
+    line.send("y\n")
+    line.wait_for("y\r\n")  # between two prompts, so that it is the call that ends
+    time.sleep(1)
+    line.child.send_signal(signal.SIGINT)
+    line.wait_for("> ", times=2)
+    line.send("still here\n")
+    line.wait_for("still here", times=2)
+    line.send("/quit\n")
+    assert line.end() == 0
+    with History() as history:
+        chat = history.find("last")
+        talk = restored(chat, history.messages(chat.id))
+    assert [one.user for one in talk.exchanges] == ["!call hang {}", "still here"]
