@@ -204,6 +204,8 @@ class Timing:
     prefill_tps: float = 0.0
     decode_tps: float = 0.0
     num_preemptions: int = 0  # how often it was put back to make room
+    draft_tokens: int = 0  # guessed tokens that were checked
+    accepted_tokens: int = 0  # those of them that were right
 
 
 class StopCheck(Protocol):

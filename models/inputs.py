@@ -33,4 +33,9 @@ class ForwardBatch:
     @property
     def is_decode(self) -> bool:
         """Whether every sequence has one token here, and its logits are wanted."""
-        return len(self.seq_lens) == self.positions.shape[0] == self.logits_indices.shape[0]
+        return len(self.seq_lens) == self.positions.shape[0] and self.wants_every_row
+
+    @property
+    def wants_every_row(self) -> bool:
+        """Whether the logits of every token are wanted."""
+        return self.positions.shape[0] == self.logits_indices.shape[0]

@@ -11,9 +11,11 @@ from localllm.boot.memory_meter import Meter
 from localllm.engine.cuda_graph import Captured, CudaCapture, DecodeGraphs, Run
 from localllm.engine.decode_inputs import DecodeInputs
 from localllm.engine.device_sampler import DeviceSampler
+from localllm.engine.drafter import NgramDrafter
 from localllm.engine.engine import Engine
 from localllm.engine.runner import Runner
 from localllm.engine.scheduler import SchedulerLimits
+from localllm.engine.speculation import Speculation
 from localllm.kernels.verify.selftest import SelfTest
 from localllm.models.kv_cache import KVCache
 from localllm.models.model import Model
@@ -55,11 +57,17 @@ def assemble(
     runner.capture()
     if decode is not None:
         meter.note("graphs", reserved=True)
-    limits = SchedulerLimits(plan.max_parallel, plan.prefill_budget)
+    limits = SchedulerLimits(plan.max_parallel, plan.prefill_budget, drafts=plan.num_drafts)
     return Engine(
         runner, plan.num_pages, plan.ctx, limits, prefix_cache=plan.prefix_cache, check_invariants=check_invariants,
-        largest_context=min(plan.max_ctx, model.facts.max_context),
+        largest_context=min(plan.max_ctx, model.facts.max_context), speculation=_speculation(plan, device),
     )  # fmt: skip
+
+
+def _speculation(plan: Plan, device: torch.device) -> Speculation | None:
+    if plan.speculation == "off":
+        return None
+    return Speculation(NgramDrafter(), "auto" if plan.speculation == "auto" else "always", device.type)
 
 
 def _sampler(model: Model, plan: Plan, device: torch.device, selftest: SelfTest | None) -> DeviceSampler | None:

@@ -60,8 +60,9 @@ class BatchBuilder:
             return self._decode(parts)
         token_ids: list[int] = []
         for part in parts:
-            known = part.sequence.token_ids[part.start : part.start + part.num_tokens]
+            known = part.sequence.token_ids[part.start : part.start + part.num_known]
             token_ids += known or [0]  # one that is sampled now: `SampledTokens.fill` puts it here
+            token_ids += part.drafts
         positions = np.concatenate([np.arange(p.start, p.start + p.num_tokens, dtype=np.int64) for p in parts])
         query_lens = tuple(p.num_tokens for p in parts)
         seq_lens = tuple(p.start + p.num_tokens for p in parts)
@@ -155,7 +156,7 @@ def row_range(part: Scheduled, start: int) -> range:
     """The token rows, counted over the batch, whose logits `part` needs when its first token is row `start`."""
     end = start + part.num_tokens
     if part.sequence.wants_all_rows:
-        if part.start + part.num_tokens > part.sequence.num_prompt_tokens:  # decoding: only the new one
-            return range(end - 1, end)
+        if part.start + part.num_tokens > part.sequence.num_prompt_tokens:  # decoding: only what is new
+            return range(end - 1 - len(part.drafts), end)
         return range(start, end)
-    return range(end - 1, end) if part.is_last_chunk else range(0)
+    return range(end - 1 - len(part.drafts), end) if part.is_last_chunk else range(0)

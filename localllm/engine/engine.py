@@ -27,6 +27,7 @@ from .publisher import Listener, Publisher, RequestStream
 from .runner import Runner
 from .scheduler import Scheduler, SchedulerLimits
 from .sequence import Sequence
+from .speculation import Speculation
 from .stepper import Stepper
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ class Engine:
     num_pages         of each cache group, as the plan gives them: the cache may have more
     max_context       tokens a sequence may hold
     largest_context   what it could be on this machine; told to who asks for more
+    speculation       guesses tokens; None never does
     check_invariants  verify every page and count after every step
     """
 
@@ -56,6 +58,7 @@ class Engine:
         *,
         largest_context: int = 0,
         prefix_cache: bool = True,
+        speculation: Speculation | None = None,
         check_invariants: bool = False,
     ) -> None:
         self.runner = runner
@@ -67,7 +70,7 @@ class Engine:
         self._pages = Pages(num_pages, windows, cache.page_size, prefix_cache)
         self.scheduler = Scheduler(self._pages, limits)
         self._publisher = Publisher(self.scheduler)
-        self.stepper = Stepper(runner, self.scheduler, self._publisher)
+        self.stepper = Stepper(runner, self.scheduler, self._publisher, speculation)
         self.pressure = self.stepper.pressure
         self._streams = self._publisher.streams
         self._inbox: deque[Callable[[], None]] = deque()

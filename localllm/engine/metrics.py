@@ -46,6 +46,9 @@ class EngineStats:
     num_output_tokens: int = 0
     num_preemptions: int = 0
     num_ahead: int = 0  # steps launched before the tokens of the one before were on the host
+    num_drafts: int = 0  # times that guessed tokens of a sequence were checked
+    num_draft_tokens: int = 0  # those tokens
+    num_accepted_tokens: int = 0  # those of them that were right
     num_relieved: int = 0  # steps that ran out of memory and were tried again smaller
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
@@ -72,4 +75,6 @@ def timing_of(sequence: Sequence) -> Timing:
         prefill_tps=prefilled / prefill_s if prefill_s > 0 else 0.0,
         decode_tps=(outputs - 1) / decode_s if outputs > 1 and decode_s > 0 else 0.0,
         num_preemptions=sequence.num_preemptions,
+        draft_tokens=sequence.num_draft_tokens,
+        accepted_tokens=sequence.num_accepted_tokens,
     )

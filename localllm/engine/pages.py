@@ -171,6 +171,15 @@ class Pages:
             sequence.node = node
             sequence.num_tree_pages = index + 1
 
+    def trim(self, sequence: Sequence) -> None:
+        """Give back the pages behind the last one that holds a computed token."""
+        kept = -(-sequence.num_computed_tokens // self.page_size)
+        for pool, table in zip(self.pools, sequence.block_tables, strict=True):
+            for page in table[kept:]:
+                pool.release(page)
+            sequence.table_version += len(table) > kept
+            del table[kept:]
+
     def release(self, sequence: Sequence) -> None:
         for group, pool in enumerate(self.pools):
             for page in sequence.block_tables[group]:

@@ -40,7 +40,9 @@ class Pressure:
             parts.append(f"{now.max_parallel} of {self._full.max_parallel} sequences at once")
         if now.prefill_budget < self._full.prefill_budget:
             parts.append(f"prompts in chunks of {now.prefill_budget} instead of {self._full.prefill_budget} tokens")
-        return f"memory ran out: {', '.join(parts)}"
+        if now.drafts < self._full.drafts:
+            parts.append("no speculation")
+        return f"memory ran out: {', '.join(parts)}" if parts else ""
 
     def relieve(self, step: Step) -> bool:
         """Make the next step smaller than this one, which ran out of memory. False when it cannot be."""
@@ -49,7 +51,9 @@ class Pressure:
             torch.cuda.empty_cache()  # what the allocator holds in pieces of the wrong size
         limits = self._scheduler.limits
         largest = max((part.num_tokens for part in step.scheduled), default=0)
-        if largest > MIN_CHUNK:
+        if any(part.drafts for part in step.scheduled):
+            smaller = replace(limits, drafts=0)
+        elif largest > MIN_CHUNK:
             half = max(MIN_CHUNK, min(limits.prefill_budget, largest) // 2)
             smaller = replace(limits, prefill_budget=half, score_rows=min(limits.score_rows, half))
         elif len(self._scheduler.running) > 1:
@@ -71,4 +75,4 @@ class Pressure:
             now, full = self._scheduler.limits, self._full
             names = ("max_parallel", "prefill_budget", "score_rows")
             doubled = {name: min(getattr(full, name), 2 * getattr(now, name)) for name in names}
-            self._scheduler.limits = replace(now, **doubled)
+            self._scheduler.limits = replace(now, **doubled, drafts=full.drafts)

@@ -114,7 +114,11 @@ class Runner:
         if before is not None:
             before.fill(batch.token_ids, step.scheduled)
         samples = any(not part.sequence.request.pooling for part in step.scheduled)
-        if self.sampler is None and num_layers is None and batch.is_decode and samples:
+        guessed = any(part.drafts for part in step.scheduled)
+        if num_layers is None and samples and (guessed or self.sampler is None and batch.is_decode):
+            if not batch.wants_every_row:  # a grammar forced some of the tokens
+                hidden = self.model.forward(batch, self.cache)
+                return ForwardOutput(self.model, hidden, self.model.logits(hidden))
             greedy = any(is_plain_greedy(part.sequence.params) for part in step.scheduled)
             hidden, logits, best = self.model.step(batch, self.cache, greedy)
             return ForwardOutput(self.model, hidden, logits, best=best)

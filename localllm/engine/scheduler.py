@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field, replace
 
+from .drafter import MOST_DRAFTS
 from .invariant import violated
 from .pages import PageCopy, Pages
 from .sequence import Sequence, SequenceState
@@ -26,6 +28,7 @@ class SchedulerLimits:
     max_parallel: int = 4  # sequences running at once
     prefill_budget: int = 512  # prompt tokens per step, over all sequences
     score_rows: int = 256  # tokens per step of a sequence whose every row's logits are wanted
+    drafts: int = MOST_DRAFTS  # guessed tokens per step, over all sequences
     preempt_every: int = 0  # tests: preempt the latest sequence every so many steps; 0 is never
 
 
@@ -37,11 +40,17 @@ class Scheduled:
     start: int
     num_tokens: int
     is_ahead: bool = False  # its one token is still being sampled by the step before
+    drafts: tuple[int, ...] = ()  # the last of its tokens are guessed: they follow what the sequence has
+
+    @property
+    def num_known(self) -> int:
+        """Tokens that are not guessed."""
+        return self.num_tokens - len(self.drafts)
 
     @property
     def is_last_chunk(self) -> bool:
         """Whether the step leaves nothing uncomputed, so that a token is sampled."""
-        return self.is_ahead or self.start + self.num_tokens == self.sequence.num_tokens
+        return self.is_ahead or self.start + self.num_known == self.sequence.num_tokens
 
 
 @dataclass(slots=True)
@@ -107,6 +116,17 @@ class Scheduler:
         self._admit(step, budget)
         return step
 
+    def add_drafts(self, step: Step, drafts: Many[tuple[int, ...]]) -> None:
+        """Put guessed tokens behind each part of a step, as far as there are pages for them."""
+        for place, (part, guessed) in enumerate(zip(step.scheduled, drafts, strict=True)):
+            if guessed and self.pages.extend(part.sequence, part.start + part.num_tokens + len(guessed)):
+                step.scheduled[place] = replace(part, num_tokens=part.num_tokens + len(guessed), drafts=guessed)
+
+    def settle_drafts(self, part: Scheduled, num_right: int) -> None:
+        """So many of the guessed tokens are the sequence's own by now, and computed."""
+        part.sequence.num_computed_tokens = part.start + part.num_known + num_right
+        self.pages.commit(part.sequence)
+
     def schedule_ahead(self, launched: Step) -> Step | None:
         """The step after `launched`, whose tokens are not known yet; None where that is not certain.
 
@@ -122,8 +142,8 @@ class Scheduler:
             part = parts.get(id(sequence))
             if part is None or not part.is_last_chunk or sequence.pending_forks or sequence.request.only_reads:
                 return None
-            if part.start + part.num_tokens < sequence.num_tokens:
-                return None  # a grammar forced what follows: nothing is sampled here
+            if part.drafts or part.start + part.num_tokens < sequence.num_tokens:
+                return None  # how far it gets is not known; or a grammar forced what follows: nothing is sampled here
             if sequence.num_output_tokens + 1 < sequence.max_tokens:
                 going.append(Scheduled(sequence, part.start + part.num_tokens, 1, is_ahead=True))
         if not going or not self._has_room(going):
@@ -248,7 +268,7 @@ class Scheduler:
         for part in step.scheduled:
             if part.sequence.state is SequenceState.FINISHED:
                 continue
-            part.sequence.num_computed_tokens = part.start + part.num_tokens
+            part.sequence.num_computed_tokens = part.start + part.num_known
             self.pages.commit(part.sequence)
 
     def remove(self, sequence: Sequence) -> None:

@@ -55,6 +55,10 @@ class Sequence:
         self.num_rows_done = 0  # prompt rows that were taken (log-probabilities, pooling), kept through preemption
         self.pooled: Any = None  # float32 [hidden]: the sum of the rows taken, or the first or last of them
         self.num_preemptions = 0
+        self.places: Any = None  # where its drafter finds its tokens again
+        self.speculation: Any = None  # what was guessed for it last, and how good its guesses are
+        self.num_draft_tokens = 0  # tokens guessed and checked
+        self.num_accepted_tokens = 0  # those of them that were right
         self.is_paused = False  # its reader is behind: scheduled again when it caught up
         self._seen: set[int] | None = None
         self._seen_order: array[int] = array("q")

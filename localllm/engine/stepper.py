@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from localllm.errors import DeviceError, LocalLLMError, OutOfMemory
 from localllm.request import FinishReason, TokenEvent
@@ -24,8 +24,9 @@ from .prompt_rows import pooled_event, take_rows
 from .publisher import Publisher
 from .runner import ForwardOutput, Runner
 from .sampled_tokens import RowResult, SampledTokens
-from .scheduler import MAX_DECODE_TOKENS, Scheduler, Step
+from .scheduler import MAX_DECODE_TOKENS, Scheduled, Scheduler, Step
 from .sequence import Sequence, SequenceState
+from .speculation import Speculation
 
 log = logging.getLogger(__name__)
 
@@ -38,14 +39,19 @@ class PendingStep:
     output: ForwardOutput | None = None
     sampled: SampledTokens | None = None
     masks: Future[None] | None = None
+    # by number of a sequence with guessed tokens: its part, and the row that its first token is sampled from
+    drafted: dict[int, tuple[Scheduled, int]] = field(default_factory=dict)
     error: Exception | None = None  # why it came to nothing
 
 
 class Stepper:
-    """Continuous batching over one model."""
+    """Continuous batching over one model; `speculation` guesses tokens, None never does."""
 
-    def __init__(self, runner: Runner, scheduler: Scheduler, publisher: Publisher) -> None:
+    def __init__(
+        self, runner: Runner, scheduler: Scheduler, publisher: Publisher, speculation: Speculation | None = None
+    ) -> None:
         self.runner = runner
+        self.speculation = speculation
         # launch a step before the tokens of the one before are on the host: keeps a GPU busy, delays tokens on a CPU
         self.runs_ahead = runner.cache.device.type == "cuda"
         self.fault: Callable[[int], None] | None = None  # tests: called with the number of each step; may raise
@@ -66,6 +72,7 @@ class Stepper:
         Running ahead, the forward pass of the next step is launched before this one's tokens are on the host, and
         sampled after they were committed: what samples it (masks, penalties) knows every token before.
         """
+        started = time.monotonic()
         pending, self._ahead = self._ahead, None
         if pending is None:
             step = self._scheduler.schedule()
@@ -73,6 +80,8 @@ class Stepper:
             if not step.scheduled:
                 self._publisher.publish()
                 return bool(step.out_of_pages)
+            if self.speculation is not None:
+                self._scheduler.add_drafts(step, self.speculation.choose(step, self._scheduler.limits.drafts))
             pending = self._launch(step)
             self._sample(pending)
         ahead = self._launch_ahead(pending)
@@ -85,6 +94,8 @@ class Stepper:
             else:
                 self._give_up(ahead)
                 self._publisher.publish()
+        if self.speculation is not None and pending.error is None:
+            self.speculation.note(pending.step, time.monotonic() - started)
         return True
 
     def _launch(self, step: Step, before: PendingStep | None = None) -> PendingStep:
@@ -109,6 +120,8 @@ class Stepper:
     def _launch_ahead(self, pending: PendingStep) -> PendingStep | None:
         if not self.runs_ahead or pending.error is not None:
             return None
+        if self.speculation is not None and any(self.speculation.choose(pending.step, self._scheduler.limits.drafts)):
+            return None  # the next step will have guessed tokens
         step = self._scheduler.schedule_ahead(pending.step)
         if step is None:
             return None
@@ -136,7 +149,10 @@ class Stepper:
                 if part.is_last_chunk and not part.sequence.request.only_reads and not ended and not jumped:
                     family = [part.sequence, *part.sequence.children()]
                     sequences += family
-                    rows += [row + count - 1] * len(family)
+                    first = row + count - 1 - len(part.drafts)
+                    rows += [first] * len(family)
+                    if part.drafts:
+                        pending.drafted[part.sequence.number] = part, first
                 start += part.num_tokens
                 row += count
             if pending.masks is None:
@@ -172,7 +188,11 @@ class Stepper:
         for sequence, result in zip(sequences, results, strict=True):
             if sequence.state is not SequenceState.FINISHED:  # it ended while its token was under way
                 sequence.pending_forks = 0
+                before = sequence.num_tokens
                 self._advance(sequence, result, now, sequence.number in fed)
+                self._follow_guesses(pending, sequence, before, now)
+                if self.speculation is not None:
+                    self.speculation.learn(sequence, sequence.num_tokens - before)
 
     def _commit_prompts(self, step: Step, now: float) -> None:
         for part in step.scheduled:
@@ -226,6 +246,36 @@ class Stepper:
         else:
             self._publisher.finish(sequence, sequence.finish_reason, event)
 
+    def _follow_guesses(self, pending: PendingStep, sequence: Sequence, before: int, now: float) -> None:
+        """While the tokens from `before` on are the guessed ones, the rows behind them count as if each had been a step
+        of its own; what was computed for wrong guesses is dropped.
+        """
+        part, row = pending.drafted.get(sequence.number, (None, 0))
+        if part is None:
+            return
+        assert pending.output is not None
+        num_right = 0
+        while sequence.state is not SequenceState.FINISHED:
+            new = sequence.token_ids[before:]
+            num_right = _num_equal(new, part.drafts)
+            self._scheduler.settle_drafts(part, num_right)
+            if num_right < len(new):
+                self._scheduler.pages.trim(sequence)
+                break
+            self.masks.fill([sequence])
+            try:
+                result = self.runner.sample(pending.output, [row + num_right], [sequence]).results()[0]
+            except Exception as error:
+                result = error
+            sequence.mask_row = None
+            self._advance(sequence, result, now, is_fed=False)
+        num_right = _num_equal(sequence.token_ids[before:], part.drafts)
+        self.stats.num_drafts += 1
+        self.stats.num_draft_tokens += len(part.drafts)
+        self.stats.num_accepted_tokens += num_right
+        sequence.num_draft_tokens += len(part.drafts)
+        sequence.num_accepted_tokens += num_right
+
     @staticmethod
     def _append(sequence: Sequence, token: int, event: TokenEvent, is_fed: bool) -> None:
         """Append the token that was sampled and what can only follow it: the next forward pass reads all of it at once.
@@ -259,7 +309,14 @@ class Stepper:
         assert error is not None
         if is_device_lost(error):
             raise DeviceError(f"the GPU failed: {str(error).splitlines()[0]}", "restart localllm") from error
+        guessed = [part.sequence for part in pending.step.scheduled if part.drafts]
+        for sequence in guessed:
+            self._scheduler.pages.trim(sequence)
         if is_out_of_memory(error) and self.pressure.relieve(pending.step):
+            return
+        if guessed:  # nobody asked for what made this step different
+            log.error("speculation is off: a step failed", exc_info=error)
+            self.speculation = None
             return
         log.error("a step failed", exc_info=error)
         for part in pending.step.scheduled:
@@ -274,3 +331,9 @@ class Stepper:
             else:
                 message = f"the key/value cache has no room for {sequence.num_tokens:,} tokens"
                 self._publisher.fail(sequence, OutOfMemory(message, "use a larger --ctx, or a smaller prompt"))
+
+
+def _num_equal(tokens: list[int], guessed: tuple[int, ...]) -> int:
+    """How many of the first tokens are the guessed ones."""
+    pairs = enumerate(zip(tokens, guessed, strict=False))
+    return next((number for number, (token, guess) in pairs if token != guess), min(len(tokens), len(guessed)))

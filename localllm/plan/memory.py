@@ -43,6 +43,7 @@ TARGET_BYTES = {
     "nvfp4": 0.5 + 1 / 16,
     "mxfp4": 0.5 + 1 / 32,
 }
+MOST_DRAFTS = 32  # guessed tokens that a step checks: each has a row of logits
 ROPE_BLOCK = 1024  # positions that a RoPE table grows by
 
 
@@ -192,6 +193,11 @@ class Memory:
         most = self.options.max_parallel
         return (*(1 << n for n in range((most - 1).bit_length())), most)
 
+    @property
+    def num_drafts(self) -> int:
+        """Guessed tokens that a step checks at most."""
+        return MOST_DRAFTS if self.options.speculation != "off" else 0
+
     def work_terms(self, ctx: int) -> dict[str, int]:
         """What a step holds at most beside weights and pages, by name."""
         terms = self._work_on_cpu(ctx) if self.where.gpu is None else self._work_on_gpu(ctx)
@@ -206,7 +212,7 @@ class Memory:
         terms = {
             "program": self._host_bytes,
             "activations": activation_bytes(facts, min(self.rows, ctx), 4) + rope_bytes(facts, ctx),
-            "logits": 3 * self.options.max_parallel * facts.vocab_size * 4,
+            "logits": (3 * self.options.max_parallel + self.num_drafts) * facts.vocab_size * 4,
         }
         if not self.machine.compiler:  # PyTorch's attention gathers keys and values, and holds tiles of scores
             terms["gathered"] = 4 * ctx * facts.num_kv_heads * facts.head_dim * 4 + 16 * MIB
@@ -224,7 +230,7 @@ class Memory:
         terms = {
             "context": CONTEXT_BYTES,
             "activations": activation_bytes(facts, min(self.rows, ctx), 2) + max(merged, SPLIT_PART_BYTES),
-            "logits": decoding + sampled + parallel * vocab * 4,
+            "logits": decoding + sampled + (parallel + self.num_drafts) * vocab * 4 + self.num_drafts * vocab * 2,
             "graphs": captured + sampler,
             "tables": rope_bytes(facts, ctx) + block_tables,
         }

@@ -153,6 +153,8 @@ class Planner:
             threads=max(1, machine.cpu.cores_usable) if options.threads == "auto" else options.threads,
             deterministic=where.gpu is None if options.deterministic == "auto" else options.deterministic,
             prefix_cache=options.prefix_cache,
+            speculation=options.speculation,
+            num_drafts=memory.num_drafts,
             weight_bytes=held,
             kv_bytes=sum(g.page_bytes * count for g, count in zip(memory.groups(ctx), num_pages, strict=True)),
             work_bytes=sum(work.values()),
@@ -242,6 +244,9 @@ def _reasons(memory: Memory, context: str, kl_by_kv: Mapping[str, float]) -> Ite
     else:
         why = KV_COST["bf16"] if kv == "bf16" else "this card has no bfloat16"
     yield f"KV {kv}: {why}"
+    if memory.num_drafts:
+        when = "where it is measured to pay" if memory.options.speculation == "auto" else "as asked for"
+        yield f"speculation: text that repeats is checked up to {memory.num_drafts} tokens a step, {when}"
 
 
 def _warnings(facts: ModelFacts, machine: MachineFacts, made: Plan, gpu: GpuFacts | None) -> Iterable[str]:

@@ -46,6 +46,7 @@ GIVEN: dict[str, tuple[str, Any]] = {
     "threads": ("1", 1),
     "deterministic": ("off", False),
     "prefix_cache": ("off", False),
+    "speculation": ("ngram", "ngram"),
     "max_parallel": ("3", 3),
     "ttl_s": ("90s", 90.0),
 }
@@ -62,6 +63,7 @@ RUNNING: dict[str, Callable[[LLM], Any]] = {
     "threads": lambda llm: int(llm.run_summary.split(" × ")[1].split()[0]),
     "deterministic": lambda llm: "not batch-invariant" not in llm.run_summary,
     "prefix_cache": lambda llm: llm.engine.scheduler.pages.prefix_cache,
+    "speculation": lambda llm: "ngram" if llm.engine.stepper.speculation.mode == "always" else "auto",
     "max_parallel": lambda llm: llm.engine.limits.max_parallel,
     "dtype": lambda llm: next(part for part in llm.run_summary.split(" · ") if "activations" in part).split()[0],
     "activations": lambda llm: "fp8" if any("rounded to fp8" in line for line in llm.state().warnings) else "",

@@ -9,23 +9,49 @@ import pytest
 import torch
 
 from localllm.engine import pressure
+from localllm.engine.drafter import Guess
 from localllm.engine.engine import Engine
 from localllm.engine.runner import Runner
 from localllm.engine.scheduler import SchedulerLimits
+from localllm.engine.speculation import Speculation
 from localllm.errors import ContextTooLong, DeviceError, InvalidRequest, OutOfMemory
 from localllm.request import FinishReason, Request, SamplingParams
 
 VOCAB = 50
 PAGE = 4
-MODES = {"in turn": False, "ahead": True}
-runs_ahead = [False]
+MODES = {"in-turn": (False, False), "ahead": (True, False), "guessing": (False, True), "ahead-guessing": (True, True)}
+runs_ahead, guesses = [False], [False]
 
 
-@pytest.fixture(autouse=True, params=MODES, ids=lambda mode: mode.replace(" ", "-"))
+@pytest.fixture(
+    autouse=True, params=[pytest.param(m, marks=pytest.mark.slow) if m == "ahead-guessing" else m for m in MODES]
+)
 def mode(request):
     """Every test once with each step after the other, and once with the next step launched before the tokens are
-    known: nothing but the counter may differ."""
-    runs_ahead[0] = MODES[request.param]
+    known, with guessed tokens and without: nothing but the counters may differ."""
+    runs_ahead[0], guesses[0] = MODES[request.param]
+
+
+class Rumours:
+    """Guesses what it has seen follow the same tokens in any test, with faults; else nonsense."""
+
+    name = "rumours"
+
+    def __init__(self):
+        self.next, self.rng = {}, random.Random(5)
+
+    def guess(self, sequence):
+        ids = tuple(sequence.token_ids)
+        for end in range(sequence.num_prompt_tokens, len(ids)):
+            self.next[ids[:end]] = ids[end]
+        found = []
+        for _ in range(self.rng.randrange(8)):
+            token = self.next.get((*ids, *found))
+            found.append(self.rng.randrange(VOCAB) if token is None or self.rng.random() < 0.1 else token)
+        return Guess(tuple(found), self.rng.randrange(40)) if found else None
+
+
+rumours = Rumours()
 
 
 class Group(NamedTuple):
@@ -96,6 +122,7 @@ def make(num_pages=64, window=None, broken=None, prefix_cache=True, max_context=
 
 def ready(engine, fault=None):
     engine.stepper.runs_ahead, engine.stepper.fault = runs_ahead[0], fault
+    engine.stepper.speculation = Speculation(rumours, "always") if guesses[0] else None
     return engine
 
 
@@ -498,7 +525,10 @@ def test_ahead_is_ahead():
     engine = make()
     run(engine, *[request(p) for p in PROMPTS])
     stats = engine.stats()
-    assert (stats.num_ahead > 0.6 * stats.num_steps) if runs_ahead[0] else stats.num_ahead == 0
+    if runs_ahead[0] and not guesses[0]:  # a step with guesses is waited for
+        assert stats.num_ahead > 0.6 * stats.num_steps
+    assert runs_ahead[0] or stats.num_ahead == 0
+    assert (stats.num_accepted_tokens > 0) == guesses[0]
 
 
 def test_memory_that_runs_out_in_use_makes_steps_smaller_and_ends_nothing(monkeypatch):

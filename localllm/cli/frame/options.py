@@ -80,6 +80,9 @@ class LoadFlags(WindowFlags):
     threads: Annotated[str | None, setting("engine.threads", "--threads", metavar="N|auto", meaning="CPU threads.")] = (
         None
     )
+    speculation: Annotated[
+        str | None, setting("engine.speculation", "--speculation", meaning="Check guessed tokens many at a time.")
+    ] = None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,120 @@
+"""Guesses: where they come from, how many of them pay, and that nothing but the number of steps knows of them."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from localllm.engine.drafter import MOST_DRAFTS, Guess, NgramDrafter
+from localllm.engine.scheduler import Scheduled, Step
+from localllm.engine.sequence import Sequence
+from localllm.engine.speculation import Rates, Speculation, StepTimes
+from localllm.request import Request, SamplingParams
+
+
+def test_a_guess_is_what_followed_the_longest_match_that_is_kept():
+    rng = random.Random(1)
+    for _ in range(100):
+        one = SimpleNamespace(token_ids=[rng.randrange(4) for _ in range(rng.randrange(1, 6))], places=None)
+        for _ in range(40):
+            ids, guess = one.token_ids, NgramDrafter().guess(one)
+            assert bool(guess) == any(ids[i - 2 : i] == ids[-2:] for i in range(2, len(ids)))
+            if guess is not None:
+                at, evidence = one.places.source, guess.evidence
+                assert ids[at - evidence : at] == ids[len(ids) - evidence :] and evidence >= 2
+                assert len(guess.token_ids) == MOST_DRAFTS
+                assert guess.token_ids == tuple((ids[at:] * MOST_DRAFTS)[:MOST_DRAFTS])
+            ids += [rng.randrange(4) for _ in range(rng.randrange(1, 4))]
+
+
+class Says:
+    name = "says"
+
+    def __init__(self, guess):
+        self.what = guess
+
+    def guess(self, sequence):
+        return self.what
+
+
+def decoding(drafter, times, mode="auto", num_sequences=1, max_tokens=100):
+    """A step of sequences that decode, known to `Speculation`, which believes in `times`: extra rows -> cost."""
+    speculation = Speculation(drafter, mode)
+    speculation._times = SimpleNamespace(cost=lambda n, d: times[d] if d in times else 1 + d, fade=lambda: None)
+    parts = []
+    for _ in range(num_sequences):
+        sequence = Sequence(Request([1, 2, 3], SamplingParams()), 0, 1, 0, max_tokens)
+        sequence.append(4)
+        speculation.learn(sequence, 1)
+        parts.append(Scheduled(sequence, 3, 1))
+    return speculation, Step(parts)
+
+
+def test_so_many_guesses_as_pay_are_checked():
+    guess = Guess(tuple(range(10, 30)), 5)  # the first three are right in 55, 70 and 70 of 100 cases
+    free, steep = dict.fromkeys(range(40), 1.0), {d: 1 + 0.3 * d for d in range(40)}
+    speculation, step = decoding(Says(guess), free)
+    assert len(speculation.choose(step, 32)[0]) > 6  # until they are too unlikely to be looked at
+    speculation, step = decoding(Says(guess), steep)
+    assert 1 <= len(speculation.choose(step, 32)[0]) <= 4
+    assert speculation.choose(step, 32) == [guess.token_ids[: len(speculation.choose(step, 32)[0])]]
+    assert speculation.choose(step, 0) == [()]
+    speculation, step = decoding(Says(guess), {d: 1 + 0.7 * d for d in range(40)})
+    assert speculation.choose(step, 32) == [()]
+    # four sequences at once: a row must win more than it costs
+    speculation, step = decoding(Says(guess), {d: 1 + 0.2 * d for d in range(40)}, num_sequences=4)
+    assert speculation.choose(step, 32) == [()] * 4
+    speculation, step = decoding(Says(guess), free, max_tokens=4)
+    assert [len(one) for one in speculation.choose(step, 32)] == [2]  # the last token is never guessed
+    speculation, step = decoding(Says(None), free)
+    assert speculation.choose(step, 32) == [()]
+    step.scheduled.append(Scheduled(Sequence(Request([1, 2]), 0, 1, 0, 9), 0, 2))  # a prompt
+    speculation, full = decoding(Says(guess), free)
+    assert speculation.choose(Step([*full.scheduled, *step.scheduled[1:]]), 32) == [(), ()]
+
+
+def test_wrong_guesses_end_by_themselves_and_begin_again():
+    """What is guessed is compared with what came, checked or not."""
+    speculation, step = decoding(Says(Guess((7, 7, 7), 20)), {d: 1 + 0.15 * d for d in range(40)})
+    sequence = step.scheduled[0].sequence
+    assert speculation.choose(step, 32)[0]
+
+    def say(token, times):
+        for _ in range(times):
+            sequence.append(token)
+            speculation.learn(sequence, 1)
+        return speculation.choose(Step([Scheduled(sequence, sequence.num_tokens - 1, 1)]), 32)[0]
+
+    sequence.max_tokens = 10**6
+    assert not say(8, 40)
+    fresh = Sequence(Request([1, 2, 3], SamplingParams()), 0, 1, 0, 100)
+    fresh.append(4)
+    speculation.learn(fresh, 1)
+    assert not speculation.choose(Step([Scheduled(fresh, 3, 1)]), 32)[0]  # others begin where this one ended
+    assert say(7, 60) == (7, 7, 7)
+
+
+def test_rates_forget():
+    rates = Rates()
+    for _ in range(1000):
+        rates.count(3, True)
+    assert rates.chances(Guess((1,), 3), 1)[0] > 0.97
+    for _ in range(200):
+        rates.count(3, False)
+    assert not rates.chances(Guess((1,), 3), 1)
+
+
+def test_times_are_measured_and_doubted_when_they_forbid():
+    times = StepTimes(0.1)
+    assert times.cost(1, 0) == 1 and times.cost(1, 10) == pytest.approx(2) and times.cost(11, 10) == pytest.approx(1.5)
+    for _ in range(3):
+        times.note(1, 0, 0.010)
+        times.note(1, 1, 0.050)
+    assert times.cost(1, 1) == pytest.approx(5) and times.cost(1, 3) == pytest.approx(5 * 1.3 / 1.1)
+    times.note(1, 7, 9.0)  # the first of a kind does not count
+    assert times.cost(1, 7) < 9
+    times.note(1, 1, 100.0)  # nor what another program did to one step
+    assert times.cost(1, 1) == pytest.approx(6)
+    for _ in range(1000):
+        times.fade()
+    assert times.cost(1, 1) < 0.1
