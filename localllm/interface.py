@@ -93,6 +93,8 @@ class Facts:
     num_prompt_tokens: int = 0  # computed since the start, those of the prefix tree not among them
     num_output_tokens: int = 0
     num_preemptions: int = 0
+    num_draft_tokens: int = 0  # guessed tokens that were checked
+    num_accepted_tokens: int = 0  # those of them that were right
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
     decode_tps: float = 0.0  # expected of one sequence at the start of its context

@@ -284,6 +284,8 @@ class RemoteBackend(ChatBackend):
             prefill_tps=float(timings.get("prompt_per_second") or 0.0),
             decode_tps=float(timings.get("predicted_per_second") or 0.0)
             or ((made - 1) / spent if first and made > 1 and spent > 0 else 0.0),
+            draft_tokens=int(timings.get("draft_n") or 0),
+            accepted_tokens=int(timings.get("draft_n_accepted") or 0),
         )
         return Done(turn, stop, usage, timing)
 
@@ -370,6 +372,8 @@ def _from_metrics(facts: Facts, text: str) -> Facts:
         num_prompt_tokens=count("vllm:prompt_tokens"),
         num_output_tokens=count("vllm:generation_tokens"),
         num_preemptions=count("vllm:num_preemptions"),
+        num_draft_tokens=count("vllm:spec_decode_num_draft_tokens"),
+        num_accepted_tokens=count("vllm:spec_decode_num_accepted_tokens"),
         prefix_query_tokens=count("vllm:prefix_cache_queries"),
         prefix_hit_tokens=count("vllm:prefix_cache_hits"),
     )

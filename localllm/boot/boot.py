@@ -220,12 +220,21 @@ class Boot:
     @property
     def facts_line(self) -> str:
         """What belongs into the run summary after the kernels: graphs, tiles, profile."""
-        parts = [self._graphs_note]
+        parts = [self._graphs_note, self._speculation_note]
         if self.plan.device != "cpu":
             measured = tuner().num_measured
             guessed = "" if is_measured(tuner().capability) else "tiles not measured on this card"
             parts.append(f"{measured} tiles tuned here" if measured else guessed)
         return " · ".join(part for part in (*parts, self.profile_note) if part)
+
+    @property
+    def _speculation_note(self) -> str:
+        """How well guesses go; nothing while there are none."""
+        stats = self._engine.stepper.stats if self._engine is not None else None
+        if stats is None or not stats.num_draft_tokens:
+            return f"speculation {self.plan.speculation}" if self.plan.speculation != "off" else ""
+        share = 100 * stats.num_accepted_tokens // stats.num_draft_tokens
+        return f"speculation {self.plan.speculation}, {share} % of {stats.num_draft_tokens:,} guesses right"
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -247,6 +256,8 @@ class Boot:
             )
         if self._shrunk:
             found.append(f"{self.profile_note}: {self._shrunk}")
+        if self.plan.speculation != "off" and self._engine is not None and self._engine.stepper.speculation is None:
+            found.append("speculation is off: a step with guessed tokens failed; the log says why")
         note = self._engine.pressure.note if self._engine is not None else ""
         if note:
             found.append(f"{note}; close what else uses the memory, or start with a smaller --ctx")

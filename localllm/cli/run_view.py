@@ -33,6 +33,8 @@ def timing_json(timing: Timing) -> dict[str, float]:
         "prefill_tps": round(timing.prefill_tps, 1),
         "decode_tps": round(timing.decode_tps, 1),
         "total_s": round(timing.total_s, 3),
+        "draft_tokens": timing.draft_tokens,
+        "accepted_tokens": timing.accepted_tokens,
     }
 
 

@@ -186,6 +186,10 @@ def stats_line(answer: Answer, facts: Facts) -> str:
         f"TTFT {timing.ttft_s * 1000:.0f} ms",
         f"prompt {usage.prompt_tokens:,}{cached}",
     ]
+    if timing.draft_tokens:
+        parts.append(
+            f"{timing.accepted_tokens * 100 // timing.draft_tokens} % of {timing.draft_tokens:,} guesses right"
+        )
     if facts.ctx:
         parts.append(f"ctx {(usage.prompt_tokens + usage.completion_tokens) * 100 // facts.ctx} %")
     return ", ".join(parts)

@@ -195,8 +195,9 @@ class Memory:
 
     @property
     def num_drafts(self) -> int:
-        """Guessed tokens that a step checks at most."""
-        return MOST_DRAFTS if self.options.speculation != "off" else 0
+        """Guessed tokens that a step checks at most: none where a layer's state would have to go back."""
+        has_state = any(getattr(layer.mixer, "state_bytes", 0) for layer in self.facts.layers)
+        return 0 if has_state or self.options.speculation == "off" else MOST_DRAFTS
 
     def work_terms(self, ctx: int) -> dict[str, int]:
         """What a step holds at most beside weights and pages, by name."""

@@ -153,7 +153,7 @@ class Planner:
             threads=max(1, machine.cpu.cores_usable) if options.threads == "auto" else options.threads,
             deterministic=where.gpu is None if options.deterministic == "auto" else options.deterministic,
             prefix_cache=options.prefix_cache,
-            speculation=options.speculation,
+            speculation=options.speculation if memory.num_drafts else "off",
             num_drafts=memory.num_drafts,
             weight_bytes=held,
             kv_bytes=sum(g.page_bytes * count for g, count in zip(memory.groups(ctx), num_pages, strict=True)),
@@ -247,6 +247,8 @@ def _reasons(memory: Memory, context: str, kl_by_kv: Mapping[str, float]) -> Ite
     if memory.num_drafts:
         when = "where it is measured to pay" if memory.options.speculation == "auto" else "as asked for"
         yield f"speculation: text that repeats is checked up to {memory.num_drafts} tokens a step, {when}"
+    elif memory.options.speculation != "off":
+        yield "speculation off: this model's layers keep a state that does not go back"
 
 
 def _warnings(facts: ModelFacts, machine: MachineFacts, made: Plan, gpu: GpuFacts | None) -> Iterable[str]:

@@ -61,6 +61,9 @@ GAUGES: dict[str, tuple[str, Read]] = {
 COUNTERS: dict[str, tuple[str, Read]] = {
     "vllm:prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", lambda s: s.prefix_query_tokens),
     "vllm:prefix_cache_hits": ("Prompt tokens found there.", lambda s: s.prefix_hit_tokens),
+    "vllm:spec_decode_num_drafts": ("Times that guessed tokens of a sequence were checked.", lambda s: s.num_drafts),
+    "vllm:spec_decode_num_draft_tokens": ("Guessed tokens that were checked.", lambda s: s.num_draft_tokens),
+    "vllm:spec_decode_num_accepted_tokens": ("Guessed tokens that were right.", lambda s: s.num_accepted_tokens),
     "vllm:num_preemptions": ("Sequences put back to make room.", lambda s: s.num_preemptions),
 }
 

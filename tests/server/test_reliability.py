@@ -494,6 +494,7 @@ async def test_a_clock_that_jumps(client, service, monkeypatch):
 EXPECTED = [
     "num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason", "kv_cache_usage_perc",
     "prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "prompt_tokens", "generation_tokens",
+    "spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
     "request_success", "cache_config_info", "iteration_tokens_total", "request_prompt_tokens",
     "request_generation_tokens", "request_params_n", "request_params_max_tokens", "time_to_first_token_seconds",
     "inter_token_latency_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",

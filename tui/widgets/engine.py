@@ -138,6 +138,9 @@ class EnginePanel(VerticalScroll):
             yield Content.styled(f"{name:10}", "dim") + Content.styled(bars, style)
         if facts.num_preemptions:
             yield Content(f"{facts.num_preemptions:,} preempted: there were too few pages")
+        if facts.num_draft_tokens:
+            share = facts.num_accepted_tokens / facts.num_draft_tokens
+            yield Content(f"{share * 100:.0f} % of {facts.num_draft_tokens:,} guessed tokens right")
         yield Content("")
 
     def _speed(self, facts: Facts, width: int) -> Iterator[Content]:

@@ -287,7 +287,12 @@ def envelope(choice: Choice, job: Job, facts: Facts, answers: Sequence[Answer], 
         sum(one.usage.completion_tokens for one in answers),
         sum(one.usage.reasoning_tokens for one in answers),
     )
-    timing = replace(answers[0].timing, total_s=max(one.timing.total_s for one in answers))
+    timing = replace(
+        answers[0].timing,
+        total_s=max(one.timing.total_s for one in answers),
+        draft_tokens=sum(one.timing.draft_tokens for one in answers),
+        accepted_tokens=sum(one.timing.accepted_tokens for one in answers),
+    )
     return {
         "model": choice.shown,
         "revision": choice.revision,

@@ -22,6 +22,8 @@ class Speeds(TypedDict):
     prefill_tps: float
     decode_tps: float
     total_s: float
+    draft_tokens: Count
+    accepted_tokens: Count
 
 
 class RunTiming(Speeds):

@@ -81,7 +81,7 @@ class LoadFlags(WindowFlags):
         None
     )
     speculation: Annotated[
-        str | None, setting("engine.speculation", "--speculation", meaning="Check guessed tokens many at a time.")
+        str | None, setting("engine.speculation", "--speculation", meaning="Guess tokens, check many at a time.")
     ] = None
 
 

@@ -44,7 +44,8 @@ def timings_json(usage: Usage, timing: Timing) -> dict[str, Any]:
     prompt_s = max(0.0, timing.ttft_s - timing.queue_s)
     predicted_s = max(0.0, timing.total_s - timing.ttft_s)
     read = usage.prompt_tokens - usage.cached_tokens
-    return {
+    drafts = {"draft_n": timing.draft_tokens, "draft_n_accepted": timing.accepted_tokens} if timing.draft_tokens else {}
+    return drafts | {
         "cache_n": usage.cached_tokens, "prompt_n": read, "prompt_ms": 1000 * prompt_s,
         "prompt_per_second": timing.prefill_tps, "predicted_n": usage.completion_tokens,
         "predicted_ms": 1000 * predicted_s, "predicted_per_second": timing.decode_tps,
