@@ -20,6 +20,7 @@ import torch
 from localllm import LLM, SamplingParams
 from localllm.boot.boot import Boot
 from localllm.device.fake import MACHINES
+from localllm.engine.metrics import EngineStats
 from localllm.kernels import Impl, reference, table
 from localllm.kernels.registry import fits_always
 from localllm.kernels.verify import tuning
@@ -112,7 +113,9 @@ def test_a_plan_that_did_not_hold_shrinks_once_says_so_and_is_remembered(
 def idle_engine(when_idle: Callable[[Any], object]) -> Any:
     """Hands on what it is asked to do when idle."""
     runner = SimpleNamespace(graphs=None, capture=lambda: None)
-    stepper = SimpleNamespace(fault=None)
+    stepper = SimpleNamespace(
+        fault=None, speculation="on", stats=EngineStats(num_draft_tokens=8, num_accepted_tokens=6)
+    )
     return SimpleNamespace(when_idle=when_idle, runner=runner, stepper=stepper, pressure=SimpleNamespace(note=""))
 
 
@@ -148,6 +151,7 @@ def test_on_a_card_a_plan_that_does_not_hold_is_made_again_once(
     model: Any = SimpleNamespace(facts=facts, weight_bytes=plan.weight_bytes, kernels={})
     boot = Boot(model, plan, planner, SelfTest())
     assert said in boot.warnings[0] and boot.plan is made[-1]
+    assert "speculation auto, 75 % of 8 guesses right" in boot.facts_line
     assert MemoryProfiles().excess_bytes(facts, planner.machine, "cuda:0") == 2 << 30
     if ctx is None:  # it was asked for, and there is no room to be careful
         assert boot.plan is plan and len(taken) == 1
