@@ -34,8 +34,7 @@ class LayerReader:
 
     def vector(self, name: str, size: int) -> Tensor:
         """Any other tensor, float32 [size]."""
-        module, _, last = name.rpartition(".")
-        return self.reader.vector(f"{self.reader.checkpoint.names.source(self.start + module)}.{last}", size)
+        return self.reader.vector(self.reader.checkpoint.names.tensor(self.start + name), size).to(self.reader.device)
 
     def linear(self, layer_class: str, *modules: str) -> Linear:
         """Modules that are multiplied with the same rows, as one."""
@@ -57,6 +56,7 @@ def _attention(layer: LayerReader, facts: Attention) -> AttentionWeights:
         window=facts.window,
         softcap=facts.softcap,
         interleaved=facts.rope.interleaved,
+        sinks=layer.vector("self_attn.sinks", facts.num_heads) if facts.sinks else None,
     )
 
 

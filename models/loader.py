@@ -155,7 +155,8 @@ class Loading(Reader):
 
     def _refuse_unknown_parts(self) -> None:
         known: set[str] = set()
-        for name in self.checkpoint.tensors:
+        spare = set(self.checkpoint.names.beyond(self.checkpoint.tensors, self.facts.num_layers))
+        for name in (name for name in self.checkpoint.tensors if name not in spare):
             for part, what in _CHANGES_RESULT.items():
                 if part not in name:
                     continue

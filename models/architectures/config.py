@@ -124,7 +124,8 @@ class Config(ABC):
         self, layers: tuple[LayerFacts, ...], max_context: int, *, eps: float | None = None, **changes: Any
     ) -> ModelFacts:
         """The whole model; `changes` is what the family knows better, `eps` what a file that has none means."""
-        tensors = self.checkpoint.tensors
+        tensors, usage = self.checkpoint.tensors, self.usage()
+        spare = set(self.names.beyond(tensors, len(layers))) if usage["extra_layers"] else set()
         values: dict[str, Any] = {
             "architecture": "",
             "source_architecture": self.source,
@@ -134,7 +135,9 @@ class Config(ABC):
             "rms_norm_eps": self.keys.number(self.KEYS["eps"], 1e-12, 0.1, eps or self.DEFAULT_EPS),
             "layers": layers,
             "logit_softcap": self.keys.optional_number("final_logit_softcapping", 1e-3, 1e6),
-            "weight_bytes": sum(info.nbytes for name, info in tensors.items() if name.startswith(self.names.text)),
+            "weight_bytes": sum(
+                info.nbytes for name, info in tensors.items() if name.startswith(self.names.text) and name not in spare
+            ),
         }
         pooling = self.pooling
         if pooling:
@@ -142,7 +145,7 @@ class Config(ABC):
         if pooling and not any(name.startswith(f"{self.names.source('lm_head')}.") for name in tensors):
             changes["tied_embeddings"] = True  # nothing is generated: whether there is a head does not matter
         values |= {"pooling": pooling, "projections": self.projections}
-        return ModelFacts(**values | self.usage() | changes)
+        return ModelFacts(**values | usage | changes)
 
     def sampling(self, fields: Fields, keys: Mapping[str, str]) -> dict[str, Any]:
         """What the files recommend; `keys` says what they call it."""

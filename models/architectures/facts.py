@@ -54,6 +54,7 @@ class Attention:
     qkv_bias: bool = False
     o_bias: bool = False
     fused: bool = False  # q, k and v are stored as one module
+    sinks: bool = False  # a score more for every head, without a value
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -70,6 +71,8 @@ class Attention:
         sizes: dict[str, tuple[int, ...]] = {}
         if self.qk_norm:
             sizes = {f"self_attn.{name}_norm.weight": (self.head_dim,) for name in "qk"}
+        if self.sinks:
+            sizes["self_attn.sinks"] = (self.num_heads,)
         names = self.inputs * self.qkv_bias + ("self_attn.o_proj",) * self.o_bias
         shapes = self.linears(hidden)
         return sizes | {f"{name}.bias": shapes[name][:1] for name in names}
@@ -198,6 +201,7 @@ class ModelFacts:
     stored_format: str = ""  # Q4_1, Q4_K_M, bf16, awq, gptq, nvfp4, fp8, ...
     num_params: int = 0
     weight_bytes: int = 0  # stored bytes of the text model's tensors
+    extra_layers: int = 0  # stored behind the others to predict tokens further ahead (MTP): not loaded
     active_share: float = 1.0  # of the weights, what is read for one token: less than all of a mixture of experts
     pooling: str = ""  # how a model that embeds text makes one vector: mean | cls | last; "": it generates text
     projections: tuple[Projection, ...] = ()  # what pooled vectors go through

@@ -59,7 +59,11 @@ class GgufConfig(Config):
         self.general = Fields(path, metadata)
         keys = Fields(path, metadata, f"{source}.")
         self.num_experts = keys.integer("expert_count", 0, MAX_EXPERTS, 0)
+        self.extra_layers = keys.integer("nextn_predict_layers", 0, MAX_LAYERS, 0)  # block_count counts them, too
         super().__init__(checkpoint, keys, names, source, runs)
+        self.num_layers -= self.extra_layers
+        if self.num_layers < 1:
+            raise keys.fail("nextn_predict_layers", f"is {self.extra_layers}, of all {self.extra_layers} layers")
         value_dim = keys.integer("attention.value_length", 2, MAX_HEAD_DIM, self.head_dim)
         if value_dim != self.head_dim:
             raise self.unsupported(f"{source} with keys of {self.head_dim} and values of {value_dim} elements")
@@ -178,6 +182,7 @@ class GgufConfig(Config):
     def usage(self) -> dict[str, Any]:
         general, tensors, metadata = self.general, self.checkpoint.tensors, self.checkpoint.metadata
         return {
+            "extra_layers": self.extra_layers,
             "name": general.text("general.name", self.checkpoint.path.stem)[:200],
             "tied_embeddings": f"{self.names.source('lm_head')}.weight" not in tensors,
             "eos_token_ids": special_ids(general, self.vocab_size, "eos", "eot", "eom"),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from localllm.checkpoint import Checkpoint
-from localllm.checkpoint.fields import MAX_CONTEXT, MAX_HEAD_DIM, MAX_VOCAB, Fields
+from localllm.checkpoint.fields import MAX_CONTEXT, MAX_HEAD_DIM, MAX_LAYERS, MAX_VOCAB, Fields
 from localllm.checkpoint.json_file import MAX_CONFIG_BYTES
 from localllm.checkpoint.mapped_file import read_small, shown
 
@@ -175,6 +175,7 @@ class HfConfig(Config):
     def usage(self) -> dict[str, Any]:
         places = (self.generation, self.given, self.top)
         return {
+            "extra_layers": self.keys.integer("num_nextn_predict_layers", 0, MAX_LAYERS, 0),
             "name": _name(self.checkpoint.path),
             "tied_embeddings": self._tied(),
             "eos_token_ids": _ids("eos_token_id", self.vocab_size, *places),

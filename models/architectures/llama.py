@@ -27,5 +27,6 @@ class Llama(Architecture):
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         rope, context = config.rope(interleaved=True)
-        layer = LayerFacts(config.attention(rope), config.dense())
+        ffn = config.mixture() if config.num_experts else config.dense()
+        layer = LayerFacts(config.attention(rope), ffn)
         return config.facts(repeated(layer, config.windows()), context)

@@ -59,15 +59,13 @@ class OpenModel(Checkpoint):
 
     def stored_modules(self, facts: ModelFacts) -> set[str]:
         """The modules below layers that the model is made of, as the file names them."""
-        hidden = facts.hidden_size
-        return {
-            self.names.source(f"model.layers.{index}.{module}")
-            for index, layer in enumerate(facts.layers)
-            for module in (
-                *linear_shapes(layer, hidden),
-                *(name.rpartition(".")[0] for name in vector_shapes(layer, hidden)),
-            )
-        }
+        hidden, found = facts.hidden_size, set[str]()
+        for index, layer in enumerate(facts.layers):
+            start = f"model.layers.{index}."
+            found.update(self.names.source(start + module) for module in linear_shapes(layer, hidden))
+            vectors = (self.names.tensor(start + name) for name in vector_shapes(layer, hidden))
+            found.update(name.rpartition(".")[0] for name in vectors)
+        return found
 
     @property
     def doubt(self) -> str:
@@ -81,9 +79,10 @@ class OpenModel(Checkpoint):
     def _check(self, facts: ModelFacts) -> None:
         """Raise for the first tensor that is missing or of another shape."""
         hidden = facts.hidden_size
-        first = self.names.beyond(self.tensors, facts.num_layers)
+        num_layers = facts.num_layers + facts.extra_layers
+        first = next(self.names.beyond(self.tensors, num_layers), None)
         if first is not None:
-            what = f"belongs to a layer beyond the {facts.num_layers} that the file states"
+            what = f"belongs to a layer beyond the {num_layers} that the file states"
             raise bad(self.path, what, key=first)
         self._linear("model.embed_tokens", (facts.vocab_size, hidden))
         if not facts.tied_embeddings:
@@ -122,8 +121,7 @@ class OpenModel(Checkpoint):
             raise bad(self.path, what, key=f"{name}.weight")
 
     def _vector(self, tensor: str, shape: tuple[int, ...]) -> None:
-        module, _, last = tensor.rpartition(".")
-        self._stored(f"{self.names.source(module)}.{last}", shape)
+        self._stored(self.names.tensor(tensor), shape)
 
     def _stored(self, name: str, shape: tuple[int, ...]) -> None:
         info = self.tensors.get(name)

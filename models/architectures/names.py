@@ -7,7 +7,7 @@ Canonical module names are Hugging Face's: `model.embed_tokens`, `model.layers.{
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.([\w.]+)")
@@ -43,7 +43,7 @@ class NameMap:
 
     top: Mapping[str, str]  # modules outside of the layers
     layer: str  # what a layer's modules begin with, `{}` for its number
-    # modules below a layer that are called otherwise; `{}` for an expert's number
+    # modules and whole tensors below a layer that are called otherwise; `{}` for an expert's number
     inner: Mapping[str, str] = field(default_factory=dict)
     text: tuple[str, ...] = ("",)  # what names of the text model's tensors begin with; others are not loaded
 
@@ -58,11 +58,19 @@ class NameMap:
         of_all = f"{expert[1]}{{}}{expert[3]}"
         return self.layer.format(match[1]) + self.inner.get(of_all, of_all).format(expert[2])
 
-    def beyond(self, tensors: Iterable[str], num_layers: int) -> str | None:
-        """The first tensor of a layer that `num_layers` do not count, None when there is none."""
+    def tensor(self, name: str) -> str:
+        """The name in the file of a canonical tensor that is no linear module's weight."""
+        match = _LAYER.fullmatch(name)
+        if match is not None and match[2] in self.inner:
+            return self.layer.format(match[1]) + self.inner[match[2]]
+        module, _, last = name.rpartition(".")
+        return f"{self.source(module)}.{last}"
+
+    def beyond(self, tensors: Iterable[str], num_layers: int) -> Iterator[str]:
+        """The tensors of layers that `num_layers` do not count."""
         layer = re.compile(re.escape(self.layer).replace(r"\{\}", r"(\d{1,9})"))
         found = ((layer.match(name), name) for name in tensors)
-        return next((name for match, name in found if match and int(match[1]) >= num_layers), None)
+        return (name for match, name in found if match and int(match[1]) >= num_layers)
 
 
 def gguf_names(inner: Mapping[str, str] = GGUF_LAYER) -> NameMap:

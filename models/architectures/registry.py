@@ -13,7 +13,10 @@ from .architecture import Architecture
 from .config import unsupported
 from .facts import Experts, ModelFacts
 from .gemma3 import Gemma3
+from .glm4_moe import Glm4Moe
+from .gpt_oss import GptOss
 from .llama import Llama
+from .mixtral import Mixtral
 from .names import NameMap
 from .phi3 import Phi3
 from .qwen2 import Qwen2
@@ -27,6 +30,9 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Qwen3Moe(),
     Gemma3(),
     Phi3(),
+    GptOss(),
+    Mixtral(),
+    Glm4Moe(),
 )
 
 

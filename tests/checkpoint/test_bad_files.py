@@ -89,7 +89,7 @@ def test_messages_say_what_value_and_limit(tmp_path: Path) -> None:
         "align_2e31": "is 2147483648, it must be a power of two up to 65,536",
         "eos_out_of_range": "token id 271 is not in the vocabulary of 271",
         "cut_in_data": "truncated",
-        "experts": "8 experts (mixture of experts)",
+        "experts": "expert_used_count: is missing",
     }
     for name, words in wanted.items():
         path = tmp_path / f"{name}.gguf"

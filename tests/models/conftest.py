@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -78,6 +79,39 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"original_max_position_embeddings": 64, "rope_parameters": LONGROPE},
     ),
     "phi3-packable": ("phi3", {"hidden_size": 64, "intermediate_size": 128, "heads": (4, 2, 16)}),
+    "gpt-oss": (
+        "gpt_oss",
+        {"hidden_size": 42, "intermediate_size": 26, "heads": (4, 2, 12), "num_local_experts": 5, "sliding_window": 9}
+        | {"num_experts_per_tok": 2, "rope_parameters": YARN | {"truncate": False}, "attention_bias": True},
+    ),
+    "gpt-oss-packable": (
+        "gpt_oss",
+        {"hidden_size": 64, "intermediate_size": 32, "heads": (4, 2, 12), "num_local_experts": 3}
+        | {"num_experts_per_tok": 2, "num_hidden_layers": 2},
+    ),
+    "mixtral": (
+        "mixtral",
+        {"hidden_size": 42, "intermediate_size": 30, "heads": (6, 2, 12), "sliding_window": None}
+        | {"num_local_experts": 5, "num_experts_per_tok": 2},
+    ),
+    "glm4-moe": (
+        "glm4_moe",
+        {"hidden_size": 42, "intermediate_size": 70, "heads": (4, 2, 16), "attention_bias": True, "use_qk_norm": True}
+        | {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 26, "n_shared_experts": 2}
+        | {"routed_scaling_factor": 1.5, "num_nextn_predict_layers": 0}
+        | {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}},
+    ),
+    "glm4-moe-groups": (
+        "glm4_moe",
+        {"hidden_size": 42, "intermediate_size": 70, "heads": (4, 2, 16), "norm_topk_prob": False}
+        | {
+            "n_routed_experts": 12,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 26,
+            "n_group": 4,
+            "topk_group": 2,
+        },
+    ),
     "gemma3": (
         "gemma3_text",
         {"hidden_size": 44, "intermediate_size": 70, "heads": (4, 1, 20), "sliding_window": 11}
@@ -128,7 +162,7 @@ def tiny() -> Callable[[str], Tiny]:
             heads, kv_heads, head_dim = values["heads"]
             settings = COMMON | {key: value for key, value in values.items() if key != "heads"}
             settings |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
-            config = AutoConfig.for_model(model_type, **settings)
+            config = AutoConfig.for_model(model_type, **copy.deepcopy(settings))  # some change what they are given
             torch.manual_seed(sum(map(ord, name)))
             model = AutoModelForCausalLM.from_config(
                 config, attn_implementation="eager", experts_implementation="eager"

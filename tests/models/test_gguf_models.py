@@ -19,7 +19,8 @@ from localllm.models.architectures import open_model, registry
 from localllm.models.loader import LoadOptions, load_model
 
 # where GGUF has another word for a model_type
-ARCHITECTURE = {"mistral": "llama", "gemma3_text": "gemma3", "qwen3_moe": "qwen3moe"}
+ARCHITECTURE = {"mistral": "llama", "mixtral": "llama", "gemma3_text": "gemma3"}
+ARCHITECTURE |= {"qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "glm4_moe": "glm4moe"}
 
 
 def permuted(rows: Tensor, heads: int) -> Tensor:
@@ -49,7 +50,7 @@ def write_gguf(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], k
     _rope(writer, config, turned)
     if config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
-        if "layer_types" in config:
+        if "layer_types" in config and arch != "gpt-oss":
             writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
     if arch == "gemma3":
         writer.add_float32("gemma3.attention.scale", config["query_pre_attn_scalar"] ** -0.5)
@@ -57,7 +58,14 @@ def write_gguf(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], k
     if "num_experts_per_tok" in config:
         writer.add_expert_count(config.get("num_local_experts") or config["n_routed_experts"])
         writer.add_expert_used_count(config["num_experts_per_tok"])
-        writer.add_expert_feed_forward_length(config.get("moe_intermediate_size") or config["intermediate_size"])
+        if arch != "llama":
+            writer.add_expert_feed_forward_length(config.get("moe_intermediate_size") or config["intermediate_size"])
+    if arch == "glm4moe":
+        writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+        writer.add_expert_shared_count(config["n_shared_experts"])
+        writer.add_expert_weights_scale(config["routed_scaling_factor"])
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     vocabulary = config["vocab_size"]
     writer.add_tokenizer_model("llama")
     writer.add_token_list([f"t{i}" for i in range(vocabulary)])
@@ -72,8 +80,7 @@ def write_gguf(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], k
         plain = tensor.ndim == 1 or suffix == "bias" or "ffn_gate_inp" in name
         stored = gguf.GGMLQuantizationType.F32 if plain else kind
         data = gguf.quants.quantize(tensor.contiguous().numpy(), stored)
-        named = module if module.startswith("blk.") else names.source(module)
-        writer.add_tensor(f"{named}.{suffix}", data, raw_dtype=stored)
+        writer.add_tensor(name if name.startswith("blk.") else names.tensor(name), data, raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -85,14 +92,20 @@ def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors with those of experts as converters write them: all of a layer, gate and up apart."""
     found = {}
     for name, tensor in tensors.items():
-        layer = re.match(r"model\.layers\.(\d+)\.", name)
-        if layer and name.endswith("experts.gate_up_proj"):
-            gate, up = tensor.chunk(2, 1)
-            found |= {f"blk.{layer[1]}.ffn_gate_exps.weight": gate, f"blk.{layer[1]}.ffn_up_exps.weight": up}
-        elif layer and name.endswith("experts.down_proj"):
-            found[f"blk.{layer[1]}.ffn_down_exps.weight"] = tensor
-        else:
+        match = re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj(|_bias)", name)
+        if match is None:
+            name = name.replace("mlp.router.", "mlp.gate.").replace("mlp.shared_experts.", "mlp.shared_expert.")
             found[name] = tensor
+            continue
+        suffix, gpt_oss = "bias" if match[3] else "weight", f"{name.removesuffix('_bias')}_bias" in tensors
+        if gpt_oss and not match[3]:
+            tensor = tensor.mT
+        if match[2] == "down":
+            parts = {"down": tensor}
+        else:
+            gate, up = (tensor[:, 0::2], tensor[:, 1::2]) if gpt_oss else tensor.chunk(2, 1)
+            parts = {"gate": gate, "up": up}
+        found |= {f"blk.{match[1]}.ffn_{kind}_exps.{suffix}": part for kind, part in parts.items()}
     return found
 
 
@@ -126,6 +139,7 @@ def gguf_logits(model: Any, paged: Any, path: Path, kind: gguf.GGMLQuantizationT
 
 
 NAMES = ["llama", "llama-bias", "llama-yarn", "mistral", "qwen2", "qwen3", "qwen3-moe", "phi3", "gemma3"]
+NAMES += ["gpt-oss", "mixtral", "glm4-moe"]
 
 
 @pytest.mark.parametrize("name", NAMES)

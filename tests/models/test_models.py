@@ -13,10 +13,8 @@ from localllm.errors import BadModelFile
 from localllm.models.architectures import open_model
 from localllm.models.loader import LoadOptions, load_model
 
-NAMES = (
-    *("llama", "llama-bias", "llama-yarn", "mistral", "qwen2", "qwen3", "gemma3"),
-    *("qwen3-moe", "qwen3-moe-mixed", "phi3"),
-)
+MIXTURES = ("qwen3-moe", "qwen3-moe-mixed", "gpt-oss", "mixtral", "glm4-moe", "glm4-moe-groups")
+NAMES = ("llama", "llama-bias", "llama-yarn", "mistral", "qwen2", "qwen3", "gemma3", "phi3", *MIXTURES)
 
 
 def relative_error(ours: Tensor, reference: Tensor) -> float:

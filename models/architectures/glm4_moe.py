@@ -1,0 +1,78 @@
+"""GLM-4.5 to 4.7 (Air, 355B): partial rotation, a sigmoid router with a bias for the choice, a shared expert.
+
+The layer behind the last one predicts a second token (MTP): it is not needed for the first and not loaded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from localllm.checkpoint import Checkpoint
+from localllm.checkpoint.fields import MAX_EXPERTS, MAX_LAYERS
+
+from .architecture import Architecture
+from .config import Config
+from .facts import Attention, Experts, LayerFacts, ModelFacts
+from .gguf import GgufConfig
+from .hf import HfConfig
+from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
+
+SHARED = {f"mlp.shared_expert.{kind}_proj": f"mlp.shared_experts.{kind}_proj" for kind in ("gate", "up", "down")}
+
+
+class Glm4Moe(Architecture):
+    """The first layers are dense."""
+
+    name = "glm4_moe"
+    label = "GLM-4.5 to 4.7"
+    hf_types = {
+        "glm4_moe": {
+            "num_local_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "n_shared_experts": 1,
+            "num_key_value_heads": 8, "first_k_dense_replace": 1, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5,
+        }
+    }  # fmt: skip
+    hf_classes = ("Glm4MoeForCausalLM",)
+    gguf_types = ("glm4moe",)
+
+    def from_hf(self, config: HfConfig) -> ModelFacts:
+        rope, context = config.rope()
+        keys, act = config.keys, config.activation()
+        attention = config.attention(rope, qk_norm=keys.flag("use_qk_norm"))
+        experts = config.mixture(
+            "n_routed_experts", "moe_intermediate_size", act,
+            renormalise=keys.flag("norm_topk_prob", True),
+            scale=keys.number("routed_scaling_factor", 1e-6, 1e6, 1.0),
+            groups=keys.integer("n_group", 1, MAX_EXPERTS, 1),
+            group_top_k=keys.integer("topk_group", 1, MAX_EXPERTS, 1),
+        )  # fmt: skip
+        shared = keys.integer("n_shared_experts", 1, MAX_EXPERTS)
+        dense = keys.integer("first_k_dense_replace", 0, MAX_LAYERS)
+        layers = _layers(config, attention, _own(experts, shared), dense, act)
+        return config.facts(layers, context)
+
+    def from_gguf(self, config: GgufConfig) -> ModelFacts:
+        rope, context = config.rope()
+        keys = config.keys
+        attention = config.attention(rope, qk_norm=config.stores("self_attn.q_norm.weight"))
+        shared = keys.integer("expert_shared_count", 1, MAX_EXPERTS, 1)
+        dense = keys.integer("leading_dense_block_count", 0, MAX_LAYERS, 1)
+        layers = _layers(config, attention, _own(config.mixture(), shared), dense, "silu")
+        return config.facts(layers, context)
+
+    def names(self, checkpoint: Checkpoint) -> NameMap:
+        if checkpoint.kind != "gguf":
+            return hf_names(checkpoint.tensors, SHARED)
+        own = {
+            "post_attention_layernorm": "post_attention_norm",
+            "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+        }
+        return gguf_names(GGUF_LAYER | own)
+
+
+def _own(experts: Experts, shared: int) -> Experts:
+    return replace(experts, router="sigmoid", choice_bias=True, shared_inner=shared * experts.inner)
+
+
+def _layers(config: Config, attention: Attention, experts: Experts, dense: int, act: str) -> tuple[LayerFacts, ...]:
+    kinds = LayerFacts(attention, experts), LayerFacts(attention, config.dense(act))
+    return tuple(kinds[layer < dense] for layer in range(config.num_layers))

@@ -1,0 +1,40 @@
+"""Mixtral: Llama's layers with two of eight experts each. Its GGUF files call themselves llama."""
+
+from __future__ import annotations
+
+from localllm.checkpoint import Checkpoint
+
+from .architecture import Architecture
+from .facts import LayerFacts, ModelFacts, repeated
+from .gguf import GgufConfig
+from .hf import HfConfig
+from .llama import Llama
+from .names import NameMap, hf_names
+
+# what checkpoints call it; transformers 5 calls it as we do
+BLOCK = {"mlp.gate": "block_sparse_moe.gate"} | {
+    f"mlp.experts.{{}}.{ours}_proj": f"block_sparse_moe.experts.{{}}.{theirs}"
+    for ours, theirs in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+}
+
+
+class Mixtral(Architecture):
+    """The shares of the chosen experts are divided by their sum."""
+
+    name = "mixtral"
+    label = "Mixtral"
+    hf_types = {"mixtral": {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2}}
+    hf_classes = ("MixtralForCausalLM",)
+
+    def from_hf(self, config: HfConfig) -> ModelFacts:
+        rope, context = config.rope()
+        experts = config.mixture("num_local_experts", "intermediate_size", config.activation())
+        layer = LayerFacts(config.attention(rope), experts)
+        return config.facts(repeated(layer, config.windows(lambda layer: True)), context)
+
+    def from_gguf(self, config: GgufConfig) -> ModelFacts:
+        return Llama().from_gguf(config)
+
+    def names(self, checkpoint: Checkpoint) -> NameMap:
+        inner = BLOCK if any(".block_sparse_moe." in name for name in checkpoint.tensors) else {}
+        return hf_names(checkpoint.tensors, inner)

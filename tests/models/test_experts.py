@@ -1,0 +1,140 @@
+"""Mixtures of experts: how they are stored, what is refused, what a step reads, and how a router chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from localllm.errors import BadModelFile, UnsupportedModel
+from localllm.kernels.experts import route
+from localllm.models.architectures import Experts, open_model
+from localllm.models.loader import LoadOptions, load_model
+
+E2M1 = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+LAYERS = "model.layers."
+
+
+def mxfp4(rows: int, inputs: int, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(blocks, scales, values [experts, rows, inputs]) as gpt-oss stores experts."""
+    blocks = torch.randint(0, 256, (experts, rows, inputs // 32, 16), dtype=torch.uint8)
+    scales = torch.randint(120, 126, (experts, rows, inputs // 32), dtype=torch.uint8)
+    codes = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)
+    values = E2M1[codes.long()] * (scales.float() - 127).exp2().unsqueeze(-1)
+    return blocks, scales, values.flatten(-2)
+
+
+def logits(folder: Path, paged: Any, ids: list[int]) -> Tensor:
+    with open_model(folder) as checkpoint:
+        return paged(load_model(checkpoint, LoadOptions(exact=True))).all_logits(ids, [20])
+
+
+def test_mxfp4_experts_of_gpt_oss(tiny: Callable, paged: Any, tmp_path: Path) -> None:
+    model = tiny("gpt-oss-packable")
+    packed: dict[str, Tensor | None] = {}
+    plain: dict[str, Tensor | None] = {}
+    for name in [key for key in model.tensors if key.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, rows = model.tensors[name].shape
+        blocks, scales, values = mxfp4(rows, inputs, experts)
+        packed |= {name: None, f"{name}_blocks": blocks, f"{name}_scales": scales}
+        plain[name] = values.mT
+    ids = list(range(3, 40))
+    found = logits(model.save(tmp_path / "packed", packed), paged, ids)
+    expected = logits(model.save(tmp_path / "plain", plain), paged, ids)
+    assert float((found - expected).abs().max() / expected.abs().max()) < 2e-5
+
+
+def test_experts_stored_one_by_one(tiny: Callable, loaded: Callable, paged: Any, tmp_path: Path) -> None:
+    model, ids = tiny("mixtral"), list(range(3, 40))
+    split: dict[str, Tensor | None] = {}
+    for name, tensor in model.tensors.items():
+        start, found, last = name.partition(".mlp.")
+        block = f"{start}.block_sparse_moe."
+        if not found:
+            continue
+        split[name] = None
+        if last == "gate.weight":
+            split[f"{block}gate.weight"] = tensor
+            continue
+        for expert, values in enumerate(tensor):
+            parts = zip(("w1", "w3"), values.chunk(2), strict=True) if "gate_up" in last else [("w2", values)]
+            split |= {f"{block}experts.{expert}.{kind}.weight": part.clone() for kind, part in parts}
+    found = logits(model.save(tmp_path / "split", split), paged, ids)
+    assert torch.equal(found, paged(loaded("mixtral")).all_logits(ids, [20]))
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tiny: Callable, tmp_path: Path) -> None:
+    model = tiny("glm4-moe")
+    with open_model(model.save(tmp_path / "a")) as checkpoint:
+        facts = checkpoint.facts
+    spare = {f"{LAYERS}3.{name}.weight": torch.ones(2, 2) for name in ("eh_proj", "mlp.experts.0.up_proj")}
+    with pytest.raises(BadModelFile, match="beyond the 3"):
+        _ = open_model(model.save(tmp_path / "b", spare)).facts
+    with open_model(model.save(tmp_path / "c", spare, num_nextn_predict_layers=1)) as checkpoint:
+        assert replace(checkpoint.facts, extra_layers=0, name=facts.name) == facts
+        load_model(checkpoint)
+
+
+def test_what_a_token_does_not_read_is_not_counted(tiny: Callable, tmp_path: Path) -> None:
+    model = tiny("qwen3-moe-mixed")  # two of three layers have five experts, of which two are chosen
+    with open_model(model.save(tmp_path)) as checkpoint:
+        facts = checkpoint.facts
+    experts = sum(value.nbytes for key, value in model.tensors.items() if ".experts." in key)
+    assert facts.num_params == sum(value.numel() for value in model.tensors.values())
+    assert facts.active_share * facts.weight_bytes == pytest.approx(facts.weight_bytes - experts * 3 / 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("qwen3-moe", {"num_experts_per_tok": 8}, "num_experts_per_tok: is 8"),
+        ("qwen3-moe", {"num_experts_per_tok": 0}, "num_experts_per_tok: is 0"),
+        ("qwen3-moe", {"num_local_experts": 9}, r"mlp\.gate\.weight: holds a weight of \[7, 44\]"),
+        ("qwen3-moe", {"num_local_experts": 1 << 20}, "num_local_experts: is 1,048,576"),
+        ("qwen3-moe", {"mlp_only_layers": ["0"]}, "mlp_only_layers"),
+        ("qwen3-moe", {"moe_intermediate_size": 27}, r"\[26, 44\], \[27, 44\]"),
+        ("glm4-moe-groups", {"n_group": 5}, "12 experts cannot lie in 5 groups"),
+        ("glm4-moe-groups", {"topk_group": 5}, "cannot lie in 4 groups, 5"),
+        ("glm4-moe-groups", {"num_experts_per_tok": 7}, "hold fewer than 7 of 12"),
+        ("gpt-oss", {"swiglu_alpha": 2.0}, "swiglu_alpha 2"),
+    ],
+)
+def test_numbers_that_contradict_are_named(
+    name: str, changes: dict[str, Any], words: str, tiny: Callable, tmp_path: Path
+) -> None:
+    with pytest.raises((BadModelFile, UnsupportedModel), match=words) as caught:
+        _ = open_model(tiny(name).save(tmp_path, **changes)).facts
+    assert caught.value.hint
+
+
+def test_experts_of_a_model_that_has_none_are_refused(tiny: Callable, tmp_path: Path) -> None:
+    spare = {f"{LAYERS}1.mlp.experts.0.up_proj.weight": torch.ones(2, 2)}
+    with pytest.raises(UnsupportedModel, match="mixture of experts"):
+        load_model(open_model(tiny("llama").save(tmp_path, spare)))
+
+
+def test_of_equal_experts_the_first_are_chosen(loaded: Callable) -> None:
+    weights = loaded("qwen3-moe").layers[0].ffn
+    chosen, shares = route(torch.zeros(2, 7), weights)
+    assert chosen.tolist() == [[0, 1, 2]] * 2
+    assert torch.allclose(shares, torch.full((2, 3), 1 / 3))
+
+
+def test_softmax_routers_choose_groups_by_their_best(loaded: Callable) -> None:
+    weights = replace(loaded("qwen3-moe").layers[0].ffn, groups=3, group_top_k=1, top_k=2, renormalise=False, scale=2.0)
+    logits = torch.tensor([[0.0, 1.0, 2.5, -9.0, 2.0, 2.4]])
+    chosen, shares = route(logits, weights)
+    assert chosen.tolist() == [[2, 3]]
+    assert torch.allclose(shares, 2 * torch.softmax(logits, -1)[:, 2:4])
+
+
+def test_work_and_shapes_follow_from_facts() -> None:
+    shapes = Experts(3, 2, 5, shared_inner=7, shared_gate=True).linears(4)
+    assert shapes["mlp.gate"] == (3, 4) and shapes["mlp.experts.2.down_proj"] == (4, 5)
+    assert shapes["mlp.shared_expert.up_proj"] == (7, 4) and shapes["mlp.shared_expert_gate"] == (1, 4)
+    assert len(shapes) == 1 + 9 + 3 + 1
