@@ -96,7 +96,7 @@ def judge(planner: Planner, min_ctx: int, made_before: Plans | None = None) -> c
     by_size = catalog.default_fits(catalog.memory_of(planner.machine))
 
     def fits(candidate: catalog.Candidate) -> tuple[bool, float]:
-        if candidate.shape is None and not candidate.needs:
+        if not (candidate.shape or candidate.layers or candidate.needs):
             return by_size(candidate)
         if candidate not in plans:
             plans[candidate] = plan_of(candidate, planner)
