@@ -130,6 +130,7 @@ FUSED_ATTENTION = frozenset(
     )
 )
 FUSED_MLP = frozenset(("norm", "gate_up", "down", "activation", "post_norm"))
+FUSED_EXPERTS = frozenset(field.name for field in fields(ExpertsWeights))
 FUSED_HEAD = frozenset(("norm", "linear", "softcap"))
 
 

@@ -90,6 +90,19 @@ class CMlpLayer(ctypes.Structure):
     ]
 
 
+class CExpertsLayer(ctypes.Structure):
+    """`ll_experts_layer`."""
+
+    _fields_ = [
+        *_each(c_int64, "hidden intermediate shared num_experts top_k router_kind renormalise act groups group_top_k"),
+        *_each(c_double, "scale limit"),
+        ("choice_bias", c_void_p),
+        *_each(CNorm, "norm post_norm"),
+        *_each(CLinear, "router shared_gate_up shared_down shared_gate"),
+        *_each(c_void_p, "gate_up down"),
+    ]
+
+
 class CHeadLayer(ctypes.Structure):
     """`ll_head_layer`."""
 
@@ -109,7 +122,7 @@ class CDecoderLayer(ctypes.Structure):
     """`ll_decoder_layer`."""
 
     _fields_ = [
-        *_each(c_void_p, "attention mlp sinks"),
+        *_each(c_void_p, "attention mlp experts sinks"),
         ("pages", CKVPages),
         *_each(c_int64, "view window"),
         *_each(c_double, "scale softcap"),
@@ -134,6 +147,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ll_attn_out": (c_int64, (c_void_p, c_void_p, c_int64, c_void_p)),
     "ll_head": (c_int64, (c_void_p, c_void_p, c_int64, c_void_p)),
     "ll_mlp": (c_int64, (c_void_p, c_int64, c_void_p)),
+    "ll_experts": (c_int64, (c_void_p, c_int64, c_void_p)),
     "ll_argmax": (c_int64, (c_void_p, c_int64, c_int64, c_void_p)),
     "ll_top": (c_int64, (c_void_p, c_int64, c_int64, c_double, c_void_p, c_void_p)),
     "ll_draw": (c_int64, (c_void_p, c_int64, c_double, c_double)),
@@ -168,7 +182,8 @@ def declare(lib: ctypes.CDLL) -> None:
         function = getattr(lib, name)
         function.restype = result
         function.argtypes = arguments
-    sizes = sum(ctypes.sizeof(c) for c in (CWeight, CAttentionLayer, CMlpLayer, CHeadLayer, CDecoderLayer))
+    structs = (CWeight, CAttentionLayer, CMlpLayer, CExpertsLayer, CHeadLayer, CDecoderLayer)
+    sizes = sum(map(ctypes.sizeof, structs))
     sizes += PAGES.size + ATTENTION.size + STEP.size + PAGES.size + KV_TARGET.size + PASS.size + VIEWS * VIEW.size
     if lib.ll_abi() >> 32 != sizes:
         raise ValueError("the library's structs differ from interface.py")

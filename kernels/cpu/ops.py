@@ -130,7 +130,7 @@ def paged_attention(
     return out
 
 
-_ROW_WISE = (rms_norm, silu_mul, gelu_tanh_mul, rope, segments.mlp, segments.head)
+_ROW_WISE = (rms_norm, silu_mul, gelu_tanh_mul, rope, segments.mlp, segments.experts, segments.head)
 _WITH_PAGES = (
     kv_write, paged_attention, segments.attn_in, segments.attention, segments.attn_out, segments.decoder, segments.step,
 )  # fmt: skip

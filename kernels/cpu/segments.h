@@ -166,6 +166,8 @@ static int mlp_locked(const ll_mlp_layer *l, const ll_linear_op *next, int64_t m
     return 0;
 }
 
+#include "experts.h"
+
 typedef struct {
     int64_t hidden;
     ll_norm norm;
@@ -228,6 +230,7 @@ typedef struct {
 typedef struct {
     const ll_attention_layer *attention;
     const ll_mlp_layer *mlp;
+    const ll_experts_layer *experts; /* in the place of mlp, or NULL */
     const float *sinks;   /* [num_heads], or NULL */
     kv_pages pages;
     int64_t view, window; /* window 0: none */
@@ -279,9 +282,9 @@ static int decoder_layer(const ll_decoder_layer *d, const ll_pass *p, int is_las
     if (!rows) return 0;
     if (picks) pick_rows(p, l->num_heads * l->head_dim, l->hidden, q, x, cu_rows);
     if (attention_locked(&args)) return -1;
-    hint_next(&d->mlp->gate_up, rows);
+    hint_next(d->experts ? &d->experts->router : &d->mlp->gate_up, rows);
     if (attn_out_locked(l, attended, rows, x)) return -1;
-    return mlp_locked(d->mlp, next, rows, x);
+    return d->experts ? experts_locked(d->experts, next, rows, x) : mlp_locked(d->mlp, next, rows, x);
 }
 
 static int embed_locked(const ll_pass *p, float *x)
@@ -339,6 +342,15 @@ int64_t ll_mlp(const ll_mlp_layer *l, int64_t m, float *x)
 {
     pthread_mutex_lock(&pool.lock);
     int failed = mlp_locked(l, NULL, m, x);
+    pthread_mutex_unlock(&pool.lock);
+    return failed;
+}
+
+/* x += post_norm(experts of the normed x) */
+int64_t ll_experts(const ll_experts_layer *l, int64_t m, float *x)
+{
+    pthread_mutex_lock(&pool.lock);
+    int failed = experts_locked(l, NULL, m, x);
     pthread_mutex_unlock(&pool.lock);
     return failed;
 }

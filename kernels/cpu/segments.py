@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -20,14 +20,12 @@ from ..embedding import Embedding
 from ..kv_pages import KVPages
 from ..layer_weights import (
     FUSED_ATTENTION,
-    FUSED_HEAD,
-    FUSED_MLP,
     AttentionWeights,
+    ExpertsWeights,
     HeadWeights,
     LayerCall,
     Linear,
     MlpWeights,
-    Norm,
     Stepped,
     View,
     has_only,
@@ -40,22 +38,17 @@ from .interface import (
     STEP,
     VIEW,
     VIEWS,
-    CAttentionLayer,
     CDecoderLayer,
-    CHeadLayer,
     CKVPages,
-    CLinear,
-    CMlpLayer,
-    CNorm,
     kv_fields,
     pack_pages,
 )
+from .layers import Layer, attention_layer, experts_layer, head_layer, mlp_layer
 from .layout import Prepared
 
 _NO_SUCH_ROW = -3  # what `ll_decoder` returns for it
 # of a pass: nothing before and after the layers, and a row of cosines for every token
 _LAYERS_ONLY = (0, 0, 0, 1.0, 0, 0, 0)
-_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 _NO_ROWS = 1  # in place of the address that an empty tensor does not have; it is not read
 
 
@@ -69,7 +62,7 @@ def attn_in(
     slot_mapping: Tensor,
 ) -> Tensor:
     """Norm, QKV, QK-norm and RoPE; stores keys and values. Returns q [num_tokens, num_heads, head_dim]."""
-    layer = _layer_of(weights.qkv, weights, _attention_layer)
+    layer = _layer_of(weights.qkv, weights, attention_layer)
     if layer is None or x.dtype is not torch.float32 or not (x.is_contiguous() and cos.is_contiguous()):
         return composed(x, weights, cos, sin, pages, slot_mapping)
     num_tokens = x.shape[0]
@@ -121,7 +114,7 @@ def run_attention(
 
 def attn_out(composed: Callable[..., Tensor], attended: Tensor, x: Tensor, weights: AttentionWeights) -> Tensor:
     """x + post_norm(attended Wᵀ): [num_tokens, hidden], in the place of x."""
-    layer = _layer_of(weights.qkv, weights, _attention_layer)
+    layer = _layer_of(weights.qkv, weights, attention_layer)
     if layer is None or x.dtype is not torch.float32 or not (x.is_contiguous() and attended.is_contiguous()):
         return composed(attended, x, weights)
     _check(lib().ll_attn_out(layer.address, attended.data_ptr(), x.shape[0], x.data_ptr()))
@@ -130,16 +123,25 @@ def attn_out(composed: Callable[..., Tensor], attended: Tensor, x: Tensor, weigh
 
 def mlp(composed: Callable[..., Tensor], x: Tensor, weights: MlpWeights) -> Tensor:
     """x + post_norm(down(act(gate) · up)) of the normed x: [num_tokens, hidden], in the place of x."""
-    layer = _layer_of(weights.gate_up, weights, _mlp_layer)
+    layer = _layer_of(weights.gate_up, weights, mlp_layer)
     if layer is None or x.dtype is not torch.float32 or not x.is_contiguous():
         return composed(x, weights)
     _check(lib().ll_mlp(layer.address, x.shape[0], x.data_ptr()))
     return x
 
 
+def experts(composed: Callable[..., Tensor], x: Tensor, weights: ExpertsWeights) -> Tensor:
+    """x + post_norm(sum of the chosen experts of the normed x): [num_tokens, hidden], in the place of x."""
+    layer = _layer_of(weights.router, weights, experts_layer)
+    if layer is None or x.dtype is not torch.float32 or not x.is_contiguous():
+        return composed(x, weights)
+    _check(lib().ll_experts(layer.address, x.shape[0], x.data_ptr()))
+    return x
+
+
 def head(composed: Callable[..., Tensor], x: Tensor, weights: HeadWeights) -> Tensor:
     """Logits, float32 [rows, vocab]."""
-    layer = _layer_of(weights.linear, weights, _head_layer)
+    layer = _layer_of(weights.linear, weights, head_layer)
     if layer is None or x.dtype is not torch.float32 or not x.is_contiguous():
         return composed(x, weights)
     logits = torch.empty((x.shape[0], weights.linear.out_features))
@@ -187,7 +189,7 @@ def step(
     drove it out of them.
     """
     plan = _decoder_plan(layers, pages) if len(views) <= VIEWS else None
-    last = _layer_of(weights.linear, weights, _head_layer)
+    last = _layer_of(weights.linear, weights, head_layer)
     rest = chain.from_iterable(views)
     given = (token_ids, positions, embedding, cu_query_lens, seq_lens, weights, last, finds_best, *rest)
     call = plan.call if plan is not None else None
@@ -221,7 +223,7 @@ class _Decoder:
     layers: Sequence[LayerCall]
     pages: Sequence[KVPages]
     structs: ctypes.Array[Any]
-    kept: list[_Layer]
+    kept: list[Layer]
     call: _StepCall | None = None
 
 
@@ -271,15 +273,17 @@ def _decoder_plan(layers: Sequence[LayerCall], pages: Sequence[KVPages]) -> _Dec
     if kept is not None and kept.layers is layers and kept.pages is pages:
         return kept
     structs = (CDecoderLayer * len(layers))()
-    parts: list[_Layer] = []
+    parts: list[Layer] = []
     for struct, (attention_weights, mlp_weights, view), of_layer in zip(structs, layers, pages, strict=True):
-        first = _layer_of(attention_weights.qkv, attention_weights, _attention_layer)
-        if not isinstance(mlp_weights, MlpWeights):
-            return None
-        second = _layer_of(mlp_weights.gate_up, mlp_weights, _mlp_layer)
+        first = _layer_of(attention_weights.qkv, attention_weights, attention_layer)
+        if isinstance(mlp_weights, ExpertsWeights):
+            second = _layer_of(mlp_weights.router, mlp_weights, experts_layer)
+        else:
+            second = _layer_of(mlp_weights.gate_up, mlp_weights, mlp_layer)
         if first is None or second is None:
             return None
-        struct.attention, struct.mlp = first.address, second.address
+        struct.attention = first.address
+        setattr(struct, "experts" if isinstance(mlp_weights, ExpertsWeights) else "mlp", second.address)
         parts += (first, second)
         struct.pages = CKVPages(*kv_fields(of_layer))
         struct.sinks = 0 if attention_weights.sinks is None else attention_weights.sinks.data_ptr()
@@ -291,7 +295,7 @@ def _decoder_plan(layers: Sequence[LayerCall], pages: Sequence[KVPages]) -> _Dec
     return made
 
 
-def _layer_of(linear: Linear, weights: Any, build: Callable[[Any], _Layer | None]) -> _Layer | None:
+def _layer_of(linear: Linear, weights: Any, build: Callable[[Any], Layer | None]) -> Layer | None:
     """The packed layer of `weights`; `linear` is one of its products, whose first part keeps it."""
     keeper = linear.parts[0].prepared
     if not isinstance(keeper, Prepared):
@@ -306,89 +310,3 @@ def _check(failed: int) -> None:
         raise IndexError("a token id that the embedding has not")
     if failed:
         raise MemoryError("no memory for a segment's intermediate results")
-
-
-@dataclass(slots=True)
-class _Layer:
-    """A C struct and the tensors it points to."""
-
-    struct: ctypes.Structure
-    kept: list[Any]
-    address: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.address = ctypes.addressof(self.struct)
-
-
-def _attention_layer(w: AttentionWeights) -> _Layer | None:
-    kept: list[Any] = []
-    qkv, out = _linear(w.qkv, kept), _linear(w.out, kept)
-    if qkv is None or out is None or w.norm is None or not has_only(w, FUSED_ATTENTION):
-        return None
-    struct = CAttentionLayer(
-        hidden=w.norm.weight.shape[0],
-        num_heads=w.num_heads,
-        num_kv_heads=w.num_kv_heads,
-        head_dim=w.head_dim,
-        interleaved=w.interleaved,
-        norm=_norm(w.norm, kept),
-        q_norm=_norm(w.q_norm, kept),
-        k_norm=_norm(w.k_norm, kept),
-        post_norm=_norm(w.post_norm, kept),
-        qkv=qkv,
-        out=out,
-    )
-    return _Layer(struct, kept)
-
-
-def _mlp_layer(w: MlpWeights) -> _Layer | None:
-    kept: list[Any] = []
-    gate_up, down = _linear(w.gate_up, kept), _linear(w.down, kept)
-    known = w.activation in _ACTIVATIONS and has_only(w, FUSED_MLP)
-    if gate_up is None or down is None or w.norm is None or not known:
-        return None
-    struct = CMlpLayer(
-        hidden=w.norm.weight.shape[0],
-        intermediate=gate_up.n // 2,
-        gelu=_ACTIVATIONS[w.activation],
-        norm=_norm(w.norm, kept),
-        post_norm=_norm(w.post_norm, kept),
-        gate_up=gate_up,
-        down=down,
-    )
-    return _Layer(struct, kept)
-
-
-def _head_layer(w: HeadWeights) -> _Layer | None:
-    kept: list[Any] = []
-    linear = _linear(w.linear, kept)
-    if linear is None or not has_only(w, FUSED_HEAD):
-        return None
-    hidden = w.norm.weight.shape[0]
-    return _Layer(CHeadLayer(hidden, _norm(w.norm, kept), linear, w.softcap or 0.0), kept)
-
-
-def _norm(norm: Norm | None, kept: list[Any]) -> CNorm:
-    if norm is None:
-        return CNorm()
-    weight = norm.weight.float().contiguous()
-    kept.append(weight)
-    return CNorm(weight.data_ptr(), norm.eps)
-
-
-def _linear(linear: Linear, kept: list[Any]) -> CLinear | None:
-    """None when a part was prepared by something else."""
-    struct = CLinear(parts=len(linear.parts), n=linear.out_features)
-    if len(linear.parts) > len(struct.weight):
-        return None
-    for index, part in enumerate(linear.parts):
-        if not isinstance(part.prepared, Prepared):
-            return None
-        kept.append(part.prepared)
-        struct.weight[index] = part.prepared.address
-        struct.exact[index] = part.impl.name == "c_float32"
-        if part.bias is not None:
-            bias = part.bias.float().contiguous()
-            kept.append(bias)
-            struct.bias[index] = bias.data_ptr()
-    return struct

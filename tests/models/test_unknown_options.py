@@ -52,14 +52,14 @@ def test_unknown_options_go_through_the_composed_segments(loaded: Callable) -> N
 def test_c_packs_layers_whose_options_it_knows(value: float, packed: bool, loaded: Callable) -> None:
     model = loaded("llama")
     layer = model.layers[0]
-    assert (cpu._attention_layer(odd(OddAttention, layer.mixer, value)) is not None) is packed
-    assert (cpu._mlp_layer(odd(OddMlp, layer.ffn, value)) is not None) is packed
-    assert (cpu._head_layer(odd(OddHead, model.head, value)) is not None) is packed
+    assert (cpu.attention_layer(odd(OddAttention, layer.mixer, value)) is not None) is packed
+    assert (cpu.mlp_layer(odd(OddMlp, layer.ffn, value)) is not None) is packed
+    assert (cpu.head_layer(odd(OddHead, model.head, value)) is not None) is packed
 
 
 def test_c_declines_layers_without_a_first_norm_or_with_another_activation(loaded: Callable) -> None:
     layer = loaded("llama").layers[0]
-    assert cpu._attention_layer(replace(layer.mixer, norm=None)) is None
-    assert cpu._attention_layer(replace(layer.mixer, whole_norms=True)) is None
-    assert cpu._mlp_layer(replace(layer.ffn, norm=None)) is None
-    assert cpu._mlp_layer(replace(layer.ffn, activation="relu2")) is None
+    assert cpu.attention_layer(replace(layer.mixer, norm=None)) is None
+    assert cpu.attention_layer(replace(layer.mixer, whole_norms=True)) is None
+    assert cpu.mlp_layer(replace(layer.ffn, norm=None)) is None
+    assert cpu.mlp_layer(replace(layer.ffn, activation="relu2")) is None

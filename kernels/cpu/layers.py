@@ -1,0 +1,156 @@
+"""What C needs to know of a layer: a struct and the tensors it points to. None where a layer is not for C."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..layer_weights import (
+    FUSED_ATTENTION,
+    FUSED_EXPERTS,
+    FUSED_HEAD,
+    FUSED_MLP,
+    AttentionWeights,
+    ExpertsWeights,
+    HeadWeights,
+    Linear,
+    MlpWeights,
+    Norm,
+    has_only,
+)
+from .interface import CAttentionLayer, CExpertsLayer, CHeadLayer, CLinear, CMlpLayer, CNorm
+from .layout import Prepared
+
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+_EXPERT_ACTIVATIONS = ("silu", "gelu_tanh", "swiglu_oai")  # as experts.h numbers them
+_ROUTERS = ("softmax", "softmax_topk", "sigmoid")
+
+
+@dataclass(slots=True)
+class Layer:
+    """A C struct and the tensors it points to."""
+
+    struct: ctypes.Structure
+    kept: list[Any]
+    address: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.address = ctypes.addressof(self.struct)
+
+
+def attention_layer(w: AttentionWeights) -> Layer | None:
+    """`ll_attention_layer`."""
+    kept: list[Any] = []
+    qkv, out = _linear(w.qkv, kept), _linear(w.out, kept)
+    if qkv is None or out is None or w.norm is None or not has_only(w, FUSED_ATTENTION):
+        return None
+    struct = CAttentionLayer(
+        hidden=w.norm.weight.shape[0],
+        num_heads=w.num_heads,
+        num_kv_heads=w.num_kv_heads,
+        head_dim=w.head_dim,
+        interleaved=w.interleaved,
+        norm=_norm(w.norm, kept),
+        q_norm=_norm(w.q_norm, kept),
+        k_norm=_norm(w.k_norm, kept),
+        post_norm=_norm(w.post_norm, kept),
+        qkv=qkv,
+        out=out,
+    )
+    return Layer(struct, kept)
+
+
+def mlp_layer(w: MlpWeights) -> Layer | None:
+    """`ll_mlp_layer`."""
+    kept: list[Any] = []
+    gate_up, down = _linear(w.gate_up, kept), _linear(w.down, kept)
+    known = w.activation in _ACTIVATIONS and has_only(w, FUSED_MLP)
+    if gate_up is None or down is None or w.norm is None or not known:
+        return None
+    struct = CMlpLayer(
+        hidden=w.norm.weight.shape[0],
+        intermediate=gate_up.n // 2,
+        gelu=_ACTIVATIONS[w.activation],
+        norm=_norm(w.norm, kept),
+        post_norm=_norm(w.post_norm, kept),
+        gate_up=gate_up,
+        down=down,
+    )
+    return Layer(struct, kept)
+
+
+def experts_layer(w: ExpertsWeights) -> Layer | None:
+    """`ll_experts_layer`."""
+    kept: list[Any] = []
+    of_shared = (w.shared_gate_up, w.shared_down, w.shared_gate)
+    given = [one for one in (w.router, *w.gate_up, *w.down, *of_shared) if one is not None]
+    found = {id(one): packed for one in given if (packed := _linear(one, kept)) is not None}
+    known = w.activation in _EXPERT_ACTIVATIONS and w.router_kind in _ROUTERS and has_only(w, FUSED_EXPERTS)
+    if len(found) < len(given) or w.norm is None or not known:
+        return None
+    count = len(w.down)
+    gate_up, down = ((CLinear * count)(*(found[id(one)] for one in each)) for each in (w.gate_up, w.down))
+    choice_bias = None if w.choice_bias is None else w.choice_bias.float().contiguous()
+    kept += [gate_up, down, choice_bias]
+    shared_gate_up, shared_down, shared_gate = (CLinear() if one is None else found[id(one)] for one in of_shared)
+    struct = CExpertsLayer(
+        hidden=w.norm.weight.shape[0],
+        intermediate=gate_up[0].n // 2,
+        shared=shared_gate_up.n // 2,
+        num_experts=count,
+        top_k=w.top_k,
+        router_kind=_ROUTERS.index(w.router_kind),
+        renormalise=w.renormalise,
+        act=_EXPERT_ACTIVATIONS.index(w.activation),
+        groups=w.groups,
+        group_top_k=w.group_top_k,
+        scale=w.scale,
+        limit=w.limit or 0.0,
+        choice_bias=None if choice_bias is None else choice_bias.data_ptr(),
+        norm=_norm(w.norm, kept),
+        post_norm=_norm(w.post_norm, kept),
+        router=found[id(w.router)],
+        shared_gate_up=shared_gate_up,
+        shared_down=shared_down,
+        shared_gate=shared_gate,
+        gate_up=ctypes.addressof(gate_up),
+        down=ctypes.addressof(down),
+    )
+    return Layer(struct, kept)
+
+
+def head_layer(w: HeadWeights) -> Layer | None:
+    """`ll_head_layer`."""
+    kept: list[Any] = []
+    linear = _linear(w.linear, kept)
+    if linear is None or not has_only(w, FUSED_HEAD):
+        return None
+    hidden = w.norm.weight.shape[0]
+    return Layer(CHeadLayer(hidden, _norm(w.norm, kept), linear, w.softcap or 0.0), kept)
+
+
+def _norm(norm: Norm | None, kept: list[Any]) -> CNorm:
+    if norm is None:
+        return CNorm()
+    weight = norm.weight.float().contiguous()
+    kept.append(weight)
+    return CNorm(weight.data_ptr(), norm.eps)
+
+
+def _linear(linear: Linear, kept: list[Any]) -> CLinear | None:
+    """None when a part was prepared by something else."""
+    struct = CLinear(parts=len(linear.parts), n=linear.out_features)
+    if len(linear.parts) > len(struct.weight):
+        return None
+    for index, part in enumerate(linear.parts):
+        if not isinstance(part.prepared, Prepared):
+            return None
+        kept.append(part.prepared)
+        struct.weight[index] = part.prepared.address
+        struct.exact[index] = part.impl.name == "c_float32"
+        if part.bias is not None:
+            bias = part.bias.float().contiguous()
+            kept.append(bias)
+            struct.bias[index] = bias.data_ptr()
+    return struct

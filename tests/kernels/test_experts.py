@@ -1,0 +1,104 @@
+"""Mixtures of experts: the C segment against the one composed of references, and what a router chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from localllm.kernels.cpu import segments as cpu
+from localllm.kernels.cpu.build import library
+from localllm.kernels.cpu.layers import experts_layer
+from localllm.kernels.layer_weights import ExpertsWeights, Linear, LinearPart, Norm
+from localllm.kernels.registry import LinearFacts, choose
+from localllm.kernels.segments import REFERENCES
+from localllm.kernels.table import implementations
+from localllm.kernels.weight import Weight
+
+HIDDEN, INNER, EXPERTS = 70, 46, 9
+SOFTMAX = {"router_kind": "softmax", "activation": "silu"}
+KINDS: dict[str, dict[str, Any]] = {
+    "softmax": SOFTMAX,
+    "raw": SOFTMAX | {"renormalise": False, "scale": 2.5, "activation": "gelu_tanh"},
+    "chosen": {"router_kind": "softmax_topk", "activation": "swiglu_oai", "limit": 0.5, "biases": True},
+    "sigmoid": SOFTMAX | {"router_kind": "sigmoid", "choice_bias": True, "shared": 38},
+    "grouped": SOFTMAX | {"router_kind": "sigmoid", "groups": 3, "group_top_k": 2, "shared": 54, "gated": True},
+    "best of groups": SOFTMAX | {"groups": 3, "group_top_k": 1, "limit": 0.25, "post_norm": True},
+}
+
+pytestmark = pytest.mark.skipif(bool(library().reason), reason="no C compiler")
+
+
+def product(n: int, k: int, seed: int, *, bias: bool = False, codes: bool = False) -> Linear:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn((n, k), generator=generator) * k**-0.5
+    weight = Weight("dense", (n, k), values)
+    if codes:
+        scales = values.abs().amax(1, keepdim=True) / 127
+        weight = Weight("int8", (n, k), (values / scales).round().to(torch.int8), scales)
+    impl = choose(implementations("linear"), LinearFacts(form=weight.form, shape=(n, k))).impl
+    given = torch.randn(n, generator=generator) if bias else None
+    return Linear((LinearPart(impl, impl.prepare(weight), given, (n, k)),))
+
+
+def mixture(kind: str, *, codes: bool = False) -> ExpertsWeights:
+    options = dict(KINDS[kind])
+    bias, shared, gated = (options.pop(name, 0) for name in ("biases", "shared", "gated"))
+    norm = Norm(torch.linspace(0.5, 1.5, HIDDEN), 1e-6)
+    if options.pop("post_norm", False):
+        options["post_norm"] = norm
+    if options.get("choice_bias"):
+        options["choice_bias"] = torch.linspace(-0.3, 0.3, EXPERTS)
+    return ExpertsWeights(
+        norm=norm,
+        router=product(EXPERTS, HIDDEN, 1, bias=bool(bias)),
+        gate_up=tuple(product(2 * INNER, HIDDEN, 10 + e, bias=bool(bias), codes=codes) for e in range(EXPERTS)),
+        down=tuple(product(HIDDEN, INNER, 30 + e, bias=bool(bias), codes=codes) for e in range(EXPERTS)),
+        top_k=3,
+        shared_gate_up=product(2 * shared, HIDDEN, 50) if shared else None,
+        shared_down=product(HIDDEN, shared, 51) if shared else None,
+        shared_gate=product(1, HIDDEN, 52) if gated else None,
+        **options,
+    )
+
+
+def composed(*_: object) -> Tensor:
+    raise AssertionError("C must take this layer")
+
+
+def in_c(x: Tensor, weights: ExpertsWeights) -> Tensor:
+    return cpu.experts(composed, x.clone(), weights)
+
+
+@pytest.mark.parametrize("codes", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_c_computes_what_the_composed_segment_does(kind: str, codes: bool) -> None:
+    weights = mixture(kind, codes=codes)
+    for count in (1, 2, 33, 300):
+        x = torch.randn((count, HIDDEN), generator=torch.Generator().manual_seed(count))
+        wanted = REFERENCES["experts"](x.clone(), weights)
+        assert torch.allclose(in_c(x, weights), wanted, rtol=1e-4, atol=1e-4 if codes else 2e-5), count
+
+
+@pytest.mark.parametrize("run", [in_c, lambda x, weights: REFERENCES["experts"](x.clone(), weights)])
+def test_a_token_does_not_depend_on_its_neighbours(run: Callable[[Tensor, ExpertsWeights], Tensor]) -> None:
+    weights = mixture("grouped", codes=True)
+    x = torch.randn((300, HIDDEN), generator=torch.Generator().manual_seed(3))
+    whole = run(x, weights)
+    for begin, end in ((0, 1), (299, 300), (7, 40), (250, 270)):
+        assert torch.equal(run(x[begin:end], weights), whole[begin:end])
+
+
+def test_c_chooses_valid_experts_from_numbers_that_are_none() -> None:
+    weights = mixture("grouped")
+    assert in_c(torch.full((5, HIDDEN), float("nan")), weights).isnan().all()
+
+
+@pytest.mark.parametrize("option", [{"activation": "relu2"}, {"router_kind": "sinkhorn"}, {"norm": None}])
+def test_c_declines_what_it_does_not_know(option: dict[str, Any]) -> None:
+    assert experts_layer(mixture("softmax")) is not None
+    assert experts_layer(replace(mixture("softmax"), **option)) is None
