@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .kv_pages import KVPages
 from .registry import Impl
+from .state_slots import StateSlots
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,27 @@ class AttentionWeights:
     window: int | None = None
     softcap: float | None = None
     interleaved: bool = False  # RoPE pairs (2j, 2j + 1) instead of (j, j + half)
+    gate: bool = False  # after each query head in `qkv` comes its gate; its sigmoid multiplies what attention gives
     sinks: Tensor | None = None  # float32 [num_heads]: a score more for every query of a head, without a value
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaWeights:
+    """What the gated delta rule in one layer needs, besides its states."""
+
+    norm: Norm
+    qkvz: Linear  # rows: query heads, key heads, value heads, then the gates of the outputs
+    ba: Linear  # rows: of every value head how much it learns, then how much it forgets
+    out: Linear
+    conv: Tensor  # float32 [channels, width]
+    decay: Tensor  # float32 [num_v_heads], below 0
+    dt_bias: Tensor  # float32 [num_v_heads]
+    out_norm: Norm  # over every value head, before its gate
+    num_k_heads: int
+    num_v_heads: int
+    k_dim: int
+    v_dim: int
+    tiled: bool = False  # value head j goes with key head j % num_k_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +179,10 @@ def nbytes_of(weights: Any) -> int:
     return total
 
 
-# a layer's weights, and which of the step's views it sees
-LayerCall = tuple[AttentionWeights, MlpWeights | ExpertsWeights, int]
+MixerWeights = AttentionWeights | DeltaWeights
+LayerCache = KVPages | StateSlots
+# a layer's weights, and which of the step's views it sees; -1: it keeps a state
+LayerCall = tuple[MixerWeights, MlpWeights | ExpertsWeights, int]
 # cos, sin, block_table, slot_mapping: what the layers of one cache group share in a step
 View = tuple[Tensor, Tensor, Tensor, Tensor]
 # hidden [num_tokens, hidden], logits float32 [num_tokens, vocab], and where somebody looked int64 [num_tokens], the

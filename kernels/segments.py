@@ -1,9 +1,10 @@
-"""What a decoder layer calls: six segments, each composed of single ops here, and the frozen `KernelTable` of them.
+"""What a decoder layer calls: a few segments, each composed of single ops here, and the frozen `KernelTable` of them.
 
-    attn_in    norm, QKV, QK-norm, RoPE, KV write        attention   paged attention
-    attn_out   output projection, residual               mlp         norm, gate/up, activation, down, residual
-    experts    the same where a router chooses among many
-    head       norm, vocabulary projection, soft-cap  (and a norm before each residual where the model has one)
+    attn_in      norm, QKV, QK-norm, RoPE, KV write        attention   paged attention
+    attn_out     output projection, residual               mlp         norm, gate/up, activation, down, residual
+    gated_delta  norm, projections, convolution, gated delta rule, gated norm, output projection, residual
+    experts      as mlp, where a router chooses among many
+    head         norm, vocabulary projection, soft-cap  (and a norm before each residual where the model has one)
 
 and what is made of them: `decoder`, all layers; `step`, from token ids to logits. The composed segments are always
 there and are the references of fused ones.
@@ -19,12 +20,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import reference
+from . import recurrent, reference
 from .embedding import Embedding
 from .experts import mixture, swiglu_oai
 from .kv_pages import KVPages
-from .layer_weights import AttentionWeights, ExpertsWeights, HeadWeights, LayerCall, MlpWeights, Norm, Stepped, View
-from .registry import OPS, SEGMENTS
+from .layer_weights import (
+    AttentionWeights,
+    DeltaWeights,
+    ExpertsWeights,
+    HeadWeights,
+    LayerCache,
+    LayerCall,
+    MlpWeights,
+    Norm,
+    Stepped,
+    View,
+)
+from .recurrent import sigmoid, softplus
+from .registry import OPS, RECURRENT, SEGMENTS
+from .state_slots import StateSlots
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +52,7 @@ class KernelTable:
     attn_in: Callable[..., Tensor]
     attention: Callable[..., Tensor]
     attn_out: Callable[..., Tensor]
+    gated_delta: Callable[..., Tensor]
     mlp: Callable[..., Tensor]
     experts: Callable[..., Tensor]
     head: Callable[..., Tensor]
@@ -70,10 +85,19 @@ def attn_in(
     pages: KVPages,
     slot_mapping: Tensor,
 ) -> Tensor:
-    """Norm, QKV, QK-norm and RoPE; stores keys and values. Returns q [num_tokens, num_heads, head_dim]."""
+    """Norm, QKV, QK-norm and RoPE; stores keys and values. Returns q [num_tokens, num_heads, head_dim].
+
+    Where heads have gates, q [num_tokens, num_heads, 2 head_dim] has each gate behind its query.
+    """
     heads, kv_heads, dim = weights.num_heads, weights.num_kv_heads, weights.head_dim
     normed = _normed(rms_norm, x, weights.norm)  # lives on until the end: the plan counts it
-    qkv = weights.qkv(normed).view(-1, heads + 2 * kv_heads, dim)
+    rows = weights.qkv(normed)
+    gates = None
+    if weights.gate:
+        gated, rest = rows.split([2 * heads * dim, 2 * kv_heads * dim], -1)
+        queries, gates = gated.view(-1, heads, 2 * dim).split(dim, -1)
+        rows = torch.cat([queries.flatten(1), rest], -1)
+    qkv = rows.view(-1, heads + 2 * kv_heads, dim)
     v = qkv[:, heads + kv_heads :]
     if weights.q_norm is None or weights.k_norm is None:
         rotated = rope(qkv[:, : heads + kv_heads], cos, sin, weights.interleaved)
@@ -84,7 +108,7 @@ def attn_in(
         q = rope(q, cos, sin, weights.interleaved)
         k = rope(k, cos, sin, weights.interleaved)
     kv_write(k, v, pages, slot_mapping)
-    return q
+    return q if gates is None else torch.cat([q, gates], -1)
 
 
 def attention(
@@ -96,15 +120,50 @@ def attention(
     cu_query_lens: Tensor,
     seq_lens: Tensor,
 ) -> Tensor:
-    """Attention over the pages: [num_tokens, num_heads * head_dim]."""
+    """Attention over the pages, gated where heads have gates: [num_tokens, num_heads * head_dim]."""
     given = (weights.scale, weights.window, weights.softcap, weights.sinks)
-    mixed = paged_attention(q, pages, block_table, cu_query_lens, seq_lens, *given)
-    return mixed.view(q.shape[0], -1)
+    if not weights.gate:
+        return paged_attention(q, pages, block_table, cu_query_lens, seq_lens, *given).view(q.shape[0], -1)
+    queries, gates = q.split(weights.head_dim, -1)
+    mixed = paged_attention(queries.contiguous(), pages, block_table, cu_query_lens, seq_lens, *given)
+    return (mixed * sigmoid(gates)).to(mixed.dtype).view(q.shape[0], -1)
 
 
 def attn_out(rms_norm: Callable[..., Tensor], attended: Tensor, x: Tensor, weights: AttentionWeights) -> Tensor:
     """x + post_norm(attended Wᵀ): [num_tokens, hidden], in the place of x."""
     return _added(rms_norm, x, weights.out(attended), weights.post_norm)
+
+
+def gated_delta(
+    rms_norm: Callable[..., Tensor],
+    causal_conv: Callable[..., Tensor],
+    delta_rule: Callable[..., Tensor],
+    silu_mul: Callable[..., Tensor],
+    x: Tensor,
+    weights: DeltaWeights,
+    kept: StateSlots,
+    slots: Tensor,
+    cu_query_lens: Tensor,
+) -> Tensor:
+    """x + out(norm(y) silu(z)), y the gated delta rule of the normed x: [num_tokens, hidden], in the place of x.
+
+    kept    the states, changed
+    slots   int64 [num_seqs]: whose they are
+    """
+    keys, heads, dim = weights.num_k_heads * weights.k_dim, weights.num_v_heads, weights.v_dim
+    normed = _normed(rms_norm, x, weights.norm)
+    rows = weights.qkvz(normed)
+    mixed, z = rows.split([2 * keys + heads * dim, heads * dim], -1)
+    b, a = weights.ba(normed).float().chunk(2, -1)
+    mixed = causal_conv(mixed, weights.conv, None, kept.conv, slots, cu_query_lens)
+    q, k, v = (mixed * sigmoid(mixed)).split([keys, keys, heads * dim], -1)
+    of_keys, of_values = (-1, weights.num_k_heads, weights.k_dim), (-1, heads, dim)
+    given = q.reshape(of_keys), k.reshape(of_keys), v.reshape(of_values)
+    decay = softplus(a + weights.dt_bias).mul_(weights.decay)
+    y = delta_rule(*given, decay, sigmoid(b), kept.state, slots, cu_query_lens, weights.tiled)
+    y = _normed(rms_norm, y, weights.out_norm).flatten(1)
+    gated = silu_mul(torch.cat([z.float(), y], -1)).to(x.dtype)
+    return x.add_(weights.out(gated))
 
 
 def mlp(
@@ -138,32 +197,39 @@ def decoder(
     attn_in: Callable[..., Tensor],
     attention: Callable[..., Tensor],
     attn_out: Callable[..., Tensor],
+    gated_delta: Callable[..., Tensor],
     mlp: Callable[..., Tensor],
     experts: Callable[..., Tensor],
     x: Tensor,
     layers: Sequence[LayerCall],
-    pages: Sequence[KVPages],
+    caches: Sequence[LayerCache],
     views: Sequence[View],
     cu_query_lens: Tensor,
     seq_lens: Tensor,
     wanted: Tensor | None = None,
+    slots: Tensor | None = None,
 ) -> Tensor:
     """All layers of a forward pass: [num_tokens, hidden], in the place of x.
 
+    slots    int64 [num_seqs]: of the sequences' states; None where no layer keeps one
     wanted   int64 [num_rows], ascending, of every sequence none or its last tokens: the result has these rows only, and
              the last layer computes no more than that of the others but their keys and values
     """
-    for number, ((weights, ffn, view), of_layer) in enumerate(zip(layers, pages, strict=True)):
+    for number, ((weights, ffn, view), of_layer) in enumerate(zip(layers, caches, strict=True)):
+        feed = experts if isinstance(ffn, ExpertsWeights) else mlp
+        rows = wanted if number == len(layers) - 1 else None
+        if isinstance(weights, DeltaWeights):
+            x = gated_delta(x, weights, of_layer, slots, cu_query_lens)
+            x = feed(x if rows is None else x[rows], ffn)
+            continue
         cos, sin, block_table, slot_mapping = views[view]
         q = attn_in(x, weights, cos, sin, of_layer, slot_mapping)
-        rows = wanted if number == len(layers) - 1 else None
         if rows is not None and rows.shape[0] == 0:
             return x[:0]
         attended = attention(q, weights, of_layer, block_table, cu_query_lens, seq_lens)
         if rows is not None:
             attended, x = attended[rows], x[rows]
-        x = attn_out(attended, x, weights)
-        x = experts(x, ffn) if isinstance(ffn, ExpertsWeights) else mlp(x, ffn)
+        x = feed(attn_out(attended, x, weights), ffn)
     return x
 
 
@@ -182,20 +248,21 @@ def step(
     positions: Tensor,
     embedding: Embedding,
     layers: Sequence[LayerCall],
-    pages: Sequence[KVPages],
+    caches: Sequence[LayerCache],
     views: Sequence[View],
     cu_query_lens: Tensor,
     seq_lens: Tensor,
     weights: HeadWeights,
     finds_best: bool = False,
+    slots: Tensor | None = None,
 ) -> Stepped:
     """From token ids to logits of every token.
 
     token_ids, positions   int64 [num_tokens]
     views                  cos and sin are those of all positions: float32 [positions, half]
     """
-    turned = [(cos[positions], sin[positions], block_table, slots) for cos, sin, block_table, slots in views]
-    x = decoder(embedding(token_ids), layers, pages, turned, cu_query_lens, seq_lens)
+    turned = [(cos[positions], sin[positions], *pages) for cos, sin, *pages in views]
+    x = decoder(embedding(token_ids), layers, caches, turned, cu_query_lens, seq_lens, None, slots)
     return x, head(x, weights), None
 
 
@@ -204,10 +271,11 @@ COMPOSED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "attn_in": (attn_in, ("rms_norm", "rope", "kv_write")),
     "attention": (attention, ("paged_attention",)),
     "attn_out": (attn_out, ("rms_norm",)),
+    "gated_delta": (gated_delta, ("rms_norm", "causal_conv", "delta_rule", "silu_mul")),
     "mlp": (mlp, ("rms_norm", "silu_mul", "gelu_tanh_mul")),
     "head": (head, ("rms_norm",)),
     "experts": (experts, ("rms_norm", "silu_mul", "gelu_tanh_mul")),
-    "decoder": (decoder, ("attn_in", "attention", "attn_out", "mlp", "experts")),
+    "decoder": (decoder, ("attn_in", "attention", "attn_out", "gated_delta", "mlp", "experts")),
     "step": (step, ("decoder", "head")),
 }
 
@@ -219,6 +287,6 @@ def composed(segment: str, runs: Mapping[str, Callable[..., Any]]) -> Callable[.
 
 
 # every op and segment in plain PyTorch
-REFERENCES: dict[str, Callable[..., Any]] = {op: getattr(reference, op) for op in OPS}
+REFERENCES: dict[str, Callable[..., Any]] = {op: getattr(recurrent if op in RECURRENT else reference, op) for op in OPS}
 for _segment in SEGMENTS:
     REFERENCES[_segment] = composed(_segment, REFERENCES)

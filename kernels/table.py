@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
+from . import recurrent
 from .cpu import ops as cpu
 from .dense_linear import DENSE, DENSE_BF16, DENSE_TILED, REFERENCE
 from .int4pack import INT4PACK
@@ -12,10 +13,19 @@ from .registry import OPS, SEGMENTS, Impl, OpFacts, choose, fits_always
 from .segments import REFERENCES, KernelTable, composed
 from .triton import ops as triton
 
+
+def _in_chunks(facts: OpFacts) -> str | None:
+    return "sums a prompt in another order than single tokens" if facts.deterministic else None
+
+
 # in PyTorch alone; the last of each fits everything: the reference, or the composed segment
 PLAIN: Mapping[str, tuple[Impl, ...]] = {
     "linear": (INT4PACK, DENSE_BF16, DENSE, DENSE_TILED, REFERENCE),
     **{op: (Impl(op, "torch", fits_always, REFERENCES[op]),) for op in OPS},
+    "delta_rule": (
+        Impl("delta_rule", "chunked", _in_chunks, recurrent.delta_rule_chunked),
+        Impl("delta_rule", "torch", fits_always, REFERENCES["delta_rule"]),
+    ),
     **{name: (Impl(name, "composed", fits_always, REFERENCES[name]),) for name in SEGMENTS},
 }
 BACK_ENDS = (cpu.IMPLS, triton.IMPLS, PLAIN)

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from localllm.kernels.layer_weights import Linear
+from localllm.errors import UnsupportedModel
+from localllm.kernels.layer_weights import AttentionWeights, DeltaWeights, Linear
 from localllm.kernels.rope import RopeTable
 from localllm.kernels.segments import REFERENCES
+from localllm.kernels.state_slots import StateSlots
 
-from .architectures import Dense, OpenModel
+from .architectures import Attention, Dense, Experts, GatedDelta, OpenModel
 from .kv_cache import CacheGroup, KVCache
 from .layers import load_layer
 from .loader import Loading, LoadOptions
@@ -43,11 +46,15 @@ def hessians(source: OpenModel, sequences: Sequence[Sequence[int]], device: str 
 
     sequences  token ids, each run for itself; what a layer hands on is computed with the stored weights in float32
 
-    Raises BadModelFile or UnsupportedFormat as loading does, ValueError without any sequence.
+    Raises BadModelFile or UnsupportedFormat as loading does, UnsupportedModel for a mixture of experts, ValueError
+    without any sequence.
     """
     if not any(len(ids) for ids in sequences):
         raise ValueError("calibration needs at least one token")
     facts = source.facts
+    if any(isinstance(layer.ffn, Experts) for layer in facts.layers):
+        message = f"{facts.name} is a mixture of experts, which cannot be calibrated"
+        raise UnsupportedModel(message, "quantize it with --calib none")
     loading = Loading(source, facts, LoadOptions(device=device, exact=True, context=max(map(len, sequences))))
     with torch.inference_mode():
         rows = loading.weight("model.embed_tokens", (facts.vocab_size, facts.hidden_size))
@@ -57,33 +64,63 @@ def hessians(source: OpenModel, sequences: Sequence[Sequence[int]], device: str 
         rotations = {rope: loading.rope(rope) for rope in facts.ropes}
         for index in range(facts.num_layers):
             layer = load_layer(loading, index)
-            mixer, ffn = facts.layers[index].mixer, facts.layers[index].ffn
-            parts = (layer.mixer, "qkv"), (layer.mixer, "out"), (layer.ffn, "gate_up"), (layer.ffn, "down")
-            seen = {name: Observed(getattr(weights, name)) for weights, name in parts}
-            watched = DecoderLayer(
-                dataclasses.replace(layer.mixer, qkv=seen["qkv"], out=seen["out"]),  # type: ignore[arg-type]
-                dataclasses.replace(layer.ffn, gate_up=seen["gate_up"], down=seen["down"]),  # type: ignore[arg-type]
-            )
-            streams = [_run(watched, x, rotations[mixer.rope], device) for x in streams]
-            # the modules that see what a product is given
-            modules = {"qkv": mixer.inputs, "out": ("self_attn.o_proj",)}
-            modules |= {"gate_up": ffn.inputs if isinstance(ffn, Dense) else (), "down": ("mlp.down_proj",)}
-            totals = {name: observed.total for name, observed in seen.items()}
-            yield {module: total for name, total in totals.items() if total is not None for module in modules[name]}
+            mixer = facts.layers[index].mixer
+            table = rotations[mixer.rope] if isinstance(mixer, Attention) else None
+            seen: dict[tuple[str, ...], Observed] = {}
+            ffn = facts.layers[index].ffn
+            watched = DecoderLayer(_watched(layer.mixer, mixer, seen), _watched(layer.ffn, ffn, seen))
+            streams = [_run(watched, x, table, device) for x in streams]
+            yield {
+                module: observed.total
+                for modules, observed in seen.items()
+                if observed.total is not None
+                for module in modules
+            }
 
 
-def _run(layer: DecoderLayer, x: Tensor, table: RopeTable, device: str) -> Tensor:
+def _watched(weights: Any, facts: Any, seen: dict[tuple[str, ...], Observed]) -> Any:
+    """The same weights with products that add up what they are given, which come into `seen` by their modules."""
+    modules = _modules(facts)
+    found = {name: Observed(getattr(weights, name)) for name in modules}
+    seen |= {modules[name]: observed for name, observed in found.items()}
+    return dataclasses.replace(weights, **found)
+
+
+def _modules(facts: Attention | GatedDelta | Dense) -> dict[str, tuple[str, ...]]:
+    """Products of a layer's weights -> the modules that see what they are given."""
+    if isinstance(facts, Attention):
+        return {"qkv": facts.inputs, "out": ("self_attn.o_proj",)}
+    if isinstance(facts, Dense):
+        return {"gate_up": facts.inputs, "down": ("mlp.down_proj",)}
+    return {
+        "qkvz": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
+        "ba": ("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
+        "out": ("linear_attn.out_proj",),
+    }
+
+
+def _run(layer: DecoderLayer, x: Tensor, table: RopeTable | None, device: str) -> Tensor:
     """One layer over one sequence that starts at position 0: [num_tokens, hidden]."""
-    attention, length = layer.mixer, x.shape[0]
+    mixer, length = layer.mixer, x.shape[0]
+    bounds = torch.tensor([0, length], dtype=torch.int32, device=device)
+    if isinstance(mixer, DeltaWeights):
+        shapes = (1, mixer.conv.shape[0], mixer.conv.shape[1] - 1), (1, mixer.num_v_heads, mixer.v_dim, mixer.k_dim)
+        kept = StateSlots(*(torch.zeros(shape, device=device) for shape in shapes))
+        x = REFERENCES["gated_delta"](x, mixer, kept, bounds[:1].long(), bounds)
+    else:
+        x = _attend(mixer, x, table, bounds)
+    return REFERENCES["mlp"](x, layer.ffn)
+
+
+def _attend(attention: AttentionWeights, x: Tensor, table: RopeTable | None, bounds: Tensor) -> Tensor:
+    assert table is not None
+    length, device = x.shape[0], x.device
     num_pages = -(-length // PAGE_SIZE)
     group = CacheGroup("calibration", attention.window, (0,), attention.num_kv_heads, attention.head_dim)
-    cache = KVCache([group], [num_pages], PAGE_SIZE, "f32", device)
+    pages = KVCache([group], [num_pages], PAGE_SIZE, "f32", device).layers[0]
     positions = torch.arange(length, device=device)
     cos, sin = table.rows(positions, length)
     block_table = torch.arange(num_pages, dtype=torch.int32, device=device).unsqueeze(0)
-    bounds = torch.tensor([0, length], dtype=torch.int32, device=device)
-    pages = cache.layers[0]
     q = REFERENCES["attn_in"](x, attention, cos, sin, pages, positions)
     attended = REFERENCES["attention"](q, attention, pages, block_table, bounds, bounds[1:])
-    x = REFERENCES["attn_out"](attended, x, attention)
-    return REFERENCES["mlp"](x, layer.ffn)
+    return REFERENCES["attn_out"](attended, x, attention)

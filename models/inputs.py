@@ -29,6 +29,7 @@ class ForwardBatch:
     # int64 [num_rows], ascending: the token rows whose logits are wanted; of every sequence none, or its last ones
     logits_indices: Tensor
     groups: tuple[AttentionInputs, ...]  # per cache group
+    slots: Tensor | None = None  # int64 [num_seqs]: where the sequences' states are; None where no layer keeps one
 
     @property
     def is_decode(self) -> bool:

@@ -1,6 +1,6 @@
-"""The paged KV cache: which layers keep what together (`CacheGroup`), and the pages themselves (`KVCache`).
+"""The cache: which layers keep what together (`CacheGroup`, `StateGroup`), and the tensors themselves (`KVCache`).
 
-Who owns which page is the engine's business; here are only tensors.
+Who owns which page and which slot is the engine's business; here are only tensors.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.kv_pages import KV_DTYPES, SCALED_FORMATS, KVPages
+from localllm.kernels.state_slots import StateSlots
 
-from .architectures.facts import ModelFacts, cache_layers
+from .architectures.facts import Attention, ModelFacts, Stateful, cache_layers, state_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +42,29 @@ def cache_groups(facts: ModelFacts, scales: Mapping[int, tuple[float, float]] | 
     groups = []
     for layers in cache_layers(facts):
         mixer = facts.layers[layers[0]].mixer
+        assert isinstance(mixer, Attention)
         name = "full" if mixer.window is None else f"window-{mixer.window}"
         fixed = {layer: pair for layer, pair in (scales or {}).items() if layer in layers}
         groups.append(CacheGroup(name, mixer.window, layers, mixer.num_kv_heads, mixer.head_dim, fixed))
+    return tuple(groups)
+
+
+@dataclass(frozen=True, slots=True)
+class StateGroup:
+    """Layers that keep states of the same shapes."""
+
+    layers: tuple[int, ...]
+    conv_shape: tuple[int, ...]  # channels, width - 1
+    state_shape: tuple[int, ...]  # () where there is only a convolution
+
+
+def state_groups(facts: ModelFacts) -> tuple[StateGroup, ...]:
+    """Of the layers that keep a state; () for a model without any."""
+    groups = []
+    for layers in state_layers(facts):
+        mixer = facts.layers[layers[0]].mixer
+        assert isinstance(mixer, Stateful)
+        groups.append(StateGroup(layers, mixer.conv_shape, mixer.state_shape))
     return tuple(groups)
 
 
@@ -72,9 +93,9 @@ def _give_back(memory: Tensor) -> None:
 
 
 class KVCache:
-    """Keys and values of all layers, in pages: one `KVPages` a layer.
+    """What all layers keep: keys and values in pages, one `KVPages` a layer, or a state a sequence in `StateSlots`.
 
-    Pages start as zeros. On the CPU the system hands memory out when a page is first written: it grows with use.
+    Pages and slots start as zeros. On the CPU the system hands memory out when one is first written: it grows with use.
     """
 
     def __init__(
@@ -84,17 +105,30 @@ class KVCache:
         page_size: int = 16,
         kv_format: str = "f32",
         device: str | torch.device = "cpu",
+        states: Sequence[StateGroup] = (),
+        num_slots: int = 0,
     ) -> None:
-        """`num_pages` per group."""
+        """`num_pages` per group; `num_slots` of each of `states`."""
         self.groups = tuple(groups)
         self.num_pages = tuple(num_pages)
         self.page_size = page_size
         self.format = kv_format
         self.device = torch.device(device)
-        layers: dict[int, KVPages] = {}
+        layers: dict[int, KVPages | StateSlots] = {}
         for group, pages in zip(self.groups, self.num_pages, strict=True):
             shape = (pages, group.num_kv_heads, page_size, group.head_dim)
             layers |= {layer: self._pages(shape, group.scales.get(layer)) for layer in group.layers}
+        self.num_slots = num_slots if states else 0
+        self.states: list[Tensor] = []  # [num_slots, layers of the group, ...]: a slot of all layers is copied at once
+        for state in states:
+            shapes = [
+                (num_slots, len(state.layers), *shape) for shape in (state.conv_shape, state.state_shape) if shape
+            ]
+            kept = [_zeros(shape, torch.float32, self.device) for shape in shapes]
+            for at, layer in enumerate(state.layers):
+                conv, *rest = (part[:, at] for part in kept)
+                layers[layer] = StateSlots(conv, rest[0] if rest else None)
+            self.states += kept
         self.layers = tuple(layers[layer] for layer in sorted(layers))  # what every layer keeps, in order
 
     def _pages(self, shape: tuple[int, ...], fixed: tuple[float, float] | None) -> KVPages:
@@ -107,8 +141,9 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pages, used or not."""
-        return sum(part.nbytes for pages in self.layers for part in pages if part is not None)
+        """Bytes of all pages and slots, used or not."""
+        pages = (kept for kept in self.layers if isinstance(kept, KVPages))
+        return sum(part.nbytes for kept in (*pages, self.states) for part in kept if part is not None)
 
     def forget(self, group_index: int, pages: Sequence[int]) -> None:
         """Give the system back the memory of pages that hold nothing (CPU only); they are zeros afterwards."""
@@ -123,6 +158,21 @@ class KVCache:
         """Copy what page `src` holds into page `dst`, in every layer of the group (copy on write)."""
         for part in self._parts(group_index):
             part[dst].copy_(part[src])
+
+    def copy_slot(self, src: int, dst: int) -> None:
+        """Copy the states in slot `src` into slot `dst`, in every layer; zeros where `src` is -1."""
+        for part in self.states:
+            if src < 0:
+                part[dst].zero_()
+            else:
+                part[dst].copy_(part[src])
+
+    def forget_slots(self, slots: Sequence[int]) -> None:
+        """As `forget`, of slots."""
+        if self.device.type == "cpu":
+            for part in self.states:
+                for first, last in _runs(slots):
+                    _give_back(part[first:last])
 
     def _parts(self, group_index: int) -> Iterator[Tensor]:
         """What a group's layers keep in pages; a scale of a whole layer belongs to no page."""

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from localllm.kernels.layer_weights import AttentionWeights, ExpertsWeights, Linear, MlpWeights, Norm
+from localllm.kernels.layer_weights import AttentionWeights, DeltaWeights, ExpertsWeights, Linear, MlpWeights, Norm
 
-from .architectures.facts import Attention, Dense, Experts, Norms, linear_shapes
+from .architectures.facts import Attention, Dense, Experts, GatedDelta, Norms, linear_shapes, vector_shapes
 from .model import DecoderLayer
 from .reader import Reader
 
@@ -24,6 +24,7 @@ class LayerReader:
         self.norms: Norms = self.facts.norms
         self.start = f"model.layers.{index}."
         self._shapes = linear_shapes(self.facts, self.hidden)
+        self._sizes = vector_shapes(self.facts, self.hidden)
 
     def norm(self, name: str, size: int = 0) -> Norm:
         """`size` is the hidden size where it is not said."""
@@ -32,9 +33,9 @@ class LayerReader:
     def norm_if(self, name: str | None, size: int = 0) -> Norm | None:
         return None if name is None else self.norm(name, size)
 
-    def vector(self, name: str, size: int) -> Tensor:
-        """Any other tensor, float32 [size]."""
-        return self.reader.vector(self.reader.checkpoint.names.tensor(self.start + name), size).to(self.reader.device)
+    def vector(self, name: str) -> Tensor:
+        """Another tensor of the layer, float32."""
+        return self.reader.tensor(self.start + name, self._sizes[name])
 
     def linear(self, layer_class: str, *modules: str) -> Linear:
         """Modules that are multiplied with the same rows, as one."""
@@ -56,7 +57,28 @@ def _attention(layer: LayerReader, facts: Attention) -> AttentionWeights:
         window=facts.window,
         softcap=facts.softcap,
         interleaved=facts.rope.interleaved,
-        sinks=layer.vector("self_attn.sinks", facts.num_heads) if facts.sinks else None,
+        sinks=layer.vector("self_attn.sinks") if facts.sinks else None,
+        gate=facts.gate,
+    )
+
+
+def _gated_delta(layer: LayerReader, facts: GatedDelta) -> DeltaWeights:
+    decay = layer.vector("linear_attn.A_log")
+    norm = Norm(layer.vector("linear_attn.norm.weight"), layer.reader.facts.rms_norm_eps)  # without the model's offset
+    return DeltaWeights(
+        norm=layer.norm(layer.norms.before_mixer),
+        qkvz=layer.linear("qkvz", "linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
+        ba=layer.linear("ba", "linear_attn.in_proj_b", "linear_attn.in_proj_a"),
+        out=layer.linear("o", "linear_attn.out_proj"),
+        conv=layer.vector("linear_attn.conv1d.weight"),
+        decay=-decay.exp() if facts.log_decay else decay,
+        dt_bias=layer.vector("linear_attn.dt_bias"),
+        out_norm=norm,
+        num_k_heads=facts.num_k_heads,
+        num_v_heads=facts.num_v_heads,
+        k_dim=facts.k_dim,
+        v_dim=facts.v_dim,
+        tiled=facts.tiled,
     )
 
 
@@ -84,7 +106,7 @@ def _experts(layer: LayerReader, facts: Experts) -> ExpertsWeights:
         activation=facts.act,
         renormalise=facts.renormalise,
         scale=facts.scale,
-        choice_bias=layer.vector(bias, facts.num_experts) if facts.choice_bias else None,
+        choice_bias=layer.vector(bias) if facts.choice_bias else None,
         groups=facts.groups,
         group_top_k=facts.group_top_k,
         shared_gate_up=layer.linear("gate_up", *shared[:2]) if facts.shared_inner else None,
@@ -95,7 +117,12 @@ def _experts(layer: LayerReader, facts: Experts) -> ExpertsWeights:
     )
 
 
-_KINDS: dict[type, Callable[[LayerReader, Any], Any]] = {Attention: _attention, Dense: _dense, Experts: _experts}
+_KINDS: dict[type, Callable[[LayerReader, Any], Any]] = {
+    Attention: _attention,
+    GatedDelta: _gated_delta,
+    Dense: _dense,
+    Experts: _experts,
+}
 
 
 def load_layer(reader: Reader, index: int) -> DecoderLayer:

@@ -11,9 +11,9 @@ from torch.nn import functional
 
 from localllm.kernels.embedding import Embedding
 from localllm.kernels.layer_weights import (
-    AttentionWeights,
     ExpertsWeights,
     HeadWeights,
+    MixerWeights,
     MlpWeights,
     Stepped,
     View,
@@ -27,14 +27,14 @@ from localllm.kernels.segments import KernelTable
 
 from .architectures.facts import ModelFacts, layer_views
 from .inputs import ForwardBatch
-from .kv_cache import CacheGroup, KVCache
+from .kv_cache import CacheGroup, KVCache, state_groups
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
     """What mixes tokens and what follows, each added to the residual stream."""
 
-    mixer: AttentionWeights
+    mixer: MixerWeights
     ffn: MlpWeights | ExpertsWeights
 
     @property
@@ -61,6 +61,7 @@ class Model:
         """`ropes` has a table for each of `facts.ropes`; `projections`: what pooled vectors go through."""
         self.facts = facts
         self.groups = tuple(groups)
+        self.states = state_groups(facts)
         self.embedding = embedding
         self.layers = tuple(layers)
         self.head = head
@@ -80,11 +81,12 @@ class Model:
         calls = self._calls if num_layers is None else self._calls[:num_layers]
         length = max(batch.seq_lens)
         views = self._views(batch, [rope.rows(batch.positions, length) for rope in self._ropes])
-        pages = cache.layers if num_layers is None else cache.layers[: len(calls)]
+        kept = cache.layers if num_layers is None else cache.layers[: len(calls)]
         x = self.embedding(batch.token_ids)
         rows = batch.logits_indices
         wanted = None if rows.shape[0] == x.shape[0] else rows  # they are in order
-        return self.table.decoder(x, calls, pages, views, batch.cu_query_lens, batch.seq_lens_tensor, wanted)
+        lens = batch.cu_query_lens, batch.seq_lens_tensor
+        return self.table.decoder(x, calls, kept, views, *lens, wanted, batch.slots)
 
     def step(self, batch: ForwardBatch, cache: KVCache, finds_best: bool = False) -> Stepped:
         """`forward` and `logits` of a batch whose every token's logits are wanted, valid until the next step; the first
@@ -94,7 +96,8 @@ class Model:
         views = self._views(batch, [rope.upto(length) for rope in self._ropes])
         where = batch.cu_query_lens, batch.seq_lens_tensor
         layers = self.embedding, self._calls, cache.layers
-        return self.table.step(batch.token_ids, batch.positions, *layers, views, *where, self.head, finds_best)
+        given = *layers, views, *where, self.head, finds_best, batch.slots
+        return self.table.step(batch.token_ids, batch.positions, *given)
 
     def _views(self, batch: ForwardBatch, rotations: Sequence[tuple[Tensor, Tensor]]) -> list[View]:
         return [
@@ -139,8 +142,9 @@ class Model:
 
     @property
     def num_kinds(self) -> int:
-        """So many layers from the first on have one of each cache group among them."""
-        return 1 + max(min(group.layers) for group in self.groups)
+        """So many layers from the first on have one of each kind of cache among them."""
+        kinds = [group.layers for group in self.groups] + [group.layers for group in self.states]
+        return 1 + max(map(min, kinds))
 
     @property
     def weight_bytes(self) -> int:

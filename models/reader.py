@@ -147,10 +147,15 @@ class Reader:
 
     def norm(self, name: str, size: int) -> Norm:
         """A norm, its weight float32 with the model's offset added."""
-        stored = f"{self.checkpoint.names.source(name)}.weight"
-        weight = self.vector(stored, size).to(self.device)
-        self.count(self.checkpoint.names.source(name))
+        weight = self.tensor(f"{name}.weight", (size,))
         return Norm(weight + self.facts.norm_offset if self.facts.norm_offset else weight, self.facts.rms_norm_eps)
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A tensor that is no linear module, by canonical name: float32 on the device."""
+        stored = self.checkpoint.names.tensor(name)
+        values = read_dense(self.checkpoint, stored).float().reshape(shape).contiguous().to(self.device)
+        self.count(stored)
+        return values
 
     def vector(self, stored: str, size: int) -> Tensor:
         """A stored vector as float32 [size]."""

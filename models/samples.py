@@ -19,7 +19,7 @@ POSITIONS = 64  # the trials' sequences are shorter than this
 
 def model_shapes(facts: ModelFacts, ops: OpFacts) -> ModelShapes:
     """The sizes that kernels meet in a model."""
-    mixer = facts.layers[0].mixer
+    mixer = facts.attention[0]
     return ModelShapes(
         hidden=facts.hidden_size,
         intermediate=facts.intermediate_size,
@@ -34,9 +34,11 @@ def model_shapes(facts: ModelFacts, ops: OpFacts) -> ModelShapes:
 
 
 def layer_samples(layers: Sequence[DecoderLayer], views: Sequence[int]) -> list[LayerCall]:
-    """One layer of each kind, in the order of the model, with the view it sees."""
+    """One layer of each kind that has pages, in the order of the model, with the view it sees."""
     found: dict[str, LayerCall] = {}
     for layer, view in zip(layers, views, strict=True):
+        if view < 0:
+            continue
         call = (layer.mixer, layer.ffn, view)
         found.setdefault(layer_kind(*call), call)
     return list(found.values())[:MAX_KINDS]

@@ -23,12 +23,14 @@ from ..layer_weights import (
     AttentionWeights,
     ExpertsWeights,
     HeadWeights,
+    LayerCache,
     LayerCall,
     Linear,
     MlpWeights,
     Stepped,
     View,
     has_only,
+    linears_of,
 )
 from .build import lib
 from .interface import (
@@ -153,16 +155,17 @@ def decoder(
     composed: Callable[..., Tensor],
     x: Tensor,
     layers: Sequence[LayerCall],
-    pages: Sequence[KVPages],
+    pages: Sequence[LayerCache],
     views: Sequence[View],
     cu_query_lens: Tensor,
     seq_lens: Tensor,
     wanted: Tensor | None = None,
+    slots: Tensor | None = None,
 ) -> Tensor:
     """All layers of a forward pass in one call; arguments as in `segments.decoder`, pages contiguous."""
     plan = _decoder_plan(layers, pages) if len(views) <= VIEWS else None
     if plan is None or x.dtype is not torch.float32 or not (x.is_contiguous() and _lie_well(views)):
-        return composed(x, layers, pages, views, cu_query_lens, seq_lens, wanted)
+        return composed(x, layers, pages, views, cu_query_lens, seq_lens, wanted, slots)
     num_rows, rows = (0, 0) if wanted is None else (wanted.shape[0], wanted.data_ptr() or _NO_ROWS)
     sizes = len(layers), x.shape[0], seq_lens.shape[0], num_rows
     head = PASS.pack(*sizes, cu_query_lens.data_ptr(), seq_lens.data_ptr(), rows, *_LAYERS_ONLY)
@@ -176,12 +179,13 @@ def step(
     positions: Tensor,
     embedding: Embedding,
     layers: Sequence[LayerCall],
-    pages: Sequence[KVPages],
+    pages: Sequence[LayerCache],
     views: Sequence[View],
     cu_query_lens: Tensor,
     seq_lens: Tensor,
     weights: HeadWeights,
     finds_best: bool = False,
+    slots: Tensor | None = None,
 ) -> Stepped:
     """From token ids to logits in one call; arguments as in `segments.step`.
 
@@ -196,7 +200,7 @@ def step(
     if call is None or len(call.given) != len(given) or not all(map(is_, call.given, given)):
         if plan is None or last is None or embedding.dtype is not torch.float32 or not _lie_well(views):
             same = token_ids, positions, embedding, layers, pages, views, cu_query_lens, seq_lens, weights, finds_best
-            return composed(*same)
+            return composed(*same, slots)
         call = None  # its memory goes first, where it is not taken again
         call = plan.call = _step_call(plan, given, views)
     if not isinstance(embedding.prepared, Prepared):
@@ -221,7 +225,7 @@ class _Decoder:
     """The layers of a model and their pages as C knows them, and the last step."""
 
     layers: Sequence[LayerCall]
-    pages: Sequence[KVPages]
+    pages: Sequence[LayerCache]
     structs: ctypes.Array[Any]
     kept: list[Layer]
     call: _StepCall | None = None
@@ -264,9 +268,9 @@ def _packed(views: Sequence[View]) -> bytes:
     return b"".join((*packed, bytes((VIEWS - len(views)) * VIEW.size)))
 
 
-def _decoder_plan(layers: Sequence[LayerCall], pages: Sequence[KVPages]) -> _Decoder | None:
+def _decoder_plan(layers: Sequence[LayerCall], pages: Sequence[LayerCache]) -> _Decoder | None:
     """The layers as C knows them; None when one is not for C. Kept for tuples, until another one comes."""
-    keeper = layers[0][0].qkv.parts[0].prepared
+    keeper = next(linears_of(layers[0][0])).parts[0].prepared
     if not isinstance(keeper, Prepared):
         return None
     kept: _Decoder | None = keeper.decoder if isinstance(layers, tuple) and isinstance(pages, tuple) else None
@@ -275,6 +279,8 @@ def _decoder_plan(layers: Sequence[LayerCall], pages: Sequence[KVPages]) -> _Dec
     structs = (CDecoderLayer * len(layers))()
     parts: list[Layer] = []
     for struct, (attention_weights, mlp_weights, view), of_layer in zip(structs, layers, pages, strict=True):
+        if not isinstance(attention_weights, AttentionWeights) or not isinstance(of_layer, KVPages):
+            return None
         first = _layer_of(attention_weights.qkv, attention_weights, attention_layer)
         if isinstance(mlp_weights, ExpertsWeights):
             second = _layer_of(mlp_weights.router, mlp_weights, experts_layer)

@@ -180,6 +180,34 @@ def _paged_attention(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
             yield (f"{name}, scales of the checkpoint", (q, scaled, *given, scale, None, shapes.softcap))
 
 
+def _steps(device: str) -> Iterator[tuple[str, int, Tensor, Tensor]]:
+    """(name, tokens, slots, cu_query_lens) of a step in which each sequence decodes, and of one with prompts."""
+    for name, lengths in (("one token each", [1, 1, 1]), ("prompts", [5, 1, 70])):
+        slots = torch.tensor([4, 1, 2], device=device)
+        starts = torch.tensor([0, *lengths], device=device).cumsum(0).int()
+        yield name, sum(lengths), slots, starts
+
+
+def _causal_conv(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
+    for name, count, slots, starts in _steps(shapes.facts.device):
+        x, weight = source.normal(count, 70), source.normal(70, 4, dtype=torch.float32)
+        state, bias = source.normal(5, 70, 3, dtype=torch.float32), source.normal(70, dtype=torch.float32)
+        yield (name, (x, weight, None, state, slots, starts))
+        yield (f"{name}, bias", (x, weight, bias, state, slots, starts))
+
+
+def _delta_rule(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
+    for name, count, slots, starts in _steps(shapes.facts.device):
+        for heads, more, dim in ((2, 2, 20), (2, 1, 128)):
+            q, k = (source.normal(count, heads, dim) for _ in range(2))
+            v = source.normal(count, heads * more, dim + 4)
+            decay, beta = (source.normal(count, heads * more, dtype=torch.float32).abs() for _ in range(2))
+            state = source.normal(5, heads * more, dim + 4, dim, dtype=torch.float32)
+            given = (q, k, v, -decay, beta.clamp(max=1.0), state, slots, starts)
+            for tiled in (False, True):
+                yield (f"{name}, {heads * more}/{heads} x {dim}{', tiled' * tiled}", (*given, tiled))
+
+
 _CASES: dict[str, Callable[[ModelShapes, _Source], Iterator[Case]]] = {
     "rms_norm": _rms_norm,
     "rope": _rope,
@@ -187,4 +215,6 @@ _CASES: dict[str, Callable[[ModelShapes, _Source], Iterator[Case]]] = {
     "gelu_tanh_mul": _gated,
     "kv_write": _kv_write,
     "paged_attention": _paged_attention,
+    "causal_conv": _causal_conv,
+    "delta_rule": _delta_rule,
 }

@@ -18,7 +18,17 @@ from torch import Tensor
 from ..dequant import dequantize_rows
 from ..embedding import Embedding
 from ..kv_pages import KVPages
-from ..layer_weights import AttentionWeights, ExpertsWeights, HeadWeights, LayerCall, Linear, Stepped, View, linears_of
+from ..layer_weights import (
+    AttentionWeights,
+    ExpertsWeights,
+    HeadWeights,
+    LayerCall,
+    Linear,
+    MixerWeights,
+    Stepped,
+    View,
+    linears_of,
+)
 from ..registry import Impl, LinearFacts
 from ..segments import REFERENCES, KernelTable
 from ..weight import Weight
@@ -113,6 +123,16 @@ def first_error(cases: Iterable[tuple[str, Callable[[], str]]]) -> str:
     return next((said for name, call in cases if (said := tried(name, call))), "")
 
 
+RECURRENT = {"causal_conv": 3, "delta_rule": 5}  # op -> which argument is the state that it changes
+
+
+def _own(part: Any, is_state: bool) -> Any:
+    """What an op may change is copied."""
+    if isinstance(part, KVPages):
+        return copied(part)
+    return part.clone() if is_state else part
+
+
 def op_error(op: str, run: Callable[..., Any], shapes: ModelShapes) -> str:
     """Nothing, or what is wrong with `run` as op `op` on these shapes."""
     tolerance = TOLERANCE[shapes.facts.dtype]
@@ -121,13 +141,14 @@ def op_error(op: str, run: Callable[..., Any], shapes: ModelShapes) -> str:
 
     def differs(arguments: tuple[Any, ...]) -> str:
         with torch.inference_mode():
-            ours, theirs = (  # each with pages of its own
-                [copied(part) if isinstance(part, KVPages) else part for part in arguments] for _ in range(2)
-            )
+            kept = RECURRENT.get(op)
+            ours, theirs = ([_own(part, at == kept) for at, part in enumerate(arguments)] for _ in range(2))
             found, wanted = run(*ours), REFERENCES[op](*theirs)
             if found is None:
                 return compare_all(numbers(ours[2]), numbers(theirs[2]), tolerance)
-            return compare(found, wanted, tolerance)
+            if kept is None:
+                return compare(found, wanted, tolerance)
+            return compare_all((found, ours[kept]), (wanted, theirs[kept]), tolerance)
 
     return first_error((name, partial(differs, arguments)) for name, arguments in op_cases(op, shapes))
 
@@ -161,9 +182,11 @@ def _products(*linears: Linear) -> str:
     return ",".join(name if count == 1 else f"{count}*{name}" for name, count in runs)
 
 
-def layer_kind(attention: AttentionWeights, mlp: Any, view: int) -> str:
+def layer_kind(attention: MixerWeights, mlp: Any, view: int) -> str:
     """What makes a layer another case for a fused segment."""
+    assert isinstance(attention, AttentionWeights)
     norms = "".join("n" if norm else "-" for norm in (attention.q_norm, attention.post_norm, mlp.post_norm))
+    norms += "g" * attention.gate
     products = _products(*linears_of(attention), *linears_of(mlp))
     router = ""
     if isinstance(mlp, ExpertsWeights):
@@ -278,12 +301,13 @@ class SegmentTrial:
         for attention, mlp, view in self.layers:
             x, cache, views, cu, lens, _ = self._inputs()
             cos, sin, table, slots = views[view]
-            q = torch.randn((x.shape[0], attention.num_heads, attention.head_dim)).to(x)
+            assert isinstance(attention, AttentionWeights)
+            q = torch.randn((x.shape[0], attention.num_heads, attention.head_dim * (1 + attention.gate))).to(x)
             caches = cache, copied(cache)
             arguments: dict[str, list[tuple[Any, ...]]] = {
                 "attn_in": [(x.clone(), attention, cos, sin, of, slots) for of in caches],
                 "attention": [(q, attention, of, table, cu, lens) for of in caches],
-                "attn_out": [(q.flatten(1), x.clone(), attention) for _ in caches],
+                "attn_out": [(q[..., : attention.head_dim].flatten(1), x.clone(), attention) for _ in caches],
                 "mlp": [(x.clone(), mlp) for _ in caches],
                 "experts": [(x.clone(), mlp) for _ in caches],
             }

@@ -45,12 +45,14 @@ def assemble(
     spare = 1 if plan.graph_buckets else 0  # a page that belongs to nobody, for the idle rows of a bucket
     meter = meter or Meter(device)
     counts = [count + spare for count in plan.num_pages]
-    cache = KVCache(model.groups, counts, plan.page_size, plan.kv, device=device)
+    num_slots = plan.num_slots + spare
+    cache = KVCache(model.groups, counts, plan.page_size, plan.kv, device, model.states, num_slots)
     meter.note("kv")
     decode = None
     if plan.graph_buckets:
         model.reserve_positions(plan.ctx)
-        inputs = DecodeInputs(plan.graph_buckets[-1], plan.ctx, plan.page_size, plan.num_pages, device)
+        sizes = plan.graph_buckets[-1], plan.ctx, plan.page_size
+        inputs = DecodeInputs(*sizes, plan.num_pages, device, plan.num_slots if model.states else -1)
         meter.note("tables")
         decode = DecodeGraphs(model, cache, inputs, plan.graph_buckets, capture or CudaCapture())
     runner = Runner(model, cache, model.facts.vocab_size, decode, _sampler(model, plan, device, selftest))
@@ -60,7 +62,8 @@ def assemble(
     limits = SchedulerLimits(plan.max_parallel, plan.prefill_budget, drafts=plan.num_drafts)
     return Engine(
         runner, plan.num_pages, plan.ctx, limits, prefix_cache=plan.prefix_cache, check_invariants=check_invariants,
-        largest_context=min(plan.max_ctx, model.facts.max_context), speculation=_speculation(plan, device),
+        largest_context=min(plan.max_ctx, model.facts.max_context), num_slots=plan.num_slots,
+        speculation=_speculation(plan, device),
     )  # fmt: skip
 
 

@@ -40,12 +40,21 @@ class WorstSteps:
     """The steps that take most memory, over pages that the caller says may be written.
 
     pages   per cache group: ids to read and write; fewer than the depth needs are read again and again
+    slots   the same of states
     """
 
-    def __init__(self, runner: Runner, plan: Plan, pages: Many[Many[int]], num_layers: int | None = None) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        plan: Plan,
+        pages: Many[Many[int]],
+        num_layers: int | None = None,
+        slots: Many[int] = (),
+    ) -> None:
         self._runner = runner
         self._plan = plan
         self.pages = pages
+        self.slots = slots
         self._num_layers = num_layers
 
     def prefill(self) -> None:
@@ -83,6 +92,8 @@ class WorstSteps:
             table[first_written:] = [pages[(index * own + i) % len(pages)] for i in range(own)]
             sequence.block_tables[group] = table
         sequence.table_version = 1
+        if self.slots:
+            sequence.slot = self.slots[index % len(self.slots)]
         return sequence
 
     @torch.inference_mode()
@@ -102,7 +113,7 @@ def profile_gpu(runner: Runner, plan: Plan, held: Mapping[str, int]) -> MemoryPr
     started = time.monotonic()
     planned = dict(plan.work_terms)
     device = torch.device(plan.device)
-    worst = WorstSteps(runner, plan, [range(count) for count in plan.num_pages])
+    worst = WorstSteps(runner, plan, [range(count) for count in plan.num_pages], slots=range(plan.num_slots))
     terms = [
         Term("weights", plan.weight_bytes, held["weights"]),
         Term("kv", plan.kv_bytes, held["kv"]),
@@ -110,7 +121,7 @@ def profile_gpu(runner: Runner, plan: Plan, held: Mapping[str, int]) -> MemoryPr
         Term("graphs", planned["graphs"] - GRAPH_BYTES * len(plan.graph_buckets), held.get("graphs", 0)),
     ]
     failure = ""
-    eager = WorstSteps(runner, plan, worst.pages, num_layers=1 << 30)  # every layer, without graphs
+    eager = WorstSteps(runner, plan, worst.pages, num_layers=1 << 30, slots=worst.slots)  # every layer, without graphs
     steps: tuple[tuple[str, Callable[[], None]], ...] = (
         ("activations", eager.prefill),
         ("logits", partial(eager.decode, plan.max_parallel)),
@@ -157,17 +168,21 @@ class CpuProfiler:
         """True when it is finished, also where it cannot be done."""
         started = time.monotonic()
         free = [pool.free_pages() for pool in self._pages.pools]
-        if not self._has_room(free):
+        slots = self._pages.slots.free_pages() if self._pages.slots is not None else []
+        if not self._has_room(free) or (self._plan.num_slots and not slots):
             log.info("the plan is not profiled: others took the memory that it counts on")
             return True
         try:
             with Peak() as peak:
                 untouched = self._touch(free, must_stop)
-                if untouched is None or not self._steps(free, must_stop):
+                for slot in slots:
+                    self._cache.copy_slot(-1, slot)
+                if untouched is None or not self._steps(free, slots, must_stop):
                     return False
         finally:
             for group, pages in enumerate(free):
                 self._cache.forget(group, pages)
+            self._cache.forget_slots(slots)
         profile = self._profile(peak.highest + untouched, time.monotonic() - started)
         if not profile.held and self._failed is None:
             self._failed = profile  # something else in this process may have taken memory just then: once more
@@ -201,8 +216,8 @@ class CpuProfiler:
                         part[rows] = 1
         return left
 
-    def _steps(self, free: list[list[int]], must_stop: Callable[[], bool]) -> bool:
-        worst = WorstSteps(self._runner, self._plan, free, self._runner.model.num_kinds)
+    def _steps(self, free: list[list[int]], slots: list[int], must_stop: Callable[[], bool]) -> bool:
+        worst = WorstSteps(self._runner, self._plan, free, self._runner.model.num_kinds, slots)
         # a decode step leaves its logits to the next one (`kernels.cpu.segments`), which may have a prompt in it
         left = torch.ones(self._plan.max_parallel, self._runner.vocab_size)
         for step in (worst.prefill, lambda: worst.decode(self._plan.max_parallel)):

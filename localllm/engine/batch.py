@@ -48,6 +48,7 @@ class BatchBuilder:
         self.device = device
         # whose block tables, in which version; one tensor per cache group
         self._tables: tuple[list[tuple[int, int]], list[torch.Tensor]] = ([], [])
+        self._states: tuple[list[int], torch.Tensor] = ([], torch.empty(0))  # slots of the last step's sequences
         # by number of sequences that decode: `cu_query_lens` and `logits_indices`, which nobody writes to
         self._counts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         # the same, on the CPU, where a step is over before the next one is built
@@ -80,6 +81,7 @@ class BatchBuilder:
             seq_lens_tensor=self._tensor(np.asarray(seq_lens, dtype=np.int32)),
             logits_indices=self._tensor(np.asarray(rows, dtype=np.int64)),
             groups=tuple(self._group(parts, group, positions) for group in range(self.num_groups)),
+            slots=self._slots(parts),
         )
 
     def _decode(self, parts: list[Scheduled]) -> ForwardBatch:
@@ -116,7 +118,17 @@ class BatchBuilder:
             seq_lens_tensor=lens,
             logits_indices=rows,
             groups=tuple(map(AttentionInputs, self._tables[1], slot_mappings)),
+            slots=self._slots(parts),
         )
+
+    def _slots(self, parts: list[Scheduled]) -> torch.Tensor | None:
+        """int64 [num_seqs], the same tensor while it says the same; None of a model without states."""
+        held = [part.sequence.slot for part in parts]
+        if min(held) < 0:
+            return None
+        if held != self._states[0]:
+            self._states = held, self._tensor(np.array(held, dtype=np.int64))
+        return self._states[1]
 
     def _decode_tensors(
         self, ids: list[int], positions: list[int], slots: list[list[int]]

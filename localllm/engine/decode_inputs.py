@@ -17,7 +17,12 @@ from localllm.models.inputs import AttentionInputs, ForwardBatch
 from .sampled_tokens import SampledTokens
 from .scheduler import Scheduled
 
-TOKEN, POSITION, LENGTH, SLOTS = 0, 1, 2, 3  # rows of the small buffer; one row of slots per cache group
+TOKEN, POSITION, LENGTH, SLOTS = (
+    0,
+    1,
+    2,
+    3,
+)  # rows of the small buffer; one row of slots per cache group, and one of states
 
 
 class DecodeInputs:
@@ -25,10 +30,17 @@ class DecodeInputs:
 
     max_context   tokens a sequence may hold
     scratch       per cache group: the page that belongs to nobody
+    scratch_slot  the same of the states' slots; -1 of a model without states
     """
 
     def __init__(
-        self, most: int, max_context: int, page_size: int, scratch: Many[int], device: str | torch.device
+        self,
+        most: int,
+        max_context: int,
+        page_size: int,
+        scratch: Many[int],
+        device: str | torch.device,
+        scratch_slot: int = -1,
     ) -> None:
         self.most = most
         self.max_context = max_context
@@ -36,13 +48,16 @@ class DecodeInputs:
         self.scratch = tuple(scratch)
         self.device = torch.device(device)
         width = -(-max_context // page_size)
-        self._small = torch.zeros((SLOTS + len(self.scratch), most), dtype=torch.int64, device=self.device)
+        self.states = SLOTS + len(self.scratch)  # the row of the states' slots
+        self.has_states = scratch_slot >= 0
+        self._small = torch.zeros((self.states + 1, most), dtype=torch.int64, device=self.device)
         self._starts = torch.arange(most + 1, dtype=torch.int32, device=self.device)
         self._rows = torch.arange(most, dtype=torch.int64, device=self.device)
         self._tables = [torch.full((most, width), -1, dtype=torch.int32, device=self.device) for _ in self.scratch]
         # per row: whose block table lies there, and in which version; None: the scratch page
         self._held: list[tuple[int, int] | None] = [(0, 0)] * most
-        self._idle = np.zeros((SLOTS + len(self.scratch), most), dtype=np.int64)
+        self._idle = np.zeros((self.states + 1, most), dtype=np.int64)
+        self._idle[self.states] = scratch_slot
         self._idle.view(np.int32)[LENGTH, :most] = 1
         for group, page in enumerate(self.scratch):
             self._idle[SLOTS + group] = page * page_size
@@ -58,6 +73,7 @@ class DecodeInputs:
             small[TOKEN, row] = sequence.token_ids[at] if at < len(sequence.token_ids) else 0
             small[POSITION, row] = at
             lengths[row] = at + 1
+            small[self.states, row] = sequence.slot
             for group, table in enumerate(sequence.block_tables):
                 assert table[page] >= 0, "a token without a page"
                 small[SLOTS + group, row] = table[page] * self.page_size + offset
@@ -99,4 +115,5 @@ class DecodeInputs:
             seq_lens_tensor=self._small[LENGTH].view(torch.int32)[:bucket],
             logits_indices=self._rows[:bucket],
             groups=groups,
+            slots=small[self.states] if self.has_states else None,
         )

@@ -22,7 +22,7 @@ from localllm.errors import DeviceError, InternalError, LocalLLMError, OutOfMemo
 from localllm.request import FinishReason, Request, embeds_only
 
 from .metrics import EngineStats
-from .pages import Pages
+from .pages import Pages, Slots
 from .publisher import Listener, Publisher, RequestStream
 from .runner import Runner
 from .scheduler import Scheduler, SchedulerLimits
@@ -46,6 +46,7 @@ class Engine:
     max_context       tokens a sequence may hold
     largest_context   what it could be on this machine; told to who asks for more
     speculation       guesses tokens; None never does
+    num_slots         of the states of sequences and checkpoints, of a model whose layers keep such
     check_invariants  verify every page and count after every step
     """
 
@@ -60,6 +61,7 @@ class Engine:
         prefix_cache: bool = True,
         speculation: Speculation | None = None,
         check_invariants: bool = False,
+        num_slots: int = 0,
     ) -> None:
         self.runner = runner
         self.max_context, self._largest_context = max_context, largest_context
@@ -67,7 +69,8 @@ class Engine:
         self.check_invariants = check_invariants
         cache = runner.cache
         windows = [group.window for group in cache.groups]
-        self._pages = Pages(num_pages, windows, cache.page_size, prefix_cache)
+        slots = Slots(num_slots, cache.copy_slot) if num_slots else None
+        self._pages = Pages(num_pages, windows, cache.page_size, prefix_cache, slots)
         self.scheduler = Scheduler(self._pages, limits)
         self._publisher = Publisher(self.scheduler)
         self.stepper = Stepper(runner, self.scheduler, self._publisher, speculation)

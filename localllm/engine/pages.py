@@ -1,19 +1,23 @@
-"""Which pages a sequence has: taking, sharing, giving back, and handing full pages to the prefix tree. No torch.
+"""Which pages and slots a sequence has: taking, sharing, giving back, handing them to the prefix tree. No torch.
 
-One object owns the pools of all cache groups and the tree over them. Every change keeps the invariant that a
-sequence holds exactly one reference on each page in its block tables.
+One object owns the pools of all cache groups, the slots of states, and the tree over them. Every change keeps the
+invariant that a sequence holds exactly one reference on each page in its block tables, on its slot, and on that of the
+checkpoint which the present step writes.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 from .page_pool import PagePool
 from .radix_cache import RadixCache
 from .sequence import Sequence
+
+CHECKPOINT_EVERY = 2048  # tokens of a long prompt
+MIN_RECOMPUTED = 48  # tokens that a checkpoint must save
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,20 +29,46 @@ class PageCopy:
     target: int
 
 
+@dataclass(frozen=True, slots=True)
+class SlotCopy:
+    """Copy the states after this step: they become a checkpoint."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Where the states of sequences lie, of a model whose layers keep such.
+
+    copy   (from, to): copies what a slot holds before the next step; from -1 it becomes zeros
+    """
+
+    count: int
+    copy: Callable[[int, int], None]
+
+
 class Pages:
-    """The pages of all cache groups.
+    """The pages of all cache groups, and the slots.
 
     num_pages   of each group
     windows     per group: tokens a query looks back, itself included; None for full attention
     """
 
     def __init__(
-        self, num_pages: Many[int], windows: Many[int | None], page_size: int, prefix_cache: bool = True
+        self,
+        num_pages: Many[int],
+        windows: Many[int | None],
+        page_size: int,
+        prefix_cache: bool = True,
+        slots: Slots | None = None,
     ) -> None:
         self.page_size = page_size
         self.windows = tuple(windows)
         self.pools = tuple(map(PagePool, num_pages))
-        self.tree = RadixCache(self.pools, windows, page_size)
+        self.slots = None if slots is None else PagePool(slots.count)
+        self._copy_slot = None if slots is None else slots.copy
+        self.tree = RadixCache(self.pools, windows, page_size, self.slots)
         self.prefix_cache = prefix_cache
 
     def num_needed(self, sequence: Sequence, group: int, num_tokens: int) -> int:
@@ -60,11 +90,16 @@ class Pages:
             tokens = sequence.num_tokens if window is None else first_tokens
             if self.num_needed(sequence, group, tokens) > self.pools[group].num_available:
                 return False
-        return True
+        return self.slots is None or sequence.slot >= 0 or self.slots.num_available > 0
+
+    @property
+    def available(self) -> list[int]:
+        """Pages of each group, and slots, that are free or could be."""
+        return [pool.num_available for pool in (*self.pools, *([] if self.slots is None else [self.slots]))]
 
     def attach_prefix(self, sequence: Sequence) -> int:
         """Give a fresh sequence the longest cached prefix that leaves one token to compute; returns its tokens."""
-        if not (self.prefix_cache and sequence.request.use_prefix_cache) or sequence.wants_all_rows:
+        if not self._caches(sequence) or sequence.wants_all_rows:
             return 0  # where every row is wanted, every row is computed
         path = self.tree.match(sequence.token_ids, sequence.request.cache_salt, sequence.num_tokens - 1)
         if not path:
@@ -84,7 +119,7 @@ class Pages:
         sequence.table_version += 1
         sequence.node = path[-1]
         sequence.num_tree_pages = len(path)
-        sequence.num_computed_tokens = num_tokens
+        sequence.num_computed_tokens = sequence.num_kept_tokens = num_tokens
         return num_tokens
 
     def extend(self, sequence: Sequence, num_tokens: int) -> bool:
@@ -127,7 +162,77 @@ class Pages:
             sequence.table_version += 1
         return copies
 
-    def fork(self, parent: Sequence, child: Sequence) -> None:
+    def _caches(self, sequence: Sequence) -> bool:
+        return self.prefix_cache and sequence.request.use_prefix_cache
+
+    def take_slot(self, sequence: Sequence) -> bool:
+        """Give a sequence that has none a slot with the states behind its prefix; False when all are in use."""
+        source = sequence.node.slot if sequence.node is not None else None
+        return self._take_slot(sequence, -1 if source is None else source)
+
+    def _take_slot(self, sequence: Sequence, source: int) -> bool:
+        if self._copy_slot is None or sequence.slot >= 0:
+            return True
+        slot = self._free_slot()
+        if slot is None:
+            return False
+        sequence.slot = slot
+        if slot != source:  # else the checkpoint itself was evicted for it
+            self._copy_slot(source, slot)
+        return True
+
+    def _free_slot(self) -> int | None:
+        assert self.slots is not None
+        if self.slots.num_free == 0:
+            self.tree.evict_checkpoint()
+        return self.slots.take()
+
+    def checkpoint_after(self, sequence: Sequence) -> int | None:
+        """How many tokens shall be computed when the next checkpoint is taken: a whole number of pages.
+
+        While it reads, the last page boundary that leaves one token to compute, and every CHECKPOINT_EVERY tokens until
+        then; while it answers, every page boundary. None: no more of them.
+        """
+        if self.slots is None or not self._caches(sequence):
+            return None
+        size, start = self.page_size, sequence.num_computed_tokens
+        if sequence.is_decoding:
+            return (start // size + 1) * size
+        last = (sequence.num_tokens - 1) // size * size
+        after = min(last, (start // CHECKPOINT_EVERY + 1) * CHECKPOINT_EVERY)
+        worth = after > start and after - sequence.num_kept_tokens >= MIN_RECOMPUTED
+        return after if worth else None
+
+    def begin_checkpoint(self, sequence: Sequence, num_tokens: int) -> SlotCopy | None:
+        """What keeps the states of this step's end, `num_tokens` tokens, for the tree; None when no slot is left."""
+        if self.slots is None or sequence.checkpoint is not None or not self._caches(sequence):
+            return None
+        slot = self._free_slot()
+        if slot is None:
+            return None
+        sequence.checkpoint = num_tokens, slot
+        sequence.num_kept_tokens = num_tokens
+        return SlotCopy(sequence.slot, slot)
+
+    def _end_checkpoint(self, sequence: Sequence) -> None:
+        """Hand the checkpoint that a step has written to the tree; of an answer only the last one is kept."""
+        if sequence.checkpoint is None or self.slots is None:
+            return
+        (num_tokens, slot), node = sequence.checkpoint, sequence.node
+        if num_tokens > sequence.num_computed_tokens:
+            return  # that step is still ahead
+        known = node is not None and node.parent is not None and sequence.num_tree_pages * self.page_size == num_tokens
+        if node is not None and known and self.tree.keep(node, slot) and num_tokens > sequence.num_prompt_tokens:
+            if sequence.answer_checkpoint is not None:
+                self.tree.drop(sequence.answer_checkpoint)
+            sequence.answer_checkpoint = node
+        self.slots.release(slot)
+        sequence.checkpoint = None
+
+    def fork(self, parent: Sequence, child: Sequence) -> bool:
+        """Let a child share its parent's pages and have a copy of its states; False when no slot is left for them."""
+        if not self._take_slot(child, parent.slot):
+            return False
         for group, pool in enumerate(self.pools):
             child.block_tables[group] = list(parent.block_tables[group])
             child.first_kept[group] = parent.first_kept[group]
@@ -138,11 +243,13 @@ class Pages:
         child.node, child.num_tree_pages = parent.node, parent.num_tree_pages
         child.num_computed_tokens = parent.num_computed_tokens
         child.num_cached_tokens = parent.num_cached_tokens
+        return True
 
     def commit(self, sequence: Sequence) -> None:
         """After a step: hand newly full pages to the tree, then give back what fell out of the windows."""
-        if self.prefix_cache and sequence.request.use_prefix_cache:
+        if self._caches(sequence):
             self._grow_tree(sequence)
+        self._end_checkpoint(sequence)
         for group, window in enumerate(self.windows):
             if window is None:
                 continue
@@ -189,13 +296,28 @@ class Pages:
             sequence.first_kept[group] = 0
         sequence.table_version += 1
         sequence.node, sequence.num_tree_pages = None, 0
+        if self.slots is not None:
+            for slot in _slots_of(sequence):
+                self.slots.release(slot)
+        sequence.slot, sequence.checkpoint, sequence.answer_checkpoint = -1, None, None
+        sequence.num_kept_tokens = 0
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Raise InvariantViolated unless every reference is accounted for by these sequences and the tree."""
         held: list[Counter[int]] = [Counter() for _ in self.pools]
+        in_slots: Counter[int] = Counter()
         for sequence in sequences:
+            in_slots.update(_slots_of(sequence))
             for group, table in enumerate(sequence.block_tables):
                 held[group].update(page for page in table if page >= 0)
         for pool, counts in zip(self.pools, held, strict=True):
             pool.check_integrity(counts)
+        if self.slots is not None:
+            self.slots.check_integrity(in_slots)
         self.tree.check_integrity()
+
+
+def _slots_of(sequence: Sequence) -> list[int]:
+    """The slots that a sequence holds: its own, and that of the checkpoint being written."""
+    written = [sequence.checkpoint[1]] if sequence.checkpoint is not None else []
+    return [sequence.slot, *written] if sequence.slot >= 0 else written

@@ -4,6 +4,9 @@ A node is one full page: the edge to it is the page's token ids, below a root pe
 mix). It holds one page id per cache group. A full-attention group needs every page of a prefix; a window group of W
 tokens only the pages of its last W tokens, so a node may have lost its page of such a group (None).
 
+Of a model whose layers keep states, a few nodes hold a checkpoint, too: the slot with the states after their last
+token. A prefix then ends at a node that has one.
+
 Sequences that use a node's pages hold references of their own, and hold all pages of the full group up to their end;
 therefore a node whose first-group page is held by the tree alone has no user below it, and eviction may take leaves.
 """
@@ -28,7 +31,7 @@ class Pins(dict[tuple[int, ...], "Pins"]):
 class Node:
     """One page of tokens in the tree."""
 
-    __slots__ = ("children", "key", "last_used", "pages", "parent", "pins")
+    __slots__ = ("children", "key", "last_used", "pages", "parent", "pins", "slot")
 
     def __init__(self, parent: Node | None, key: tuple[int, ...], pages: list[int | None]) -> None:
         self.parent = parent
@@ -36,6 +39,7 @@ class Node:
         self.pages = pages
         self.children: dict[tuple[int, ...], Node] = {}
         self.last_used = 0
+        self.slot: int | None = None  # of its checkpoint
         self.pins: Pins | None = None  # what is pinned below; None for a node that is not on a pinned path
 
     @property
@@ -49,10 +53,18 @@ class RadixCache:
 
     pools     one per cache group
     windows   per group: None for full attention, else the window in tokens
+    slots     of checkpoints and sequences; None for a model that keeps no states
     """
 
-    def __init__(self, pools: Sequence[PagePool], windows: Sequence[int | None], page_size: int) -> None:
+    def __init__(
+        self,
+        pools: Sequence[PagePool],
+        windows: Sequence[int | None],
+        page_size: int,
+        slots: PagePool | None = None,
+    ) -> None:
         self.pools = tuple(pools)
+        self.slots = slots
         self.windows = tuple(windows)
         self.page_size = page_size
         self._roots: dict[str, Node] = {}
@@ -97,8 +109,8 @@ class RadixCache:
                 node = child
         length = self._usable(path)
         del path[length:]
-        self._clock += 1
-        for node in path:
+        for node in path:  # the deepest last: of checkpoints on one path the first ones go first
+            self._clock += 1
             node.last_used = self._clock
         return path
 
@@ -108,11 +120,13 @@ class RadixCache:
         return 0 if window is None else max(0, num_tokens - window + 1) // self.page_size
 
     def _usable(self, path: list[Node]) -> int:
-        """The longest length, in pages, for which every window group still has the pages it would read."""
+        """The longest length, in pages, for which every window group still has the pages it would read, and at whose
+        end there is a checkpoint where the model keeps states.
+        """
         runs = [0] * len(self.windows)  # consecutive pages present, ending at the current index
         best = 0
         for index, node in enumerate(path):
-            ok = True
+            ok = self.slots is None or node.slot is not None
             for group, window in enumerate(self.windows):
                 runs[group] = runs[group] + 1 if node.pages[group] is not None else 0
                 end = (index + 1) * self.page_size
@@ -150,6 +164,27 @@ class RadixCache:
                 pool.release(page)
                 used.append(mine)
         return child, used
+
+    def keep(self, node: Node, slot: int) -> bool:
+        """Let a node hold a checkpoint; False when it has one already."""
+        assert self.slots is not None
+        if node.slot is not None:
+            return False
+        node.slot = slot
+        self.slots.enter_tree(slot)
+        return True
+
+    def drop(self, node: Node) -> None:
+        """Forget a node's checkpoint, if it has one."""
+        if node.slot is not None and self.slots is not None:
+            self.slots.leave_tree(node.slot)
+            node.slot = None
+
+    def evict_checkpoint(self) -> None:
+        """Free the slot of the least recently used checkpoint, if there is any; pinned ones last."""
+        oldest = min((n for n in self._nodes() if n.slot is not None), key=lambda n: n.rank, default=None)
+        if oldest is not None:
+            self.drop(oldest)
 
     def evict(self, group: int, num_pages: int) -> int:
         """Free at least `num_pages` pages of a group, least recently used first; returns how many it could."""
@@ -196,6 +231,7 @@ class RadixCache:
 
     def _detach(self, node: Node) -> Node:
         assert node.parent is not None
+        self.drop(node)
         del node.parent.children[node.key]
         self.num_nodes -= 1
         parent, node.parent = node.parent, None
@@ -234,6 +270,11 @@ class RadixCache:
                 seen[group].add(page)
         if num_nodes != self.num_nodes:
             violated(f"{num_nodes} nodes, counted {self.num_nodes}")
+        held = [node.slot for node in self._nodes() if node.slot is not None]
+        if held and self.slots is None:
+            violated("a checkpoint of a model without states")
+        if self.slots is not None and sorted(held) != [slot for slot, kept in enumerate(self.slots.in_tree) if kept]:
+            violated(f"checkpoints in nodes: {sorted(held)}, others are marked")
         for group, pool in enumerate(self.pools):
             marked = {page for page, kept in enumerate(pool.in_tree) if kept}
             if marked != seen[group]:

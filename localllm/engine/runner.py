@@ -100,13 +100,20 @@ class Runner:
                     self.sampler.capture(self.graphs.buckets, self.graphs.capture_run)
 
     def forward(self, step: Step, before: SampledTokens | None = None, num_layers: int | None = None) -> ForwardOutput:
-        """Copy shared pages that are about to be written, then run the model.
+        """Copy shared pages that are about to be written, run the model, and keep states as checkpoints.
 
         before      where the tokens of a step that is ahead come from
         num_layers  only the first so many layers, without graphs, to see what a step takes
         """
         for copy in step.copies:
             self.cache.copy_page(copy.group, copy.source, copy.target)
+        output = self._forward(step, before, num_layers)
+        for part in step.scheduled:
+            if part.saves is not None:
+                self.cache.copy_slot(part.saves.source, part.saves.target)
+        return output
+
+    def _forward(self, step: Step, before: SampledTokens | None, num_layers: int | None) -> ForwardOutput:
         if self.graphs is not None and num_layers is None and self.graphs.takes(step):
             bucket, count = self.graphs.forward(step, before), len(step.scheduled)
             return ForwardOutput(self.model, bucket.hidden[:count], bucket.logits[:count], bucket.size)

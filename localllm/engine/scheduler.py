@@ -14,11 +14,8 @@ from dataclasses import dataclass, field, replace
 
 from .drafter import MOST_DRAFTS
 from .invariant import violated
-from .pages import PageCopy, Pages
+from .pages import PageCopy, Pages, SlotCopy
 from .sequence import Sequence, SequenceState
-
-# tokens of a decoding sequence in one step: the one sampled last, and those that a grammar forced after it
-MAX_DECODE_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +37,7 @@ class Scheduled:
     start: int
     num_tokens: int
     is_ahead: bool = False  # its one token is still being sampled by the step before
+    saves: SlotCopy | None = None  # states that are kept as they are after it
     drafts: tuple[int, ...] = ()  # the last of its tokens are guessed: they follow what the sequence has
 
     @property
@@ -91,10 +89,13 @@ class Scheduler:
         self._enqueue(sequence)
 
     def add_fork(self, child: Sequence, parent: Sequence) -> None:
-        """Let a child that shares its parent's pages run at once if there is a place, else next."""
+        """Let a child that shares its parent's pages run at once if there is a place, else next.
+
+        One that has to wait holds no slot: it begins with what of its prompt the tree has.
+        """
         child.order = parent.order
-        self.pages.fork(parent, child)
-        if len(self.running) < self.limits.max_parallel:
+        runs = len(self.running) < self.limits.max_parallel
+        if (runs or self.pages.slots is None) and self.pages.fork(parent, child) and runs:
             child.state = SequenceState.RUNNING
             self.running.append(child)
         else:
@@ -148,12 +149,16 @@ class Scheduler:
                 going.append(Scheduled(sequence, part.start + part.num_tokens, 1, is_ahead=True))
         if not going or not self._has_room(going):
             return None
-        step = Step(going)
+        step = Step()
         for part in going:
             copies = self.pages.own_tail(part.sequence, part.start)
             extended = self.pages.extend(part.sequence, part.start + 1)
             assert copies is not None and extended, "counted before"
             step.copies.extend(copies)
+            after = part.start + 1
+            ends_page = after % self.pages.page_size == 0
+            saves = self.pages.begin_checkpoint(part.sequence, after) if ends_page else None
+            step.scheduled.append(replace(part, saves=saves))
         return step
 
     def _has_room(self, parts: list[Scheduled]) -> bool:
@@ -164,14 +169,14 @@ class Scheduler:
         )
 
     def _schedule_decodes(self, step: Step) -> None:
-        for sequence in [s for s in self.running if _is_decoding(s)]:
+        for sequence in [s for s in self.running if s.is_decoding]:
             if sequence.state is not SequenceState.RUNNING:
                 continue  # preempted for an earlier one in this loop
             self._take_slots(step, sequence, sequence.num_uncomputed_tokens)
 
     def _schedule_prefills(self, step: Step) -> int:
         budget = self.limits.prefill_budget
-        for sequence in [s for s in self.running if not _is_decoding(s)]:
+        for sequence in [s for s in self.running if not s.is_decoding]:
             if budget <= 0 or sequence.state is not SequenceState.RUNNING or sequence.is_paused:
                 continue
             count = self._chunk(sequence, budget)
@@ -181,8 +186,7 @@ class Scheduler:
     def _admit(self, step: Step, budget: int) -> None:
         while self.waiting and budget > 0 and len(self.running) < self.limits.max_parallel:
             sequence = self.waiting[0]
-            available = [pool.num_available for pool in self.pages.pools]
-            if self._refused is not None and self._refused == (sequence, available) and self.running:
+            if self._refused is not None and self._refused == (sequence, self.pages.available) and self.running:
                 return  # nothing was given back since
             fresh = not any(sequence.block_tables)
             if fresh:
@@ -198,17 +202,19 @@ class Scheduler:
                     if self._release_waiting():
                         continue
                     self._starve(step, sequence)
-                self._refused = (sequence, [pool.num_available for pool in self.pages.pools])
+                self._refused = (sequence, self.pages.available)
                 return
+            self.pages.take_slot(sequence)
             if fresh and sequence.num_preemptions == 0:
                 self.pages.tree.num_query_tokens += sequence.num_tokens
                 self.pages.tree.num_hit_tokens += sequence.num_computed_tokens
             self.waiting.popleft()
             sequence.state = SequenceState.RUNNING
             self.running.append(sequence)
-            if not self._take_slots(step, sequence, count):
+            taken = self._take_slots(step, sequence, count)
+            if not taken:
                 return
-            budget -= count
+            budget -= taken
 
     def _chunk(self, sequence: Sequence, budget: int) -> int:
         count = min(sequence.num_uncomputed_tokens, budget)
@@ -217,13 +223,21 @@ class Scheduler:
         return min(count, self.limits.score_rows) if sequence.wants_all_rows else count
 
     def _take_slots(self, step: Step, sequence: Sequence, count: int) -> int:
-        """Schedule the next `count` tokens, preempting later arrivals. 0 when `sequence` itself had to go."""
+        """Schedule the next `count` tokens, or those up to the next checkpoint, preempting later arrivals.
+
+        Returns how many; 0 when `sequence` itself had to go.
+        """
+        start = sequence.num_computed_tokens
+        after = self.pages.checkpoint_after(sequence)
+        if after is not None:
+            count = min(count, after - start)
         while True:
-            copies = self.pages.own_tail(sequence, sequence.num_computed_tokens)
+            copies = self.pages.own_tail(sequence, start)
             if copies is not None:
                 step.copies.extend(copies)
-                if self.pages.extend(sequence, sequence.num_computed_tokens + count):
-                    step.scheduled.append(Scheduled(sequence, sequence.num_computed_tokens, count))
+                if self.pages.extend(sequence, start + count):
+                    saves = self.pages.begin_checkpoint(sequence, start + count) if start + count == after else None
+                    step.scheduled.append(Scheduled(sequence, start, count, saves=saves))
                     return count
             victim = self._victim()
             if len(self.running) > 1 or victim is not sequence:
@@ -258,6 +272,12 @@ class Scheduler:
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         self._enqueue(sequence)
+
+    def restart(self, step: Step) -> None:
+        """After a step that failed on its way: let its sequences compute their states again, which may be half done."""
+        for part in step.scheduled:
+            if self.pages.slots is not None and part.sequence.state is SequenceState.RUNNING:
+                self._preempt(part.sequence)
 
     def _starve(self, step: Step, sequence: Sequence) -> None:
         step.out_of_pages.append(sequence)
@@ -297,8 +317,3 @@ class Scheduler:
 def _rank(sequence: Sequence) -> tuple[int, int, int]:
     """The order of admission; who is preempted comes from its end."""
     return -sequence.request.priority, sequence.order, sequence.index
-
-
-def _is_decoding(sequence: Sequence) -> bool:
-    """Whether it goes on with its answer, rather than reading its prompt, or all of it again after a preemption."""
-    return sequence.num_output_tokens > 0 and sequence.num_uncomputed_tokens <= MAX_DECODE_TOKENS

@@ -13,6 +13,9 @@ from localllm.request import FinishReason, Request, SamplingParams, StopCheck, T
 
 from .radix_cache import Node
 
+# tokens of a decoding sequence in one step: the one sampled last, and those that a grammar forced after it
+MAX_DECODE_TOKENS = 64
+
 _numbers = itertools.count(1)
 
 
@@ -44,6 +47,10 @@ class Sequence:
         self.first_kept: list[int] = [0] * num_groups  # per group: pages before this index were given back
         self.node: Node | None = None  # the tree node of the last full page known to the tree
         self.num_tree_pages = 0  # full pages known to the tree
+        self.slot = -1  # where its states are, of a model that keeps such; -1: nowhere
+        self.checkpoint: tuple[int, int] | None = None  # (tokens, slot) of the one that the present step writes
+        self.num_kept_tokens = 0  # at the end of the last checkpoint that it took or began with
+        self.answer_checkpoint: Node | None = None  # the node with the latest one behind its prompt
         self.stop_check: StopCheck | None = request.stop_check
         self.token_mask: TokenMask | None = request.token_mask
         # for the token sampled next: int32 [ceil(vocab / 32)], None when all are allowed, or what the mask raised
@@ -86,6 +93,11 @@ class Sequence:
     def num_uncomputed_tokens(self) -> int:
         """Tokens whose K/V is still to be computed: 1 while decoding, more during prefill."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether it goes on with its answer, rather than reading its prompt, or all of it again after a preemption."""
+        return self.num_output_tokens > 0 and self.num_uncomputed_tokens <= MAX_DECODE_TOKENS
 
     @property
     def wants_all_rows(self) -> bool:

@@ -24,8 +24,8 @@ from .prompt_rows import pooled_event, take_rows
 from .publisher import Publisher
 from .runner import ForwardOutput, Runner
 from .sampled_tokens import RowResult, SampledTokens
-from .scheduler import MAX_DECODE_TOKENS, Scheduled, Scheduler, Step
-from .sequence import Sequence, SequenceState
+from .scheduler import Scheduled, Scheduler, Step
+from .sequence import MAX_DECODE_TOKENS, Sequence, SequenceState
 from .speculation import Speculation
 
 log = logging.getLogger(__name__)
@@ -313,6 +313,7 @@ class Stepper:
         for sequence in guessed:
             self._scheduler.pages.trim(sequence)
         if is_out_of_memory(error) and self.pressure.relieve(pending.step):
+            self._scheduler.restart(pending.step)
             return
         if guessed:  # nobody asked for what made this step different
             log.error("speculation is off: a step failed", exc_info=error)

@@ -11,7 +11,13 @@ from functools import cached_property
 
 from localllm.config import EngineOptions
 from localllm.device import MachineFacts
-from localllm.models.architectures.facts import ModelFacts, cache_layers, count_linear_params, kv_bytes_per_token
+from localllm.models.architectures.facts import (
+    ModelFacts,
+    cache_layers,
+    count_linear_params,
+    kv_bytes_per_token,
+    state_bytes,
+)
 from localllm.plan.placement import Placement, room_of
 
 MIB = 1 << 20
@@ -44,6 +50,7 @@ TARGET_BYTES = {
     "mxfp4": 0.5 + 1 / 32,
 }
 MOST_DRAFTS = 32  # guessed tokens that a step checks: each has a row of logits
+CHECKPOINTS = 2  # of a sequence's states that are worth keeping: behind its prompt, and behind its answer
 ROPE_BLOCK = 1024  # positions that a RoPE table grows by
 
 
@@ -154,8 +161,21 @@ class Memory:
         return sum(g.page_bytes * g.needed for g in self.groups(ctx))
 
     def room(self, ctx: int) -> int:
+        """What is left for pages, and for checkpoints of states beyond the first."""
         have, margin = self.have_and_margin
-        return have - margin - self.weights_and_read[0] - sum(self.work_terms(ctx).values())
+        rest = self.weights_and_read[0] + self.least_slots * self.slot_bytes + sum(self.work_terms(ctx).values())
+        return have - margin - rest
+
+    @cached_property
+    def slot_bytes(self) -> int:
+        """What one sequence keeps in layers with a state, at any length."""
+        return state_bytes(self.facts)
+
+    @property
+    def least_slots(self) -> int:
+        """A slot for every sequence that may run, for one checkpoint, and for the idle rows of a captured step."""
+        options = self.options
+        return options.max_parallel + options.prefix_cache + bool(self.graph_buckets) if self.slot_bytes else 0
 
     @cached_property
     def max_ctx(self) -> int:
@@ -181,9 +201,19 @@ class Memory:
         on_cpu, groups = self.where.gpu is None, self.groups(ctx)
         room = self.room(ctx) // 2 if on_cpu else self.room(ctx)
         wanted = self.options.max_parallel * (2 if self.options.prefix_cache and not on_cpu else 1)
-        copies = max(1.0, min(float(wanted), room / max(1, self.sequence_bytes(ctx))))
+        kept = self.sequence_bytes(ctx) + CHECKPOINTS * self.slot_bytes * self.options.prefix_cache
+        copies = max(1.0, min(float(wanted), room / max(1, kept)))
         full = max((g.needed for g in groups), default=0)
         return tuple(min(int(g.needed * copies), int(full * copies)) for g in groups)
+
+    def num_slots(self, ctx: int) -> int:
+        """For states of sequences and their checkpoints; the latter as many as there is room beside the pages."""
+        if not (self.slot_bytes and self.options.prefix_cache):
+            return self.least_slots
+        room = self.room(ctx) // 2 if self.where.gpu is None else self.room(ctx)
+        pages = sum(g.page_bytes * count for g, count in zip(self.groups(ctx), self.num_pages(ctx), strict=True))
+        more = max(0, room - pages) // self.slot_bytes
+        return self.least_slots + min(CHECKPOINTS * self.options.max_parallel, more)
 
     @property
     def graph_buckets(self) -> tuple[int, ...]:
@@ -196,8 +226,7 @@ class Memory:
     @property
     def num_drafts(self) -> int:
         """Guessed tokens that a step checks at most: none where a layer's state would have to go back."""
-        has_state = any(getattr(layer.mixer, "state_bytes", 0) for layer in self.facts.layers)
-        return 0 if has_state or self.options.speculation == "off" else MOST_DRAFTS
+        return 0 if self.slot_bytes or self.options.speculation == "off" else MOST_DRAFTS
 
     def work_terms(self, ctx: int) -> dict[str, int]:
         """What a step holds at most beside weights and pages, by name."""

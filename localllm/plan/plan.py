@@ -42,8 +42,10 @@ class Plan:
     eta: float = 0.0  # share of the memory bandwidth behind the estimate
     bandwidth: float = 0.0  # bytes per second of the device's memory, 0 when not known
     read_bytes: int = 0  # weights read for one token
-    # pages one sequence takes at full context; `kv_bytes` holds those of all that may run or be kept for reuse
+    # pages one sequence takes at full context, and the slots that are there at least; `kv_bytes` holds those of all
+    # that may run or be kept for reuse
     sequence_bytes: int = 0
+    num_slots: int = 0  # for states of sequences and checkpoints, of a model whose layers keep such
     quant: str = ""  # what linear layers become while loading; "" keeps them as they are stored
     graph_buckets: tuple[int, ...] = ()  # batch sizes whose decode step is captured as a CUDA graph
     work_terms: tuple[tuple[str, int], ...] = ()  # what `work_bytes` consists of

@@ -137,7 +137,8 @@ class Planner:
     def _with(self, memory: Memory) -> Plan:
         options, machine, facts, where = memory.options, memory.machine, memory.facts, memory.where
         ctx, why = _context(memory)
-        num_pages, work = memory.num_pages(ctx), memory.work_terms(ctx)
+        num_pages, num_slots, work = memory.num_pages(ctx), memory.num_slots(ctx), memory.work_terms(ctx)
+        pages = sum(g.page_bytes * count for g, count in zip(memory.groups(ctx), num_pages, strict=True))
         held, read = memory.weights_and_read
         have, margin = memory.have_and_margin
         made = Plan(
@@ -148,6 +149,7 @@ class Planner:
             ctx=ctx,
             page_size=options.page_size,
             num_pages=num_pages,
+            num_slots=num_slots - bool(num_slots and memory.graph_buckets),
             max_parallel=options.max_parallel,
             prefill_budget=memory.rows,
             threads=max(1, machine.cpu.cores_usable) if options.threads == "auto" else options.threads,
@@ -156,14 +158,14 @@ class Planner:
             speculation=options.speculation if memory.num_drafts else "off",
             num_drafts=memory.num_drafts,
             weight_bytes=held,
-            kv_bytes=sum(g.page_bytes * count for g, count in zip(memory.groups(ctx), num_pages, strict=True)),
+            kv_bytes=pages + num_slots * memory.slot_bytes,
             work_bytes=sum(work.values()),
             margin_bytes=margin,
             have_bytes=have,
             max_ctx=memory.max_ctx,
             **self.measured.speeds.expected(memory, ctx),
             read_bytes=read,
-            sequence_bytes=memory.sequence_bytes(ctx),
+            sequence_bytes=memory.sequence_bytes(ctx) + memory.least_slots * memory.slot_bytes,
             quant=memory.quant,
             graph_buckets=memory.graph_buckets,
             work_terms=tuple(work.items()),

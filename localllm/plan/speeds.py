@@ -97,7 +97,7 @@ class Speeds:
         reached, measured = self.bytes_s(facts, name), self.tps(facts, name)
         eta = reached / bandwidth if reached and bandwidth else ETA[kind]
         steady = self.steady_eta(name, bandwidth, kind)
-        read = memory.weights_and_read[1]
+        read = memory.weights_and_read[1] + 2 * memory.slot_bytes  # states are read and written
         start, end, pace = (
             tps_of(share * bandwidth, count, facts.num_layers, kind)
             for share, count in ((eta, read), (eta, read + memory.sequence_bytes(ctx)), (steady, read))

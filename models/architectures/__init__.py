@@ -4,13 +4,14 @@ model = open_model("model.gguf")        a `Checkpoint` with facts, names and sto
 model.facts.layers[0].mixer.num_heads, model.names.source("model.layers.0.self_attn.q_proj")
 """
 
-from .facts import Attention, Dense, Experts, LayerFacts, ModelFacts, Norms, RopeFacts, kv_bytes_per_token
+from .facts import Attention, Dense, Experts, GatedDelta, LayerFacts, ModelFacts, Norms, RopeFacts, kv_bytes_per_token
 from .model import OpenModel, open_model
 
 __all__ = [
     "Attention",
     "Dense",
     "Experts",
+    "GatedDelta",
     "LayerFacts",
     "ModelFacts",
     "Norms",

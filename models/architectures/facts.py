@@ -55,6 +55,7 @@ class Attention:
     o_bias: bool = False
     fused: bool = False  # q, k and v are stored as one module
     sinks: bool = False  # a score more for every head, without a value
+    gate: bool = False  # what a head gives is multiplied with the sigmoid of its gate, which follows each query in q
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -63,7 +64,8 @@ class Attention:
 
     def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        sizes = (q + 2 * kv,) if self.fused else (q, kv, kv)
+        rows = q * (1 + self.gate)
+        sizes = (rows + 2 * kv,) if self.fused else (rows, kv, kv)
         shapes = {name: (size, hidden) for name, size in zip(self.inputs, sizes, strict=True)}
         return shapes | {"self_attn.o_proj": (hidden, q)}
 
@@ -80,7 +82,61 @@ class Attention:
     def work(self, hidden: int) -> int:
         """Values held for a token while queries and keys are turned, beside the residual stream and its norm."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        return 2 * q + (q + 2 * kv) + 2 * q + kv
+        return 2 * q + (q + 2 * kv) + 2 * q + kv + 3 * q * self.gate
+
+
+@dataclass(frozen=True)
+class GatedDelta:
+    """A mixer that keeps a matrix a value head (the gated delta rule) and the last inputs of a short convolution."""
+
+    num_k_heads: int
+    num_v_heads: int  # a multiple of num_k_heads
+    k_dim: int
+    v_dim: int
+    conv_width: int
+    # value head j goes with key head j % num_k_heads (as llama.cpp's converter orders them), else j // (ratio of them)
+    tiled: bool = False
+    log_decay: bool = True  # A_log is stored; False: -exp of it
+
+    @property
+    def channels(self) -> int:
+        """What goes through the convolution: queries, keys and values."""
+        return 2 * self.num_k_heads * self.k_dim + self.num_v_heads * self.v_dim
+
+    @property
+    def conv_shape(self) -> tuple[int, int]:
+        return self.channels, self.conv_width - 1
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        return self.num_v_heads, self.v_dim, self.k_dim
+
+    def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
+        values = self.num_v_heads * self.v_dim
+        return {
+            "linear_attn.in_proj_qkv": (self.channels, hidden),
+            "linear_attn.in_proj_z": (values, hidden),
+            "linear_attn.in_proj_b": (self.num_v_heads, hidden),
+            "linear_attn.in_proj_a": (self.num_v_heads, hidden),
+            "linear_attn.out_proj": (hidden, values),
+        }
+
+    def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        return {
+            "linear_attn.conv1d.weight": (self.channels, self.conv_width),
+            "linear_attn.A_log": (self.num_v_heads,),
+            "linear_attn.dt_bias": (self.num_v_heads,),
+            "linear_attn.norm.weight": (self.v_dim,),
+        }
+
+    def work(self, hidden: int) -> int:
+        """Values held for a token beside the residual stream and its norm: what goes in, what the convolution makes of
+        it in float32, and the heads' outputs with their gates.
+        """
+        return self.channels + 4 * self.channels + 6 * self.num_v_heads * self.v_dim
+
+
+Stateful = GatedDelta  # mixers that keep a state of one size, however many tokens there were: `state_bytes`
 
 
 @dataclass(frozen=True)
@@ -171,7 +227,7 @@ class Norms:
 class LayerFacts:
     """One decoder layer: what mixes tokens, what follows, and the norms around them."""
 
-    mixer: Attention
+    mixer: Attention | Stateful
     ffn: Dense | Experts
     norms: Norms = Norms()
 
@@ -219,26 +275,31 @@ class ModelFacts:
     @cached_property
     def windows(self) -> tuple[int | None, ...]:
         """Per layer: the positions it sees, None for all."""
-        return tuple(layer.mixer.window for layer in self.layers)
+        return tuple(layer.mixer.window if isinstance(layer.mixer, Attention) else None for layer in self.layers)
+
+    @cached_property
+    def attention(self) -> tuple[Attention, ...]:
+        """The mixers that keep keys and values, in the order of the layers."""
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention))
 
     @cached_property
     def ropes(self) -> tuple[RopeFacts, ...]:
         """The different rotations of the layers, each once, in the order of the layers."""
-        return tuple(dict.fromkeys(layer.mixer.rope for layer in self.layers))
+        return tuple(dict.fromkeys(mixer.rope for mixer in self.attention))
 
     # Sizes of the largest layer: what is shown, and what work memory is planned for.
 
     @cached_property
     def num_heads(self) -> int:
-        return max(layer.mixer.num_heads for layer in self.layers)
+        return max((mixer.num_heads for mixer in self.attention), default=1)
 
     @cached_property
     def num_kv_heads(self) -> int:
-        return max(layer.mixer.num_kv_heads for layer in self.layers)
+        return max((mixer.num_kv_heads for mixer in self.attention), default=1)
 
     @cached_property
     def head_dim(self) -> int:
-        return max(layer.mixer.head_dim for layer in self.layers)
+        return max((mixer.head_dim for mixer in self.attention), default=1)
 
     @cached_property
     def intermediate_size(self) -> int:
@@ -249,10 +310,11 @@ def repeated(
     layer: LayerFacts, windows: Sequence[int | None], local_rope: RopeFacts | None = None
 ) -> tuple[LayerFacts, ...]:
     """`layer` once for each window; windowed layers turn by `local_rope` where there is one."""
-    kinds = {}
+    mixer, kinds = layer.mixer, {}
+    assert isinstance(mixer, Attention)
     for window in set(windows):
-        rope = layer.mixer.rope if window is None or local_rope is None else local_rope
-        kinds[window] = replace(layer, mixer=replace(layer.mixer, window=window, rope=rope))
+        rope = mixer.rope if window is None or local_rope is None else local_rope
+        kinds[window] = replace(layer, mixer=replace(mixer, window=window, rope=rope))
     return tuple(kinds[window] for window in windows)
 
 
@@ -298,15 +360,30 @@ def kv_bytes_per_token(layers: Iterable[LayerFacts], dtype: str) -> int:
     Windowed layers keep only a window's worth of tokens: see `cache_layers`.
     """
     scale = 4 if dtype in ("int8", "fp8") else 0
-    return sum(2 * layer.mixer.num_kv_heads * (layer.mixer.head_dim * KV_BYTES[dtype] + scale) for layer in layers)
+    mixers = (layer.mixer for layer in layers)
+    return sum(
+        2 * mixer.num_kv_heads * (mixer.head_dim * KV_BYTES[dtype] + scale)
+        for mixer in mixers
+        if isinstance(mixer, Attention)
+    )
+
+
+def state_bytes(facts: ModelFacts) -> int:
+    """Bytes of one slot: what a sequence keeps in all stateful layers, float32, at any length."""
+    mixers = (layer.mixer for layer in facts.layers)
+    kept = ((mixer.conv_shape, mixer.state_shape) for mixer in mixers if isinstance(mixer, Stateful))
+    return 4 * sum(math.prod(shape) for shapes in kept for shape in shapes)
 
 
 def layer_views(facts: ModelFacts) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
-    """What layers see of a step: the different (cache group, rotation), and which of them each layer sees."""
+    """What layers see of a step: the different (cache group, rotation), and which of them each layer sees; -1: none."""
     group_of = {layer: index for index, group in enumerate(cache_layers(facts)) for layer in group}
-    pairs = [(group_of[index], facts.ropes.index(layer.mixer.rope)) for index, layer in enumerate(facts.layers)]
-    views = tuple(dict.fromkeys(sorted(pairs)))
-    return views, tuple(views.index(pair) for pair in pairs)
+    pairs = [
+        (group_of[index], facts.ropes.index(layer.mixer.rope)) if isinstance(layer.mixer, Attention) else None
+        for index, layer in enumerate(facts.layers)
+    ]
+    views = tuple(dict.fromkeys(sorted(pair for pair in pairs if pair is not None)))
+    return views, tuple(-1 if pair is None else views.index(pair) for pair in pairs)
 
 
 def cache_layers(facts: ModelFacts) -> tuple[tuple[int, ...], ...]:
@@ -314,7 +391,18 @@ def cache_layers(facts: ModelFacts) -> tuple[tuple[int, ...], ...]:
     found: dict[tuple[object, ...], list[int]] = {}
     for index, layer in enumerate(facts.layers):
         mixer = layer.mixer
+        if not isinstance(mixer, Attention):
+            continue
         found.setdefault((mixer.window, mixer.num_kv_heads, mixer.head_dim), []).append(index)
     windows = facts.windows
     groups = sorted(found.values(), key=lambda group: (windows[group[0]] is not None, -(windows[group[0]] or 0)))
     return tuple(map(tuple, groups))
+
+
+def state_layers(facts: ModelFacts) -> tuple[tuple[int, ...], ...]:
+    """Layers that keep states of the same shapes, by number."""
+    found: dict[object, list[int]] = {}
+    for index, layer in enumerate(facts.layers):
+        if isinstance(layer.mixer, Stateful):
+            found.setdefault((layer.mixer.conv_shape, layer.mixer.state_shape), []).append(index)
+    return tuple(map(tuple, found.values()))

@@ -80,7 +80,9 @@ class HfConfig(Config):
         `rope_scaling` beside `rope_theta`, or transformers 5's `rope_parameters`.
         """
         given, context, fields = self.given, self.context, Fields(self.given.path, values)
-        partial = given.number("partial_rotary_factor", 1e-3, 1.0, 1.0)  # it may lie outside of the rope's own object
+        partial = self.keys.number(
+            "partial_rotary_factor", 1e-3, 1.0, 1.0
+        )  # it may lie outside of the rope's own object
         dim = int(self.head_dim * fields.number("partial_rotary_factor", 1e-3, 1.0, partial))
         if not 2 <= dim <= MAX_HEAD_DIM:
             raise fields.fail("partial_rotary_factor", f"leaves {dim} rotated elements of a head of {self.head_dim}")

@@ -127,7 +127,7 @@ class OpenModel(Checkpoint):
         info = self.tensors.get(name)
         if info is None:
             raise bad(self.path, "the tensor is missing", key=name)
-        if info.shape != shape:
+        if tuple(n for n in info.shape if n > 1) != tuple(n for n in shape if n > 1):
             raise bad(info.file, f"has shape {list(info.shape)}, {list(shape)} is expected", key=name)
         if info.dtype not in DENSE:
             raise bad(info.file, f"is stored as {info.dtype}, {', '.join(DENSE)} are expected", key=name)

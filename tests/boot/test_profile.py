@@ -296,7 +296,9 @@ def allocating_model(facts: ModelFacts) -> Model:
         "attn_in": partial(segments.attn_in, norm, lambda x, *rest: norm(x), lambda *rest: None),
         "attention": partial(segments.attention, lambda q, *rest: norm(q)),
         "attn_out": partial(segments.attn_out, norm),
+        "gated_delta": segments.gated_delta,
         "mlp": partial(segments.mlp, norm, gated, gated),
+        "experts": segments.experts,
     }
     head, decoder = partial(segments.head, norm), partial(segments.decoder, *parts.values())
     table = segments.KernelTable(

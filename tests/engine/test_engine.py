@@ -3,6 +3,7 @@ block table, so that a wrong page, a stale slot or a neighbour's token changes t
 
 import random
 import threading
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -73,6 +74,8 @@ class FakeCache:
 
 class FakeModel:
     """logits = f(hash of the tokens up to the row), read from the first group's pages"""
+
+    facts = SimpleNamespace(pooling="")
 
     def __init__(self, groups, broken=None):
         self.groups = groups

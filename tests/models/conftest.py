@@ -48,6 +48,7 @@ LONGROPE = {
     "short_factor": [1.0, 1.1, 1.3, 1.2, 1.5, 1.7],
     "long_factor": [1.2, 1.9, 4.0, 9.0, 20.0, 31.0],
 }
+ZERO_CENTRED = ("gemma3_text", "qwen3_5_text")  # whose norms are stored less 1
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 
 # name -> (model_type, configuration): odd sizes, head_dim != hidden / heads, tied and not, every GQA ratio, biases
@@ -112,6 +113,14 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
             "topk_group": 2,
         },
     ),
+    "qwen3.5": (
+        "qwen3_5_text",
+        {"hidden_size": 44, "intermediate_size": 52, "heads": (4, 2, 24), "num_hidden_layers": 3}
+        | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 10}
+        | {"linear_value_head_dim": 14, "linear_conv_kernel_dim": 4}
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+        | {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.25}},
+    ),
     "gemma3": (
         "gemma3_text",
         {"hidden_size": 44, "intermediate_size": 70, "heads": (4, 1, 20), "sliding_window": 11}
@@ -171,7 +180,12 @@ def tiny() -> Callable[[str], Tiny]:
             with torch.no_grad():
                 for key, parameter in model.named_parameters():
                     if key.endswith("norm.weight"):
-                        parameter.copy_(1 - (model_type == "gemma3_text") + 0.2 * torch.randn_like(parameter))
+                        offset = model_type in ZERO_CENTRED and not key.endswith("linear_attn.norm.weight")
+                        parameter.copy_(1 - offset + 0.2 * torch.randn_like(parameter))
+                    elif key.endswith("A_log"):
+                        parameter.copy_(torch.randn_like(parameter))
+                    elif "conv1d" in key:
+                        parameter.copy_(torch.randn_like(parameter) * 0.5)
                     elif key.endswith("bias"):
                         parameter.copy_(0.3 * torch.randn_like(parameter))
                     else:
@@ -200,11 +214,14 @@ class Paged:
     num_pages: int = 96
     tables: dict[int, list[list[int]]] = field(default_factory=dict)
     tokens: dict[int, list[int]] = field(default_factory=dict)
+    num_slots: int = 9
 
     def __post_init__(self) -> None:
         """Pages are handed out in an order that is not ascending."""
         groups = self.model.groups
-        self.cache = KVCache(groups, [self.num_pages] * len(groups), self.page_size, self.kv)
+        counts = [self.num_pages] * len(groups)
+        states = self.model.states
+        self.cache = KVCache(groups, counts, self.page_size, self.kv, states=states, num_slots=self.num_slots)
         self.free = [[(i * 37 + 11) % self.num_pages for i in range(self.num_pages)] for _ in groups]
         assert sorted(self.free[0]) == list(range(self.num_pages))
 
@@ -236,7 +253,13 @@ class Paged:
             seq_lens_tensor=torch.tensor(seq_lens).int(),
             logits_indices=torch.arange(sum(query_lens)),
             groups=groups,
+            slots=torch.tensor([self.slot(key) for key in new]) if self.model.states else None,
         )
+
+    @staticmethod
+    def slot(key: int) -> int:
+        """Where a sequence's states are, in an order that is not ascending."""
+        return 7 - key
 
     def _group(
         self, index: int, new: dict[int, Sequence[int]], starts: Tensor, positions: list[int]

@@ -65,10 +65,11 @@ def engine_of(
 ) -> Engine:
     """An engine, with graphs of these sizes; one page more than it knows of is the scratch page."""
     count = [PAGES] * len(model.groups)
-    cache = KVCache(model.groups, [n + 1 for n in count], PAGE, kv, where)
+    slots = 12 if model.states else 0
+    cache = KVCache(model.groups, [n + 1 for n in count], PAGE, kv, where, model.states, slots + 1)
     graphs = None
     if sizes:
-        inputs = DecodeInputs(sizes[-1], CONTEXT, PAGE, count, where)
+        inputs = DecodeInputs(sizes[-1], CONTEXT, PAGE, count, where, slots or -1)
         graphs = DecodeGraphs(model, cache, inputs, sizes, capture)
         graphs.capture()
     sampler = DeviceSampler(_op(where), parallel, model.facts.vocab_size, torch.device(where)) if device else None
@@ -76,7 +77,7 @@ def engine_of(
         sampler.capture(graphs.buckets, capture)
     runner = Runner(model, cache, model.facts.vocab_size, graphs, sampler)
     limits = SchedulerLimits(parallel, 24)
-    engine = Engine(runner, [PAGES] * len(model.groups), CONTEXT, limits, check_invariants=True)
+    engine = Engine(runner, count, CONTEXT, limits, check_invariants=True, num_slots=slots)
     engine.stepper.runs_ahead = ahead
     return engine
 
@@ -108,7 +109,7 @@ def requests(seed: int) -> list[Request]:
     return made
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma3", "mistral"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3.5", "gemma3", "mistral"])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_graph_equals_eager_token_by_token(loaded: Callable[[str], Model], name: str, ahead: bool) -> None:
     """Buckets larger than the batch, sequences that come, grow into new pages, leave windows and end."""

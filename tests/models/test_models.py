@@ -14,7 +14,7 @@ from localllm.models.architectures import open_model
 from localllm.models.loader import LoadOptions, load_model
 
 MIXTURES = ("qwen3-moe", "qwen3-moe-mixed", "gpt-oss", "mixtral", "glm4-moe", "glm4-moe-groups")
-NAMES = ("llama", "llama-bias", "llama-yarn", "mistral", "qwen2", "qwen3", "gemma3", "phi3", *MIXTURES)
+NAMES = ("llama", "llama-bias", "llama-yarn", "mistral", "qwen2", "qwen3", "gemma3", "phi3", "qwen3.5", *MIXTURES)
 
 
 def relative_error(ours: Tensor, reference: Tensor) -> float:
@@ -48,7 +48,7 @@ def test_a_token_does_not_depend_on_chunks_or_neighbours(name: str, loaded: Call
     assert torch.equal(torch.cat([second[2], third[2]]), alone[:6])
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3.5", "gemma3"])
 def test_a_cached_prefix_gives_the_same_bits(name: str, loaded: Callable, paged: Any) -> None:
     model, ids = loaded(name), prompt(80)
     driver = paged(model)
@@ -58,6 +58,11 @@ def test_a_cached_prefix_gives_the_same_bits(name: str, loaded: Callable, paged:
         shared = [page for page in table[:2] if page >= 0]
         driver.tables.setdefault(1, [[] for _ in model.groups])[group].extend(shared)
     driver.tokens[1] = ids[:32]
+    if model.states:  # where the prefix ended its state was kept
+        other = paged(model)
+        other.all_logits(ids[:32], [32])
+        for ours, theirs in zip(driver.cache.states, other.cache.states, strict=True):
+            ours[driver.slot(1)] = theirs[other.slot(0)]
     assert torch.equal(driver.step({1: ids[32:]})[1], whole[32:])
 
 

@@ -1,0 +1,167 @@
+"""Ops over tokens in order that carry a state from step to step, in plain PyTorch: see `reference`.
+
+The tokens of a step's sequences lie end to end. Every sequence has at least one; where there are as many tokens as
+sequences each has one, and nothing is asked of the device about their lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+CHUNK = 64  # tokens that the delta rule takes at once in `delta_rule_chunked`
+
+
+def parts(slots: Tensor, cu_query_lens: Tensor) -> Iterator[tuple[Tensor, slice]]:
+    """(its slot, the rows of its tokens) of each sequence."""
+    ends = cu_query_lens.tolist()
+    return ((slots[index], slice(*ends[index : index + 2])) for index in range(slots.shape[0]))
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x)), float32, the same bits wherever an element lies."""
+    return torch.neg(x.float()).exp_().add_(1.0).reciprocal_()
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + exp(x)), float32."""
+    return x.abs().neg_().exp_().add_(1.0).log_().add_(x.clamp(min=0.0))
+
+
+def causal_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, slots: Tensor, cu_query_lens: Tensor
+) -> Tensor:
+    """y[t] = b + sum over j of w[:, j] * x[t - width + 1 + j], each sequence with what its slot kept of before.
+
+    x              [num_tokens, channels]               any float type
+    weight         float32 [channels, width]
+    bias           float32 [channels] | None
+    state          float32 [num_slots, channels, width - 1], changed: the last inputs of each sequence
+    slots          int64 [num_seqs]
+    cu_query_lens  int32 [num_seqs + 1]
+    returns        float32 [num_tokens, channels]
+    """
+    out = torch.empty(x.shape, device=x.device)
+    wide = x.float()
+    if x.shape[0] == slots.shape[0]:
+        seen = torch.cat([state[slots], wide.unsqueeze(-1)], -1)
+        out[:] = _slid(seen, weight, bias).squeeze(-1)
+        state[slots] = seen[..., 1:]
+        return out
+    for slot, rows in parts(slots, cu_query_lens):
+        seen = torch.cat([state[slot], wide[rows].T], -1)
+        out[rows] = _slid(seen, weight, bias).T
+        state[slot] = seen[..., seen.shape[-1] - state.shape[-1] :]
+    return out
+
+
+def _slid(seen: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """[..., channels, width - 1 + n] -> [..., channels, n], summed in one order."""
+    width = weight.shape[1]
+    count = seen.shape[-1] - width + 1
+    total = seen[..., :count] * weight[:, :1]
+    for j in range(1, width):
+        total += seen[..., j : j + count] * weight[:, j : j + 1]
+    return total if bias is None else total.add_(bias.unsqueeze(-1))
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Rows of length 1, float32."""
+    wide = x.float()
+    return wide * (wide * wide).sum(-1, keepdim=True).add_(1e-6).sqrt_().reciprocal_()
+
+
+def _of_heads(x: Tensor, count: int, tiled: bool) -> Tensor:
+    """[num_tokens, key heads, dim] -> [num_tokens, count, dim]: the key head of every value head."""
+    ratio = count // x.shape[1]
+    if ratio == 1:
+        return x
+    return x.repeat(1, ratio, 1) if tiled else x.repeat_interleave(ratio, 1)
+
+
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    slots: Tensor,
+    cu_query_lens: Tensor,
+    tiled: bool = False,
+) -> Tensor:
+    """Token by token: S = exp(decay) S; S = S + beta (v - S k) kᵀ; y = S q. k has length 1, q 1 / sqrt(k_dim).
+
+    q, k           [num_tokens, num_k_heads, k_dim]     any float type
+    v              [num_tokens, num_v_heads, v_dim]
+    decay, beta    float32 [num_tokens, num_v_heads]    decay <= 0
+    state          float32 [num_slots, num_v_heads, v_dim, k_dim], changed
+    slots          int64 [num_seqs]
+    cu_query_lens  int32 [num_seqs + 1]
+    tiled          value head j goes with key head j % num_k_heads, else with j // (num_v_heads / num_k_heads)
+    returns        float32 [num_tokens, num_v_heads, v_dim]
+    """
+    heads = v.shape[1]
+    q = _of_heads(_unit(q).mul_(q.shape[-1] ** -0.5), heads, tiled).unsqueeze(-2)
+    k = _of_heads(_unit(k), heads, tiled).unsqueeze(-2)
+    factor, rate = decay.exp()[..., None, None], beta.unsqueeze(-1)
+    v, out = v.float(), torch.empty(v.shape, device=v.device)
+
+    def advanced(carried: Tensor, at: int | slice) -> Tensor:
+        carried = carried * factor[at]
+        missing = (v[at] - (carried * k[at]).sum(-1)).mul_(rate[at])
+        carried += missing.unsqueeze(-1) * k[at]
+        out[at] = (carried * q[at]).sum(-1)
+        return carried
+
+    if v.shape[0] == slots.shape[0]:
+        state[slots] = advanced(state[slots], slice(None))
+        return out
+    for slot, rows in parts(slots, cu_query_lens):
+        carried = state[slot]
+        for at in range(rows.start, rows.stop):
+            carried = advanced(carried, at)
+        state[slot] = carried
+    return out
+
+
+def delta_rule_chunked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    slots: Tensor,
+    cu_query_lens: Tensor,
+    tiled: bool = False,
+) -> Tensor:
+    """`delta_rule` by matrix products over CHUNK tokens at a time: quicker for prompts, rounded otherwise.
+
+    Within a chunk S_t = exp(G_t) S_0 + sum over i <= t of exp(G_t - G_i) u_i k_iᵀ, where G sums the decays up and the
+    corrections u solve (I + A) u = beta (v - exp(G) S_0 k), A strictly lower: A[t, i] = beta_t exp(G_t - G_i) k_t·k_i.
+    """
+    if v.shape[0] == slots.shape[0]:
+        return delta_rule(q, k, v, decay, beta, state, slots, cu_query_lens, tiled)
+    heads, out = v.shape[1], torch.empty(v.shape, device=v.device)
+    q = _of_heads(_unit(q).mul_(q.shape[-1] ** -0.5), heads, tiled).transpose(0, 1)  # [heads, num_tokens, dim]
+    k = _of_heads(_unit(k), heads, tiled).transpose(0, 1)
+    v, decay, beta = v.float().transpose(0, 1), decay.T, beta.T
+    for slot, rows in parts(slots, cu_query_lens):
+        carried = state[slot]
+        for start in range(rows.start, rows.stop, CHUNK):
+            at = slice(start, min(start + CHUNK, rows.stop))
+            summed = decay[:, at].cumsum(-1)
+            lower = (summed.unsqueeze(-1) - summed.unsqueeze(-2)).tril_().exp_().tril_()
+            grown, rate = summed.exp().unsqueeze(-1), beta[:, at].unsqueeze(-1)
+            system = (k[:, at] @ k[:, at].mT) * lower * rate
+            wanted = rate * (v[:, at] - grown * (k[:, at] @ carried.mT))
+            solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+            mixed = grown * (q[:, at] @ carried.mT) + ((q[:, at] @ k[:, at].mT) * lower) @ solved
+            out[at] = mixed.transpose(0, 1)
+            rest = (summed[:, -1:] - summed).exp().unsqueeze(-1)
+            carried = carried * grown[:, -1:] + (solved * rest).mT @ k[:, at]
+        state[slot] = carried
+    return out

@@ -1,0 +1,118 @@
+"""Qwen3.5 to 3.8 (dense, text): three layers of the gated delta rule to each layer of gated attention."""
+
+from __future__ import annotations
+
+from localllm.checkpoint import Checkpoint
+from localllm.checkpoint.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, Fields
+from localllm.checkpoint.mapped_file import bad
+
+from .architecture import Architecture
+from .facts import Attention, GatedDelta, LayerFacts, ModelFacts, RopeFacts
+from .gguf import GgufConfig
+from .hf import HfConfig
+from .names import GGUF_LAYER, NameMap, gguf_names
+
+FULL_EVERY = 4  # one layer of so many attends, the last of each group
+MAX_CONV = 64  # positions that a convolution reaches
+# What configurations may leave out.
+DEFAULTS = {
+    "head_dim": 256,
+    "num_key_value_heads": 4,
+    "partial_rotary_factor": 0.25,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+GGUF_HYBRID = GGUF_LAYER | {
+    "post_attention_layernorm": "post_attention_norm",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.out_proj": "ssm_out",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.A_log": "ssm_a",
+    "linear_attn.dt_bias": "ssm_dt.bias",
+}
+
+
+class Qwen3_5(Architecture):
+    """Attention turns a quarter of each head, norms queries and keys, and has a gate behind every query."""
+
+    name = "qwen3_5"
+    label = "Qwen3.5, 3.6 and 3.8 (dense, text)"
+    hf_types = {"qwen3_5_text": DEFAULTS}
+    hf_wrappers = {"qwen3_5": "qwen3_5_text"}
+    hf_classes = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
+    gguf_types = ("qwen35",)
+
+    def from_hf(self, config: HfConfig) -> ModelFacts:
+        rope, context = config.rope()
+        keys = config.keys
+        delta = GatedDelta(
+            num_k_heads=keys.integer("linear_num_key_heads", 1, MAX_HEADS),
+            num_v_heads=keys.integer("linear_num_value_heads", 1, MAX_HEADS),
+            k_dim=keys.integer("linear_key_head_dim", 2, MAX_HEAD_DIM),
+            v_dim=keys.integer("linear_value_head_dim", 2, MAX_HEAD_DIM),
+            conv_width=keys.integer("linear_conv_kernel_dim", 2, MAX_CONV),
+        )
+        _check(keys, "linear_num_value_heads", delta)
+        attention = _attention(config, rope, biased=keys.flag("attention_bias"))
+        kinds: dict[str, Attention | GatedDelta] = {"linear_attention": delta, "full_attention": attention}
+        ffn = config.dense(config.activation())
+        of_kind = {kind: LayerFacts(mixer, ffn) for kind, mixer in kinds.items()}
+        return config.facts(tuple(of_kind[kind] for kind in _layer_types(config)), context, norm_offset=1.0)
+
+    def from_gguf(self, config: GgufConfig) -> ModelFacts:
+        rope, context = config.rope()
+        keys = config.keys
+        num_v_heads = keys.integer("ssm.time_step_rank", 1, MAX_HEADS)
+        inner = keys.integer("ssm.inner_size", 2, MAX_HEADS * MAX_HEAD_DIM)
+        if inner % num_v_heads:
+            raise keys.fail("ssm.inner_size", f"is {inner:,}, no multiple of {num_v_heads} heads")
+        delta = GatedDelta(
+            num_k_heads=keys.integer("ssm.group_count", 1, MAX_HEADS),
+            num_v_heads=num_v_heads,
+            k_dim=keys.integer("ssm.state_size", 2, MAX_HEAD_DIM),
+            v_dim=inner // num_v_heads,
+            conv_width=keys.integer("ssm.conv_kernel", 2, MAX_CONV),
+            tiled=True,
+            log_decay=False,
+        )
+        _check(keys, "ssm.time_step_rank", delta)
+        every = keys.integer("full_attention_interval", 1, MAX_LAYERS, FULL_EVERY)
+        kinds = [LayerFacts(mixer, config.dense()) for mixer in (_attention(config, rope), delta)]
+        return config.facts(tuple(kinds[(layer + 1) % every > 0] for layer in range(config.num_layers)), context)
+
+    def names(self, checkpoint: Checkpoint) -> NameMap:
+        """In GGUF the norm before the feed-forward layer is called after what it follows."""
+        return gguf_names(GGUF_HYBRID) if checkpoint.kind == "gguf" else super().names(checkpoint)
+
+
+def _attention(config: HfConfig | GgufConfig, rope: RopeFacts, biased: bool = False) -> Attention:
+    return config.attention(rope, qk_norm=True, gate=True, qkv_bias=biased, o_bias=biased)
+
+
+def _check(keys: Fields, key: str, delta: GatedDelta) -> None:
+    if delta.num_v_heads % delta.num_k_heads:
+        what = f"{delta.num_v_heads} value heads cannot share {delta.num_k_heads} key heads evenly"
+        raise bad(keys.path, what, key=key)
+
+
+def _layer_types(config: HfConfig) -> list[str]:
+    keys = config.keys
+    listed = keys.raw("layer_types")
+    if listed is None:
+        every = keys.integer("full_attention_interval", 1, MAX_LAYERS, FULL_EVERY)
+        return ["linear_attention" if (layer + 1) % every else "full_attention" for layer in range(config.num_layers)]
+    if not isinstance(listed, list) or len(listed) != config.num_layers:
+        raise keys.fail("layer_types", f"must list {config.num_layers} layers")
+    unknown = [str(kind) for kind in listed if kind not in ("linear_attention", "full_attention")]
+    if unknown:
+        raise config.unsupported(f"{config.source} with layers of type {unknown[0][:60]}")
+    if "full_attention" not in listed:
+        raise config.unsupported(f"{config.source} without a layer of full attention")
+    return listed
