@@ -106,6 +106,9 @@ class FakeModel:
                 token += 1
         return torch.tensor(rows, dtype=torch.float64).unsqueeze(1)[batch.logits_indices]
 
+    def projected(self, rows):
+        return rows
+
     def logits(self, hidden):
         base = torch.arange(1, VOCAB + 1, dtype=torch.float64)
         return (torch.sin(hidden * base) * 4).to(torch.float32)

@@ -3,10 +3,15 @@
 import random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 
 from localllm.engine.drafter import MOST_DRAFTS, Guess, NgramDrafter
-from localllm.engine.scheduler import Scheduled, Step
+from localllm.engine.engine import Engine
+from localllm.engine.runner import Runner
+from localllm.engine.sampler import candidates
+from localllm.engine.scheduler import Scheduled, SchedulerLimits, Step
 from localllm.engine.sequence import Sequence
 from localllm.engine.speculation import Rates, Speculation, StepTimes
 from localllm.request import Request, SamplingParams
@@ -118,3 +123,95 @@ def test_times_are_measured_and_doubted_when_they_forbid():
     for _ in range(1000):
         times.fade()
     assert times.cost(1, 1) < 0.1
+
+
+# --- what is drawn ----------------------------------------------------------------------------------------------------
+
+
+class Likeliest:
+    """Guesses the likeliest token, or the next one: right about as often as wrong."""
+
+    name = "likeliest"
+
+    def __init__(self, model):
+        self.model, self.turn = model, 0
+
+    def guess(self, sequence):
+        ids, found = list(sequence.token_ids), []
+        for _ in range(3):
+            self.turn += 1
+            found.append((int(self.model.probabilities(ids).argmax()) + (self.turn % 5 == 0)) % VOCAB)
+            ids.append(found[-1])
+        return Guess(tuple(found), 9)
+
+
+VOCAB = 12
+
+
+class LastTwo:
+    """The logits depend on the last two tokens, which lie in the pages."""
+
+    def __init__(self):
+        self.facts = SimpleNamespace(pooling="")
+        self.table = 1.5 * torch.randn(VOCAB, VOCAB, VOCAB, generator=torch.Generator().manual_seed(3))
+
+    def probabilities(self, ids):
+        return torch.softmax(self.table[ids[-2], ids[-1]], -1)
+
+    def step(self, batch, cache, finds_best=False):
+        slots = cache.slots[0]
+        slots[batch.groups[0].slot_mapping] = batch.token_ids
+        owner = torch.repeat_interleave(torch.arange(len(batch.query_lens)), torch.tensor(batch.query_lens))
+        before = (batch.positions - 1).clamp(min=0)
+        page = batch.groups[0].block_table[owner, before // 4].long()
+        logits = self.table[slots[page * 4 + before % 4], batch.token_ids]
+        return logits, logits, None
+
+    def forward(self, batch, cache):
+        return self.step(batch, cache)[0][batch.logits_indices]
+
+    def logits(self, hidden):
+        return hidden
+
+
+@pytest.mark.parametrize(
+    "wishes", [{}, {"top_k": 4, "temperature": 0.7}, {"min_p": 0.2}], ids=["plain", "top-k", "min-p"]
+)
+@pytest.mark.parametrize("draws", [2_000, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_what_is_drawn_has_the_distribution_of_the_model(draws, wishes):
+    """Chi-square of every token after the first, against the model's own probabilities; p above 1 in 10,000."""
+    model = LastTwo()
+    group = SimpleNamespace(num_pages=400, window=None)
+    cache = SimpleNamespace(
+        page_size=4, device=torch.device("cpu"), groups=(group,), slots=[torch.zeros(1600, dtype=torch.long)]
+    )
+    cache.copy_page = lambda g, source, target: (
+        cache.slots[0].view(-1, 4)[target].copy_(cache.slots[0].view(-1, 4)[source])
+    )
+    speculation = Speculation(Likeliest(model), "always")
+    engine = Engine(
+        Runner(model, cache, VOCAB), [400], 100, SchedulerLimits(50, 512, drafts=150), speculation=speculation
+    )
+    seen, expected = np.zeros((VOCAB, VOCAB)), np.zeros((VOCAB, VOCAB))
+    for first in range(0, draws, 250):
+        params = SamplingParams(**({"temperature": 1.0} | wishes), seed=first, max_tokens=6, n=50)
+        stream = engine.submit(Request([1, 2], params))
+        while not engine.is_idle:
+            engine.run_once()
+        answers = {}
+        for event in stream:
+            answers.setdefault(event.index, []).extend(event.token_ids)
+        for answer in answers.values():
+            for number, token in enumerate(answer[1:], 1):
+                ids = [1, 2, *answer[:number]]
+                ids_left, probs = candidates(model.table[ids[-2], ids[-1]].clone(), params, 0.5)
+                whole = torch.zeros(VOCAB)
+                whole[ids_left if ids_left is not None else slice(None)] = probs / probs.sum()
+                seen[answer[number - 1], token] += 1
+                expected[answer[number - 1]] += whole.numpy()
+    assert seen.sum() == draws and engine.stats().num_accepted_tokens > draws / 8
+    assert not seen[expected == 0].any()
+    counted = expected >= 5
+    statistic = float(((seen - expected)[counted] ** 2 / expected[counted]).sum())
+    freedom = int(counted.sum()) - VOCAB
+    assert statistic < freedom + 3.72 * (2 * freedom) ** 0.5 + 10  # normal approximation, with its skew

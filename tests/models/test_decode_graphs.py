@@ -18,9 +18,12 @@ from localllm.device.fake import MACHINES
 from localllm.engine.cuda_graph import Captured, CudaCapture, DecodeGraphs, Run
 from localllm.engine.decode_inputs import DecodeInputs
 from localllm.engine.device_sampler import DeviceSampler
+from localllm.engine.drafter import Guess
 from localllm.engine.engine import Engine
 from localllm.engine.runner import Runner
 from localllm.engine.scheduler import SchedulerLimits
+from localllm.engine.sequence import Sequence
+from localllm.engine.speculation import Speculation
 from localllm.kernels.sampling import sample as reference
 from localllm.kernels.verify.selftest import SelfTest
 from localllm.models.architectures import open_model
@@ -107,6 +110,42 @@ def requests(seed: int) -> list[Request]:
             params = SamplingParams(temperature=1.0, seed=7, max_tokens=12, repetition_penalty=1.3, logprobs=1, n=2)
         made.append(Request(prompt, params))
     return made
+
+
+class Told:
+    """Guesses what the same prompt was answered with before, wrong in one token of eight."""
+
+    name = "told"
+
+    def __init__(self, requests: list[Request], answers: list[list[int]]) -> None:
+        self._texts = [[*r.prompt_token_ids, *a] for r, a in zip(requests, answers, strict=True)]
+        self._rng = random.Random(2)
+
+    def guess(self, sequence: Sequence) -> Guess | None:
+        ids = sequence.token_ids
+        follows = [text[len(ids) : len(ids) + 6] for text in self._texts if text[: len(ids)] == ids]
+        found = [(token + (self._rng.random() < 0.125)) % 99 for token in (*follows, [])[0]]
+        return Guess(tuple(found), 9) if found else None
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral", pytest.param("qwen3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("form", ["eager", "graphs", "device"])
+def test_guesses_change_no_token(loaded: Callable[[str], Model], name: str, form: str) -> None:
+    """Windows, new pages, penalties, log-probabilities and two answers to a prompt, beside steps that are captured."""
+    model = loaded(name)
+    made = {
+        "eager": lambda: engine_of(model),
+        "graphs": lambda: engine_of(model, (1, 2, 4), ahead=True),
+        "device": lambda: engine_of(model, (1, 2, 4), ahead=True, device=True),
+    }[form]
+    expected = answers(made(), requests(1))
+    engine = made()
+    engine.stepper.speculation = Speculation(Told(requests(1), expected), "always")
+    for _ in range(2):  # then with pages from the prefix tree
+        assert answers(engine, requests(1)) == expected
+    stats = engine.stats()
+    assert 0.3 * stats.num_draft_tokens < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert stats.num_steps < 0.8 * stats.num_output_tokens
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3.5", "gemma3", "mistral"])

@@ -1,0 +1,146 @@
+"""What guessing tokens wins where an answer repeats its prompt, and what it costs where nothing repeats.
+
+    python benchmarks/speculation.py [MODEL ...] [--tokens 400] [--repeat 5] [--threads 2] [--json FILE]
+
+The answer is dictated, token by token, so that both modes write the same: `edit` is the prompt with one line in five
+written anew (80 % repeats), `fresh` repeats nothing. Modes take turns; a row is the median of tokens per second and of
+processor seconds a token (threads that wait for each other count, too). Lines: edit >= 2.0 times, fresh <= 2 % slower.
+The last stdout line is one JSON document, which `--json` also writes to a file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from localllm import LLM, SamplingParams
+from localllm.bench.results import versions
+from localllm.bench.throughput import words
+from localllm.request import Request
+
+MODELS = ("smollm2", "gemma3-270m")
+MODES = ("off", "auto")
+LINE = 20  # tokens
+EDIT_LINE, COST_LINE = 2.0, 1.02
+
+
+class Dictated:
+    """Allows one token at a time, that of a given text; none of it counts as forced, so each is computed."""
+
+    is_done = False
+
+    def __init__(self, text: list[int], at: int = 0) -> None:
+        self._text, self._at = text, at
+
+    def fill(self, row: Any) -> bool:
+        token = self._text[self._at]
+        row.view("uint32")[token // 32] = 1 << token % 32
+        return True
+
+    def accept(self, token_id: int) -> None:
+        assert token_id == self._text[self._at]
+        self._at += 1
+
+    def jump_forward(self, last: int | None = None) -> list[int]:
+        return [] if last is None else [last]
+
+    def rollback(self, count: int) -> None:
+        self._at -= count
+
+    def fork(self) -> Dictated:
+        return Dictated(self._text, self._at)
+
+
+def tasks(llm: LLM, count: int, rng: random.Random) -> dict[str, tuple[list[int], list[int]]]:
+    """name -> prompt, answer; lines of random words."""
+    lines = [words(llm, rng, LINE) for _ in range(-(-count // LINE))]
+    edited = [words(llm, rng, LINE) if number % 5 == 2 else line for number, line in enumerate(lines)]
+    prompt = [token for line in lines for token in line]
+    return {
+        "edit": (prompt, [token for line in edited for token in line][:count]),
+        "fresh": (prompt, words(llm, rng, count)),
+    }
+
+
+def one_run(llm: LLM, prompt: list[int], answer: list[int]) -> dict[str, float]:
+    """Decode one dictated answer."""
+    llm.engine.clear_prefix_cache()
+    before, start = llm.stats(), 0.0
+    params = SamplingParams(temperature=0, max_tokens=len(answer), ignore_eos=True)
+    stream = llm.engine.submit(Request(prompt, params, token_mask=Dictated(answer)))
+    for event in stream:
+        if event.token_ids and not start:
+            start, wall = time.process_time(), time.monotonic()
+        if event.error is not None:
+            raise event.error
+    spent, seconds, after = time.process_time() - start, time.monotonic() - wall, llm.stats()
+    drafted = after.num_draft_tokens - before.num_draft_tokens
+    return {
+        "tps": (len(answer) - 1) / seconds,
+        "cpu_ms": 1000 * spent / (len(answer) - 1),
+        "steps": after.num_steps - before.num_steps,
+        "acceptance": (after.num_accepted_tokens - before.num_accepted_tokens) / drafted if drafted else 0.0,
+    }
+
+
+def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Both modes in one process, over weights of their own: they take turns."""
+    rng = random.Random(0)
+    found: dict[str, dict[str, list[dict[str, float]]]] = {}
+    llms = {mode: LLM(name, speculation=mode, threads=options.threads, ctx=4096) for mode in MODES}
+    try:
+        for number in range(options.repeat + 1):
+            for task, (prompt, answer) in tasks(llms["off"], options.tokens, rng).items():
+                for mode, llm in llms.items():
+                    run = one_run(llm, prompt, answer)
+                    if number:  # the first one warms up
+                        found.setdefault(task, {}).setdefault(mode, []).append(run)
+    finally:
+        for llm in llms.values():
+            llm.close()
+    rows: dict[str, Any] = {}
+    for task, modes in found.items():
+        medians = {m: {k: statistics.median(run[k] for run in runs) for k in runs[0]} for m, runs in modes.items()}
+        off, on = medians["off"], medians["auto"]
+        # of each turn: what made one slow made the other slow, too
+        pairs = zip(modes["off"], modes["auto"], strict=True)
+        ratios = [(b["tps"] / a["tps"], a["cpu_ms"] / b["cpu_ms"]) for a, b in pairs]
+        wall, cpu = (round(statistics.median(column), 3) for column in zip(*ratios, strict=True))
+        rows[task] = {"off": off, "auto": on, "speedup": wall, "cpu_speedup": cpu}
+        print(
+            f"{name} {task}: {off['tps']:.1f} -> {on['tps']:.1f} tok/s ({wall:.2f}x, processor time {cpu:.2f}x),"
+            f" {off['steps']:.0f} -> {on['steps']:.0f} steps, {on['acceptance']:.0%} of guesses right",
+            flush=True,
+        )
+    rows["met"] = rows["edit"]["speedup"] >= EDIT_LINE and rows["fresh"]["speedup"] >= 1 / COST_LINE
+    return rows
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("models", nargs="*", default=MODELS)
+    parser.add_argument("--tokens", type=int, default=400)
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    result = {
+        "schema": "localllm.speculation/1", "date": datetime.date.today().isoformat(), "versions": versions(),
+        "threads": options.threads, "load_before": os.getloadavg()[0],
+        "models": {Path(name).name: measure(name, options) for name in options.models},
+    }  # fmt: skip
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
