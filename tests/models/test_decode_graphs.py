@@ -148,6 +148,15 @@ def test_guesses_change_no_token(loaded: Callable[[str], Model], name: str, form
     assert stats.num_steps < 0.8 * stats.num_output_tokens
 
 
+def test_a_model_whose_states_cannot_go_back_guesses_nothing_and_says_so(loaded: Callable[[str], Model]) -> None:
+    options = EngineOptions(ctx=CONTEXT, max_parallel=3, kv="f32", speculation="ngram")
+    for name, guesses in (("qwen3.5", False), ("qwen3", True)):
+        model = loaded(name)
+        made = Planner(MACHINES["cpu"], options).plan(model.facts)
+        assert (assemble(model, made).stepper.speculation is not None) == (made.num_drafts > 0) == guesses
+        assert any("a state that does not go back" in reason for reason in made.reasons) == (not guesses)
+
+
 @pytest.mark.parametrize("name", ["qwen3", "qwen3.5", "gemma3", "mistral"])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_graph_equals_eager_token_by_token(loaded: Callable[[str], Model], name: str, ahead: bool) -> None:
