@@ -1,13 +1,13 @@
-"""Qwen3.5 to 3.8 (dense, text): three layers of the gated delta rule to each layer of gated attention."""
+"""Qwen3.5 to 3.8 (text; dense or experts): three layers of the gated delta rule to each of gated attention."""
 
 from __future__ import annotations
 
 from localllm.checkpoint import Checkpoint
-from localllm.checkpoint.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, Fields
+from localllm.checkpoint.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN, MAX_LAYERS, Fields
 from localllm.checkpoint.mapped_file import bad
 
 from .architecture import Architecture
-from .facts import Attention, GatedDelta, LayerFacts, ModelFacts, RopeFacts
+from .facts import Attention, Dense, Experts, GatedDelta, LayerFacts, ModelFacts, RopeFacts
 from .gguf import GgufConfig
 from .hf import HfConfig
 from .names import GGUF_LAYER, NameMap, gguf_names
@@ -62,7 +62,7 @@ class Qwen3_5(Architecture):
         _check(keys, "linear_num_value_heads", delta)
         attention = _attention(config, rope, biased=keys.flag("attention_bias"))
         kinds: dict[str, Attention | GatedDelta] = {"linear_attention": delta, "full_attention": attention}
-        ffn = config.dense(config.activation())
+        ffn = self.feed_forward(config)
         of_kind = {kind: LayerFacts(mixer, ffn) for kind, mixer in kinds.items()}
         return config.facts(tuple(of_kind[kind] for kind in _layer_types(config)), context, norm_offset=1.0)
 
@@ -84,16 +84,47 @@ class Qwen3_5(Architecture):
         )
         _check(keys, "ssm.time_step_rank", delta)
         every = keys.integer("full_attention_interval", 1, MAX_LAYERS, FULL_EVERY)
-        kinds = [LayerFacts(mixer, config.dense()) for mixer in (_attention(config, rope), delta)]
+        ffn = self.feed_forward_of_gguf(config)
+        kinds = [LayerFacts(mixer, ffn) for mixer in (_attention(config, rope), delta)]
         return config.facts(tuple(kinds[(layer + 1) % every > 0] for layer in range(config.num_layers)), context)
+
+    def feed_forward(self, config: HfConfig) -> Dense | Experts:
+        return config.dense(config.activation())
+
+    def feed_forward_of_gguf(self, config: GgufConfig) -> Dense | Experts:
+        return config.dense()
 
     def names(self, checkpoint: Checkpoint) -> NameMap:
         """In GGUF the norm before the feed-forward layer is called after what it follows."""
         return gguf_names(GGUF_HYBRID) if checkpoint.kind == "gguf" else super().names(checkpoint)
 
 
+class Qwen3_5Moe(Qwen3_5):
+    """The same with a mixture of experts behind every mixer, and a shared expert with a gate of its own."""
+
+    name = "qwen3_5_moe"
+    label = "Qwen3.5 and 3.6 MoE (text)"
+    hf_types = {
+        "qwen3_5_moe_text": DEFAULTS
+        | {"num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512}
+        | {"shared_expert_intermediate_size": 512, "intermediate_size": 512}
+    }
+    hf_wrappers = {"qwen3_5_moe": "qwen3_5_moe_text"}
+    hf_classes = ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration")
+    gguf_types = ("qwen35moe",)
+
+    def feed_forward(self, config: HfConfig) -> Experts:
+        shared = config.keys.integer("shared_expert_intermediate_size", 1, MAX_HIDDEN * 4)
+        given = "num_experts", "moe_intermediate_size", config.activation()
+        return config.mixture(*given, shared_inner=shared, shared_gate=True)
+
+    def feed_forward_of_gguf(self, config: GgufConfig) -> Experts:
+        shared = config.keys.integer("expert_shared_feed_forward_length", 1, MAX_HIDDEN * 4)
+        return config.mixture(shared_inner=shared, shared_gate=True)
+
+
 def _attention(config: HfConfig | GgufConfig, rope: RopeFacts, biased: bool = False) -> Attention:
-    return config.attention(rope, qk_norm=True, gate=True, qkv_bias=biased, o_bias=biased)
+    return config.attention(rope, qk_norm=True, gate=True, qkv_bias=biased, o_bias=biased, fused=False)
 
 
 def _check(keys: Fields, key: str, delta: GatedDelta) -> None:

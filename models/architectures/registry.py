@@ -21,7 +21,7 @@ from .names import NameMap
 from .phi3 import Phi3
 from .qwen2 import Qwen2
 from .qwen3 import Qwen3
-from .qwen3_5 import Qwen3_5
+from .qwen3_5 import Qwen3_5, Qwen3_5Moe
 from .qwen3_moe import Qwen3Moe
 
 ARCHITECTURES: tuple[Architecture, ...] = (
@@ -30,6 +30,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Qwen3(),
     Qwen3Moe(),
     Qwen3_5(),
+    Qwen3_5Moe(),
     Gemma3(),
     Phi3(),
     GptOss(),

@@ -48,7 +48,7 @@ LONGROPE = {
     "short_factor": [1.0, 1.1, 1.3, 1.2, 1.5, 1.7],
     "long_factor": [1.2, 1.9, 4.0, 9.0, 20.0, 31.0],
 }
-ZERO_CENTRED = ("gemma3_text", "qwen3_5_text")  # whose norms are stored less 1
+ZERO_CENTRED = ("gemma3_text", "qwen3_5_text", "qwen3_5_moe_text")  # whose norms are stored less 1
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 
 # name -> (model_type, configuration): odd sizes, head_dim != hidden / heads, tied and not, every GQA ratio, biases
@@ -120,6 +120,15 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"linear_value_head_dim": 14, "linear_conv_kernel_dim": 4}
         | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
         | {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.25}},
+    ),
+    "qwen3.5-moe": (
+        "qwen3_5_moe_text",
+        {"hidden_size": 44, "heads": (4, 2, 24), "num_hidden_layers": 2}
+        | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 10}
+        | {"linear_value_head_dim": 14, "linear_conv_kernel_dim": 3}
+        | {"layer_types": ["linear_attention", "full_attention"]}
+        | {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 26}
+        | {"shared_expert_intermediate_size": 30, "rope_parameters": PLAIN | {"partial_rotary_factor": 0.25}},
     ),
     "gemma3": (
         "gemma3_text",

@@ -20,6 +20,7 @@ from localllm.models.loader import LoadOptions, load_model
 
 # where GGUF has another word for a model_type
 ARCHITECTURE = {"mistral": "llama", "mixtral": "llama", "gemma3_text": "gemma3"}
+ARCHITECTURE |= {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}
 ARCHITECTURE |= {"qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "glm4_moe": "glm4moe"}
 
 
@@ -38,7 +39,7 @@ def write_gguf(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], k
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_feed_forward_length(config.get("intermediate_size", 0))
     heads, kv_heads, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
     writer.add_head_count(heads)
     writer.add_head_count_kv(kv_heads)
@@ -56,7 +57,8 @@ def write_gguf(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], k
         writer.add_float32("gemma3.attention.scale", config["query_pre_attn_scalar"] ** -0.5)
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
     if "num_experts_per_tok" in config:
-        writer.add_expert_count(config.get("num_local_experts") or config["n_routed_experts"])
+        count = config.get("num_local_experts") or config.get("n_routed_experts") or config["num_experts"]
+        writer.add_expert_count(count)
         writer.add_expert_used_count(config["num_experts_per_tok"])
         if arch != "llama":
             writer.add_expert_feed_forward_length(config.get("moe_intermediate_size") or config["intermediate_size"])
@@ -71,13 +73,15 @@ def write_gguf(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], k
     writer.add_token_list([f"t{i}" for i in range(vocabulary)])
     writer.add_token_scores([-float(i) for i in range(vocabulary)])
     writer.add_token_types([1] * vocabulary)
+    if arch.startswith("qwen35"):
+        tensors = _hybrid(writer, config, tensors)
     for name, tensor in stacked(tensors).items():
         module, _, suffix = name.rpartition(".")
         if arch == "llama" and module.endswith(("q_proj", "k_proj")):
             tensor = permuted(tensor, heads if module.endswith("q_proj") else kv_heads)
         if arch == "gemma3" and module.endswith("norm"):
             tensor = tensor + 1
-        plain = tensor.ndim == 1 or suffix == "bias" or "ffn_gate_inp" in name
+        plain = tensor.ndim == 1 or suffix == "bias" or "ffn_gate_inp" in name or "conv1d" in name
         stored = gguf.GGMLQuantizationType.F32 if plain else kind
         data = gguf.quants.quantize(tensor.contiguous().numpy(), stored)
         writer.add_tensor(name if name.startswith("blk.") else names.tensor(name), data, raw_dtype=stored)
@@ -86,6 +90,41 @@ def write_gguf(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], k
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _hybrid(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The keys of a model with gated delta layers, and its tensors with value heads in turn over the key heads."""
+    k_heads, v_heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    k_dim, v_dim = config["linear_key_head_dim"], config["linear_value_head_dim"]
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(k_dim)
+    writer.add_ssm_group_count(k_heads)
+    writer.add_ssm_time_step_rank(v_heads)
+    writer.add_ssm_inner_size(v_heads * v_dim)
+    writer.add_full_attention_interval(config["layer_types"].index("full_attention") + 1)
+    if config.get("shared_expert_intermediate_size"):
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+
+    def tiled(rows: Tensor, dim: int) -> Tensor:
+        split = rows.reshape(k_heads, v_heads // k_heads, dim, *rows.shape[1:])
+        return split.transpose(0, 1).reshape(rows.shape)
+
+    found = {}
+    for name, tensor in tensors.items():
+        keys = 2 * k_heads * k_dim
+        if "linear_attn" not in name:
+            found[name] = tensor + 1 if name.endswith("norm.weight") else tensor
+        elif "in_proj_qkv" in name or "conv1d" in name:
+            tensor = tensor.squeeze(1)
+            found[name] = torch.cat([tensor[:keys], tiled(tensor[keys:], v_dim)])
+        elif "out_proj" in name:
+            found[name] = tiled(tensor.T, v_dim).T
+        elif name.endswith("norm.weight"):
+            found[name] = tensor
+        else:
+            tensor = tiled(tensor, v_dim if "in_proj_z" in name else 1)
+            found[name] = -tensor.exp() if name.endswith("A_log") else tensor
+    return found
 
 
 def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -139,7 +178,7 @@ def gguf_logits(model: Any, paged: Any, path: Path, kind: gguf.GGMLQuantizationT
 
 
 NAMES = ["llama", "llama-bias", "llama-yarn", "mistral", "qwen2", "qwen3", "qwen3-moe", "phi3", "gemma3"]
-NAMES += ["gpt-oss", "mixtral", "glm4-moe"]
+NAMES += ["gpt-oss", "mixtral", "glm4-moe", "qwen3.5", "qwen3.5-moe"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -13,7 +13,7 @@ from localllm.errors import BadModelFile
 from localllm.models.architectures import open_model
 from localllm.models.loader import LoadOptions, load_model
 
-MIXTURES = ("qwen3-moe", "qwen3-moe-mixed", "gpt-oss", "mixtral", "glm4-moe", "glm4-moe-groups")
+MIXTURES = ("qwen3-moe", "qwen3-moe-mixed", "gpt-oss", "mixtral", "glm4-moe", "glm4-moe-groups", "qwen3.5-moe")
 NAMES = ("llama", "llama-bias", "llama-yarn", "mistral", "qwen2", "qwen3", "gemma3", "phi3", "qwen3.5", *MIXTURES)
 
 
