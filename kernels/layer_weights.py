@@ -79,6 +79,7 @@ class AttentionWeights:
     softcap: float | None = None
     interleaved: bool = False  # RoPE pairs (2j, 2j + 1) instead of (j, j + half)
     gate: bool = False  # after each query head in `qkv` comes its gate; its sigmoid multiplies what attention gives
+    temperature: tuple[float, int] | None = None  # (b, n): queries at position p grow by 1 + b ln(1 + floor(p / n))
     sinks: Tensor | None = None  # float32 [num_heads]: a score more for every query of a head, without a value
 
 
@@ -86,7 +87,7 @@ class AttentionWeights:
 class DeltaWeights:
     """What the gated delta rule in one layer needs, besides its states."""
 
-    norm: Norm
+    norm: Norm | None
     qkvz: Linear  # rows: query heads, key heads, value heads, then the gates of the outputs
     ba: Linear  # rows: of every value head how much it learns, then how much it forgets
     out: Linear

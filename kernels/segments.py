@@ -111,6 +111,18 @@ def attn_in(
     return q if gates is None else torch.cat([q, gates], -1)
 
 
+def _grown(q: Tensor, weights: AttentionWeights, cu_query_lens: Tensor, seq_lens: Tensor) -> Tensor:
+    """Queries as they grow with their position."""
+    if weights.temperature is None:
+        return q
+    growth, every = weights.temperature
+    tokens = torch.arange(q.shape[0], dtype=cu_query_lens.dtype, device=q.device)
+    ends = cu_query_lens[1:].contiguous()
+    owner = torch.searchsorted(ends, tokens, right=True).clamp_(max=ends.shape[0] - 1)
+    steps = (seq_lens[owner] - ends[owner] + tokens) // every
+    return q * (1 + growth * torch.log1p(steps.float())).to(q.dtype)[:, None, None]
+
+
 def attention(
     paged_attention: Callable[..., Tensor],
     q: Tensor,
@@ -123,9 +135,11 @@ def attention(
     """Attention over the pages, gated where heads have gates: [num_tokens, num_heads * head_dim]."""
     given = (weights.scale, weights.window, weights.softcap, weights.sinks)
     if not weights.gate:
+        q = _grown(q, weights, cu_query_lens, seq_lens)
         return paged_attention(q, pages, block_table, cu_query_lens, seq_lens, *given).view(q.shape[0], -1)
     queries, gates = q.split(weights.head_dim, -1)
-    mixed = paged_attention(queries.contiguous(), pages, block_table, cu_query_lens, seq_lens, *given)
+    queries = _grown(queries.contiguous(), weights, cu_query_lens, seq_lens)
+    mixed = paged_attention(queries, pages, block_table, cu_query_lens, seq_lens, *given)
     return (mixed * sigmoid(gates)).to(mixed.dtype).view(q.shape[0], -1)
 
 

@@ -43,22 +43,25 @@ class LayerReader:
 
 
 def _attention(layer: LayerReader, facts: Attention) -> AttentionWeights:
+    q, k = (facts.num_heads, facts.num_kv_heads) if facts.whole_norms else (1, 1)
     return AttentionWeights(
-        norm=layer.norm(layer.norms.before_mixer),
+        norm=layer.norm_if(layer.norms.before_mixer),
         qkv=layer.linear("qkv", *facts.inputs),
         out=layer.linear("o", "self_attn.o_proj"),
         num_heads=facts.num_heads,
         num_kv_heads=facts.num_kv_heads,
         head_dim=facts.head_dim,
         scale=facts.scale,
-        q_norm=layer.norm_if("self_attn.q_norm" if facts.qk_norm else None, facts.head_dim),
-        k_norm=layer.norm_if("self_attn.k_norm" if facts.qk_norm else None, facts.head_dim),
+        q_norm=layer.norm_if("self_attn.q_norm" if facts.qk_norm else None, q * facts.head_dim),
+        k_norm=layer.norm_if("self_attn.k_norm" if facts.qk_norm else None, k * facts.head_dim),
+        whole_norms=facts.whole_norms,
         post_norm=layer.norm_if(layer.norms.after_mixer),
         window=facts.window,
         softcap=facts.softcap,
         interleaved=facts.rope.interleaved,
         sinks=layer.vector("self_attn.sinks") if facts.sinks else None,
         gate=facts.gate,
+        temperature=facts.temperature if facts.temperature and layer.reader.context > facts.temperature[1] else None,
     )
 
 
@@ -66,7 +69,7 @@ def _gated_delta(layer: LayerReader, facts: GatedDelta) -> DeltaWeights:
     decay = layer.vector("linear_attn.A_log")
     norm = Norm(layer.vector("linear_attn.norm.weight"), layer.reader.facts.rms_norm_eps)  # without the model's offset
     return DeltaWeights(
-        norm=layer.norm(layer.norms.before_mixer),
+        norm=layer.norm_if(layer.norms.before_mixer),
         qkvz=layer.linear("qkvz", "linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
         ba=layer.linear("ba", "linear_attn.in_proj_b", "linear_attn.in_proj_a"),
         out=layer.linear("o", "linear_attn.out_proj"),
@@ -84,7 +87,7 @@ def _gated_delta(layer: LayerReader, facts: GatedDelta) -> DeltaWeights:
 
 def _dense(layer: LayerReader, facts: Dense) -> MlpWeights:
     return MlpWeights(
-        norm=layer.norm(layer.norms.before_ffn),
+        norm=layer.norm_if(layer.norms.before_ffn),
         gate_up=layer.linear("gate_up", *facts.inputs),
         down=layer.linear("down", "mlp.down_proj"),
         activation=facts.act,
@@ -97,7 +100,7 @@ def _experts(layer: LayerReader, facts: Experts) -> ExpertsWeights:
     shared = [f"mlp.shared_expert.{kind}_proj" for kind in ("gate", "up", "down")]
     experts = [f"mlp.experts.{number}" for number in range(facts.num_experts)]
     return ExpertsWeights(
-        norm=layer.norm(layer.norms.before_ffn),
+        norm=layer.norm_if(layer.norms.before_ffn),
         router=layer.linear("router", "mlp.gate"),
         gate_up=tuple(layer.linear("experts_gate_up", f"{one}.gate_proj", f"{one}.up_proj") for one in experts),
         down=tuple(layer.linear("experts_down", f"{one}.down_proj") for one in experts),

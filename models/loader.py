@@ -17,7 +17,7 @@ from localllm.checkpoint.text_modules import Projection
 from localllm.errors import DeviceError, OutOfMemory, UnsupportedModel
 from localllm.kernels import OpFacts, Weight, reference, rope
 from localllm.kernels.embedding import Embedding, is_plain_table, weight_rows
-from localllm.kernels.layer_weights import HeadWeights, Linear
+from localllm.kernels.layer_weights import HeadWeights, Linear, Norm
 from localllm.kernels.table import kernel_table
 from localllm.kernels.verify.selftest import KernelCrash
 from localllm.quant import dequantize, load_weight
@@ -83,7 +83,8 @@ class Loading(Reader):
         embedding = self.embedding(rows, linear if facts.tied_embeddings else None)
         del rows  # where the head's layout serves both, the canonical table goes
         layers = [load_layer(self, index) for index in range(facts.num_layers)]
-        head = HeadWeights(self.norm("model.norm", facts.hidden_size), linear, facts.logit_softcap)
+        last = self.norm("model.norm", facts.hidden_size)  # which may as well scale the logits
+        head = HeadWeights(Norm(last.weight * facts.logit_scale, last.eps), linear, facts.logit_softcap)
         ropes = [self.rope(rope) for rope in facts.ropes]
         groups = cache_groups(facts, read_kv_scales(self.checkpoint, self.checkpoint.names, facts.num_layers))
         if self.selftest is not None:
@@ -141,8 +142,10 @@ class Loading(Reader):
         if facts.factors_tensor is not None:
             inv_freq = inv_freq / self.vector(facts.factors_tensor, facts.dim // 2)
         elif facts.scaling == "longrope":
-            is_long = (self.options.context or self.facts.max_context) > facts.original_context
+            is_long = self.context > facts.original_context
             inv_freq = inv_freq / torch.tensor(facts.long_factors if is_long else facts.short_factors)
+        elif facts.scaling == "off":
+            inv_freq = torch.zeros_like(inv_freq)
         elif facts.scaling == "linear":
             inv_freq = inv_freq / facts.factor
         elif facts.scaling == "llama3":

@@ -112,7 +112,7 @@ class Model:
     def normed(self, hidden: Tensor) -> Tensor:
         """Rows of `forward` -> float32 [rows, hidden] after the last norm: what embeddings are pooled from."""
         norm = self.head.norm
-        return rms_norm(hidden.float(), norm.weight.float(), norm.eps)
+        return rms_norm(hidden.float(), norm.weight.float() / self.facts.logit_scale, norm.eps)
 
     def projected(self, vector: Tensor) -> Tensor:
         """A pooled vector, float32 [hidden] -> float32 [facts.embedding_size]."""

@@ -64,6 +64,11 @@ class Reader:
         self.done = 0
 
     @property
+    def context(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.options.context or self.facts.max_context
+
+    @property
     def disabled(self) -> frozenset[str]:
         """Implementations that failed before, and what the self-test of this load has found so far."""
         return self.options.disabled | (self.selftest.disabled if self.selftest is not None else frozenset())

@@ -23,6 +23,7 @@ class RopeFacts:
     theta: float
     dim: int  # rotated elements of a head, even; the rest passes through
     # none | linear (positions / factor) | llama3 | yarn | factors (inv_freq / tensor) | longrope (inv_freq / factors)
+    # | off (nothing turns)
     scaling: str = "none"
     factor: float = 1.0
     low_freq_factor: float = 1.0
@@ -51,6 +52,8 @@ class Attention:
     window: int | None = None  # a query sees this many positions, itself included; None = all
     softcap: float | None = None
     qk_norm: bool = False  # a norm over every query and key head before RoPE
+    whole_norms: bool = False  # that norm is over all heads together
+    temperature: tuple[float, int] | None = None  # (b, n): queries at position p grow by 1 + b ln(1 + floor(p / n))
     qkv_bias: bool = False
     o_bias: bool = False
     fused: bool = False  # q, k and v are stored as one module
@@ -72,7 +75,8 @@ class Attention:
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
         sizes: dict[str, tuple[int, ...]] = {}
         if self.qk_norm:
-            sizes = {f"self_attn.{name}_norm.weight": (self.head_dim,) for name in "qk"}
+            heads = (self.num_heads, self.num_kv_heads) if self.whole_norms else (1, 1)
+            sizes = {f"self_attn.{name}_norm.weight": (n * self.head_dim,) for name, n in zip("qk", heads, strict=True)}
         if self.sinks:
             sizes["self_attn.sinks"] = (self.num_heads,)
         names = self.inputs * self.qkv_bias + ("self_attn.o_proj",) * self.o_bias
@@ -217,8 +221,8 @@ class Experts:
 class Norms:
     """The RMSNorms of a layer, by canonical name below `model.layers.{i}.`; `after_*` norm what is added."""
 
-    before_mixer: str = "input_layernorm"
-    before_ffn: str = "post_attention_layernorm"
+    before_mixer: str | None = "input_layernorm"
+    before_ffn: str | None = "post_attention_layernorm"
     after_mixer: str | None = None
     after_ffn: str | None = None
 
@@ -247,6 +251,7 @@ class ModelFacts:
     norm_offset: float = 0.0  # added to every norm weight at load: 1.0 for Gemma's safetensors (GGUF has it baked in)
     embedding_scale: float = 1.0
     logit_softcap: float | None = None
+    logit_scale: float = 1.0  # multiplies the logits
     tied_embeddings: bool = False
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None

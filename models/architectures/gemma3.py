@@ -11,7 +11,7 @@ from localllm.checkpoint.fields import MAX_LAYERS
 from .architecture import Architecture
 from .facts import LayerFacts, ModelFacts, Norms, RopeFacts, repeated
 from .gguf import GgufConfig
-from .hf import HfConfig, object_of
+from .hf import HfConfig
 from .names import GGUF_LAYER, NameMap, gguf_names
 
 FULL_EVERY = 6  # five windowed layers, then one that sees all: files often leave the pattern out
@@ -37,6 +37,11 @@ NORMS = Norms(
     after_mixer="post_attention_layernorm",
     after_ffn="post_feedforward_layernorm",
 )
+GGUF_NORMS = {
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_attention_layernorm": "post_attention_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 
 
 class Gemma3(Architecture):
@@ -50,7 +55,7 @@ class Gemma3(Architecture):
     gguf_types = ("gemma3",)
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
-        rope, local_rope, context = _ropes(config)
+        rope, local_rope, context = config.ropes(FULL_THETA, LOCAL_THETA)
         scalar = config.keys.number("query_pre_attn_scalar", 1e-3, 1e9)
         attention = config.attention(rope, scale=scalar**-0.5, qk_norm=True)
         # The first configs carry hidden_act "gelu" beside it, which nothing reads.
@@ -75,12 +80,7 @@ class Gemma3(Architecture):
         """In GGUF the same name means another norm where attention and MLP have one on each side."""
         if checkpoint.kind != "gguf":
             return super().names(checkpoint)
-        inner = GGUF_LAYER | {
-            "pre_feedforward_layernorm": "ffn_norm",
-            "post_attention_layernorm": "post_attention_norm",
-            "post_feedforward_layernorm": "post_ffw_norm",
-        }
-        return gguf_names(inner)
+        return gguf_names(GGUF_LAYER | GGUF_NORMS)
 
 
 def _unstated_rope(config: GgufConfig, rope: RopeFacts) -> RopeFacts:
@@ -89,19 +89,3 @@ def _unstated_rope(config: GgufConfig, rope: RopeFacts) -> RopeFacts:
     if config.num_layers in MULTIMODAL and rope.scaling == "none":
         return replace(rope, theta=theta, scaling="linear", factor=MULTIMODAL_FACTOR)
     return replace(rope, theta=theta)
-
-
-def _ropes(config: HfConfig) -> tuple[RopeFacts, RopeFacts, int]:
-    """The rotation of layers that see all, that of windowed ones, and the context in tokens."""
-    given, keys = config.given, config.keys
-    parameters = object_of(given, "rope_parameters")
-    nested = {}
-    for kind in ("full_attention", "sliding_attention"):
-        nested[kind] = {} if parameters.get(kind) is None else parameters[kind]
-        if not isinstance(nested[kind], dict):
-            raise given.fail(f"rope_parameters.{kind}", "must be an object")
-    flat = {} if any(nested.values()) else parameters
-    full_theta = {"rope_theta": keys.number("rope_theta", 1.0, 1e15, FULL_THETA)}
-    local_theta = {"rope_theta": keys.number("rope_local_base_freq", 1.0, 1e15, LOCAL_THETA)}
-    rope, context = config.rope_from(full_theta | object_of(given, "rope_scaling") | flat | nested["full_attention"])
-    return rope, config.rope_from(local_theta | nested["sliding_attention"])[0], context

@@ -165,10 +165,10 @@ class GgufConfig(Config):
             raise bad(self.keys.path, f"must be a vector of at most {MAX_HEAD_DIM} F32 numbers", key=tensor)
         return np.frombuffer(self.checkpoint.read(tensor).tobytes(), "<f4").tolist()
 
-    def windows(self, full_every: int = 0) -> tuple[int | None, ...]:
+    def windows(self, full_every: int = 0, default: int = 0) -> tuple[int | None, ...]:
         """The window of each layer. `full_every`: one of so many sees all where the file has no pattern; 0: none."""
         keys, num_layers = self.keys, self.num_layers
-        window = keys.integer("attention.sliding_window", 0, MAX_CONTEXT, 0)
+        window = keys.integer("attention.sliding_window", 0, MAX_CONTEXT, default)
         pattern = keys.raw("attention.sliding_window_pattern")
         if window == 0:
             return (None,) * num_layers

@@ -74,6 +74,25 @@ class HfConfig(Config):
         values = theta | object_of(self.given, "rope_scaling") | object_of(self.given, "rope_parameters")
         return self.rope_from(values)
 
+    def ropes(self, full_theta: float, local_theta: float | None = None) -> tuple[RopeFacts, RopeFacts, int]:
+        """The rotation of layers that see all, that of windowed ones, and the context; the thetas of silent files.
+
+        Scaling that is stated once is that of the layers that see all. Without `local_theta` both have one theta.
+        """
+        given, keys = self.given, self.keys
+        parameters = object_of(given, "rope_parameters")
+        nested = {}
+        for kind in ("full_attention", "sliding_attention"):
+            nested[kind] = {} if parameters.get(kind) is None else parameters[kind]
+            if not isinstance(nested[kind], dict):
+                raise given.fail(f"rope_parameters.{kind}", "must be an object")
+        flat = {} if any(nested.values()) else parameters
+        theta = keys.number("rope_theta", 1.0, 1e15, full_theta)
+        full = {"rope_theta": theta} | object_of(given, "rope_scaling") | flat | nested["full_attention"]
+        local = {"rope_theta": keys.number("rope_local_base_freq", 1.0, 1e15, local_theta or full["rope_theta"])}
+        rope, context = self.rope_from(full)
+        return rope, self.rope_from(local | nested["sliding_attention"])[0], context
+
     def rope_from(self, values: Mapping[str, Any]) -> tuple[RopeFacts, int]:
         """A rotation from theta and scaling, which may lie in several places of the file, and the context it reaches.
 
@@ -151,6 +170,11 @@ class HfConfig(Config):
         if not isinstance(value, list) or not all(type(item) is int and item >= 0 for item in value):
             raise self.keys.fail(key, "must list numbers of layers")
         return frozenset(value)
+
+    def capped(self, key: str) -> float | None:
+        """A soft-cap; an explicit null switches a default off."""
+        off = key in self.given.values and self.given.raw(key) is None
+        return None if off else self.keys.optional_number(key, 1e-3, 1e6)
 
     @property
     def window(self) -> int | None:

@@ -12,17 +12,24 @@ from . import gguf, hf
 from .architecture import Architecture
 from .config import unsupported
 from .facts import Experts, ModelFacts
+from .gemma2 import Gemma2
 from .gemma3 import Gemma3
+from .glm4 import Glm4
 from .glm4_moe import Glm4Moe
 from .gpt_oss import GptOss
+from .granite import Granite
 from .llama import Llama
+from .mistral3 import Mistral3
 from .mixtral import Mixtral
 from .names import NameMap
+from .olmo2 import Olmo2
 from .phi3 import Phi3
 from .qwen2 import Qwen2
 from .qwen3 import Qwen3
 from .qwen3_5 import Qwen3_5, Qwen3_5Moe
 from .qwen3_moe import Qwen3Moe
+from .seed_oss import SeedOss
+from .smollm3 import SmolLM3
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     Llama(),
@@ -31,11 +38,18 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Qwen3Moe(),
     Qwen3_5(),
     Qwen3_5Moe(),
+    Gemma2(),
     Gemma3(),
     Phi3(),
     GptOss(),
     Mixtral(),
     Glm4Moe(),
+    SmolLM3(),
+    Granite(),
+    Olmo2(),
+    SeedOss(),
+    Glm4(),
+    Mistral3(),
 )
 
 

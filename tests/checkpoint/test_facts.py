@@ -211,8 +211,15 @@ def test_mistral_small_hides_its_text_model() -> None:
         {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "text_config": text}
     )
     assert facts.architecture == "llama" and facts.windows[0] is None
-    with pytest.raises(UnsupportedModel, match="ministral3"):
-        facts_of({"model_type": "mistral3", "text_config": {**text, "model_type": "ministral3"}})
+    with pytest.raises(UnsupportedModel, match="mistral4"):
+        facts_of({"model_type": "mistral3", "text_config": {**text, "model_type": "mistral4"}})
+    # Ministral 3
+    yarn = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384}
+    yarn |= {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+    text |= {"model_type": "ministral3", "rope_parameters": yarn, "max_position_embeddings": 262_144}
+    facts = facts_of({"model_type": "mistral3", "text_config": text})
+    assert facts.architecture == "mistral3" and facts.max_context == 262_144
+    assert wide(facts).temperature == (0.1, 16384) and wide(facts).rope.attention_factor == 1.0
 
 
 def gguf_facts_of(path: Path, arch: str = "llama", tensors: dict[str, tuple] | None = None, **keys: Any) -> ModelFacts:

@@ -48,7 +48,7 @@ LONGROPE = {
     "short_factor": [1.0, 1.1, 1.3, 1.2, 1.5, 1.7],
     "long_factor": [1.2, 1.9, 4.0, 9.0, 20.0, 31.0],
 }
-ZERO_CENTRED = ("gemma3_text", "qwen3_5_text", "qwen3_5_moe_text")  # whose norms are stored less 1
+ZERO_CENTRED = ("gemma2", "gemma3_text", "qwen3_5_text", "qwen3_5_moe_text")  # whose norms are stored less 1
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 
 # name -> (model_type, configuration): odd sizes, head_dim != hidden / heads, tied and not, every GQA ratio, biases
@@ -78,6 +78,47 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         "phi3",
         {"hidden_size": 48, "intermediate_size": 70, "heads": (3, 1, 16), "sliding_window": 40}
         | {"original_max_position_embeddings": 64, "rope_parameters": LONGROPE},
+    ),
+    "gemma2": (
+        "gemma2",
+        {"hidden_size": 44, "intermediate_size": 70, "heads": (4, 2, 18), "sliding_window": 13}
+        | {"query_pre_attn_scalar": 24, "final_logit_softcapping": 8.0, "attn_logit_softcapping": 3.0},
+    ),
+    "smollm3": (
+        "smollm3",
+        {"hidden_size": 42, "intermediate_size": 70, "heads": (6, 2, 12), "num_hidden_layers": 5}
+        | {"tie_word_embeddings": True},
+    ),
+    "smollm3-windows": (
+        "smollm3",
+        {"hidden_size": 42, "intermediate_size": 70, "heads": (3, 1, 12), "no_rope_layers": [0, 1, 0]}
+        | {"use_sliding_window": True, "sliding_window": 11},
+    ),
+    "granite": (
+        "granite",
+        {"hidden_size": 42, "intermediate_size": 70, "heads": (6, 2, 12), "tie_word_embeddings": True}
+        | {"embedding_multiplier": 12.0, "attention_multiplier": 0.11, "residual_multiplier": 0.22}
+        | {"logits_scaling": 7.0},
+    ),
+    "olmo2": ("olmo2", {"hidden_size": 44, "intermediate_size": 70, "heads": (4, 2, 18)}),
+    "olmo3": (
+        "olmo3",
+        {"hidden_size": 44, "intermediate_size": 70, "heads": (4, 2, 18), "sliding_window": 11}
+        | {"num_hidden_layers": 4, "rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN}},
+    ),
+    "seed-oss": (
+        "seed_oss",
+        {"hidden_size": 42, "intermediate_size": 70, "heads": (6, 2, 10), "attention_bias": True},
+    ),
+    "glm4": (
+        "glm4",
+        {"hidden_size": 44, "intermediate_size": 70, "heads": (4, 2, 20), "attention_bias": True}
+        | {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}},
+    ),
+    "ministral3": (
+        "ministral3",
+        {"hidden_size": 42, "intermediate_size": 70, "heads": (6, 2, 12)}
+        | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4}},
     ),
     "phi3-packable": ("phi3", {"hidden_size": 64, "intermediate_size": 128, "heads": (4, 2, 16)}),
     "gpt-oss": (

@@ -22,6 +22,8 @@ from localllm.models.loader import LoadOptions, load_model
 ARCHITECTURE = {"mistral": "llama", "mixtral": "llama", "gemma3_text": "gemma3"}
 ARCHITECTURE |= {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}
 ARCHITECTURE |= {"qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "glm4_moe": "glm4moe"}
+ARCHITECTURE |= {"olmo3": "olmo2", "ministral3": "mistral3"}
+PERMUTED = ("llama", "smollm3", "granite", "mistral3")  # whose converter permutes rows of q and k
 
 
 def permuted(rows: Tensor, heads: int) -> Tensor:
@@ -51,11 +53,21 @@ def write_gguf(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], k
     _rope(writer, config, turned)
     if config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
-        if "layer_types" in config and arch != "gpt-oss":
+        if "layer_types" in config and arch not in ("gemma2", "gpt-oss"):  # which keep their pattern to themselves
             writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
-    if arch == "gemma3":
-        writer.add_float32("gemma3.attention.scale", config["query_pre_attn_scalar"] ** -0.5)
+    if arch in ("gemma2", "gemma3"):
+        writer.add_attention_scale(config["query_pre_attn_scalar"] ** -0.5)
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if config.get("attn_logit_softcapping"):
+        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+    if arch == "granite":
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
+    if arch == "mistral3":
+        writer.add_rope_scaling_yarn_log_mul(config["rope_parameters"]["mscale_all_dim"])
+        writer.add_attn_temperature_scale(config["rope_parameters"]["llama_4_scaling_beta"])
     if "num_experts_per_tok" in config:
         count = config.get("num_local_experts") or config.get("n_routed_experts") or config["num_experts"]
         writer.add_expert_count(count)
@@ -77,9 +89,9 @@ def write_gguf(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], k
         tensors = _hybrid(writer, config, tensors)
     for name, tensor in stacked(tensors).items():
         module, _, suffix = name.rpartition(".")
-        if arch == "llama" and module.endswith(("q_proj", "k_proj")):
+        if arch in PERMUTED and module.endswith(("q_proj", "k_proj")):
             tensor = permuted(tensor, heads if module.endswith("q_proj") else kv_heads)
-        if arch == "gemma3" and module.endswith("norm"):
+        if arch in ("gemma2", "gemma3") and module.endswith("norm"):
             tensor = tensor + 1
         plain = tensor.ndim == 1 or suffix == "bias" or "ffn_gate_inp" in name or "conv1d" in name
         stored = gguf.GGMLQuantizationType.F32 if plain else kind
@@ -179,6 +191,7 @@ def gguf_logits(model: Any, paged: Any, path: Path, kind: gguf.GGMLQuantizationT
 
 NAMES = ["llama", "llama-bias", "llama-yarn", "mistral", "qwen2", "qwen3", "qwen3-moe", "phi3", "gemma3"]
 NAMES += ["gpt-oss", "mixtral", "glm4-moe", "qwen3.5", "qwen3.5-moe"]
+NAMES += ["gemma2", "smollm3", "granite", "olmo2", "olmo3", "seed-oss", "glm4", "ministral3"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -14,7 +14,10 @@ from localllm.models.architectures import open_model
 from localllm.models.loader import LoadOptions, load_model
 
 MIXTURES = ("qwen3-moe", "qwen3-moe-mixed", "gpt-oss", "mixtral", "glm4-moe", "glm4-moe-groups", "qwen3.5-moe")
-NAMES = ("llama", "llama-bias", "llama-yarn", "mistral", "qwen2", "qwen3", "gemma3", "phi3", "qwen3.5", *MIXTURES)
+NAMES = (
+    *("llama", "llama-bias", "llama-yarn", "mistral", "qwen2", "qwen3", "gemma3", "phi3", "qwen3.5", *MIXTURES),
+    *("gemma2", "smollm3", "smollm3-windows", "granite", "olmo2", "olmo3", "seed-oss", "glm4", "ministral3"),
+)
 
 
 def relative_error(ours: Tensor, reference: Tensor) -> float:
@@ -98,6 +101,20 @@ def test_the_context_decides_between_the_factors_of_longrope(tiny: Callable, pag
     shorter = model.save(tmp_path / "bad", rope_parameters={**model.config["rope_parameters"], "long_factor": [1.0]})
     with pytest.raises(BadModelFile, match="must hold 6 positive numbers, has 1"):
         _ = open_model(shorter).facts
+
+
+def test_queries_are_let_be_where_the_context_is_the_trained_one(tiny: Callable, paged: Any, tmp_path: Any) -> None:
+    model, ids = tiny("ministral3"), prompt(60)
+    with open_model(model.save(tmp_path)) as checkpoint:
+        short, long = (load_model(checkpoint, LoadOptions(exact=True, context=ctx)) for ctx in (64, 65))
+    assert short.layers[0].mixer.temperature is None and long.layers[0].mixer.temperature == (0.4, 64)
+    assert relative_error(paged(short).all_logits(ids, [60]), model.logits(ids)) < 1e-4
+
+
+def test_layers_that_turn_differently_share_their_pages(loaded: Callable) -> None:
+    model = loaded("smollm3")
+    assert [group.layers for group in model.groups] == [(0, 1, 2, 3, 4)]
+    assert [rope.scaling for rope in model.facts.ropes] == ["none", "off"]
 
 
 def test_groups_put_full_attention_first(loaded: Callable) -> None:

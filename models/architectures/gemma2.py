@@ -1,0 +1,55 @@
+"""Gemma 2: four norms a layer, every second layer sees a window, caps on scores and logits, GELU."""
+
+from __future__ import annotations
+
+import math
+
+from localllm.checkpoint import Checkpoint
+
+from .architecture import Architecture
+from .facts import LayerFacts, ModelFacts, repeated
+from .gemma3 import GGUF_NORMS, NORMS
+from .gguf import GgufConfig
+from .hf import HfConfig
+from .names import GGUF_LAYER, NameMap, gguf_names
+
+FULL_EVERY, WINDOW, SCORE_CAP, LOGIT_CAP = 2, 4096, 50.0, 30.0  # what all of them share; old files leave it out
+
+
+class Gemma2(Architecture):
+    """The first layer sees a window, the second all, and so on."""
+
+    name = "gemma2"
+    label = "Gemma 2"
+    hf_types = {
+        "gemma2": {"vocab_size": 256_000, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
+        | {"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "max_position_embeddings": 8192}
+        | {"sliding_window": WINDOW, "query_pre_attn_scalar": 256, "tie_word_embeddings": True}
+        | {"attn_logit_softcapping": SCORE_CAP, "final_logit_softcapping": LOGIT_CAP}
+        | {"hidden_activation": "gelu_pytorch_tanh"}
+    }
+    hf_classes = ("Gemma2ForCausalLM",)
+    gguf_types = ("gemma2",)
+
+    def from_hf(self, config: HfConfig) -> ModelFacts:
+        rope, context = config.rope()
+        scalar = config.keys.number("query_pre_attn_scalar", 1e-3, 1e9)
+        caps = {key: config.capped(key) for key in ("attn_logit_softcapping", "final_logit_softcapping")}
+        attention = config.attention(rope, scale=scalar**-0.5, softcap=caps["attn_logit_softcapping"])
+        layer = LayerFacts(attention, config.dense(config.activation("hidden_activation")), NORMS)
+        layers = repeated(layer, config.windows(lambda layer: (layer + 1) % FULL_EVERY != 0))
+        scaled = {"embedding_scale": math.sqrt(config.hidden_size), "logit_softcap": caps["final_logit_softcapping"]}
+        return config.facts(layers, context, norm_offset=1.0, **scaled)
+
+    def from_gguf(self, config: GgufConfig) -> ModelFacts:
+        rope, context = config.rope()
+        # The 27B model scales by its hidden size instead.
+        scale = 1 / math.sqrt(config.hidden_size / config.num_heads) if config.num_layers == 46 else None
+        cap = config.keys.number("attn_logit_softcapping", 1e-3, 1e6, SCORE_CAP)
+        layer = LayerFacts(config.attention(rope, scale=scale, softcap=cap), config.dense("gelu_tanh"), NORMS)
+        layers = repeated(layer, config.windows(FULL_EVERY, WINDOW))
+        cap = config.keys.number("final_logit_softcapping", 1e-3, 1e6, LOGIT_CAP)
+        return config.facts(layers, context, embedding_scale=math.sqrt(config.hidden_size), logit_softcap=cap)
+
+    def names(self, checkpoint: Checkpoint) -> NameMap:
+        return gguf_names(GGUF_LAYER | GGUF_NORMS) if checkpoint.kind == "gguf" else super().names(checkpoint)

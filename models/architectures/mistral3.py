@@ -1,0 +1,51 @@
+"""Ministral 3, and GGUF files of Mistral 3: Llama whose queries grow with their position beyond the trained context."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from localllm.checkpoint.fields import MAX_CONTEXT
+
+from .architecture import Architecture
+from .facts import LayerFacts, ModelFacts, RopeFacts, repeated
+from .gguf import GgufConfig
+from .hf import HfConfig, object_of
+
+
+class Mistral3(Architecture):
+    """The text part."""
+
+    name = "mistral3"
+    label = "Ministral 3, Mistral Small 3 (text)"
+    hf_types = {"ministral3": {"head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 262_144}}
+    hf_classes = ("Ministral3ForCausalLM", "Mistral3ForConditionalGeneration")
+    gguf_types = ("mistral3",)
+
+    def from_hf(self, config: HfConfig) -> ModelFacts:
+        rope, context = config.rope()
+        parameters = object_of(config.given, "rope_parameters")
+        grown = parameters.get("llama_4_scaling_beta", 0.0)
+        if type(grown) not in (int, float) or not 0 <= grown <= 100:
+            raise config.keys.fail("rope_parameters.llama_4_scaling_beta", f"is {grown!r:.60}, a number is expected")
+        temperature = (float(grown), rope.original_context) if grown and rope.original_context else None
+        layer = LayerFacts(config.attention(rope, temperature=temperature), config.dense(config.activation()))
+        return config.facts(repeated(layer, config.windows(lambda layer: True)), min(context, config.context))
+
+    def from_gguf(self, config: GgufConfig) -> ModelFacts:
+        rope, context = config.rope(interleaved=True)
+        keys = config.keys
+        rope = _attended(rope, keys.optional_number("rope.scaling.yarn_log_multiplier", 0.0, 1e3))
+        grown = keys.number("attention.temperature_scale", 0.0, 100.0, 0.0)
+        every = keys.integer("attention.temperature_length", 1, MAX_CONTEXT, rope.original_context or context)
+        attention = config.attention(rope, temperature=(grown, every) if grown else None)
+        return config.facts(repeated(LayerFacts(attention, config.dense()), config.windows()), context)
+
+
+def _attended(rope: RopeFacts, mscale: float | None) -> RopeFacts:
+    """`rope` as the converter means it, who keeps one of the two numbers whose quotient counts; the other is 1."""
+    if not mscale or rope.scaling != "yarn":
+        return rope
+    return replace(
+        rope, attention_factor=rope.attention_factor / (0.1 * mscale * math.log(max(rope.factor, 1.0)) + 1.0)
+    )

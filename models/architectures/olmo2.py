@@ -1,0 +1,47 @@
+"""OLMo 2 and OLMo 3: norms after attention and feed-forward layer only, and over all queries or keys of a token."""
+
+from __future__ import annotations
+
+from localllm.checkpoint import Checkpoint
+
+from .architecture import Architecture
+from .facts import LayerFacts, ModelFacts, Norms, RopeFacts, repeated
+from .gguf import GgufConfig
+from .hf import HfConfig
+from .names import GGUF_LAYER, NameMap, gguf_names
+
+FULL_EVERY, THETA = 4, 500_000.0  # OLMo 3: three windowed layers, then one that sees all
+NORMS = Norms(None, None, "post_attention_layernorm", "post_feedforward_layernorm")
+
+
+class Olmo2(Architecture):
+    """OLMo 3 adds windows; scaling of positions is for the layers that see all."""
+
+    name = "olmo2"
+    label = "OLMo 2 and 3"
+    hf_types = {
+        "olmo2": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
+        "olmo3": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "sliding_window": 4096},
+    }
+    hf_classes = ("Olmo2ForCausalLM", "Olmo3ForCausalLM")
+    gguf_types = ("olmo2",)
+
+    def from_hf(self, config: HfConfig) -> ModelFacts:
+        has_windows = config.model_type == "olmo3"
+        rope, local_rope, context = config.ropes(THETA if has_windows else 10_000.0)
+        attention = config.attention(rope, qk_norm=True, whole_norms=True)
+        layer = LayerFacts(attention, config.dense(config.activation()), NORMS)
+        windows = config.windows(lambda layer: (layer + 1) % FULL_EVERY != 0, enabled=has_windows)
+        return config.facts(repeated(layer, windows, local_rope), context)
+
+    def from_gguf(self, config: GgufConfig) -> ModelFacts:
+        rope, context = config.rope()
+        attention = config.attention(rope, qk_norm=True, whole_norms=True)
+        layer = LayerFacts(attention, config.dense(), NORMS)
+        return config.facts(repeated(layer, config.windows(FULL_EVERY), RopeFacts(rope.theta, rope.dim)), context)
+
+    def names(self, checkpoint: Checkpoint) -> NameMap:
+        if checkpoint.kind != "gguf":
+            return super().names(checkpoint)
+        after = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
+        return gguf_names(GGUF_LAYER | after)

@@ -1,0 +1,36 @@
+"""Seed-OSS: Llama with biases on q, k and v, and a head size of its own."""
+
+from __future__ import annotations
+
+from localllm.checkpoint import Checkpoint
+
+from .architecture import Architecture
+from .facts import LayerFacts, ModelFacts, repeated
+from .gguf import GgufConfig
+from .hf import HfConfig
+from .names import GGUF_LAYER, NameMap, gguf_names
+
+
+class SeedOss(Architecture):
+    """In GGUF its rows are not permuted, and the second norm is called as in Hugging Face's files."""
+
+    name = "seed_oss"
+    label = "Seed-OSS"
+    hf_types = {"seed_oss": {"head_dim": 128, "max_position_embeddings": 524_288, "num_key_value_heads": 8}}
+    hf_classes = ("SeedOssForCausalLM",)
+    gguf_types = ("seed_oss",)
+
+    def from_hf(self, config: HfConfig) -> ModelFacts:
+        rope, context = config.rope()
+        layer = LayerFacts(config.attention(rope), config.dense(config.activation()))
+        return config.facts(repeated(layer, (None,) * config.num_layers), context)
+
+    def from_gguf(self, config: GgufConfig) -> ModelFacts:
+        rope, context = config.rope()
+        layer = LayerFacts(config.attention(rope), config.dense())
+        return config.facts(repeated(layer, (None,) * config.num_layers), context)
+
+    def names(self, checkpoint: Checkpoint) -> NameMap:
+        if checkpoint.kind != "gguf":
+            return super().names(checkpoint)
+        return gguf_names(GGUF_LAYER | {"post_attention_layernorm": "post_attention_norm"})
