@@ -19,9 +19,7 @@ from localllm.quant import dequantize, fuse, load_weight, read_dense
 from localllm.quant.encode import Target, encode
 
 from .architectures import ModelFacts, OpenModel
-
-# linear modules that choose or weigh others: they keep their stored numbers whatever the others become while loading
-ROUTERS = (".mlp.gate", ".mlp.shared_expert_gate")
+from .architectures.facts import ROUTERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +127,7 @@ class Reader:
         if self.shares_memory:  # GPU and host: let the system drop what it keeps of the files that were read
             for tensor in self._below.get(stored_as, ()):
                 self.checkpoint.forget(tensor)
-        kept = not name.startswith("model.layers.") or name.endswith(ROUTERS)
+        kept = not name.startswith("model.layers.") or name.endswith(tuple(f".{router}" for router in ROUTERS))
         if self.target is None or kept or self.target.fits(*shape) is not None:
             return weight
         try:

@@ -27,7 +27,7 @@ from torch import Tensor
 from localllm import paths
 from localllm.errors import Aborted, BadModelFile, ConfigError, DoesNotFit, InternalError, UnsupportedFormat
 from localllm.models.architectures import OpenModel, open_model
-from localllm.models.architectures.facts import linear_shapes
+from localllm.models.architectures.facts import ROUTERS, linear_shapes
 from localllm.models.calibration import hessians
 from localllm.quant import dequantize
 from localllm.quant.encode import Target, encode, relative_error
@@ -148,7 +148,7 @@ class _Work:
                     )
                 if f"{name}.weight" not in self.checkpoint.tensors:
                     continue
-                why = self.target.fits(*shape)
+                why = "it chooses experts" if module in ROUTERS else self.target.fits(*shape)
                 if why is None:
                     layer[module] = name
                 elif index == 0:

@@ -169,6 +169,10 @@ class Dense:
         return 3 * self.inner
 
 
+# linear modules that choose or weigh others: they keep their stored numbers whatever the others become
+ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")
+
+
 @dataclass(frozen=True)
 class Experts:
     """A mixture: of many gated feed-forward layers a router chooses some for each token, and sums what they give."""

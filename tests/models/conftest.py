@@ -143,6 +143,11 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"routed_scaling_factor": 1.5, "num_nextn_predict_layers": 0}
         | {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}},
     ),
+    "glm4-moe-packable": (
+        "glm4_moe",
+        {"hidden_size": 64, "intermediate_size": 64, "heads": (4, 2, 16), "n_routed_experts": 8}
+        | {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1, "num_hidden_layers": 2},
+    ),
     "glm4-moe-groups": (
         "glm4_moe",
         {"hidden_size": 42, "intermediate_size": 70, "heads": (4, 2, 16), "norm_topk_prob": False}

@@ -138,3 +138,10 @@ def test_work_and_shapes_follow_from_facts() -> None:
     assert shapes["mlp.gate"] == (3, 4) and shapes["mlp.experts.2.down_proj"] == (4, 5)
     assert shapes["mlp.shared_expert.up_proj"] == (7, 4) and shapes["mlp.shared_expert_gate"] == (1, 4)
     assert len(shapes) == 1 + 9 + 3 + 1
+
+
+def test_routers_keep_their_numbers_where_others_are_quantized(tiny: Callable, tmp_path: Path) -> None:
+    with open_model(tiny("glm4-moe-packable").save(tmp_path)) as checkpoint:
+        layer = load_model(checkpoint, LoadOptions(weights="mxfp4")).layers[1].ffn
+    assert layer.router.nbytes >= 8 * 64 * 4
+    assert layer.down[0].nbytes < 64 * 32 * 2
