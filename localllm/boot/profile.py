@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -67,6 +68,13 @@ class WorstSteps:
         """One token for each of `count` sequences that fill the context, sampled."""
         self.decoding(count)()
 
+    def check_guesses(self, count: int) -> None:
+        """The same, with as many guessed tokens behind the first of them as the plan lets a step check."""
+        guessed = min(self._plan.num_drafts, self._plan.ctx - 2)
+        first, *others = [self._sequence(self._plan.ctx - 1, 1 + guessed, i) for i in range(count)]
+        del first.token_ids[len(first.token_ids) - guessed :]
+        self._run([first, *others], [1] * count, drafts=(1,) * guessed)
+
     def chunk(self, start: int, count: int) -> Callable[[], None]:
         """A call that computes tokens [start, start + count) of a sequence, and a token behind them."""
         return partial(self._run, [self._sequence(start + count, count, 0)], [count])
@@ -97,8 +105,13 @@ class WorstSteps:
         return sequence
 
     @torch.inference_mode()
-    def _run(self, sequences: list[Sequence], news: list[int], waits: bool = True) -> None:
+    def _run(
+        self, sequences: list[Sequence], news: list[int], waits: bool = True, drafts: tuple[int, ...] = ()
+    ) -> None:
+        """`drafts` are guessed for the first of the sequences."""
         step = Step([Scheduled(s, s.num_tokens - new, new) for s, new in zip(sequences, news, strict=True)])
+        first = step.scheduled[0]
+        step.scheduled[0] = replace(first, num_tokens=first.num_tokens + len(drafts), drafts=drafts)
         output = self._runner.forward(step, num_layers=self._num_layers)
         draw = self._runner.sample(output, list(range(len(sequences))), sequences)
         if waits:
@@ -124,7 +137,7 @@ def profile_gpu(runner: Runner, plan: Plan, held: Mapping[str, int]) -> MemoryPr
     eager = WorstSteps(runner, plan, worst.pages, num_layers=1 << 30, slots=worst.slots)  # every layer, without graphs
     steps: tuple[tuple[str, Callable[[], None]], ...] = (
         ("activations", eager.prefill),
-        ("logits", partial(eager.decode, plan.max_parallel)),
+        ("logits", partial(worst.check_guesses if plan.num_drafts else eager.decode, plan.max_parallel)),
         *((f"graph of {size}", partial(worst.decode, size)) for size in plan.graph_buckets),
     )
     for name, step in steps:
@@ -219,7 +232,7 @@ class CpuProfiler:
     def _steps(self, free: list[list[int]], slots: list[int], must_stop: Callable[[], bool]) -> bool:
         worst = WorstSteps(self._runner, self._plan, free, self._runner.model.num_kinds, slots)
         # a decode step leaves its logits to the next one (`kernels.cpu.segments`), which may have a prompt in it
-        left = torch.ones(self._plan.max_parallel, self._runner.vocab_size)
+        left = torch.ones(self._plan.max_parallel + self._plan.num_drafts, self._runner.vocab_size)
         for step in (worst.prefill, lambda: worst.decode(self._plan.max_parallel)):
             if must_stop():
                 return False

@@ -87,12 +87,15 @@ def test_the_worst_steps_are_the_deepest() -> None:
     worst = WorstSteps(Runner(model, cache, 1000), made, [pages], 2)
     worst.prefill()
     worst.decode(3)
-    (chunk, layers), (step, _) = model.batches
+    worst.check_guesses(3)
+    (chunk, layers), (step, _), (guessed, _) = model.batches
+    assert (guessed.query_lens, guessed.seq_lens) == ((33, 1, 1), (999, 999, 999))
+    assert len(guessed.logits_indices) == 35
     assert layers == 2
     assert (chunk.query_lens, chunk.seq_lens) == ((100,), (999,))
     assert chunk.positions.tolist() == list(range(899, 999))
     assert (step.query_lens, step.seq_lens) == ((1, 1, 1), (999, 999, 999))
-    for batch in (chunk, step):
+    for batch in (chunk, step, guessed):
         slots = batch.groups[0].slot_mapping.tolist()
         assert len(set(slots)) == len(slots) and min(slots) >= 7 * 16
         assert int(batch.groups[0].block_table.min()) >= 7
@@ -200,7 +203,7 @@ def test_a_gpu_profile_compares_term_by_term_and_survives_a_card_that_is_full(mo
     assert profile.held and all(abs(term.error) < 0.05 for term in profile.terms if term.planned_bytes)
     sizes = [(len(batch.query_lens), batch.seq_lens[0], layers) for batch, layers in model.batches]
     every = 1 << 30
-    assert sizes == [(1, 999, every), (4, 999, every), (1, 999, None), (2, 999, None), (4, 999, None)]
+    assert sizes == [(1, 999, every), (4, 999, None), (1, 999, None), (2, 999, None), (4, 999, None)]
 
     def full(device: torch.device, call: Any) -> int:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
