@@ -1,0 +1,72 @@
+"""Guesses above the engine: bound answers, calls, stop strings, streams and log-probabilities stay the same."""
+
+import json
+
+import pytest
+
+from localllm import LLM, SamplingParams
+from localllm.request import Constraint, ToolUse
+
+TEXT = "The cat sat on the mat. The dog sat on the log. The cat sat on the mat. The dog"
+COPY = [{"role": "user", "content": f"Repeat this text word for word: {TEXT}"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"names": {"type": "array", "items": {"enum": ["cat", "dog", "mat"]}, "minItems": 6, "maxItems": 9}},
+    "required": ["names"],
+}
+TOOL = {"name": "find", "description": "Find an animal", "parameters": SCHEMA}
+
+
+@pytest.fixture(scope="module")
+def pair(smollm2_path):
+    """The same model that guesses nothing, and that checks every guess."""
+    made = [
+        LLM(smollm2_path, ctx=1024, max_parallel=4, speculation=mode, debug_invariants=True)
+        for mode in ("off", "ngram")
+    ]
+    yield made
+    for llm in made:
+        llm.close()
+
+
+def answered(output):
+    return [(c.token_ids, c.text, c.tool_calls, c.logprobs, c.finish_reason, c.stop_reason) for c in output.completions]
+
+
+WISHES = {
+    "greedy": SamplingParams(temperature=0, max_tokens=48, ignore_eos=True),
+    "logprobs": SamplingParams(temperature=0, max_tokens=32, logprobs=2),
+    "two answers": SamplingParams(temperature=0.8, seed=4, max_tokens=32, n=2),
+    "penalties": SamplingParams(temperature=0.7, seed=1, max_tokens=32, repetition_penalty=1.1, frequency_penalty=0.3),
+    "dry and xtc": SamplingParams(temperature=0.9, seed=2, max_tokens=32, dry_multiplier=0.5, xtc_probability=0.3),
+    "stop string": SamplingParams(temperature=0, max_tokens=48, stop=("the log", " a "), min_tokens=4),
+}
+
+
+@pytest.mark.parametrize("name", ["greedy", *(pytest.param(n, marks=pytest.mark.slow) for n in list(WISHES)[1:])])
+def test_text_that_repeats_is_the_same_in_fewer_steps(pair, name):
+    off, on = pair
+    before = on.stats()
+    expected = answered(off.generate([TEXT, TEXT + " sat", "One two"], WISHES[name])[0])
+    found = on.generate([TEXT, TEXT + " sat", "One two"], WISHES[name])
+    assert answered(found[0]) == expected
+    streamed = list(on.generate(TEXT, WISHES[name], stream=True))
+    assert "".join(delta.text for delta in streamed if delta.index == 0) == expected[0][1]
+    after = on.stats()
+    assert after.num_draft_tokens > before.num_draft_tokens and off.stats().num_draft_tokens == 0
+    if name == "greedy":
+        assert found[0].timing.accepted_tokens > 8 and "guesses right" in on.run_summary
+
+
+@pytest.mark.slow
+def test_bound_answers_and_calls_are_the_same(pair):
+    off, on = pair
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=80)
+    bound = [llm.chat(COPY, params, constraint=Constraint("json_schema", SCHEMA)) for llm in pair]
+    assert answered(bound[0]) == answered(bound[1]) and set(json.loads(bound[1].text)["names"]) <= {"cat", "dog", "mat"}
+    tools = ToolUse(({"type": "function", "function": TOOL},), choice="required")
+    called = [
+        [(call["name"], call["arguments"]) for call in llm.chat(COPY, params, tools=tools).completions[0].tool_calls]
+        for llm in pair
+    ]
+    assert called[0] == called[1] and called[1][0][0] == "find"
