@@ -18,6 +18,21 @@ RowReader = Callable[[Tensor], Tensor]  # ids int64 [n] -> float32 [n, K], a fre
 
 
 @dataclass(frozen=True, slots=True)
+class Entry:
+    """What a token's row becomes before the first layer of an encoder: the sum with another table's row, normed."""
+
+    table: Tensor  # float32 [positions, hidden], or of one row for all
+    weight: Tensor  # float32 [hidden], of a LayerNorm
+    bias: Tensor
+    eps: float
+
+    def __call__(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """rows float32 [num_tokens, hidden], positions int64 [num_tokens]"""
+        added = self.table if self.table.shape[0] == 1 else self.table.index_select(0, positions)
+        return reference.layer_norm(rows + added, self.weight, self.bias, self.eps)
+
+
+@dataclass(frozen=True, slots=True)
 class Embedding:
     """Token ids -> rows of the embedding, times a scale. Of a quantized table only the rows asked for are decoded."""
 
@@ -26,10 +41,13 @@ class Embedding:
     dtype: torch.dtype  # of what it returns
     nbytes: int  # bytes it holds; 0 where it reads the table of a tied head
     prepared: Any = None  # that table, as an implementation of `linear` has prepared it
+    entry: Entry | None = None
 
-    def __call__(self, token_ids: Tensor) -> Tensor:
-        """token_ids int64 [num_tokens] -> [num_tokens, hidden] in the compute dtype."""
+    def __call__(self, token_ids: Tensor, positions: Tensor | None = None) -> Tensor:
+        """token_ids int64 [num_tokens] -> [num_tokens, hidden] in the compute dtype. `positions`: for an entry."""
         rows = self.rows(token_ids)
+        if self.entry is not None and positions is not None:
+            return self.entry(rows.float(), positions).to(self.dtype)
         return (rows if self.scale == 1.0 else rows.mul_(self.scale)).to(self.dtype)
 
 

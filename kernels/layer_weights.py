@@ -54,10 +54,11 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """An RMSNorm: weight [dim]."""
+    """An RMSNorm: weight [dim]; with a bias a LayerNorm."""
 
     weight: Tensor
     eps: float
+    bias: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,8 @@ class AttentionWeights:
     gate: bool = False  # after each query head in `qkv` comes its gate; its sigmoid multiplies what attention gives
     temperature: tuple[float, int] | None = None  # (b, n): queries at position p grow by 1 + b ln(1 + floor(p / n))
     sinks: Tensor | None = None  # float32 [num_heads]: a score more for every query of a head, without a value
+    causal: bool = True  # False: a query sees what is behind it, too, with a window as far as before it
+    sum_norm: Norm | None = None  # on the residual stream, once the output is added
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +107,14 @@ class DeltaWeights:
 
 @dataclass(frozen=True, slots=True)
 class MlpWeights:
-    """A gated feed-forward layer."""
+    """A feed-forward layer, gated but with gelu."""
 
     norm: Norm | None  # None: the residual stream as it is
-    gate_up: Linear  # rows: gate, then up
+    gate_up: Linear  # rows: gate, then up; with gelu only up
     down: Linear
-    activation: str  # silu | gelu_tanh
+    activation: str  # silu | gelu_tanh | gelu
     post_norm: Norm | None = None
+    sum_norm: Norm | None = None  # on the residual stream, once the output is added
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +144,7 @@ class ExpertsWeights:
 class HeadWeights:
     """The last norm and the projection to the vocabulary."""
 
-    norm: Norm
+    norm: Norm | None  # None: hidden states as they are
     linear: Linear
     softcap: float | None = None
 
@@ -171,7 +175,7 @@ def linears_of(weights: Any) -> Iterator[Linear]:
 
 
 def nbytes_of(weights: Any) -> int:
-    """Bytes of a mixer's or a feed-forward layer's prepared weights, norms and other tensors."""
+    """Bytes of the prepared weights, norms and other tensors of a mixer, a feed-forward layer or the head."""
     total = sum(linear.nbytes for linear in linears_of(weights))
     for field in fields(weights):
         value = getattr(weights, field.name)

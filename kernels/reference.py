@@ -59,6 +59,25 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tens
     return out.to(x.dtype)
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """y = (x - mean(x, -1)) / sqrt(var(x, -1) + eps) · weight + bias, computed in float32.
+
+    x             [..., dim]   f32 | bf16 | f16
+    weight, bias  [dim]        float32
+    returns       [..., dim]   dtype of x
+    """
+    wide = x.float()
+    wide = wide - wide.mean(-1, keepdim=True)
+    scale = (wide * wide).mean(-1, keepdim=True).add_(eps).sqrt_().reciprocal_()
+    return (wide * scale).mul_(weight).add_(bias).to(x.dtype)
+
+
+def gelu(x: Tensor) -> Tensor:
+    """x/2 · (1 + erf(x / sqrt(2))) in float32, dtype of x."""
+    wide = x.float()
+    return torch.erf(wide * 0.7071067811865476).add_(1.0).mul_(wide).mul_(0.5).to(x.dtype)
+
+
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) · up with silu(g) = g / (1 + exp(-g)).
 
@@ -116,12 +135,14 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    causal: bool = True,
 ) -> Tensor:
-    """Causal attention of every query over its sequence's pages, softmax and sums in float32.
+    """Attention of every query over its sequence's pages, softmax and sums in float32.
 
     Query i of a sequence stands at position p = seq_len - query_len + i and sees keys j <= p, with a window only
-    j > p - window. Scores are q·k·scale, with a softcap c: c · tanh(score / c). A sink is one more score of every
-    query of a head, whose key has no value. Over int8 pages q is rotated as the keys are.
+    j > p - window; where it is not `causal`, all keys, with a window those of p - window < j < p + window. Scores are
+    q·k·scale, with a softcap c: c · tanh(score / c). A sink is one more score of every query of a head, whose key has
+    no value. Over int8 pages q is rotated as the keys are.
 
     q              [num_tokens, num_heads, head_dim]   f32 | bf16 | f16, after RoPE
     pages          this step's tokens are in it
@@ -141,12 +162,13 @@ def paged_attention(
     rotated = hadamard(q) if pages.format == "int8" else q
     for index, seq_len in enumerate(seq_lens.tolist()):
         first, last = starts[index], starts[index + 1]
-        step = _queries_at_once(last - first, seq_len, window, num_heads, num_kv_heads)
+        step = _queries_at_once(last - first, seq_len, window if causal else None, num_heads, num_kv_heads)
         for begin in range(first, last, step):
             end = min(begin + step, last)
             position = seq_len - (last - begin)
+            length = None if causal else seq_len
             out[begin:end] = _attend(
-                rotated[begin:end], pages, block_table[index], position, scale, window, softcap, sinks
+                rotated[begin:end], pages, block_table[index], position, length, scale, window, softcap, sinks
             )
     return out
 
@@ -171,12 +193,15 @@ def _attend(
     pages: KVPages,
     page_ids: Tensor,
     position: int,
+    length: int | None,
     scale: float,
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
     """Attention of consecutive queries, the first at `position`, of one sequence: float32 [queries, heads, head_dim].
+
+    length   of the sequence, where every query sees the keys behind it, too; None: it does not
 
     Every matrix product has the shape of one (query tile, key tile, KV head), both tiles start at multiples of their
     size, the maximum is exact, and tiles are summed one after the other: so neither the queries beside this one nor
@@ -189,9 +214,10 @@ def _attend(
     per_kv = num_heads // num_kv_heads
     tile = _query_tile(num_heads, num_kv_heads)
     last = position + num_queries - 1
+    newest = last if length is None else length - 1 if window is None else min(length - 1, last + window - 1)
     lead, num_q = position % tile, last // tile - position // tile + 1
     oldest = 0 if window is None else max(0, position - window + 1)
-    first_tile, end_tile = oldest // KEY_TILE, last // KEY_TILE + 1
+    first_tile, end_tile = oldest // KEY_TILE, newest // KEY_TILE + 1
     num_k = end_tile - first_tile
     base = first_tile * KEY_TILE
 
@@ -201,8 +227,8 @@ def _attend(
     # what lies outside the sequence belongs to others, and 0 · inf would reach this one
     if oldest > base:
         values[0, :, : oldest - base] = 0.0
-    if last + 1 < end_tile * KEY_TILE:
-        values[-1, :, last + 1 - (end_tile - 1) * KEY_TILE :] = 0.0
+    if newest + 1 < end_tile * KEY_TILE:
+        values[-1, :, newest + 1 - (end_tile - 1) * KEY_TILE :] = 0.0
 
     queries = q.float() * scale
     if num_q * tile != num_queries or spare:
@@ -215,10 +241,12 @@ def _attend(
         scores = scores.div_(softcap).tanh_().mul_(softcap)
     if num_queries == 1:
         scores[0, ..., : oldest - base] = float("-inf")
-        scores[-1, ..., last + 1 - (end_tile - 1) * KEY_TILE :] = float("-inf")
+        scores[-1, ..., newest + 1 - (end_tile - 1) * KEY_TILE :] = float("-inf")
     else:
         steps = torch.arange(position - lead, position - lead + num_q * tile, device=q.device).clamp_(position, last)
-        _hide(scores, base, steps.view(num_q, tile, 1).expand(-1, -1, per_kv), window)
+        _hide(
+            scores, base, steps.view(num_q, tile, 1).expand(-1, -1, per_kv), window, None if length is None else newest
+        )
 
     sink = None
     if sinks is not None:
@@ -271,14 +299,19 @@ def _gather(cache: Tensor, scales: Tensor | None, rows: Tensor, num_tiles: int, 
     return functional.pad(tiles, (0, spare)) if spare else tiles
 
 
-def _hide(scores: Tensor, base: int, positions: Tensor, window: int | None) -> None:
-    """Set the scores of keys that a query at `positions` [num_q, tile, per_kv] may not see to -inf."""
+def _hide(scores: Tensor, base: int, positions: Tensor, window: int | None, newest: int | None) -> None:
+    """Set the scores of keys that a query at `positions` [num_q, tile, per_kv] may not see to -inf.
+
+    newest   the last key that a query may see behind it; None: it sees none there
+    """
     num_k, _, num_q, rows, _ = scores.shape
     keys = torch.arange(base, base + num_k * KEY_TILE, device=scores.device).view(num_k, 1, 1, 1, KEY_TILE)
     queries = positions.reshape(1, 1, num_q, rows, 1)
-    hidden = keys > queries
+    hidden = keys > (queries if newest is None else torch.full_like(queries, newest))
     if window is not None:
         hidden |= keys <= queries - window
+        if newest is not None:
+            hidden |= keys >= queries + window
     scores.masked_fill_(hidden, float("-inf"))
 
 

@@ -62,7 +62,11 @@ class KernelTable:
 
 
 def _normed(rms_norm: Callable[..., Tensor], x: Tensor, norm: Norm | None) -> Tensor:
-    return x if norm is None else rms_norm(x, norm.weight, norm.eps)
+    if norm is None:
+        return x
+    if norm.bias is not None:
+        return reference.layer_norm(x, norm.weight, norm.bias, norm.eps)
+    return rms_norm(x, norm.weight, norm.eps)
 
 
 def _added(rms_norm: Callable[..., Tensor], x: Tensor, out: Tensor, post_norm: Norm | None) -> Tensor:
@@ -134,6 +138,9 @@ def attention(
 ) -> Tensor:
     """Attention over the pages, gated where heads have gates: [num_tokens, num_heads * head_dim]."""
     given = (weights.scale, weights.window, weights.softcap, weights.sinks)
+    if not weights.causal:  # the reference alone knows it
+        mixed = reference.paged_attention(q, pages, block_table, cu_query_lens, seq_lens, *given, causal=False)
+        return mixed.view(q.shape[0], -1)
     if not weights.gate:
         q = _grown(q, weights, cu_query_lens, seq_lens)
         return paged_attention(q, pages, block_table, cu_query_lens, seq_lens, *given).view(q.shape[0], -1)
@@ -145,7 +152,7 @@ def attention(
 
 def attn_out(rms_norm: Callable[..., Tensor], attended: Tensor, x: Tensor, weights: AttentionWeights) -> Tensor:
     """x + post_norm(attended Wᵀ): [num_tokens, hidden], in the place of x."""
-    return _added(rms_norm, x, weights.out(attended), weights.post_norm)
+    return _normed(rms_norm, _added(rms_norm, x, weights.out(attended), weights.post_norm), weights.sum_norm)
 
 
 def gated_delta(
@@ -188,10 +195,10 @@ def mlp(
     weights: MlpWeights,
 ) -> Tensor:
     """x + post_norm(down(act(gate) · up)) of the normed x: [num_tokens, hidden], in the place of x."""
-    activated = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}[weights.activation]
+    activated = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul, "gelu": reference.gelu}[weights.activation]
     normed = _normed(rms_norm, x, weights.norm)  # lives on until the end: the plan counts it
     out = weights.down(activated(weights.gate_up(normed)))
-    return _added(rms_norm, x, out, weights.post_norm)
+    return _normed(rms_norm, _added(rms_norm, x, out, weights.post_norm), weights.sum_norm)
 
 
 def experts(
@@ -276,7 +283,7 @@ def step(
     views                  cos and sin are those of all positions: float32 [positions, half]
     """
     turned = [(cos[positions], sin[positions], *pages) for cos, sin, *pages in views]
-    x = decoder(embedding(token_ids), layers, caches, turned, cu_query_lens, seq_lens, None, slots)
+    x = decoder(embedding(token_ids, positions), layers, caches, turned, cu_query_lens, seq_lens, None, slots)
     return x, head(x, weights), None
 
 

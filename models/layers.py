@@ -28,7 +28,7 @@ class LayerReader:
 
     def norm(self, name: str, size: int = 0) -> Norm:
         """`size` is the hidden size where it is not said."""
-        return self.reader.norm(self.start + name, size or self.hidden)
+        return self.reader.norm(self.start + name, size or self.hidden, self.norms.bias)
 
     def norm_if(self, name: str | None, size: int = 0) -> Norm | None:
         return None if name is None else self.norm(name, size)
@@ -62,6 +62,8 @@ def _attention(layer: LayerReader, facts: Attention) -> AttentionWeights:
         sinks=layer.vector("self_attn.sinks") if facts.sinks else None,
         gate=facts.gate,
         temperature=facts.temperature if facts.temperature and layer.reader.context > facts.temperature[1] else None,
+        causal=facts.causal,
+        sum_norm=layer.norm_if(layer.norms.over_mixer),
     )
 
 
@@ -92,6 +94,7 @@ def _dense(layer: LayerReader, facts: Dense) -> MlpWeights:
         down=layer.linear("down", "mlp.down_proj"),
         activation=facts.act,
         post_norm=layer.norm_if(layer.norms.after_ffn),
+        sum_norm=layer.norm_if(layer.norms.over_ffn),
     )
 
 

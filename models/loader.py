@@ -8,6 +8,7 @@ to change the result.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,13 +17,14 @@ from torch import Tensor
 from localllm.checkpoint.text_modules import Projection
 from localllm.errors import DeviceError, OutOfMemory, UnsupportedModel
 from localllm.kernels import OpFacts, Weight, reference, rope
-from localllm.kernels.embedding import Embedding, is_plain_table, weight_rows
+from localllm.kernels.embedding import Embedding, Entry, is_plain_table, weight_rows
 from localllm.kernels.layer_weights import HeadWeights, Linear, Norm
 from localllm.kernels.table import kernel_table
 from localllm.kernels.verify.selftest import KernelCrash
 from localllm.quant import dequantize, load_weight
 
 from .architectures import OpenModel, RopeFacts
+from .architectures.facts import Entry as EntryFacts
 from .architectures.facts import layer_views
 from .kv_cache import cache_groups
 from .kv_scales import read_kv_scales
@@ -81,10 +83,13 @@ class Loading(Reader):
         else:
             linear = self.linear("lm_head", ("lm_head",), (vocabulary,))
         embedding = self.embedding(rows, linear if facts.tied_embeddings else None)
+        if facts.entry is not None:
+            embedding = replace(embedding, entry=self.entry(facts.entry))
         del rows  # where the head's layout serves both, the canonical table goes
         layers = [load_layer(self, index) for index in range(facts.num_layers)]
-        last = self.norm("model.norm", facts.hidden_size)  # which may as well scale the logits
-        head = HeadWeights(Norm(last.weight * facts.logit_scale, last.eps), linear, facts.logit_softcap)
+        norm = self.norm("model.norm", facts.hidden_size) if facts.final_norm else None  # it may scale the logits
+        norm = norm and Norm(norm.weight * facts.logit_scale, norm.eps)
+        head = HeadWeights(norm, linear, facts.logit_softcap)
         ropes = [self.rope(rope) for rope in facts.ropes]
         groups = cache_groups(facts, read_kv_scales(self.checkpoint, self.checkpoint.names, facts.num_layers))
         if self.selftest is not None:
@@ -128,6 +133,22 @@ class Loading(Reader):
             rows = partial(reference.embedding, table=weight.qweight, scale=self.facts.embedding_scale, dtype=dtype)
             return Embedding(rows, 1.0, dtype, nbytes=weight.nbytes)
         return Embedding(weight_rows(weight), self.facts.embedding_scale, dtype, nbytes=weight.nbytes)
+
+    def entry(self, facts: EntryFacts) -> Entry:
+        """What the rows of an encoder's tokens go through first."""
+        hidden = self.facts.hidden_size
+        table = torch.zeros(1, hidden, device=self.device)
+        if facts.token_types:
+            table = table + self.dense("model.token_type_embeddings", (facts.token_types, hidden))[:1]
+        if facts.positions:
+            table = table + self.dense("model.position_embeddings", (facts.positions, hidden))[facts.offset :]
+        norm = self.norm("model.embedding_norm", hidden, bias=True)
+        assert norm.bias is not None
+        return Entry(table, norm.weight, norm.bias, norm.eps)
+
+    def dense(self, module: str, shape: tuple[int, int]) -> Tensor:
+        """A table or a matrix as float32, by its canonical name."""
+        return dequantize(self.weight(module, shape)).float()
 
     def projection(self, facts: Projection) -> tuple[Tensor, Tensor | None, str]:
         """A dense layer that pooled vectors go through: its weight and bias, float32, and its activation."""

@@ -82,7 +82,7 @@ class Model:
         length = max(batch.seq_lens)
         views = self._views(batch, [rope.rows(batch.positions, length) for rope in self._ropes])
         kept = cache.layers if num_layers is None else cache.layers[: len(calls)]
-        x = self.embedding(batch.token_ids)
+        x = self.embedding(batch.token_ids, batch.positions)
         rows = batch.logits_indices
         wanted = None if rows.shape[0] == x.shape[0] else rows  # they are in order
         lens = batch.cu_query_lens, batch.seq_lens_tensor
@@ -112,6 +112,8 @@ class Model:
     def normed(self, hidden: Tensor) -> Tensor:
         """Rows of `forward` -> float32 [rows, hidden] after the last norm: what embeddings are pooled from."""
         norm = self.head.norm
+        if norm is None:
+            return hidden.float()
         return rms_norm(hidden.float(), norm.weight.float() / self.facts.logit_scale, norm.eps)
 
     def projected(self, vector: Tensor) -> Tensor:
@@ -149,5 +151,5 @@ class Model:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all prepared weights; a table that embedding and head share counts once."""
-        head = self.head.linear.nbytes + self.head.norm.weight.nbytes
+        head = nbytes_of(self.head)
         return self.embedding.nbytes + sum(layer.nbytes for layer in self.layers) + head

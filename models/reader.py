@@ -148,10 +148,12 @@ class Reader:
         bias = self.vector(stored, size) if stored in self.checkpoint.tensors else None
         return bias.to(self.device) if bias is not None and bool(bias.any()) else None
 
-    def norm(self, name: str, size: int) -> Norm:
-        """A norm, its weight float32 with the model's offset added."""
+    def norm(self, name: str, size: int, bias: bool = False) -> Norm:
+        """A norm, its weight float32 with the model's offset added. `bias`: a LayerNorm."""
         weight = self.tensor(f"{name}.weight", (size,))
-        return Norm(weight + self.facts.norm_offset if self.facts.norm_offset else weight, self.facts.rms_norm_eps)
+        weight = weight + self.facts.norm_offset if self.facts.norm_offset else weight
+        added = self.tensor(f"{name}.bias", (size,)) if bias else None
+        return Norm(weight, self.facts.rms_norm_eps, added)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """A tensor that is no linear module, by canonical name: float32 on the device."""

@@ -124,7 +124,7 @@ def head_layer(w: HeadWeights) -> Layer | None:
     """`ll_head_layer`."""
     kept: list[Any] = []
     linear = _linear(w.linear, kept)
-    if linear is None or not has_only(w, FUSED_HEAD):
+    if linear is None or w.norm is None or not has_only(w, FUSED_HEAD):
         return None
     hidden = w.norm.weight.shape[0]
     return Layer(CHeadLayer(hidden, _norm(w.norm, kept), linear, w.softcap or 0.0), kept)

@@ -59,11 +59,13 @@ def assemble(
     runner.capture()
     if decode is not None:
         meter.note("graphs", reserved=True)
-    limits = SchedulerLimits(plan.max_parallel, plan.prefill_budget, drafts=plan.num_drafts)
+    whole = not model.facts.causal
+    limits = SchedulerLimits(plan.max_parallel, plan.prefill_budget, drafts=plan.num_drafts, whole=whole)
     return Engine(
         runner, plan.num_pages, plan.ctx, limits, prefix_cache=plan.prefix_cache, check_invariants=check_invariants,
         largest_context=min(plan.max_ctx, model.facts.max_context), num_slots=plan.num_slots,
         speculation=_speculation(plan, device),
+        embeds=model.facts.name if model.facts.pooling else "",
     )  # fmt: skip
 
 

@@ -45,6 +45,7 @@ class Engine:
     num_pages         of each cache group, as the plan gives them: the cache may have more
     max_context       tokens a sequence may hold
     largest_context   what it could be on this machine; told to who asks for more
+    embeds            the name of a model that embeds text and generates none
     speculation       guesses tokens; None never does
     num_slots         of the states of sequences and checkpoints, of a model whose layers keep such
     check_invariants  verify every page and count after every step
@@ -58,6 +59,7 @@ class Engine:
         limits: SchedulerLimits = SchedulerLimits(),
         *,
         largest_context: int = 0,
+        embeds: str = "",
         prefix_cache: bool = True,
         speculation: Speculation | None = None,
         check_invariants: bool = False,
@@ -65,6 +67,7 @@ class Engine:
     ) -> None:
         self.runner = runner
         self.max_context, self._largest_context = max_context, largest_context
+        self._embeds = embeds
         self.limits = limits  # without pressure
         self.check_invariants = check_invariants
         cache = runner.cache
@@ -109,8 +112,8 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raise InvalidRequest, ContextTooLong or OutOfMemory for a request that can never run."""
-        if self.runner.model.facts.pooling and not request.pooling:
-            raise embeds_only(self.runner.model.facts.name)
+        if self._embeds and not request.pooling:
+            raise embeds_only(self._embeds)
         request.check(self.runner.vocab_size, self.max_context, self._largest_context)
         if not self._pages.fits_ever(len(request.prompt_token_ids) + 1, self.limits.prefill_budget):
             raise OutOfMemory(

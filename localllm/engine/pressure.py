@@ -51,6 +51,8 @@ class Pressure:
             torch.cuda.empty_cache()  # what the allocator holds in pieces of the wrong size
         limits = self._scheduler.limits
         largest = max((part.num_tokens for part in step.scheduled), default=0)
+        if limits.whole and len(step.scheduled) == 1:
+            return False
         if any(part.drafts for part in step.scheduled):
             smaller = replace(limits, drafts=0)
         elif largest > MIN_CHUNK:

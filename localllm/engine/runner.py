@@ -132,6 +132,10 @@ class Runner:
         given = {} if num_layers is None else {"num_layers": num_layers}
         return ForwardOutput(self.model, self.model.forward(batch, self.cache, **given))
 
+    def projected(self, vector: Tensor) -> Tensor:
+        """A pooled vector as the model gives it away."""
+        return self.model.projected(vector)
+
     def sample(self, output: ForwardOutput, rows: list[int], sequences: list[Sequence]) -> SampledTokens:
         """One token for each of `sequences`, from the rows of `output` that are theirs."""
         if not sequences:

@@ -26,6 +26,7 @@ class SchedulerLimits:
     prefill_budget: int = 512  # prompt tokens per step, over all sequences
     score_rows: int = 256  # tokens per step of a sequence whose every row's logits are wanted
     drafts: int = MOST_DRAFTS  # guessed tokens per step, over all sequences
+    whole: bool = False  # a prompt is never cut: its tokens see each other, whatever the budget
     preempt_every: int = 0  # tests: preempt the latest sequence every so many steps; 0 is never
 
 
@@ -180,7 +181,8 @@ class Scheduler:
             if budget <= 0 or sequence.state is not SequenceState.RUNNING or sequence.is_paused:
                 continue
             count = self._chunk(sequence, budget)
-            budget -= self._take_slots(step, sequence, count)
+            if count:
+                budget -= self._take_slots(step, sequence, count)
         return budget
 
     def _admit(self, step: Step, budget: int) -> None:
@@ -194,6 +196,8 @@ class Scheduler:
                 if sequence.num_preemptions == 0:
                     sequence.num_cached_tokens = min(cached, sequence.num_prompt_tokens)
             count = self._chunk(sequence, budget)
+            if not count:
+                return
             if not self.pages.can_admit(sequence, sequence.num_computed_tokens + count):
                 if fresh:
                     self.pages.release(sequence)
@@ -217,6 +221,9 @@ class Scheduler:
             budget -= taken
 
     def _chunk(self, sequence: Sequence, budget: int) -> int:
+        if self.limits.whole:  # with others as far as the budget goes, else alone
+            count = sequence.num_uncomputed_tokens
+            return count if count <= budget or budget == self.limits.prefill_budget else 0
         count = min(sequence.num_uncomputed_tokens, budget)
         if sequence.request.score:
             count = min(count, sequence.request.score_chunk)

@@ -205,7 +205,7 @@ class Stepper:
                 sequence.prefill_time = sequence.prefill_time or now
             if sequence.request.only_reads and left == 0:
                 sequence.last_token_time = now
-                self._publisher.finish(sequence, FinishReason.STOP, pooled_event(sequence, self.runner.model.projected))
+                self._publisher.finish(sequence, FinishReason.STOP, pooled_event(sequence, self.runner.projected))
             elif left > 0 and sequence.num_output_tokens == 0:
                 progress = (sequence.num_computed_tokens, sequence.num_prompt_tokens)
                 self._publisher.add(

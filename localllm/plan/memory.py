@@ -218,7 +218,7 @@ class Memory:
     @property
     def graph_buckets(self) -> tuple[int, ...]:
         """Batch sizes that decode steps are captured for: 1, 2, 4, 8, ... and `max_parallel` itself."""
-        if not (self.where.gpu and self.options.graphs):
+        if not (self.where.gpu and self.options.graphs) or self.facts.pooling:
             return ()
         most = self.options.max_parallel
         return (*(1 << n for n in range((most - 1).bit_length())), most)
@@ -226,7 +226,8 @@ class Memory:
     @property
     def num_drafts(self) -> int:
         """Guessed tokens that a step checks at most: none where a layer's state would have to go back."""
-        return 0 if self.slot_bytes or self.options.speculation == "off" else MOST_DRAFTS
+        none = self.slot_bytes or self.facts.pooling or self.options.speculation == "off"
+        return 0 if none else MOST_DRAFTS
 
     def work_terms(self, ctx: int) -> dict[str, int]:
         """What a step holds at most beside weights and pages, by name."""
@@ -244,7 +245,8 @@ class Memory:
             "activations": activation_bytes(facts, min(self.rows, ctx), 4) + rope_bytes(facts, ctx),
             "logits": (3 * self.options.max_parallel + self.num_drafts) * facts.vocab_size * 4,
         }
-        if not self.machine.compiler:  # PyTorch's attention gathers keys and values, and holds tiles of scores
+        # PyTorch's attention gathers keys and values, and holds tiles of scores
+        if not (self.machine.compiler and facts.causal):
             terms["gathered"] = 4 * ctx * facts.num_kv_heads * facts.head_dim * 4 + 16 * MIB
         return terms
 
@@ -264,6 +266,8 @@ class Memory:
             "graphs": captured + sampler,
             "tables": rope_bytes(facts, ctx) + block_tables,
         }
+        if not facts.causal:  # PyTorch's attention, as on the CPU
+            terms["activations"] += 4 * ctx * facts.num_kv_heads * facts.head_dim * 4 + 16 * MIB
         if self.where.gpu is not None and self.where.gpu.unified:  # what the process itself takes counts, too
             terms["program"] = self._host_bytes
         return terms

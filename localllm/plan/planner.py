@@ -125,6 +125,8 @@ class Planner:
         options, machine, profiles = self.options, self.machine, self.measured.profiles
         excess = profiles.excess_bytes(facts, machine, where.device) if profiles else 0
         budgets = (options.prefill_budget,) if options.prefill_budget else PREFILL[where.kind]
+        if not facts.causal:  # a text is computed in one step
+            budgets = (options.ctx if isinstance(options.ctx, int) else facts.max_context,)
         kvs = _kv_formats(options, where.gpu, self.measured.kl_by_kv)
         dtype = options.dtype
         if dtype == "auto":
@@ -151,10 +153,10 @@ class Planner:
             num_pages=num_pages,
             num_slots=num_slots - bool(num_slots and memory.graph_buckets),
             max_parallel=options.max_parallel,
-            prefill_budget=memory.rows,
+            prefill_budget=memory.rows if facts.causal else ctx,
             threads=max(1, machine.cpu.cores_usable) if options.threads == "auto" else options.threads,
             deterministic=where.gpu is None if options.deterministic == "auto" else options.deterministic,
-            prefix_cache=options.prefix_cache,
+            prefix_cache=options.prefix_cache and facts.causal,
             speculation=options.speculation if memory.num_drafts else "off",
             num_drafts=memory.num_drafts,
             weight_bytes=held,

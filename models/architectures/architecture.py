@@ -20,6 +20,7 @@ class Architecture(ABC):
     name: ClassVar[str]  # what we call it
     label: ClassVar[str]  # what people call its models, for lists and refusals
     hf_types: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # model_type -> what config.json may leave out
+    hf_renamed: ClassVar[Mapping[str, str]] = {}  # keys of config.json -> what others call the same
     hf_wrappers: ClassVar[Mapping[str, str]] = {}  # multi-modal model_type -> that of its text part
     hf_classes: ClassVar[tuple[str, ...]] = ()  # entries of `architectures`, by which the hub lists a model
     gguf_types: ClassVar[tuple[str, ...]] = ()  # values of general.architecture

@@ -68,7 +68,12 @@ class Config(ABC):
         return unsupported(self.keys.path, what, self.runs)
 
     def attention(self, rope: RopeFacts, **changes: Any) -> Attention:
-        """Attention over all positions, with the usual scale, and the biases that are stored."""
+        """Attention over all positions, with the usual scale, and the biases that are stored.
+
+        A family that has models without a causal mask says of each one whether it is `causal`.
+        """
+        if not self.causal and "causal" not in changes:
+            raise self.unsupported(f"{self.source} with bidirectional attention (an embedding model)")
         if self.num_heads % self.num_kv_heads:
             what = f"{self.num_heads} attention heads cannot share {self.num_kv_heads} KV heads evenly"
             raise bad(self.keys.path, what, key="heads")
@@ -139,7 +144,8 @@ class Config(ABC):
                 info.nbytes for name, info in tensors.items() if name.startswith(self.names.text) and name not in spare
             ),
         }
-        pooling = self.pooling
+        causal = all(getattr(layer.mixer, "causal", True) for layer in layers)
+        pooling = self.pooling or ("" if causal else "mean")
         if pooling:
             changes["has_chat_template"] = False  # the files may have one of the model that it was made from
         if pooling and not any(name.startswith(f"{self.names.source('lm_head')}.") for name in tensors):
@@ -159,6 +165,11 @@ class Config(ABC):
     def projections(self) -> tuple[Projection, ...]:
         """The dense layers that pooled vectors go through."""
         return self.checkpoint.text_modules.projections
+
+    @property
+    @abstractmethod
+    def causal(self) -> bool:
+        """Whether the file says that tokens see none behind them, as is usual."""
 
     @property
     @abstractmethod

@@ -59,6 +59,7 @@ class Attention:
     fused: bool = False  # q, k and v are stored as one module
     sinks: bool = False  # a score more for every head, without a value
     gate: bool = False  # what a head gives is multiplied with the sigmoid of its gate, which follows each query in q
+    causal: bool = True  # False: a query sees what is behind it, too, with a window as far as before it
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -145,16 +146,19 @@ Stateful = GatedDelta  # mixers that keep a state of one size, however many toke
 
 @dataclass(frozen=True)
 class Dense:
-    """A gated feed-forward layer."""
+    """A feed-forward layer."""
 
     inner: int
-    act: str = "silu"  # silu | gelu_tanh
+    act: str = "silu"  # silu | gelu_tanh | gelu (without a gate)
     bias: bool = False
     fused: bool = False  # gate and up are stored as one module
+    gated: bool = True
 
     @property
     def inputs(self) -> tuple[str, ...]:
         """The modules that gate and up come from, in this order."""
+        if not self.gated:
+            return ("mlp.up_proj",)
         return ("mlp.gate_up_proj",) if self.fused else ("mlp.gate_proj", "mlp.up_proj")
 
     def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
@@ -223,12 +227,27 @@ class Experts:
 
 @dataclass(frozen=True)
 class Norms:
-    """The RMSNorms of a layer, by canonical name below `model.layers.{i}.`; `after_*` norm what is added."""
+    """The RMSNorms of a layer, by canonical name below `model.layers.{i}.`.
+
+    `after_*` norm what is added, `over_*` the sum that it is added to.
+    """
 
     before_mixer: str | None = "input_layernorm"
     before_ffn: str | None = "post_attention_layernorm"
     after_mixer: str | None = None
     after_ffn: str | None = None
+    over_mixer: str | None = None
+    over_ffn: str | None = None
+    bias: bool = False  # they are LayerNorms
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is added to a token's row of an encoder before the first layer, where a LayerNorm follows."""
+
+    positions: int = 0  # rows of a table of learned positions; 0: none
+    offset: int = 0  # the row of the first position
+    token_types: int = 0  # rows of a table, of which the first counts; 0: none
 
 
 @dataclass(frozen=True)
@@ -270,11 +289,18 @@ class ModelFacts:
     active_share: float = 1.0  # of the weights, what is read for one token: less than all of a mixture of experts
     pooling: str = ""  # how a model that embeds text makes one vector: mean | cls | last; "": it generates text
     projections: tuple[Projection, ...] = ()  # what pooled vectors go through
+    entry: Entry | None = None
+    final_norm: bool = True  # whether a norm follows the last layer
     decoded_bytes: int = 0  # what those of them take on top that are decoded to bfloat16 while loading
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def causal(self) -> bool:
+        """Whether no token sees one behind it; else a text is computed in one step."""
+        return all(getattr(layer.mixer, "causal", True) for layer in self.layers)
 
     @property
     def embedding_size(self) -> int:
@@ -335,8 +361,9 @@ def linear_shapes(layer: LayerFacts, hidden: int) -> dict[str, tuple[int, int]]:
 def vector_shapes(layer: LayerFacts, hidden: int) -> dict[str, tuple[int, ...]]:
     """Shapes of a layer's other tensors (norms, biases), by canonical name below `model.layers.{i}.`."""
     norms = layer.norms
-    names = (norms.before_mixer, norms.before_ffn, norms.after_mixer, norms.after_ffn)
-    sizes: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in names if name is not None}
+    names = (norms.before_mixer, norms.before_ffn, norms.after_mixer, norms.after_ffn, norms.over_mixer, norms.over_ffn)
+    ends = ("weight", "bias") if norms.bias else ("weight",)
+    sizes: dict[str, tuple[int, ...]] = {f"{name}.{end}": (hidden,) for name in names if name for end in ends}
     return sizes | layer.mixer.vectors(hidden) | layer.ffn.vectors(hidden)
 
 

@@ -1,4 +1,4 @@
-"""Gemma 3 (text): four norms a layer, norms over heads, windowed layers with a RoPE of their own, GELU."""
+"""Gemma 3 (text) and EmbeddingGemma: four norms a layer, norms over heads, a RoPE of windowed layers, GELU."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from .names import GGUF_LAYER, NameMap, gguf_names
 
 FULL_EVERY = 6  # five windowed layers, then one that sees all: files often leave the pattern out
 FULL_THETA, LOCAL_THETA, EPS = 1_000_000.0, 10_000.0, 1e-6
+EMBEDDING = "gemma-embedding"  # what GGUF calls the one without a causal mask
 MULTIMODAL, MULTIMODAL_FACTOR = (34, 48, 62), 8.0  # layers of 4B, 12B and 27B: their positions are divided by that
 # Published multi-modal configs leave out whatever equals these.
 DEFAULTS = {
@@ -48,20 +49,21 @@ class Gemma3(Architecture):
     """What attention and the feed-forward layer give is normed once more before it is added."""
 
     name = "gemma3"
-    label = "Gemma 3 (text)"
+    label = "Gemma 3 (text), EmbeddingGemma"
     hf_types = {"gemma3_text": DEFAULTS}
     hf_wrappers = {"gemma3": "gemma3_text"}
     hf_classes = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "Gemma3TextModel")
-    gguf_types = ("gemma3",)
+    gguf_types = ("gemma3", EMBEDDING)
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
         rope, local_rope, context = config.ropes(FULL_THETA, LOCAL_THETA)
         scalar = config.keys.number("query_pre_attn_scalar", 1e-3, 1e9)
-        attention = config.attention(rope, scale=scalar**-0.5, qk_norm=True)
+        attention = config.attention(rope, scale=scalar**-0.5, qk_norm=True, causal=config.causal)
         # The first configs carry hidden_act "gelu" beside it, which nothing reads.
         layer = LayerFacts(attention, config.dense(config.activation("hidden_activation")), NORMS)
         every = config.keys.integer("sliding_window_pattern", 1, MAX_LAYERS, FULL_EVERY)
-        layers = repeated(layer, config.windows(lambda layer: (layer + 1) % every != 0), local_rope)
+        windows = _halved(config.windows(lambda layer: (layer + 1) % every != 0), config.causal)
+        layers = repeated(layer, windows, local_rope)
         return config.facts(layers, context, norm_offset=1.0, embedding_scale=math.sqrt(config.hidden_size))
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
@@ -72,8 +74,10 @@ class Gemma3(Architecture):
         local_rope = RopeFacts(config.keys.number("rope.freq_base_swa", 1.0, 1e15, theta), config.head_dim)
         # The 27B model scales by its hidden size instead.
         scale = 1 / math.sqrt(config.hidden_size / config.num_heads) if config.num_layers == 62 else None
-        layer = LayerFacts(config.attention(rope, scale=scale, qk_norm=True), config.dense("gelu_tanh"), NORMS)
-        layers = repeated(layer, config.windows(FULL_EVERY), local_rope)
+        causal = config.causal and config.source != EMBEDDING
+        attention = config.attention(rope, scale=scale, qk_norm=True, causal=causal)
+        layer = LayerFacts(attention, config.dense("gelu_tanh"), NORMS)
+        layers = repeated(layer, _halved(config.windows(FULL_EVERY), causal), local_rope)
         return config.facts(layers, context, eps=EPS, embedding_scale=math.sqrt(config.hidden_size))
 
     def names(self, checkpoint: Checkpoint) -> NameMap:
@@ -81,6 +85,11 @@ class Gemma3(Architecture):
         if checkpoint.kind != "gguf":
             return super().names(checkpoint)
         return gguf_names(GGUF_LAYER | GGUF_NORMS)
+
+
+def _halved(windows: tuple[int | None, ...], causal: bool) -> tuple[int | None, ...]:
+    """Where a window reaches to both sides, each has half of it."""
+    return windows if causal else tuple(None if window is None else window // 2 + 1 for window in windows)
 
 
 def _unstated_rope(config: GgufConfig, rope: RopeFacts) -> RopeFacts:

@@ -75,6 +75,10 @@ class GgufConfig(Config):
         return tuple(Projection(name, inputs, outputs) for name, (outputs, inputs) in shapes)
 
     @property
+    def causal(self) -> bool:
+        return self.keys.flag("attention.causal", True)
+
+    @property
     def pooling(self) -> str:
         kind = self.keys.integer("pooling_type", 0, len(_POOLINGS) - 1, 0)
         if _POOLINGS[kind] == "rank":

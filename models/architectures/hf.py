@@ -56,8 +56,10 @@ class HfConfig(Config):
         super().__init__(checkpoint, keys, names, source_of(self.top), runs)
         self.generation = Fields(path.with_name("generation_config.json"), checkpoint.generation_config)
         self.context = keys.integer("max_position_embeddings", 1, MAX_CONTEXT)
-        if keys.flag("use_bidirectional_attention"):
-            raise self.unsupported(f"{self.source} with bidirectional attention (an embedding model)")
+
+    @property
+    def causal(self) -> bool:
+        return not self.keys.flag("use_bidirectional_attention")
 
     @property
     def pooling(self) -> str:

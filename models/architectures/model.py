@@ -13,7 +13,7 @@ from localllm.checkpoint.formats.module import DENSE
 from localllm.checkpoint.mapped_file import bad
 
 from . import registry
-from .facts import ModelFacts, count_params, idle_experts, linear_shapes, vector_shapes
+from .facts import Entry, ModelFacts, count_params, idle_experts, linear_shapes, vector_shapes
 from .names import NameMap
 
 
@@ -87,7 +87,10 @@ class OpenModel(Checkpoint):
         self._linear("model.embed_tokens", (facts.vocab_size, hidden))
         if not facts.tied_embeddings:
             self._linear("lm_head", (facts.vocab_size, hidden))
-        self._vector("model.norm.weight", (hidden,))
+        if facts.final_norm:
+            self._vector("model.norm.weight", (hidden,))
+        if facts.entry is not None:
+            self._entry(facts.entry, hidden)
         for index, layer in enumerate(facts.layers):
             start = f"model.layers.{index}."
             for module, shape in linear_shapes(layer, hidden).items():
@@ -106,6 +109,13 @@ class OpenModel(Checkpoint):
         for rope in facts.ropes:
             if rope.factors_tensor:
                 self._stored(rope.factors_tensor, (rope.dim // 2,))
+
+    def _entry(self, entry: Entry, hidden: int) -> None:
+        for name, rows in (("position", entry.positions), ("token_type", entry.token_types)):
+            if rows:
+                self._linear(f"model.{name}_embeddings", (rows, hidden))
+        for end in ("weight", "bias"):
+            self._vector(f"model.embedding_norm.{end}", (hidden,))
 
     def _linear(self, module: str, shape: tuple[int, int]) -> None:
         self._stored_linear(self.names.source(module), shape)

@@ -11,6 +11,7 @@ from localllm.checkpoint.fields import Fields
 from . import gguf, hf
 from .architecture import Architecture
 from .config import unsupported
+from .encoders import Bert, NomicBert, XlmRoberta
 from .facts import Experts, ModelFacts
 from .gemma2 import Gemma2
 from .gemma3 import Gemma3
@@ -50,6 +51,9 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     SeedOss(),
     Glm4(),
     Mistral3(),
+    Bert(),
+    XlmRoberta(),
+    NomicBert(),
 )
 
 
@@ -115,6 +119,7 @@ def _from_hf(checkpoint: Checkpoint) -> tuple[ModelFacts, NameMap]:
     for one in ARCHITECTURES:
         if model_type in one.hf_types:
             found = one.names(checkpoint)
+            text = {one.hf_renamed.get(key, key): value for key, value in text.items()}
             config = hf.HfConfig(checkpoint, text, model_type, one.hf_types[model_type], found, runnable())
             return replace(one.from_hf(config), architecture=one.name), found
     raise unsupported(top.path, f"{source} (model_type {model_type})" if model_type else source, runnable())

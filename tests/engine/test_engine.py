@@ -510,6 +510,19 @@ def test_a_prompt_larger_than_the_pool_is_refused_at_once():
         make(num_pages=4).submit(request([1] * 40))
 
 
+def test_a_text_that_is_never_cut_is_read_alone_or_fails():
+    """Those that are longer than the budget together wait for each other; one that memory has no room for ends."""
+    engine = make(whole=True, prefill_budget=24, prefix_cache=False)
+    run(engine, *(request([1] * length, max_tokens=1) for length in (20, 4, 30, 9)))
+    assert engine.stats().num_steps == 3  # 20 and 4, then 30 alone, which is more than the budget
+    engine = make(whole=True, prefill_budget=64)
+    engine.runner.model.most_tokens = 16
+    stream = engine.submit(request([1] * 40, max_tokens=1))
+    while not engine.is_idle:
+        engine.run_once()
+    assert collected(stream)[-1].finish_reason == "error" and engine.stats().num_relieved == 0
+
+
 def test_thread_streams_and_close_ends_everything():
     engine = make()
     engine.start()

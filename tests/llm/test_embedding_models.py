@@ -12,10 +12,11 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))
 
+import tiny_encoder
 import tiny_models
 
 from localllm import LLM
-from localllm.errors import BadModelFile, InvalidRequest, UnsupportedModel
+from localllm.errors import BadModelFile, ContextTooLong, InvalidRequest, UnsupportedModel
 from localllm.models.architectures import open_model
 from localllm.request import SamplingParams
 
@@ -106,3 +107,19 @@ def test_what_is_not_computed_is_refused(
 ) -> None:
     with pytest.raises(error, match=words), open_model(embedding_model(tmp_path / "model", mode, dense)) as checkpoint:
         _ = checkpoint.facts
+
+
+def test_an_encoder_reads_each_text_whole(tmp_path: Path) -> None:
+    texts = ["The sea is blue", "hills", "the " * 62, "sun " * 40, "a b c d"]
+    with LLM(tiny_encoder.tiny_encoder(tmp_path / "bert"), kv="f32", debug_invariants=True) as llm:
+        assert (llm.plan.ctx, llm.plan.prefill_budget, llm.plan.prefix_cache) == (64, 64, False)
+        assert llm.encode_text("hills") == [2, 7, 8, 3] and llm.default_pooling == "cls"
+        together = llm.embed(texts)
+        for text, vector in zip(texts, together, strict=True):
+            assert np.array_equal(llm.embed(text), vector)  # two long ones do not share a step, nor is one cut
+        assert not np.allclose(llm.embed("the sea"), llm.embed("the sun"))  # the first token sees the last one
+        with pytest.raises(ContextTooLong):
+            llm.embed("the " * 63)
+        with pytest.raises(InvalidRequest, match="embeds text"):
+            llm.chat("hello")
+        assert llm.stats().pages_free == llm.stats().pages_total

@@ -1,0 +1,175 @@
+"""BERT, XLM-RoBERTa and Nomic BERT: every token sees the whole text, and LayerNorms follow each sum. They embed text.
+
+Tokens begin as the sum of a word, a position where it is learned, and the first token type, normed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import ClassVar
+
+from localllm.checkpoint import Checkpoint
+from localllm.checkpoint.fields import MAX_CONTEXT, MAX_VOCAB
+
+from .architecture import Architecture
+from .config import Config
+from .facts import Dense, Entry, LayerFacts, ModelFacts, Norms, RopeFacts
+from .gguf import GgufConfig
+from .hf import HfConfig
+from .names import GGUF_LAYER, NameMap
+
+EPS = 1e-12
+WORDS = "embeddings.word_embeddings.weight"
+NORMS = Norms(None, None, over_mixer="post_attention_layernorm", over_ffn="post_mlp_layernorm", bias=True)
+GGUF_TOP = {
+    "model.embed_tokens": "token_embd",
+    "model.position_embeddings": "position_embd",
+    "model.token_type_embeddings": "token_types",
+    "model.embedding_norm": "token_embd_norm",
+    "lm_head": "output",
+}
+GGUF_INNER = GGUF_LAYER | {"post_attention_layernorm": "attn_output_norm", "post_mlp_layernorm": "layer_output_norm"}
+HF_TOP = {
+    "model.embed_tokens": "embeddings.word_embeddings",
+    "model.position_embeddings": "embeddings.position_embeddings",
+    "model.token_type_embeddings": "embeddings.token_type_embeddings",
+    "model.embedding_norm": "embeddings.LayerNorm",
+}
+HF_INNER = {
+    "self_attn.q_proj": "attention.self.query",
+    "self_attn.k_proj": "attention.self.key",
+    "self_attn.v_proj": "attention.self.value",
+    "self_attn.o_proj": "attention.output.dense",
+    "post_attention_layernorm": "attention.output.LayerNorm",
+    "mlp.up_proj": "intermediate.dense",
+    "mlp.down_proj": "output.dense",
+    "post_mlp_layernorm": "output.LayerNorm",
+}
+NOMIC_INNER = {
+    "self_attn.qkv_proj": "attn.Wqkv",
+    "self_attn.o_proj": "attn.out_proj",
+    "mlp.up_proj": "mlp.fc11",
+    "mlp.gate_proj": "mlp.fc12",
+    "mlp.down_proj": "mlp.fc2",
+    "post_attention_layernorm": "norm1",
+    "post_mlp_layernorm": "norm2",
+}
+
+
+class Encoder(Architecture):
+    """What all have in common."""
+
+    layers_name: ClassVar[str] = "encoder.layer.{}."
+    inner: ClassVar[Mapping[str, str]] = HF_INNER
+
+    def names(self, checkpoint: Checkpoint) -> NameMap:
+        """A model that was saved with a head has its family's name before every other name."""
+        if checkpoint.kind == "gguf":
+            return NameMap(GGUF_TOP, "blk.{}.", GGUF_INNER)
+        prefix = next((name.removesuffix(WORDS) for name in checkpoint.tensors if name.endswith(WORDS)), "")
+        top = {module: prefix + name for module, name in HF_TOP.items()} | {"lm_head": "lm_head"}
+        return NameMap(top, prefix + self.layers_name, self.inner, text=(prefix,))
+
+    def made(self, config: Config, eps: str, context: int, rope: RopeFacts, ffn: Dense, offset: int = 0) -> ModelFacts:
+        """The facts; `eps` is its key, `offset` the row of the first position."""
+        rows = {name: _rows(config, f"model.{name}_embeddings") for name in ("position", "token_type")}
+        entry = Entry(rows["position"], offset, rows["token_type"])
+        if entry.positions:
+            context = min(context, entry.positions - offset)
+        layer = LayerFacts(config.attention(rope, causal=False), ffn, NORMS)
+        number = config.keys.number(eps, 1e-14, 0.1, EPS)
+        values = {"tied_embeddings": True, "entry": entry, "final_norm": False, "rms_norm_eps": number}
+        return config.facts((layer,) * config.num_layers, context, eps=EPS, **values)
+
+
+def _rows(config: Config, module: str) -> int:
+    info = config.checkpoint.tensors.get(f"{config.names.source(module)}.weight")
+    return 0 if info is None else info.shape[0]
+
+
+class Bert(Encoder):
+    """Learned positions, and a feed-forward layer without a gate."""
+
+    name = "bert"
+    label = "BERT"
+    hf_types = {"bert": {}}
+    hf_classes: ClassVar[tuple[str, ...]] = ("BertModel", "BertForMaskedLM")
+    gguf_types: ClassVar[tuple[str, ...]] = ("bert",)
+
+    def from_hf(self, config: HfConfig) -> ModelFacts:
+        act, kind = config.keys.text("hidden_act", "gelu"), config.keys.text("position_embedding_type", "absolute")
+        if act != "gelu" or kind != "absolute":
+            raise config.unsupported(f"{config.source} with {act} and {kind} positions")
+        offset = self.first_position(config)
+        return self.made(config, "layer_norm_eps", config.context, _still(config), _ungated(config), offset)
+
+    def from_gguf(self, config: GgufConfig) -> ModelFacts:
+        context = config.keys.integer("context_length", 1, MAX_CONTEXT)
+        return self.made(config, "attention.layer_norm_epsilon", context, _still(config), _ungated(config))
+
+    def first_position(self, config: HfConfig) -> int:
+        return 0
+
+
+class XlmRoberta(Bert):
+    """Its positions begin behind that of padding. GGUF calls it bert and leaves the rows before out."""
+
+    name = "xlm-roberta"
+    label = "XLM-RoBERTa"
+    hf_types = {"xlm-roberta": {}, "roberta": {}}
+    hf_classes = ("XLMRobertaModel", "XLMRobertaForMaskedLM", "RobertaModel", "RobertaForMaskedLM")
+    gguf_types = ()
+
+    def first_position(self, config: HfConfig) -> int:
+        return config.keys.integer("pad_token_id", 0, MAX_VOCAB, 1) + 1
+
+
+class NomicBert(Encoder):
+    """Rotated heads and a gated feed-forward layer, without biases."""
+
+    name = "nomic-bert"
+    label = "Nomic BERT"
+    hf_types = {"nomic_bert": {"rope_theta": 1000.0}}
+    hf_renamed = {
+        "n_embd": "hidden_size", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers",
+        "n_inner": "intermediate_size", "n_positions": "max_position_embeddings",
+        "layer_norm_epsilon": "layer_norm_eps", "rotary_emb_base": "rope_theta",
+        "rotary_emb_fraction": "partial_rotary_factor",
+    }  # fmt: skip
+    hf_classes = ("NomicBertModel",)
+    gguf_types = ("nomic-bert",)
+
+    def from_hf(self, config: HfConfig) -> ModelFacts:
+        keys = config.keys
+        act = keys.text("activation_function", keys.text("hidden_act", "silu"))
+        if act not in ("silu", "swiglu") or keys.flag("prenorm") or keys.raw("rotary_emb_interleaved"):
+            raise config.unsupported(f"{config.source} with {act}, prenorm or interleaved rotation")
+        rope, context = config.rope()
+        # what lies beyond is reached by a rotation that changes with the length of the text
+        trained = keys.integer("max_trained_positions", 1, MAX_CONTEXT, context)
+        return self.made(config, "layer_norm_eps", min(context, trained), rope, config.dense())
+
+    def from_gguf(self, config: GgufConfig) -> ModelFacts:
+        rope, context = config.rope()
+        return self.made(config, "attention.layer_norm_epsilon", context, rope, config.dense())
+
+    def names(self, checkpoint: Checkpoint) -> NameMap:
+        """Transformers' names, or those of the published files."""
+        found = super().names(checkpoint)
+        if checkpoint.kind == "gguf":
+            return found
+        prefix = found.text[0]
+        if not any(".attn.Wqkv." in name for name in checkpoint.tensors):
+            return replace(found, layer=prefix + "layers.{}.", inner={})
+        top = {**found.top, "model.embedding_norm": f"{prefix}emb_ln"}
+        return replace(found, top=top, layer=prefix + "encoder.layers.{}.", inner=NOMIC_INNER)
+
+
+def _still(config: Config) -> RopeFacts:
+    """No rotation."""
+    return RopeFacts(10_000.0, config.head_dim, "off")
+
+
+def _ungated(config: Config) -> Dense:
+    return replace(config.dense("gelu"), gated=False)
