@@ -114,7 +114,7 @@ def test_unknown_architectures_are_refused_before_the_download(
     fake_hub.add(f"a/arch-{len(architecture)}", GGUF, info)
     with pytest.raises(UnsupportedModel, match=architecture) as caught:
         hub.resolve(f"a/arch-{len(architecture)}", patience=QUICK)
-    assert ", llama, mistral3, " in caught.value.message
+    assert "runs gemma3, " in caught.value.message
     assert "\x1b" not in caught.value.message
 
 
@@ -214,7 +214,7 @@ def test_local_members_come_first(fake_hub: FakeHub) -> None:
     resolved = hub.resolve("qwen", judge=on_gpu)
     assert resolved.path is not None
     assert resolved.reason == "on this machine, the best qwen here that fits"
-    assert "would fit too: localllm pull qwen3-" in resolved.also[0]
+    assert "would fit too: localllm pull qwen3" in resolved.also[0]
     assert hub.resolve("qwen3-0.6b", offline=True).path == resolved.path
     assert fake_hub.log() == []
 

@@ -276,9 +276,10 @@ def _hints(
         over = [s for s in over if options[s].plan.fits and name.casefold() in catalog.families()]
         if over and best and options[missed := max(over, key=lambda s: options[s].worth)].worth > options[best].worth:
             yield f"{missed.shown} {missed.quant} is left out: its download is over the limit of {limit}"
-        newer = {c.name: c.title for c in sorted(members, key=lambda c: c.released, reverse=True) if c.needs}
+        when = best.entry.released if best and best.entry else ""
+        ranked = sorted(members, key=lambda c: (c.released, c.strength), reverse=True)
+        newer = {c.name: c.title for c in ranked if c.needs and c.released > when}
         if newer and best and best.entry:
-            when = best.entry.released
             yield f"{best.entry.title} is of {when}; newer, for other engines: {', '.join([*newer.values()][:4])}"
         if newer:
             name, title = next(iter(newer.items()))
