@@ -102,7 +102,7 @@ def test_a_second_quant_of_a_cached_repository_is_asked_for(fake_hub: FakeHub) -
 @pytest.mark.parametrize(
     ("info", "architecture"),
     [
-        ({"config": {"architectures": ["GptOssForCausalLM"]}}, "GptOssForCausalLM"),
+        ({"config": {"architectures": ["MuseGlimmerForConditionalGeneration"]}}, "MuseGlimmerForConditionalGeneration"),
         ({"gguf": {"architecture": "mpt"}}, "mpt"),
         ({"gguf": {"architecture": "mistral4"}}, "mistral4"),
         ({"config": {"architectures": ["\u001b[2JEvil"]}}, "Evil"),
@@ -114,7 +114,7 @@ def test_unknown_architectures_are_refused_before_the_download(
     fake_hub.add(f"a/arch-{len(architecture)}", GGUF, info)
     with pytest.raises(UnsupportedModel, match=architecture) as caught:
         hub.resolve(f"a/arch-{len(architecture)}", patience=QUICK)
-    assert "runs gemma3, " in caught.value.message
+    assert ", gemma3, " in caught.value.message
     assert "\x1b" not in caught.value.message
 
 
@@ -229,8 +229,8 @@ def test_ollamas_names_of_the_catalogue(fake_hub: FakeHub) -> None:
 
 
 def test_families_are_refused_by_name(fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UnsupportedModel, match="gpt-oss needs a newer localllm"):
-        hub.resolve("gpt-oss")
+    with pytest.raises(UnsupportedModel, match="muse needs a newer localllm"):
+        hub.resolve("muse")
     with pytest.raises(DoesNotFit, match="no mistral fits"):
         hub.resolve("mistral", judge=lambda: hub.Judgement(GPU, lambda c: (False, 0.0)))
     assert fake_hub.log() == []
