@@ -117,8 +117,10 @@ def _with_quants(row: ModelChoice, local: list[ModelChoice], forms: dict[str, li
         return row
     here = [one for one in local if one.name != row.name and one.supported and _model_of(one, forms) == model]
     there = {one.format.casefold() for one in (row, *here)}
-    others = [*here, *(one for one in forms[model] if one.format.casefold() not in there)]
-    return replace(row, quants=tuple(sorted(others, key=lambda one: one.size_bytes)))
+    size = lambda one: one.size_bytes  # noqa: E731
+    away = sorted((one for one in forms[model] if one.format.casefold() not in there), key=size, reverse=True)
+    smallest = {one.format: one for one in away}  # of each format
+    return replace(row, quants=tuple(sorted([*here, *smallest.values()], key=size)))
 
 
 def _model_of(row: ModelChoice, forms: dict[str, list[ModelChoice]]) -> str:

@@ -139,7 +139,7 @@ def test_a_model_that_is_damaged_or_not_here(tmp_path: Path, empty_home: Path) -
     assert checks[-1].status == "fail" and checks[-1].fix
     card = Planner(MACHINES["rtx4090"])
     away = {c.id: c for c in model_checks(resolve_quietly("qwen", card), card)}
-    assert away["model.files"].status == "warn" and away["model.files"].fix.startswith("localllm pull Qwen/")
+    assert away["model.files"].status == "warn" and away["model.files"].fix.startswith("localllm pull ")
     assert away["model.fit"].status == "ok" and away["model.arch"].status == "ok"
 
 
