@@ -173,6 +173,33 @@ def paged_attention(
     return out
 
 
+def image_attention(
+    q: Tensor,
+    pages: KVPages,
+    page_ids: Tensor,
+    position: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """`paged_attention` of the rows of one image, the first at `position`, which all see keys up to the last of them.
+
+    page_ids  int32 [max_pages], of its sequence
+    window    not smaller than an image
+    returns   float32 [rows, num_heads, head_dim]
+    """
+    rotated = hadamard(q) if pages.format == "int8" else q
+    end = position + q.shape[0]
+    step = _queries_at_once(q.shape[0], end, window, q.shape[1], pages.k.shape[1])
+    how = (end, scale, window, softcap, sinks)
+    parts = [
+        _attend(rotated[begin : begin + step], pages, page_ids, position + begin, *how)
+        for begin in range(0, q.shape[0], step)
+    ]
+    return torch.cat(parts)
+
+
 def _query_tile(num_heads: int, num_kv_heads: int) -> int:
     """Query tokens per tile."""
     return max(1, QUERY_ROWS * num_kv_heads // num_heads)

@@ -254,6 +254,32 @@ def decoder(
     return x
 
 
+def with_images(table: KernelTable, images: Sequence[Any]) -> Callable[..., Tensor]:
+    """`decoder` for a step with rows of images, each of which sees all of its image; other rows come out as always.
+
+    images  `models.inputs.ImageRows`
+    """
+
+    def attention(
+        q: Tensor,
+        weights: AttentionWeights,
+        pages: KVPages,
+        block_table: Tensor,
+        cu_query_lens: Tensor,
+        seq_lens: Tensor,
+    ) -> Tensor:
+        out = table.attention(q, weights, pages, block_table, cu_query_lens, seq_lens)
+        how = (weights.scale, weights.window, weights.softcap, weights.sinks)
+        for image in images:
+            rows = slice(image.first, image.first + image.vectors.shape[0])
+            seen = reference.image_attention(q[rows], pages, block_table[image.sequence], image.position, *how)
+            out[rows] = seen.flatten(1).to(out.dtype)
+        return out
+
+    function, parts = COMPOSED["decoder"]
+    return partial(function, *(attention if part == "attention" else getattr(table, part) for part in parts))
+
+
 def head(rms_norm: Callable[..., Tensor], x: Tensor, weights: HeadWeights) -> Tensor:
     """Logits, float32 [rows, vocab]."""
     logits = weights.linear(_normed(rms_norm, x, weights.norm)).float()

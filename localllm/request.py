@@ -17,7 +17,8 @@ class Message(TypedDict, total=False):
     """One chat message, in the OpenAI shape. `role` and `content` are always there."""
 
     role: str
-    content: str
+    # text; or a user's message in parts, {"type": "text" | "image_url", ...}, where it has images
+    content: Any
     name: str
     reasoning_content: str
     tool_calls: list[dict[str, Any]]
@@ -256,6 +257,27 @@ class TokenMask(Protocol):
         """Take the last `count` accepted ids back (at most 64): drafts that were refused."""
 
 
+@dataclass(slots=True, eq=False)
+class PromptImage:
+    """An image in a prompt: tokens [start, end), which the engine computes from its pixels."""
+
+    start: int
+    end: int
+    pixels: Any  # numpy uint8 [size, size, 3], as the model's tower takes it; None once `vectors` are there
+    digest: bytes  # of the pixels
+    vectors: Any = None  # what the tower made of them: kept as long as the request
+
+    def key(self, position: int) -> int:
+        """What the prefix cache takes for the token at `position`: no token's id, and no other image's."""
+        return -1 - int.from_bytes(self.digest[:12], "big") * (self.end - self.start) - (position - self.start)
+
+
+class PromptTokens(list[int]):
+    """Token ids of a prompt with images."""
+
+    images: tuple[PromptImage, ...] = ()
+
+
 @dataclass(slots=True)
 class Request:
     """What the engine is asked. Token ids only."""
@@ -273,6 +295,7 @@ class Request:
     # publish the mean, the first or the last of the prompt's normed hidden states, generate nothing
     pooling: Literal["", "mean", "cls", "last"] = ""
     score_chunk: int = 256  # rows per published piece when `score`
+    images: tuple[PromptImage, ...] = ()  # in order; the last token of the prompt is never one of theirs
 
     @property
     def only_reads(self) -> bool:

@@ -17,6 +17,16 @@ class AttentionInputs:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageRows:
+    """Consecutive tokens of one image in a step: the last of its tokens that are not computed yet, or all."""
+
+    sequence: int  # whose: a row of the block tables
+    first: int  # row of the step
+    position: int  # in its sequence
+    vectors: Tensor  # [rows, hidden], what they have in place of an embedding
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """One forward for many sequences, their new tokens laid end to end."""
 
@@ -30,6 +40,7 @@ class ForwardBatch:
     logits_indices: Tensor
     groups: tuple[AttentionInputs, ...]  # per cache group
     slots: Tensor | None = None  # int64 [num_seqs]: where the sequences' states are; None where no layer keeps one
+    images: tuple[ImageRows, ...] = ()
 
     @property
     def is_decode(self) -> bool:

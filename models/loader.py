@@ -32,6 +32,7 @@ from .layers import load_layer
 from .model import Model
 from .reader import LoadOptions, Reader
 from .samples import POSITIONS, layer_samples, model_shapes
+from .vision import load_tower
 
 __all__ = ["LoadOptions", "Loading", "load_model"]
 
@@ -103,7 +104,9 @@ class Loading(Reader):
             self.selftest.save()
         names = {layer_class: "+".join(found) for layer_class, found in self.chosen.items()}
         projections = [self.projection(one) for one in facts.projections]
-        return Model(facts, groups, embedding, layers, head, ropes, table, names | dict(table.ops), projections)
+        model = Model(facts, groups, embedding, layers, head, ropes, table, names | dict(table.ops), projections)
+        model.tower = None if facts.vision is None else load_tower(self, facts.vision)
+        return model
 
     def op_facts(self) -> OpFacts:
         """What decides which implementations of the ops are taken."""

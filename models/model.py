@@ -23,11 +23,12 @@ from localllm.kernels.layer_weights import (
 )
 from localllm.kernels.reference import rms_norm
 from localllm.kernels.rope import RopeTable
-from localllm.kernels.segments import KernelTable
+from localllm.kernels.segments import KernelTable, with_images
 
 from .architectures.facts import ModelFacts, layer_views
 from .inputs import ForwardBatch
 from .kv_cache import CacheGroup, KVCache, state_groups
+from .vision import Tower
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,7 @@ class Model:
         # what runs what, for the run summary: layer class or op -> names of implementations
         self.kernels = dict(kernels)
         self._projections = tuple(projections)
+        self.tower: Tower | None = None  # what reads images: the loader puts it here
         self._ropes = tuple(ropes)
         self._seen, views = layer_views(facts)
         self._calls = tuple((layer.mixer, layer.ffn, view) for layer, view in zip(self.layers, views, strict=True))
@@ -83,10 +85,13 @@ class Model:
         views = self._views(batch, [rope.rows(batch.positions, length) for rope in self._ropes])
         kept = cache.layers if num_layers is None else cache.layers[: len(calls)]
         x = self.embedding(batch.token_ids, batch.positions)
+        for image in batch.images:
+            x[image.first : image.first + image.vectors.shape[0]] = image.vectors.to(x.dtype)
         rows = batch.logits_indices
         wanted = None if rows.shape[0] == x.shape[0] else rows  # they are in order
         lens = batch.cu_query_lens, batch.seq_lens_tensor
-        return self.table.decoder(x, calls, kept, views, *lens, wanted, batch.slots)
+        decoder = with_images(self.table, batch.images) if batch.images else self.table.decoder
+        return decoder(x, calls, kept, views, *lens, wanted, batch.slots)
 
     def step(self, batch: ForwardBatch, cache: KVCache, finds_best: bool = False) -> Stepped:
         """`forward` and `logits` of a batch whose every token's logits are wanted, valid until the next step; the first
@@ -128,6 +133,11 @@ class Model:
         for rope in self._ropes:
             rope.reserve(length)
 
+    def image_vectors(self, pixels: Tensor) -> Tensor:
+        """uint8 [image_size, image_size, 3] -> what its tokens have in place of an embedding."""
+        assert self.tower is not None, "checked when the request was made"
+        return self.tower(pixels)
+
     def forget_pages(self) -> None:
         """Let go of the cache that fused kernels have seen last."""
         first = next(linears_of(self._calls[0][0]))
@@ -151,5 +161,5 @@ class Model:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all prepared weights; a table that embedding and head share counts once."""
-        head = nbytes_of(self.head)
-        return self.embedding.nbytes + sum(layer.nbytes for layer in self.layers) + head
+        head, tower = nbytes_of(self.head), 0 if self.tower is None else self.tower.nbytes
+        return self.embedding.nbytes + sum(layer.nbytes for layer in self.layers) + head + tower

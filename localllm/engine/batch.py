@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from localllm.models.inputs import AttentionInputs, ForwardBatch
+from localllm.models.inputs import AttentionInputs, ForwardBatch, ImageRows
 
 from .sampled_tokens import from_host
 from .scheduler import Scheduled, Step
@@ -82,6 +83,7 @@ class BatchBuilder:
             logits_indices=self._tensor(np.asarray(rows, dtype=np.int64)),
             groups=tuple(self._group(parts, group, positions) for group in range(self.num_groups)),
             slots=self._slots(parts),
+            images=tuple(image_rows(parts)),
         )
 
     def _decode(self, parts: list[Scheduled]) -> ForwardBatch:
@@ -162,6 +164,19 @@ class BatchBuilder:
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return from_host(array, DTYPES[array.dtype.type], self.device)
+
+
+def image_rows(parts: list[Scheduled]) -> Iterator[ImageRows]:
+    """The images of a step, or what of them it computes."""
+    row = 0
+    for index, part in enumerate(parts):
+        end = part.start + part.num_tokens
+        for image in part.sequence.request.images:
+            first, last = max(image.start, part.start), min(image.end, end)
+            if first < last:
+                vectors = image.vectors[first - image.start : last - image.start]
+                yield ImageRows(index, row + first - part.start, first, vectors)
+        row += part.num_tokens
 
 
 def row_range(part: Scheduled, start: int) -> range:

@@ -101,7 +101,8 @@ class Pages:
         """Give a fresh sequence the longest cached prefix that leaves one token to compute; returns its tokens."""
         if not self._caches(sequence) or sequence.wants_all_rows:
             return 0  # where every row is wanted, every row is computed
-        path = self.tree.match(sequence.token_ids, sequence.request.cache_salt, sequence.num_tokens - 1)
+        known = sequence.cache_key(0, sequence.num_tokens)
+        path = self.tree.match(known, sequence.request.cache_salt, sequence.num_tokens - 1)
         if not path:
             return 0
         num_tokens = len(path) * self.page_size
@@ -269,7 +270,7 @@ class Pages:
         node = sequence.node or self.tree.root(sequence.request.cache_salt)
         for index in range(sequence.num_tree_pages, sequence.num_computed_tokens // size):
             pages = [table[index] if table[index] >= 0 else None for table in sequence.block_tables]
-            key = tuple(sequence.token_ids[index * size : (index + 1) * size])
+            key = sequence.cache_key(index * size, (index + 1) * size)
             node, used = self.tree.insert(node, key, pages)
             for table, page in zip(sequence.block_tables, used, strict=True):
                 if table[index] != (-1 if page is None else page):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from localllm.models.kv_cache import KVCache
@@ -117,13 +118,14 @@ class Runner:
         if self.graphs is not None and num_layers is None and self.graphs.takes(step):
             bucket, count = self.graphs.forward(step, before), len(step.scheduled)
             return ForwardOutput(self.model, bucket.hidden[:count], bucket.logits[:count], bucket.size)
+        self._see(step)
         batch = self.builder.build(step)
         if before is not None:
             before.fill(batch.token_ids, step.scheduled)
         samples = any(not part.sequence.request.pooling for part in step.scheduled)
         guessed = any(part.drafts for part in step.scheduled)
         if num_layers is None and samples and (guessed or self.sampler is None and batch.is_decode):
-            if not batch.wants_every_row:  # a grammar forced some of the tokens
+            if batch.images or not batch.wants_every_row:  # a grammar forced some of the tokens
                 hidden = self.model.forward(batch, self.cache)
                 return ForwardOutput(self.model, hidden, self.model.logits(hidden))
             greedy = any(is_plain_greedy(part.sequence.params) for part in step.scheduled)
@@ -135,6 +137,14 @@ class Runner:
     def projected(self, vector: Tensor) -> Tensor:
         """A pooled vector as the model gives it away."""
         return self.model.projected(vector)
+
+    def _see(self, step: Step) -> None:
+        """Have the tower compute the images that this step is the first to need."""
+        for part in step.scheduled:
+            for image in part.sequence.request.images:
+                if image.vectors is None and image.start < part.start + part.num_tokens and part.start < image.end:
+                    image.vectors = self.model.image_vectors(torch.from_numpy(image.pixels))
+                    image.pixels = None
 
     def sample(self, output: ForwardOutput, rows: list[int], sequences: list[Sequence]) -> SampledTokens:
         """One token for each of `sequences`, from the rows of `output` that are theirs."""

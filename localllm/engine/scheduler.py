@@ -197,11 +197,12 @@ class Scheduler:
                     sequence.num_cached_tokens = min(cached, sequence.num_prompt_tokens)
             count = self._chunk(sequence, budget)
             if not count:
+                if fresh:
+                    self._detach(sequence)
                 return
             if not self.pages.can_admit(sequence, sequence.num_computed_tokens + count):
                 if fresh:
-                    self.pages.release(sequence)
-                    sequence.num_computed_tokens = 0
+                    self._detach(sequence)
                 if not self.running and not step.scheduled:
                     if self._release_waiting():
                         continue
@@ -220,14 +221,22 @@ class Scheduler:
                 return
             budget -= taken
 
+    def _detach(self, sequence: Sequence) -> None:
+        """Take back the cached prefix of one that does not come in."""
+        self.pages.release(sequence)
+        sequence.num_computed_tokens = 0
+
     def _chunk(self, sequence: Sequence, budget: int) -> int:
+        """Tokens for this step; 0 where what must come whole needs a step with more room."""
         if self.limits.whole:  # with others as far as the budget goes, else alone
             count = sequence.num_uncomputed_tokens
             return count if count <= budget or budget == self.limits.prefill_budget else 0
         count = min(sequence.num_uncomputed_tokens, budget)
         if sequence.request.score:
             count = min(count, sequence.request.score_chunk)
-        return min(count, self.limits.score_rows) if sequence.wants_all_rows else count
+        count = min(count, self.limits.score_rows) if sequence.wants_all_rows else count
+        count = sequence.whole_images(sequence.num_computed_tokens, count)
+        return count if count <= budget or budget == self.limits.prefill_budget else 0
 
     def _take_slots(self, step: Step, sequence: Sequence, count: int) -> int:
         """Schedule the next `count` tokens, or those up to the next checkpoint, preempting later arrivals.

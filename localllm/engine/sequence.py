@@ -67,6 +67,7 @@ class Sequence:
         self.num_draft_tokens = 0  # tokens guessed and checked
         self.num_accepted_tokens = 0  # those of them that were right
         self.is_paused = False  # its reader is behind: scheduled again when it caught up
+        self._cache_ids: list[int] | None = None  # of the prompt up to its last image
         self._seen: set[int] | None = None
         self._seen_order: array[int] = array("q")
         self.pending_forks = 0  # children to split off when the prompt is computed
@@ -103,6 +104,24 @@ class Sequence:
     def wants_all_rows(self) -> bool:
         """Whether every prompt row is needed (score, pooling, prompt logprobs)."""
         return self.request.only_reads or self.params.prompt_logprobs is not None
+
+    def cache_key(self, start: int, end: int) -> tuple[int, ...]:
+        """What the prefix cache knows tokens [start, end) by: their ids, or the image whose tokens they are."""
+        images = self.request.images
+        if not images or start >= images[-1].end:
+            return tuple(self.token_ids[start:end])
+        if self._cache_ids is None:
+            self._cache_ids = self.token_ids[: images[-1].end]
+            for image in images:
+                self._cache_ids[image.start : image.end] = map(image.key, range(image.start, image.end))
+        return (*self._cache_ids[start:end], *self.token_ids[images[-1].end : end])
+
+    def whole_images(self, start: int, count: int) -> int:
+        """So many of `count` tokens from `start` on, or more, that no image is cut: its tokens see each other."""
+        for image in self.request.images:
+            if image.start < start + count < image.end:
+                return image.start - start if image.start > start else image.end - start
+        return count
 
     def children(self) -> list[Sequence]:
         """The other answers to the same prompt that are still to be split off."""

@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from localllm.errors import Aborted, InvalidRequest
 from localllm.llm.loaded_model import LoadedModel
 from localllm.llm.outputs import OutputDelta, OutputProcessor, OutputSpec, RequestOutput, ResponseStream
-from localllm.request import Constraint, Message, Request, SamplingParams, TokenEvent, ToolUse, embeds_only
+from localllm.request import (
+    Constraint,
+    Message,
+    PromptTokens,
+    Request,
+    SamplingParams,
+    TokenEvent,
+    ToolUse,
+    embeds_only,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -294,6 +303,11 @@ class LLM(LoadedModel):
             )
         from localllm.chat.template import encode_chat
 
+        pixels: list[np.ndarray] = []
+        if any(not isinstance(message.get("content") or "", str) for message in messages):
+            from localllm.llm.pictures import encode_with_images, take_images
+
+            messages, pixels = take_images(messages, self.facts.vision, self.plan.ctx)  # type: ignore[assignment]
         shaped, tools = self.output_rules.conversation(messages, tools)
         with self._naming():
             begins = opens_answer and not continue_final
@@ -302,6 +316,8 @@ class LLM(LoadedModel):
             )
             if continue_final:
                 rendered = rendered.upto(messages[-1].get("content") or "")
+            if pixels and self.facts.vision is not None:
+                return encode_with_images(self.tokenizer, rendered, self.facts.vision, pixels)
             return encode_chat(self.tokenizer, rendered)
 
     def submit(
@@ -336,6 +352,7 @@ class LLM(LoadedModel):
             token_mask=None if spec.mask is None else spec.mask.fork(),
             cache_salt=cache_salt,
             priority=priority,
+            images=prompt_token_ids.images if isinstance(prompt_token_ids, PromptTokens) else (),
         )
         tell = processor.listener(listener, lambda: self.engine.abort(request.request_id)) if listener else None
         return ResponseStream(self.engine.submit(request, tell), processor)

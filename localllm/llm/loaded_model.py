@@ -75,7 +75,7 @@ class LoadedModel:
             raise self.plan.error(self.name)
         # as stored, or what the linear layers became while loading
         self.weight_format = self.plan.quant or self.facts.stored_format
-        self._doubt = self._checkpoint.doubt
+        self._doubts = tuple(filter(None, (self._checkpoint.doubt, self._checkpoint.unread)))
         self._template: ChatTemplate | None = None
         self._engine: Engine | None = None
         self._sleeping: SleepingWeights | None = None
@@ -260,7 +260,7 @@ class LoadedModel:
             embeds=bool(self.facts.pooling),
             times_kernels=self.boot.is_tuning,
             sampling=tuple((name, value, why) for name, (value, why) in self.sampling.items()),
-            warnings=(*plan.warnings, *((self._doubt,) if self._doubt else ()), *self.boot.warnings),
+            warnings=(*plan.warnings, *self._doubts, *self.boot.warnings),
             **{f.name: getattr(stats, f.name) for f in fields(Facts) if hasattr(stats, f.name)},
         )
 

@@ -109,7 +109,14 @@ class Memory:
 
     @cached_property
     def weights_and_read(self) -> tuple[int, int]:
-        """(bytes the loaded weights take, bytes of them that decoding one token reads).
+        """(bytes the loaded weights take, bytes of them that decoding one token reads)."""
+        held, read = self._text_and_read
+        vision = self.facts.vision
+        return held + (0 if vision is None else vision.nbytes), read
+
+    @cached_property
+    def _text_and_read(self) -> tuple[int, int]:
+        """The same of the text model alone.
 
         Our kernels, in C and in Triton, keep the stored bits, and look rows of a tied embedding up in the head; so does
         what takes their place on a card. Without a compiler for the C ones, quantized weights are multiplied as float32
@@ -232,6 +239,8 @@ class Memory:
     def work_terms(self, ctx: int) -> dict[str, int]:
         """What a step holds at most beside weights and pages, by name."""
         terms = self._work_on_cpu(ctx) if self.where.gpu is None else self._work_on_gpu(ctx)
+        if self.facts.vision is not None:
+            terms["image"] = self.facts.vision.work
         return terms | ({"learned": self.excess_bytes} if self.excess_bytes else {})
 
     @property

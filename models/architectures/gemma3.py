@@ -1,4 +1,4 @@
-"""Gemma 3 (text) and EmbeddingGemma: four norms a layer, norms over heads, a RoPE of windowed layers, GELU."""
+"""Gemma 3 and EmbeddingGemma: four norms a layer, norms over heads, a RoPE of windowed layers, GELU."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import math
 from dataclasses import replace
 
 from localllm.checkpoint import Checkpoint
-from localllm.checkpoint.fields import MAX_LAYERS
+from localllm.checkpoint.fields import MAX_LAYERS, Fields
 
 from .architecture import Architecture
-from .facts import LayerFacts, ModelFacts, Norms, RopeFacts, repeated
+from .facts import LayerFacts, ModelFacts, Norms, RopeFacts, VisionFacts, repeated
 from .gguf import GgufConfig
 from .hf import HfConfig
-from .names import GGUF_LAYER, NameMap, gguf_names
+from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
 
 FULL_EVERY = 6  # five windowed layers, then one that sees all: files often leave the pattern out
 FULL_THETA, LOCAL_THETA, EPS = 1_000_000.0, 10_000.0, 1e-6
@@ -64,7 +64,8 @@ class Gemma3(Architecture):
         every = config.keys.integer("sliding_window_pattern", 1, MAX_LAYERS, FULL_EVERY)
         windows = _halved(config.windows(lambda layer: (layer + 1) % every != 0), config.causal)
         layers = repeated(layer, windows, local_rope)
-        return config.facts(layers, context, norm_offset=1.0, embedding_scale=math.sqrt(config.hidden_size))
+        scale = math.sqrt(config.hidden_size)
+        return config.facts(layers, context, norm_offset=1.0, embedding_scale=scale, vision=_vision(config))
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         rope, context = config.rope()
@@ -83,13 +84,53 @@ class Gemma3(Architecture):
     def names(self, checkpoint: Checkpoint) -> NameMap:
         """In GGUF the same name means another norm where attention and MLP have one on each side."""
         if checkpoint.kind != "gguf":
-            return super().names(checkpoint)
+            return replace(hf_names(checkpoint.tensors), parts=_part_names(checkpoint))
         return gguf_names(GGUF_LAYER | GGUF_NORMS)
 
 
 def _halved(windows: tuple[int | None, ...], causal: bool) -> tuple[int | None, ...]:
     """Where a window reaches to both sides, each has half of it."""
     return windows if causal else tuple(None if window is None else window // 2 + 1 for window in windows)
+
+
+def _part_names(checkpoint: Checkpoint) -> dict[str, str]:
+    """What the tower's and the projector's tensors begin with; {} where the file has the text model only."""
+    ends = {"vision.": "embeddings.patch_embedding.weight", "projector.": "mm_input_projection_weight"}
+    found = {part: name.removesuffix(end) for name in checkpoint.tensors for part, end in ends.items()
+             if name.endswith(end)}  # fmt: skip
+    return found if found.keys() == ends.keys() else {}
+
+
+def _vision(config: HfConfig) -> VisionFacts | None:
+    """The tower, where the file has it and says what it is; the limits are far above those of published models."""
+    stated, parts = config.top.raw("vision_config"), config.names.parts
+    if not isinstance(stated, dict) or not parts:
+        return None
+    start = "vision_config."
+    top, own = config.top, Fields(config.top.path, {start + key: value for key, value in stated.items()}, start)
+    facts = VisionFacts(
+        num_layers=own.integer("num_hidden_layers", 1, MAX_LAYERS, 12),
+        hidden=own.integer("hidden_size", 1, 1 << 14, 768),
+        inner=own.integer("intermediate_size", 1, 1 << 16, 3072),
+        num_heads=own.integer("num_attention_heads", 1, 1 << 10, 12),
+        image_size=own.integer("image_size", 1, 1 << 11, 224),
+        patch_size=own.integer("patch_size", 1, 1 << 8, 16),
+        eps=own.number("layer_norm_eps", 1e-12, 0.1, EPS),
+        tokens=top.integer("mm_tokens_per_image", 1, 1 << 12, 256),
+        image_token=top.integer("image_token_index", 0, config.vocab_size - 1, 262144),
+        begin_token=top.integer("boi_token_index", 0, config.vocab_size - 1, 255999),
+        end_token=top.integer("eoi_token_index", 0, config.vocab_size - 1, 256000),
+        nbytes=sum(i.nbytes for n, i in config.checkpoint.tensors.items() if n.startswith(tuple(parts.values()))),
+    )
+    if facts.hidden % facts.num_heads:
+        raise own.fail("hidden_size", f"is {facts.hidden}, no multiple of {facts.num_heads} heads")
+    if facts.image_size % facts.patch_size:
+        raise own.fail("image_size", f"is {facts.image_size}, no multiple of the patch_size {facts.patch_size}")
+    across = math.isqrt(facts.tokens)
+    pooled = across**2 == facts.tokens and facts.side % across == 0
+    if not pooled or facts.tokens > (config.window or facts.tokens):
+        return None  # not what the projector computes, or an image that a window cuts: the text part runs
+    return facts
 
 
 def _unstated_rope(config: GgufConfig, rope: RopeFacts) -> RopeFacts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import replace
 from functools import cached_property
@@ -15,6 +16,8 @@ from localllm.checkpoint.mapped_file import bad
 from . import registry
 from .facts import Entry, ModelFacts, count_params, idle_experts, linear_shapes, vector_shapes
 from .names import NameMap
+
+_TOWER = re.compile(r"(^|\.)(vision_tower|vision_model|visual|audio_tower|vision_embed_tokens)\.")
 
 
 def open_model(path: Path | str) -> OpenModel:
@@ -76,6 +79,13 @@ class OpenModel(Checkpoint):
             return ""
         return f"the configuration says {str(said)[:40]}, the weights are stored as {stored}: they are read as stored"
 
+    @property
+    def unread(self) -> str:
+        """The tower that is not computed, so that only the text part runs; "" where there is none."""
+        found = () if self.facts.vision is not None else (_TOWER.search(name) for name in self.tensors)
+        tower = next((match[2] for match in found if match is not None), "")
+        return f"{tower} is not computed: the model reads text only" if tower else ""
+
     def _check(self, facts: ModelFacts) -> None:
         """Raise for the first tensor that is missing or of another shape."""
         hidden = facts.hidden_size
@@ -106,6 +116,11 @@ class OpenModel(Checkpoint):
             self._stored_linear(projection.name, (size, projection.inputs))
             if projection.bias:
                 self._stored(f"{projection.name}.bias", (size,))
+        if facts.vision is not None:
+            for module, shape in facts.vision.linears().items():
+                self._linear(module, shape)
+            for name, sizes in facts.vision.vectors(hidden).items():
+                self._stored(self.names.tensor(name), sizes)
         for rope in facts.ropes:
             if rope.factors_tensor:
                 self._stored(rope.factors_tensor, (rope.dim // 2,))

@@ -45,13 +45,16 @@ class NameMap:
     layer: str  # what a layer's modules begin with, `{}` for its number
     # modules and whole tensors below a layer that are called otherwise; `{}` for an expert's number
     inner: Mapping[str, str] = field(default_factory=dict)
+    # what canonical names outside of the text model begin with -> what theirs do
+    parts: Mapping[str, str] = field(default_factory=dict)
     text: tuple[str, ...] = ("",)  # what names of the text model's tensors begin with; others are not loaded
 
     def source(self, module: str) -> str:
         """The name in the file of a canonical module."""
         match = _LAYER.fullmatch(module)
         if match is None:
-            return self.top[module]
+            part = next((part for part in self.parts if module.startswith(part)), None)
+            return self.top[module] if part is None else self.parts[part] + module.removeprefix(part)
         expert = _EXPERT.fullmatch(match[2])
         if expert is None:
             return self.layer.format(match[1]) + self.inner.get(match[2], match[2])
@@ -60,6 +63,8 @@ class NameMap:
 
     def tensor(self, name: str) -> str:
         """The name in the file of a canonical tensor that is no linear module's weight."""
+        if name.startswith(tuple(self.parts)):
+            return self.source(name)
         match = _LAYER.fullmatch(name)
         if match is not None and match[2] in self.inner:
             return self.layer.format(match[1]) + self.inner[match[2]]

@@ -128,7 +128,7 @@ def plain_messages(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mappin
             message["content"] = "\n".join(text for text in texts if text)
         elif message.get("role") in ("tool", "function"):
             message = {"role": "user", "content": f"<tool_response>\n{message.get('content') or ''}\n</tool_response>"}
-            if made and made[-1]["role"] == "user" and made[-1]["content"].endswith("</tool_response>"):
+            if made and made[-1]["role"] == "user" and str(made[-1]["content"]).endswith("</tool_response>"):
                 made[-1]["content"] += "\n" + message["content"]
                 continue
         made.append(message)

@@ -43,7 +43,7 @@ def show(
             return 0
         fields = _show_fields(checkpoint, resolved.name, resolved.revision, env.config.engine)
         env.console.emit("show/1", fields)
-        _print_facts(env, checkpoint.facts, fields)
+        _print_facts(env, checkpoint, fields)
     return 0
 
 
@@ -112,7 +112,14 @@ def _capabilities(checkpoint: OpenModel) -> dict[str, Any]:
             tools, thinks = check_tools(template, tokenizer), reasoning_tags(template.template) is not None
         except LocalLLMError as error:
             return {"chat": False, "tools": f"no: {error.message}", "thinking": False, "vision": False}
-    return {"chat": checkpoint.facts.has_chat_template, "tools": tools.line, "thinking": thinks, "vision": False}
+    facts = checkpoint.facts
+    sees = facts.vision is not None
+    return {"chat": facts.has_chat_template, "tools": tools.line, "thinking": thinks, "vision": sees}
+
+
+def _images(checkpoint: OpenModel) -> str:
+    vision = checkpoint.facts.vision
+    return checkpoint.unread or (f"yes, {vision.tokens} tokens each" if vision is not None else "no")
 
 
 def _chats(facts: ModelFacts) -> str:
@@ -121,9 +128,10 @@ def _chats(facts: ModelFacts) -> str:
     return "yes" if facts.has_chat_template else "no: a base model, for `localllm run`"
 
 
-def _print_facts(env: Env, facts: ModelFacts, fields: dict[str, Any]) -> None:
+def _print_facts(env: Env, checkpoint: OpenModel, fields: dict[str, Any]) -> None:
     from localllm.terminal import cell_width
 
+    facts = checkpoint.facts
     windows = sorted({w for w in facts.windows if w})
     sliding = f", {sum(1 for w in facts.windows if w)} of them with a window of {windows[0]:,}" if windows else ""
     here = fields["plan"]
@@ -143,6 +151,7 @@ def _print_facts(env: Env, facts: ModelFacts, fields: dict[str, Any]) -> None:
         ("chat template", _chats(facts)),
         ("thinking", "yes" if fields["capabilities"]["thinking"] else "no"),
         ("tools", fields["capabilities"]["tools"]),
+        ("images", _images(checkpoint)),
         ("sampling", sampling_line(recommended(facts, Path(fields["path"])))),
         ("license", facts.license or "not stated"),
         ("here", fit),

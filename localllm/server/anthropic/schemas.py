@@ -105,14 +105,16 @@ def _messages(message: MessageParam, where: str) -> list[dict[str, Any]]:
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     out: list[dict[str, Any]] = []
-    texts: list[str] = []
+    parts: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []
     reasoning: list[str] = []
     for number, block in enumerate(message.content):
         at = f"{where}.content[{number}]"
         kind = block.get("type")
         if kind == "text":
-            texts.append(_string(block.get("text"), at))
+            parts.append({"type": "text", "text": _string(block.get("text"), at)})
+        elif kind == "image":
+            parts.append({"type": "image_url", "image_url": {"url": _data_url(block.get("source"), at)}})
         elif kind == "thinking":
             reasoning.append(_string(block.get("thinking"), at))
         elif kind == "redacted_thinking":
@@ -122,18 +124,27 @@ def _messages(message: MessageParam, where: str) -> list[dict[str, Any]]:
             function = {"name": _string(block.get("name"), at), "arguments": arguments}
             calls.append({"id": _string(block.get("id"), at), "type": "function", "function": function})
         elif kind == "tool_result":
-            content = _text(block.get("content") or "", at)
-            out.append({"role": "tool", "tool_call_id": _string(block.get("tool_use_id"), at), "content": content})
+            result = _text(block.get("content") or "", at)
+            out.append({"role": "tool", "tool_call_id": _string(block.get("tool_use_id"), at), "content": result})
         else:
             raise not_text("A block", kind, at)
-    if texts or calls or not out:
-        made: dict[str, Any] = {"role": message.role, "content": "".join(texts)}
+    if parts or calls or not out:
+        plain = all(part["type"] == "text" for part in parts)
+        content = "".join(part["text"] for part in parts) if plain else parts
+        made: dict[str, Any] = {"role": message.role, "content": content}
         if calls:
             made["tool_calls"] = calls
         if reasoning:
             made["reasoning_content"] = "".join(reasoning)
         out.append(made)
     return out
+
+
+def _data_url(source: Any, where: str) -> str:
+    """An image that came with the request."""
+    if not isinstance(source, dict) or source.get("type") != "base64":
+        raise invalid("An image's source must be of type base64: nothing is fetched.", where, "unsupported_value")
+    return f"data:{_string(source.get('media_type'), where)};base64,{_string(source.get('data'), where)}"
 
 
 def _text(blocks: Any, where: str) -> str:

@@ -101,9 +101,8 @@ def chat_of(body: OllamaChatRequest) -> ChatRequest:
     messages: list[dict[str, Any]] = []
     last_call = "call_0"
     for number, message in enumerate(body.messages):
-        if message.images:
-            raise unsupported("Images are not supported: this model reads text.", f"messages[{number}].images")
-        one: dict[str, Any] = {"role": message.role, "content": message.content}
+        content = _with_images(message.content, message.images, f"messages[{number}].images")
+        one: dict[str, Any] = {"role": message.role, "content": content}
         if message.thinking is not None:
             one["reasoning_content"] = message.thinking
         if message.tool_calls:
@@ -131,15 +130,30 @@ def generate_of(body: OllamaGenerateRequest) -> ChatRequest | CompletionRequest:
         fields["logprobs"] = (top or 0) if fields.get("logprobs") else None
         return checked(fields, CompletionRequest)
     messages = [{"role": "system", "content": body.system}] if body.system else []
-    return checked(fields | {"messages": [*messages, {"role": "user", "content": body.prompt}]}, ChatRequest)
+    content = _with_images(body.prompt, body.images, "images")
+    return checked(fields | {"messages": [*messages, {"role": "user", "content": content}]}, ChatRequest)
+
+
+def _with_images(text: str, images: list[Any] | None, where: str) -> str | list[dict[str, Any]]:
+    """A message's content; images, base64 without more, come before the text."""
+    if not images:
+        return text
+    if not all(isinstance(one, str) for one in images):
+        raise invalid("An image must be base64: nothing is fetched.", where, "invalid_type")
+    urls = [f"data:image/any;base64,{one}" for one in images]
+    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return [*parts, {"type": "text", "text": text}]
 
 
 def check_generate(body: OllamaGenerateRequest) -> None:
     """Raise ApiError for what no model here does."""
     if body.suffix:
         raise unsupported("suffix is not supported: no model here fills in the middle.", "suffix")
-    if body.images:
-        raise unsupported("Images are not supported: this model reads text.", "images")
+    if body.images and body.raw:
+        raise unsupported("Images need the model's template: leave raw out.", "images")
+
+
+_PART = re.compile(r"messages\[(\d+)\]\.content\[\d+\]")  # only images are parts here
 
 
 def keep_alive_s(value: str | float | None) -> float | None | Literal["default"]:
@@ -182,7 +196,7 @@ def _common(body: Asked) -> dict[str, Any]:
 
 def renamed(param: str | None) -> str | None:
     """A chat request's field under its name here."""
-    return _NAMES.get(param or "", param)
+    return _NAMES.get(param or "", _PART.sub(r"messages[\1].images", param) if param else param)
 
 
 _NAMES = {ours: f"options.{theirs}" for theirs, ours in OPTIONS.items()}

@@ -15,7 +15,15 @@ from localllm.request import Message
 from localllm.server.body import checked
 from localllm.server.errors import invalid, not_text, unsupported
 from localllm.server.generation import Conversation, Generation
-from localllm.server.openai.schemas import MAX_PROMPTS, Body, ChatMessage, ChatRequest, CompletionRequest, Sampled
+from localllm.server.openai.schemas import (
+    MAX_PROMPTS,
+    Body,
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    ContentPart,
+    Sampled,
+)
 
 from .constraints import read_constraint, read_tool_use, with_constraints, with_tools
 
@@ -206,15 +214,11 @@ def _renewed(messages: Sequence[ChatMessage], number: int) -> ChatMessage:
 
 
 def _message(message: ChatMessage, where: str) -> Message:
-    content = message.content
+    content: Any = message.content
     if isinstance(content, list):
-        texts = []
-        for i, part in enumerate(content):
-            text = part.text if part.type == "text" else getattr(part, "refusal", None)
-            if part.type not in ("text", "refusal") or not isinstance(text, str):
-                raise not_text("Content", part.type, f"{where}.content[{i}]")
-            texts.append(text)
-        content = "".join(texts)
+        parts = [_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
+        has_images = any(part["type"] == "image_url" for part in parts)
+        content = parts if has_images else "".join(part["text"] for part in parts)
     if content is None and not (message.role == "assistant" and message.tool_calls):
         raise invalid("content is missing.", f"{where}.content", "missing_required_parameter")
     if message.role == "tool" and not message.tool_call_id:
@@ -226,6 +230,20 @@ def _message(message: ChatMessage, where: str) -> Message:
     if (reasoning := message.reasoning_content or message.reasoning) is not None:
         out["reasoning_content"] = reasoning
     return out
+
+
+def _part(part: ContentPart, where: str) -> dict[str, Any]:
+    """Text, or an image that came with the request: whether the model reads images is known later."""
+    if part.type == "image_url":
+        given = (part.model_extra or {}).get("image_url")
+        url = given.get("url") if isinstance(given, dict) else given
+        if not isinstance(url, str) or not url.startswith("data:"):
+            raise invalid("An image must be a data: URL: nothing is fetched.", where, "unsupported_value")
+        return {"type": "image_url", "image_url": {"url": url}}
+    text = part.text if part.type == "text" else getattr(part, "refusal", None)
+    if part.type not in ("text", "refusal") or not isinstance(text, str):
+        raise not_text("Content", part.type, where)
+    return {"type": "text", "text": text}
 
 
 def _template_kwargs(body: ChatRequest) -> dict[str, Any]:

@@ -1,0 +1,162 @@
+"""Images of a conversation: read within limits, and put where the template places them in the prompt.
+
+They come as data: URLs; nothing is fetched. What the header says is checked before anything is decoded.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+from localllm.chat.template import RenderedPrompt, encode_chat
+from localllm.errors import ConfigError, ContextTooLong, InvalidRequest
+from localllm.request import PromptImage, PromptTokens
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from localllm.models.architectures.facts import VisionFacts
+    from localllm.tokenizer.tokenizer import Tokenizer
+
+MAX_BYTES = 20 << 20  # of a file
+MAX_PIXELS = 50_000_000
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+_DATA = re.compile(r"data:image/[\w.+-]{1,40};base64,")
+_SEND = f"send {', '.join(FORMATS)} of at most {MAX_PIXELS:,} pixels"
+
+
+def take_images(
+    messages: Sequence[Mapping[str, Any]], vision: VisionFacts | None, max_context: int
+) -> tuple[Sequence[Mapping[str, Any]], list[np.ndarray]]:
+    """Messages as templates take them, and the pixels of their images in order.
+
+    Raises InvalidRequest, its `param` the part, for an image to a model that reads text, and for one that is not read.
+    """
+    found = [
+        (number, at, part)
+        for number, message in enumerate(messages)
+        if isinstance(message, Mapping) and isinstance(message.get("content"), list)
+        for at, part in enumerate(message["content"])
+        if isinstance(part, Mapping) and part.get("type") == "image_url"
+    ]
+    if not found:
+        return messages, []
+    if vision is None:
+        number, at, _ = found[0]
+        raise InvalidRequest(
+            "Content of type 'image_url' is not supported: this model reads text",
+            "use a model with an image tower in safetensors files, such as Gemma 3 (mmproj files are not read)",
+            param=f"messages[{number}].content[{at}]",
+        )
+    if len(found) * vision.tokens > max_context:
+        raise ContextTooLong(
+            f"{len(found)} images are {len(found) * vision.tokens:,} tokens, the context window holds {max_context:,}",
+            "send fewer images, or start with a larger --ctx",
+            context={"prompt_tokens": len(found) * vision.tokens, "max_context": max_context},
+            param="messages",
+        )
+    pixels = []
+    for number, at, part in found:
+        where = f"messages[{number}].content[{at}]"
+        if messages[number].get("role") != "user":
+            raise InvalidRequest("an image stands in a message that is not the user's", "put it there", param=where)
+        url = part["image_url"].get("url") if isinstance(part.get("image_url"), Mapping) else part.get("image_url")
+        pixels.append(read_image(decoded(url, where), vision.image_size, where))
+    shaped = [dict(message) for message in messages]
+    for number, at, _ in found:
+        content = list(shaped[number]["content"])
+        content[at] = {"type": "image"}
+        shaped[number]["content"] = content
+    return shaped, pixels
+
+
+def decoded(url: Any, where: str) -> bytes:
+    """The file in a data: URL. Raises InvalidRequest."""
+    match = _DATA.match(url) if isinstance(url, str) else None
+    if match is None:
+        raise InvalidRequest(
+            "an image must be a data: URL (data:image/png;base64,...): nothing is fetched",
+            "put the image into the request", param=where,
+        )  # fmt: skip
+    if (len(url) - match.end()) * 3 // 4 > MAX_BYTES:
+        raise InvalidRequest(f"an image is larger than {MAX_BYTES >> 20} MiB", "send a smaller file", param=where)
+    try:
+        return base64.b64decode(url[match.end() :], validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise InvalidRequest("an image is not valid base64", "encode the whole file", param=where) from error
+
+
+def read_image(data: bytes, size: int, where: str = "image") -> np.ndarray:
+    """A file's first image as uint8 [size, size, 3]. Raises InvalidRequest: too large, damaged, unknown."""
+    try:
+        from PIL import Image, ImageOps
+    except ImportError:
+        raise ConfigError("images need the package pillow", "pip install 'localllm[images]'") from None
+    import numpy as np
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit below is lower
+            image = Image.open(io.BytesIO(data), formats=FORMATS)
+    except Image.DecompressionBombError as error:
+        raise InvalidRequest(f"an image has more than {MAX_PIXELS:,} pixels", _SEND, param=where) from error
+    except Exception as error:  # whatever a damaged header brings about
+        raise InvalidRequest(f"an image is damaged, or none of {', '.join(FORMATS)}", _SEND, param=where) from error
+    width, height = image.size
+    if width * height > MAX_PIXELS:
+        what = f"an image has {width:,} x {height:,} pixels, {MAX_PIXELS:,} in all are allowed"
+        raise InvalidRequest(what, _SEND, param=where)
+    try:
+        image.load()
+        upright = ImageOps.exif_transpose(image).convert("RGB")
+    except Exception as error:
+        raise InvalidRequest("an image is damaged or cut off", "send the whole file", param=where) from error
+    return np.array(upright.resize((size, size), Image.Resampling.BILINEAR))
+
+
+def encode_with_images(
+    tokenizer: Tokenizer, rendered: RenderedPrompt, vision: VisionFacts, pixels: Sequence[np.ndarray]
+) -> PromptTokens:
+    """As `encode_chat`, with each image's tokens where the template has put its mark."""
+    ids = encode_chat(tokenizer, _opened(tokenizer, rendered, vision, len(pixels)))
+    made = PromptTokens()
+    images: list[PromptImage] = []
+    for token in ids:
+        if token != vision.image_token:
+            made.append(token)
+            continue
+        one = pixels[len(images)]
+        digest = blake2b(one.tobytes(), digest_size=16).digest()
+        images.append(PromptImage(len(made), len(made) + vision.tokens, one, digest))
+        made += [token] * vision.tokens
+    made.images = tuple(images)
+    return made
+
+
+def _opened(tokenizer: Tokenizer, rendered: RenderedPrompt, vision: VisionFacts, count: int) -> RenderedPrompt:
+    """The prompt with one image token, between its begin and end, for every mark that is the template's own."""
+    ids = (vision.begin_token, vision.image_token, vision.end_token)
+    begin, token, end = (tokenizer.decode([one], skip_special=False) for one in ids)
+    places = [
+        match.span()
+        for match in re.finditer(re.escape(begin), rendered)
+        if not any(match.start() < last and first < match.end() for first, last in rendered.as_text)
+    ]
+    if len(places) != count:
+        raise InvalidRequest(
+            f"the model's template places {len(places)} of {count} images", "use a chat template that knows of images"
+        )
+    full, pieces, at = f"\n\n{begin}{token}{end}\n\n", [], 0
+    for first, last in places:
+        pieces += [rendered[at:first], full]
+        at = last
+    grown = len(full) - len(begin)
+    moved = [(a + grown * before, b + grown * before) for a, b in rendered.as_text
+             for before in [sum(last <= a for _, last in places)]]  # fmt: skip
+    return RenderedPrompt.of("".join([*pieces, rendered[at:]]), moved)

@@ -1,0 +1,125 @@
+"""`Tower`: an image -> the vectors that take the places of its tokens in a prompt (SigLIP and Gemma 3's projector)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from localllm.kernels.layer_weights import Linear, Norm
+from localllm.kernels.reference import rms_norm
+
+from .architectures.facts import VisionFacts
+from .reader import Reader
+
+
+class LayerNorm(NamedTuple):
+    """Weight and bias, float32 [hidden]."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def __call__(self, x: Tensor, eps: float) -> Tensor:
+        return functional.layer_norm(x.float(), self.weight.shape, self.weight, self.bias, eps).to(x.dtype)
+
+
+class TowerLayer(NamedTuple):
+    """Attention among all patches, then a feed-forward layer without a gate."""
+
+    norm1: LayerNorm
+    qkv: Linear
+    out: Linear
+    norm2: LayerNorm
+    fc1: Linear
+    fc2: Linear
+
+
+@dataclass(frozen=True)
+class Tower:
+    """The tower and its projector; everything but the linear layers' products is computed in float32."""
+
+    facts: VisionFacts
+    dtype: torch.dtype
+    patches: Tensor  # [hidden, 3 * patch_size²], a patch's colours one after the other
+    patch_bias: Tensor
+    positions: Tensor  # [patches, hidden]
+    layers: tuple[TowerLayer, ...]
+    last_norm: LayerNorm
+    norm: Norm  # over averaged patches
+    projection: Tensor  # [hidden, hidden of the decoder]
+
+    @torch.inference_mode()
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """uint8 [image_size, image_size, 3] -> [tokens, hidden of the decoder]."""
+        facts, size = self.facts, self.facts.patch_size
+        given = pixels.to(self.positions.device).float().div_(127.5).sub_(1.0)
+        rows = given.view(facts.side, size, facts.side, size, 3).permute(0, 2, 4, 1, 3).reshape(facts.side**2, -1)
+        x = (functional.linear(rows, self.patches, self.patch_bias) + self.positions).to(self.dtype)
+        for layer in self.layers:
+            x = x + layer.out(self._attended(layer.qkv(layer.norm1(x, facts.eps))))
+            inner = layer.fc1(layer.norm2(x, facts.eps))
+            x = x + layer.fc2(functional.gelu(inner, approximate="tanh"))
+        return self._projected(self.last_norm(x, facts.eps))
+
+    def _attended(self, qkv: Tensor) -> Tensor:
+        """[patches, 3 * hidden] -> [patches, hidden]"""
+        q, k, v = qkv.view(qkv.shape[0], 3, self.facts.num_heads, -1).permute(1, 2, 0, 3)
+        mixed = functional.scaled_dot_product_attention(q[None], k[None], v[None])[0]
+        return mixed.transpose(0, 1).reshape(qkv.shape[0], -1)
+
+    def _projected(self, x: Tensor) -> Tensor:
+        side, across = self.facts.side, math.isqrt(self.facts.tokens)
+        step = side // across
+        pooled = x.float().view(across, step, across, step, -1).mean((1, 3)).flatten(0, 1)
+        return (rms_norm(pooled, self.norm.weight, self.norm.eps) @ self.projection).to(self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its prepared weights."""
+        layers = sum(one.nbytes for layer in self.layers for one in (layer.qkv, layer.out, layer.fc1, layer.fc2))
+        norms = [self.last_norm, *(norm for layer in self.layers for norm in (layer.norm1, layer.norm2))]
+        own = (self.patches, self.patch_bias, self.positions, self.norm.weight, self.projection)
+        return layers + sum(t.nbytes for t in (*own, *(part for norm in norms for part in norm)))
+
+
+def load_tower(reader: Reader, facts: VisionFacts) -> Tower:
+    """Read the tower; its shapes were checked when the model was opened."""
+    linears, vectors = facts.linears(), facts.vectors(reader.facts.hidden_size)
+
+    def tensor(name: str) -> Tensor:
+        return reader.tensor(name, vectors[name])
+
+    def norm(name: str) -> LayerNorm:
+        return LayerNorm(tensor(f"vision.{name}.weight"), tensor(f"vision.{name}.bias"))
+
+    def linear(index: int, *names: str) -> Linear:
+        modules = [f"vision.encoder.layers.{index}.{name}" for name in names]
+        return reader.linear("vision", modules, [linears[module] for module in modules])
+
+    layers = tuple(
+        TowerLayer(
+            norm1=norm(f"encoder.layers.{index}.layer_norm1"),
+            qkv=linear(index, *(f"self_attn.{name}_proj" for name in "qkv")),
+            out=linear(index, "self_attn.out_proj"),
+            norm2=norm(f"encoder.layers.{index}.layer_norm2"),
+            fc1=linear(index, "mlp.fc1"),
+            fc2=linear(index, "mlp.fc2"),
+        )
+        for index in range(facts.num_layers)
+    )
+    soft = tensor("projector.mm_soft_emb_norm.weight") + reader.facts.norm_offset
+    return Tower(
+        facts,
+        getattr(torch, reader.options.dtype),
+        tensor("vision.embeddings.patch_embedding.weight").flatten(1),
+        tensor("vision.embeddings.patch_embedding.bias"),
+        tensor("vision.embeddings.position_embedding.weight"),
+        layers,
+        norm("post_layernorm"),
+        Norm(soft, facts.eps),
+        tensor("projector.mm_input_projection_weight"),
+    )
