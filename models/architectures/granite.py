@@ -1,14 +1,30 @@
-"""Granite 3 (dense): Llama with multipliers on embedding, scores, residual stream and logits."""
+"""Granite 3, dense and mixtures of experts: Llama with multipliers on embedding, scores, residual stream and logits."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from localllm.checkpoint import Checkpoint
+from localllm.checkpoint.fields import MAX_HIDDEN
+
 from .architecture import Architecture
 from .config import Config
-from .facts import LayerFacts, ModelFacts, repeated
+from .facts import Dense, Experts, LayerFacts, ModelFacts, repeated
 from .gguf import GgufConfig
 from .hf import HfConfig
+from .names import NameMap, gguf_names, hf_names
+
+# what checkpoints call the parts of a mixture; older ones wrap the router
+BLOCK = {"mlp.gate": "block_sparse_moe.router"} | {
+    f"mlp.experts.{{}}.{kind}_proj": f"block_sparse_moe.experts.{{}}.{kind}_proj" for kind in ("gate", "up", "down")
+}
+OLD_BLOCK = BLOCK | {"mlp.gate": "block_sparse_moe.router.layer"}
+HF_MOE = {
+    "max_position_embeddings": 2048,
+    "attention_multiplier": 1.0,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
 
 
 class Granite(Architecture):
@@ -23,16 +39,45 @@ class Granite(Architecture):
     def from_hf(self, config: HfConfig) -> ModelFacts:
         rope, context = config.rope()
         attention = config.attention(rope, scale=config.keys.number("attention_multiplier", 1e-6, 1e3))
-        layer = LayerFacts(attention, config.dense(config.activation()))
+        layer = LayerFacts(attention, self.ffn_from_hf(config))
         layers = repeated(layer, (None,) * config.num_layers)
         multiplied = _multiplied(config, "embedding_multiplier", "residual_multiplier", "logits_scaling")
         return config.facts(layers, context, **multiplied)
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         rope, context = config.rope(interleaved=True)
-        layer = LayerFacts(config.attention(rope), config.dense())
+        layer = LayerFacts(config.attention(rope), self.ffn_from_gguf(config))
         layers = repeated(layer, (None,) * config.num_layers)
         return config.facts(layers, context, **_multiplied(config, "embedding_scale", "residual_scale", "logit_scale"))
+
+    def ffn_from_hf(self, config: HfConfig) -> Dense | Experts:
+        return config.dense(config.activation())
+
+    def ffn_from_gguf(self, config: GgufConfig) -> Dense | Experts:
+        return config.dense()
+
+
+class GraniteMoe(Granite):
+    """The router's softmax is over the chosen experts. GGUF calls models with a shared expert so, too."""
+
+    name = "granitemoe"
+    label = "Granite 3 MoE"
+    hf_types = {"granitemoe": HF_MOE}
+    hf_classes = ("GraniteMoeForCausalLM",)
+    gguf_types = ("granitemoe",)
+
+    def ffn_from_hf(self, config: HfConfig) -> Experts:
+        return config.mixture("num_local_experts", "intermediate_size", config.activation(), router="softmax_topk")
+
+    def ffn_from_gguf(self, config: GgufConfig) -> Experts:
+        shared = config.keys.integer("expert_shared_feed_forward_length", 0, MAX_HIDDEN * 4, 0)
+        return config.mixture(router="softmax_topk", shared_inner=shared)
+
+    def names(self, checkpoint: Checkpoint) -> NameMap:
+        if checkpoint.kind == "gguf":
+            return gguf_names()
+        router = any(name.endswith("block_sparse_moe.router.layer.weight") for name in checkpoint.tensors)
+        return hf_names(checkpoint.tensors, OLD_BLOCK if router else BLOCK)
 
 
 def _multiplied(config: Config, embedding: str, residual: str, logits: str) -> dict[str, Any]:

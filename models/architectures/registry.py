@@ -18,7 +18,7 @@ from .gemma3 import Gemma3
 from .glm4 import Glm4
 from .glm4_moe import Glm4Moe
 from .gpt_oss import GptOss
-from .granite import Granite
+from .granite import Granite, GraniteMoe
 from .llama import Llama
 from .mistral3 import Mistral3
 from .mixtral import Mixtral
@@ -47,6 +47,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Glm4Moe(),
     SmolLM3(),
     Granite(),
+    GraniteMoe(),
     Olmo2(),
     SeedOss(),
     Glm4(),

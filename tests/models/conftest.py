@@ -100,6 +100,12 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"embedding_multiplier": 12.0, "attention_multiplier": 0.11, "residual_multiplier": 0.22}
         | {"logits_scaling": 7.0},
     ),
+    "granitemoe": (
+        "granitemoe",
+        {"hidden_size": 42, "intermediate_size": 26, "heads": (6, 2, 12), "num_local_experts": 5}
+        | {"num_experts_per_tok": 2, "embedding_multiplier": 12.0, "attention_multiplier": 0.11}
+        | {"residual_multiplier": 0.22, "logits_scaling": 7.0},
+    ),
     "olmo2": ("olmo2", {"hidden_size": 44, "intermediate_size": 70, "heads": (4, 2, 18)}),
     "olmo3": (
         "olmo3",
@@ -145,8 +151,8 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm4-moe-packable": (
         "glm4_moe",
-        {"hidden_size": 64, "intermediate_size": 64, "heads": (4, 2, 16), "n_routed_experts": 8}
-        | {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1, "num_hidden_layers": 2},
+        {"hidden_size": 64, "intermediate_size": 64, "heads": (4, 2, 16), "n_routed_experts": 64}
+        | {"num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_shared_experts": 1, "num_hidden_layers": 2},
     ),
     "glm4-moe-groups": (
         "glm4_moe",

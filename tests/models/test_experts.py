@@ -68,6 +68,21 @@ def test_experts_stored_one_by_one(tiny: Callable, loaded: Callable, paged: Any,
     assert torch.equal(found, paged(loaded("mixtral")).all_logits(ids, [20]))
 
 
+def test_older_names_of_granite(tiny: Callable, loaded: Callable, paged: Any, tmp_path: Path) -> None:
+    model, ids = tiny("granitemoe"), list(range(3, 40))
+    old = {
+        "router.weight": "router.layer",
+        "experts.gate_up_proj": "input_linear",
+        "experts.down_proj": "output_linear",
+    }
+    renamed: dict[str, Tensor | None] = {}
+    for name, tensor in model.tensors.items():
+        start, found, last = name.partition("block_sparse_moe.")
+        renamed |= {name: None, f"{start}{found}{old[last]}.weight": tensor} if found else {}
+    rows = logits(model.save(tmp_path / "old", renamed), paged, ids)
+    assert torch.equal(rows, paged(loaded("granitemoe")).all_logits(ids, [20]))
+
+
 def test_layers_that_predict_further_tokens_are_left_out(tiny: Callable, tmp_path: Path) -> None:
     model = tiny("glm4-moe")
     with open_model(model.save(tmp_path / "a")) as checkpoint:
@@ -143,5 +158,5 @@ def test_work_and_shapes_follow_from_facts() -> None:
 def test_routers_keep_their_numbers_where_others_are_quantized(tiny: Callable, tmp_path: Path) -> None:
     with open_model(tiny("glm4-moe-packable").save(tmp_path)) as checkpoint:
         layer = load_model(checkpoint, LoadOptions(weights="mxfp4")).layers[1].ffn
-    assert layer.router.nbytes >= 8 * 64 * 4
-    assert layer.down[0].nbytes < 64 * 32 * 2
+    assert layer.router.nbytes >= 64 * 64 * 4
+    assert layer.down[0].nbytes < 64 * 64

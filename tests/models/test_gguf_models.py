@@ -23,7 +23,7 @@ ARCHITECTURE = {"mistral": "llama", "mixtral": "llama", "gemma3_text": "gemma3"}
 ARCHITECTURE |= {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}
 ARCHITECTURE |= {"qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "glm4_moe": "glm4moe"}
 ARCHITECTURE |= {"olmo3": "olmo2", "ministral3": "mistral3"}
-PERMUTED = ("llama", "smollm3", "granite", "mistral3")  # whose converter permutes rows of q and k
+PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "mistral3")  # whose converter permutes rows of q and k
 
 
 def permuted(rows: Tensor, heads: int) -> Tensor:
@@ -60,7 +60,7 @@ def write_gguf(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], k
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
     if config.get("attn_logit_softcapping"):
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
-    if arch == "granite":
+    if arch.startswith("granite"):
         writer.add_attention_scale(config["attention_multiplier"])
         writer.add_embedding_scale(config["embedding_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])
@@ -143,6 +143,7 @@ def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors with those of experts as converters write them: all of a layer, gate and up apart."""
     found = {}
     for name, tensor in tensors.items():
+        name = name.replace("block_sparse_moe.", "mlp.")
         match = re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj(|_bias)", name)
         if match is None:
             name = name.replace("mlp.router.", "mlp.gate.").replace("mlp.shared_experts.", "mlp.shared_expert.")
@@ -191,7 +192,7 @@ def gguf_logits(model: Any, paged: Any, path: Path, kind: gguf.GGMLQuantizationT
 
 NAMES = ["llama", "llama-bias", "llama-yarn", "mistral", "qwen2", "qwen3", "qwen3-moe", "phi3", "gemma3"]
 NAMES += ["gpt-oss", "mixtral", "glm4-moe", "qwen3.5", "qwen3.5-moe"]
-NAMES += ["gemma2", "smollm3", "granite", "olmo2", "olmo3", "seed-oss", "glm4", "ministral3"]
+NAMES += ["gemma2", "smollm3", "granite", "granitemoe", "olmo2", "olmo3", "seed-oss", "glm4", "ministral3"]
 
 
 @pytest.mark.parametrize("name", NAMES)

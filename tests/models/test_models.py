@@ -13,9 +13,21 @@ from localllm.errors import BadModelFile
 from localllm.models.architectures import open_model
 from localllm.models.loader import LoadOptions, load_model
 
-MIXTURES = ("qwen3-moe", "qwen3-moe-mixed", "gpt-oss", "mixtral", "glm4-moe", "glm4-moe-groups", "qwen3.5-moe")
+MIXTURES = ("qwen3-moe", "qwen3-moe-mixed", "gpt-oss", "mixtral", "glm4-moe", "glm4-moe-groups", "granitemoe")
 NAMES = (
-    *("llama", "llama-bias", "llama-yarn", "mistral", "qwen2", "qwen3", "gemma3", "phi3", "qwen3.5", *MIXTURES),
+    *(
+        "llama",
+        "llama-bias",
+        "llama-yarn",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "gemma3",
+        "phi3",
+        "qwen3.5",
+        "qwen3.5-moe",
+        *MIXTURES,
+    ),
     *("gemma2", "smollm3", "smollm3-windows", "granite", "olmo2", "olmo3", "seed-oss", "glm4", "ministral3"),
 )
 
