@@ -81,6 +81,9 @@ def read_vocabulary(path: Path, metadata: Mapping[str, Any]) -> Vocabulary:
     tokens = _strings(raw)
     if model != "gpt2":
         _respell_spaces(tokens, types)
+    if model == "bert":  # files leave out what all vocabularies of the kind share
+        have = _first_ids(tokens)
+        ids = {name: have[text] for name, text in (("bos", "[CLS]"), ("seperator", "[SEP]")) if text in have} | ids
     add_bos = fields.flag("add_bos_token", model not in ("gpt2", "t5") or pre in ADD_BOS)
     ends = ("seperator", "eos") if model == "bert" else ("eos",)  # the key is spelled so
     behind = [ids[name] for name in ends if name in ids][: fields.flag("add_eos_token", model in ("bert", "t5"))]

@@ -194,3 +194,31 @@ def test_gguf_gives_the_same_states(name: str, encoder: Callable, ours: Callable
         assert model.facts.embedding_size == 10
         vector = model.projected(found[0])
         assert torch.allclose(vector, (found[0].sum() * 30).expand(10), rtol=1e-4)
+
+
+def test_the_published_names_of_nomic_are_read(encoder: Callable, ours: Callable, paged: Any, tmp_path: Path) -> None:
+    folder = encoder("nomic")[1]
+    config, stored = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    keys = {"n_embd": "hidden_size", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers"}
+    keys |= {"n_inner": "intermediate_size", "n_positions": "max_position_embeddings"}
+    written = {key: config[name] for key, name in keys.items()} | {"vocab_size": 99, "rotary_emb_base": 1000}
+    written |= {"model_type": "nomic_bert", "architectures": ["NomicBertModel"], "layer_norm_epsilon": 1e-12}
+    written |= {"activation_function": "swiglu", "rotary_emb_fraction": 1.0, "prenorm": False}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    renamed = {"self_attn.o_proj": "attn.out_proj", "up_proj": "fc11", "gate_proj": "fc12", "down_proj": "fc2"}
+    renamed |= {"post_attention_layernorm": "norm1", "post_mlp_layernorm": "norm2", "embeddings.LayerNorm": "emb_ln"}
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in stored.items():
+        for old, new in renamed.items():
+            name = name.replace(old, new)
+        name = f"encoder.{name}" if name.startswith("layers.") else name
+        if ".self_attn." not in name:
+            tensors[name] = tensor
+    for layer in range(3):
+        parts = [stored[f"layers.{layer}.self_attn.{part}_proj.weight"] for part in "qkv"]
+        tensors[f"encoder.layers.{layer}.attn.Wqkv.weight"] = torch.cat(parts)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with open_model(tmp_path) as checkpoint:
+        model = load_model(checkpoint, LoadOptions(exact=True))
+    ids = prompt(40)
+    assert torch.equal(states(paged(model), {0: ids})[0], states(paged(ours("nomic")), {0: ids})[0])

@@ -70,10 +70,10 @@ def test_tables_that_rewrite_text_are_checked() -> None:
         unigram(precompiled_charsmap=["a"])
 
 
-def wordpiece(words: list[str]) -> Tokenizer:
+def wordpiece(words: list[str], **ids: int) -> Tokenizer:
     tokens = [w if w[0] == "[" and w[-1] == "]" else w[2:] if w.startswith("##") else f"▁{w}" for w in words]
     types = [3] * 4 + [1] * (len(words) - 4)
-    return from_gguf(model="bert", tokens=tokens, token_type=types, unknown_token_id=1, bos_token_id=2, eos_token_id=3)
+    return from_gguf(model="bert", tokens=tokens, token_type=types, unknown_token_id=1, **ids)
 
 
 @pytest.mark.parametrize("words", [WORDS, [*WORDS, "Hello"]], ids=["lower case", "cased"])
@@ -82,8 +82,10 @@ def test_wordpiece(words: list[str]) -> None:
     reference.normalizer = normalizers.BertNormalizer(lowercase=len(words) == len(WORDS))
     reference.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     reference.decoder = decoders.WordPiece(cleanup=False)
-    tokenizer = wordpiece(words)
+    tokenizer = wordpiece(words, bos_token_id=2, eos_token_id=3)
     assert tokenizer.add_bos
+    # the ids that files leave out are found by name
+    assert tokenizer.around == wordpiece(words, seperator_token_id=3).around == wordpiece(words).around == ([2], [3])
     for text in TEXTS:
         assert tokenizer.encode(text) == reference.encode(text).ids, text
         known = [i for i in tokenizer.encode(text) if i != 1]
