@@ -67,7 +67,7 @@ def _slid(seen: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return total if bias is None else total.add_(bias.unsqueeze(-1))
 
 
-def _unit(x: Tensor) -> Tensor:
+def unit(x: Tensor) -> Tensor:
     """Rows of length 1, float32."""
     wide = x.float()
     return wide * (wide * wide).sum(-1, keepdim=True).add_(1e-6).sqrt_().reciprocal_()
@@ -104,8 +104,8 @@ def delta_rule(
     returns        float32 [num_tokens, num_v_heads, v_dim]
     """
     heads = v.shape[1]
-    q = _of_heads(_unit(q).mul_(q.shape[-1] ** -0.5), heads, tiled).unsqueeze(-2)
-    k = _of_heads(_unit(k), heads, tiled).unsqueeze(-2)
+    q = _of_heads(unit(q).mul_(q.shape[-1] ** -0.5), heads, tiled).unsqueeze(-2)
+    k = _of_heads(unit(k), heads, tiled).unsqueeze(-2)
     factor, rate = decay.exp()[..., None, None], beta.unsqueeze(-1)
     v, out = v.float(), torch.empty(v.shape, device=v.device)
 
@@ -146,8 +146,8 @@ def delta_rule_chunked(
     if v.shape[0] == slots.shape[0]:
         return delta_rule(q, k, v, decay, beta, state, slots, cu_query_lens, tiled)
     heads, out = v.shape[1], torch.empty(v.shape, device=v.device)
-    q = _of_heads(_unit(q).mul_(q.shape[-1] ** -0.5), heads, tiled).transpose(0, 1)  # [heads, num_tokens, dim]
-    k = _of_heads(_unit(k), heads, tiled).transpose(0, 1)
+    q = _of_heads(unit(q).mul_(q.shape[-1] ** -0.5), heads, tiled).transpose(0, 1)  # [heads, num_tokens, dim]
+    k = _of_heads(unit(k), heads, tiled).transpose(0, 1)
     v, decay, beta = v.float().transpose(0, 1), decay.T, beta.T
     for slot, rows in parts(slots, cu_query_lens):
         carried = state[slot]

@@ -60,6 +60,7 @@ class Reader:
         self.target = Target(options.weights) if options.weights else None
         self.chosen: dict[str, dict[str, None]] = {}
         self.done = 0
+        self._counted: set[str] = set()  # modules whose tensors are all in `done`
 
     @property
     def context(self) -> int:
@@ -159,7 +160,8 @@ class Reader:
         """A tensor that is no linear module, by canonical name: float32 on the device."""
         stored = self.checkpoint.names.tensor(name)
         values = read_dense(self.checkpoint, stored).float().reshape(shape).contiguous().to(self.device)
-        self.count(stored)
+        if stored.rpartition(".")[0] not in self._counted:  # else it was counted with its module
+            self._advance(self.checkpoint.tensors[stored].nbytes)
         return values
 
     def vector(self, stored: str, size: int) -> Tensor:
@@ -179,9 +181,12 @@ class Reader:
 
     def count(self, stored_as: str) -> None:
         """Report the tensors of a module as done."""
+        self._counted.add(stored_as)
+        self._advance(sum(self.checkpoint.tensors[name].nbytes for name in self._below.get(stored_as, ())))
+
+    def _advance(self, num_bytes: int) -> None:
         if self.options.progress is not None:
-            tensors = self.checkpoint.tensors
-            self.done += sum(tensors[name].nbytes for name in self._below.get(stored_as, ()))
+            self.done += num_bytes
             self.options.progress(self.done, self._all_bytes)
 
     @cached_property

@@ -9,6 +9,7 @@
 #include "amx_check.h"
 #include "attention.h"
 #include "ops.h"
+#include "recurrent.h"
 #include "select.h"
 #include "segments.h"
 

@@ -10,11 +10,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from .. import recurrent
 from ..kv_pages import KVPages
 from ..registry import Impl, OpFacts
 from . import linear, segments
 from .build import lib, library
-from .interface import KV_TARGET, pack_pages
+from .interface import DELTA, KV_TARGET, pack_pages
 
 LARGEST_HEAD = 512
 
@@ -130,7 +131,32 @@ def paged_attention(
     return out
 
 
-_ROW_WISE = (rms_norm, silu_mul, gelu_tanh_mul, rope, segments.mlp, segments.experts, segments.head)
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    slots: Tensor,
+    cu_query_lens: Tensor,
+    tiled: bool = False,
+) -> Tensor:
+    """As `recurrent.delta_rule`; a slot's numbers must lie together."""
+    heads = state[0]
+    if not heads.is_contiguous():
+        raise ValueError("the states of a slot must be contiguous")
+    unit = recurrent.unit(q).mul_(q.shape[-1] ** -0.5), recurrent.unit(k)
+    given = [part.contiguous() for part in (*unit, _checked(v, "v"), decay.exp(), beta)]
+    slots, starts = slots.contiguous(), cu_query_lens.contiguous()
+    out = torch.empty(v.shape)
+    places = (part.data_ptr() for part in (*given, _checked(state, "state"), out, slots, starts))
+    sizes = state.stride(0), k.shape[1], v.shape[1], k.shape[2], v.shape[2], int(tiled)
+    lib().ll_delta_rule(DELTA.pack(*places, *sizes), slots.shape[0])
+    return out
+
+
+_ROW_WISE = (rms_norm, silu_mul, gelu_tanh_mul, rope, delta_rule, segments.mlp, segments.experts, segments.head)
 _WITH_PAGES = (
     kv_write, paged_attention, segments.attn_in, segments.attention, segments.attn_out, segments.decoder, segments.step,
 )  # fmt: skip
