@@ -25,6 +25,7 @@ Mode = Literal["auto", "always"]
 
 EVIDENCE = (3, 4, 6, 9, 17)  # where classes of evidence begin
 EXPECTED = (0.25, 0.4, 0.55, 0.7, 0.85, 0.93)  # of each class: how often the next token is right, before it was seen
+CROWD = 16  # sequences in a step from which on nothing is guessed: rows are dear then, and each look takes 10 us
 TRUST = 4.0  # tokens that what is known so far counts as, for a new sequence
 FORGET = 64.0  # tokens of a class that are remembered: older ones fade
 LEAST_CHANCE = 0.05  # guesses less likely to be reached are not looked at
@@ -131,6 +132,7 @@ class Speculation:
         self.mode = mode
         self._rates = Rates()
         self._times = StepTimes(SLOWER[device])
+        self._is_crowded = False
 
     def learn(self, sequence: Sequence, num_new: int) -> None:
         """Its last `num_new` tokens are new: see whether they were guessed, and guess what follows."""
@@ -149,8 +151,8 @@ class Speculation:
                 self._rates.count(evidence + number, is_right)
                 if not is_right:
                     break
-        ended = sequence.finish_reason is not None
-        known.guess = None if ended else self.drafter.guess(sequence)
+        rests = sequence.finish_reason is not None or self._is_crowded
+        known.guess = None if rests else self.drafter.guess(sequence)
 
     def choose(self, step: Step, most: int) -> list[tuple[int, ...]]:
         """For each part of a step the guessed tokens to check, at most `most` in all; nothing in one with a prompt."""
@@ -197,5 +199,6 @@ class Speculation:
 
     def note(self, step: Step, seconds: float) -> None:
         """How long a step took."""
+        self._is_crowded = self.mode == "auto" and len(step.scheduled) >= CROWD
         if all(part.start >= part.sequence.num_prompt_tokens and part.num_known == 1 for part in step.scheduled):
             self._times.note(len(step.scheduled), sum(len(part.drafts) for part in step.scheduled), seconds)

@@ -45,7 +45,9 @@ class Says:
 def decoding(drafter, times, mode="auto", num_sequences=1, max_tokens=100):
     """A step of sequences that decode, known to `Speculation`, which believes in `times`: extra rows -> cost."""
     speculation = Speculation(drafter, mode)
-    speculation._times = SimpleNamespace(cost=lambda n, d: times[d] if d in times else 1 + d, fade=lambda: None)
+    speculation._times = SimpleNamespace(
+        cost=lambda n, d: times[d] if d in times else 1 + d, fade=lambda: None, note=lambda *how: None
+    )
     parts = []
     for _ in range(num_sequences):
         sequence = Sequence(Request([1, 2, 3], SamplingParams()), 0, 1, 0, max_tokens)
@@ -97,6 +99,19 @@ def test_wrong_guesses_end_by_themselves_and_begin_again():
     speculation.learn(fresh, 1)
     assert not speculation.choose(Step([Scheduled(fresh, 3, 1)]), 32)[0]  # others begin where this one ended
     assert say(7, 60) == (7, 7, 7)
+
+
+def test_a_crowd_is_not_guessed_for():
+    guess = Guess((7, 7, 7), 20)
+    speculation, step = decoding(Says(guess), dict.fromkeys(range(40), 1.0), num_sequences=20)
+    assert all(len(one) > 0 for one in speculation.choose(step, 60))
+    speculation.note(step, 0.01)
+    for part in step.scheduled:
+        speculation.learn(part.sequence, 1)
+    assert not any(speculation.choose(step, 60))
+    speculation.note(Step(step.scheduled[:3]), 0.01)
+    speculation.learn(step.scheduled[0].sequence, 1)
+    assert speculation.choose(Step(step.scheduled[:3]), 60)[0]
 
 
 def test_rates_forget():
