@@ -378,15 +378,19 @@ def formulas(row: Row, sheet: Sheet) -> list[str]:
 
 def _model_lines(row: Row) -> list[str]:
     """The formulas of weights and KV with the model's own numbers."""
-    from localllm.models.architectures import kv_bytes_per_token
+    from localllm.models.architectures import Attention, kv_bytes_per_token
+    from localllm.models.architectures.facts import state_bytes
 
     assert row.plan is not None
-    facts, kv = row.subject.facts, row.plan.kv
+    facts, kv, state = row.subject.facts, row.plan.kv, state_bytes(row.subject.facts)
     windowed = sum(window is not None for window in facts.windows)
-    layers = f"{facts.num_layers} layers" + (f" ({windowed} keep a window only)" if windowed else "")
-    one = kv_bytes_per_token(facts.layers[:1], kv)
+    keeping = [layer for layer in facts.layers if isinstance(layer.mixer, Attention)]
+    layers = f"{len(keeping)} layers" + (f" ({windowed} keep a window only)" if windowed else "")
+    one = kv_bytes_per_token(keeping[:1], kv)
+    others = f"state = {facts.num_layers - len(keeping)} layers of any length: {state:,} B a sequence"
     return [
         f"weights = {facts.num_params:,} values stored as {facts.stored_format}: {facts.weight_bytes:,} B in the file",
         f"KV = 2 × {layers} × {facts.num_kv_heads} heads × {facts.head_dim} values in {kv}:"
         f" {one:,} B a layer and token",
+        *([others] if state else []),
     ]

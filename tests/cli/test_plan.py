@@ -306,3 +306,19 @@ def test_a_family_this_version_cannot_run_is_refused_by_name(invoke: Invoke, emp
         assert found and all(row["needs"] and row["need_bytes"] > 0 and not row["recommended"] for row in found)
     assert invoke("plan", "no-such-model", "--offline").exit_code == 3
     assert invoke("plan", "smollm2", "--offline").exit_code in (2, 3), "known, but not here"
+
+
+def test_states_are_explained_beside_keys_and_values() -> None:
+    from types import SimpleNamespace
+    from typing import Any, cast
+
+    from localllm.cli.plan_view import _model_lines
+    from localllm.models.architectures import Attention, Dense, GatedDelta, LayerFacts, ModelFacts, RopeFacts
+
+    delta = LayerFacts(GatedDelta(2, 4, 8, 8, 4), Dense(16))
+    layers = (delta, delta, LayerFacts(Attention(4, 2, 16, RopeFacts(1e4, 16)), Dense(16)))
+    facts = ModelFacts("x", "x", "x", 64, 100, 512, 1e-6, layers)
+    row: Any = SimpleNamespace(plan=SimpleNamespace(kv="bf16"), subject=SimpleNamespace(facts=facts))
+    _, kept, state = _model_lines(cast(Any, row))
+    assert "2 × 1 layers × 2 heads × 16 values" in kept and "128 B a layer and token" in kept
+    assert state == f"state = 2 layers of any length: {2 * 4 * (64 * 3 + 4 * 8 * 8):,} B a sequence"
