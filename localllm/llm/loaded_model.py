@@ -362,8 +362,9 @@ def kernel_words(kernels: Mapping[str, str]) -> str:
     kernels   layer class, op or fused segment -> names of implementations
     """
     products: dict[str, list[str]] = {}
-    for name in ("qkv", "o", "gate_up", "down", "lm_head"):
-        products.setdefault(kernels.get(name, "none"), []).append(name)
+    for name in ("qkv", "o", "gate_up", "down", "experts_gate_up", "experts_down", "lm_head"):
+        if name in kernels:
+            products.setdefault(kernels[name], []).append(name)
     if len(products) == 1:
         words = [f"products {next(iter(products))}"]
     else:

@@ -232,6 +232,8 @@ def test_kernels_in_words() -> None:
     classes = ("qkv", "o", "gate_up", "down", "lm_head")
     plain = dict.fromkeys(classes, "c_int16") | {"paged_attention": "c", "rms_norm": "c", "rope": "c", "kv_write": "c"}
     assert kernel_words(plain) == "products c_int16, attention c"
+    experts = {"qkv": "c_int16", "experts_gate_up": "c_int16", "experts_down": "c_float32", "attention": "c"}
+    assert kernel_words(experts) == "qkv+experts_gate_up c_int16, experts_down c_float32, attention c"
     assert kernel_words(plain | {"decoder": "c"}) == "products c_int16, attention c, fused decoder c"
     assert kernel_words(plain | {"decoder": "c", "step": "c"}).endswith(", fused step c")
     mixed = plain | {"lm_head": "c_float32", "rope": "torch"}
