@@ -302,7 +302,7 @@ def test_the_record_of_a_chat_tells_what_was_loaded(monkeypatch: pytest.MonkeyPa
 
     made: dict[str, Any] = {}
     monkeypatch.setattr(starting, "make_backend", lambda *words, **more: made.update(more))
-    begun: Any = SimpleNamespace(record=processes.Record("chat"), sampling=None, attached=None)
+    begun: Any = SimpleNamespace(record=processes.Record("chat"), sampling=None, attached=None, shares=False)
     starting.backend_of(None, None, begun)  # type: ignore[arg-type]
     plan = SimpleNamespace(device="cpu", ctx=4096)
     made["on_loaded"]("tiny", SimpleNamespace(plan=plan, resident_bytes=7))
