@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from localllm.checkpoint import Checkpoint
-from localllm.checkpoint.fields import MAX_LAYERS, Fields
+from localllm.checkpoint.fields import MAX_LAYERS, MAX_VOCAB, Fields
 
 from .architecture import Architecture
 from .facts import LayerFacts, ModelFacts, Norms, RopeFacts, VisionFacts, repeated
@@ -117,9 +117,9 @@ def _vision(config: HfConfig) -> VisionFacts | None:
         patch_size=own.integer("patch_size", 1, 1 << 8, 16),
         eps=own.number("layer_norm_eps", 1e-12, 0.1, EPS),
         tokens=top.integer("mm_tokens_per_image", 1, 1 << 12, 256),
-        image_token=top.integer("image_token_index", 0, config.vocab_size - 1, 262144),
-        begin_token=top.integer("boi_token_index", 0, config.vocab_size - 1, 255999),
-        end_token=top.integer("eoi_token_index", 0, config.vocab_size - 1, 256000),
+        image_token=top.integer("image_token_index", 0, MAX_VOCAB, 262144),
+        begin_token=top.integer("boi_token_index", 0, MAX_VOCAB, 255999),
+        end_token=top.integer("eoi_token_index", 0, MAX_VOCAB, 256000),
         nbytes=sum(i.nbytes for n, i in config.checkpoint.tensors.items() if n.startswith(tuple(parts.values()))),
     )
     if facts.hidden % facts.num_heads:
@@ -128,7 +128,8 @@ def _vision(config: HfConfig) -> VisionFacts | None:
         raise own.fail("image_size", f"is {facts.image_size}, no multiple of the patch_size {facts.patch_size}")
     across = math.isqrt(facts.tokens)
     pooled = across**2 == facts.tokens and facts.side % across == 0
-    if not pooled or facts.tokens > (config.window or facts.tokens):
+    known = max(facts.image_token, facts.begin_token, facts.end_token) < config.vocab_size
+    if not pooled or not known or facts.tokens > (config.window or facts.tokens):
         return None  # not what the projector computes, or an image that a window cuts: the text part runs
     return facts
 
