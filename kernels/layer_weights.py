@@ -80,6 +80,7 @@ class AttentionWeights:
     softcap: float | None = None
     interleaved: bool = False  # RoPE pairs (2j, 2j + 1) instead of (j, j + half)
     gate: bool = False  # after each query head in `qkv` comes its gate; its sigmoid multiplies what attention gives
+    v_norm: Norm | None = None  # over head_dim
     temperature: tuple[float, int] | None = None  # (b, n): queries at position p grow by 1 + b ln(1 + floor(p / n))
     sinks: Tensor | None = None  # float32 [num_heads]: a score more for every query of a head, without a value
     causal: bool = True  # False: a query sees what is behind it, too, with a window as far as before it
@@ -115,6 +116,7 @@ class MlpWeights:
     activation: str  # silu | gelu_tanh | gelu
     post_norm: Norm | None = None
     sum_norm: Norm | None = None  # on the residual stream, once the output is added
+    scale: float = 1.0  # multiplies the result, residual stream included
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,7 +102,7 @@ def attn_in(
         queries, gates = gated.view(-1, heads, 2 * dim).split(dim, -1)
         rows = torch.cat([queries.flatten(1), rest], -1)
     qkv = rows.view(-1, heads + 2 * kv_heads, dim)
-    v = qkv[:, heads + kv_heads :]
+    v = _normed(rms_norm, qkv[:, heads + kv_heads :], weights.v_norm)
     if weights.q_norm is None or weights.k_norm is None:
         rotated = rope(qkv[:, : heads + kv_heads], cos, sin, weights.interleaved)
         q, k = rotated[:, :heads], rotated[:, heads:]
@@ -198,7 +198,8 @@ def mlp(
     activated = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul, "gelu": reference.gelu}[weights.activation]
     normed = _normed(rms_norm, x, weights.norm)  # lives on until the end: the plan counts it
     out = weights.down(activated(weights.gate_up(normed)))
-    return _normed(rms_norm, _added(rms_norm, x, out, weights.post_norm), weights.sum_norm)
+    x = _normed(rms_norm, _added(rms_norm, x, out, weights.post_norm), weights.sum_norm)
+    return x if weights.scale == 1.0 else x.mul_(weights.scale)
 
 
 def experts(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from localllm.kernels.layer_weights import AttentionWeights, DeltaWeights, ExpertsWeights, Linear, MlpWeights, Norm
@@ -29,6 +30,18 @@ class LayerReader:
     def norm(self, name: str, size: int = 0) -> Norm:
         """`size` is the hidden size where it is not said."""
         return self.reader.norm(self.start + name, size or self.hidden, self.norms.bias)
+
+    def plain_norm(self, size: int) -> Norm:
+        """A norm without a weight."""
+        return Norm(torch.ones(size, device=self.reader.device), self.reader.facts.rms_norm_eps)
+
+    def scale(self) -> float:
+        """What multiplies all that the layer gives; one number, which some files store without a last name."""
+        if not self.facts.scaled:
+            return 1.0
+        checkpoint = self.reader.checkpoint
+        name = checkpoint.names.source(f"{self.start}layer_scalar")
+        return float(self.reader.vector(name if name in checkpoint.tensors else f"{name}.weight", 1))
 
     def norm_if(self, name: str | None, size: int = 0) -> Norm | None:
         return None if name is None else self.norm(name, size)
@@ -59,6 +72,7 @@ def _attention(layer: LayerReader, facts: Attention) -> AttentionWeights:
         window=facts.window,
         softcap=facts.softcap,
         interleaved=facts.rope.interleaved,
+        v_norm=layer.plain_norm(facts.head_dim) if facts.v_norm else None,
         sinks=layer.vector("self_attn.sinks") if facts.sinks else None,
         gate=facts.gate,
         temperature=facts.temperature if facts.temperature and layer.reader.context > facts.temperature[1] else None,
@@ -95,6 +109,7 @@ def _dense(layer: LayerReader, facts: Dense) -> MlpWeights:
         activation=facts.act,
         post_norm=layer.norm_if(layer.norms.after_ffn),
         sum_norm=layer.norm_if(layer.norms.over_ffn),
+        scale=layer.scale(),
     )
 
 

@@ -31,7 +31,7 @@ from .kv_scales import read_kv_scales
 from .layers import load_layer
 from .model import Model
 from .reader import LoadOptions, Reader
-from .samples import POSITIONS, layer_samples, model_shapes
+from .samples import POSITIONS, head_sizes, layer_samples, model_shapes
 from .vision import load_tower
 
 __all__ = ["LoadOptions", "Loading", "load_model"]
@@ -76,6 +76,8 @@ class Loading(Reader):
         if self.selftest is None:
             table = kernel_table(shapes.facts, options.disabled)
         else:
+            for smaller in head_sizes(facts, shapes):  # what fails there is passed over everywhere
+                self.selftest.table(smaller, options.disabled)
             table = self.selftest.table(shapes, options.disabled)
         vocabulary = (facts.vocab_size, facts.hidden_size)
         rows = self.weight("model.embed_tokens", vocabulary)
@@ -168,6 +170,8 @@ class Loading(Reader):
         elif facts.scaling == "longrope":
             is_long = self.context > facts.original_context
             inv_freq = inv_freq / torch.tensor(facts.long_factors if is_long else facts.short_factors)
+        elif facts.scaling == "proportional":
+            inv_freq[facts.turning :] = 0
         elif facts.scaling == "off":
             inv_freq = torch.zeros_like(inv_freq)
         elif facts.scaling == "linear":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from localllm.kernels import OpFacts
 from localllm.kernels.layer_weights import LayerCall
@@ -19,7 +20,7 @@ POSITIONS = 64  # the trials' sequences are shorter than this
 
 def model_shapes(facts: ModelFacts, ops: OpFacts) -> ModelShapes:
     """The sizes that kernels meet in a model."""
-    mixer = facts.attention[0]
+    mixer = max(facts.attention, key=lambda one: one.head_dim)
     return ModelShapes(
         hidden=facts.hidden_size,
         intermediate=facts.intermediate_size,
@@ -31,6 +32,19 @@ def model_shapes(facts: ModelFacts, ops: OpFacts) -> ModelShapes:
         softcap=mixer.softcap,
         scale=mixer.scale,
     )
+
+
+def head_sizes(facts: ModelFacts, shapes: ModelShapes) -> list[ModelShapes]:
+    """The same with the heads of each other size that layers have; `shapes` has the largest."""
+    sizes = dict.fromkeys(
+        (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, mixer.rope) for mixer in facts.attention
+    )
+    others = [
+        (replace(shapes.facts, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim), rope)
+        for heads, kv_heads, dim, rope in sizes
+        if dim != shapes.facts.head_dim
+    ]
+    return [replace(shapes, facts=ops, rotated=rope.dim) for ops, rope in others]
 
 
 def layer_samples(layers: Sequence[DecoderLayer], views: Sequence[int]) -> list[LayerCall]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import groupby
 from typing import Any
@@ -211,6 +211,7 @@ class SegmentTrial:
     embedding: Embedding
     head: HeadWeights
     rotations: Callable[[int, Tensor], tuple[Tensor, Tensor]]
+    _filled: dict[tuple[int, int], KVPages] = field(default_factory=dict)
 
     def error(self, name: str, table: KernelTable) -> str:
         """Nothing, or what is wrong with segment `name` of `table`."""
@@ -219,8 +220,8 @@ class SegmentTrial:
         return tried("on the first layers of each kind", partial(trial, getattr(table, name)))
 
     @cached_property
-    def _made(self) -> tuple[Tensor, KVPages, list[View], Tensor, Tensor, Tensor]:
-        """x, pages, views, cu_query_lens, seq_lens, positions of a small step whose earlier keys are random."""
+    def _made(self) -> tuple[Tensor, int, list[View], Tensor, Tensor, Tensor]:
+        """x, number of pages, views, cu_query_lens, seq_lens, positions of a small step."""
         facts = self.shapes.facts
         device = torch.device(facts.device)
         generator = torch.Generator().manual_seed(22)
@@ -233,22 +234,31 @@ class SegmentTrial:
             slots += [pages[p // size] * size + p % size for p in range(length - new, length)]
             starts.append(starts[-1] + new)
         x = torch.randn((starts[-1], self.shapes.hidden), generator=generator)
-        cache = empty_pages(facts, num_pages)
-        count = num_pages * size
-        kv = torch.randn((2, count, facts.num_kv_heads, facts.head_dim), generator=generator).to(device)
-        REFERENCES["kv_write"](kv[0], kv[1], cache, torch.arange(count, device=device))
         at = torch.tensor(positions, device=device)
         table = torch.tensor(rows, dtype=torch.int32, device=device)
         where = torch.tensor(slots, device=device)
         views = [(*self.rotations(view, at), table, where) for view in range(1 + max(v for *_, v in self.layers))]
         lens = torch.tensor([length for _, length in SEGMENT_TOKENS], dtype=torch.int32, device=device)
         cu = torch.tensor(starts, dtype=torch.int32, device=device)
-        return x.to(device, getattr(torch, facts.dtype)), cache, views, cu, lens, at
+        return x.to(device, getattr(torch, facts.dtype)), num_pages, views, cu, lens, at
 
-    def _inputs(self) -> tuple[Tensor, KVPages, list[View], Tensor, Tensor, Tensor]:
-        """The same, x and pages anew."""
-        x, cache, *others = self._made
-        return x.clone(), copied(cache), *others
+    def _inputs(self) -> tuple[Tensor, list[KVPages], list[View], Tensor, Tensor, Tensor]:
+        """The same, x and pages of every layer anew."""
+        x, _, *others = self._made
+        return x.clone(), [copied(self._pages(mixer)) for mixer, *_ in self.layers], *others
+
+    def _pages(self, mixer: Any) -> KVPages:
+        """Pages with random keys and values for the heads of one layer: layers may differ in them."""
+        facts = self.shapes.facts
+        kv_heads, dim = getattr(mixer, "num_kv_heads", facts.num_kv_heads), getattr(mixer, "head_dim", facts.head_dim)
+        if (kv_heads, dim) not in self._filled:
+            num_pages, generator = self._made[1], torch.Generator().manual_seed(22)
+            cache = empty_pages(replace(facts, num_kv_heads=kv_heads, head_dim=dim), num_pages)
+            count = num_pages * facts.page_size
+            kv = torch.randn((2, count, kv_heads, dim), generator=generator).to(facts.device)
+            REFERENCES["kv_write"](kv[0], kv[1], cache, torch.arange(count, device=kv.device))
+            self._filled[kv_heads, dim] = cache
+        return self._filled[kv_heads, dim]
 
     @property
     def _tolerance(self) -> float:
@@ -269,8 +279,7 @@ class SegmentTrial:
         for every in (True, False):  # rows, or the last ones of all sequences but the first
             outputs = []
             for call in (run, REFERENCES["decoder"]):
-                x, cache, views, cu, lens, _ = self._inputs()
-                kept = [cache, *(copied(cache) for _ in self.layers[1:])]
+                x, kept, views, cu, lens, _ = self._inputs()
                 wanted = None if every else cu[2:].long() - 1
                 found = call(x, self.layers, kept, views, cu, lens, wanted)
                 outputs.append((found, *(n for c in kept for n in numbers(c))))
@@ -285,8 +294,7 @@ class SegmentTrial:
         whole = torch.arange(int(lens.max()), device=at.device)
         outputs = []
         for call in (run, REFERENCES["step"]):
-            _, cache, views, cu, lens, _ = self._inputs()
-            kept = [cache, *(copied(cache) for _ in self.layers[1:])]
+            _, kept, views, cu, lens, _ = self._inputs()
             turned = [(*self.rotations(number, whole), *rest) for number, (_, _, *rest) in enumerate(views)]
             where = self.layers, kept, turned, cu, lens
             hidden, logits, best = call(ids, at, self.embedding, *where, self.head, True)
@@ -299,11 +307,11 @@ class SegmentTrial:
     @torch.inference_mode()
     def _one(self, name: str, run: Callable[..., Tensor]) -> str:
         for attention, mlp, view in self.layers:
-            x, cache, views, cu, lens, _ = self._inputs()
+            x, _, views, cu, lens, _ = self._inputs()
             cos, sin, table, slots = views[view]
             assert isinstance(attention, AttentionWeights)
             q = torch.randn((x.shape[0], attention.num_heads, attention.head_dim * (1 + attention.gate))).to(x)
-            caches = cache, copied(cache)
+            caches = copied(self._pages(attention)), copied(self._pages(attention))
             arguments: dict[str, list[tuple[Any, ...]]] = {
                 "attn_in": [(x.clone(), attention, cos, sin, of, slots) for of in caches],
                 "attention": [(q, attention, of, table, cu, lens) for of in caches],

@@ -63,6 +63,11 @@ class Config(ABC):
         start = f"{self.names.source(f'model.layers.0.{module}')}."
         return any(name.startswith(start) for name in self.checkpoint.tensors)
 
+    def stores_scale(self) -> bool:
+        """Whether layers bring a number that multiplies what they give."""
+        name = self.names.source("model.layers.0.layer_scalar")
+        return name in self.checkpoint.tensors or f"{name}.weight" in self.checkpoint.tensors
+
     def unsupported(self, what: str) -> UnsupportedModel:
         """The refusal of something that this version does not compute."""
         return unsupported(self.keys.path, what, self.runs)

@@ -23,7 +23,7 @@ class RopeFacts:
     theta: float
     dim: int  # rotated elements of a head, even; the rest passes through
     # none | linear (positions / factor) | llama3 | yarn | factors (inv_freq / tensor) | longrope (inv_freq / factors)
-    # | off (nothing turns)
+    # | off (nothing turns) | proportional (the first `turning` pairs turn)
     scaling: str = "none"
     factor: float = 1.0
     low_freq_factor: float = 1.0
@@ -38,6 +38,7 @@ class RopeFacts:
     truncate: bool = True  # yarn: whether the ramp's ends are rounded to whole dimensions
     short_factors: tuple[float, ...] = ()  # longrope, [dim/2]: for contexts up to the original one
     long_factors: tuple[float, ...] = ()  # for longer ones
+    turning: int = 0  # proportional: pairs that turn; the others have an angle of 0
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,14 @@ class Attention:
     sinks: bool = False  # a score more for every head, without a value
     gate: bool = False  # what a head gives is multiplied with the sigmoid of its gate, which follows each query in q
     causal: bool = True  # False: a query sees what is behind it, too, with a window as far as before it
+    v_norm: bool = False  # values are normed, too, without a weight
+    k_is_v: bool = False  # values are what keys are made of
 
     @property
     def inputs(self) -> tuple[str, ...]:
         """The modules that queries, keys and values come from, in this order."""
-        return ("self_attn.qkv_proj",) if self.fused else tuple(f"self_attn.{name}_proj" for name in "qkv")
+        names = "qkk" if self.k_is_v else "qkv"
+        return ("self_attn.qkv_proj",) if self.fused else tuple(f"self_attn.{name}_proj" for name in names)
 
     def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -257,6 +261,7 @@ class LayerFacts:
     mixer: Attention | Stateful
     ffn: Dense | Experts
     norms: Norms = Norms()
+    scaled: bool = False  # a stored number multiplies what it gives
 
 
 @dataclass(frozen=True)

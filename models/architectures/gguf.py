@@ -162,6 +162,23 @@ class GgufConfig(Config):
         }
         return super().experts(names, **values | changes)
 
+    def size(self, name: str, low: int, high: int, default: int | None = None) -> int:
+        """Where layers differ in their heads of K and V, the most."""
+        if name == "kv_heads" and isinstance(self.keys.raw(self.KEYS[name]), np.ndarray):
+            return max(self.each(self.KEYS[name], low, high, 0))
+        return super().size(name, low, high, default)
+
+    def each(self, key: str, low: int, high: int, default: int) -> tuple[int, ...]:
+        """A number for every layer; all have the same where the file has one."""
+        values = self.keys.raw(key)
+        if not isinstance(values, np.ndarray):
+            return (self.keys.integer(key, low, high, default),) * self.num_layers
+        if values.dtype.kind not in "iu" or len(values) != self.num_layers or not low <= values.min() <= high:
+            raise self.keys.fail(key, f"must hold {self.num_layers} integers from {low:,} to {high:,}")
+        if values.max() > high:
+            raise self.keys.fail(key, f"holds {int(values.max()):,}, the limit is {high:,}")
+        return tuple(values.tolist())
+
     def _numbers(self, tensor: str) -> list[float]:
         """A small tensor's values."""
         info = self.checkpoint.tensors.get(tensor)

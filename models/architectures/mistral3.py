@@ -17,7 +17,7 @@ class Mistral3(Architecture):
     """The text part."""
 
     name = "mistral3"
-    label = "Ministral 3, Mistral Small 3 (text)"
+    label = "Ministral 3 (text)"
     hf_types = {"ministral3": {"head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 262_144}}
     hf_classes = ("Ministral3ForCausalLM", "Mistral3ForConditionalGeneration")
     gguf_types = ("mistral3",)

@@ -15,7 +15,7 @@ class Phi3(Architecture):
     """Contexts up to the original one turn by the short factors of LongRoPE, longer ones by the long factors."""
 
     name = "phi3"
-    label = "Phi-3, Phi-3.5, Phi-4 (text)"
+    label = "Phi-3 and Phi-4"
     hf_types = {"phi3": {"max_position_embeddings": 4096}}
     hf_classes = ("Phi3ForCausalLM",)
     gguf_types = ("phi3",)

@@ -15,6 +15,7 @@ from .encoders import Bert, NomicBert, XlmRoberta
 from .facts import Experts, ModelFacts
 from .gemma2 import Gemma2
 from .gemma3 import Gemma3
+from .gemma4 import Gemma4
 from .glm4 import Glm4
 from .glm4_moe import Glm4Moe
 from .gpt_oss import GptOss
@@ -41,6 +42,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Qwen3_5Moe(),
     Gemma2(),
     Gemma3(),
+    Gemma4(),
     Phi3(),
     GptOss(),
     Mixtral(),

@@ -84,6 +84,19 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         {"hidden_size": 44, "intermediate_size": 70, "heads": (4, 2, 18), "sliding_window": 13}
         | {"query_pre_attn_scalar": 24, "final_logit_softcapping": 8.0, "attn_logit_softcapping": 3.0},
     ),
+    "gemma4": (
+        "gemma4_text",
+        {"hidden_size": 44, "intermediate_size": 70, "heads": (4, 2, 20), "sliding_window": 11, "global_head_dim": 28}
+        | {"num_global_key_value_heads": 1, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0}
+        | {"num_hidden_layers": 4, "final_logit_softcapping": 8.0}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2}
+        | {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.45, "rope_theta": 1e6},
+                "sliding_attention": PLAIN,
+            }
+        },
+    ),
     "smollm3": (
         "smollm3",
         {"hidden_size": 42, "intermediate_size": 70, "heads": (6, 2, 12), "num_hidden_layers": 5}
@@ -254,6 +267,9 @@ def tiny() -> Callable[[str], Tiny]:
                 for key, buffer in model.named_buffers():
                     if key.endswith("correction_bias"):
                         buffer.copy_(0.3 * torch.randn_like(buffer))
+                for key, buffer in model.named_buffers():
+                    if key.endswith("layer_scalar"):
+                        buffer.fill_(0.5 + float(torch.rand(())))
             tensors = {key: value.detach().clone() for key, value in model.state_dict().items()}
             if config.tie_word_embeddings:
                 del tensors["lm_head.weight"]

@@ -22,7 +22,7 @@ from localllm.models.loader import LoadOptions, load_model
 ARCHITECTURE = {"mistral": "llama", "mixtral": "llama", "gemma3_text": "gemma3"}
 ARCHITECTURE |= {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}
 ARCHITECTURE |= {"qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "glm4_moe": "glm4moe"}
-ARCHITECTURE |= {"olmo3": "olmo2", "ministral3": "mistral3"}
+ARCHITECTURE |= {"olmo3": "olmo2", "ministral3": "mistral3", "gemma4_text": "gemma4"}
 PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "mistral3")  # whose converter permutes rows of q and k
 
 
@@ -58,6 +58,8 @@ def write_gguf(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], k
     if arch in ("gemma2", "gemma3"):
         writer.add_attention_scale(config["query_pre_attn_scalar"] ** -0.5)
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if arch == "gemma4":
+        _heads_of_two_sizes(writer, config)
     if config.get("attn_logit_softcapping"):
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
     if arch.startswith("granite"):
@@ -88,7 +90,7 @@ def write_gguf(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], k
     if arch.startswith("qwen35"):
         tensors = _hybrid(writer, config, tensors)
     for name, tensor in stacked(tensors).items():
-        module, _, suffix = name.rpartition(".")
+        module, _, suffix = (f"{name}.weight" if name.endswith("layer_scalar") else name).rpartition(".")
         if arch in PERMUTED and module.endswith(("q_proj", "k_proj")):
             tensor = permuted(tensor, heads if module.endswith("q_proj") else kv_heads)
         if arch in ("gemma2", "gemma3") and module.endswith("norm"):
@@ -161,6 +163,25 @@ def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
+def _heads_of_two_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    wide = config["per_layer_config"]
+    layers = [wide.get(str(index)) for index in range(config["num_hidden_layers"])]
+    full = next(layer for layer in layers if layer)
+    dim, turned = full["head_dim"], config["rope_parameters"]["full_attention"]["partial_rotary_factor"]
+    writer.add_head_count_kv([(layer or config)["num_key_value_heads"] for layer in layers])
+    for add in (writer.add_key_length, writer.add_value_length, writer.add_rope_dimension_count):
+        add(dim)
+    writer.add_key_length_swa(config["head_dim"])
+    writer.add_value_length_swa(config["head_dim"])
+    writer.add_rope_dimension_count_swa(config["head_dim"])
+    writer.add_rope_freq_base_swa(config["rope_parameters"]["sliding_attention"]["rope_theta"])
+    pairs = int(turned * dim / 2)
+    writer.add_tensor("rope_freqs.weight", torch.tensor([1.0] * pairs + [1e30] * (dim // 2 - pairs)).numpy())
+    writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    writer.add_shared_kv_layers(0)
+    writer.add_embedding_length_per_layer_input(0)
+
+
 def _rope(writer: gguf.GGUFWriter, config: dict[str, Any], dim: int) -> None:
     rope = config["rope_parameters"]
     rope = rope.get("full_attention", rope)
@@ -177,7 +198,7 @@ def _rope(writer: gguf.GGUFWriter, config: dict[str, Any], dim: int) -> None:
         writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(scale) / math.log(original)))
         for name in ("long", "short"):
             writer.add_tensor(f"rope_factors_{name}.weight", torch.tensor(rope[f"{name}_factor"]).numpy())
-    elif rope["rope_type"] != "default":
+    elif rope["rope_type"] not in ("default", "proportional"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])
         if "original_max_position_embeddings" in rope:
@@ -192,7 +213,7 @@ def gguf_logits(model: Any, paged: Any, path: Path, kind: gguf.GGMLQuantizationT
 
 NAMES = ["llama", "llama-bias", "llama-yarn", "mistral", "qwen2", "qwen3", "qwen3-moe", "phi3", "gemma3"]
 NAMES += ["gpt-oss", "mixtral", "glm4-moe", "qwen3.5", "qwen3.5-moe"]
-NAMES += ["gemma2", "smollm3", "granite", "granitemoe", "olmo2", "olmo3", "seed-oss", "glm4", "ministral3"]
+NAMES += ["gemma2", "gemma4", "smollm3", "granite", "granitemoe", "olmo2", "olmo3", "seed-oss", "glm4", "ministral3"]
 
 
 @pytest.mark.parametrize("name", NAMES)

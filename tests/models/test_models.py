@@ -28,7 +28,7 @@ NAMES = (
         "qwen3.5-moe",
         *MIXTURES,
     ),
-    *("gemma2", "smollm3", "smollm3-windows", "granite", "olmo2", "olmo3", "seed-oss", "glm4", "ministral3"),
+    *("gemma2", "gemma4", "smollm3", "smollm3-windows", "granite", "olmo2", "olmo3", "seed-oss", "glm4", "ministral3"),
 )
 
 
