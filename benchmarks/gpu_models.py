@@ -117,9 +117,10 @@ class RandomLoading(Loading):
         """Qwen3 has none."""
         return None
 
-    def norm(self, name: str, size: int) -> Norm:
+    def norm(self, name: str, size: int, bias: bool = False) -> Norm:
         """Ones."""
-        return Norm(torch.ones(size, device=self.device), self.facts.rms_norm_eps)
+        added = torch.zeros(size, device=self.device) if bias else None
+        return Norm(torch.ones(size, device=self.device), self.facts.rms_norm_eps, added)
 
 
 def load(

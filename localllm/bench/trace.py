@@ -115,10 +115,10 @@ def _labelled(llm: LLM, label: Label) -> Iterator[None]:
 
 def _labelled_table(table: Any, label: Label) -> Any:
     """The segments under their names, and the decoder and the step made of them."""
-    from localllm.kernels.segments import decoder, step
+    from localllm.kernels.segments import COMPOSED, step
 
     names = [field.name for field in fields(table) if field.name not in ("ops", "decoder", "step")]
     segments = {name: _named(label, name, getattr(table, name)) for name in names}
-    first, second, third, last = (segments[name] for name in ("attn_in", "attention", "attn_out", "mlp"))
-    layers = _named(label, "decoder", partial(decoder, first, second, third, last))
+    decoder, parts = COMPOSED["decoder"]
+    layers = _named(label, "decoder", partial(decoder, *(segments[name] for name in parts)))
     return replace(table, **segments, decoder=layers, step=partial(step, layers, segments["head"]))

@@ -104,7 +104,7 @@ BAD_TOKENIZERS: dict[str, Callable[[dict[str, Any]], object]] = {
     "normalizer_bad_pattern": _top(normalizer={"type": "Replace", "pattern": {"Regex": "(("}, "content": ""}),
     "pre_tokenizer_list": _top(pre_tokenizer=[1]),
     "decoder_missing": lambda value: value.pop("decoder"),
-    "decoder_of_words": _top(decoder={"type": "WordPiece", "prefix": "##", "cleanup": True}),
+    "decoder_of_words": _top(decoder={"type": "WordPiece", "prefix": 7, "cleanup": True}),
     "post_processor_without_its_tokens": _top(
         post_processor={
             "type": "TemplateProcessing",
