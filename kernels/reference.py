@@ -257,12 +257,7 @@ def _attend(
     if newest + 1 < end_tile * KEY_TILE:
         values[-1, :, newest + 1 - (end_tile - 1) * KEY_TILE :] = 0.0
 
-    queries = q.float() * scale
-    if num_q * tile != num_queries or spare:
-        queries = functional.pad(queries, (0, spare, 0, 0, lead, num_q * tile - lead - num_queries))
-    queries = queries.view(num_q, tile, num_kv_heads, per_kv, -1).permute(2, 0, 1, 3, 4)
-    queries = queries.reshape(num_kv_heads, num_q, tile * per_kv, -1)
-
+    queries = _in_tiles(q.float() * scale, (num_q, tile, num_kv_heads, per_kv), lead, spare)
     scores = _products(queries.expand(num_k, -1, -1, -1, -1), keys.transpose(2, 3))
     if softcap is not None:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
@@ -271,9 +266,8 @@ def _attend(
         scores[-1, ..., newest + 1 - (end_tile - 1) * KEY_TILE :] = float("-inf")
     else:
         steps = torch.arange(position - lead, position - lead + num_q * tile, device=q.device).clamp_(position, last)
-        _hide(
-            scores, base, steps.view(num_q, tile, 1).expand(-1, -1, per_kv), window, None if length is None else newest
-        )
+        at = steps.view(num_q, tile, 1).expand(-1, -1, per_kv)
+        _hide(scores, base, at, window, None if length is None else newest)
 
     sink = None
     if sinks is not None:
@@ -281,6 +275,15 @@ def _attend(
     mixed = _mixed(scores, values, sink).view(num_kv_heads, num_q * tile, per_kv, -1)
     mixed = mixed[:, lead : lead + num_queries, :, :head_dim]
     return mixed.permute(1, 0, 2, 3).reshape(num_queries, num_heads, head_dim)
+
+
+def _in_tiles(queries: Tensor, shape: tuple[int, int, int, int], lead: int, spare: int) -> Tensor:
+    """[queries, heads, head_dim] -> [num_kv_heads, num_q, rows of a tile, head_dim + spare]; `lead` zero rows first."""
+    num_q, tile, num_kv_heads, per_kv = shape
+    if num_q * tile != queries.shape[0] or spare:
+        queries = functional.pad(queries, (0, spare, 0, 0, lead, num_q * tile - lead - queries.shape[0]))
+    queries = queries.view(num_q, tile, num_kv_heads, per_kv, -1).permute(2, 0, 1, 3, 4)
+    return queries.reshape(num_kv_heads, num_q, tile * per_kv, -1)
 
 
 def _mixed(scores: Tensor, values: Tensor, sink: Tensor | None) -> Tensor:

@@ -18,7 +18,8 @@ from torch import Tensor
 from localllm.kernels.kv_pages import KV_DTYPES, SCALED_FORMATS, KVPages
 from localllm.kernels.state_slots import StateSlots
 
-from .architectures.facts import Attention, ModelFacts, Stateful, cache_layers, state_layers
+from .architectures.facts import ModelFacts, cache_layers, state_layers
+from .architectures.layers import Attention, Stateful
 
 
 @dataclass(frozen=True, slots=True)

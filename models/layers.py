@@ -10,7 +10,8 @@ from torch import Tensor
 
 from localllm.kernels.layer_weights import AttentionWeights, DeltaWeights, ExpertsWeights, Linear, MlpWeights, Norm
 
-from .architectures.facts import Attention, Dense, Experts, GatedDelta, Norms, linear_shapes, vector_shapes
+from .architectures.facts import linear_shapes, vector_shapes
+from .architectures.layers import Attention, Dense, Experts, GatedDelta, Norms
 from .model import DecoderLayer
 from .reader import Reader
 

@@ -24,8 +24,8 @@ from localllm.kernels.verify.selftest import KernelCrash
 from localllm.quant import dequantize, load_weight
 
 from .architectures import OpenModel, RopeFacts
-from .architectures.facts import Entry as EntryFacts
 from .architectures.facts import layer_views
+from .architectures.layers import Entry as EntryFacts
 from .kv_cache import cache_groups
 from .kv_scales import read_kv_scales
 from .layers import load_layer
@@ -105,8 +105,8 @@ class Loading(Reader):
             table = self.selftest.segments(shapes, table, samples, embedding, head, turned, options.disabled)
             self.selftest.save()
         names = {layer_class: "+".join(found) for layer_class, found in self.chosen.items()}
-        projections = [self.projection(one) for one in facts.projections]
-        model = Model(facts, groups, embedding, layers, head, ropes, table, names | dict(table.ops), projections)
+        model = Model(facts, groups, embedding, layers, head, ropes, table, names | dict(table.ops))
+        model.projections = [self.projection(one) for one in facts.projections]
         model.tower = None if facts.vision is None else load_tower(self, facts.vision)
         return model
 

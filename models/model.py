@@ -57,9 +57,8 @@ class Model:
         ropes: Sequence[RopeTable],
         table: KernelTable,
         kernels: Mapping[str, str],
-        projections: Sequence[tuple[Tensor, Tensor | None, str]] = (),
     ) -> None:
-        """`ropes` has a table for each of `facts.ropes`; `projections`: what pooled vectors go through."""
+        """`ropes` has a table for each of `facts.ropes`."""
         self.facts = facts
         self.groups = tuple(groups)
         self.states = state_groups(facts)
@@ -69,8 +68,8 @@ class Model:
         self.table = table
         # what runs what, for the run summary: layer class or op -> names of implementations
         self.kernels = dict(kernels)
-        self._projections = tuple(projections)
         self.tower: Tower | None = None  # what reads images: the loader puts it here
+        self.projections: Sequence[tuple[Tensor, Tensor | None, str]] = ()  # what pooled vectors go through
         self._ropes = tuple(ropes)
         self._seen, views = layer_views(facts)
         self._calls = tuple((layer.mixer, layer.ffn, view) for layer, view in zip(self.layers, views, strict=True))
@@ -123,7 +122,7 @@ class Model:
 
     def projected(self, vector: Tensor) -> Tensor:
         """A pooled vector, float32 [hidden] -> float32 [facts.embedding_size]."""
-        for weight, bias, activation in self._projections:
+        for weight, bias, activation in self.projections:
             vector = functional.linear(vector, weight, bias)
             vector = torch.tanh(vector) if activation == "tanh" else vector
         return vector

@@ -19,7 +19,7 @@ from localllm.quant import dequantize, fuse, load_weight, read_dense
 from localllm.quant.encode import Target, encode
 
 from .architectures import ModelFacts, OpenModel
-from .architectures.facts import ROUTERS
+from .architectures.layers import ROUTERS
 
 
 @dataclass(frozen=True, slots=True)

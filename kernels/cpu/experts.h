@@ -3,6 +3,7 @@
 #ifndef LL_EXPERTS_H
 #define LL_EXPERTS_H
 
+#include "layer.h"
 #include "matmul.h"
 #include "ops.h"
 

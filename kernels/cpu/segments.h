@@ -3,17 +3,12 @@
 #define LL_SEGMENTS_H
 
 #include "attention.h"
+#include "experts.h"
+#include "layer.h"
 #include "matmul.h"
 #include "ops.h"
 #include "pack.h"
 #include "select.h"
-
-#define AT_ONCE 256 /* tokens: what lies between the products of a layer stays small, and in the cache */
-
-typedef struct {
-    const float *weight; /* NULL: no norm */
-    double eps;
-} ll_norm;
 
 typedef struct {
     int64_t hidden, num_heads, num_kv_heads, head_dim, interleaved;
@@ -34,41 +29,6 @@ typedef struct {
     const int64_t *rows;    /* [num_tokens] where each token's cosines are; NULL: one row a token, in order */
     kv_target cache;
 } ll_step;
-
-static void norm_into(const ll_norm *norm, const float *x, int64_t m, int64_t dim, float *y)
-{
-    row_job job = {.x = x, .weight = norm->weight, .y = y, .inner = 1, .dim = dim, .stride = dim, .eps = (float)norm->eps};
-    run_rows(norm_rows, &job, m);
-}
-
-typedef struct {
-    const ll_norm *norm;
-    int64_t dim;
-    float *spare, *x;
-} norm_onto_job;
-
-/* x += norm(spare) */
-static void norm_onto_rows(void *arg, int64_t begin, int64_t end, int thread)
-{
-    (void)thread;
-    const norm_onto_job *j = arg;
-    for (int64_t i = begin; i < end; i++) {
-        float *spare = j->spare + i * j->dim, *x = j->x + i * j->dim;
-        norm_row(spare, j->norm->weight, (float)j->norm->eps, j->dim, spare);
-        for (int64_t d = 0; d < j->dim; d++) x[d] += spare[d];
-    }
-}
-
-/* x += post_norm(product), where `product` computes into `out` (or adds x itself when there is no norm). */
-static int linear_onto(const ll_linear_op *op, const ll_norm *post, const float *in, int64_t m, float *x, float *spare)
-{
-    if (!post->weight) return linear_parts(op, in, m, x, x);
-    if (linear_parts(op, in, m, NULL, spare)) return -1;
-    norm_onto_job job = {post, op->n, spare, x};
-    if (m * op->n < 16384) norm_onto_rows(&job, 0, m, 0);
-    else pool_run(norm_onto_rows, &job, m);
-    return 0;
-}
 
 typedef struct {
     const ll_attention_layer *l;
@@ -128,20 +88,6 @@ static int attn_out_locked(const ll_attention_layer *l, const float *attended, i
     return spare ? linear_onto(&l->out, &l->post_norm, attended, m, x, spare) : -1;
 }
 
-/* Few tokens wait for weights: what comes after the product that runs is asked for meanwhile. Every thread asks for its
- * share of the bytes, which is about where its share of the tiles lies; of parts that lie apart the first is hinted. */
-static void hint_next(const ll_linear_op *op, int64_t m)
-{
-    if (!op || m > FEW) return;
-    const uint8_t *begin = op->weight[0]->data, *end = begin + op->weight[0]->tiles * op->weight[0]->tile_bytes;
-    for (int64_t i = 1; i < op->parts; i++) {
-        const uint8_t *next = op->weight[i]->data;
-        if (next < end || next >= end + 64) break; /* the next line at the earliest */
-        end = next + op->weight[i]->tiles * op->weight[i]->tile_bytes;
-    }
-    pool_hint(begin, end - begin);
-}
-
 static int mlp_locked(const ll_mlp_layer *l, const ll_linear_op *next, int64_t m, float *x)
 {
     const int64_t most = m < AT_ONCE ? m : AT_ONCE;
@@ -165,8 +111,6 @@ static int mlp_locked(const ll_mlp_layer *l, const ll_linear_op *next, int64_t m
     }
     return 0;
 }
-
-#include "experts.h"
 
 typedef struct {
     int64_t hidden;

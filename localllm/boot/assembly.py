@@ -60,12 +60,12 @@ def assemble(
     if decode is not None:
         meter.note("graphs", reserved=True)
     whole = not model.facts.causal
-    limits = SchedulerLimits(plan.max_parallel, plan.prefill_budget, drafts=plan.num_drafts, whole=whole)
+    budgets = {"drafts": plan.num_drafts, "num_slots": plan.num_slots}
+    limits = SchedulerLimits(plan.max_parallel, plan.prefill_budget, whole=whole, **budgets)
     return Engine(
         runner, plan.num_pages, plan.ctx, limits, prefix_cache=plan.prefix_cache, check_invariants=check_invariants,
-        largest_context=min(plan.max_ctx, model.facts.max_context), num_slots=plan.num_slots,
+        largest_context=min(plan.max_ctx, model.facts.max_context),
         speculation=_speculation(plan, device),
-        embeds=model.facts.name if model.facts.pooling else "",
     )  # fmt: skip
 
 

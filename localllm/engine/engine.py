@@ -45,9 +45,7 @@ class Engine:
     num_pages         of each cache group, as the plan gives them: the cache may have more
     max_context       tokens a sequence may hold
     largest_context   what it could be on this machine; told to who asks for more
-    embeds            the name of a model that embeds text and generates none
     speculation       guesses tokens; None never does
-    num_slots         of the states of sequences and checkpoints, of a model whose layers keep such
     check_invariants  verify every page and count after every step
     """
 
@@ -59,20 +57,19 @@ class Engine:
         limits: SchedulerLimits = SchedulerLimits(),
         *,
         largest_context: int = 0,
-        embeds: str = "",
         prefix_cache: bool = True,
         speculation: Speculation | None = None,
         check_invariants: bool = False,
-        num_slots: int = 0,
     ) -> None:
         self.runner = runner
         self.max_context, self._largest_context = max_context, largest_context
-        self._embeds = embeds
+        facts = runner.model.facts
+        self._embeds = facts.name if facts.pooling else ""
         self.limits = limits  # without pressure
         self.check_invariants = check_invariants
         cache = runner.cache
         windows = [group.window for group in cache.groups]
-        slots = Slots(num_slots, cache.copy_slot) if num_slots else None
+        slots = Slots(limits.num_slots, cache.copy_slot) if limits.num_slots else None
         self._pages = Pages(num_pages, windows, cache.page_size, prefix_cache, slots)
         self.scheduler = Scheduler(self._pages, limits)
         self._publisher = Publisher(self.scheduler)

@@ -26,6 +26,7 @@ class SchedulerLimits:
     prefill_budget: int = 512  # prompt tokens per step, over all sequences
     score_rows: int = 256  # tokens per step of a sequence whose every row's logits are wanted
     drafts: int = MOST_DRAFTS  # guessed tokens per step, over all sequences
+    num_slots: int = 0  # for states of sequences and checkpoints, of a model whose layers keep such
     whole: bool = False  # a prompt is never cut: its tokens see each other, whatever the budget
     preempt_every: int = 0  # tests: preempt the latest sequence every so many steps; 0 is never
 

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from localllm import hub
 from localllm.errors import LocalLLMError
 from localllm.hub import catalog
-from localllm.models.architectures.facts import Attention, Dense, LayerFacts, ModelFacts, RopeFacts, repeated
+from localllm.models.architectures.facts import ModelFacts, repeated
+from localllm.models.architectures.layers import Attention, Dense, LayerFacts, RopeFacts
 from localllm.plan.placement import chosen_device
 from localllm.plan.plan import Plan
 from localllm.plan.planner import Planner

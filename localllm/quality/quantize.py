@@ -27,7 +27,8 @@ from torch import Tensor
 from localllm import paths
 from localllm.errors import Aborted, BadModelFile, ConfigError, DoesNotFit, InternalError, UnsupportedFormat
 from localllm.models.architectures import OpenModel, open_model
-from localllm.models.architectures.facts import ROUTERS, linear_shapes
+from localllm.models.architectures.facts import linear_shapes
+from localllm.models.architectures.layers import ROUTERS
 from localllm.models.calibration import hessians
 from localllm.quant import dequantize
 from localllm.quant.encode import Target, encode, relative_error

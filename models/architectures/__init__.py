@@ -4,7 +4,8 @@ model = open_model("model.gguf")        a `Checkpoint` with facts, names and sto
 model.facts.layers[0].mixer.num_heads, model.names.source("model.layers.0.self_attn.q_proj")
 """
 
-from .facts import Attention, Dense, Experts, GatedDelta, LayerFacts, ModelFacts, Norms, RopeFacts, kv_bytes_per_token
+from .facts import ModelFacts, kv_bytes_per_token
+from .layers import Attention, Dense, Experts, GatedDelta, LayerFacts, Norms, RopeFacts
 from .model import OpenModel, open_model
 
 __all__ = [

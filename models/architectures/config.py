@@ -17,7 +17,8 @@ from localllm.checkpoint.mapped_file import bad, shown
 from localllm.checkpoint.text_modules import Projection
 from localllm.errors import UnsupportedModel
 
-from .facts import Attention, Dense, Experts, LayerFacts, ModelFacts, RopeFacts
+from .facts import ModelFacts
+from .layers import Attention, Dense, Experts, LayerFacts, RopeFacts
 from .names import NameMap
 
 SAMPLING = {

@@ -14,9 +14,10 @@ from localllm.checkpoint.fields import MAX_CONTEXT, MAX_VOCAB
 
 from .architecture import Architecture
 from .config import Config
-from .facts import Dense, Entry, LayerFacts, ModelFacts, Norms, RopeFacts
+from .facts import ModelFacts
 from .gguf import GgufConfig
 from .hf import HfConfig
+from .layers import Dense, Entry, LayerFacts, Norms, RopeFacts
 from .names import GGUF_LAYER, NameMap
 
 EPS = 1e-12

@@ -7,10 +7,11 @@ import math
 from localllm.checkpoint import Checkpoint
 
 from .architecture import Architecture
-from .facts import LayerFacts, ModelFacts, repeated
+from .facts import ModelFacts, repeated
 from .gemma3 import GGUF_NORMS, NORMS
 from .gguf import GgufConfig
 from .hf import HfConfig
+from .layers import LayerFacts
 from .names import GGUF_LAYER, NameMap, gguf_names
 
 FULL_EVERY, WINDOW, SCORE_CAP, LOGIT_CAP = 2, 4096, 50.0, 30.0  # what all of them share; old files leave it out

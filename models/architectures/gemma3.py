@@ -9,9 +9,10 @@ from localllm.checkpoint import Checkpoint
 from localllm.checkpoint.fields import MAX_LAYERS, MAX_VOCAB, Fields
 
 from .architecture import Architecture
-from .facts import LayerFacts, ModelFacts, Norms, RopeFacts, VisionFacts, repeated
+from .facts import ModelFacts, VisionFacts, repeated
 from .gguf import GgufConfig
 from .hf import HfConfig
+from .layers import LayerFacts, Norms, RopeFacts
 from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
 
 FULL_EVERY = 6  # five windowed layers, then one that sees all: files often leave the pattern out

@@ -11,10 +11,11 @@ from localllm.checkpoint.fields import MAX_HEAD_DIM, MAX_HEADS, Fields
 
 from .architecture import Architecture
 from .config import Config
-from .facts import Attention, LayerFacts, ModelFacts, RopeFacts
+from .facts import ModelFacts
 from .gemma3 import GGUF_NORMS, NORMS
 from .gguf import GgufConfig
 from .hf import HfConfig, object_of
+from .layers import Attention, LayerFacts, RopeFacts
 from .names import GGUF_LAYER, NameMap, gguf_names
 
 FULL_EVERY, FULL_THETA, LOCAL_THETA, TURNED = 6, 1_000_000.0, 10_000.0, 0.25

@@ -19,7 +19,7 @@ from localllm.checkpoint.vocabulary import check_vocabulary, special_ids
 from localllm.errors import UnsupportedModel
 
 from .config import Config
-from .facts import Attention, Experts, RopeFacts
+from .layers import Attention, Experts, RopeFacts
 from .names import NameMap
 
 _SAMPLING = {

@@ -7,9 +7,10 @@ from dataclasses import replace
 from localllm.checkpoint import Checkpoint
 
 from .architecture import Architecture
-from .facts import LayerFacts, ModelFacts, Norms, repeated
+from .facts import ModelFacts, repeated
 from .gguf import GgufConfig
 from .hf import HfConfig
+from .layers import LayerFacts, Norms
 from .names import GGUF_LAYER, NameMap, gguf_names
 
 NORMS = Norms(after_mixer="post_self_attn_layernorm", after_ffn="post_mlp_layernorm")

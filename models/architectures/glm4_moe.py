@@ -12,9 +12,10 @@ from localllm.checkpoint.fields import MAX_EXPERTS, MAX_LAYERS
 
 from .architecture import Architecture
 from .config import Config
-from .facts import Attention, Experts, LayerFacts, ModelFacts
+from .facts import ModelFacts
 from .gguf import GgufConfig
 from .hf import HfConfig
+from .layers import Attention, Experts, LayerFacts
 from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
 
 SHARED = {f"mlp.shared_expert.{kind}_proj": f"mlp.shared_experts.{kind}_proj" for kind in ("gate", "up", "down")}

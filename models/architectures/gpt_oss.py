@@ -7,9 +7,10 @@ from dataclasses import replace
 from localllm.checkpoint import Checkpoint
 
 from .architecture import Architecture
-from .facts import Experts, LayerFacts, ModelFacts, repeated
+from .facts import ModelFacts, repeated
 from .gguf import GgufConfig
 from .hf import HfConfig
+from .layers import Experts, LayerFacts
 from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
 
 SLOPE, LIMIT = 1.702, 7.0  # of swiglu_oai; files state them, or mean these

@@ -9,9 +9,10 @@ from localllm.checkpoint.fields import MAX_HIDDEN
 
 from .architecture import Architecture
 from .config import Config
-from .facts import Dense, Experts, LayerFacts, ModelFacts, repeated
+from .facts import ModelFacts, repeated
 from .gguf import GgufConfig
 from .hf import HfConfig
+from .layers import Dense, Experts, LayerFacts
 from .names import NameMap, gguf_names, hf_names
 
 # what checkpoints call the parts of a mixture; older ones wrap the router

@@ -17,7 +17,7 @@ from localllm.checkpoint.json_file import MAX_CONFIG_BYTES
 from localllm.checkpoint.mapped_file import read_small, shown
 
 from .config import SAMPLING, Config
-from .facts import Experts, RopeFacts
+from .layers import Experts, RopeFacts
 from .names import NameMap
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}

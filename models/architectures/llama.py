@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from .architecture import Architecture
-from .facts import LayerFacts, ModelFacts, repeated
+from .facts import ModelFacts, repeated
 from .gguf import GgufConfig
 from .hf import HfConfig
+from .layers import LayerFacts
 
 
 class Llama(Architecture):

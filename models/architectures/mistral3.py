@@ -8,9 +8,10 @@ from dataclasses import replace
 from localllm.checkpoint.fields import MAX_CONTEXT
 
 from .architecture import Architecture
-from .facts import LayerFacts, ModelFacts, RopeFacts, repeated
+from .facts import ModelFacts, repeated
 from .gguf import GgufConfig
 from .hf import HfConfig, object_of
+from .layers import LayerFacts, RopeFacts
 
 
 class Mistral3(Architecture):

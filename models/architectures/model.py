@@ -14,7 +14,8 @@ from localllm.checkpoint.formats.module import DENSE
 from localllm.checkpoint.mapped_file import bad
 
 from . import registry
-from .facts import Entry, ModelFacts, count_params, idle_experts, linear_shapes, vector_shapes
+from .facts import ModelFacts, count_params, idle_experts, linear_shapes, vector_shapes
+from .layers import Entry
 from .names import NameMap
 
 _TOWER = re.compile(r"(^|\.)(vision_tower|vision_model|visual|audio_tower|vision_embed_tokens)\.")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from localllm.checkpoint import Checkpoint
 
 from .architecture import Architecture
-from .facts import LayerFacts, ModelFacts, Norms, RopeFacts, repeated
+from .facts import ModelFacts, repeated
 from .gguf import GgufConfig
 from .hf import HfConfig
+from .layers import LayerFacts, Norms, RopeFacts
 from .names import GGUF_LAYER, NameMap, gguf_names
 
 FULL_EVERY, THETA = 4, 500_000.0  # OLMo 3: three windowed layers, then one that sees all

@@ -7,9 +7,10 @@ from typing import Any
 from localllm.checkpoint.fields import MAX_LAYERS
 
 from .architecture import Architecture
-from .facts import LayerFacts, ModelFacts, repeated
+from .facts import ModelFacts, repeated
 from .gguf import GgufConfig
 from .hf import HfConfig
+from .layers import LayerFacts
 
 
 class Qwen2(Architecture):

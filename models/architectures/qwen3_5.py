@@ -7,9 +7,10 @@ from localllm.checkpoint.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN, MAX_
 from localllm.checkpoint.mapped_file import bad
 
 from .architecture import Architecture
-from .facts import Attention, Dense, Experts, GatedDelta, LayerFacts, ModelFacts, RopeFacts
+from .facts import ModelFacts
 from .gguf import GgufConfig
 from .hf import HfConfig
+from .layers import Attention, Dense, Experts, GatedDelta, LayerFacts, RopeFacts
 from .names import GGUF_LAYER, NameMap, gguf_names
 
 FULL_EVERY = 4  # one layer of so many attends, the last of each group

@@ -5,9 +5,10 @@ from __future__ import annotations
 from localllm.checkpoint.fields import MAX_LAYERS
 
 from .architecture import Architecture
-from .facts import LayerFacts, ModelFacts
+from .facts import ModelFacts
 from .gguf import GgufConfig
 from .hf import HfConfig
+from .layers import LayerFacts
 
 
 class Qwen3Moe(Architecture):

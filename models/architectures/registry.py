@@ -12,7 +12,7 @@ from . import gguf, hf
 from .architecture import Architecture
 from .config import unsupported
 from .encoders import Bert, NomicBert, XlmRoberta
-from .facts import Experts, ModelFacts
+from .facts import ModelFacts
 from .gemma2 import Gemma2
 from .gemma3 import Gemma3
 from .gemma4 import Gemma4
@@ -20,6 +20,7 @@ from .glm4 import Glm4
 from .glm4_moe import Glm4Moe
 from .gpt_oss import GptOss
 from .granite import Granite, GraniteMoe
+from .layers import Experts
 from .llama import Llama
 from .mistral3 import Mistral3
 from .mixtral import Mixtral

@@ -5,9 +5,10 @@ from __future__ import annotations
 from localllm.checkpoint import Checkpoint
 
 from .architecture import Architecture
-from .facts import LayerFacts, ModelFacts, repeated
+from .facts import ModelFacts, repeated
 from .gguf import GgufConfig
 from .hf import HfConfig
+from .layers import LayerFacts
 from .names import GGUF_LAYER, NameMap, gguf_names
 
 

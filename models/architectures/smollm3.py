@@ -7,9 +7,10 @@ from dataclasses import replace
 from localllm.checkpoint.fields import MAX_LAYERS
 
 from .architecture import Architecture
-from .facts import Attention, Dense, LayerFacts, ModelFacts, RopeFacts
+from .facts import ModelFacts
 from .gguf import GgufConfig
 from .hf import HfConfig
+from .layers import Attention, Dense, LayerFacts, RopeFacts
 
 STILL_EVERY = 4  # one of so many layers turns nothing where the file does not list them
 

@@ -13,7 +13,8 @@ from localllm import LLM
 from localllm.config import KEYS, EngineOptions, load_config
 from localllm.device.fake import MACHINES
 from localllm.errors import ConfigError
-from localllm.models.architectures.facts import Attention, Dense, LayerFacts, ModelFacts, RopeFacts, repeated
+from localllm.models.architectures.facts import ModelFacts, repeated
+from localllm.models.architectures.layers import Attention, Dense, LayerFacts, RopeFacts
 from localllm.plan.plan import Plan
 from localllm.plan.planner import Planner
 from localllm.plan.profiles import MemoryProfile, Term

@@ -62,7 +62,7 @@ class Model:
 
 
 def make(ahead=False, num_slots=12, num_pages=64, max_context=400, prefix_cache=True, **limits):
-    limits = SchedulerLimits(**({"max_parallel": 3, "prefill_budget": 64} | limits))
+    limits = SchedulerLimits(**({"max_parallel": 3, "prefill_budget": 64, "num_slots": num_slots} | limits))
     runner = Runner(Model(), Cache(num_slots), VOCAB)
     engine = Engine(
         runner,
@@ -71,7 +71,6 @@ def make(ahead=False, num_slots=12, num_pages=64, max_context=400, prefix_cache=
         limits,
         prefix_cache=prefix_cache,
         check_invariants=True,
-        num_slots=num_slots,
     )
     engine.stepper.runs_ahead = ahead
     return engine

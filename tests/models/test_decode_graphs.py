@@ -79,8 +79,8 @@ def engine_of(
     if sampler is not None and graphs is not None:
         sampler.capture(graphs.buckets, capture)
     runner = Runner(model, cache, model.facts.vocab_size, graphs, sampler)
-    limits = SchedulerLimits(parallel, 24)
-    engine = Engine(runner, count, CONTEXT, limits, check_invariants=True, num_slots=slots)
+    limits = SchedulerLimits(parallel, 24, num_slots=slots)
+    engine = Engine(runner, count, CONTEXT, limits, check_invariants=True)
     engine.stepper.runs_ahead = ahead
     return engine
 

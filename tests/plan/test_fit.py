@@ -22,7 +22,8 @@ SHAPED = [c for c in catalog.candidates() if c.shape is not None]
 @pytest.mark.parametrize("candidate", SHAPED, ids=lambda c: f"{c.name}-{c.format}")
 def test_shapes_explain_parameters(candidate: catalog.Candidate) -> None:
     """Seven numbers of a model's shape give its parameters: a typing error in the catalogue would show."""
-    from localllm.models.architectures.facts import Norms, count_params
+    from localllm.models.architectures.facts import count_params
+    from localllm.models.architectures.layers import Norms
 
     facts = fit.facts_of(candidate)
     assert facts is not None

@@ -15,7 +15,8 @@ from localllm.config import EngineOptions
 from localllm.device import MachineFacts
 from localllm.device.fake import MACHINES
 from localllm.errors import ConfigError, DeviceError, DoesNotFit
-from localllm.models.architectures.facts import Attention, Dense, LayerFacts, ModelFacts, RopeFacts, repeated
+from localllm.models.architectures.facts import ModelFacts, repeated
+from localllm.models.architectures.layers import Attention, Dense, LayerFacts, RopeFacts
 from localllm.plan.memory import MIB, SPLIT_PART_BYTES, Memory
 from localllm.plan.placement import Placement
 from localllm.plan.plan import Plan

@@ -1,0 +1,253 @@
+"""What a decoder layer is, in numbers: mixers of tokens, what follows them, norms; each says its tensors' shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RopeFacts:
+    """Rotary positions of one kind of layer: inv_freq = theta^(-2j/dim), changed by `scaling`."""
+
+    theta: float
+    dim: int  # rotated elements of a head, even; the rest passes through
+    # none | linear (positions / factor) | llama3 | yarn | factors (inv_freq / tensor) | longrope (inv_freq / factors)
+    # | off (nothing turns) | proportional (the first `turning` pairs turn)
+    scaling: str = "none"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 0  # tokens the model was trained on before scaling (llama3, yarn, longrope), else 0
+    attention_factor: float = 1.0  # multiplies cos and sin (yarn, longrope); already worked out from the factor
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    # True: pairs (2j, 2j + 1), GGUF of the llama family, whose Q and K rows are permuted; else (j, j + dim/2)
+    interleaved: bool = False
+    factors_tensor: str | None = None  # stored tensor [dim/2] that divides inv_freq; then no other scaling applies
+    truncate: bool = True  # yarn: whether the ramp's ends are rounded to whole dimensions
+    short_factors: tuple[float, ...] = ()  # longrope, [dim/2]: for contexts up to the original one
+    long_factors: tuple[float, ...] = ()  # for longer ones
+    turning: int = 0  # proportional: pairs that turn; the others have an angle of 0
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A mixer of tokens that keeps keys and values."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeFacts
+    scale: float = 1.0
+    window: int | None = None  # a query sees this many positions, itself included; None = all
+    softcap: float | None = None
+    qk_norm: bool = False  # a norm over every query and key head before RoPE
+    whole_norms: bool = False  # that norm is over all heads together
+    temperature: tuple[float, int] | None = None  # (b, n): queries at position p grow by 1 + b ln(1 + floor(p / n))
+    qkv_bias: bool = False
+    o_bias: bool = False
+    fused: bool = False  # q, k and v are stored as one module
+    sinks: bool = False  # a score more for every head, without a value
+    gate: bool = False  # what a head gives is multiplied with the sigmoid of its gate, which follows each query in q
+    causal: bool = True  # False: a query sees what is behind it, too, with a window as far as before it
+    v_norm: bool = False  # values are normed, too, without a weight
+    k_is_v: bool = False  # values are what keys are made of
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The modules that queries, keys and values come from, in this order."""
+        names = "qkk" if self.k_is_v else "qkv"
+        return ("self_attn.qkv_proj",) if self.fused else tuple(f"self_attn.{name}_proj" for name in names)
+
+    def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        rows = q * (1 + self.gate)
+        sizes = (rows + 2 * kv,) if self.fused else (rows, kv, kv)
+        shapes = {name: (size, hidden) for name, size in zip(self.inputs, sizes, strict=True)}
+        return shapes | {"self_attn.o_proj": (hidden, q)}
+
+    def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        sizes: dict[str, tuple[int, ...]] = {}
+        if self.qk_norm:
+            heads = (self.num_heads, self.num_kv_heads) if self.whole_norms else (1, 1)
+            sizes = {f"self_attn.{name}_norm.weight": (n * self.head_dim,) for name, n in zip("qk", heads, strict=True)}
+        if self.sinks:
+            sizes["self_attn.sinks"] = (self.num_heads,)
+        names = self.inputs * self.qkv_bias + ("self_attn.o_proj",) * self.o_bias
+        shapes = self.linears(hidden)
+        return sizes | {f"{name}.bias": shapes[name][:1] for name in names}
+
+    def work(self, hidden: int) -> int:
+        """Values held for a token while queries and keys are turned, beside the residual stream and its norm."""
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return 2 * q + (q + 2 * kv) + 2 * q + kv + 3 * q * self.gate
+
+
+@dataclass(frozen=True)
+class GatedDelta:
+    """A mixer that keeps a matrix a value head (the gated delta rule) and the last inputs of a short convolution."""
+
+    num_k_heads: int
+    num_v_heads: int  # a multiple of num_k_heads
+    k_dim: int
+    v_dim: int
+    conv_width: int
+    # value head j goes with key head j % num_k_heads (as llama.cpp's converter orders them), else j // (ratio of them)
+    tiled: bool = False
+    log_decay: bool = True  # A_log is stored; False: -exp of it
+
+    @property
+    def channels(self) -> int:
+        """What goes through the convolution: queries, keys and values."""
+        return 2 * self.num_k_heads * self.k_dim + self.num_v_heads * self.v_dim
+
+    @property
+    def conv_shape(self) -> tuple[int, int]:
+        return self.channels, self.conv_width - 1
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        return self.num_v_heads, self.v_dim, self.k_dim
+
+    def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
+        values = self.num_v_heads * self.v_dim
+        return {
+            "linear_attn.in_proj_qkv": (self.channels, hidden),
+            "linear_attn.in_proj_z": (values, hidden),
+            "linear_attn.in_proj_b": (self.num_v_heads, hidden),
+            "linear_attn.in_proj_a": (self.num_v_heads, hidden),
+            "linear_attn.out_proj": (hidden, values),
+        }
+
+    def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        return {
+            "linear_attn.conv1d.weight": (self.channels, self.conv_width),
+            "linear_attn.A_log": (self.num_v_heads,),
+            "linear_attn.dt_bias": (self.num_v_heads,),
+            "linear_attn.norm.weight": (self.v_dim,),
+        }
+
+    def work(self, hidden: int) -> int:
+        """Values held for a token beside the residual stream and its norm: what goes in, what the convolution makes of
+        it in float32, and the heads' outputs with their gates.
+        """
+        return self.channels + 4 * self.channels + 6 * self.num_v_heads * self.v_dim
+
+
+Stateful = GatedDelta  # mixers that keep a state of one size, however many tokens there were: `state_bytes`
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A feed-forward layer."""
+
+    inner: int
+    act: str = "silu"  # silu | gelu_tanh | gelu (without a gate)
+    bias: bool = False
+    fused: bool = False  # gate and up are stored as one module
+    gated: bool = True
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The modules that gate and up come from, in this order."""
+        if not self.gated:
+            return ("mlp.up_proj",)
+        return ("mlp.gate_up_proj",) if self.fused else ("mlp.gate_proj", "mlp.up_proj")
+
+    def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
+        inner = 2 * self.inner if self.fused else self.inner
+        return dict.fromkeys(self.inputs, (inner, hidden)) | {"mlp.down_proj": (hidden, self.inner)}
+
+    def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        return {f"{name}.bias": shape[:1] for name, shape in self.linears(hidden).items() if self.bias}
+
+    def work(self, hidden: int) -> int:
+        """Values held for a token beside the residual stream and its norm: gate and up beside their product."""
+        return 3 * self.inner
+
+
+# linear modules that choose or weigh others: they keep their stored numbers whatever the others become
+ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture: of many gated feed-forward layers a router chooses some for each token, and sums what they give."""
+
+    num_experts: int
+    top_k: int  # experts chosen for a token
+    inner: int  # of one expert
+    act: str = "silu"  # silu | gelu_tanh | swiglu_oai (gate · sigmoid(1.702 gate) · (up + 1))
+    # what an expert counts: softmax (over all) | softmax_topk (over those chosen) | sigmoid (each by itself)
+    router: str = "softmax"
+    renormalise: bool = True  # the shares of those chosen are divided by their sum
+    scale: float = 1.0  # then multiplied with this
+    choice_bias: bool = False  # a number for each expert that is added for the choice only
+    groups: int = 1  # experts lie in so many groups, of which `group_top_k` are chosen first
+    group_top_k: int = 1
+    shared_inner: int = 0  # of the expert that every token goes through; 0: none
+    shared_gate: bool = False  # its output is multiplied with sigmoid(gate · x)
+    bias: bool = False  # of router and experts
+    limit: float | None = None  # gate is cut off above it, up above and below
+
+    def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
+        inner, shared = self.inner, self.shared_inner
+        shapes = {"mlp.gate": (self.num_experts, hidden)}
+        for expert in range(self.num_experts):
+            shapes[f"mlp.experts.{expert}.gate_proj"] = (inner, hidden)
+            shapes[f"mlp.experts.{expert}.up_proj"] = (inner, hidden)
+            shapes[f"mlp.experts.{expert}.down_proj"] = (hidden, inner)
+        if shared:
+            shapes["mlp.shared_expert.gate_proj"] = shapes["mlp.shared_expert.up_proj"] = (shared, hidden)
+            shapes["mlp.shared_expert.down_proj"] = (hidden, shared)
+        if self.shared_gate:
+            shapes["mlp.shared_expert_gate"] = (1, hidden)
+        return shapes
+
+    def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        sizes: dict[str, tuple[int, ...]] = {}
+        if self.bias:
+            of_all = {name: shape for name, shape in self.linears(hidden).items() if "shared" not in name}
+            sizes = {f"{name}.bias": shape[:1] for name, shape in of_all.items()}
+        if self.choice_bias:
+            sizes["mlp.gate.e_score_correction_bias"] = (self.num_experts,)
+        return sizes
+
+    def work(self, hidden: int) -> int:
+        """As of `Dense`, where all tokens take one expert: rows gathered, their result, and float32 sums."""
+        return 4 * self.num_experts + 3 * max(self.inner, self.shared_inner) + 2 * hidden + 4 * hidden
+
+
+@dataclass(frozen=True)
+class Norms:
+    """The RMSNorms of a layer, by canonical name below `model.layers.{i}.`.
+
+    `after_*` norm what is added, `over_*` the sum that it is added to.
+    """
+
+    before_mixer: str | None = "input_layernorm"
+    before_ffn: str | None = "post_attention_layernorm"
+    after_mixer: str | None = None
+    after_ffn: str | None = None
+    over_mixer: str | None = None
+    over_ffn: str | None = None
+    bias: bool = False  # they are LayerNorms
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is added to a token's row of an encoder before the first layer, where a LayerNorm follows."""
+
+    positions: int = 0  # rows of a table of learned positions; 0: none
+    offset: int = 0  # the row of the first position
+    token_types: int = 0  # rows of a table, of which the first counts; 0: none
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """One decoder layer: what mixes tokens, what follows, and the norms around them."""
+
+    mixer: Attention | Stateful
+    ffn: Dense | Experts
+    norms: Norms = Norms()
+    scaled: bool = False  # a stored number multiplies what it gives
