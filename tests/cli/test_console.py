@@ -160,6 +160,20 @@ def test_plain_lines_tell_what_building_the_kernels_took() -> None:
     assert lines[2].startswith("the kernels took ") and lines[3:] == ["loading: weights"]
 
 
+def test_the_time_that_kernels_took_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    err = io.StringIO()
+    plain = PlainProgress(Console(stderr=err), "m")
+    plain.update(Told("import"))
+    plain.update(Told("compile"))
+    clock[0] = 11.0
+    plain.tick()
+    clock[0] = 13.0
+    plain.update(Told("weights", 1, 8))
+    assert err.getvalue().splitlines()[-3:] == ["still kernels, 11 s", "the kernels took 13 s", "loading: weights"]
+
+
 def test_plain_lines_come_every_ten_per_cent() -> None:
     err = io.StringIO()
     plain = PlainProgress(Console(stderr=err))

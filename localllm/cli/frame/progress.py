@@ -129,7 +129,7 @@ class PlainProgress(Progress):
         self._stall_shown = False
 
     def _show(self, phase: LoadProgress) -> None:
-        now = time.monotonic()
+        now, began = time.monotonic(), self._phase_start
         is_due = now - self._shown_at >= PLAIN_EVERY_S
         if self._phase is None or self._phase.name != phase.name:
             self._phase_start = now
@@ -150,7 +150,7 @@ class PlainProgress(Progress):
                 self._loading, self._shown_at = phase.name, now
         elif phase.name not in ("resolve", "ready"):
             if self._loading == "compile" != phase.name:
-                self._console.say(f"the kernels took {seconds_short(now - self._shown_at)}")
+                self._console.say(f"the kernels took {seconds_short(now - began)}")
                 is_due = True
             if not self._loading:
                 self._console.say(f"loading {self._title}".rstrip())
