@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .layer_weights import ExpertsWeights
+from .recurrent import sigmoid
 
 SIGMOID_SLOPE = 1.702  # of swiglu_oai
 
@@ -25,7 +26,7 @@ def route(logits: Tensor, weights: ExpertsWeights) -> tuple[Tensor, Tensor]:
     if weights.router_kind == "softmax":
         scores = torch.softmax(logits, -1)
     elif weights.router_kind == "sigmoid":
-        scores = _sigmoid(logits)
+        scores = sigmoid(logits)
     wanted = scores if weights.choice_bias is None else scores + weights.choice_bias
     if weights.groups > 1:
         wanted = _of_best_groups(wanted, weights)
@@ -48,14 +49,10 @@ def _of_best_groups(wanted: Tensor, weights: ExpertsWeights) -> Tensor:
     return grouped.masked_fill(left_out.unsqueeze(-1), float("-inf")).flatten(1)
 
 
-def _sigmoid(x: Tensor) -> Tensor:
-    return torch.neg(x).exp_().add_(1.0).reciprocal_()
-
-
 def swiglu_oai(gate_up: Tensor) -> Tensor:
     """gate · sigmoid(1.702 gate) · (up + 1): [num_tokens, 2 · intermediate], gate first, to its half."""
     gate, up = gate_up.float().chunk(2, -1)
-    return (gate * _sigmoid(SIGMOID_SLOPE * gate)).mul_(up + 1.0).to(gate_up.dtype)
+    return (gate * sigmoid(SIGMOID_SLOPE * gate)).mul_(up + 1.0).to(gate_up.dtype)
 
 
 def cut_off(gate_up: Tensor, limit: float) -> Tensor:
@@ -90,6 +87,6 @@ def mixture(x: Tensor, weights: ExpertsWeights, activate: Callable[[Tensor], Ten
     if weights.shared_gate_up is not None and weights.shared_down is not None:
         given = weights.shared_down(activate(weights.shared_gate_up(x))).float()
         if weights.shared_gate is not None:
-            given = given * _sigmoid(weights.shared_gate(x).float())
+            given = given * sigmoid(weights.shared_gate(x))
         total += given
     return total.to(x.dtype)

@@ -242,7 +242,8 @@ def decoder(
         rows = wanted if number == len(layers) - 1 else None
         if isinstance(weights, DeltaWeights):
             x = gated_delta(x, weights, of_layer, slots, cu_query_lens)
-            x = feed(x if rows is None else x[rows], ffn)
+            x = x if rows is None else x[rows]
+            x = feed(x, ffn) if x.shape[0] else x
             continue
         cos, sin, block_table, slot_mapping = views[view]
         q = attn_in(x, weights, cos, sin, of_layer, slot_mapping)

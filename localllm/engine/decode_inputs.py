@@ -17,12 +17,8 @@ from localllm.models.inputs import AttentionInputs, ForwardBatch
 from .sampled_tokens import SampledTokens
 from .scheduler import Scheduled
 
-TOKEN, POSITION, LENGTH, SLOTS = (
-    0,
-    1,
-    2,
-    3,
-)  # rows of the small buffer; one row of slots per cache group, and one of states
+# rows of the small buffer; one row of slots per cache group, and one of states
+TOKEN, POSITION, LENGTH, SLOTS = range(4)
 
 
 class DecodeInputs:

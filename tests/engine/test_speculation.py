@@ -14,6 +14,7 @@ from localllm.engine.sampler import candidates
 from localllm.engine.scheduler import Scheduled, SchedulerLimits, Step
 from localllm.engine.sequence import Sequence
 from localllm.engine.speculation import Rates, Speculation, StepTimes
+from localllm.plan import memory
 from localllm.request import Request, SamplingParams
 
 
@@ -230,3 +231,7 @@ def test_what_is_drawn_has_the_distribution_of_the_model(draws, wishes):
     statistic = float(((seen - expected)[counted] ** 2 / expected[counted]).sum())
     freedom = int(counted.sum()) - VOCAB
     assert statistic < freedom + 3.72 * (2 * freedom) ** 0.5 + 10  # normal approximation, with its skew
+
+
+def test_the_plan_counts_as_many_guesses_as_there_are() -> None:
+    assert memory.MOST_DRAFTS == MOST_DRAFTS
