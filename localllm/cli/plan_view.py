@@ -62,6 +62,10 @@ class Subject:
     entry: Candidate | None = None  # in the catalogue, or as if it were
     needs: str = ""  # what is missing to run it
 
+    @property
+    def gpu_only(self) -> bool:
+        return not self.local and self.entry is not None and self.entry.device == "gpu"
+
 
 @dataclass(frozen=True, eq=False)
 class Row:
@@ -195,7 +199,7 @@ def _cells(sheet: Sheet, subject: Subject) -> list[str]:
     if fitting:
         mark = "✓" if made.basis == "measured" else "≈"
         last = fitting[-1] if rows[-1].fits else None
-        speed = f"{mark} {_rate(made.decode_tps)} → {_rate(last.decode_tps_full) if last else '–'}"
+        speed = f"{mark} {rate(made.decode_tps)} → {rate(last.decode_tps_full) if last else '–'}"
     longest = max(row.plan.max_ctx for row in rows if row.plan)
     most = tokens_short(longest) if longest else "–"
     star = sheet.star is not None and sheet.star.subject is subject
@@ -207,7 +211,7 @@ def _cells(sheet: Sheet, subject: Subject) -> list[str]:
         *[_fit(row) for row in rows],
         most,
         speed,
-        f"{_rate(wait)} s" if wait else "–",
+        f"{rate(wait)} s" if wait else "–",
         _verdict(sheet, subject, rows),
         _download(subject),
     ]
@@ -221,12 +225,13 @@ def option_line(subject: Subject, made: Plan) -> str:
     """'qwen3-32b awq, 20k tokens of context, ≈ 37 tok/s, first token of 8k after 4.2 s'."""
     mark = "✓" if made.basis == "measured" else "≈"
     wait = made.first_token_s(FIRST_TOKEN_AT)
-    first = f", first token of {tokens_short(FIRST_TOKEN_AT)} after {_rate(wait)} s" if wait else ""
+    first = f", first token of {tokens_short(FIRST_TOKEN_AT)} after {rate(wait)} s" if wait else ""
     what = f"{clean_line(subject.shown)} {_short_format(subject.quant)}"
-    return f"{what}, {tokens_short(made.ctx)} tokens of context, {mark} {_rate(made.decode_tps)} tok/s{first}"
+    return f"{what}, {tokens_short(made.ctx)} tokens of context, {mark} {rate(made.decode_tps)} tok/s{first}"
 
 
-def _rate(tps: float) -> str:
+def rate(tps: float) -> str:
+    """A speed, or seconds: whole from ten on."""
     return f"{tps:.0f}" if tps >= 10 else f"{tps:.1f}"
 
 
@@ -367,8 +372,8 @@ def formulas(row: Row, sheet: Sheet) -> list[str]:
     if made.bandwidth:
         lines.append(
             f"  decode = 1 / ({made.read_bytes:,} B / ({made.eta:.2f} × {made.bandwidth / 1e9:,.0f} GB/s)"
-            f" + {facts.num_layers} layers × a constant) = {_rate(made.decode_tps)} tok/s at the start,"
-            f" {_rate(made.decode_tps_full)} with {made.sequence_bytes:,} B of keys and values"
+            f" + {facts.num_layers} layers × a constant) = {rate(made.decode_tps)} tok/s at the start,"
+            f" {rate(made.decode_tps_full)} with {made.sequence_bytes:,} B of keys and values"
         )
     if made.basis == "measured":
         lines.append("  the speed at the start was measured here; the rest follows the formula")

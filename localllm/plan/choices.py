@@ -74,18 +74,11 @@ def _fetchable(local: list[ModelChoice], planner: Planner, plans: fit.Plans) -> 
                 starter.name, starter.format, starter.size, local=False, supported=True, fits=True,
                 license=starter.license, have_bytes=free, note=starter.title,
             )  # fmt: skip
-    by_name: dict[str, list[catalog.Candidate]] = {}
-    for candidate in catalog.candidates():
-        if not candidate.needs:
-            by_name.setdefault(candidate.name, []).append(candidate)
-    for name, files in by_name.items():
+    for name in dict.fromkeys(candidate.name for candidate in catalog.candidates() if not candidate.needs):
         if any(_plain(name) in one for one in names):
             continue
-        choice = fit.recommended(name, planner, made_before=plans)
-        best = choice.best if choice else min(files, key=lambda file: file.download_bytes)
-        # where nothing fits on the GPU, what it would need there: the CPU is not what the name would choose
-        on_gpu = choice is None and fit.device_kind(planner) == "cuda"
-        yield replace(_row(best, planner.having(device="cuda") if on_gpu else planner), name=name, reason="")
+        best = fit.best_file(name, planner, plans)
+        yield replace(_row(best.file, best.plan, planner), name=name, reason="")
 
 
 def _forms(planner: Planner) -> dict[str, list[ModelChoice]]:
@@ -93,19 +86,18 @@ def _forms(planner: Planner) -> dict[str, list[ModelChoice]]:
     forms: dict[str, list[ModelChoice]] = {}
     for one in catalog.candidates():
         if not one.needs:
-            forms.setdefault(_plain(one.name), []).append(_row(one, planner))
+            forms.setdefault(_plain(one.name), []).append(_row(one, fit.plan_of(one, planner), planner))
     return forms
 
 
-def _row(one: catalog.Candidate, planner: Planner) -> ModelChoice:
+def _row(one: catalog.Candidate, made: Plan | None, planner: Planner) -> ModelChoice:
     """A file of the catalogue."""
-    made = fit.plan_of(one, planner)
     row = ModelChoice(
         one.spec, one.format, one.download_bytes, local=False, supported=True, max_ctx=one.context, fits=False,
         params=one.params, active_params=one.active_params, license=one.license,
         have_bytes=catalog.memory_of(planner.machine).free_bytes,
         note="asks for its license first" if one.gated else one.title,
-        reason="runs on a GPU only" if made is None and one.device == "gpu" else "",
+        reason=fit.GPU_ONLY if made is None and one.device == "gpu" else "",
     )  # fmt: skip
     return row if made is None else _planned(row, made)
 

@@ -18,11 +18,13 @@ from localllm.models.architectures.layers import Attention, Dense, LayerFacts, R
 from localllm.plan.placement import chosen_device
 from localllm.plan.plan import Plan
 from localllm.plan.planner import Planner
+from localllm.terminal import gib
 
 MIN_CTX = 2048  # tokens of context that must fit
 # families whose members are for everything; others are for those who name them
 GENERAL = ("qwen", "gemma", "llama", "mistral", "gpt-oss", "phi", "smollm")
 RANK_COST = 0.08  # of `worth`, for each step down the order of kinds of weights
+GPU_ONLY = "runs on a GPU only"
 STATE_WINDOW = 1024  # tokens that what a sequence keeps at any length is counted as
 # compute capability and up -> kinds of weights of those that fit and are fast enough, the best first: eight bits cost
 # no quality one would notice, sixteen only take room, and a card without FP8 arithmetic is quickest in four
@@ -110,7 +112,7 @@ def judge(planner: Planner, min_ctx: int, made_before: Plans | None = None) -> c
 
 
 def plan_of(candidate: catalog.Candidate, planner: Planner) -> Plan | None:
-    """The plan for a model that is not here; None when it cannot run at all."""
+    """The plan for a model that is not here; None when it cannot run at all: there is no GPU, and it needs one."""
     facts = facts_of(candidate)
     if facts is None or (candidate.device == "gpu" and device_kind(planner) == "cpu"):
         return None
@@ -170,6 +172,34 @@ def recommended(
         )
     except LocalLLMError:
         return None
+
+
+class Best(NamedTuple):
+    """The file of a model that would be taken, whether it runs here or not."""
+
+    file: catalog.Candidate
+    plan: Plan | None  # of one that does not fit too
+    reason: str  # why it does not run, "" when it does
+
+
+def best_file(name: str, planner: Planner, made_before: Plans | None = None) -> Best:
+    """Of a model's files the one `recommended` takes, else the smallest with what is against it.
+
+    Where nothing fits on the GPU the plan says what is missing there: a name does not choose the CPU by itself.
+    """
+    choice = recommended(name, planner, made_before=made_before)
+    file = choice.best if choice else min(catalog.members(name), key=lambda one: one.download_bytes)
+    if not choice and device_kind(planner) == "cuda":
+        planner = planner.having(device="cuda")
+    made = plan_of(file, planner.having(ctx="auto"))
+    if choice:
+        return Best(file, made, "")
+    if file.needs:
+        return Best(file, made, f"needs {file.needs}")
+    if made is None:
+        only = file.device == "gpu" and device_kind(planner) == "cpu"
+        return Best(file, None, GPU_ONLY if only else "cannot be planned with these settings")
+    return Best(file, made, f"needs {gib(made.need_bytes, 1)}, {gib(made.have_bytes, 1)} are free")
 
 
 def judgement(planner: Planner) -> hub.Judgement:

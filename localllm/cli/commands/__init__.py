@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ORDER = (
-    "chat", "run", "logs", "serve", "ps", "stop", "batch", "connect", "pull", "ls", "show", "rm", "quantize", "eval",
-    "doctor", "plan", "bench", "tune", "config",
+    "chat", "run", "logs", "serve", "ps", "stop", "batch", "connect", "pull", "ls", "catalog", "show", "rm", "quantize",
+    "eval", "doctor", "plan", "bench", "tune", "config",
 )  # fmt: skip
 ALIASES = {"list": "ls", "fit": "plan"}
 

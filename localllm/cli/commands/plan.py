@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -12,11 +13,10 @@ from typer import Option
 
 from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.console import picked
-from localllm.cli.frame.options import Kv, model_argument, numbers
+from localllm.cli.frame.options import HardwareFlags, Kv, model_argument, numbers
 from localllm.cli.names import local, opened
 from localllm.cli.plan_view import FIRST_TOKEN_AT, Row, Sheet, Subject, option_line, show
 from localllm.config import UserConfig
-from localllm.config.kinds import parse_bytes
 from localllm.errors import ConfigError, LocalLLMError, UnsupportedModel
 
 if TYPE_CHECKING:
@@ -42,10 +42,7 @@ def plan(
     quant: Annotated[str | None, Option(metavar="Q", help="Only files stored so: Q4_K_M, fp8.")] = None,
     kv: Kv = None,
     batch: Annotated[int | None, Option(metavar="N", min=1, max=1024, help="Requests computed side by side.")] = None,
-    gpu: Annotated[str | None, Option(metavar="NAME", help="A card that is not here: 4090, h100.")] = None,
-    vram: Annotated[str | None, Option(metavar="SIZE", help="A card with so much memory: 24G.")] = None,
-    bw: Annotated[float | None, Option(metavar="GB/S", min=1, help="Its memory bandwidth: 1008.")] = None,
-    ram: Annotated[str | None, Option(metavar="SIZE", help="As much RAM as this: 64G.")] = None,
+    hardware: HardwareFlags = HardwareFlags(),
     target_tps: Annotated[float, Option(metavar="N", min=0, help="★ is not given below this pace.")] = 0.0,
     every: Annotated[bool, Option("--all", help="Every file of a model, not just the best one.")] = False,
 ) -> int:
@@ -56,25 +53,11 @@ def plan(
     by `localllm bench`, which also corrects the estimates of other models. -v prints the formulas with their numbers.
     """
     from localllm import hub
-    from localllm.device import machine
-    from localllm.device.imagined import imagined
-    from localllm.plan.placement import chosen_device
-    from localllm.plan.planner import Planner
 
     config = env.settings({"engine.kv": kv, "engine.max_parallel": batch})
     windows = numbers("8k,32k" if ctx is None else ctx, "--ctx", 16, "8k,32k", ("auto", "max"))
-    real = machine()
-    facts = imagined(
-        real,
-        gpu=gpu,
-        vram_bytes=_size(vram, "--vram"),
-        bandwidth=bw * 1e9 if bw else None,
-        ram_bytes=_size(ram, "--ram"),
-    )
-    planner = Planner.here(config.engine, facts)
-    if config.engine.device == "auto":  # no falling back to the CPU row by row: a table has one device
-        planner = planner.having(device=chosen_device(facts, "auto").device)
-    limit = hub.download_limit(config) if facts is real else None
+    planner, imagined = hardware.planner(config)
+    limit = None if imagined else hub.download_limit(config)
     with ExitStack() as stack:
         subjects = [s for s in _subjects(env, config, models, planner, limit, stack) if not quant or _same(s, quant)]
         if quant and not subjects:
@@ -83,28 +66,16 @@ def plan(
         options = _options(subjects, planner)
         advised = _advised(options, models, planner, limit, target_tps)
     star = _star(advised, options, rows if ctx else (), planner)
-    shown = subjects if every or quant else _best_files(options, advised)
-    sheet = Sheet(planner, rows, windows, star, facts is not real, target_tps, tuple(shown), tuple(_hints(
-        env, models, advised, options, limit, (gpu if vram is None else None),
+    shown = subjects if every or quant else _best_files(subjects, options, advised)
+    sheet = Sheet(planner, rows, windows, star, imagined, target_tps, tuple(shown), tuple(_hints(
+        env, models, advised, options, limit, (hardware.gpu if hardware.vram is None else None),
     )))  # fmt: skip
     listed = [_json(row, star is not None and row.subject is star.subject) for row in rows]
-    if not env.console.emit("plan/1", {"machine": asdict(facts), "rows": listed}):
+    if not env.console.emit("plan/1", {"machine": asdict(planner.machine), "rows": listed}):
         show(env, sheet)
     if any(all(s.needs for s in subjects if s.asked == name) for name in models or ()):
         return UnsupportedModel.exit_code
     return 5 if any(not any(r.fits for r in rows if r.subject.asked == name) for name in models or ()) else 0
-
-
-def _size(text: str | None, option: str) -> int | None:
-    if text is None:
-        return None
-    try:
-        size = int(parse_bytes(text))
-    except ValueError:
-        size = 0
-    if size < 1 << 28:
-        raise ConfigError(f"{option} is {text!r}: expected a size such as 24G", f"localllm plan {option} 24G")
-    return size
 
 
 def _subjects(
@@ -177,6 +148,10 @@ def _same(subject: Subject, quant: str) -> bool:
 
 
 def _row(subject: Subject, window: int | str, planner: Planner) -> Row:
+    from localllm.plan import fit
+
+    if subject.gpu_only and fit.device_kind(planner) == "cpu":
+        return Row(subject, window, None, fit.GPU_ONLY)
     try:
         made = planner.having(ctx=window).plan_within(subject.facts, subject.path or "")
     except LocalLLMError as error:
@@ -237,16 +212,18 @@ def _star(
     return asked[-1] if asked else _row(best, "auto", planner)
 
 
-def _best_files(options: Mapping[Subject, fit.Option], advised: Mapping[str, Subject]) -> list[Subject]:
+def _best_files(
+    subjects: Iterable[Subject], options: Mapping[Subject, fit.Option], advised: Mapping[str, Subject]
+) -> list[Subject]:
     """One file of each model, what to take first, then by size; base models and what is here stay."""
     best: dict[str, Subject] = {}
-    for subject, one in options.items():
+    value = lambda s: (options[s].plan.fits, options[s].worth) if s in options else (False, -math.inf)  # noqa: E731
+    for subject in subjects:
         key = subject.name if subject.local else subject.shown
-        held = options[best[key]] if key in best else None
-        if held is None or (one.plan.fits, one.worth) > (held.plan.fits, held.worth):
+        if key not in best or value(subject) > value(best[key]):
             best[key] = subject
     first = list(dict.fromkeys(advised.values()))
-    order = lambda s: (not s.local, not options[s].plan.fits, -s.facts.num_params)  # noqa: E731
+    order = lambda s: (not s.local, not value(s)[0], -s.facts.num_params)  # noqa: E731
     rest = sorted((s for s in best.values() if s not in first), key=order)
     return [*first, *(subject for subject in rest if subject.shown not in {s.shown for s in first})]
 

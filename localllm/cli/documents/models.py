@@ -203,3 +203,47 @@ class Plan(TypedDict):
 
     machine: dict[str, Any]
     rows: list[PlanRow]
+
+
+class CatalogFile(TypedDict):
+    spec: str
+    format: str
+    download_bytes: Count
+    verified: bool
+
+
+class CatalogPlan(TypedDict):
+    device: str
+    kv: str
+    ctx: Count
+    max_ctx: Count
+    need_bytes: Count
+    have_bytes: Count
+    decode_tps: float
+    prefill_tps: float
+    basis: Literal["estimate", "measured"]
+
+
+class CatalogModel(TypedDict):
+    model: str
+    family: str
+    title: str
+    params: Count
+    active_params: Count
+    context: Count
+    architecture: str
+    released: str | None
+    license: str | None
+    gated: bool
+    file: CatalogFile
+    fits: bool
+    reason: str | None
+    recommended: bool
+    plan: CatalogPlan | None
+
+
+class Catalog(TypedDict):
+    """What `localllm catalog --json` prints."""
+
+    machine: dict[str, Any]
+    models: list[CatalogModel]

@@ -16,6 +16,7 @@ from . import machine, models, talk
 DOCUMENTS: dict[str, Any] = {
     "batch": talk.Batch,
     "bench": BenchResult,
+    "catalog": models.Catalog,
     "checks": machine.Checks,
     "config": machine.Config,
     "connect": talk.Connect,

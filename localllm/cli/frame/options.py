@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
 from localllm.cli.frame.command import Env
 from localllm.config import KEYS, UserConfig
-from localllm.config.kinds import parse_tokens
+from localllm.config.kinds import parse_bytes, parse_tokens
 from localllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from localllm.plan.planner import Planner
 
 MAX_TEXT_BYTES = 16 << 20  # of a prompt, a file or a schema: some four million tokens
 
@@ -149,6 +152,51 @@ class SamplingFlags:
         given = asdict(self)
         del given["stop"]
         return {"sampling.temperature": given.pop("temp")} | {f"sampling.{name}": v for name, v in given.items()}
+
+
+@dataclass(frozen=True)
+class HardwareFlags:
+    """Another machine than this one."""
+
+    gpu: Annotated[str | None, Option(metavar="NAME", help="A card that is not here: 4090, h100.")] = None
+    vram: Annotated[str | None, Option(metavar="SIZE", help="A card with so much memory: 24G.")] = None
+    bw: Annotated[float | None, Option(metavar="GB/S", min=1, help="Its memory bandwidth: 1008.")] = None
+    ram: Annotated[str | None, Option(metavar="SIZE", help="As much RAM as this: 64G.")] = None
+
+    def planner(self, config: UserConfig) -> tuple[Planner, bool]:
+        """What plans for that machine, and whether it is another one than this.
+
+        Nothing falls back to the CPU model by model: a table has one device.
+        """
+        from localllm.device import machine
+        from localllm.device.imagined import imagined
+        from localllm.plan.placement import chosen_device
+        from localllm.plan.planner import Planner
+
+        real = machine()
+        facts = imagined(
+            real,
+            gpu=self.gpu,
+            vram_bytes=_size(self.vram, "--vram"),
+            bandwidth=self.bw * 1e9 if self.bw else None,
+            ram_bytes=_size(self.ram, "--ram"),
+        )
+        planner = Planner.here(config.engine, facts)
+        if config.engine.device == "auto":
+            planner = planner.having(device=chosen_device(facts, "auto").device)
+        return planner, facts is not real
+
+
+def _size(text: str | None, option: str) -> int | None:
+    if text is None:
+        return None
+    try:
+        size = int(parse_bytes(text))
+    except ValueError:
+        size = 0
+    if size < 1 << 28:
+        raise ConfigError(f"{option} is {text!r}: expected a size such as 24G", f"localllm plan {option} 24G")
+    return size
 
 
 def numbers(text: str, option: str, least: int, such: str, words: Sequence[str] = ()) -> tuple[int | str, ...]:
