@@ -56,6 +56,7 @@ def assemble(
         meter.note("tables")
         decode = DecodeGraphs(model, cache, inputs, plan.graph_buckets, capture or CudaCapture())
     runner = Runner(model, cache, model.facts.vocab_size, decode, _sampler(model, plan, device, selftest))
+    meter.settle()
     runner.capture()
     if decode is not None:
         meter.note("graphs", reserved=True)

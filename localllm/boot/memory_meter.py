@@ -26,6 +26,15 @@ class Meter:
         torch.cuda.synchronize(self._device)
         return torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device)
 
+    def settle(self) -> None:
+        """Give back what the allocator keeps for later, and count from here.
+
+        A capture gives it back when it begins: counted from before that, a graph would seem to take less than nothing.
+        """
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._allocated, self._reserved = self._read()
+
     def note(self, name: str, reserved: bool = False) -> None:
         """What was taken since the last note; `reserved` counts what the allocator keeps for itself, too."""
         allocated, held = self._read()

@@ -46,15 +46,19 @@ class CudaCapture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Run) -> Captured:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
+        side, current = torch.cuda.Stream(), torch.cuda.current_stream()
+        side.wait_stream(current)
         with torch.cuda.stream(side):
             for _ in range(WARM_RUNS):
                 run()
-        torch.cuda.current_stream().wait_stream(side)
+        current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        # other threads (a tokenizer, an interface) may call into CUDA meanwhile: only this one is watched
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        # a capture that cannot end leaves its stream current; `stream` restores the one before it. Other threads (a
+        # tokenizer, an interface) may call into CUDA meanwhile: only this one is watched
+        with (
+            torch.cuda.stream(current),
+            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+        ):
             outputs = run()
         return outputs, graph.replay
 

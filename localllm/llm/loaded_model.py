@@ -313,6 +313,7 @@ class LoadedModel:
         if engine is None:
             return
         engine.close()
+        del engine  # what it holds is given back to the card below
         self.boot.release()
         if self.plan.device != "cpu" and self._sleeping is None:
             from localllm.models.sleep import put_to_sleep
@@ -343,7 +344,9 @@ class LoadedModel:
             boot.release()
         if model is not None:
             model.forget_layers()
-        if model is not None and self.plan.device != "cpu":
+        had_model = model is not None
+        del engine, boot, model  # what they hold is given back to the card
+        if had_model and self.plan.device != "cpu":
             from localllm.models.sleep import free_cached
 
             free_cached()

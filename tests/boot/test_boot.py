@@ -19,6 +19,7 @@ import torch
 
 from localllm import LLM, SamplingParams
 from localllm.boot.boot import Boot
+from localllm.boot.memory_meter import Meter
 from localllm.device.fake import MACHINES
 from localllm.engine.metrics import EngineStats
 from localllm.kernels import Impl, reference, table
@@ -26,6 +27,7 @@ from localllm.kernels.registry import fits_always
 from localllm.kernels.verify import tuning
 from localllm.kernels.verify.selftest import SelfTest
 from localllm.llm.loaded_model import kernel_words
+from localllm.models import sleep
 from localllm.plan import fit
 from localllm.plan.plan import Plan
 from localllm.plan.planner import Measured, Planner
@@ -350,3 +352,35 @@ def test_at_most_eight_candidates_and_one_from_a_measured_card_first(monkeypatch
     assert tuning.is_measured(90) and not tuning.is_measured(120)
     with pytest.raises(ValueError, match="no candidates"):
         tuner.pick(tuning.Shape("x", ()), [])
+
+
+@pytest.mark.parametrize("how", ["sleep", "close"])
+def test_pages_and_weights_are_let_go_before_the_card_gets_its_memory_back(
+    how: str, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(tiny_path, ctx=256)
+    tokens(llm)
+    pages = [weakref.ref(part) for layer in llm.engine.runner.cache.layers for part in layer if part is not None]
+    weights = weakref.ref(llm._model)
+    alive: list[tuple[bool, bool]] = []
+    monkeypatch.setattr(
+        sleep, "free_cached", lambda: alive.append((any(page() is not None for page in pages), weights() is not None))
+    )
+    llm.plan = replace(llm.plan, device="cuda:0")
+    getattr(llm, how)()
+    assert pages and alive == [(False, how == "sleep")]
+    llm.close()
+
+
+def test_what_graphs_take_is_counted_from_a_cache_that_a_capture_will_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = {"allocated": 60, "reserved": 100}
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device=None: held["allocated"])
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: held["reserved"])
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: held.update(reserved=held["allocated"]))
+    meter = Meter(torch.device("cuda"))
+    meter.settle()
+    torch.cuda.empty_cache()  # as a capture does when it begins
+    held["reserved"] += 20
+    meter.note("graphs", reserved=True)
+    assert meter.found == {"graphs": 20}

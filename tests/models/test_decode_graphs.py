@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -248,3 +249,46 @@ def test_captured_graph_equals_eager_on_the_card(
     for request in requests(1):
         if request.params.n == 1:
             assert answers(graphs, [request]) == answers(eager, [request])
+
+
+def test_a_capture_that_cannot_end_gives_the_stream_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream:
+        def wait_stream(self, other: Stream) -> None: ...
+
+    now = usual = Stream()
+
+    class Using:
+        """As `torch.cuda.stream`."""
+
+        def __init__(self, stream: Stream) -> None:
+            self.stream = stream
+
+        def __enter__(self) -> None:
+            nonlocal now
+            self.before, now = now, self.stream
+
+        def __exit__(self, *error: object) -> None:
+            nonlocal now
+            now = self.before
+
+    class Graph(Using):
+        """As `torch.cuda.graph` where `capture_end` raises: the stream of the capture stays current."""
+
+        def __init__(self, graph: object, **options: Any) -> None:
+            super().__init__(Stream())
+
+        def __exit__(self, *error: object) -> None:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    for name, fake in {
+        "graph_pool_handle": lambda: None,
+        "Stream": Stream,
+        "current_stream": lambda: now,
+        "stream": Using,
+        "CUDAGraph": SimpleNamespace,
+        "graph": Graph,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    with pytest.raises(RuntimeError, match="previous error"):
+        CudaCapture()(lambda: ())
+    assert now is usual
