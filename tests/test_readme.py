@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from pathlib import Path
@@ -61,3 +62,34 @@ def test_the_families_it_offers_run() -> None:
     assert found
     for family in found[1].split():
         assert any(not member.needs for member in catalog.families()[family]), family
+
+
+def table_of_models() -> str:
+    """docs/models.md: what the registry runs, by what names files ask for it, and what the catalogue has of it."""
+    from localllm.hub import catalog
+    from localllm.models.architectures.registry import ARCHITECTURES
+
+    lines = [
+        "# Models that run",
+        "",
+        "Made of the table of architectures and of the catalogue by `UPDATE_DOCS=1 pytest tests/test_readme.py`.",
+        "What fits a machine, and how fast: `localllm catalog`.",
+        "",
+        "| models | `model_type` in config.json | architecture in GGUF | in the catalogue |",
+        "| --- | --- | --- | --- |",
+    ]  # fmt: skip
+    for one in ARCHITECTURES:
+        names = dict.fromkeys(c.name for c in catalog.candidates() if c.architecture == one.name)
+        cells = [
+            " ".join(f"`{word}`" for word in words)
+            for words in (sorted({*one.hf_types, *one.hf_wrappers}), one.gguf_types)
+        ]
+        lines.append(f"| {one.label} | {' | '.join(cells)} | {', '.join(names) or '–'} |")
+    return "\n".join(lines) + "\n"
+
+
+def test_the_table_of_models_is_made_of_the_registry() -> None:
+    page = ROOT / "docs/models.md"
+    if os.environ.get("UPDATE_DOCS"):
+        page.write_text(table_of_models())
+    assert page.read_text() == table_of_models(), "UPDATE_DOCS=1 pytest tests/test_readme.py"
