@@ -11,7 +11,7 @@ import triton.language as tl
 from .codes import group_terms, half_value, load_high, spread
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_row", "num_rows"])
 def dequantize_kernel(
     low_ptr, high_ptr, scale_ptr, min_ptr, super_ptr, super_min_ptr, row_scale_ptr, row_ptr, out_ptr, first_row,
     num_rows,

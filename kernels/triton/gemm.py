@@ -59,7 +59,7 @@ def _fetch(places):
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m"])
 def gemm_kernel(
     x_ptr, low_ptr, high_ptr, scale_ptr, min_ptr, super_ptr, super_min_ptr, row_scale_ptr, bias_ptr, residual_ptr,
     out_ptr, partial_ptr, counter_ptr, m, n,

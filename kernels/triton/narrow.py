@@ -34,7 +34,7 @@ def _store(acc, out_ptr, bias_ptr, rows, columns, m, n, BIAS: tl.constexpr):
     tl.store(out_ptr + spot, acc.to(out_ptr.dtype.element_ty), mask=(rows < m)[:, None] & (columns < n)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m"])
 def _w8a8(
     x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, row_scale_ptr, bias_ptr, out_ptr, m, n,
     BYTES: tl.constexpr, BLOCKS: tl.constexpr, ROW_SCALE: tl.constexpr, BIAS: tl.constexpr, HAND: tl.constexpr,
@@ -85,7 +85,7 @@ def _nvfp4_values(codes, scales, HIGH_NIBBLE: tl.constexpr):
     return values * tl.reshape(spread, (A, B))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m"])
 def _w4a4(
     x_ptr, x_scale_ptr, x_row_scale_ptr, w_ptr, w_scale_ptr, row_scale_ptr, bias_ptr, out_ptr, m, n,
     BYTES: tl.constexpr, BIAS: tl.constexpr, HAND: tl.constexpr, OPERAND: tl.constexpr, TOKENS: tl.constexpr,

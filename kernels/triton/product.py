@@ -23,7 +23,7 @@ from . import dequantize, gemm, gemv
 from .cards import Card
 from .launch import card_of, interpreting, launch
 from .layout import CODES, Prepared
-from .product_tiles import SMALL_TOKENS, gemm_tiles, gemv_tiles, is_fixed
+from .product_tiles import SMALL_TOKENS, TOKEN_CLASSES, gemm_tiles, gemv_tiles, is_fixed
 from .rms_norm import rms_norm
 
 SLAB_BYTES = 32 << 20  # dense rows decoded at a time: what the plan reserves for long prompts
@@ -253,7 +253,7 @@ def _slab_product(x: Tensor, p: Prepared, out: Tensor, bias: Tensor | None) -> N
 def _picked(x: Tensor, p: Prepared, extras: Extras, card: Card) -> Tile:
     """The constants for this shape: the winner on this card, or what is expected to be best."""
     n, k = p.shape
-    tokens = next((size for size in (8, 16, 32, 64) if x.shape[0] <= size), 128)
+    tokens = next((size for size in TOKEN_CLASSES if x.shape[0] <= size), TOKEN_CLASSES[-1])
     if x.shape[0] == 1 or card.capability < 80:
         shape = Shape("linear_gemv", (n, k, p.code, p.group, extras.gate))
         candidates = gemv_tiles(n, k, p.code, card, bool(extras.gate), is_fixed(p.code, p.run, card))

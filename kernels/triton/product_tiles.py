@@ -29,6 +29,7 @@ STEP_ELEMENTS = 64
 TENSOR_MEMORY = 64 * 512  # sums that fit into it on sm_100; Triton 3.6 keeps those of each plane apart, 3.9 does not
 MOST = 8  # candidates handed to the tuner
 WARPS = 6  # of a multiprocessor that hide the latency of memory: where programs have fewer, K is split
+TOKEN_CLASSES = (8, 16, 32, 64, 128)  # rows of x, rounded up: each has candidates, and kernels, of its own
 SMALL_TOKENS = 16  # up to so many rows of x a product is a decoding step: fused segments run
 
 
@@ -57,7 +58,7 @@ def gemv_tiles(n: int, k: int, code: str, card: Card, gated: bool = False, fixed
 def gemm_tiles(n: int, k: int, code: str, tokens: int, card: Card, whole: bool = False) -> tuple[Tile, ...]:
     """Candidates of `gemm.gemm_kernel`: {"rows", "tokens", "halves", "split", "stages", "warps"}, the best first.
 
-    tokens   rows of x, rounded up to 8, 16, 32, 64 or 128; a tile may take fewer
+    tokens   rows of x, as one of TOKEN_CLASSES; a tile may take fewer
     whole    K is not split
     """
     kind = CODES[code]

@@ -26,6 +26,7 @@ from localllm.kernels import Impl, reference, table
 from localllm.kernels.registry import fits_always
 from localllm.kernels.verify import tuning
 from localllm.kernels.verify.selftest import SelfTest
+from localllm.kernels.verify.trial import SEGMENT_STEPS
 from localllm.llm.loaded_model import kernel_words
 from localllm.models import sleep
 from localllm.plan import fit
@@ -384,3 +385,13 @@ def test_what_graphs_take_is_counted_from_a_cache_that_a_capture_will_empty(monk
     held["reserved"] += 20
     meter.note("graphs", reserved=True)
     assert meter.found == {"graphs": 20}
+
+
+def test_the_steps_that_a_card_tries_its_segments_with_pass_here(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SEGMENT_STEPS, "cpu", SEGMENT_STEPS["cuda"])
+    monkeypatch.setattr("localllm.boot.boot.first_use", lambda plan, machine: SelfTest())  # nothing is known yet
+    with LLM(tiny_path, ctx=256) as llm:
+        assert llm._selftest.num_run and not llm._selftest.failures
+        assert " fused " in llm.run_summary

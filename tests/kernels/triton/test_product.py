@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +19,7 @@ from localllm.kernels.triton import product_tiles
 from localllm.kernels.triton.cards import CLASSES, Card
 from localllm.kernels.triton.layout import prepare
 from localllm.kernels.triton.product import Extras, dequantized, fusable, launch_gemm, product
-from localllm.kernels.verify.trial import compare
+from localllm.kernels.verify.trial import SEGMENT_STEPS, compare
 from localllm.kernels.verify.tuning import AGREEMENT
 
 from .weights import FORMS, SMALLEST_K, error, exact_product, make, on
@@ -242,3 +245,42 @@ def test_codes_of_four_bits_are_multiplied_in_whole_numbers_where_there_are_such
     for code, fixed in (("int4", True), ("e2m1", True), ("int5", False), ("bf16", False)):
         assert product_tiles.is_fixed(code, 8, Card(90, 132)) is fixed
         assert not product_tiles.is_fixed(code, 2, Card(90, 132)) and not product_tiles.is_fixed(code, 8, Card(75, 40))
+
+
+LAUNCHED = """
+import torch
+from localllm.kernels.triton import aot_cases
+from localllm.kernels.triton.cards import Card
+from localllm.kernels.triton.launch import recording
+from localllm.kernels.triton.narrow import narrow_product
+from localllm.kernels.triton.product import product
+from localllm.kernels.verify.trial import LINEAR_TOKENS
+
+def kernels(count, form, run):
+    with recording(Card(100, 148)) as launches:
+        run(torch.empty(count, 4096, dtype=torch.bfloat16, device="meta"), aot_cases.described(form, 4096, 4096))
+    return {f"{one.kernel} {one.signature} {one.constexprs} {one.options}" for one in launches}
+
+for form in aot_cases.FORMS:
+    runs = {"e4m3 row": (product, narrow_product), "e2m1 e4m3": (product, narrow_product)}.get(form.name, (product,))
+    for run in runs:
+        tried = set().union(*(kernels(count, form, run) for count in LINEAR_TOKENS["cuda"]))
+        for count in (*range(1, 258), 512, 1000, 2048):
+            print(form.name, run.__name__, count, len(kernels(count, form, run) - tried))
+"""
+
+
+@pytest.mark.slow
+def test_no_prompt_meets_a_kernel_that_the_self_test_did_not() -> None:
+    """Compiling takes seconds: whatever a number of rows needs was launched when the weight was tried."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-P", "-c", LAUNCHED], env=env, capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert len(lines) > 6000 and [line for line in lines if not line.endswith(" 0")] == []
+
+
+def test_fused_products_are_tried_in_every_class_of_rows() -> None:
+    counts = [sum(new for new, _ in step) for step in SEGMENT_STEPS["cuda"]]
+    classes = (1, *product_tiles.TOKEN_CLASSES)
+    tried = {next(size for size in classes if count <= size) for count in counts}
+    assert tried == {size for size in classes if size <= product_tiles.SMALL_TOKENS}
