@@ -136,6 +136,12 @@ class ServerError(LocalLLMError):
     exit_code, number, status, kind, api_code = 8, 1, 503, "unavailable_error", None
 
 
+class ServerGone(ServerError):
+    """The server that was used no longer answers."""
+
+    number = 2
+
+
 class ContextTooLong(LocalLLMError):
     """More tokens than the context window holds."""
 

@@ -185,6 +185,10 @@ class ChatBackend(ABC):
         self._stopped: set[int] = set()
         self._next_turn = 0
 
+    def is_there(self) -> bool:
+        """Whether what computes still answers; may take seconds. Only a server can go."""
+        return True
+
     @abstractmethod
     def start(self, model: str | None, changes: Mapping[str, Any] | None = None) -> None:
         """Begin loading; returns at once, phases arrive as events, `LoadProgress("ready")` ends them.

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from localllm.backend.wire import FAILURES, Wire
-from localllm.errors import LocalLLMError, ModelNotFound, ServerError
+from localllm.errors import LocalLLMError, ModelNotFound, ServerError, ServerGone
 from localllm.interface import ChatBackend, Check, Delta, Done, Facts, Failed, ModelChoice, Prefill, Turn
 from localllm.request import Constraint, FinishReason, LoadProgress, Timing, Usage
 
@@ -110,6 +110,12 @@ class RemoteBackend(ChatBackend):
         except Exception:
             log.debug("no /tokenize at %s", self.url, exc_info=True)
             return -(-len(text) // 4)
+
+    def is_there(self) -> bool:
+        try:
+            return self._wire.get("/v1/models")[0] == 200
+        except FAILURES:
+            return False
 
     def find(self, name: str) -> str:
         served = [row.name for row in self._models]
@@ -243,11 +249,11 @@ class RemoteBackend(ChatBackend):
             if turn not in self._stopped:
                 log.warning("the server at %s failed: %s", self.url, error)
                 gone = f"the server at {self.url} went away ({type(error).__name__})"
-                self._fail(turn, ServerError(gone, "localllm ps"))
+                self._fail(turn, ServerGone(gone, "localllm ps"))
         self._end(turn, Done(turn, FinishReason.ABORT, Usage(), Timing(total_s=time.monotonic() - begin)))
 
     def _read(self, turn: int, chunks: Iterator[dict[str, Any]], begin: float) -> Done:
-        first, count, stop, usage = 0.0, 0, "stop", Usage()
+        first, count, stop, usage = 0.0, 0, "", Usage()
         timings: dict[str, Any] = {}
         try:
             for chunk in chunks:
@@ -272,8 +278,8 @@ class RemoteBackend(ChatBackend):
                 if not first:
                     self.tell(Prefill(turn, 0, usage.prompt_tokens))
         except Exception as error:
-            if isinstance(error, LocalLLMError) or turn not in self._stopped:
-                raise
+            if isinstance(error, LocalLLMError) or not (stop or turn in self._stopped):
+                raise  # without a reason to end, what has come is a part of an answer
         if turn in self._stopped and not usage.completion_tokens:  # hung up before the end came
             stop, usage = FinishReason.ABORT, replace(usage, completion_tokens=count)
         end = time.monotonic()
@@ -287,7 +293,7 @@ class RemoteBackend(ChatBackend):
             draft_tokens=int(timings.get("draft_n") or 0),
             accepted_tokens=int(timings.get("draft_n_accepted") or 0),
         )
-        return Done(turn, stop, usage, timing)
+        return Done(turn, stop or FinishReason.STOP, usage, timing)
 
     # --- numbers -----------------------------------------------------------------------------------------------------
 
@@ -306,7 +312,7 @@ class RemoteBackend(ChatBackend):
 
 
 def _data(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
-    """The objects of a stream of server-sent events."""
+    """The objects of a stream of server-sent events. Raises EOFError where it has no end."""
     for line in lines:
         if line.startswith("data:"):
             text = line[5:].strip()
@@ -315,6 +321,7 @@ def _data(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
             value = json.loads(text)
             if isinstance(value, dict):
                 yield value
+    raise EOFError("the stream broke off")
 
 
 def _call(told: Mapping[str, Any]) -> str:

@@ -92,6 +92,9 @@ class PlacedBackend(ChatBackend):
     def count_tokens(self, text: str) -> int:
         return (self.now or self._here).count_tokens(text)
 
+    def is_there(self) -> bool:
+        return (self.now or self._here).is_there()
+
     def find(self, name: str) -> str:
         return self._here.find(name)
 

@@ -84,6 +84,8 @@ class Fake(BaseHTTPRequestHandler):
             while last == "endless":
                 self._event({"choices": [{"index": 0, "delta": {"content": "x"}, "finish_reason": None}]})
                 time.sleep(0.01)
+            if last == "half":
+                return
             if last == "break":
                 self._event({"error": {"message": "the engine stopped"}})
                 return
@@ -100,15 +102,20 @@ class Fake(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def url() -> Iterator[str]:
+def server() -> Iterator[ThreadingHTTPServer]:
     Fake.asked, Fake.hung_up = [], threading.Event()
     server = ThreadingHTTPServer(("127.0.0.1", 0), Fake)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
+    yield server
     server.shutdown()
     server.server_close()
     thread.join()
+
+
+@pytest.fixture
+def url(server: ThreadingHTTPServer) -> str:
+    return f"http://127.0.0.1:{server.server_address[1]}"
 
 
 def wait(backend: RemoteBackend, wanted: Callable[[ChatEvent], bool], seen: list[ChatEvent]) -> ChatEvent:
@@ -188,7 +195,7 @@ def test_numbers_of_the_server_are_shown(url: str) -> None:
     backend.close()
 
 
-@pytest.mark.parametrize(("prompt", "code"), [("long prompt", "E901"), ("break", "E801")])
+@pytest.mark.parametrize(("prompt", "code"), [("long prompt", "E901"), ("break", "E801"), ("half", "E802")])
 def test_what_the_server_refuses_is_a_failed_turn(url: str, prompt: str, code: str) -> None:
     backend = opened(url)
     backend.send([{"role": "user", "content": prompt}])
@@ -227,6 +234,46 @@ async def test_the_interface_says_where_it_is_computed(url: str) -> None:
         assert talk.exchanges[0].text == "Hello é日"
         assert f"via {url} (pid 48121)" in str(app.chat.query_one("#model").render())  # type: ignore[attr-defined]
         assert f"via {url} (pid 48121)" in backend.facts().run_summary
+    backend.close()
+
+
+@pytest.mark.parametrize("asks", [True, False])
+async def test_a_model_is_loaded_again_when_its_server_has_gone(server: ThreadingHTTPServer, asks: bool) -> None:
+    from localllm.backend.placed import Place, PlacedBackend
+    from localllm.backend.scripted import FakeBackend
+    from localllm.conversation.session import Session
+    from localllm.conversation.tree import Conversation
+    from localllm.tui.app import ChatApp
+
+    address = f"http://127.0.0.1:{server.server_address[1]}"
+    places: list[Place | None] = [Place(RemoteBackend(address, "right-key"), "tiny", address), None]
+    backend = PlacedBackend(FakeBackend(tps=0, load_s=0), lambda model: places.pop(0))
+    app = ChatApp(Session(backend, Conversation(), model="fake"))
+    async with app.run_test(size=(118, 34)) as pilot:
+
+        async def until(done: Callable[[], object]) -> None:
+            end = time.monotonic() + 30
+            while not done():
+                assert time.monotonic() < end
+                await pilot.pause(0.02)
+
+        def ready() -> bool:
+            return app.chat.phase == "ready"
+
+        await until(ready)
+        await app.chat.submit("/model fake")
+        assert len(places) == 1, "it is running"
+        server.shutdown()
+        server.server_close()
+        if asks:
+            await app.chat.submit("hi")
+            await until(lambda: app.chat.phase == "failed")
+            assert app.chat.query_one("Choices").display
+        await app.chat.submit("/model fake")
+        await until(ready)
+        assert not places and backend.facts().run_summary == "fake · cpu · Q4_1 · KV bf16 · fake kernels"
+        await app.chat.submit("here")
+        await until(lambda: app.session.conversation.exchanges[-1].text == "here")
     backend.close()
 
 

@@ -78,6 +78,9 @@ class Questions:
         elif failed.code.startswith("E6"):
             screen.phase, screen.state.text = "failed", "the engine stopped"
             self._stopped(failed)
+        elif failed.code == "E802":
+            screen.phase, screen.state.text = "failed", "the server went away"
+            self._gone()
         else:
             return False
         return True
@@ -95,6 +98,11 @@ class Questions:
         choices.append(Choice("m", "choose a smaller model", self._models))
         choices.append(Choice("q", "leave it as it is", self._screen.next_turn))
         self._offer("Memory ran out; the chat is saved", choices)
+
+    def _gone(self) -> None:
+        again = Choice("r", "load the model again", self._load)
+        choices = [again, Choice("m", "choose another model", self._models), self._leave]
+        self._offer("The server went away; what it had written is kept", choices)
 
     def _stopped(self, failed: Failed) -> None:
         screen, frame = self._screen, self._screen.frame

@@ -123,8 +123,10 @@ class Turns(Screen[None]):
         with suppress(LocalLLMError):  # a file's name alone is not found again
             now = await asyncio.to_thread(find, now)
         if found == now and not changes and self.phase in ("loading", "ready"):
-            self.flash(f"{clean_line(name)} is {'running' if self.phase == 'ready' else 'being loaded'} already")
-            return
+            running = self.phase == "ready"
+            if not running or await asyncio.to_thread(self.session.backend.is_there):
+                self.flash(f"{clean_line(name)} is {'running' if running else 'being loaded'} already")
+                return
         async with self.changing:
             await self.load(found, changes)
 
