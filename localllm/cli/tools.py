@@ -97,6 +97,8 @@ def _settle(
                 on_result(call)
     except (KeyboardInterrupt, EOFError):
         calls.stop(answer)
+        if not tools.asks:
+            raise  # nobody is there to go on: the command ends as for an answer that is stopped
         return False
     answer.end_round()
     return True

@@ -78,7 +78,7 @@ class Toolbox:
         self._opens = opens
         self._source: Source | None = None
         self.only = only
-        self._asks = asks
+        self.asks = asks
         self._decided: dict[str, bool] = {}  # tools that always run, or never
         self._left_out: set[str] = set()
         self.is_on = True
@@ -93,8 +93,9 @@ class Toolbox:
         except LocalLLMError as error:
             self.is_connected = True
             return [f"! {error.message} ({error.hint})"]
+        self._source = source  # from here on `close` ends what it started
         source.connect()
-        self._source, self.is_connected = source, True
+        self.is_connected = True
         servers = {tool.server for tool in source.tools}
         found = f"{counted(len(source.tools), 'tool')} of {counted(len(servers), 'MCP server')}"
         return [
@@ -165,7 +166,7 @@ class Toolbox:
             fail(call, f"there is no tool {clean_line(call.name)[:64]}")
         elif self._decided.get(call.name) is False:
             fail(call, "the user does not allow this tool")
-        elif self._asks and call.name not in self._decided:
+        elif self.asks and call.name not in self._decided:
             return True
         return False
 

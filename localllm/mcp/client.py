@@ -28,6 +28,7 @@ from localllm.terminal import clean, clean_line, counted
 from .servers import ServerEntry
 
 CONNECT_S = 20.0  # `npx` and `uvx` may have to fetch the program first
+CLOSE_S = 1.0
 MAX_TOOLS = 128
 MAX_PAGES = 16
 MAX_SCHEMA_CHARS = 32_768
@@ -73,6 +74,7 @@ class _Server:
     refused: list[str] = field(default_factory=list)  # tools that cannot be offered, and why
     problem: str = ""
     stop: asyncio.Event = field(default_factory=asyncio.Event)  # ends the present connection
+    connecting: asyncio.Task[None] | None = None
     tasks: set[asyncio.Task[None]] = field(default_factory=set)  # one per connection that has not ended
 
 
@@ -130,10 +132,16 @@ class McpTools:
             waiting.cancel()  # no effect on one that is done
 
     def close(self) -> None:
-        """End all connections; takes at most some seconds. Can be called twice."""
+        """End all connections; takes at most some seconds, and no time when it is interrupted. Can be called twice."""
         if not self._thread.is_alive():
             return
-        self._run(self._close_all()).result()
+        try:
+            self._run(self._close_all()).result()
+        except BaseException:  # a second Ctrl-C: the process will be gone before the programs were asked to end
+            from .stdio import kill_all
+
+            kill_all()
+            raise
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -149,7 +157,11 @@ class McpTools:
     async def _close_all(self) -> None:
         for server in self._servers:
             server.stop.set()
+            if server.connecting is not None:
+                server.connecting.cancel()
         await asyncio.gather(*(task for s in self._servers for task in s.tasks), return_exceptions=True)
+        if waiting := asyncio.all_tasks() - {asyncio.current_task()}:  # threads that wait for connections and calls
+            await asyncio.wait(waiting, timeout=CLOSE_S)
 
     async def _connect(self, server: _Server) -> None:
         ready = asyncio.get_running_loop().create_future()
@@ -157,7 +169,9 @@ class McpTools:
         task = asyncio.create_task(self._hold(server, server.stop, ready))
         server.tasks.add(task)
         task.add_done_callback(server.tasks.discard)
+        server.connecting = task
         await ready
+        server.connecting = None
 
     async def _hold(self, server: _Server, stop: asyncio.Event, ready: asyncio.Future[None]) -> None:
         """Connect, and keep the connection until it is to end: it must be closed by the task that opened it."""

@@ -20,6 +20,7 @@ from .servers import ServerEntry
 
 MAX_MESSAGE = 8 << 20  # bytes of one line; a program that writes more without a newline is ended
 GRACE_S = 1.0  # after each of: standard input closed, SIGTERM
+_running: set[asyncio.subprocess.Process] = set()
 _TAIL = 20  # lines of standard error that an error may quote
 
 
@@ -54,6 +55,7 @@ class Program:
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
             limit=MAX_MESSAGE, start_new_session=True,
         )  # fmt: skip
+        _running.add(process)
         received, incoming = anyio.create_memory_object_stream[SessionMessage | Exception](0)
         outgoing, sent = anyio.create_memory_object_stream[SessionMessage](0)
         work = (_read(process, received), _write(process, sent), self._log(process))
@@ -65,6 +67,7 @@ class Program:
                 stream.close()
             with anyio.CancelScope(shield=True):
                 await _end(process)
+                _running.discard(process)
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
@@ -99,6 +102,13 @@ async def _write(process: asyncio.subprocess.Process, sent: MemoryObjectReceiveS
             text = message.message.model_dump_json(by_alias=True, exclude_unset=True)
             process.stdin.write(text.encode() + b"\n")
             await process.stdin.drain()
+
+
+def kill_all() -> None:
+    """End every program at once, from any thread: this process will not be there to wait for them."""
+    for process in tuple(_running):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

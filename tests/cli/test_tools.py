@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 pytest.importorskip("mcp")
@@ -15,7 +18,7 @@ pytest.importorskip("mcp")
 from localllm.conversation.storage import restored
 from localllm.history.store import History
 
-from .conftest import Invoke, valid
+from .conftest import LOCALLLM, Invoke, valid
 from .test_chat import Line
 
 ROGUE = Path(__file__).parents[1] / "mcp" / "rogue_server.py"
@@ -108,6 +111,52 @@ def test_a_wrong_server_in_the_settings_leaves_the_others(invoke: Invoke, tmp_pa
     result = invoke("--config", str(settings), "run", "fake", '!call echo {"text": "hi"}', "--yes-tools", "echo")
     assert (result.exit_code, result.stdout) == (0, "hi\n"), result.stderr
     assert "bad: args must be a list of texts; it is left out" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("times", "words"),
+    [(1, ["--json"]), pytest.param(1, [], marks=pytest.mark.slow), pytest.param(2, [], marks=pytest.mark.slow)],
+)
+def test_ctrl_c_ends_run_and_its_tool(tmp_path: Path, servers: Path, times: int, words: list[str]) -> None:
+    asked = ["!call hang {}", "--mcp", str(servers), "--yes-tools", "hang", *words]
+    said = tmp_path / "stderr"
+    with said.open("wb") as errors:
+        child = subprocess.Popen(
+            [*LOCALLLM, "run", "fake", *asked], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors,
+            env=dict(os.environ) | {"LOCALLLM_ENGINE": "fake:tps=0:load=0"},
+        )  # fmt: skip
+    while b"call  hang" not in said.read_bytes():
+        assert child.poll() is None
+        time.sleep(0.01)
+    (tool,) = psutil.Process(child.pid).children()
+    child.send_signal(signal.SIGINT)
+    while times > 1 and child.poll() is None:  # as somebody does who is impatient
+        time.sleep(0.1)
+        child.send_signal(signal.SIGINT)
+    out, _ = child.communicate(timeout=60)
+    assert child.returncode == 130
+    if words:
+        assert valid(out.decode(), "error-1")["error"]["exit"] == 130
+    else:
+        assert out == b"" and (times > 1 or b"stopped" in said.read_bytes())
+    psutil.wait_procs([tool], timeout=20)
+    assert not tool.is_running()
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_a_server_says_nothing_leaves_none_behind(tmp_path: Path, servers: Path) -> None:
+    servers.write_text(servers.read_text().replace('rogue_server.py"', 'rogue_server.py", "SILENT"'))
+    child = subprocess.Popen(
+        [*LOCALLLM, "run", "fake", "hi", "--mcp", str(servers), "--yes-tools", "hang"], stdin=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL, env=dict(os.environ) | {"LOCALLLM_ENGINE": "fake:tps=0:load=0"},
+    )  # fmt: skip
+    while not (tools := psutil.Process(child.pid).children()):
+        assert child.poll() is None
+        time.sleep(0.01)
+    child.send_signal(signal.SIGINT)
+    assert child.wait(60) == 130
+    psutil.wait_procs(tools, timeout=20)
+    assert not any(tool.is_running() for tool in tools)
 
 
 @pytest.mark.slow

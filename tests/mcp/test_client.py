@@ -119,6 +119,19 @@ def test_no_program_outlives_its_connection() -> None:
     tools.close()
 
 
+def test_closing_does_not_wait_for_a_server_that_says_nothing() -> None:
+    before = programs()
+    tools = McpTools([rogue("SILENT")])
+    connecting = threading.Thread(target=tools.connect)
+    connecting.start()
+    while programs() == before:
+        time.sleep(0.01)
+    started = time.monotonic()
+    tools.close()
+    connecting.join(10)
+    assert not connecting.is_alive() and time.monotonic() - started < 10 and programs() == before
+
+
 def test_streamable_http() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
