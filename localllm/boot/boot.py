@@ -14,7 +14,7 @@ import torch
 
 from localllm.boot.assembly import assemble
 from localllm.boot.memory_meter import Meter
-from localllm.boot.profile import CpuProfiler, profile_gpu
+from localllm.boot.profile import CpuProfiler, profile_gpu, warm_up
 from localllm.device import MachineFacts
 from localllm.engine.engine import Engine
 from localllm.errors import OutOfMemory
@@ -85,6 +85,7 @@ class Boot:
         else:
             self._profile_gpu()
         if plan.device != "cpu":
+            warm_up(self.engine.runner, self.plan)
             self.engine.when_idle(self._tune_when_idle)
 
     @property

@@ -25,6 +25,7 @@ from localllm.engine.pages import Pages
 from localllm.engine.runner import Runner
 from localllm.engine.scheduler import Scheduled, Step
 from localllm.engine.sequence import Sequence
+from localllm.kernels.verify.trial import LINEAR_TOKENS
 from localllm.plan.memory import GRAPH_BYTES
 from localllm.plan.plan import Plan
 from localllm.plan.profiles import MemoryProfile, Term
@@ -150,6 +151,20 @@ def profile_gpu(runner: Runner, plan: Plan, held: Mapping[str, int]) -> MemoryPr
             failure = f"memory ran out in the worst step of {name}"
             break
     return MemoryProfile(tuple(terms), "cuda", time.monotonic() - started, failure)
+
+
+def warm_up(runner: Runner, plan: Plan) -> None:
+    """Launch every kernel that requests may need, over pages that nobody has yet: loading or compiling one takes a card
+    from milliseconds to seconds, which the first prompt of its length would wait for.
+    """
+    worst = WorstSteps(runner, plan, [range(count) for count in plan.num_pages], 1 << 30, range(plan.num_slots))
+    largest = min(plan.prefill_budget, plan.ctx - 1)
+    for count in sorted({min(count, largest) for count in LINEAR_TOKENS["cuda"]}):
+        worst.chunk(0, count)()
+    captured = max(runner.graphs.captured, default=0) if runner.graphs is not None else 0
+    for count in LINEAR_TOKENS["cuda"]:
+        if captured < count <= plan.max_parallel:
+            worst.decode(count)
 
 
 class CpuProfiler:

@@ -151,6 +151,7 @@ def test_on_a_card_a_plan_that_does_not_hold_is_made_again_once(
     monkeypatch.setattr("localllm.boot.boot.assemble", assemble)
     monkeypatch.setattr("localllm.boot.boot.Meter", lambda device: SimpleNamespace(found={}))
     monkeypatch.setattr("localllm.boot.boot.profile_gpu", profile)
+    monkeypatch.setattr("localllm.boot.boot.warm_up", lambda *_: None)
     model: Any = SimpleNamespace(facts=facts, weight_bytes=plan.weight_bytes, kernels={})
     boot = Boot(model, plan, planner, SelfTest())
     assert said in boot.warnings[0] and boot.plan is made[-1]
@@ -306,6 +307,7 @@ def test_who_tunes_on_purpose_is_told_of_every_shape(empty_home: Path, monkeypat
         ("assemble", lambda *_, **__: idle_engine(jobs.put)),
         ("Meter", lambda device: SimpleNamespace(found={})),
         ("profile_gpu", lambda *_: held),
+        ("warm_up", lambda *_: None),
         ("tuner", lambda: tuner),
         ("gpu_seconds", timed({4: 9e-6, 8: 5e-6})),
     ):

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from localllm.boot.memory_meter import Peak
-from localllm.boot.profile import CpuProfiler, WorstSteps
+from localllm.boot.profile import CpuProfiler, WorstSteps, warm_up
 from localllm.config import EngineOptions
 from localllm.device import rss_anon_bytes
 from localllm.device.fake import MACHINES
@@ -213,6 +213,22 @@ def test_a_gpu_profile_compares_term_by_term_and_survives_a_card_that_is_full(mo
     profile = module.profile_gpu(runner, made, held)
     assert not profile.held and "worst step of activations" in str(profile)
     assert profile.excess_bytes > 0.09 * profile.total.planned_bytes
+
+
+def test_warming_up_launches_every_class_of_rows_once_and_what_graphs_do_not_hold() -> None:
+    made = Planner(MACHINES["rtx4090"], EngineOptions(ctx=1000, prefill_budget=100, max_parallel=20)).plan(
+        model_facts()
+    )
+    for captured, decoded in (((), [1, 5, 16]), ((1, 2, 4, 8), [16]), ((1, 2, 4, 8, 16, 20), [])):
+        model = Noting()
+        cache = KVCache(cache_groups(model_facts()), made.num_pages, made.page_size, made.kv)
+        runner = Runner(model, cache, 1000)
+        runner.graphs = SimpleNamespace(captured=captured, takes=lambda step: False) if captured else None
+        warm_up(runner, made)
+        assert [batch.query_lens for batch, _ in model.batches] == [
+            *((count,) for count in (1, 5, 16, 23, 50, 70, 100)),
+            *((1,) * count for count in decoded),
+        ]
 
 
 # --- what is remembered ----------------------------------------------------------------------------------------------
