@@ -107,6 +107,17 @@ class DeltaWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class ConvWeights:
+    """What a gated short convolution in one layer needs, besides its states."""
+
+    norm: Norm | None
+    inputs: Linear  # rows: gates of the convolution's inputs, gates of its outputs, then the inputs
+    out: Linear
+    conv: Tensor  # float32 [channels, width]
+    bias: Tensor | None = None  # float32 [channels]
+
+
+@dataclass(frozen=True, slots=True)
 class MlpWeights:
     """A feed-forward layer, gated but with gelu."""
 
@@ -186,7 +197,7 @@ def nbytes_of(weights: Any) -> int:
     return total
 
 
-MixerWeights = AttentionWeights | DeltaWeights
+MixerWeights = AttentionWeights | DeltaWeights | ConvWeights
 LayerCache = KVPages | StateSlots
 # a layer's weights, and which of the step's views it sees; -1: it keeps a state
 LayerCall = tuple[MixerWeights, MlpWeights | ExpertsWeights, int]

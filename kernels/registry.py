@@ -14,7 +14,18 @@ from typing import Any
 RECURRENT = ("causal_conv", "delta_rule")  # these carry a state
 OPS = ("rms_norm", "rope", "silu_mul", "gelu_tanh_mul", "kv_write", "paged_attention", *RECURRENT)
 # each after those it is composed of
-SEGMENTS = ("attn_in", "attention", "attn_out", "gated_delta", "mlp", "experts", "head", "decoder", "step")
+SEGMENTS = (
+    "attn_in",
+    "attention",
+    "attn_out",
+    "gated_delta",
+    "short_conv",
+    "mlp",
+    "experts",
+    "head",
+    "decoder",
+    "step",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

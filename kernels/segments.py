@@ -3,6 +3,7 @@
     attn_in      norm, QKV, QK-norm, RoPE, KV write        attention   paged attention
     attn_out     output projection, residual               mlp         norm, gate/up, activation, down, residual
     gated_delta  norm, projections, convolution, gated delta rule, gated norm, output projection, residual
+    short_conv   norm, projection, gate, convolution, gate, output projection, residual
     experts      as mlp, where a router chooses among many
     head         norm, vocabulary projection, soft-cap  (and a norm before each residual where the model has one)
 
@@ -26,6 +27,7 @@ from .experts import mixture, swiglu_oai
 from .kv_pages import KVPages
 from .layer_weights import (
     AttentionWeights,
+    ConvWeights,
     DeltaWeights,
     ExpertsWeights,
     HeadWeights,
@@ -53,6 +55,7 @@ class KernelTable:
     attention: Callable[..., Tensor]
     attn_out: Callable[..., Tensor]
     gated_delta: Callable[..., Tensor]
+    short_conv: Callable[..., Tensor]
     mlp: Callable[..., Tensor]
     experts: Callable[..., Tensor]
     head: Callable[..., Tensor]
@@ -187,6 +190,24 @@ def gated_delta(
     return x.add_(weights.out(gated))
 
 
+def short_conv(
+    rms_norm: Callable[..., Tensor],
+    causal_conv: Callable[..., Tensor],
+    x: Tensor,
+    weights: ConvWeights,
+    kept: StateSlots,
+    slots: Tensor,
+    cu_query_lens: Tensor,
+) -> Tensor:
+    """x + out(c · conv(b · h)), where b, c and h are made of the normed x: [num_tokens, hidden], in the place of x.
+
+    kept, slots   as of `gated_delta`; there is no state but the convolution's
+    """
+    b, c, h = weights.inputs(_normed(rms_norm, x, weights.norm)).chunk(3, -1)
+    mixed = causal_conv(b * h, weights.conv, weights.bias, kept.conv, slots, cu_query_lens)
+    return x.add_(weights.out((c * mixed).to(x.dtype)))
+
+
 def mlp(
     rms_norm: Callable[..., Tensor],
     silu_mul: Callable[..., Tensor],
@@ -220,6 +241,7 @@ def decoder(
     attention: Callable[..., Tensor],
     attn_out: Callable[..., Tensor],
     gated_delta: Callable[..., Tensor],
+    short_conv: Callable[..., Tensor],
     mlp: Callable[..., Tensor],
     experts: Callable[..., Tensor],
     x: Tensor,
@@ -237,11 +259,13 @@ def decoder(
     wanted   int64 [num_rows], ascending, of every sequence none or its last tokens: the result has these rows only, and
              the last layer computes no more than that of the others but their keys and values
     """
+    stateful = {DeltaWeights: gated_delta, ConvWeights: short_conv}
     for number, ((weights, ffn, view), of_layer) in enumerate(zip(layers, caches, strict=True)):
         feed = experts if isinstance(ffn, ExpertsWeights) else mlp
         rows = wanted if number == len(layers) - 1 else None
-        if isinstance(weights, DeltaWeights):
-            x = gated_delta(x, weights, of_layer, slots, cu_query_lens)
+        mix = stateful.get(type(weights))
+        if mix is not None:
+            x = mix(x, weights, of_layer, slots, cu_query_lens)
             x = x if rows is None else x[rows]
             x = feed(x, ffn) if x.shape[0] else x
             continue
@@ -321,10 +345,11 @@ COMPOSED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "attention": (attention, ("paged_attention",)),
     "attn_out": (attn_out, ("rms_norm",)),
     "gated_delta": (gated_delta, ("rms_norm", "causal_conv", "delta_rule", "silu_mul")),
+    "short_conv": (short_conv, ("rms_norm", "causal_conv")),
     "mlp": (mlp, ("rms_norm", "silu_mul", "gelu_tanh_mul")),
     "head": (head, ("rms_norm",)),
     "experts": (experts, ("rms_norm", "silu_mul", "gelu_tanh_mul")),
-    "decoder": (decoder, ("attn_in", "attention", "attn_out", "gated_delta", "mlp", "experts")),
+    "decoder": (decoder, ("attn_in", "attention", "attn_out", "gated_delta", "short_conv", "mlp", "experts")),
     "step": (step, ("decoder", "head")),
 }
 

@@ -13,18 +13,19 @@ import torch
 from torch import Tensor
 
 from localllm.errors import UnsupportedModel
-from localllm.kernels.layer_weights import AttentionWeights, DeltaWeights, Linear
+from localllm.kernels.layer_weights import AttentionWeights, Linear
 from localllm.kernels.rope import RopeTable
 from localllm.kernels.segments import REFERENCES
-from localllm.kernels.state_slots import StateSlots
 
-from .architectures import Attention, Dense, Experts, GatedDelta, OpenModel
-from .kv_cache import CacheGroup, KVCache
+from .architectures import Attention, Dense, Experts, OpenModel
+from .architectures.layers import GatedDelta, ShortConv, Stateful
+from .kv_cache import CacheGroup, KVCache, StateGroup
 from .layers import load_layer
 from .loader import Loading, LoadOptions
 from .model import DecoderLayer
 
 PAGE_SIZE = 16
+_SEGMENTS = {GatedDelta: "gated_delta", ShortConv: "short_conv"}
 
 
 class Observed:
@@ -69,7 +70,7 @@ def hessians(source: OpenModel, sequences: Sequence[Sequence[int]], device: str 
             seen: dict[tuple[str, ...], Observed] = {}
             ffn = facts.layers[index].ffn
             watched = DecoderLayer(_watched(layer.mixer, mixer, seen), _watched(layer.ffn, ffn, seen))
-            streams = [_run(watched, x, table, device) for x in streams]
+            streams = [_run(watched, mixer, x, table) for x in streams]
             yield {
                 module: observed.total
                 for modules, observed in seen.items()
@@ -86,12 +87,14 @@ def _watched(weights: Any, facts: Any, seen: dict[tuple[str, ...], Observed]) ->
     return dataclasses.replace(weights, **found)
 
 
-def _modules(facts: Attention | GatedDelta | Dense) -> dict[str, tuple[str, ...]]:
+def _modules(facts: Attention | Stateful | Dense) -> dict[str, tuple[str, ...]]:
     """Products of a layer's weights -> the modules that see what they are given."""
     if isinstance(facts, Attention):
         return {"qkv": facts.inputs, "out": ("self_attn.o_proj",)}
     if isinstance(facts, Dense):
         return {"gate_up": facts.inputs, "down": ("mlp.down_proj",)}
+    if isinstance(facts, ShortConv):
+        return {"inputs": ("conv.in_proj",), "out": ("conv.out_proj",)}
     return {
         "qkvz": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
         "ba": ("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
@@ -99,16 +102,16 @@ def _modules(facts: Attention | GatedDelta | Dense) -> dict[str, tuple[str, ...]
     }
 
 
-def _run(layer: DecoderLayer, x: Tensor, table: RopeTable | None, device: str) -> Tensor:
+def _run(layer: DecoderLayer, facts: Attention | Stateful, x: Tensor, table: RopeTable | None) -> Tensor:
     """One layer over one sequence that starts at position 0: [num_tokens, hidden]."""
-    mixer, length = layer.mixer, x.shape[0]
-    bounds = torch.tensor([0, length], dtype=torch.int32, device=device)
-    if isinstance(mixer, DeltaWeights):
-        shapes = (1, mixer.conv.shape[0], mixer.conv.shape[1] - 1), (1, mixer.num_v_heads, mixer.v_dim, mixer.k_dim)
-        kept = StateSlots(*(torch.zeros(shape, device=device) for shape in shapes))
-        x = REFERENCES["gated_delta"](x, mixer, kept, bounds[:1].long(), bounds)
+    bounds = torch.tensor([0, x.shape[0]], dtype=torch.int32, device=x.device)
+    if isinstance(layer.mixer, AttentionWeights):
+        x = _attend(layer.mixer, x, table, bounds)
     else:
-        x = _attend(mixer, x, table, bounds)
+        assert isinstance(facts, Stateful)
+        states = StateGroup((0,), facts.conv_shape, facts.state_shape)
+        kept = KVCache((), (), device=x.device, states=[states], num_slots=1).layers[0]
+        x = REFERENCES[_SEGMENTS[type(facts)]](x, layer.mixer, kept, bounds[:1].long(), bounds)
     return REFERENCES["mlp"](x, layer.ffn)
 
 

@@ -8,10 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from localllm.kernels.layer_weights import AttentionWeights, DeltaWeights, ExpertsWeights, Linear, MlpWeights, Norm
+from localllm.kernels.layer_weights import (
+    AttentionWeights,
+    ConvWeights,
+    DeltaWeights,
+    ExpertsWeights,
+    Linear,
+    MlpWeights,
+    Norm,
+)
 
 from .architectures.facts import linear_shapes, vector_shapes
-from .architectures.layers import Attention, Dense, Experts, GatedDelta, Norms
+from .architectures.layers import Attention, Dense, Experts, GatedDelta, Norms, ShortConv
 from .model import DecoderLayer
 from .reader import Reader
 
@@ -102,6 +110,16 @@ def _gated_delta(layer: LayerReader, facts: GatedDelta) -> DeltaWeights:
     )
 
 
+def _short_conv(layer: LayerReader, facts: ShortConv) -> ConvWeights:
+    return ConvWeights(
+        norm=layer.norm_if(layer.norms.before_mixer),
+        inputs=layer.linear("conv_in", "conv.in_proj"),
+        out=layer.linear("o", "conv.out_proj"),
+        conv=layer.vector("conv.conv.weight"),
+        bias=layer.vector("conv.conv.bias") if facts.bias else None,
+    )
+
+
 def _dense(layer: LayerReader, facts: Dense) -> MlpWeights:
     return MlpWeights(
         norm=layer.norm_if(layer.norms.before_ffn),
@@ -142,6 +160,7 @@ def _experts(layer: LayerReader, facts: Experts) -> ExpertsWeights:
 _KINDS: dict[type, Callable[[LayerReader, Any], Any]] = {
     Attention: _attention,
     GatedDelta: _gated_delta,
+    ShortConv: _short_conv,
     Dense: _dense,
     Experts: _experts,
 }

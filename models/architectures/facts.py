@@ -224,7 +224,7 @@ def state_bytes(facts: ModelFacts) -> int:
     """Bytes of one slot: what a sequence keeps in all stateful layers, float32, at any length."""
     mixers = (layer.mixer for layer in facts.layers)
     kept = ((mixer.conv_shape, mixer.state_shape) for mixer in mixers if isinstance(mixer, Stateful))
-    return 4 * sum(math.prod(shape) for shapes in kept for shape in shapes)
+    return 4 * sum(math.prod(shape) for shapes in kept for shape in shapes if shape)
 
 
 def layer_views(facts: ModelFacts) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:

@@ -165,7 +165,10 @@ class GgufConfig(Config):
     def size(self, name: str, low: int, high: int, default: int | None = None) -> int:
         """Where layers differ in their heads of K and V, the most."""
         if name == "kv_heads" and isinstance(self.keys.raw(self.KEYS[name]), np.ndarray):
-            return max(self.each(self.KEYS[name], low, high, 0))
+            most = max(self.each(self.KEYS[name], 0, high, 0))  # 0 where a layer is of another kind
+            if most < low:
+                raise self.unsupported(f"{self.source} without a layer of full attention")
+            return most
         return super().size(name, low, high, default)
 
     def each(self, key: str, low: int, high: int, default: int) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -188,17 +188,24 @@ class HfConfig(Config):
     def windows(self, windowed: Callable[[int], bool], *, enabled: bool = True) -> tuple[int | None, ...]:
         """The window of each layer: as `layer_types` says, else of those that `windowed` says. `enabled`: at all."""
         window = self.window if enabled else None
-        types = self.keys.raw("layer_types")
-        if types is None:
+        if self.keys.raw("layer_types") is None:
             return tuple(window if windowed(layer) else None for layer in range(self.num_layers))
-        if not isinstance(types, list) or len(types) != self.num_layers:
-            raise self.keys.fail("layer_types", f"must list {self.num_layers} layers")
-        unknown = [str(item) for item in types if item not in ("full_attention", "sliding_attention")]
-        if unknown:
-            raise self.unsupported(f"{self.source} with layers of type {unknown[0][:60]}")
+        types = self.layer_types(("full_attention", "sliding_attention"))
         if window is None and enabled and "sliding_attention" in types:
             raise self.keys.fail("sliding_window", "is missing, layer_types names windowed layers")
         return tuple(window if item == "sliding_attention" else None for item in types)
+
+    def layer_types(self, known: Sequence[str], default: Callable[[int], str] | None = None) -> list[str]:
+        """The kind of each layer, one of `known`; `default` says it where the file does not."""
+        types = self.keys.raw("layer_types")
+        if types is None and default is not None:
+            return [default(layer) for layer in range(self.num_layers)]
+        if not isinstance(types, list) or len(types) != self.num_layers:
+            raise self.keys.fail("layer_types", f"must list {self.num_layers} layers")
+        unknown = [str(item) for item in types if item not in known]
+        if unknown:
+            raise self.unsupported(f"{self.source} with layers of type {unknown[0][:60]}")
+        return types
 
     def usage(self) -> dict[str, Any]:
         places = (self.generation, self.given, self.top)

@@ -134,7 +134,40 @@ class GatedDelta:
         return self.channels + 4 * self.channels + 6 * self.num_v_heads * self.v_dim
 
 
-Stateful = GatedDelta  # mixers that keep a state of one size, however many tokens there were: `state_bytes`
+@dataclass(frozen=True)
+class ShortConv:
+    """A mixer that keeps the last inputs of a short convolution: a gated one, gated once more."""
+
+    channels: int  # the hidden size
+    conv_width: int
+    bias: bool = False
+
+    @property
+    def conv_shape(self) -> tuple[int, int]:
+        return self.channels, self.conv_width - 1
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        return ()
+
+    def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
+        return {"conv.in_proj": (3 * self.channels, hidden), "conv.out_proj": (hidden, self.channels)}
+
+    def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        sizes: dict[str, tuple[int, ...]] = {"conv.conv.weight": (self.channels, self.conv_width)}
+        if self.bias:
+            sizes["conv.conv.bias"] = (self.channels,)
+            sizes |= {f"{name}.bias": shape[:1] for name, shape in self.linears(hidden).items()}
+        return sizes
+
+    def work(self, hidden: int) -> int:
+        """Values held for a token beside the residual stream and its norm: what goes in, the gated input, and float32
+        copies of it while the convolution sums.
+        """
+        return 3 * self.channels + self.channels + 10 * self.channels
+
+
+Stateful = GatedDelta | ShortConv  # mixers that keep a state of one size, however many tokens there were: `state_bytes`
 
 
 @dataclass(frozen=True)

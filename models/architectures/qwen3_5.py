@@ -135,16 +135,6 @@ def _check(keys: Fields, key: str, delta: GatedDelta) -> None:
 
 
 def _layer_types(config: HfConfig) -> list[str]:
-    keys = config.keys
-    listed = keys.raw("layer_types")
-    if listed is None:
-        every = keys.integer("full_attention_interval", 1, MAX_LAYERS, FULL_EVERY)
-        return ["linear_attention" if (layer + 1) % every else "full_attention" for layer in range(config.num_layers)]
-    if not isinstance(listed, list) or len(listed) != config.num_layers:
-        raise keys.fail("layer_types", f"must list {config.num_layers} layers")
-    unknown = [str(kind) for kind in listed if kind not in ("linear_attention", "full_attention")]
-    if unknown:
-        raise config.unsupported(f"{config.source} with layers of type {unknown[0][:60]}")
-    if "full_attention" not in listed:
-        raise config.unsupported(f"{config.source} without a layer of full attention")
-    return listed
+    every = config.keys.integer("full_attention_interval", 1, MAX_LAYERS, FULL_EVERY)
+    kinds = "linear_attention", "full_attention"
+    return config.layer_types(kinds, lambda layer: kinds[(layer + 1) % every == 0])

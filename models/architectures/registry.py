@@ -21,6 +21,7 @@ from .glm4_moe import Glm4Moe
 from .gpt_oss import GptOss
 from .granite import Granite, GraniteMoe
 from .layers import Experts
+from .lfm2 import Lfm2, Lfm2Moe
 from .llama import Llama
 from .mistral3 import Mistral3
 from .mixtral import Mixtral
@@ -48,6 +49,8 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     GptOss(),
     Mixtral(),
     Glm4Moe(),
+    Lfm2(),
+    Lfm2Moe(),
     SmolLM3(),
     Granite(),
     GraniteMoe(),

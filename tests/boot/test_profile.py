@@ -316,6 +316,7 @@ def allocating_model(facts: ModelFacts) -> Model:
         "attention": partial(segments.attention, lambda q, *rest: norm(q)),
         "attn_out": partial(segments.attn_out, norm),
         "gated_delta": segments.gated_delta,
+        "short_conv": segments.short_conv,
         "mlp": partial(segments.mlp, norm, gated, gated),
         "experts": segments.experts,
     }

@@ -195,6 +195,18 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 26}
         | {"shared_expert_intermediate_size": 30, "rope_parameters": PLAIN | {"partial_rotary_factor": 0.25}},
     ),
+    "lfm2": (
+        "lfm2",
+        {"hidden_size": 42, "intermediate_size": 70, "block_multiple_of": 7, "block_ffn_dim_multiplier": 1.3}
+        | {"heads": (6, 2, 12), "conv_L_cache": 4, "conv_bias": True, "norm_eps": 1e-5}
+        | {"layer_types": ["conv", "full_attention", "conv"]},
+    ),
+    "lfm2-moe": (
+        "lfm2_moe",
+        {"hidden_size": 42, "intermediate_size": 70, "heads": (6, 2, 12), "layer_types": ["conv", "full_attention"]}
+        | {"num_hidden_layers": 2, "num_dense_layers": 1, "num_experts": 5, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 26, "routed_scaling_factor": 1.5, "norm_eps": 1e-5},
+    ),
     "gemma3": (
         "gemma3_text",
         {"hidden_size": 44, "intermediate_size": 70, "heads": (4, 1, 20), "sliding_window": 11}
@@ -258,14 +270,14 @@ def tiny() -> Callable[[str], Tiny]:
                         parameter.copy_(1 - offset + 0.2 * torch.randn_like(parameter))
                     elif key.endswith("A_log"):
                         parameter.copy_(torch.randn_like(parameter))
-                    elif "conv1d" in key:
+                    elif "conv1d" in key or key.endswith("conv.conv.weight"):
                         parameter.copy_(torch.randn_like(parameter) * 0.5)
                     elif key.endswith("bias"):
                         parameter.copy_(0.3 * torch.randn_like(parameter))
                     else:
                         parameter.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
                 for key, buffer in model.named_buffers():
-                    if key.endswith("correction_bias"):
+                    if key.endswith(("correction_bias", "expert_bias")):
                         buffer.copy_(0.3 * torch.randn_like(buffer))
                 for key, buffer in model.named_buffers():
                     if key.endswith("layer_scalar"):

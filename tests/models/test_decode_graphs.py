@@ -158,7 +158,7 @@ def test_a_model_whose_states_cannot_go_back_guesses_nothing_and_says_so(loaded:
         assert any("a state that does not go back" in reason for reason in made.reasons) == (not guesses)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3.5", "gemma3", "mistral"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3.5", "lfm2", "gemma3", "mistral"])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_graph_equals_eager_token_by_token(loaded: Callable[[str], Model], name: str, ahead: bool) -> None:
     """Buckets larger than the batch, sequences that come, grow into new pages, leave windows and end."""
@@ -169,6 +169,14 @@ def test_graph_equals_eager_token_by_token(loaded: Callable[[str], Model], name:
     assert engine.stats().prefix_hit_tokens == 0
     assert answers(engine, requests(1)) == eager  # now with pages from the prefix tree
     assert engine.stats().prefix_hit_tokens > 0
+
+
+def test_preemption_changes_no_token_of_a_model_that_keeps_convolutions(loaded: Callable[[str], Model]) -> None:
+    model = loaded("lfm2")
+    engine = engine_of(model)
+    engine.scheduler.limits = replace(engine.scheduler.limits, preempt_every=3)
+    assert answers(engine, requests(1)) == answers(engine_of(model), requests(1))
+    assert engine.scheduler.num_preemptions > 0
 
 
 def test_sampling_on_the_device_is_the_same_alone_in_a_batch_captured_and_ahead(

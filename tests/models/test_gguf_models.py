@@ -22,7 +22,14 @@ from localllm.models.loader import LoadOptions, load_model
 ARCHITECTURE = {"mistral": "llama", "mixtral": "llama", "gemma3_text": "gemma3"}
 ARCHITECTURE |= {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}
 ARCHITECTURE |= {"qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "glm4_moe": "glm4moe"}
+ARCHITECTURE |= {"lfm2_moe": "lfm2moe"}
 ARCHITECTURE |= {"olmo3": "olmo2", "ministral3": "mistral3", "gemma4_text": "gemma4"}
+LFM2 = {  # what it calls differently
+    "operator_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "embedding_norm": "norm",
+    "q_layernorm": "q_norm", "k_layernorm": "k_norm", "self_attn.out_proj": "self_attn.o_proj",
+    "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj",
+    "feed_forward.expert_bias": "mlp.gate.e_score_correction_bias", "feed_forward": "mlp",
+}  # fmt: skip
 PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "mistral3")  # whose converter permutes rows of q and k
 
 
@@ -41,15 +48,16 @@ def write_gguf(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], k
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config.get("intermediate_size", 0))
+    writer.add_feed_forward_length(_inner(config, tensors))
     heads, kv_heads, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
     writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
+    of_layers = config.get("layer_types", ())
+    writer.add_head_count_kv([kv_heads * (kind != "conv") for kind in of_layers] if "conv" in of_layers else kv_heads)
     writer.add_key_length(dim)
     writer.add_value_length(dim)
     turned = int(dim * config["rope_parameters"].get("partial_rotary_factor", 1.0))
     writer.add_rope_dimension_count(turned)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_layer_norm_rms_eps(config.get("norm_eps") or config["rms_norm_eps"])
     _rope(writer, config, turned)
     if config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
@@ -76,6 +84,12 @@ def write_gguf(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], k
         writer.add_expert_used_count(config["num_experts_per_tok"])
         if arch != "llama":
             writer.add_expert_feed_forward_length(config.get("moe_intermediate_size") or config["intermediate_size"])
+    if arch.startswith("lfm2"):
+        writer.add_shortconv_l_cache(config["conv_L_cache"])
+    if arch == "lfm2moe":
+        writer.add_leading_dense_block_count(config["num_dense_layers"])
+        writer.add_expert_weights_scale(config["routed_scaling_factor"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if arch == "glm4moe":
         writer.add_leading_dense_block_count(config["first_k_dense_replace"])
         writer.add_expert_shared_count(config["n_shared_experts"])
@@ -89,13 +103,20 @@ def write_gguf(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], k
     writer.add_token_types([1] * vocabulary)
     if arch.startswith("qwen35"):
         tensors = _hybrid(writer, config, tensors)
+    if arch.startswith("lfm2"):
+        tensors = {
+            _usual(name): tensor.squeeze(1) if tensor.ndim == 3 and ".conv." in name else tensor
+            for name, tensor in tensors.items()
+        }
     for name, tensor in stacked(tensors).items():
         module, _, suffix = (f"{name}.weight" if name.endswith("layer_scalar") else name).rpartition(".")
         if arch in PERMUTED and module.endswith(("q_proj", "k_proj")):
             tensor = permuted(tensor, heads if module.endswith("q_proj") else kv_heads)
         if arch in ("gemma2", "gemma3") and module.endswith("norm"):
             tensor = tensor + 1
-        plain = tensor.ndim == 1 or suffix == "bias" or "ffn_gate_inp" in name or "conv1d" in name
+        plain = (
+            tensor.ndim == 1 or suffix == "bias" or "ffn_gate_inp" in name or "conv1d" in name or ".conv.conv." in name
+        )
         stored = gguf.GGMLQuantizationType.F32 if plain else kind
         data = gguf.quants.quantize(tensor.contiguous().numpy(), stored)
         writer.add_tensor(name if name.startswith("blk.") else names.tensor(name), data, raw_dtype=stored)
@@ -104,6 +125,19 @@ def write_gguf(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], k
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _inner(config: dict[str, Any], tensors: dict[str, Tensor]) -> int:
+    """Of a dense layer; LFM2's is made of the configuration's."""
+    made = tensors.get("model.layers.0.feed_forward.w1.weight")
+    return config.get("intermediate_size", 0) if made is None else made.shape[0]
+
+
+def _usual(name: str) -> str:
+    """LFM2's name of a tensor as other families have it."""
+    for theirs, usual in LFM2.items():
+        name = name.replace(theirs, usual)
+    return name
 
 
 def _hybrid(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -212,7 +246,7 @@ def gguf_logits(model: Any, paged: Any, path: Path, kind: gguf.GGMLQuantizationT
 
 
 NAMES = ["llama", "llama-bias", "llama-yarn", "mistral", "qwen2", "qwen3", "qwen3-moe", "phi3", "gemma3"]
-NAMES += ["gpt-oss", "mixtral", "glm4-moe", "qwen3.5", "qwen3.5-moe"]
+NAMES += ["gpt-oss", "mixtral", "glm4-moe", "qwen3.5", "qwen3.5-moe", "lfm2", "lfm2-moe"]
 NAMES += ["gemma2", "gemma4", "smollm3", "granite", "granitemoe", "olmo2", "olmo3", "seed-oss", "glm4", "ministral3"]
 
 

@@ -13,11 +13,14 @@ from localllm.errors import BadModelFile, UnsupportedModel
 from localllm.models.architectures import open_model
 from localllm.models.architectures.facts import linear_shapes, state_bytes
 from localllm.models.calibration import hessians
+from localllm.models.kv_cache import KVCache
+from localllm.models.loader import load_model
 from localllm.plan.planner import Planner
 
 
-def test_every_product_of_a_hybrid_is_observed_for_calibration(tiny: Callable, tmp_path: Path) -> None:
-    with open_model(tiny("qwen3.5").save(tmp_path)) as checkpoint:
+@pytest.mark.parametrize("name", ["qwen3.5", "lfm2"])
+def test_every_product_of_a_hybrid_is_observed_for_calibration(name: str, tiny: Callable, tmp_path: Path) -> None:
+    with open_model(tiny(name).save(tmp_path)) as checkpoint:
         found = list(hessians(checkpoint, [list(range(40))]))
         shapes = [linear_shapes(layer, checkpoint.facts.hidden_size) for layer in checkpoint.facts.layers]
     assert [{name: total.shape[0] for name, total in layer.items()} for layer in found] == [
@@ -46,6 +49,43 @@ def test_the_plan_counts_a_slot_for_every_sequence_and_checkpoint(tiny: Callable
     pages = sum(made.num_pages) * made.page_size * 2 * 2 * 24 * 2  # bfloat16 keys and values of the one layer
     assert made.kv_bytes == pages + (made.num_slots + spare) * state_bytes(facts)
     assert made.speculation == "off"
+
+
+def test_a_slot_of_convolutions_holds_their_last_inputs_and_nothing_else(tiny: Callable, tmp_path: Path) -> None:
+    with open_model(tiny("lfm2").save(tmp_path)) as checkpoint:
+        assert state_bytes(checkpoint.facts) == 2 * 42 * 3 * 4
+        (group,) = load_model(checkpoint).states
+    cache = KVCache((), (), states=[group], num_slots=3)
+    assert [kept.state for kept in cache.layers] == [None, None]
+    assert cache.nbytes == 3 * state_bytes(checkpoint.facts)
+
+
+LFM2 = [
+    ({"layer_types": ["conv"] * 3}, "without a layer of full attention"),
+    ({"layer_types": ["conv", "full_attention"]}, "must list 3 layers"),
+    ({"layer_types": ["conv", "full_attention", "sliding_attention"]}, "layers of type sliding_attention"),
+    ({"conv_L_cache": 1}, "conv_L_cache"),
+    ({"conv_L_cache": 3}, "is expected"),
+    ({"block_auto_adjust_ff_dim": False}, "is expected"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), LFM2, ids=[str(index) for index in range(len(LFM2))])
+def test_what_lfm2_cannot_be_is_refused_by_name(change: dict, words: str, tiny: Callable, tmp_path: Path) -> None:
+    with open_model(tiny("lfm2").save(tmp_path, **change)) as checkpoint, pytest.raises(BadModelFile, match=words):
+        _ = checkpoint.facts
+
+
+def test_older_configurations_of_lfm2_name_layers_and_sizes_otherwise(tiny: Callable, tmp_path: Path) -> None:
+    model = tiny("lfm2")
+    with open_model(model.save(tmp_path / "new")) as checkpoint:
+        wanted = checkpoint.facts
+    old = {"layer_types": None, "full_attn_idxs": [1], "block_ff_dim": model.config["intermediate_size"]}
+    old |= {"intermediate_size": 1, "tie_embedding": True, "tie_word_embeddings": None}
+    old |= {"rope_parameters": None, "rope_theta": 10000.0}
+    with open_model(model.save(tmp_path / "old", **old)) as checkpoint:
+        assert checkpoint.facts.layers == wanted.layers
+        assert checkpoint.facts.tied_embeddings
 
 
 @pytest.mark.parametrize(

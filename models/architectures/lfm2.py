@@ -1,0 +1,155 @@
+"""LFM2 and LFM2.5, dense and mixtures of experts: gated short convolutions, and a few layers of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from localllm.checkpoint import Checkpoint
+from localllm.checkpoint.fields import MAX_HEADS, MAX_HIDDEN, MAX_LAYERS
+
+from .architecture import Architecture
+from .config import Config
+from .facts import ModelFacts
+from .gguf import GgufConfig
+from .hf import HfConfig
+from .layers import Attention, Dense, Experts, LayerFacts, RopeFacts, ShortConv
+from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
+
+MAX_CONV = 64  # positions that a convolution reaches
+KINDS = "conv", "full_attention"
+# What configurations may leave out.
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 65_536,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 32,
+    "max_position_embeddings": 128_000,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1_000_000.0,
+    "tie_word_embeddings": True,
+    "conv_L_cache": 3,
+}
+_INNER = {
+    "input_layernorm": "operator_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_norm": "self_attn.q_layernorm",
+    "self_attn.k_norm": "self_attn.k_layernorm",
+    "self_attn.o_proj": "self_attn.out_proj",
+    "mlp.gate": "feed_forward.gate",
+    "mlp.gate.e_score_correction_bias": "feed_forward.expert_bias",
+}
+_PARTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+_GGUF_INNER = GGUF_LAYER | {
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.conv": "shortconv.conv",
+    "conv.out_proj": "shortconv.out_proj",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+}
+
+
+class Lfm2(Architecture):
+    """Attention norms queries and keys; the last norm is called after the embedding."""
+
+    name = "lfm2"
+    label = "LFM2 and LFM2.5"
+    hf_types = {
+        "lfm2": DEFAULTS
+        | {"hidden_size": 2560, "intermediate_size": 12_288, "block_multiple_of": 256}
+        | {"block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True}
+    }
+    hf_renamed = {"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings"}
+    hf_classes = ("Lfm2ForCausalLM",)
+    gguf_types = ("lfm2",)
+
+    def from_hf(self, config: HfConfig) -> ModelFacts:
+        rope, context = config.rope()
+        keys = config.keys
+        conv = ShortConv(config.hidden_size, keys.integer("conv_L_cache", 2, MAX_CONV), keys.flag("conv_bias"))
+        listed = config.layer_numbers("full_attn_idxs")
+        kinds = config.layer_types(KINDS, lambda layer: KINDS[not listed or layer in listed])
+        attends = [kind == "full_attention" for kind in kinds]
+        return config.facts(_layers(_attention(config, rope), conv, attends, self.feed_forward(config)), context)
+
+    def from_gguf(self, config: GgufConfig) -> ModelFacts:
+        if config.keys.raw("attention.sliding_window") is not None:
+            raise config.unsupported(f"{config.source} with windowed attention")
+        rope, context = config.rope()
+        biased = any(name.endswith(".shortconv.conv.bias") for name in config.checkpoint.tensors)
+        conv = ShortConv(config.hidden_size, config.keys.integer("shortconv.l_cache", 2, MAX_CONV), biased)
+        attends = config.each("attention.head_count_kv", 0, MAX_HEADS, config.num_kv_heads)
+        layers = _layers(_attention(config, rope), conv, attends, self.feed_forward_of_gguf(config))
+        return config.facts(layers, context)
+
+    def feed_forward(self, config: HfConfig) -> Sequence[Dense | Experts]:
+        """Of each layer."""
+        keys = config.keys
+        inner = keys.integer("block_ff_dim", 1, MAX_HIDDEN * 4, keys.integer("intermediate_size", 1, MAX_HIDDEN * 4))
+        if keys.flag("block_auto_adjust_ff_dim"):
+            multiple = keys.integer("block_multiple_of", 1, MAX_HIDDEN)
+            grown = int(keys.number("block_ffn_dim_multiplier", 1e-3, 1e3, 1.0) * int(2 * inner / 3))
+            inner = -(-grown // multiple) * multiple
+        return [Dense(inner)] * config.num_layers
+
+    def feed_forward_of_gguf(self, config: GgufConfig) -> Sequence[Dense | Experts]:
+        return [config.dense()] * config.num_layers
+
+    def names(self, checkpoint: Checkpoint) -> NameMap:
+        if checkpoint.kind == "gguf":
+            found, last = gguf_names(_GGUF_INNER), "token_embd_norm"
+        else:
+            # transformers writes the experts of a layer as one tensor, by other names than the published files
+            stacked = any("feed_forward.experts." in name and "_proj." in name for name in checkpoint.tensors)
+            inner = {f"mlp.{part}": f"feed_forward.{name}" for part, name in _PARTS.items()}
+            for part, name in _PARTS.items():
+                inner[f"mlp.experts.{{}}.{part}"] = f"feed_forward.experts.{{}}.{part if stacked else name}"
+            found = hf_names(checkpoint.tensors, _INNER | inner)
+            last = found.top["model.norm"].removesuffix("norm") + "embedding_norm"
+        return replace(found, top={**found.top, "model.norm": last})
+
+
+class Lfm2Moe(Lfm2):
+    """The first layers are dense; a sigmoid router, with a bias for the choice."""
+
+    name = "lfm2_moe"
+    label = "LFM2 and LFM2.5 MoE"
+    hf_types = {
+        "lfm2_moe": DEFAULTS
+        | {"hidden_size": 2048, "intermediate_size": 7168, "moe_intermediate_size": 1792, "num_dense_layers": 2}
+        | {"num_experts": 32, "num_experts_per_tok": 4, "use_expert_bias": True, "norm_topk_prob": True}
+    }
+    hf_classes = ("Lfm2MoeForCausalLM",)
+    gguf_types = ("lfm2moe",)
+
+    def feed_forward(self, config: HfConfig) -> Sequence[Dense | Experts]:
+        keys = config.keys
+        experts = config.mixture(
+            "num_experts", "moe_intermediate_size",
+            router="sigmoid",
+            renormalise=keys.flag("norm_topk_prob"),
+            scale=keys.number("routed_scaling_factor", 1e-6, 1e6, 1.0),
+            choice_bias=keys.flag("use_expert_bias"),
+        )  # fmt: skip
+        return _after_dense(config, experts, keys.integer("num_dense_layers", 0, MAX_LAYERS))
+
+    def feed_forward_of_gguf(self, config: GgufConfig) -> Sequence[Dense | Experts]:
+        experts = config.mixture(router="sigmoid", choice_bias=True)
+        return _after_dense(config, experts, config.keys.integer("leading_dense_block_count", 0, MAX_LAYERS, 0))
+
+
+def _after_dense(config: Config, experts: Experts, first: int) -> list[Dense | Experts]:
+    dense = config.dense()
+    return [dense if layer < first else experts for layer in range(config.num_layers)]
+
+
+def _attention(config: Config, rope: RopeFacts) -> Attention:
+    return config.attention(rope, qk_norm=True, qkv_bias=False, o_bias=False, fused=False)
+
+
+def _layers(
+    attention: Attention, conv: ShortConv, attends: Sequence[int], ffns: Sequence[Dense | Experts]
+) -> tuple[LayerFacts, ...]:
+    kinds = list(zip(map(bool, attends), ffns, strict=True))
+    made = {kind: LayerFacts(attention if kind[0] else conv, kind[1]) for kind in set(kinds)}
+    return tuple(made[kind] for kind in kinds)
