@@ -102,6 +102,7 @@ class Facts:
     url: str = ""  # the server that computes, when it is not this process
     pid: int = 0  # that server's process, when it is one of ours on this machine
     has_chat_template: bool = True
+    image_tokens: int | None = None  # that an image takes at most; 0: it reads text only; None: it is not known
     embeds: bool = False  # it gives vectors and generates nothing
     # (name, value, who recommends it) of the parameters that hold where nobody says otherwise
     sampling: tuple[tuple[str, Any, str], ...] = ()

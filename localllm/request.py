@@ -10,7 +10,10 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Literal, Protocol, TypedDict
 
-from localllm.errors import ContextTooLong, InvalidRequest
+from localllm.errors import ConfigError, ContextTooLong, InvalidRequest
+
+IMAGE_PIXELS = 50_000_000  # of an image that is decoded
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 
 
 class Message(TypedDict, total=False):
@@ -23,6 +26,19 @@ class Message(TypedDict, total=False):
     reasoning_content: str
     tool_calls: list[dict[str, Any]]
     tool_call_id: str
+
+
+def text_of(content: Any) -> str:
+    """The text of a message's content."""
+    if isinstance(content, list):
+        return "\n\n".join(str(part.get("text") or "") for part in content if part.get("type") == "text")
+    return str(content or "")
+
+
+def num_images(messages: Iterable[Message]) -> int:
+    """The images in the messages."""
+    lists = [message["content"] for message in messages if isinstance(message.get("content"), list)]
+    return sum(part.get("type") == "image_url" for parts in lists for part in parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +286,40 @@ class PromptImage:
     def key(self, position: int) -> int:
         """What the prefix cache takes for the token at `position`: no token's id, and no other image's."""
         return -1 - int.from_bytes(self.digest[:12], "big") * (self.end - self.start) - (position - self.start)
+
+
+def open_image(data: bytes, where: str = "image") -> tuple[str, Any]:
+    """A file's format, one of IMAGE_FORMATS, and its first image, upright: a PIL image of mode RGB.
+
+    What the header says is checked before anything is decoded. Raises InvalidRequest, its `param` `where`: too large,
+    damaged, unknown; ConfigError without Pillow.
+    """
+    import io
+    import warnings
+
+    try:
+        from PIL import Image, ImageOps
+    except ImportError:
+        raise ConfigError("images need the package pillow", "pip install 'localllm[images]'") from None
+    hint = f"send {', '.join(IMAGE_FORMATS)} of at most {IMAGE_PIXELS:,} pixels"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit below is lower
+            image = Image.open(io.BytesIO(data), formats=IMAGE_FORMATS)
+    except Image.DecompressionBombError as error:
+        raise InvalidRequest(f"an image has more than {IMAGE_PIXELS:,} pixels", hint, param=where) from error
+    except Exception as error:  # whatever a damaged header brings about
+        what = f"an image is damaged, or none of {', '.join(IMAGE_FORMATS)}"
+        raise InvalidRequest(what, hint, param=where) from error
+    width, height = image.size
+    if width * height > IMAGE_PIXELS:
+        what = f"an image has {width:,} x {height:,} pixels, {IMAGE_PIXELS:,} in all are allowed"
+        raise InvalidRequest(what, hint, param=where)
+    try:
+        image.load()
+        return str(image.format), ImageOps.exif_transpose(image).convert("RGB")
+    except Exception as error:
+        raise InvalidRequest("an image is damaged or cut off", "send the whole file", param=where) from error
 
 
 class PromptTokens(list[int]):

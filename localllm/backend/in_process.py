@@ -19,7 +19,7 @@ from localllm.errors import Aborted, InternalError, LocalLLMError
 from localllm.interface import ChatBackend, Check, Delta, Done, Facts, Failed, ModelChoice, Prefill, Turn
 from localllm.llm import local_models
 from localllm.llm.loaded_model import EngineOptions
-from localllm.request import Constraint, LoadProgress, SamplingParams, Timing, Usage
+from localllm.request import Constraint, LoadProgress, SamplingParams, Timing, Usage, text_of
 
 if TYPE_CHECKING:
     from localllm.llm.llm import LLM
@@ -204,7 +204,7 @@ class InProcessBackend(ChatBackend):
     def _encode(self, llm: LLM, queued: Turn) -> list[int]:
         messages = queued.messages
         if self._completes and not llm.has_chat_template:
-            return llm.encode_prompt("\n\n".join(m.get("content", "") for m in messages))
+            return llm.encode_prompt("\n\n".join(text_of(m.get("content")) for m in messages))
         goes_on = messages[-1].get("role") == "assistant"
         tools = None if queued.tools is None else queued.tools.tools
         return llm.encode_chat(messages, tools, queued.template, continue_final=goes_on)

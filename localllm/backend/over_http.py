@@ -20,7 +20,7 @@ from typing import Any
 from localllm.backend.wire import FAILURES, Wire
 from localllm.errors import LocalLLMError, ModelNotFound, ServerError, ServerGone
 from localllm.interface import ChatBackend, Check, Delta, Done, Facts, Failed, ModelChoice, Prefill, Turn
-from localllm.request import Constraint, FinishReason, LoadProgress, Timing, Usage
+from localllm.request import Constraint, FinishReason, LoadProgress, Timing, Usage, text_of
 
 log = logging.getLogger(__name__)
 
@@ -172,7 +172,7 @@ class RemoteBackend(ChatBackend):
         self._facts = Facts(
             model=self._model, run_summary=f"{told.get('truth_line') or self._model} · {via}", ctx=ctx, url=self.url,
             pid=self._pid, max_ctx=ctx, device=str(told.get("device") or ""),
-            has_chat_template=bool(meta.get("chat", True)),
+            has_chat_template=bool(meta.get("chat", True)), image_tokens=meta.get("image_tokens"),
             decode_tps=float(told.get("decode_tps") or 0.0),
             sampling=tuple((str(n), v, str(why)) for n, (v, why) in (meta.get("sampling") or {}).items()),
             warnings=tuple(map(str, told.get("warnings") or ())),
@@ -223,7 +223,7 @@ class RemoteBackend(ChatBackend):
             kind = _CONSTRAINTS[self._constraint.kind]
             body["structured_outputs"] = {kind: True if kind == "json_object" else self._constraint.value}
         if self._continues_text:
-            return body | {"prompt": "\n\n".join(m.get("content", "") for m in messages)}
+            return body | {"prompt": "\n\n".join(text_of(m.get("content")) for m in messages)}
         body["messages"] = messages
         if template:
             body["chat_template_kwargs"] = dict(template)

@@ -19,7 +19,7 @@ from typing import Any
 from localllm import errors
 from localllm.backend.script import SCRIPT, pieces, script
 from localllm.interface import ChatBackend, Check, Delta, Done, Facts, Failed, ModelChoice, Prefill, Turn
-from localllm.request import LoadProgress, SamplingParams, Timing, Usage
+from localllm.request import LoadProgress, SamplingParams, Timing, Usage, num_images, text_of
 
 PAGE = 16  # tokens of a page
 HAVE_BYTES = 8 << 30
@@ -52,6 +52,7 @@ class FakeBackend(ChatBackend):
         self.answers: list[str] = []  # answers given next, before any rule applies: set by tests
         self.kv, self.device = "bf16", "cpu"
         self.times_kernels = False
+        self.image_tokens = 16
         self._closed = False
         self._used = self._busy = self._steps = self._prompts = 0
         self._thread: threading.Thread | None = None
@@ -84,6 +85,7 @@ class FakeBackend(ChatBackend):
             run_summary=f"{self.model} · cpu · Q4_1 · KV {self.kv} · fake kernels",
             device=self.device,
             times_kernels=self.times_kernels,
+            image_tokens=self.image_tokens,
             ctx=self.ctx,
             max_ctx=self.ctx * 4,
             used_tokens=self._used,
@@ -171,9 +173,10 @@ class FakeBackend(ChatBackend):
     def _answer(self, asked: Turn, params: SamplingParams) -> None:
         turn, messages = asked.id, asked.messages
         begin = time.monotonic()
-        prompt = messages[-1].get("content", "") if messages else ""
+        prompt = text_of(messages[-1].get("content")) if messages else ""
         goes_on = bool(messages) and messages[-1].get("role") == "assistant"
-        prompt_tokens = sum(1 + len(m.get("content", "").split()) for m in messages)
+        prompt_tokens = sum(1 + len(text_of(m.get("content")).split()) for m in messages)
+        prompt_tokens += num_images(messages) * self.image_tokens
         limit = min(params.max_tokens or self.ctx, self.ctx - prompt_tokens)
         if prompt_tokens > self.ctx or prompt.startswith("!full"):
             needed = prompt_tokens if prompt_tokens > self.ctx else self.ctx + 1332

@@ -11,7 +11,7 @@ from localllm.cli.question import Job
 from localllm.cli.start import Start, backend_of, farewell, session_of
 from localllm.config import UserConfig
 from localllm.conversation import clipboard, commands
-from localllm.conversation.attachments import fit, mentioned
+from localllm.conversation.attachments import fit, mentioned, refuse_pictures
 from localllm.conversation.saver import AUTOSAVE_S
 from localllm.conversation.session import Session, complaint
 from localllm.conversation.slash import OFF, SLASHES, Typed, understand
@@ -93,6 +93,7 @@ class Lines:
                     self._command(typed)
                 elif typed.text.strip():
                     files = (*self._session.files, *mentioned(typed.text))
+                    refuse_pictures(files, self._session.backend.facts())
                     self._session.files.clear()
                     self._turn(self._talk.ask(typed.text, files))
             except BackendError:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from localllm.cli.frame.options import bounded, read_text
 from localllm.conversation.answer import Answer
 from localllm.errors import ConfigError, ConstraintUnmet, ContextTooLong
-from localllm.request import Constraint, Message
+from localllm.request import Constraint, Message, text_of
 from localllm.terminal import clean_line
 
 from .session import Sampling
@@ -112,9 +112,10 @@ def shortened(
 
     Raises ContextTooLong when there is no room even without it.
     """
-    text = str(messages[-1]["content"])
+    content = messages[-1]["content"]
+    text, parts = text_of(content), [] if isinstance(content, str) else content[:-1]  # the text comes last
     reserved = min(max_tokens if max_tokens is not None else ANSWER_TOKENS, ctx // 4) + min(TEMPLATE_TOKENS, ctx // 8)
-    room = ctx - reserved - sum(count(str(message.get("content") or "")) for message in messages[:-1])
+    room = ctx - reserved - sum(count(text_of(message.get("content"))) for message in messages[:-1])
     before = count(text)
     if before <= room:
         return list(messages), before, before
@@ -122,7 +123,8 @@ def shortened(
     while True:
         kept = count(cut := _without(text, keep, side))
         if kept <= room:
-            return [*messages[:-1], Message(**messages[-1] | {"content": cut})], before, kept
+            made = [*parts, {"type": "text", "text": cut}] if parts else cut
+            return [*messages[:-1], Message(**messages[-1] | {"content": made})], before, kept
         if keep == 0:
             raise ContextTooLong(
                 f"what comes before the question leaves {max(room, 0):,} of {ctx:,} tokens for it",

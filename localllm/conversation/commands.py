@@ -11,7 +11,7 @@ from pathlib import Path
 
 from localllm.config import load_config, set_key
 from localllm.conversation import clipboard
-from localllm.conversation.attachments import read_documents
+from localllm.conversation.attachments import picture_tokens, read_documents, refuse_pictures
 from localllm.conversation.documents import num_tokens, text_document
 from localllm.conversation.markdown import code_blocks
 from localllm.conversation.session import Session, write_new
@@ -27,6 +27,7 @@ from localllm.conversation.tree import (
     walked,
 )
 from localllm.errors import ConfigError
+from localllm.request import num_images, text_of
 from localllm.terminal import clean_line, counted, gib, tokens_short
 
 
@@ -151,7 +152,9 @@ def _save_preset(session: Session, name: str) -> str:
 def _attach(session: Session, text: str) -> str:
     if text == "off" or text.startswith("off "):
         return _take_back(session, text[3:].strip())
-    session.files += read_documents(text)
+    named = read_documents(text)
+    refuse_pictures(named, session.backend.facts())
+    session.files += named
     return f"{counted(len(session.files), 'file')} for the next message: {session.budget(session.files)}"
 
 
@@ -213,12 +216,16 @@ def _ctx(session: Session, text: str) -> str:
     """What fills the window."""
     talk, facts, count = session.conversation, session.backend.facts(), session.backend.count_tokens
     turns = [one for one in talk.exchanges if one.counts]
+    asked = [one for one in turns if one.attachments]
+    pictures = num_images([{"content": one.content} for one in asked])
+    shown = pictures + sum(file.picture != "" for file in session.files)
     parts = {
         "instructions": count(talk.instructions) if talk.instructions else 0,
-        "attachments": sum(count(one.content) - count(one.user) for one in turns if one.attachments),
+        "attachments": sum(count(text_of(one.content)) - count(one.user) for one in asked),
+        "pictures": shown * picture_tokens(facts),
         "questions": sum(count(one.user) for one in turns),
         "answers": sum(count(one.text) for one in turns),
-        "next message's files": sum(num_tokens(file.block, count) for file in session.files),
+        "next message's files": sum(num_tokens(file.block, count) for file in session.files if not file.picture),
     }
     reply = int(talk.sampling.get("max_tokens") or 0)
     lines = [f"{name:22}{tokens:>8,}" for name, tokens in parts.items() if tokens]

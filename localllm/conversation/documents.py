@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
@@ -10,19 +11,24 @@ import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from localllm.conversation.extract import SECONDS
-from localllm.errors import ConfigError
+from localllm.errors import ConfigError, LocalLLMError
+from localllm.request import open_image
 from localllm.sandbox.child import Child, ChildDied, ChildLate
 from localllm.terminal import clean_line, counted, gib
 
 MAX_TEXT_BYTES = 4 << 20
 MAX_BYTES = 64 << 20  # of a PDF or a page
+MAX_PICTURE_BYTES = 8 << 20  # all of it is kept with the chat
 MAX_FOLDER_FILES = 2_000
 MAX_FOLDER_BYTES = 32 << 20
 COUNTED_CHARS = 300_000  # of a longer text, tokens are estimated
 PART_CHARS = 1_600  # some 400 tokens: a paragraph or a function with what surrounds it
 _KINDS = {".pdf": "pdf", ".html": "html", ".htm": "html", ".xhtml": "html", ".ipynb": "notebook"}
+PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".gif")
+_MAGIC = (b"\x89PNG\r\n", b"\xff\xd8\xff", b"GIF8")
 _SKIPPED = {"node_modules", "__pycache__", "venv", "dist", "build", "target"}
 _WORD = re.compile(r"[^\W_]+")
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
@@ -46,11 +52,16 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """What was attached. `notes`: what could not be read of it."""
+    """What was attached: text in parts, or a picture.
+
+    notes    what could not be read of it
+    picture  a data: URL, its bytes those of the file
+    """
 
     name: str
     parts: tuple[Part, ...]
     notes: tuple[str, ...] = ()
+    picture: str = ""
 
     @property
     def num_chars(self) -> int:
@@ -59,7 +70,7 @@ class Document:
     @property
     def label(self) -> str:
         """'manual.pdf · 1.2 MiB', safe to show."""
-        return f"{clean_line(self.name)} · {gib(self.num_chars)}"
+        return f"{clean_line(self.name)} · {gib(len(self.picture) * 3 // 4 or self.num_chars)}"
 
     @property
     def text(self) -> str:
@@ -98,22 +109,41 @@ def read_document(path: str | Path) -> Document:
         if file.is_dir():
             return _folder(file, shown)
         kind = _KINDS.get(file.suffix.lower(), "")
-        data = _bytes(file, shown, MAX_BYTES if kind else MAX_TEXT_BYTES)
+        is_picture = file.suffix.lower() in PICTURES
+        data = _bytes(file, shown, MAX_PICTURE_BYTES if is_picture else MAX_BYTES if kind else MAX_TEXT_BYTES)
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise ConfigError(f"{shown} cannot be read: {why}", "check the path") from None
+    if is_picture or data.startswith(_MAGIC):
+        return _picture(file.name, shown, data)
     if not kind and data.startswith(b"%PDF-"):
         kind = "pdf"
     if kind:
         return _extracted(file.name, shown, kind, data)
     if b"\0" in data[:8192]:
-        raise ConfigError(f"{shown} is not text", "attach text, PDF, HTML, notebooks or a folder")
+        raise ConfigError(f"{shown} is not text", "attach text, PDF, HTML, notebooks, pictures or a folder")
     return text_document(file.name, _decoded(data))
 
 
 def is_document(path: Path) -> bool:
-    """Whether this is more than a text: a folder, or a file whose text must be taken out of it."""
-    return path.suffix.lower() in _KINDS or path.expanduser().is_dir()
+    """Whether this is more than a text: a folder, a picture, or a file whose text must be taken out of it."""
+    return path.suffix.lower() in (*_KINDS, *PICTURES) or path.expanduser().is_dir()
+
+
+def question(documents: Sequence[Document], text: str) -> str | list[dict[str, Any]]:
+    """The content of a message: pictures as parts, then the text of the other documents, then `text`."""
+    told = "\n\n".join([*(one.block for one in documents if not one.picture), text])
+    parts = [{"type": "image_url", "image_url": {"url": one.picture}} for one in documents if one.picture]
+    return [*parts, {"type": "text", "text": told}] if parts else told
+
+
+def _picture(name: str, shown: str, data: bytes) -> Document:
+    """A picture that can be decoded."""
+    try:
+        form, _ = open_image(data)
+    except LocalLLMError as error:
+        raise ConfigError(f"{shown}: {error.message}", error.hint.replace("send", "attach", 1)) from None
+    return Document(name, (), picture=f"data:image/{form.lower()};base64,{base64.b64encode(data).decode()}")
 
 
 def _bytes(file: Path, shown: str, limit: int) -> bytes:
@@ -160,6 +190,9 @@ def _folder(folder: Path, shown: str) -> Document:
     notes: list[str] = []
     left_out = num_bytes = num_files = 0
     for file in _files(folder):
+        if file.suffix.lower() in PICTURES:  # they are attached by name
+            left_out += 1
+            continue
         try:
             size = file.stat().st_size
             if num_files == MAX_FOLDER_FILES or num_bytes + size > MAX_FOLDER_BYTES:

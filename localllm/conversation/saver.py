@@ -42,6 +42,7 @@ class Saver:
         self._jobs: queue.SimpleQueue[tuple[Callable[[History], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._chats: dict[str, tuple[SavedChat, dict[int, SavedMessage]]] = {}
         self._removed: list[int] = []
+        self._questions: dict[int, SavedMessage] = {}  # as they are on the disk: they may hold whole files
         self._thread: threading.Thread | None = None
 
     def save(self, conversation: Conversation, *exchanges: Exchange) -> Future[None] | None:
@@ -54,7 +55,8 @@ class Saver:
 
         def write(history: History) -> None:
             _, waiting = self._chats.get(chat.id, (chat, {}))
-            self._chats[chat.id] = chat, waiting | {message.id: message for message in messages}
+            changed = {message.id: message for message in messages if self._questions.get(message.id) != message}
+            self._chats[chat.id] = chat, waiting | changed
             self._removed += removed
             self._write(history)
 
@@ -63,9 +65,12 @@ class Saver:
     def _write(self, history: History) -> None:
         for chat, messages in list(self._chats.values()):
             history.save(chat, list(messages.values()))
+            self._questions |= {one.id: one for one in messages.values() if one.role == "user"}
             del self._chats[chat.id]
         if self._removed:
             history.remove_messages(self._removed)
+            for gone in self._removed:
+                self._questions.pop(gone, None)
             self._removed = []
         self.problem = ""
 

@@ -70,7 +70,7 @@ class Session:
         talk, facts, count = self.conversation, self.backend.facts(), self.backend.count_tokens
         last = talk.exchanges[-1] if talk.exchanges else None
         room = room_in(talk, Exchange(parent=last), facts, count, self.offered) if facts.ctx else 0
-        return budget(files, room, count)
+        return budget(files, room, facts, count)
 
     @property
     def offered(self) -> ToolUse | None:

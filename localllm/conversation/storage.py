@@ -11,10 +11,10 @@ from typing import Any
 
 from localllm.config import KEYS
 from localllm.conversation.answer import Call, Round
-from localllm.conversation.documents import text_document
+from localllm.conversation.documents import Document, text_document
 from localllm.conversation.tree import THINK, Conversation, Exchange, sampling_keys
 from localllm.errors import ConfigError
-from localllm.history.records import SavedChat, SavedMessage
+from localllm.history.records import PICTURE_URL, SavedChat, SavedMessage
 from localllm.interface import Failed
 from localllm.request import Timing, Usage
 
@@ -67,7 +67,7 @@ def saved_messages(exchange: Exchange) -> Iterator[SavedMessage]:
     above = exchange.parent
     parent = None if above is None else above.answer_id if _has_answer(above) else above.question_id
     sent = exchange.attachments if exchange.sent is None else exchange.sent
-    files = [{"name": one.name, "text": one.text} for one in sent]
+    files = [{"name": one.name} | ({"image": one.picture} if one.picture else {"text": one.text}) for one in sent]
     params: dict[str, Any] = {"attachments": files} if files else {}
     if exchange.user or files:
         yield SavedMessage(
@@ -119,6 +119,14 @@ def _restore(made: Conversation, messages: list[SavedMessage], leaf_id: int | No
     return exchanges.get(leaf_id)
 
 
+def _document(saved: Mapping[str, Any]) -> Document:
+    """An attachment as it was saved; what is no picture's own bytes is never sent as one."""
+    name, picture = str(saved.get("name", "")), saved.get("image")
+    if isinstance(picture, str) and PICTURE_URL.fullmatch(picture):
+        return Document(name, (), picture=picture)
+    return text_document(name, str(saved.get("text", "")))
+
+
 def _rounds(saved: Any) -> list[Round]:
     """Rounds as they were saved; what is no round is left out."""
     if not isinstance(saved, list):
@@ -144,9 +152,7 @@ def _exchange(above: Exchange | None, question: SavedMessage | None, answer: Sav
         one.question_id, one.asked_at = question.id, question.created
         files = question.params.get("attachments")
         if isinstance(files, list):
-            one.attachments = tuple(
-                text_document(str(f.get("name", "")), str(f.get("text", ""))) for f in files if isinstance(f, dict)
-            )
+            one.attachments = tuple(_document(file) for file in files if isinstance(file, dict))
     if answer is None:
         one.stop = "unanswered"
         return one

@@ -14,7 +14,7 @@ from typing import Any
 
 from localllm.config import KEYS, Preset
 from localllm.conversation.answer import Answer
-from localllm.conversation.documents import Document
+from localllm.conversation.documents import Document, question
 from localllm.errors import ConfigError
 from localllm.history.records import new_chat_id, new_message_id
 from localllm.interface import Facts
@@ -53,10 +53,9 @@ class Exchange(Answer):
         return bool(self.text or self.rounds) and not self.forgotten
 
     @property
-    def content(self) -> str:
+    def content(self) -> str | list[dict[str, Any]]:
         """The question as the model sees it, with its files in front."""
-        documents = self.attachments if self.sent is None else self.sent
-        return "\n\n".join([*(one.block for one in documents), self.user])
+        return question(self.attachments if self.sent is None else self.sent, self.user)
 
 
 class Conversation:
@@ -212,8 +211,8 @@ class Conversation:
 
     def messages(self, exchange: Exchange) -> list[Message]:
         """What the model is sent for `exchange`: instructions, the turns before it, its question, its calls so far."""
-        question = Message(role="user", content=exchange.content)
-        return [*self.messages_above(exchange), question, *exchange.round_messages()]
+        asked = Message(role="user", content=exchange.content)
+        return [*self.messages_above(exchange), asked, *exchange.round_messages()]
 
     def messages_above(self, exchange: Exchange) -> list[Message]:
         """Instructions and the turns before a question."""

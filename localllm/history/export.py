@@ -1,7 +1,7 @@
 """A chat as Markdown, JSON or one HTML page: the branch that was on the screen, or in JSON the whole tree.
 
-HTML is made without anything that would run or be fetched: raw HTML of a model is shown as text, images become links,
-and links may only be http, https or mailto.
+HTML is made without anything that would run or be fetched: raw HTML of a model is shown as text, its images become
+links, and links may only be http, https or mailto. Attached pictures are part of the page.
 """
 
 from __future__ import annotations
@@ -16,20 +16,25 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from .records import SavedChat, SavedMessage, active_path
+from .records import PICTURE_URL, SavedChat, SavedMessage, active_path
 
 FORMATS = ("md", "json", "html")
+_PLAIN = re.compile(r"[\[\]\s]")
 _NAMES = {"user": "You", "assistant": "Assistant", "system": "System"}
 
 
-def as_markdown(chat: SavedChat, messages: Sequence[SavedMessage], *, reasoning: bool = False) -> str:
-    """The branch on the screen, a heading per message."""
+def as_markdown(
+    chat: SavedChat, messages: Sequence[SavedMessage], *, reasoning: bool = False, pictures: bool = True
+) -> str:
+    """The branch on the screen, a heading per message; pictures as data: URLs, or by name."""
     parts = [f"# {_title(chat)}\n\n{_meta(chat)}\n"]
     if chat.system:
         parts.append(f"## System\n\n{chat.system}\n")
     for message in active_path(messages, chat.leaf_id):
         parts.append(f"## {_NAMES.get(message.role, message.role)}\n")
-        parts += [f"Attached: {name}\n" for name in _attached(message)]
+        for name, url in _attached(message):
+            shown = f"![{_PLAIN.sub('_', name)}]({url})" if url and pictures else f"Attached: {name}"
+            parts.append(f"{shown}\n")
         for said, calls in _rounds(message):
             parts += [f"{said}\n"] if said else []
             parts += [f"{head}\n\n{_fenced(arguments)}\n\n{_fenced(result)}\n" for head, arguments, result in calls]
@@ -64,7 +69,10 @@ def as_html(chat: SavedChat, messages: Sequence[SavedMessage]) -> str:
         parts = [
             f'<section class="{message.role if message.role in _NAMES else "other"}">',
             f'<p class="meta">{html.escape(_NAMES.get(message.role, message.role))}</p>',
-            *(f'<p class="meta">Attached: {html.escape(name)}</p>' for name in _attached(message)),
+            *(
+                f'<p class="meta">Attached: {html.escape(name)}</p>' + (f'<img alt="" src="{url}">' if url else "")
+                for name, url in _attached(message)
+            ),
             f"<details><summary>Thinking</summary>{thought}</details>" if message.reasoning else "",
             *(_round(parser.render(said), calls) for said, calls in _rounds(message)),
             f"{parser.render(message.content)}</section>",
@@ -117,6 +125,10 @@ def _round(said: str, calls: Sequence[tuple[str, str, str]]) -> str:
     )
 
 
-def _attached(message: SavedMessage) -> list[str]:
+def _attached(message: SavedMessage) -> Iterator[tuple[str, str]]:
+    """(name, a picture's data: URL or "") of what went with a message."""
     files = message.params.get("attachments")
-    return [str(one.get("name", "")) for one in files if isinstance(one, dict)] if isinstance(files, list) else []
+    for one in files if isinstance(files, list) else ():
+        if isinstance(one, dict):
+            url = one.get("image")
+            yield str(one.get("name", "")), url if isinstance(url, str) and PICTURE_URL.fullmatch(url) else ""

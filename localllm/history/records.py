@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 
 STREAMING = "streaming"  # a message that is being written
 PARTIAL = "partial"  # a message whose writer ended before it did
+PICTURE_URL = re.compile(r"data:image/[a-z]{3,8};base64,[A-Za-z0-9+/=]+")  # an attached picture: its own bytes
 LAST_MOMENT = 250_000_000_000.0  # seconds since the epoch, in the year 9892: later ones have no date
 
 

@@ -239,6 +239,11 @@ class LoadedModel:
     def stats(self) -> EngineStats:
         return self.engine.stats()
 
+    @property
+    def image_tokens(self) -> int:
+        """Tokens that an image takes at most; 0: the model reads text only."""
+        return 0 if self.facts.vision is None else self.facts.vision.tokens
+
     def state(self) -> Facts:
         """Plain data for status lines: of the plan, and the engine's counters by their names."""
         stats, plan = self.stats(), self.plan
@@ -257,6 +262,7 @@ class LoadedModel:
             have_bytes=plan.have_bytes,
             decode_tps=plan.decode_tps,
             has_chat_template=self.has_chat_template,
+            image_tokens=self.image_tokens,
             embeds=bool(self.facts.pooling),
             times_kernels=self.boot.is_tuning,
             sampling=tuple((name, value, why) for name, (value, why) in self.sampling.items()),

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import base64
 import binascii
-import io
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from localllm.chat.template import RenderedPrompt, encode_chat
-from localllm.errors import ConfigError, ContextTooLong, InvalidRequest
-from localllm.request import PromptImage, PromptTokens
+from localllm.errors import ContextTooLong, InvalidRequest
+from localllm.request import PromptImage, PromptTokens, open_image
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,10 +23,7 @@ if TYPE_CHECKING:
     from localllm.tokenizer.tokenizer import Tokenizer
 
 MAX_BYTES = 20 << 20  # of a file
-MAX_PIXELS = 50_000_000
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 _DATA = re.compile(r"data:image/[\w.+-]{1,40};base64,")
-_SEND = f"send {', '.join(FORMATS)} of at most {MAX_PIXELS:,} pixels"
 
 
 def take_images(
@@ -93,30 +88,11 @@ def decoded(url: Any, where: str) -> bytes:
 
 
 def read_image(data: bytes, size: int, where: str = "image") -> np.ndarray:
-    """A file's first image as uint8 [size, size, 3]. Raises InvalidRequest: too large, damaged, unknown."""
-    try:
-        from PIL import Image, ImageOps
-    except ImportError:
-        raise ConfigError("images need the package pillow", "pip install 'localllm[images]'") from None
+    """A file's first image as uint8 [size, size, 3]. Raises what `open_image` raises."""
+    _, upright = open_image(data, where)
     import numpy as np
+    from PIL import Image
 
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit below is lower
-            image = Image.open(io.BytesIO(data), formats=FORMATS)
-    except Image.DecompressionBombError as error:
-        raise InvalidRequest(f"an image has more than {MAX_PIXELS:,} pixels", _SEND, param=where) from error
-    except Exception as error:  # whatever a damaged header brings about
-        raise InvalidRequest(f"an image is damaged, or none of {', '.join(FORMATS)}", _SEND, param=where) from error
-    width, height = image.size
-    if width * height > MAX_PIXELS:
-        what = f"an image has {width:,} x {height:,} pixels, {MAX_PIXELS:,} in all are allowed"
-        raise InvalidRequest(what, _SEND, param=where)
-    try:
-        image.load()
-        upright = ImageOps.exif_transpose(image).convert("RGB")
-    except Exception as error:
-        raise InvalidRequest("an image is damaged or cut off", "send the whole file", param=where) from error
     return np.array(upright.resize((size, size), Image.Resampling.BILINEAR))
 
 

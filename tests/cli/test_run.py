@@ -11,6 +11,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from PIL import Image
 
 from localllm.backend.script import ANSWERS
 from localllm.backend.scripted import FakeBackend
@@ -63,6 +64,21 @@ def test_a_folder_goes_before_the_prompt_as_far_as_it_fits(invoke: Invoke, tmp_p
     result = invoke("run", "fake-small", "And the valves?", "-f", str(tmp_path))
     assert result.exit_code == 9, "64 tokens have no room for it"
     assert "312 tokens, 37 free" in result.stderr
+
+
+def test_a_picture_goes_with_the_prompt(invoke: Invoke, tmp_path: Path) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    words = "run", "fake", "what is it?", "--json"
+    alone, told, cut = (
+        json.loads(invoke(*words, *more).stdout)
+        for more in ((), ("-a", str(tmp_path / "a.png")), ("-a", str(tmp_path / "a.png"), "--truncate", "head"))
+    )
+    prompts = [one["usage"]["prompt"] for one in (alone, told, cut)]
+    assert prompts == [prompts[0], prompts[0] + 16, prompts[0] + 16]
+    piped = invoke("chat", "fake", "-a", str(tmp_path / "a.png"), stdin="hello")
+    assert piped.stdout == "hello\n" and "a.png: 16 tokens" in piped.stderr
+    refused = invoke("run", "fake-base", "what is it?", "-a", str(tmp_path / "a.png"))
+    assert refused.exit_code == 2 and "a.png is a picture, and fake-base reads text only" in refused.stderr
 
 
 def test_system_may_come_from_a_file(invoke: Invoke, tmp_path: Path) -> None:

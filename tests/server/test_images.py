@@ -19,7 +19,11 @@ from safetensors.torch import save_file
 from starlette.testclient import TestClient
 
 from localllm import LLM, SamplingParams
+from localllm.backend.over_http import RemoteBackend
+from localllm.conversation.documents import read_document
+from localllm.conversation.tree import Conversation
 from localllm.errors import ContextTooLong, InvalidRequest
+from localllm.interface import Turn
 from localllm.llm.pictures import read_image
 from localllm.models.architectures import open_model
 from localllm.models.architectures.facts import VisionFacts
@@ -242,6 +246,18 @@ def test_every_api_reads_the_same_image(pictured: Any, llm: LLM) -> None:
     ollama = pictured.post("/api/chat", json=options | {"messages": [message]}).json()
     made = pictured.post("/api/generate", json=options | {"prompt": "what is the", "images": [data]}).json()
     assert ollama["prompt_eval_count"] == made["prompt_eval_count"] == count
+
+
+def test_a_chat_sends_its_pictures_in_process_and_over_http(pictured: Any, llm: LLM, tmp_path: Path) -> None:
+    (tmp_path / "red.png").write_bytes(picture("red"))
+    talk = Conversation()
+    messages = talk.messages(talk.ask("what is the", (read_document(tmp_path / "red.png"),)))
+    assert llm.encode_chat(messages) == llm.encode_chat(asked("red"))
+    body = RemoteBackend("http://127.0.0.1")._body(Turn(0, messages, None, {}))
+    body |= {"model": "pictured", "stream": False, "stream_options": None, "temperature": 0, "max_tokens": 6}
+    answered = pictured.post("/v1/chat/completions", json=body).json()
+    assert answered["usage"]["prompt_tokens"] == len(llm.encode_chat(messages))
+    assert pictured.get("/v1/models").json()["data"][0]["meta"]["image_tokens"] == TOKENS == llm.state().image_tokens
 
 
 def test_what_is_refused_says_where(pictured: Any) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from PIL import Image
+from textual import events
 
 from localllm.tui.widgets.messages import Notice
 
@@ -50,3 +52,27 @@ async def test_the_parts_that_were_sent_are_told() -> None:
         await running.until(lambda: running.screen.session.files)
         await running.send("/attach off")
         await running.until(lambda: not running.screen.session.files)
+
+
+async def test_a_picture_is_mentioned_or_dropped_and_refused_where_it_cannot_be_read(folder: Path) -> None:
+    Image.new("RGB", (20, 30), "red").save(folder / "a cat.png")
+    Image.new("RGB", (20, 30), "red").save(folder / "red.png")
+    async with chat() as running:
+        await running.ready()
+        running.app.post_message(events.Paste(f"'{folder}/a cat.png' "))
+        await running.until(lambda: "+ a cat.png · " in running.text("#files"))
+        assert not running.prompt.text
+        await running.ask("what is @red.png")
+        [message] = running.backend.sent[0][0]
+        assert [part["type"] for part in message["content"]] == ["image_url", "image_url", "text"]
+        assert "a cat.png, red.png: " in notices(running)
+        running.backend.image_tokens = 0
+        await running.send("and @red.png")
+        await running.until(lambda: "red.png is a picture, and fake reads text only" in notices(running))
+        assert len(running.screen.conversation.exchanges) == 1 and len(running.backend.sent) == 1
+        await running.pilot.press("up")
+        assert running.prompt.text == "and @red.png"
+        running.prompt.text = "/attach "
+        running.prompt.move_cursor(running.prompt.document.end)
+        running.app.post_message(events.Paste(f"{folder}/red.png"))
+        await running.until(lambda: running.prompt.text == f"/attach {folder}/red.png")

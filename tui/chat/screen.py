@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import shlex
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -18,7 +19,7 @@ from textual.binding import BindingType
 from textual.containers import Horizontal
 from textual.widgets import Static
 
-from localllm.conversation.attachments import mentioned
+from localllm.conversation.attachments import mentioned, refuse_pictures
 from localllm.conversation.documents import Document
 from localllm.conversation.session import Session
 from localllm.conversation.slash import understand
@@ -174,6 +175,8 @@ class ChatScreen(Actions):
                 await self.commands.run(typed)
         else:
             files = (*self.session.files, *await asyncio.to_thread(mentioned, typed.text))
+            if self.phase == "ready":
+                refuse_pictures(files, self.session.backend.facts())
             async with self.changing:
                 await self._ask(text, typed.text, files)
 
@@ -223,6 +226,13 @@ class ChatScreen(Actions):
             self.run_worker(self.submit(event.text), group="typed")
         elif self.can_go_on:  # Enter alone goes on with an answer that was just cut short, as the status line says
             self.run_worker(self.submit("/continue"), group="typed")
+
+    @on(PromptArea.Dropped)
+    def _dropped(self, event: PromptArea.Dropped) -> None:
+        if self.editing is not None or self.prompt.text.startswith("/"):
+            self.prompt.insert(event.text)
+        else:
+            self.run_worker(self.submit(f"/attach {shlex.quote(event.path)}"), group="typed")
 
     async def action_scroll_to(self, key: str) -> None:
         transcript, animate = self.transcript, self.frame.moving

@@ -13,7 +13,7 @@ from textual.content import Content
 from textual.message import Message
 from textual.widgets import Static, TextArea
 
-from localllm.conversation.attachments import matching_files
+from localllm.conversation.attachments import dropped, matching_files
 from localllm.conversation.documents import Document
 from localllm.conversation.slash import matching
 from localllm.terminal import clean
@@ -30,6 +30,13 @@ class PromptArea(TextArea):
     class Sent(Message):
         """Enter was pressed; `text` is empty when the prompt was."""
 
+        text: str
+
+    @dataclass
+    class Dropped(Message):
+        """A file was dropped on the terminal, which pasted its path as `text`."""
+
+        path: str
         text: str
 
     def __init__(self, keymap: Keymap, *, enter_sends: bool = True) -> None:
@@ -109,6 +116,10 @@ class PromptArea(TextArea):
     async def _on_paste(self, event: events.Paste) -> None:
         # the editor's own handler runs next, with what is left
         event.text = clean(event.text.replace("\r\n", "\n").replace("\r", "\n"))
+        if path := dropped(event.text):
+            event.stop()
+            event.prevent_default()
+            self.post_message(self.Dropped(path, event.text))
 
     @staticmethod
     def _take(event: events.Key) -> None:

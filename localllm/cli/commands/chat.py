@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -51,7 +52,8 @@ def chat(
     preset: Preset = None,
     think: Think = None,
     attach: Annotated[
-        list[Path] | None, Option("-a", "--attach", metavar="PATH", help="A file or folder for the first message.")
+        list[Path] | None,
+        Option("-a", "--attach", metavar="PATH", help="A file, folder or picture for the first message."),
     ] = None,
     plain: Annotated[bool, Option("--plain", help="Line mode: for screen readers and dumb terminals.")] = False,
     web: Annotated[bool, Option("--web", help="In a browser on this machine.")] = False,
@@ -93,7 +95,7 @@ def chat(
     port = _port(serve, web or not typed, attach_to)
     if not typed and not web:
         messages = messages_of(instructions, gather_prompt([first] if first else [], []))
-        return once(env, config, model, messages, sampling, wish_of(env, config, engine, attach_to))
+        return once(env, config, model, messages, sampling, wish_of(env, config, engine, attach_to), attach or ())
     start = new_start(config, sampling, instructions, resume or ("last" if resume_last else None))
     start.first, start.ctx, start.inline, start.serve = first, engine.ctx, inline, port
     _prepare(start, config, preset, think, attach or [])
@@ -127,14 +129,22 @@ def home(env: Env) -> int:
 
 
 def once(
-    env: Env, config: UserConfig, model: str | None, messages: list[Message], sampling: Sampling, place: str
+    env: Env,
+    config: UserConfig,
+    model: str | None,
+    messages: list[Message],
+    sampling: Sampling,
+    place: str,
+    attach: Sequence[Path] = (),
 ) -> int:
     """Standard input is not a terminal: answer it as `run` does."""
     from localllm.cli.commands.run import answer
+    from localllm.conversation.documents import read_document
 
+    documents = tuple(map(read_document, attach))
     env.console.say("stdin is not a terminal: answering it once, as `localllm run` does")
     tty = env.console.out_tty
-    job = Job(messages, sampling, stream=tty, show_thinking=tty, stats=tty, place=place)
+    job = Job(messages, sampling, documents=documents, stream=tty, show_thinking=tty, stats=tty, place=place)
     return answer(env, config, model, job)
 
 

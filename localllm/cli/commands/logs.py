@@ -127,7 +127,7 @@ def _show(env: Env, history: History, chats: list[SavedChat], reasoning: bool) -
     for chat in chats:
         messages = history.messages(chat.id)
         if not env.console.emit("logs/1", {"chat": as_json(chat, messages)}):
-            env.console.answer(as_markdown(chat, messages, reasoning=reasoning))
+            env.console.answer(as_markdown(chat, messages, reasoning=reasoning, pictures=False))
 
 
 def _export(

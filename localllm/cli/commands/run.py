@@ -67,7 +67,7 @@ def run(
             "-a",
             "--attach",
             metavar="PATH",
-            help="A file or folder put before the prompt; repeatable.",
+            help="A file, folder or picture put before the prompt; repeatable.",
         ),
     ] = None,
     resume_last: Annotated[
@@ -247,17 +247,18 @@ def _fitting(env: Env, backend: ChatBackend, facts: Facts, job: Job) -> list[Mes
 
 def _take_documents(env: Env, backend: ChatBackend, facts: Facts, job: Job) -> None:
     """Put as much of the documents before the question as the window takes, and say what that is."""
-    from localllm.conversation.attachments import fitting, room_for
+    from localllm.conversation.attachments import fitting, refuse_pictures, room_for
+    from localllm.conversation.documents import question
 
-    *before, question = job.messages
-    limit = job.sampling.given.get("max_tokens")
-    texts = [str(message.get("content") or "") for message in job.messages]
-    room = room_for(texts, facts.ctx, limit, backend.count_tokens) if facts.ctx and job.truncate == "never" else 0
-    sent, said = fitting(job.documents, question["content"], room, backend.count_tokens)
+    refuse_pictures(job.documents, facts)
+    *before, asked = job.messages
+    limit, count = job.sampling.given.get("max_tokens"), backend.count_tokens
+    room = room_for(job.messages, facts, limit, count) if facts.ctx and job.truncate == "never" else 0
+    sent, said = fitting(job.documents, asked["content"], room, facts, count)
     for line in said:
         env.console.say(line)
-    blocks = [one.block for one in (job.documents if sent is None else sent)]
-    job.messages = [*before, Message(role="user", content="\n\n".join([*blocks, question["content"]]))]
+    documents = job.documents if sent is None else sent
+    job.messages = [*before, Message(role="user", content=question(documents, asked["content"]))]
     if job.chat is not None:
         job.chat.attach(job.documents, sent)
 

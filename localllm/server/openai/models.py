@@ -41,6 +41,7 @@ def _json(service: Service, model: ServedModel, name: str) -> dict[str, Any]:
             "quant": model.quant,
             "chat": model.chat,
             "loaded": llm is not None,
+            "image_tokens": None if llm is None else llm.image_tokens,
             "sampling": llm.sampling if llm is not None else {},
         },
     }
