@@ -6,8 +6,10 @@ and refuses programmatic dependent launch; kernels take `INTERPRET` and `PDL` as
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -55,7 +57,7 @@ def _card_of(device: torch.device) -> Card:
 
 def card_of(device: torch.device) -> Card:
     """The card a device is, or the one that launches are recorded for."""
-    return _card_of(device) if _recording is None else _recording[0]
+    return _card_of(device) if _recorder.card is None else _recorder.card
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,16 @@ class Launch:
         """
         plain = {p.name for p in getattr(self.kernel, "params", ()) if p.do_not_specialize}
         return {name: _type(value, name not in plain) for name, value in self.args.items()}
+
+    @property
+    def key(self) -> str:
+        """What makes it another kernel to compile."""
+        return f"{self.kernel} {self.signature} {self.constexprs} {self.options}"
+
+    def compile(self, device: torch.device) -> None:
+        """For the card that `device` is, so that a launch finds it."""
+        with torch.cuda.device(device):
+            self.kernel.warmup(*self.args.values(), grid=(1,), **self.constexprs, **self.options)
 
 
 def _type(value: torch.Tensor | int | float, is_specialized: bool) -> str:
@@ -113,26 +125,45 @@ def launch(
     if registers:
         options["maxnreg"] = registers
     if "PDL" in kernel.arg_names:
-        there = args[0].is_cuda or _recording is not None
+        there = args[0].is_cuda or _recorder.card is not None
         constexprs["PDL"] = there and not interpreting() and card_of(args[0].device).capability >= PDL_CAPABILITY
         if constexprs["PDL"]:
             options["launch_pdl"] = True
-    if _recording is not None:
+    if _recorder.card is not None:
         named = dict(zip(kernel.arg_names, args, strict=False))
-        _recording[1].append(Launch(kernel, named, constexprs, options, subnormals))
+        _recorder.launches.append(Launch(kernel, named, constexprs, options, subnormals))
     elif 0 not in grid:
         kernel[grid](*args, **constexprs, **options)
 
 
-_recording: tuple[Card, list[Launch]] | None = None
+class _Recorder(threading.local):
+    """Of one thread: others go on launching."""
+
+    card: Card | None = None
+    launches: list[Launch]
+
+
+_recorder = _Recorder()
 
 
 @contextmanager
 def recording(card: Card) -> Iterator[list[Launch]]:
-    """Collect launches as they would be on such a card, instead of starting them; for the table of all cards alone."""
-    global _recording
-    _recording = (card, [])
+    """Collect this thread's launches as they would be on such a card, instead of starting them."""
+    _recorder.card, _recorder.launches = card, []
     try:
-        yield _recording[1]
+        yield _recorder.launches
     finally:
-        _recording = None
+        _recorder.card = None
+
+
+def compile_ahead(call: Callable[[], object], device: torch.device, threads: int = 1) -> None:
+    """Compile every kernel that `call` would launch, several at once, without launching one.
+
+    What kernels write keeps what lay in memory before: `call` must choose nothing by it. What fails here is left for
+    the launch to tell.
+    """
+    with suppress(Exception), recording(card_of(device)) as launches:
+        call()
+    with ThreadPoolExecutor(threads) as pool:
+        for done in [pool.submit(one.compile, device) for one in {one.key: one for one in launches}.values()]:
+            done.exception()

@@ -47,6 +47,8 @@ class SelfTest:
     """The tests of one load, and what they found."""
 
     records: Records = field(default_factory=lambda: Records("selftest", {}))  # by default kept in memory only
+    # compiles what a test will launch, several kernels at once: one by one they take a card's first start a minute
+    compile_ahead: Callable[[Callable[[], object]], None] | None = None
     failures: list[Failure] = field(default_factory=list)
     num_run: int = 0  # kernels tested in this run; the others were known
     seconds: float = 0.0
@@ -117,6 +119,8 @@ class SelfTest:
         if known is None:
             started = time.monotonic()
             try:
+                if self.compile_ahead is not None and not name.startswith("sample:"):  # it reads what was drawn
+                    self.compile_ahead(error)
                 reason = error()
             except NotBuilt as missing:  # no verdict: tomorrow there may be a compiler
                 self.failures.append(Failure(name, str(missing)))

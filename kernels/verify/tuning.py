@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -29,6 +31,7 @@ from .trial import compare, is_device_lost
 MAX_CANDIDATES = 8
 BUDGET_S = 20.0  # most seconds of one `tune`
 WARM_RUNS = 3
+POLL_S = 0.005  # between two questions whether to stop
 # by how much of their size the numbers of two candidates may differ: sums in another order, rounded to bfloat16
 AGREEMENT = 2e-2
 WORTH = 0.97  # a candidate replaces the one in use when it takes at most this share of its time: less is noise
@@ -78,6 +81,7 @@ class Tuner:
     capability: int = 0
     _picked: dict[Shape, Tile] = field(default_factory=dict)
     _jobs: dict[Shape, tuple[tuple[Tile, ...], Trial]] = field(default_factory=dict)  # not timed yet
+    _compiler: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, "compile"))
 
     def use(self, records: Records, capability: int = 0) -> None:
         """Take the winners of this card; what was picked before is looked up again."""
@@ -115,17 +119,19 @@ class Tuner:
         budget_s: float = BUDGET_S,
         stop: Callable[[], bool] = lambda: False,
         on_tuned: Callable[[Tuned], None] = lambda tuned: None,
+        compile_ahead: Callable[[Callable[[], object]], None] | None = None,
     ) -> list[Tuned]:
         """Time the waiting shapes until `budget_s` is over or `stop` says so; winners are used from the next launch.
 
-        measure   a call -> seconds it takes (`gpu_seconds` on a card)
+        measure        a call -> seconds it takes (`gpu_seconds` on a card)
+        compile_ahead  compiles what a call launches; run in a thread of its own, so that `stop` need not wait for it
 
         A shape is finished or not begun: one that was interrupted waits for the next time.
         """
         ends = time.monotonic() + budget_s
         results: list[Tuned] = []
         for shape in list(self._jobs):
-            tuned = self._tune_one(shape, measure, lambda: stop() or time.monotonic() >= ends)
+            tuned = self._tune_one(shape, measure, lambda: stop() or time.monotonic() >= ends, compile_ahead)
             if tuned is None:
                 break
             results.append(tuned)
@@ -135,7 +141,11 @@ class Tuner:
         return results
 
     def _tune_one(
-        self, shape: Shape, measure: Callable[[Callable[[], object]], float], stop: Callable[[], bool]
+        self,
+        shape: Shape,
+        measure: Callable[[Callable[[], object]], float],
+        stop: Callable[[], bool],
+        compile_ahead: Callable[[Callable[[], object]], None] | None,
     ) -> Tuned | None:
         candidates, trial = self._jobs[shape]
         times: list[tuple[float, Tile]] = []
@@ -146,6 +156,8 @@ class Tuner:
                 return None
             try:
                 call = trial(tile)
+                if compile_ahead is not None and not _waited(self._compiler.submit(compile_ahead, call), stop):
+                    return None
                 result = call()
                 if isinstance(result, torch.Tensor):
                     if not times:  # the next launch overwrites it
@@ -167,6 +179,15 @@ class Tuner:
         if self.records is not None:
             self.records.put(shape.name, {"tile": dict(best), "us": best_s * 1e6, "first_us": first_s * 1e6})
         return Tuned(shape, best, best_s * 1e6, first_s * 1e6, tuple(failed))
+
+
+def _waited(task: Future[None], stop: Callable[[], bool]) -> bool:
+    """Whether it ended before `stop` said so; one that did not goes on, and the next attempt finds what it made."""
+    while not stop():
+        with suppress(TimeoutError):
+            task.exception(timeout=POLL_S)
+            return True
+    return False
 
 
 @cache

@@ -6,9 +6,11 @@ What turned out other than planned is said in `warnings`, for the run summary an
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -31,6 +33,7 @@ from localllm.testing import step_fault
 
 log = logging.getLogger(__name__)
 
+COMPILING_THREADS = max(1, min(8, os.cpu_count() or 1))
 ROUNDING = {"fp8": "triton_fp8_w8a8", "nvfp4": "triton_nvfp4_w4a4"}  # the products that round what they multiply, too
 
 
@@ -40,7 +43,18 @@ def first_use(plan: Plan, machine: MachineFacts) -> SelfTest:
     if plan.device != "cpu":
         card = machine.gpus[int(plan.device.removeprefix("cuda:") or 0)]
         tuner().use(Records("tuning", known, cache_folder()), card.capability)
-    return SelfTest(Records("selftest", known, cache_folder()))
+    return SelfTest(Records("selftest", known, cache_folder()), compiler(plan.device, COMPILING_THREADS))
+
+
+def compiler(device: str, threads: int = 1) -> Callable[[Callable[[], object]], None] | None:
+    """What compiles the kernels that a call launches, without launching them; None where nothing is compiled."""
+    if device == "cpu":
+        return None
+    try:
+        from localllm.kernels.triton.launch import compile_ahead
+    except ImportError:  # no Triton for this system
+        return None
+    return partial(compile_ahead, device=torch.device(device), threads=threads)
 
 
 class Boot:
@@ -73,6 +87,8 @@ class Boot:
         self.tuned: list[Tuned] = []
         self.is_tuning = False  # right now, in the engine's thread, in an idle moment
         self._tuning_left_s = BUDGET_S
+        self._compile_ahead = compiler(plan.device)
+        self._stale: tuple[int, ...] = ()  # sizes of graphs that hold old tiles
         self._engine: Engine | None = None
         self._hold()
         known = self._profiles.known(model.facts, planner.machine, self.plan)
@@ -172,13 +188,19 @@ class Boot:
             return True
         started, self.is_tuning = time.monotonic(), True
         try:
-            tuned = tuner().tune(gpu_seconds, self._tuning_left_s, lambda: self._tuning_left_s <= 0 or must_stop())
+            stop = lambda: self._tuning_left_s <= 0 or must_stop()  # noqa: E731
+            tuned = tuner().tune(gpu_seconds, self._tuning_left_s, stop, compile_ahead=self._compile_ahead)
         finally:
             self.is_tuning = False
             self._tuning_left_s = max(0.0, self._tuning_left_s - (time.monotonic() - started))
-        if tuned:
-            self._on_tuned(tuned)
+        if tuned and self._on_tuned(tuned):
+            self.engine.when_idle(self._capture_when_idle)
         return not tuner().waiting or self._tuning_left_s <= 0
+
+    def _capture_when_idle(self, must_stop: Callable[[], bool]) -> bool:
+        """An idle job: a graph that is captured anew is a moment in which no request runs."""
+        self._stale = self.engine.runner.capture(self._stale, must_stop)
+        return not self._stale
 
     def stop_tuning(self) -> None:
         """No tuning in idle moments any more: `tune` follows, or somebody wants quiet."""
@@ -196,8 +218,10 @@ class Boot:
 
         def job(must_stop: Callable[[], bool]) -> bool:
             try:
-                found.extend(tuner().tune(gpu_seconds, budget_s, lambda: stopped.is_set() or must_stop(), on_progress))
+                stop = lambda: stopped.is_set() or must_stop()  # noqa: E731
+                found.extend(tuner().tune(gpu_seconds, budget_s, stop, on_progress, self._compile_ahead))
                 self._on_tuned(found)
+                self._stale = self.engine.runner.capture(self._stale) if self._stale else ()
             finally:
                 done.set()
             return True
@@ -210,11 +234,13 @@ class Boot:
             return list(self.tuned)
         return found
 
-    def _on_tuned(self, tuned: list[Tuned]) -> None:
-        """Called in the engine's thread; graphs hold the old tiles until they are captured again."""
+    def _on_tuned(self, tuned: list[Tuned]) -> bool:
+        """Called in the engine's thread. Returns whether graphs hold old tiles, and nobody captures them again yet."""
         self.tuned += tuned
-        if any(one.us < one.first_us for one in tuned):
-            self.engine.runner.capture()
+        if not any(one.us < one.first_us for one in tuned):
+            return False
+        waits, self._stale = bool(self._stale), self.plan.graph_buckets
+        return bool(self._stale) and not waits
 
     # --- words -------------------------------------------------------------------------------------------------------
 

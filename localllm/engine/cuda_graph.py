@@ -108,12 +108,21 @@ class DecodeGraphs:
         return f"graphs {','.join(map(str, self.captured))}"
 
     @torch.inference_mode()
-    def capture(self) -> None:
-        """Capture every bucket, the largest first: the smaller ones fit into its memory. Failures are noted."""
-        self.buckets, self.failure = (), ""
+    def capture(self, left: tuple[int, ...] | None = None, stop: Callable[[], bool] = lambda: False) -> tuple[int, ...]:
+        """Capture buckets anew, the largest first: the smaller ones fit into its memory. Failures are noted.
+
+        left   which; None: all
+        stop   asked before each: what is left then keeps the graph it had
+
+        Returns the sizes that are left.
+        """
+        waiting = sorted(self._sizes if left is None else left, reverse=True)
+        if len(waiting) == len(self._sizes):
+            self.failure = ""
         self._inputs.load(())
-        found = []
-        for size in sorted(self._sizes, reverse=True):
+        while waiting and not stop():
+            size = waiting.pop(0)
+            self.buckets = tuple(bucket for bucket in self.buckets if bucket.size != size)  # its memory goes first
             batch = self._inputs.batch(size)
 
             def run(batch: ForwardBatch = batch) -> tuple[Tensor, Tensor]:
@@ -122,8 +131,9 @@ class DecodeGraphs:
 
             with self.noting(f"batch {size}"):
                 (hidden, logits), replay = self.capture_run(run)
-                found.append(Bucket(size, hidden, logits, replay))
-        self.buckets = tuple(reversed(found))
+                kept = (*self.buckets, Bucket(size, hidden, logits, replay))
+                self.buckets = tuple(sorted(kept, key=lambda bucket: bucket.size))
+        return tuple(waiting)
 
     def takes(self, step: Step) -> bool:
         """Whether a step is one token for each of no more sequences than the largest graph has."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -92,13 +92,18 @@ class Runner:
         self.sampler = sampler
         self.builder = BatchBuilder(len(cache.groups), cache.page_size, cache.device)
 
-    def capture(self) -> None:
-        """Capture decode steps, and sampling from their logits, anew; `graphs.failure` says what could not be."""
-        if self.graphs is not None:
-            self.graphs.capture()
-            if self.sampler is not None:
-                with self.graphs.noting("sampling"):
-                    self.sampler.capture(self.graphs.buckets, self.graphs.capture_run)
+    def capture(self, left: tuple[int, ...] | None = None, stop: Callable[[], bool] = lambda: False) -> tuple[int, ...]:
+        """Capture decode steps (`DecodeGraphs.capture`), and sampling from their logits; returns the sizes left.
+
+        `graphs.failure` says what could not be captured.
+        """
+        if self.graphs is None:
+            return ()
+        left = self.graphs.capture(left, stop)
+        if self.sampler is not None:
+            with self.graphs.noting("sampling"):
+                self.sampler.capture(self.graphs.buckets, self.graphs.capture_run)
+        return left
 
     def forward(self, step: Step, before: SampledTokens | None = None, num_layers: int | None = None) -> ForwardOutput:
         """Copy shared pages that are about to be written, run the model, and keep states as checkpoints.

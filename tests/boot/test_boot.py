@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from queue import Queue
-from threading import Thread
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -115,7 +115,7 @@ def test_a_plan_that_did_not_hold_shrinks_once_says_so_and_is_remembered(
 
 def idle_engine(when_idle: Callable[[Any], object]) -> Any:
     """Hands on what it is asked to do when idle."""
-    runner = SimpleNamespace(graphs=None, capture=lambda: None)
+    runner = SimpleNamespace(graphs=None, capture=lambda *_: ())
     stepper = SimpleNamespace(
         fault=None, speculation="on", stats=EngineStats(num_draft_tokens=8, num_accepted_tokens=6)
     )
@@ -278,6 +278,27 @@ def test_the_first_tile_runs_at_once_and_the_fastest_from_then_on(tmp_path: Path
     assert again.pick(SHAPE, TILES, trial) == TILES[1] and not again.waiting and again.num_measured == 1
     other = tuning.Tuner(Records("tuning", identity | {"driver": "590"}, tmp_path))
     assert other.pick(SHAPE, TILES, trial) == TILES[0] and other.waiting
+
+
+def test_a_request_does_not_wait_until_a_candidate_is_compiled() -> None:
+    tuner, compiled, arrived = tuning.Tuner(), Event(), Event()
+    tuner.pick(SHAPE, TILES[:2], trial)
+
+    def slowly(call: Callable[[], object]) -> None:
+        arrived.set()
+        assert compiled.wait(60)
+
+    measure = timed({4: 9e-6, 8: 5e-6})
+    assert tuner.tune(measure, stop=arrived.is_set, compile_ahead=slowly) == [] and tuner.waiting == (SHAPE,)
+    compiled.set()
+    (tuned,) = tuner.tune(measure, compile_ahead=slowly)
+    assert dict(tuned.tile) == {"rows": 8} and not tuner.waiting
+
+    def refuses(call: Callable[[], object]) -> None:
+        raise RuntimeError("no compiler")
+
+    tuner.pick(tuning.Shape("vector", (1,)), TILES[:2], trial)
+    assert len(tuner.tune(measure, compile_ahead=refuses)) == 1  # the launch tells what is wrong, if anything is
 
 
 def test_a_tile_that_computes_something_else_is_never_used() -> None:

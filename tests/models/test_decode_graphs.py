@@ -232,6 +232,19 @@ def test_a_capture_that_fails_is_named_and_its_sizes_run_eagerly(loaded: Callabl
     assert answers(engine, requests(2)) == answers(engine_of(loaded("qwen3")), requests(2))
 
 
+def test_a_request_does_not_wait_until_all_graphs_are_captured_again(loaded: Callable[[str], Model]) -> None:
+    engine = engine_of(loaded("qwen3"), (1, 2, 4), True)
+    graphs = engine.runner.graphs
+    before = {bucket.size: bucket for bucket in graphs.buckets}
+    questions = iter([False, True])
+    left = engine.runner.capture(None, lambda: next(questions))
+    assert left == (2, 1) and graphs.captured == (1, 2, 4)
+    assert [before[bucket.size] is bucket for bucket in graphs.buckets] == [True, True, False]
+    assert answers(engine, requests(2)) == answers(engine_of(loaded("qwen3")), requests(2))
+    assert engine.runner.capture(left) == () and graphs.captured == (1, 2, 4)
+    assert not any(before[bucket.size] is bucket for bucket in graphs.buckets)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["llama-packable", "qwen3", "gemma3"])
 @pytest.mark.parametrize("deterministic", [True, False], ids=["rows by themselves", "fastest"])
