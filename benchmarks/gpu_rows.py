@@ -138,7 +138,7 @@ class Bench:
         q = torch.randn(1, facts.num_heads, facts.head_dim, device=self.device, dtype=torch.bfloat16)
         starts = torch.tensor([0, 1], dtype=torch.int32, device=self.device)
         lengths = torch.tensor([ctx], dtype=torch.int32, device=self.device)
-        weights = self.model.layers[0].attention
+        weights = self.model.layers[0].mixer
         run = self.model.table.attention
         with torch.inference_mode():
             if self.device == "cpu":
