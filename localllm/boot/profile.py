@@ -80,6 +80,10 @@ class WorstSteps:
         """A call that computes tokens [start, start + count) of a sequence, and a token behind them."""
         return partial(self._run, [self._sequence(start + count, count, 0)], [count])
 
+    def mixed(self, count: int) -> None:
+        """A prompt of `count` tokens beside a sequence that fills the context and decodes."""
+        self._run([self._sequence(count, count, 0), self._sequence(self._plan.ctx - 1, 1, 1)], [count, 1])
+
     def decoding(self, count: int, waits: bool = True) -> Callable[[], None]:
         """A call that computes one token for each of `count` sequences that fill the context.
 
@@ -161,6 +165,8 @@ def warm_up(runner: Runner, plan: Plan) -> None:
     largest = min(plan.prefill_budget, plan.ctx - 1)
     for count in sorted({min(count, largest) for count in LINEAR_TOKENS["cuda"]}):
         worst.chunk(0, count)()
+    if plan.max_parallel > 1:
+        worst.mixed(largest)
     captured = max(runner.graphs.captured, default=0) if runner.graphs is not None else 0
     for count in LINEAR_TOKENS["cuda"]:
         if captured < count <= plan.max_parallel:

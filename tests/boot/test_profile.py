@@ -227,6 +227,7 @@ def test_warming_up_launches_every_class_of_rows_once_and_what_graphs_do_not_hol
         warm_up(runner, made)
         assert [batch.query_lens for batch, _ in model.batches] == [
             *((count,) for count in (1, 5, 16, 23, 50, 70, 100)),
+            (100, 1),
             *((1,) * count for count in decoded),
         ]
 
