@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,17 @@ def long_chat(path: Path, turns: int) -> str:
     with History(path) as history:
         history.save(SavedChat("aaaa", "A long chat", "fake", leaf_id=parent), messages)
     return "aaaa"
+
+
+async def test_enter_in_an_empty_prompt_goes_to_what_can_be_started() -> None:
+    async with chat(home=True) as running:
+        await running.until(lambda: running.screen.query_one(Home).default_model)
+        running.prompt.focus()
+        await running.pilot.press("enter")
+        await running.until(lambda: running.app.focused is running.screen.query_one("#home-list"))
+        assert not running.backend.started
+        await running.pilot.press("enter")
+        await running.until(lambda: running.backend.started)
 
 
 async def test_home_says_what_is_wrong_with_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,6 +256,42 @@ async def test_an_offline_model_is_not_fetched() -> None:
         await running.until(lambda: "offline" in shown(running, "#model-detail"))
         await running.pilot.press("escape")
         await running.until(lambda: "offline" in running.text("#state"))
+
+
+@pytest.mark.parametrize(
+    ("size", "columns", "status"),
+    [
+        ((118, 34), 7, "GiB short"),
+        ((80, 24), 5, "✗ too large"),
+        pytest.param((60, 20), 3, "✗ too large", marks=pytest.mark.slow),
+    ],
+)
+async def test_the_table_of_models_fits_its_box(
+    size: tuple[int, int], columns: int, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with chat(size=size) as running:
+        await running.ready()
+        first, *rest = running.backend.choices()
+        wide = replace(first, name="a-model-of-a-long-name", format="UD-Q4_K_XL", size_bytes=999 << 20, tps=128.0)
+        monkeypatch.setattr(running.backend, "choices", lambda ctx: [wide, *rest])
+        await running.pilot.press("ctrl+o")
+        await running.until(lambda: isinstance(running.app.screen, ModelsScreen))
+        table = running.app.screen.query_one(DataTable)
+        await running.until(lambda: table.row_count == 5)
+        await running.until(lambda: table.virtual_size.width)
+        assert len(table.columns) == columns and table.max_scroll_x == 0
+        await running.until(lambda: any(status in line for line in running.drawn))
+
+
+@pytest.mark.parametrize("size", [(118, 34), (80, 24)])
+async def test_parameters_say_who_recommends_them(size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = Facts(sampling=(("temperature", 0.6, "card of Qwen3 2507 Thinking"),))
+    async with chat(size=size) as running:
+        await running.ready()
+        monkeypatch.setattr(running.backend, "facts", lambda: facts)
+        await running.pilot.press("f2")
+        await running.until(lambda: isinstance(running.app.screen, ParamsScreen))
+        await running.until(lambda: any("0.6 (card of Qwen3 2507 Thinking)" in line for line in running.drawn))
 
 
 async def test_parameters_are_checked_and_taken_over() -> None:

@@ -226,6 +226,8 @@ class ChatScreen(Actions):
             self.run_worker(self.submit(event.text), group="typed")
         elif self.can_go_on:  # Enter alone goes on with an answer that was just cut short, as the status line says
             self.run_worker(self.submit("/continue"), group="typed")
+        elif self.query_one(Home).display:  # nothing was asked: to what can be started
+            self.query_one("#home-list").focus()
 
     @on(PromptArea.Dropped)
     def _dropped(self, event: PromptArea.Dropped) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import ClassVar
 
@@ -25,6 +25,11 @@ from .viewer import show_command
 
 WINDOWS = (None, 4096, 8192, 16384, 32768, 65536, 131072)  # contexts to weigh; None is what the plan would take
 SCOPES = ("all", "on disk", "fits")
+COLUMNS = (  # (from so many columns of the terminal, what is shown)
+    (100, ("MODEL", "QUANT", "SIZE", "MEMORY", "MAX CTX", "SPEED", "STATUS")),
+    (80, ("MODEL", "QUANT", "SIZE", "SPEED", "STATUS")),
+    (0, ("MODEL", "SIZE", "STATUS")),
+)
 
 
 class ModelsScreen(Modal[tuple[str, int | None] | None]):
@@ -52,6 +57,7 @@ class ModelsScreen(Modal[tuple[str, int | None] | None]):
         self._window = 0
         self._scope = 0
         self._armed = ""
+        self._columns: tuple[str, ...] = ()
         self._quants: dict[str, str] = {}  # name of a row -> name of the format that stands in its place
 
     def compose(self) -> ComposeResult:
@@ -63,16 +69,13 @@ class ModelsScreen(Modal[tuple[str, int | None] | None]):
 
     def on_mount(self) -> None:
         table = self.query_one(DataTable)
-        for name in self._columns():
+        width = self.app.size.width
+        self._columns = next(names for least, names in COLUMNS if width >= least)
+        for name in self._columns:
             table.add_column(name, key=name)
         table.focus()
         self._subtitle()
         self._look()
-
-    def _columns(self) -> tuple[str, ...]:
-        if self.app.size.width < 100:
-            return ("MODEL", "QUANT", "SIZE", "SPEED", "STATUS")
-        return ("MODEL", "QUANT", "SIZE", "MEMORY", "MAX CTX", "SPEED", "STATUS")
 
     @work(exclusive=True, group="models", exit_on_error=False)
     async def _look(self) -> None:
@@ -98,9 +101,9 @@ class ModelsScreen(Modal[tuple[str, int | None] | None]):
         ]  # fmt: skip
         table = self.query_one(DataTable)
         table.clear()
-        wide = "MEMORY" in self._columns()
         for row in self._shown:
-            table.add_row(*[Text(cell) for cell in _cells(row, wide, self._now)])  # a str would be read as markup
+            cells = _cells(row, "MEMORY" in self._columns, self._now)
+            table.add_row(*[Text(cells[name]) for name in self._columns])  # a str would be read as markup
         if self._shown:
             names = [row.name for row in self._shown]  # the row under the cursor stays, wherever it stands now
             table.move_cursor(row=names.index(before) if before in names else 0)
@@ -220,21 +223,25 @@ def _formats(row: ModelChoice) -> list[ModelChoice]:
     return sorted((replace(row, quants=()), *row.quants), key=lambda one: one.size_bytes)
 
 
-def _cells(row: ModelChoice, wide: bool, now: str) -> Sequence[str]:
-    speed = f"{'✓' if row.basis == 'measured' else '≈'} {row.tps:.0f} tok/s" if row.tps and row.fits else "–"
+def _cells(row: ModelChoice, wide: bool, now: str) -> dict[str, str]:
+    """By column; `wide` where there is room for all of them."""
     if not row.supported:
         status = "✗ cannot run"
     elif not row.fits:
         short = row.need_bytes - row.have_bytes
-        status = f"✗ {gib(short)} short" if short > 0 else "✗ does not fit"
+        status = f"✗ {gib(short)} short" if wide and short > 0 else "✗ too large"
     else:
         status = "✓ running" if row.name == now else "✓ on disk" if row.local else "↓ to fetch"
-    name = fit(clean_line(row.name), 40 if wide else 22)
-    if not wide:
-        return name, row.format, gib(row.size_bytes), speed, status
-    need = f"{gib(row.need_bytes)} @{tokens_short(row.ctx)}" if row.need_bytes and row.ctx else "–"
-    longest = tokens_short(row.max_ctx) if row.max_ctx else "–"
-    return name, row.format, gib(row.size_bytes), need, longest, speed, status
+    speed = f"{'✓' if row.basis == 'measured' else '≈'} {row.tps:.0f} {'tok/s' if wide else 't/s'}"
+    return {
+        "MODEL": fit(clean_line(row.name), 40 if wide else 22),
+        "QUANT": row.format if wide else fit(row.format, 10),
+        "SIZE": gib(row.size_bytes),
+        "MEMORY": f"{gib(row.need_bytes)} @{tokens_short(row.ctx)}" if row.need_bytes and row.ctx else "–",
+        "MAX CTX": tokens_short(row.max_ctx) if row.max_ctx else "–",
+        "SPEED": speed if row.tps and row.fits else "–",
+        "STATUS": status,
+    }
 
 
 def detail_lines(row: ModelChoice, width: int) -> list[Content]:

@@ -41,7 +41,7 @@ class ParamsScreen(Modal[bool]):
 
     def compose(self) -> ComposeResult:
         talk = self._conversation
-        with VerticalScroll(classes="box -tall") as box:
+        with VerticalScroll(classes="box -tall -wide") as box:
             box.border_title = "Parameters"
             box.border_subtitle = "⏎/^S apply · esc"
             if self._presets:
