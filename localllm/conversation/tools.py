@@ -98,10 +98,8 @@ class Toolbox:
         self.is_connected = True
         servers = {tool.server for tool in source.tools}
         found = f"{counted(len(source.tools), 'tool')} of {counted(len(servers), 'MCP server')}"
-        return [
-            *(f"! {problem}" for problem in source.problems),
-            f"{found}: /tools lists them, every call is asked for",
-        ]
+        about = f"{found}: /tools lists them, every call is asked for" if servers else "there are no tools to call"
+        return [*(f"! {problem}" for problem in source.problems), about]
 
     def close(self) -> None:
         if self._source is not None:
