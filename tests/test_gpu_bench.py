@@ -87,3 +87,28 @@ def test_without_a_card_it_says_so() -> None:
         pytest.skip("there is a card")
     done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=100)
     assert done.returncode == 2 and "--device cpu is a dry run" in done.stderr
+
+
+@pytest.mark.slow
+def test_instructions_a_weight_are_counted(tmp_path: Path) -> None:
+    file, env = tmp_path / "table.json", {**os.environ, "TRITON_INTERPRET": ""}
+    words = ["90", "--only", "int4 g128 M=", "--out", str(file)]
+    command = [sys.executable, "-P", str(SCRIPT.with_name("gpu_instructions.py")), *words]
+    subprocess.run(command, env=env, check=True, timeout=600)
+    found = {row["kernel"]: row for row in json.loads(file.read_text())["rows"]}
+    assert {"int4 g128 M=1", "int4 g128 M=16"} <= set(found)
+    for name, most in (("int4 g128 M=1", 2.2), ("int4 g128 M=16", 3.2)):
+        assert 1 < found[name]["instructions"] < most and not found[name]["spill_bytes"], found[name]
+
+
+@pytest.mark.slow
+def test_the_launches_of_a_step_are_those_of_the_code() -> None:
+    command = [sys.executable, "-P", str(SCRIPT.with_name("gpu_launches.py")), "--cards", "h100"]
+    env = {**os.environ, "TRITON_INTERPRET": ""}
+    said = subprocess.run(command, env=env, check=True, capture_output=True, text=True, timeout=300).stdout
+    layer = [line.split()[:2] for line in said.splitlines() if "x 36" in line]
+    assert layer == [
+        *(["qkv", "gemv_kernel"], ["qkv", "heads"], ["attention", "decode_split"], ["attention", "merge_splits"]),
+        *(["o", "gemv_kernel"], ["mlp", "gemv_kernel"], ["mlp", "gemv_kernel"]),
+    ]
+    assert " 260 launches; bytes alone 1.69 ms" in said
