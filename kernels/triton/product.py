@@ -235,9 +235,15 @@ def rows(p: Prepared, ids: Tensor) -> Tensor:
     return natural(dequantized(p, ids, torch.float32), p.perm, p.pre_scale)
 
 
+def slab_rows(n: int, row_bytes: int) -> int:
+    """Rows of the slabs of n rows: as few slabs as SLAB_BYTES allow, of nearly one size, whole tiles of 128."""
+    most = max(128, SLAB_BYTES // row_bytes // 128 * 128)
+    return -(-n // (-(-n // most) * 128)) * 128
+
+
 def _slab_product(x: Tensor, p: Prepared, out: Tensor, bias: Tensor | None) -> None:
     n, k = p.shape
-    step = n if _is_plain(x, p) else max(128, SLAB_BYTES // (k * x.element_size()) // 128 * 128)
+    step = n if _is_plain(x, p) else slab_rows(n, k * x.element_size())
     for first in range(0, n, step):
         part = slice(first, min(first + step, n))
         slab = dequantized(p, part, x.dtype)

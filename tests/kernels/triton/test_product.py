@@ -106,6 +106,14 @@ def test_long_prompts_go_slab_by_slab(device: torch.device, monkeypatch: pytest.
         assert error(y, exact_product(x, weight) + bias) < ROUNDING[torch.bfloat16]
 
 
+def test_slabs_are_few_and_of_one_size() -> None:
+    for n, row_bytes, rows in ((4096, 2 * 12288, 1024), (24576, 2 * 4096, 4096), (6144, 2 * 4096, 3072)):
+        assert products.slab_rows(n, row_bytes) == rows and n % rows == 0
+    for n, row_bytes in ((100, 8192), (1, 1 << 20), (151_936, 8192), (4096, 1 << 30)):
+        rows = products.slab_rows(n, row_bytes)
+        assert rows % 128 == 0 and (rows == 128 or rows * row_bytes <= products.SLAB_BYTES)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_dense_rows(form: str, device: torch.device) -> None:
     """The slab's values are those of the weight, bit for bit."""
