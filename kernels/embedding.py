@@ -12,6 +12,7 @@ from torch import Tensor
 
 from . import reference
 from .dequant import dequantize_rows
+from .layer_weights import Linear, Norm
 from .weight import Weight
 
 RowReader = Callable[[Tensor], Tensor]  # ids int64 [n] -> float32 [n, K], a fresh tensor
@@ -33,6 +34,25 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerInputs:
+    """What tokens have for each layer: a row of a second table, and a projection of what the first layer gets."""
+
+    rows: RowReader  # [.., layers * size]
+    projection: Linear
+    norm: Norm  # of what is projected for one layer
+    dtype: torch.dtype  # of what it returns
+    nbytes: int
+
+    def __call__(self, token_ids: Tensor, x: Tensor) -> Tensor:
+        """token_ids int64 [num_tokens], x [num_tokens, hidden] -> [num_tokens, layers, size]."""
+        size = self.norm.weight.shape[0]
+        projected = self.projection(x).float().mul_(x.shape[-1] ** -0.5).unflatten(-1, (-1, size))
+        given = reference.rms_norm(projected, self.norm.weight, self.norm.eps)
+        stored = self.rows(token_ids).float().mul_(size**0.5)
+        return given.add_(stored.view(given.shape)).mul_(2**-0.5).to(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
 class Embedding:
     """Token ids -> rows of the embedding, times a scale. Of a quantized table only the rows asked for are decoded."""
 
@@ -42,6 +62,11 @@ class Embedding:
     nbytes: int  # bytes it holds; 0 where it reads the table of a tied head
     prepared: Any = None  # that table, as an implementation of `linear` has prepared it
     entry: Entry | None = None
+    inputs: LayerInputs | None = None
+
+    def layer_inputs(self, token_ids: Tensor, x: Tensor) -> Tensor | None:
+        """What the tokens have for each layer, where layers take in more than the residual stream."""
+        return None if self.inputs is None else self.inputs(token_ids, x)
 
     def __call__(self, token_ids: Tensor, positions: Tensor | None = None) -> Tensor:
         """token_ids int64 [num_tokens] -> [num_tokens, hidden] in the compute dtype. `positions`: for an entry."""

@@ -36,6 +36,8 @@ def route(logits: Tensor, weights: ExpertsWeights) -> tuple[Tensor, Tensor]:
         shares = torch.softmax(shares, -1)
     elif weights.renormalise:
         shares = shares / (shares.sum(-1, keepdim=True) + 1e-20)
+    if weights.expert_scales is not None:
+        shares = shares * weights.expert_scales[chosen]
     return chosen, shares if weights.scale == 1.0 else shares * weights.scale
 
 
@@ -63,12 +65,14 @@ def cut_off(gate_up: Tensor, limit: float) -> Tensor:
     return gate_up
 
 
-def mixture(x: Tensor, weights: ExpertsWeights, activate: Callable[[Tensor], Tensor]) -> Tensor:
-    """What the experts give for normed rows, with what the shared one gives: x's shape and dtype.
+def mixture(x: Tensor, asked: Tensor, weights: ExpertsWeights, activate: Callable[[Tensor], Tensor]) -> Tensor:
+    """What the chosen experts give for normed rows: float32, x's shape.
 
     The host learns how many tokens each expert has: only weights of those with any are read.
+
+    asked   the rows as the router sees them
     """
-    chosen, shares = route(weights.router(x).float(), weights)
+    chosen, shares = route(weights.router(asked).float(), weights)
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     order = chosen.flatten().argsort(stable=True)  # places of `chosen` by expert, tokens ascending
     counts = torch.bincount(chosen.flatten(), minlength=len(weights.down)).tolist()
@@ -84,9 +88,16 @@ def mixture(x: Tensor, weights: ExpertsWeights, activate: Callable[[Tensor], Ten
         given = weights.down[expert](activate(hidden)).float()
         total.index_add_(0, rows[start:end], given * shares[start:end])
         start = end
-    if weights.shared_gate_up is not None and weights.shared_down is not None:
-        given = weights.shared_down(activate(weights.shared_gate_up(x))).float()
-        if weights.shared_gate is not None:
-            given = given * sigmoid(weights.shared_gate(x))
-        total += given
-    return total.to(x.dtype)
+    return total
+
+
+def shared(
+    x: Tensor, weights: ExpertsWeights, activate: Callable[[Tensor], Tensor], total: Tensor | None = None
+) -> Tensor:
+    """What the expert gives that every token goes through, added to `total`: float32."""
+    if weights.shared_gate_up is None or weights.shared_down is None:
+        return torch.zeros(x.shape, device=x.device) if total is None else total
+    given = weights.shared_down(activate(weights.shared_gate_up(x))).float()
+    if weights.shared_gate is not None:
+        given = given * sigmoid(weights.shared_gate(x))
+    return given if total is None else total.add_(given)

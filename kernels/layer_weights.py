@@ -85,6 +85,8 @@ class AttentionWeights:
     sinks: Tensor | None = None  # float32 [num_heads]: a score more for every query of a head, without a value
     causal: bool = True  # False: a query sees what is behind it, too, with a window as far as before it
     sum_norm: Norm | None = None  # on the residual stream, once the output is added
+    k_is_v: bool = False  # `qkv` has no rows for values: they are what its keys are, before their norm
+    reads_only: bool = False  # `qkv` has rows for queries only: another layer stores keys and values
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,17 @@ class ConvWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class InputWeights:
+    """How a layer takes in the numbers that a token has for it alone: see `segments.layer_input`."""
+
+    gate: Linear
+    projection: Linear
+    activation: str  # of the gate: silu | gelu_tanh
+    norm: Norm  # before the residual
+    scale: float = 1.0  # multiplies the result, residual stream included
+
+
+@dataclass(frozen=True, slots=True)
 class MlpWeights:
     """A feed-forward layer, gated but with gelu."""
 
@@ -128,6 +141,17 @@ class MlpWeights:
     post_norm: Norm | None = None
     sum_norm: Norm | None = None  # on the residual stream, once the output is added
     scale: float = 1.0  # multiplies the result, residual stream included
+    input: InputWeights | None = None  # what follows
+
+
+@dataclass(frozen=True, slots=True)
+class ApartNorms:
+    """Norms of a mixture whose parts read the residual stream each for itself."""
+
+    router: Norm
+    shared: Norm
+    after_shared: Norm
+    after_experts: Norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +175,10 @@ class ExpertsWeights:
     shared_gate: Linear | None = None  # one row: sigmoid of it multiplies what the shared expert gives
     limit: float | None = None
     post_norm: Norm | None = None
+    apart: ApartNorms | None = None  # `norm` is then that of the experts alone
+    expert_scales: Tensor | None = None  # float32 [num_experts]: of what each gives
+    layer_scale: float = 1.0  # multiplies the result, residual stream included
+    input: InputWeights | None = None  # what follows
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +198,12 @@ FUSED_ATTENTION = frozenset(
     )
 )
 FUSED_MLP = frozenset(("norm", "gate_up", "down", "activation", "post_norm"))
-FUSED_EXPERTS = frozenset(field.name for field in fields(ExpertsWeights))
+FUSED_EXPERTS = frozenset(
+    (
+        *("norm", "router", "gate_up", "down", "top_k", "router_kind", "activation", "renormalise", "scale"),
+        *("choice_bias", "groups", "group_top_k", "shared_gate_up", "shared_down", "shared_gate", "limit", "post_norm"),
+    )
+)
 FUSED_HEAD = frozenset(("norm", "linear", "softcap"))
 
 
@@ -184,16 +217,21 @@ def linears_of(weights: Any) -> Iterator[Linear]:
     """The linear layers of a mixer or a feed-forward layer, in the order of its fields."""
     for field in fields(weights):
         value = getattr(weights, field.name)
+        if isinstance(value, InputWeights):
+            yield from linears_of(value)
         yield from (one for one in (value if isinstance(value, tuple) else (value,)) if isinstance(one, Linear))
 
 
 def nbytes_of(weights: Any) -> int:
     """Bytes of the prepared weights, norms and other tensors of a mixer, a feed-forward layer or the head."""
-    total = sum(linear.nbytes for linear in linears_of(weights))
+    total = 0
     for field in fields(weights):
         value = getattr(weights, field.name)
-        value = value.weight if isinstance(value, Norm) else value
-        total += value.nbytes if isinstance(value, Tensor) else 0
+        if isinstance(value, (InputWeights, ApartNorms)):
+            total += nbytes_of(value)
+        for one in value if isinstance(value, tuple) else (value,):
+            total += one.nbytes if isinstance(one, (Linear, Tensor)) else 0
+            total += one.weight.nbytes if isinstance(one, Norm) else 0
     return total
 
 

@@ -5,6 +5,7 @@
     gated_delta  norm, projections, convolution, gated delta rule, gated norm, output projection, residual
     short_conv   norm, projection, gate, convolution, gate, output projection, residual
     experts      as mlp, where a router chooses among many
+    layer_input  gate, a token's numbers for the layer, projection, norm, residual
     head         norm, vocabulary projection, soft-cap  (and a norm before each residual where the model has one)
 
 and what is made of them: `decoder`, all layers; `step`, from token ids to logits. The composed segments are always
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from . import recurrent, reference
 from .embedding import Embedding
-from .experts import mixture, swiglu_oai
+from .experts import mixture, shared, swiglu_oai
 from .kv_pages import KVPages
 from .layer_weights import (
     AttentionWeights,
@@ -31,6 +32,7 @@ from .layer_weights import (
     DeltaWeights,
     ExpertsWeights,
     HeadWeights,
+    InputWeights,
     LayerCache,
     LayerCall,
     MlpWeights,
@@ -58,6 +60,7 @@ class KernelTable:
     short_conv: Callable[..., Tensor]
     mlp: Callable[..., Tensor]
     experts: Callable[..., Tensor]
+    layer_input: Callable[..., Tensor]
     head: Callable[..., Tensor]
     decoder: Callable[..., Tensor]
     step: Callable[..., Stepped]
@@ -96,25 +99,32 @@ def attn_in(
 
     Where heads have gates, q [num_tokens, num_heads, 2 head_dim] has each gate behind its query.
     """
-    heads, kv_heads, dim = weights.num_heads, weights.num_kv_heads, weights.head_dim
+    heads, dim = weights.num_heads, weights.head_dim
+    kv_heads = 0 if weights.reads_only else weights.num_kv_heads
+    v_heads = 0 if weights.k_is_v else kv_heads
     normed = _normed(rms_norm, x, weights.norm)  # lives on until the end: the plan counts it
     rows = weights.qkv(normed)
     gates = None
     if weights.gate:
-        gated, rest = rows.split([2 * heads * dim, 2 * kv_heads * dim], -1)
+        gated, rest = rows.split([2 * heads * dim, (kv_heads + v_heads) * dim], -1)
         queries, gates = gated.view(-1, heads, 2 * dim).split(dim, -1)
         rows = torch.cat([queries.flatten(1), rest], -1)
-    qkv = rows.view(-1, heads + 2 * kv_heads, dim)
-    v = _normed(rms_norm, qkv[:, heads + kv_heads :], weights.v_norm)
-    if weights.q_norm is None or weights.k_norm is None:
-        rotated = rope(qkv[:, : heads + kv_heads], cos, sin, weights.interleaved)
-        q, k = rotated[:, :heads], rotated[:, heads:]
-    else:
-        q = _normed_heads(rms_norm, qkv[:, :heads], weights.q_norm, weights.whole_norms)
-        k = _normed_heads(rms_norm, qkv[:, heads : heads + kv_heads], weights.k_norm, weights.whole_norms)
+    qkv = rows.view(-1, heads + kv_heads + v_heads, dim)
+    q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, -kv_heads:]
+    if weights.q_norm is not None:
+        q = _normed_heads(rms_norm, q, weights.q_norm, weights.whole_norms)
+    if weights.reads_only:
         q = rope(q, cos, sin, weights.interleaved)
-        k = rope(k, cos, sin, weights.interleaved)
-    kv_write(k, v, pages, slot_mapping)
+    else:
+        v = _normed(rms_norm, v, weights.v_norm)
+        if weights.k_norm is None:
+            rotated = rope(qkv[:, : heads + kv_heads], cos, sin, weights.interleaved)
+            q, k = rotated[:, :heads], rotated[:, heads:]
+        else:
+            k = _normed_heads(rms_norm, k, weights.k_norm, weights.whole_norms)
+            q = rope(q, cos, sin, weights.interleaved)
+            k = rope(k, cos, sin, weights.interleaved)
+        kv_write(k, v, pages, slot_mapping)
     return q if gates is None else torch.cat([q, gates], -1)
 
 
@@ -232,8 +242,36 @@ def experts(
 ) -> Tensor:
     """x + post_norm(sum of the chosen experts of the normed x): [num_tokens, hidden], in the place of x."""
     activations = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul, "swiglu_oai": swiglu_oai}
-    out = mixture(_normed(rms_norm, x, weights.norm), weights, activations[weights.activation])
-    return _added(rms_norm, x, out, weights.post_norm)
+    activate, own = activations[weights.activation], weights.apart
+    normed = _normed(rms_norm, x, weights.norm)
+    if own is None:
+        out = mixture(normed, normed, weights, activate)
+        out = shared(normed, weights, activate, out).to(x.dtype)
+    else:
+        out = mixture(normed, _normed(rms_norm, x, own.router), weights, activate).to(x.dtype)
+        out = _normed(rms_norm, out, own.after_experts)
+        given = shared(_normed(rms_norm, x, own.shared), weights, activate).to(x.dtype)
+        out = out + _normed(rms_norm, given, own.after_shared)
+    x = _added(rms_norm, x, out, weights.post_norm)
+    return x if weights.layer_scale == 1.0 else x.mul_(weights.layer_scale)
+
+
+def layer_input(
+    rms_norm: Callable[..., Tensor],
+    silu_mul: Callable[..., Tensor],
+    gelu_tanh_mul: Callable[..., Tensor],
+    x: Tensor,
+    weights: InputWeights,
+    given: Tensor,
+) -> Tensor:
+    """(x + norm(projection(act(gate of x) · given))) · scale: [num_tokens, hidden], in the place of x.
+
+    given   [num_tokens, size]: what each token has for this layer
+    """
+    activated = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}[weights.activation]
+    let_in = activated(torch.cat([weights.gate(x), given], -1))
+    x = _added(rms_norm, x, weights.projection(let_in), weights.norm)
+    return x if weights.scale == 1.0 else x.mul_(weights.scale)
 
 
 def decoder(
@@ -244,6 +282,7 @@ def decoder(
     short_conv: Callable[..., Tensor],
     mlp: Callable[..., Tensor],
     experts: Callable[..., Tensor],
+    layer_input: Callable[..., Tensor],
     x: Tensor,
     layers: Sequence[LayerCall],
     caches: Sequence[LayerCache],
@@ -252,22 +291,33 @@ def decoder(
     seq_lens: Tensor,
     wanted: Tensor | None = None,
     slots: Tensor | None = None,
+    inputs: Tensor | None = None,
 ) -> Tensor:
     """All layers of a forward pass: [num_tokens, hidden], in the place of x.
 
     slots    int64 [num_seqs]: of the sequences' states; None where no layer keeps one
     wanted   int64 [num_rows], ascending, of every sequence none or its last tokens: the result has these rows only, and
              the last layer computes no more than that of the others but their keys and values
+    inputs   [num_tokens, layers, size]: what each token has for each layer, where layers take it in
     """
     stateful = {DeltaWeights: gated_delta, ConvWeights: short_conv}
-    for number, ((weights, ffn, view), of_layer) in enumerate(zip(layers, caches, strict=True)):
-        feed = experts if isinstance(ffn, ExpertsWeights) else mlp
+
+    def fed(x: Tensor, number: int, rows: Tensor | None) -> Tensor:
+        ffn = layers[number][1]
+        x = experts(x, ffn) if isinstance(ffn, ExpertsWeights) else mlp(x, ffn)
+        if ffn.input is None:
+            return x
+        assert inputs is not None
+        given = inputs[:, number]
+        return layer_input(x, ffn.input, given if rows is None else given[rows])
+
+    for number, ((weights, _, view), of_layer) in enumerate(zip(layers, caches, strict=True)):
         rows = wanted if number == len(layers) - 1 else None
         mix = stateful.get(type(weights))
         if mix is not None:
             x = mix(x, weights, of_layer, slots, cu_query_lens)
             x = x if rows is None else x[rows]
-            x = feed(x, ffn) if x.shape[0] else x
+            x = fed(x, number, rows) if x.shape[0] else x
             continue
         cos, sin, block_table, slot_mapping = views[view]
         q = attn_in(x, weights, cos, sin, of_layer, slot_mapping)
@@ -276,7 +326,7 @@ def decoder(
         attended = attention(q, weights, of_layer, block_table, cu_query_lens, seq_lens)
         if rows is not None:
             attended, x = attended[rows], x[rows]
-        x = feed(attn_out(attended, x, weights), ffn)
+        x = fed(attn_out(attended, x, weights), number, rows)
     return x
 
 
@@ -335,7 +385,9 @@ def step(
     views                  cos and sin are those of all positions: float32 [positions, half]
     """
     turned = [(cos[positions], sin[positions], *pages) for cos, sin, *pages in views]
-    x = decoder(embedding(token_ids, positions), layers, caches, turned, cu_query_lens, seq_lens, None, slots)
+    x = embedding(token_ids, positions)
+    inputs = embedding.layer_inputs(token_ids, x)
+    x = decoder(x, layers, caches, turned, cu_query_lens, seq_lens, None, slots, inputs)
     return x, head(x, weights), None
 
 
@@ -349,7 +401,11 @@ COMPOSED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "mlp": (mlp, ("rms_norm", "silu_mul", "gelu_tanh_mul")),
     "head": (head, ("rms_norm",)),
     "experts": (experts, ("rms_norm", "silu_mul", "gelu_tanh_mul")),
-    "decoder": (decoder, ("attn_in", "attention", "attn_out", "gated_delta", "short_conv", "mlp", "experts")),
+    "layer_input": (layer_input, ("rms_norm", "silu_mul", "gelu_tanh_mul")),
+    "decoder": (
+        decoder,
+        ("attn_in", "attention", "attn_out", "gated_delta", "short_conv", "mlp", "experts", "layer_input"),
+    ),
     "step": (step, ("decoder", "head")),
 }
 

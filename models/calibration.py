@@ -5,19 +5,19 @@ One layer is loaded, run and dropped at a time, so a model of any size passes wi
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from localllm.errors import UnsupportedModel
-from localllm.kernels.layer_weights import AttentionWeights, Linear
+from localllm.kernels.kv_pages import KVPages
+from localllm.kernels.layer_weights import AttentionWeights, ExpertsWeights, Linear
 from localllm.kernels.rope import RopeTable
 from localllm.kernels.segments import REFERENCES
 
-from .architectures import Attention, Dense, Experts, OpenModel
+from .architectures import Attention, Dense, Experts, LayerFacts, OpenModel
 from .architectures.layers import GatedDelta, ShortConv, Stateful
 from .kv_cache import CacheGroup, KVCache, StateGroup
 from .layers import load_layer
@@ -28,49 +28,72 @@ PAGE_SIZE = 16
 _SEGMENTS = {GatedDelta: "gated_delta", ShortConv: "short_conv"}
 
 
-class Observed:
-    """A linear layer that adds up what it is given: `total` float32 [K, K], the sum of x xᵀ over all rows."""
+class Sum:
+    """`total` float32 [K, K], the sum of x xᵀ over all rows that were added; None before the first."""
 
-    def __init__(self, linear: Linear) -> None:
-        self.linear = linear
+    def __init__(self) -> None:
         self.total: Tensor | None = None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def add(self, x: Tensor) -> None:
         wide = x.float()
         product = wide.T @ wide
         self.total = product if self.total is None else self.total.add_(product)
+
+
+class Observed:
+    """A linear layer that adds up what it is given."""
+
+    def __init__(self, linear: Linear, into: Sum) -> None:
+        self.linear = linear
+        self.into = into
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.into.add(x)
         return self.linear(x)
+
+
+Seen = dict[tuple[str, ...], Sum]  # by the modules that see the same rows
+
+
+@dataclass
+class _Stream:
+    """One sequence on its way through the layers."""
+
+    x: Tensor  # [num_tokens, hidden]
+    inputs: Tensor | None  # [num_tokens, layers, size]
+    pages: dict[int, KVPages] = field(default_factory=dict)  # of layers whose keys and values others read
 
 
 def hessians(source: OpenModel, sequences: Sequence[Sequence[int]], device: str = "cpu") -> Iterator[dict[str, Tensor]]:
     """For each layer in order: module name below `model.layers.{i}.` -> float32 [K, K]. Modules may share a tensor.
 
+    Of a mixture the experts' first products share theirs, each last one has its own: none where the text reached the
+    expert nowhere.
+
     sequences  token ids, each run for itself; what a layer hands on is computed with the stored weights in float32
 
-    Raises BadModelFile or UnsupportedFormat as loading does, UnsupportedModel for a mixture of experts, ValueError
-    without any sequence.
+    Raises BadModelFile or UnsupportedFormat as loading does, ValueError without any sequence.
     """
     if not any(len(ids) for ids in sequences):
         raise ValueError("calibration needs at least one token")
     facts = source.facts
-    if any(isinstance(layer.ffn, Experts) for layer in facts.layers):
-        message = f"{facts.name} is a mixture of experts, which cannot be calibrated"
-        raise UnsupportedModel(message, "quantize it with --calib none")
     loading = Loading(source, facts, LoadOptions(device=device, exact=True, context=max(map(len, sequences))))
     with torch.inference_mode():
-        rows = loading.weight("model.embed_tokens", (facts.vocab_size, facts.hidden_size))
-        embedding = loading.embedding(rows, None)
-        streams = [embedding(torch.tensor(ids, device=device)) for ids in sequences if len(ids)]
-        del rows, embedding
+        streams = list(_streams(loading, sequences))
         rotations = {rope: loading.rope(rope) for rope in facts.ropes}
+        read = {getattr(layer.mixer, "shares_kv_with", None) for layer in facts.layers}
         for index in range(facts.num_layers):
-            layer = load_layer(loading, index)
-            mixer = facts.layers[index].mixer
-            table = rotations[mixer.rope] if isinstance(mixer, Attention) else None
-            seen: dict[tuple[str, ...], Observed] = {}
-            ffn = facts.layers[index].ffn
-            watched = DecoderLayer(_watched(layer.mixer, mixer, seen), _watched(layer.ffn, ffn, seen))
-            streams = [_run(watched, mixer, x, table) for x in streams]
+            layer, of_layer = load_layer(loading, index), facts.layers[index]
+            table = rotations[of_layer.mixer.rope] if isinstance(of_layer.mixer, Attention) else None
+            seen: Seen = {}
+            watched = DecoderLayer(
+                _watched(layer.mixer, _modules(of_layer.mixer), seen), _watched_ffn(layer.ffn, of_layer.ffn, seen)
+            )
+            for stream in streams:
+                pages = _pages(watched.mixer, of_layer, stream) if table is not None else None
+                stream.x = _run(watched, of_layer.mixer, stream, index, table, pages)
+                if index in read and pages is not None:
+                    stream.pages[index] = pages
             yield {
                 module: observed.total
                 for modules, observed in seen.items()
@@ -79,20 +102,50 @@ def hessians(source: OpenModel, sequences: Sequence[Sequence[int]], device: str 
             }
 
 
-def _watched(weights: Any, facts: Any, seen: dict[tuple[str, ...], Observed]) -> Any:
-    """The same weights with products that add up what they are given, which come into `seen` by their modules."""
-    modules = _modules(facts)
-    found = {name: Observed(getattr(weights, name)) for name in modules}
-    seen |= {modules[name]: observed for name, observed in found.items()}
-    return dataclasses.replace(weights, **found)
+def _streams(loading: Loading, sequences: Sequence[Sequence[int]]) -> Iterator[_Stream]:
+    facts = loading.facts
+    embedding = loading.embedding(loading.weight("model.embed_tokens", (facts.vocab_size, facts.hidden_size)), None)
+    if facts.inputs is not None:
+        embedding = replace(embedding, inputs=loading.inputs(facts.inputs))
+    for ids in (torch.tensor(ids, device=loading.device) for ids in sequences if len(ids)):
+        x = embedding(ids)
+        yield _Stream(x, embedding.layer_inputs(ids, x))
 
 
-def _modules(facts: Attention | Stateful | Dense) -> dict[str, tuple[str, ...]]:
-    """Products of a layer's weights -> the modules that see what they are given."""
+def _watched(weights: Any, modules: Mapping[str, tuple[str, ...]], seen: Seen) -> Any:
+    """The same weights with products that add up what they are given, which comes into `seen`.
+
+    modules   fields of the weights -> the modules that see what they are given
+    """
+    sums = {name: seen.setdefault(modules[name], Sum()) for name in modules}
+    return replace(weights, **{name: Observed(getattr(weights, name), into) for name, into in sums.items()})
+
+
+def _watched_ffn(weights: Any, facts: Dense | Experts, seen: Seen) -> Any:
+    if weights.input is not None:
+        own = {"gate": ("per_layer_input_gate",), "projection": ("per_layer_projection",)}
+        weights = replace(weights, input=_watched(weights.input, own, seen))
+    if isinstance(facts, Dense):
+        return _watched(weights, {"gate_up": facts.inputs, "down": ("mlp.down_proj",)}, seen)
+    every = range(facts.num_experts)
+    first = tuple(f"mlp.experts.{expert}.{name}_proj" for expert in every for name in ("gate", "up"))
+    into = seen.setdefault(first, Sum())
+    last = [seen.setdefault((f"mlp.experts.{expert}.down_proj",), Sum()) for expert in every]
+    weights = replace(
+        weights,
+        gate_up=tuple(Observed(one, into) for one in weights.gate_up),
+        down=tuple(Observed(one, each) for one, each in zip(weights.down, last, strict=True)),
+    )
+    if not facts.shared_inner:
+        return weights
+    shared = {name: f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")}
+    return _watched(weights, {"shared_gate_up": (shared["gate"], shared["up"]), "shared_down": (shared["down"],)}, seen)
+
+
+def _modules(facts: Attention | Stateful) -> dict[str, tuple[str, ...]]:
+    """Products of a mixer -> the modules that see what they are given."""
     if isinstance(facts, Attention):
         return {"qkv": facts.inputs, "out": ("self_attn.o_proj",)}
-    if isinstance(facts, Dense):
-        return {"gate_up": facts.inputs, "down": ("mlp.down_proj",)}
     if isinstance(facts, ShortConv):
         return {"inputs": ("conv.in_proj",), "out": ("conv.out_proj",)}
     return {
@@ -102,28 +155,48 @@ def _modules(facts: Attention | Stateful | Dense) -> dict[str, tuple[str, ...]]:
     }
 
 
-def _run(layer: DecoderLayer, facts: Attention | Stateful, x: Tensor, table: RopeTable | None) -> Tensor:
+def _run(
+    layer: DecoderLayer,
+    facts: Attention | Stateful,
+    stream: _Stream,
+    index: int,
+    table: RopeTable | None,
+    pages: KVPages | None,
+) -> Tensor:
     """One layer over one sequence that starts at position 0: [num_tokens, hidden]."""
+    ffn, x = layer.ffn, stream.x
     bounds = torch.tensor([0, x.shape[0]], dtype=torch.int32, device=x.device)
     if isinstance(layer.mixer, AttentionWeights):
-        x = _attend(layer.mixer, x, table, bounds)
+        assert table is not None and pages is not None
+        x = _attend(layer.mixer, x, table, bounds, pages)
     else:
         assert isinstance(facts, Stateful)
         states = StateGroup((0,), facts.conv_shape, facts.state_shape)
         kept = KVCache((), (), device=x.device, states=[states], num_slots=1).layers[0]
         x = REFERENCES[_SEGMENTS[type(facts)]](x, layer.mixer, kept, bounds[:1].long(), bounds)
-    return REFERENCES["mlp"](x, layer.ffn)
+    x = REFERENCES["experts" if isinstance(ffn, ExpertsWeights) else "mlp"](x, ffn)
+    if ffn.input is None or stream.inputs is None:
+        return x
+    return REFERENCES["layer_input"](x, ffn.input, stream.inputs[:, index])
 
 
-def _attend(attention: AttentionWeights, x: Tensor, table: RopeTable | None, bounds: Tensor) -> Tensor:
-    assert table is not None
-    length, device = x.shape[0], x.device
-    num_pages = -(-length // PAGE_SIZE)
+def _pages(attention: Any, facts: LayerFacts, stream: _Stream) -> KVPages:
+    """Where a layer finds the keys and values of a sequence."""
+    source = getattr(facts.mixer, "shares_kv_with", None)
+    if source is not None:
+        return stream.pages[source]
+    num_pages = -(-stream.x.shape[0] // PAGE_SIZE)
     group = CacheGroup("calibration", attention.window, (0,), attention.num_kv_heads, attention.head_dim)
-    pages = KVCache([group], [num_pages], PAGE_SIZE, "f32", device).layers[0]
+    pages = KVCache([group], [num_pages], PAGE_SIZE, "f32", stream.x.device).layers[0]
+    assert isinstance(pages, KVPages)
+    return pages
+
+
+def _attend(attention: AttentionWeights, x: Tensor, table: RopeTable, bounds: Tensor, pages: KVPages) -> Tensor:
+    length, device = x.shape[0], x.device
     positions = torch.arange(length, device=device)
     cos, sin = table.rows(positions, length)
-    block_table = torch.arange(num_pages, dtype=torch.int32, device=device).unsqueeze(0)
+    block_table = torch.arange(pages.k.shape[0], dtype=torch.int32, device=device).unsqueeze(0)
     q = REFERENCES["attn_in"](x, attention, cos, sin, pages, positions)
     attended = REFERENCES["attention"](q, attention, pages, block_table, bounds, bounds[1:])
     return REFERENCES["attn_out"](attended, x, attention)

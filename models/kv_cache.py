@@ -33,6 +33,8 @@ class CacheGroup:
     head_dim: int
     # layer -> what the checkpoint says codes of its keys and values are multiplied with (fp8 only)
     scales: Mapping[int, tuple[float, float]] = field(default_factory=dict, hash=False)
+    # layers that keep nothing -> the one of `layers` whose keys and values they read
+    readers: Mapping[int, int] = field(default_factory=dict, hash=False)
 
 
 def cache_groups(facts: ModelFacts, scales: Mapping[int, tuple[float, float]] | None = None) -> tuple[CacheGroup, ...]:
@@ -46,7 +48,9 @@ def cache_groups(facts: ModelFacts, scales: Mapping[int, tuple[float, float]] | 
         assert isinstance(mixer, Attention)
         name = "full" if mixer.window is None else f"window-{mixer.window}"
         fixed = {layer: pair for layer, pair in (scales or {}).items() if layer in layers}
-        groups.append(CacheGroup(name, mixer.window, layers, mixer.num_kv_heads, mixer.head_dim, fixed))
+        shared = ((index, getattr(layer.mixer, "shares_kv_with", None)) for index, layer in enumerate(facts.layers))
+        readers = {index: source for index, source in shared if source in layers}
+        groups.append(CacheGroup(name, mixer.window, layers, mixer.num_kv_heads, mixer.head_dim, fixed, readers))
     return tuple(groups)
 
 
@@ -119,6 +123,7 @@ class KVCache:
         for group, pages in zip(self.groups, self.num_pages, strict=True):
             shape = (pages, group.num_kv_heads, page_size, group.head_dim)
             layers |= {layer: self._pages(shape, group.scales.get(layer)) for layer in group.layers}
+            layers |= {layer: layers[source] for layer, source in group.readers.items()}
         self.num_slots = num_slots if states else 0
         self.states: list[Tensor] = []  # [num_slots, layers of the group, ...]: a slot of all layers is copied at once
         for state in states:
@@ -130,7 +135,7 @@ class KVCache:
                 conv, *rest = (part[:, at] for part in kept)
                 layers[layer] = StateSlots(conv, rest[0] if rest else None)
             self.states += kept
-        self.layers = tuple(layers[layer] for layer in sorted(layers))  # what every layer keeps, in order
+        self.layers = tuple(layers[layer] for layer in sorted(layers))  # what every layer keeps or reads, in order
 
     def _pages(self, shape: tuple[int, ...], fixed: tuple[float, float] | None) -> KVPages:
         k, v = (_zeros(shape, KV_DTYPES[self.format], self.device) for _ in range(2))
@@ -143,7 +148,7 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Bytes of all pages and slots, used or not."""
-        pages = (kept for kept in self.layers if isinstance(kept, KVPages))
+        pages = (self.layers[layer] for group in self.groups for layer in group.layers)
         return sum(part.nbytes for kept in (*pages, self.states) for part in kept if part is not None)
 
     def forget(self, group_index: int, pages: Sequence[int]) -> None:

@@ -9,17 +9,19 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.layer_weights import (
+    ApartNorms,
     AttentionWeights,
     ConvWeights,
     DeltaWeights,
     ExpertsWeights,
+    InputWeights,
     Linear,
     MlpWeights,
     Norm,
 )
 
 from .architectures.facts import linear_shapes, vector_shapes
-from .architectures.layers import Attention, Dense, Experts, GatedDelta, Norms, ShortConv
+from .architectures.layers import APART_NORMS, Attention, Dense, Experts, GatedDelta, Norms, ShortConv
 from .model import DecoderLayer
 from .reader import Reader
 
@@ -44,13 +46,29 @@ class LayerReader:
         """A norm without a weight."""
         return Norm(torch.ones(size, device=self.reader.device), self.reader.facts.rms_norm_eps)
 
-    def scale(self) -> float:
-        """What multiplies all that the layer gives; one number, which some files store without a last name."""
-        if not self.facts.scaled:
+    def scale(self, *, last: bool) -> float:
+        """What multiplies all that the layer gives; one number, which some files store without a last name.
+
+        last   whether the layer's input is what is asked for: the scale is that of what comes last
+        """
+        if not self.facts.scaled or last is (self.facts.input is None):
             return 1.0
         checkpoint = self.reader.checkpoint
         name = checkpoint.names.source(f"{self.start}layer_scalar")
         return float(self.reader.vector(name if name in checkpoint.tensors else f"{name}.weight", 1))
+
+    def input(self) -> InputWeights | None:
+        """What the layer takes in at its end."""
+        facts = self.facts.input
+        if facts is None:
+            return None
+        return InputWeights(
+            gate=self.linear("input_gate", "per_layer_input_gate"),
+            projection=self.linear("input_projection", "per_layer_projection"),
+            activation=facts.act,
+            norm=self.norm("post_per_layer_input_norm"),
+            scale=self.scale(last=True),
+        )
 
     def norm_if(self, name: str | None, size: int = 0) -> Norm | None:
         return None if name is None else self.norm(name, size)
@@ -66,6 +84,7 @@ class LayerReader:
 
 def _attention(layer: LayerReader, facts: Attention) -> AttentionWeights:
     q, k = (facts.num_heads, facts.num_kv_heads) if facts.whole_norms else (1, 1)
+    keeps = facts.shares_kv_with is None
     return AttentionWeights(
         norm=layer.norm_if(layer.norms.before_mixer),
         qkv=layer.linear("qkv", *facts.inputs),
@@ -75,13 +94,15 @@ def _attention(layer: LayerReader, facts: Attention) -> AttentionWeights:
         head_dim=facts.head_dim,
         scale=facts.scale,
         q_norm=layer.norm_if("self_attn.q_norm" if facts.qk_norm else None, q * facts.head_dim),
-        k_norm=layer.norm_if("self_attn.k_norm" if facts.qk_norm else None, k * facts.head_dim),
+        k_norm=layer.norm_if("self_attn.k_norm" if facts.qk_norm and keeps else None, k * facts.head_dim),
         whole_norms=facts.whole_norms,
         post_norm=layer.norm_if(layer.norms.after_mixer),
         window=facts.window,
         softcap=facts.softcap,
         interleaved=facts.rope.interleaved,
-        v_norm=layer.plain_norm(facts.head_dim) if facts.v_norm else None,
+        v_norm=layer.plain_norm(facts.head_dim) if facts.v_norm and keeps else None,
+        k_is_v=facts.k_is_v and keeps,
+        reads_only=not keeps,
         sinks=layer.vector("self_attn.sinks") if facts.sinks else None,
         gate=facts.gate,
         temperature=facts.temperature if facts.temperature and layer.reader.context > facts.temperature[1] else None,
@@ -128,7 +149,8 @@ def _dense(layer: LayerReader, facts: Dense) -> MlpWeights:
         activation=facts.act,
         post_norm=layer.norm_if(layer.norms.after_ffn),
         sum_norm=layer.norm_if(layer.norms.over_ffn),
-        scale=layer.scale(),
+        scale=layer.scale(last=False),
+        input=layer.input(),
     )
 
 
@@ -137,7 +159,7 @@ def _experts(layer: LayerReader, facts: Experts) -> ExpertsWeights:
     shared = [f"mlp.shared_expert.{kind}_proj" for kind in ("gate", "up", "down")]
     experts = [f"mlp.experts.{number}" for number in range(facts.num_experts)]
     return ExpertsWeights(
-        norm=layer.norm_if(layer.norms.before_ffn),
+        norm=layer.norm(APART_NORMS[0]) if facts.apart else layer.norm_if(layer.norms.before_ffn),
         router=layer.linear("router", "mlp.gate"),
         gate_up=tuple(layer.linear("experts_gate_up", f"{one}.gate_proj", f"{one}.up_proj") for one in experts),
         down=tuple(layer.linear("experts_down", f"{one}.down_proj") for one in experts),
@@ -154,7 +176,29 @@ def _experts(layer: LayerReader, facts: Experts) -> ExpertsWeights:
         shared_gate=layer.linear("router", "mlp.shared_expert_gate") if facts.shared_gate else None,
         limit=facts.limit,
         post_norm=layer.norm_if(layer.norms.after_ffn),
+        apart=_apart(layer) if facts.apart else None,
+        expert_scales=_expert_scales(layer, facts),
+        layer_scale=layer.scale(last=False),
+        input=layer.input(),
     )
+
+
+def _apart(layer: LayerReader) -> ApartNorms:
+    assert layer.norms.before_ffn is not None
+    router = layer.vector("mlp.gate.scale") * layer.hidden**-0.5
+    return ApartNorms(
+        router=Norm(router, layer.reader.facts.rms_norm_eps),
+        shared=layer.norm(layer.norms.before_ffn),
+        after_shared=layer.norm(APART_NORMS[1]),
+        after_experts=layer.norm(APART_NORMS[2]),
+    )
+
+
+def _expert_scales(layer: LayerReader, facts: Experts) -> Tensor | None:
+    if facts.scales != "experts":
+        return layer.vector("mlp.gate.per_expert_scale") if facts.scales else None
+    each = [layer.vector(f"mlp.experts.{number}.down_proj.scale") for number in range(facts.num_experts)]
+    return torch.stack(each)
 
 
 _KINDS: dict[type, Callable[[LayerReader, Any], Any]] = {

@@ -17,7 +17,7 @@ from torch import Tensor
 from localllm.checkpoint.text_modules import Projection
 from localllm.errors import DeviceError, OutOfMemory, UnsupportedModel
 from localllm.kernels import OpFacts, Weight, reference, rope
-from localllm.kernels.embedding import Embedding, Entry, is_plain_table, weight_rows
+from localllm.kernels.embedding import Embedding, Entry, LayerInputs, is_plain_table, weight_rows
 from localllm.kernels.layer_weights import HeadWeights, Linear, Norm
 from localllm.kernels.table import kernel_table
 from localllm.kernels.verify.selftest import KernelCrash
@@ -26,6 +26,7 @@ from localllm.quant import dequantize, load_weight
 from .architectures import OpenModel, RopeFacts
 from .architectures.facts import layer_views
 from .architectures.layers import Entry as EntryFacts
+from .architectures.layers import InputTable
 from .kv_cache import cache_groups
 from .kv_scales import read_kv_scales
 from .layers import load_layer
@@ -88,6 +89,9 @@ class Loading(Reader):
         embedding = self.embedding(rows, linear if facts.tied_embeddings else None)
         if facts.entry is not None:
             embedding = replace(embedding, entry=self.entry(facts.entry))
+        if facts.inputs is not None:
+            inputs = self.inputs(facts.inputs)
+            embedding = replace(embedding, inputs=inputs, nbytes=embedding.nbytes + inputs.nbytes)
         del rows  # where the head's layout serves both, the canonical table goes
         layers = [load_layer(self, index) for index in range(facts.num_layers)]
         norm = self.norm("model.norm", facts.hidden_size) if facts.final_norm else None  # it may scale the logits
@@ -150,6 +154,15 @@ class Loading(Reader):
         norm = self.norm("model.embedding_norm", hidden, bias=True)
         assert norm.bias is not None
         return Entry(table, norm.weight, norm.bias, norm.eps)
+
+    def inputs(self, facts: InputTable) -> LayerInputs:
+        """The second embedding, of which only rows are read, and the projection of the first."""
+        (table, shape), (projection, other) = facts.linears(self.facts.hidden_size).items()
+        weight = self.owned(self.weight(table, shape))
+        linear = self.linear("input_model", (projection,), (other,))
+        norm = self.norm("model.per_layer_projection_norm", facts.size)
+        held = weight.nbytes + linear.nbytes + norm.weight.nbytes
+        return LayerInputs(weight_rows(weight), linear, norm, getattr(torch, self.options.dtype), held)
 
     def dense(self, module: str, shape: tuple[int, int]) -> Tensor:
         """A table or a matrix as float32, by its canonical name."""

@@ -86,11 +86,12 @@ class Model:
         x = self.embedding(batch.token_ids, batch.positions)
         for image in batch.images:
             x[image.first : image.first + image.vectors.shape[0]] = image.vectors.to(x.dtype)
+        inputs = self.embedding.layer_inputs(batch.token_ids, x)
         rows = batch.logits_indices
         wanted = None if rows.shape[0] == x.shape[0] else rows  # they are in order
         lens = batch.cu_query_lens, batch.seq_lens_tensor
         decoder = with_images(self.table, batch.images) if batch.images else self.table.decoder
-        return decoder(x, calls, kept, views, *lens, wanted, batch.slots)
+        return decoder(x, calls, kept, views, *lens, wanted, batch.slots, inputs)
 
     def step(self, batch: ForwardBatch, cache: KVCache, finds_best: bool = False) -> Stepped:
         """`forward` and `logits` of a batch whose every token's logits are wanted, valid until the next step; the first

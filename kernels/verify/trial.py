@@ -190,12 +190,13 @@ def layer_kind(attention: MixerWeights, mlp: Any, view: int) -> str:
     """What makes a layer another case for a fused segment."""
     assert isinstance(attention, AttentionWeights)
     norms = "".join("n" if norm else "-" for norm in (attention.q_norm, attention.post_norm, mlp.post_norm))
-    norms += "g" * attention.gate
+    norms += "g" * attention.gate + "k" * attention.k_is_v + "r" * attention.reads_only + "i" * (mlp.input is not None)
     products = _products(*linears_of(attention), *linears_of(mlp))
     router = ""
     if isinstance(mlp, ExpertsWeights):
         chosen = (mlp.top_k, mlp.renormalise, mlp.scale, mlp.groups, mlp.group_top_k, mlp.limit)
-        router = f" {mlp.router_kind}{'+b' * (mlp.choice_bias is not None)} {chosen}"
+        added = "+b" * (mlp.choice_bias is not None) + "+s" * (mlp.expert_scales is not None) + "+n" * bool(mlp.apart)
+        router = f" {mlp.router_kind}{added} {chosen}"
     return f"{view} {products} {norms} w{attention.window} {mlp.activation}{router}"
 
 
@@ -260,6 +261,14 @@ class SegmentTrial:
         x, _, *others = self._made
         return x.clone(), [copied(self._pages(mixer)) for mixer, *_ in self.layers], *others
 
+    def _given(self) -> Tensor | None:
+        """What tokens have for each layer, where layers take that in."""
+        sizes = [mlp.input.gate.out_features for _, mlp, _ in self.layers if mlp.input is not None]
+        if not sizes:
+            return None
+        x, generator = self._made[0], torch.Generator().manual_seed(24)
+        return torch.randn((x.shape[0], len(self.layers), sizes[0]), generator=generator).to(x)
+
     def _pages(self, mixer: Any) -> KVPages:
         """Pages with random keys and values for the heads of one layer: layers may differ in them."""
         facts = self.shapes.facts
@@ -294,7 +303,7 @@ class SegmentTrial:
             for call in (run, REFERENCES["decoder"]):
                 x, kept, views, cu, lens, _ = self._inputs()
                 wanted = None if every else cu[2:].long() - 1
-                found = call(x, self.layers, kept, views, cu, lens, wanted)
+                found = call(x, self.layers, kept, views, cu, lens, wanted, None, self._given())
                 outputs.append((found, *(n for c in kept for n in numbers(c))))
             if said := compare_all(outputs[0], outputs[1], allowed):
                 return said

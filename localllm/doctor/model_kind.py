@@ -101,7 +101,7 @@ def from_catalogue(entry: catalog.Candidate) -> ModelKind:
     exact = next((one for one in ("nvfp4", "mxfp4", "fp8", "bf16") if one in stored), "int4")
     return ModelKind(
         name=entry.spec,
-        kind="moe" if entry.active_params < entry.params else "dense",
+        kind="moe" if 2 * entry.active_params < entry.params else "dense",  # rows of an embedding are not read either
         format="gguf" if entry.quant else exact,
         hybrid=by_name.hybrid,
         mtp=entry.draft if entry.quant else by_name.mtp,

@@ -74,8 +74,12 @@ def activation_bytes(facts: ModelFacts, rows: int, width: int) -> int:
     mixer = max(layer.mixer.work(hidden) for layer in kinds)
     ffn = max(layer.ffn.work(hidden) for layer in kinds) + 2 * facts.num_heads * facts.head_dim
     embedding = hidden * (4 + width)  # rows come out as float32 first
+    layers = width * (2 * hidden + max(mixer, ffn))
+    if facts.inputs is not None:  # they stay for all layers; made of a projection and rows, both as float32
+        inputs = facts.inputs.width
+        embedding, layers = hidden * width + inputs * (2 * width + 12), layers + inputs * width
     turned = sum(rope.dim // 2 * 8 for rope in facts.ropes)
-    return rows * (max(embedding, width * (2 * hidden + max(mixer, ffn))) + turned)
+    return rows * (max(embedding, layers) + turned)
 
 
 def rope_bytes(facts: ModelFacts, ctx: int) -> int:
@@ -124,25 +128,27 @@ class Memory:
         """
         facts, quant, on_cpu = self.facts, self.quant, self.where.device == "cpu"
         table = facts.vocab_size * facts.hidden_size
-        per_value = facts.weight_bytes / max(1, facts.num_params)
+        second, second_bytes = (0, 0) if facts.inputs is None else (facts.inputs.values, facts.inputs.nbytes)
+        per_value = (facts.weight_bytes - second_bytes) / max(1, facts.num_params - second)
         quantized = QUANTIZED_EMBEDDING if _GGUF.match(facts.stored_format) else 2.0
         table_bytes = int(table * (max(per_value, quantized) if per_value < 1.6 else per_value))
         tables = 1 if facts.tied_embeddings else 2
-        inner = facts.num_params - table * tables
+        inner = facts.num_params - table * tables - second
         if not on_cpu or self.machine.compiler:
             held, layers = facts.weight_bytes + facts.decoded_bytes, count_linear_params(facts)
             if quant:
                 held = facts.weight_bytes - int(layers * per_value) + int(layers * TARGET_BYTES[quant])
             elif not on_cpu and DENSE_FORMATS.get(facts.stored_format) == 4 and self.dtype != "float32":
-                held, table_bytes = held // 2, table_bytes // 2
-            return held, int(held * facts.active_share) - (0 if facts.tied_embeddings else table_bytes)
+                held, table_bytes = (held + second_bytes) // 2, table_bytes // 2
+            unread = second_bytes + (0 if facts.tied_embeddings else table_bytes)
+            return held, int(held * facts.active_share) - unread
         if not quant and facts.stored_format == "bf16" and self.dtype == "bfloat16":
             held = facts.weight_bytes + (table_bytes if facts.tied_embeddings else 0)
         elif (quant or facts.stored_format).startswith((*INT4_FORMATS, "int4")):
-            held = int(inner * 0.75) + table * 4 + table_bytes
+            held = int(inner * 0.75) + table * 4 + table_bytes + second_bytes
         else:
-            held = (inner + table) * 4 + table_bytes
-        return held, held - table_bytes
+            held = (inner + table) * 4 + table_bytes + second_bytes
+        return held, held - table_bytes - second_bytes
 
     @cached_property
     def _group_bytes(self) -> tuple[tuple[int | None, int], ...]:

@@ -78,7 +78,7 @@ class Config(ABC):
 
         A family that has models without a causal mask says of each one whether it is `causal`.
         """
-        if not self.causal and "causal" not in changes:
+        if "causal" not in changes and not self.causal:
             raise self.unsupported(f"{self.source} with bidirectional attention (an embedding model)")
         if self.num_heads % self.num_kv_heads:
             what = f"{self.num_heads} attention heads cannot share {self.num_kv_heads} KV heads evenly"

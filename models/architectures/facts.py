@@ -13,7 +13,7 @@ from typing import Any
 
 from localllm.checkpoint.text_modules import Projection
 
-from .layers import Attention, Entry, Experts, LayerFacts, RopeFacts, Stateful
+from .layers import Attention, Entry, Experts, InputTable, LayerFacts, RopeFacts, Stateful
 
 KV_BYTES = {"f32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "int8": 1, "fp8": 1}
 
@@ -105,6 +105,7 @@ class ModelFacts:
     pooling: str = ""  # how a model that embeds text makes one vector: mean | cls | last; "": it generates text
     projections: tuple[Projection, ...] = ()  # what pooled vectors go through
     entry: Entry | None = None
+    inputs: InputTable | None = None  # where layers have inputs of their own
     final_norm: bool = True  # whether a norm follows the last layer
     vision: VisionFacts | None = None  # what reads images; None: the model reads text only
     decoded_bytes: int = 0  # what those of them take on top that are decoded to bfloat16 while loading
@@ -171,7 +172,8 @@ def repeated(
 
 def linear_shapes(layer: LayerFacts, hidden: int) -> dict[str, tuple[int, int]]:
     """(N, K) of a layer's linear modules, by canonical name below `model.layers.{i}.`."""
-    return layer.mixer.linears(hidden) | layer.ffn.linears(hidden)
+    shapes = layer.mixer.linears(hidden) | layer.ffn.linears(hidden)
+    return shapes if layer.input is None else shapes | layer.input.linears(hidden)
 
 
 def vector_shapes(layer: LayerFacts, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -180,7 +182,8 @@ def vector_shapes(layer: LayerFacts, hidden: int) -> dict[str, tuple[int, ...]]:
     names = (norms.before_mixer, norms.before_ffn, norms.after_mixer, norms.after_ffn, norms.over_mixer, norms.over_ffn)
     ends = ("weight", "bias") if norms.bias else ("weight",)
     sizes: dict[str, tuple[int, ...]] = {f"{name}.{end}": (hidden,) for name in names if name for end in ends}
-    return sizes | layer.mixer.vectors(hidden) | layer.ffn.vectors(hidden)
+    sizes |= layer.mixer.vectors(hidden) | layer.ffn.vectors(hidden)
+    return sizes if layer.input is None else sizes | layer.input.vectors(hidden)
 
 
 def count_linear_params(facts: ModelFacts) -> int:
@@ -203,6 +206,8 @@ def count_params(facts: ModelFacts) -> int:
     hidden = facts.hidden_size
     vectors = sum(math.prod(shape) for layer in facts.layers for shape in vector_shapes(layer, hidden).values())
     tables = facts.vocab_size * facts.hidden_size * (1 if facts.tied_embeddings else 2)
+    if facts.inputs is not None:
+        tables += sum(n * k for n, k in facts.inputs.linears(hidden).values()) + facts.inputs.size
     return count_linear_params(facts) + vectors + tables + facts.hidden_size
 
 
@@ -216,7 +221,7 @@ def kv_bytes_per_token(layers: Iterable[LayerFacts], dtype: str) -> int:
     return sum(
         2 * mixer.num_kv_heads * (mixer.head_dim * KV_BYTES[dtype] + scale)
         for mixer in mixers
-        if isinstance(mixer, Attention)
+        if isinstance(mixer, Attention) and mixer.shares_kv_with is None
     )
 
 
@@ -231,11 +236,18 @@ def layer_views(facts: ModelFacts) -> tuple[tuple[tuple[int, int], ...], tuple[i
     """What layers see of a step: the different (cache group, rotation), and which of them each layer sees; -1: none."""
     group_of = {layer: index for index, group in enumerate(cache_layers(facts)) for layer in group}
     pairs = [
-        (group_of[index], facts.ropes.index(layer.mixer.rope)) if isinstance(layer.mixer, Attention) else None
+        (group_of[kv_layer(index, layer.mixer)], facts.ropes.index(layer.mixer.rope))
+        if isinstance(layer.mixer, Attention)
+        else None
         for index, layer in enumerate(facts.layers)
     ]
     views = tuple(dict.fromkeys(sorted(pair for pair in pairs if pair is not None)))
     return views, tuple(-1 if pair is None else views.index(pair) for pair in pairs)
+
+
+def kv_layer(index: int, mixer: Attention) -> int:
+    """The layer that keeps what layer `index` reads."""
+    return index if mixer.shares_kv_with is None else mixer.shares_kv_with
 
 
 def cache_layers(facts: ModelFacts) -> tuple[tuple[int, ...], ...]:
@@ -243,7 +255,7 @@ def cache_layers(facts: ModelFacts) -> tuple[tuple[int, ...], ...]:
     found: dict[tuple[object, ...], list[int]] = {}
     for index, layer in enumerate(facts.layers):
         mixer = layer.mixer
-        if not isinstance(mixer, Attention):
+        if not isinstance(mixer, Attention) or mixer.shares_kv_with is not None:
             continue
         found.setdefault((mixer.window, mixer.num_kv_heads, mixer.head_dim), []).append(index)
     windows = facts.windows

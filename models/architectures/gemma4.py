@@ -1,13 +1,18 @@
-"""Gemma 4 (dense, text): heads of two sizes, values made of the keys, norms without weights, scaled layers."""
+"""Gemma 4 (text): heads of two sizes, values made of the keys, norms without weights, scaled layers.
+
+E2B and E4B: layers with an input of their own, the last of which read the keys and values of earlier ones. 26B-A4B: a
+mixture of experts beside every dense feed-forward layer.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from localllm.checkpoint import Checkpoint
-from localllm.checkpoint.fields import MAX_HEAD_DIM, MAX_HEADS, Fields
+from localllm.checkpoint.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN, MAX_VOCAB, Fields
+from localllm.checkpoint.mapped_file import bad
 
 from .architecture import Architecture
 from .config import Config
@@ -15,10 +20,11 @@ from .facts import ModelFacts
 from .gemma3 import GGUF_NORMS, NORMS
 from .gguf import GgufConfig
 from .hf import HfConfig, object_of
-from .layers import Attention, LayerFacts, RopeFacts
-from .names import GGUF_LAYER, NameMap, gguf_names
+from .layers import Attention, Dense, Experts, InputTable, LayerFacts, LayerInput, RopeFacts
+from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
 
 FULL_EVERY, FULL_THETA, LOCAL_THETA, TURNED = 6, 1_000_000.0, 10_000.0, 0.25
+ACT = "gelu_tanh"
 DEFAULTS = {
     "vocab_size": 262_144,
     "num_attention_heads": 8,
@@ -33,23 +39,39 @@ DEFAULTS = {
     "tie_word_embeddings": True,
     "hidden_activation": "gelu_pytorch_tanh",
 }
-# what its smaller and its mixed models have on top, by the key that says so
-MORE = {
-    "hidden_size_per_layer_input": "embeddings of their own for every layer (E2B, E4B)",
-    "num_kv_shared_layers": "layers that share keys and values (E2B, E4B)",
-    "enable_moe_block": "a mixture of experts (26B-A4B)",
-    "embedding_length_per_layer_input": "embeddings of their own for every layer (E2B, E4B)",
-    "attention.shared_kv_layers": "layers that share keys and values (E2B, E4B)",
+PER_LAYER = {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262_144}
+EXPERT_NAMES = {f"mlp.experts.{{}}.{name}_proj": f"experts.{{}}.{name}_proj" for name in ("gate", "up", "down")}
+SHARED_NAMES = {f"mlp.shared_expert.{name}_proj": f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+ROUTER_NAMES = {
+    "mlp.gate": "router.proj",
+    "mlp.gate.scale": "router.scale",
+    "mlp.gate.per_expert_scale": "router.per_expert_scale",
+}
+GGUF_INNER = {
+    "layer_scalar": "layer_output_scale",
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2",
+    "mlp.gate.scale": "ffn_gate_inp.scale",
+    **{f"mlp.shared_expert.{name}_proj": f"ffn_{name}" for name in ("gate", "up", "down")},
+}
+GGUF_TOP = {
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
 }
 
 
 class Gemma4(Architecture):
     """Windowed layers have small heads; those that see all have few large ones, of which a quarter turns."""
 
-    name = "gemma4_text"  # not that of the family: its other models are refused
-    label = "Gemma 4 (12B, 31B)"
+    name = "gemma4"
+    label = "Gemma 4 (text)"
     hf_types = {
-        "gemma4_text": DEFAULTS,
+        "gemma4_text": DEFAULTS | PER_LAYER,
         "gemma4_unified_text": DEFAULTS | {"sliding_window": 1024, "max_position_embeddings": 262_144},
     }
     hf_wrappers = {"gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text"}
@@ -57,8 +79,9 @@ class Gemma4(Architecture):
     gguf_types = ("gemma4",)
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
-        _refuse_more(config)
         keys = config.keys
+        if keys.raw("use_bidirectional_attention") not in (None, False, "vision"):  # that is of images, not of text
+            raise config.unsupported(f"{config.source} with bidirectional attention")
         dim, kv_heads = _global_heads(config)
         parameters = object_of(config.given, "rope_parameters")
         both = [Fields(keys.path, object_of(Fields(keys.path, parameters), f"{one}_attention")) for one in _KINDS]
@@ -70,17 +93,28 @@ class Gemma4(Architecture):
         theta = both[0].number("rope_theta", 1.0, 1e15, FULL_THETA)
         rope = RopeFacts(theta, dim, "proportional", turning=turned)
         local = RopeFacts(both[1].number("rope_theta", 1.0, 1e15, LOCAL_THETA), config.head_dim)
-        attention = config.attention(local, scale=1.0, qk_norm=True, v_norm=True)
+        attention = config.attention(local, scale=1.0, qk_norm=True, v_norm=True, causal=True)
         full = _wide(config, attention, rope, kv_heads, keys.flag("attention_k_eq_v"))
-        last = config.num_layers - 1
-        windows = config.windows(lambda layer: (layer + 1) % FULL_EVERY != 0 and layer != last)
+        windows = config.windows(lambda layer: (layer + 1) % FULL_EVERY != 0)
         dense = config.dense(config.activation("hidden_activation"))
-        rest = LayerFacts(attention, dense, NORMS, scaled=config.stores_scale())
-        layers = _layers(attention, full, rest, windows)
-        return config.facts(layers, config.context, embedding_scale=math.sqrt(config.hidden_size))
+        keeping = config.num_layers - keys.integer("num_kv_shared_layers", 0, config.num_layers, 0)
+        grown = dense.inner * (1 + keys.flag("use_double_wide_mlp"))
+        ffn: Dense | Experts = dense
+        if keys.flag("enable_moe_block"):
+            names = {"count": "num_experts", "top_k": "top_k_experts", "inner": "moe_intermediate_size"}
+            ffn = config.experts(names, dense.act, apart=True, scales="router")
+        stack = _Stack(
+            narrow=attention,
+            full=full,
+            ffn=ffn,
+            windows=(*windows[:-1], None),  # the last layer always sees all
+            inners=[dense.inner if layer < keeping else grown for layer in range(config.num_layers)],
+            keeping=keeping,
+            inputs=_inputs(config),
+        )
+        return stack.facts(config, config.context)
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
-        _refuse_more(config)
         keys = config.keys
         rope, context = config.rope()
         windows = config.windows(FULL_EVERY)
@@ -96,24 +130,103 @@ class Gemma4(Architecture):
         full = _wide(config, wide, rope, kv_heads[first], not stored)
         small = next((layer for layer, window in enumerate(windows) if window is not None), 0)
         narrow = replace(wide, rope=local, head_dim=dim, num_kv_heads=kv_heads[small])
-        rest = LayerFacts(narrow, config.dense("gelu_tanh"), NORMS, scaled=config.stores_scale())
-        layers = _layers(narrow, full, rest, windows)
-        return config.facts(layers, context, embedding_scale=math.sqrt(config.hidden_size))
+        inners = config.each("feed_forward_length", 1, MAX_HIDDEN * 4, 0)
+        ffn = config.mixture(act=ACT, apart=True, scales=_gguf_scales(config)) if config.num_experts else Dense(1, ACT)
+        keeping = config.num_layers - keys.integer("attention.shared_kv_layers", 0, config.num_layers, 0)
+        size = keys.integer("embedding_length_per_layer_input", 0, MAX_HIDDEN, 0)
+        inputs = InputTable(config.vocab_size, size, config.num_layers) if size else None
+        return _Stack(narrow, full, ffn, windows, inners, keeping, inputs).facts(config, context)
 
     def names(self, checkpoint: Checkpoint) -> NameMap:
-        if checkpoint.kind != "gguf":
-            return super().names(checkpoint)
-        return gguf_names(GGUF_LAYER | GGUF_NORMS | {"layer_scalar": "layer_output_scale"})
+        if checkpoint.kind == "gguf":
+            found = gguf_names(GGUF_LAYER | GGUF_NORMS | GGUF_INNER)
+            return replace(found, top={**found.top, **GGUF_TOP})
+        found = hf_names(checkpoint.tensors, EXPERT_NAMES | SHARED_NAMES | ROUTER_NAMES)
+        start = found.top["model.norm"].removesuffix("norm")
+        return replace(found, top={**found.top, **{name: start + name.removeprefix("model.") for name in GGUF_TOP}})
 
 
 _KINDS = ("full", "sliding")
 
 
-def _refuse_more(config: Config) -> None:
-    for key, what in MORE.items():
-        value: Any = config.keys.raw(key)
-        if value not in (None, 0, False):
-            raise config.unsupported(f"{config.source} with {what}")
+@dataclass(frozen=True)
+class _Stack:
+    """What the layers are made of, and what they differ in."""
+
+    narrow: Attention
+    full: Attention
+    ffn: Dense | Experts
+    windows: Sequence[int | None]  # of each layer
+    inners: Sequence[int]  # of each layer's dense feed-forward layer
+    keeping: int  # layers that keep keys and values; those after them read what the last of their kind keeps
+    inputs: InputTable | None
+
+    def facts(self, config: Config, context: int) -> ModelFacts:
+        layers, inputs = self._layers(config), self.inputs
+        facts = config.facts(layers, context, embedding_scale=math.sqrt(config.hidden_size))
+        tensors = config.checkpoint.tensors
+        unread = tuple(_unread(config, layers))
+        spare = sum(info.nbytes for name, info in tensors.items() if name.startswith(unread)) if unread else 0
+        if inputs is not None:
+            table = f"{config.names.source('model.embed_tokens_per_layer')}."
+            if inputs.rows < config.vocab_size:
+                what = f"has {inputs.rows:,} rows for a vocabulary of {config.vocab_size:,}"
+                raise bad(config.keys.path, what, key=table.rstrip("."))
+            nbytes = sum(info.nbytes for name, info in tensors.items() if name.startswith(table))
+            inputs = replace(inputs, nbytes=nbytes)
+        return replace(facts, weight_bytes=facts.weight_bytes - spare, inputs=inputs)
+
+    def _layers(self, config: Config) -> tuple[LayerFacts, ...]:
+        """Equal layers are the same object."""
+        made: dict[tuple[int | None, ...], LayerFacts] = {}
+        keepers: dict[int | None, int] = {}
+        found, scaled = [], config.stores_scale()
+        own = None if self.inputs is None else LayerInput(self.inputs.size, self.ffn.act)
+        for layer, (window, inner) in enumerate(zip(self.windows, self.inners, strict=True)):
+            if layer < self.keeping:
+                keepers[window] = layer
+            elif window not in keepers:
+                kind = "full" if window is None else "windowed"
+                what = f"reads the keys and values of a {kind} layer among the first {self.keeping}, which have none"
+                raise bad(config.keys.path, what, key=f"layer {layer}")
+            source = None if layer < self.keeping else keepers[window]
+            kind_of = window, inner, source
+            if kind_of not in made:
+                mixer = self.full if window is None else replace(self.narrow, window=window)
+                mixer = replace(mixer, shares_kv_with=source)
+                made[kind_of] = LayerFacts(mixer, _with_inner(self.ffn, inner), NORMS, scaled, own)
+            found.append(made[kind_of])
+        return tuple(found)
+
+
+def _with_inner(ffn: Dense | Experts, inner: int) -> Dense | Experts:
+    return replace(ffn, shared_inner=inner) if isinstance(ffn, Experts) else replace(ffn, inner=inner)
+
+
+def _inputs(config: HfConfig) -> InputTable | None:
+    """The second embedding; an explicit null switches the default off."""
+    keys, name = config.keys, "hidden_size_per_layer_input"
+    off = name in config.given.values and config.given.raw(name) is None
+    size = 0 if off else keys.integer(name, 0, MAX_HIDDEN, 0)
+    return (
+        InputTable(keys.integer("vocab_size_per_layer_input", 1, MAX_VOCAB), size, config.num_layers) if size else None
+    )
+
+
+def _gguf_scales(config: GgufConfig) -> str:
+    """NVFP4 experts have theirs among the scales of their weights."""
+    tensors, name = config.checkpoint.tensors, config.names.source("model.layers.0.mlp.experts.0.down_proj")
+    weight = tensors.get(f"{name}.weight")
+    plain = weight is not None and weight.dtype != "NVFP4"
+    return "experts" if plain and f"{name}.scale" in tensors else ""
+
+
+def _unread(config: Config, layers: Sequence[LayerFacts]) -> Iterator[str]:
+    """What names of tensors begin with that published files have for layers which read another one's."""
+    for index, layer in enumerate(layers):
+        if isinstance(layer.mixer, Attention) and layer.mixer.shares_kv_with is not None:
+            for name in ("k_proj", "v_proj", "k_norm"):
+                yield f"{config.names.source(f'model.layers.{index}.self_attn.{name}')}."
 
 
 def _global_heads(config: HfConfig) -> tuple[int, int]:
@@ -140,13 +253,3 @@ def _wide(config: Config, attention: Attention, rope: RopeFacts, kv_heads: int, 
     if config.num_heads % kv_heads or rope.dim % 2:
         raise config.unsupported(f"{config.source} with {kv_heads} KV heads of {rope.dim} for {config.num_heads} heads")
     return replace(attention, head_dim=rope.dim, num_kv_heads=kv_heads, rope=rope, window=None, k_is_v=k_is_v)
-
-
-def _layers(
-    narrow: Attention, full: Attention, rest: LayerFacts, windows: tuple[int | None, ...]
-) -> tuple[LayerFacts, ...]:
-    kinds = {
-        window: replace(rest, mixer=full if window is None else replace(narrow, window=window))
-        for window in set(windows)
-    }
-    return tuple(kinds[window] for window in windows)

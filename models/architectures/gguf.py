@@ -163,9 +163,10 @@ class GgufConfig(Config):
         return super().experts(names, **values | changes)
 
     def size(self, name: str, low: int, high: int, default: int | None = None) -> int:
-        """Where layers differ in their heads of K and V, the most."""
-        if name == "kv_heads" and isinstance(self.keys.raw(self.KEYS[name]), np.ndarray):
-            most = max(self.each(self.KEYS[name], 0, high, 0))  # 0 where a layer is of another kind
+        """Where layers differ in it, the most."""
+        if name in ("kv_heads", "inner") and isinstance(self.keys.raw(self.KEYS[name]), np.ndarray):
+            lowest = 0 if name == "kv_heads" else low  # 0 where a layer is of another kind
+            most = max(self.each(self.KEYS[name], lowest, high, 0))
             if most < low:
                 raise self.unsupported(f"{self.source} without a layer of full attention")
             return most

@@ -52,25 +52,32 @@ class Attention:
     causal: bool = True  # False: a query sees what is behind it, too, with a window as far as before it
     v_norm: bool = False  # values are normed, too, without a weight
     k_is_v: bool = False  # values are what keys are made of
+    shares_kv_with: int | None = None  # the earlier layer whose keys and values it reads; it makes none itself
 
     @property
     def inputs(self) -> tuple[str, ...]:
         """The modules that queries, keys and values come from, in this order."""
-        names = "qkk" if self.k_is_v else "qkv"
-        return ("self_attn.qkv_proj",) if self.fused else tuple(f"self_attn.{name}_proj" for name in names)
+        if self.fused:
+            return ("self_attn.qkv_proj",)
+        names = "q" if self.shares_kv_with is not None else "qk" if self.k_is_v else "qkv"
+        return tuple(f"self_attn.{name}_proj" for name in names)
 
     def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         rows = q * (1 + self.gate)
-        sizes = (rows + 2 * kv,) if self.fused else (rows, kv, kv)
+        sizes = (rows + 2 * kv,) if self.fused else (rows, kv, kv)[: len(self.inputs)]
         shapes = {name: (size, hidden) for name, size in zip(self.inputs, sizes, strict=True)}
         return shapes | {"self_attn.o_proj": (hidden, q)}
 
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
         sizes: dict[str, tuple[int, ...]] = {}
         if self.qk_norm:
-            heads = (self.num_heads, self.num_kv_heads) if self.whole_norms else (1, 1)
-            sizes = {f"self_attn.{name}_norm.weight": (n * self.head_dim,) for name, n in zip("qk", heads, strict=True)}
+            heads = {"q": self.num_heads, "k": self.num_kv_heads}
+            normed = "qk" if self.shares_kv_with is None else "q"
+            sizes = {
+                f"self_attn.{name}_norm.weight": (self.head_dim * (heads[name] if self.whole_norms else 1),)
+                for name in normed
+            }
         if self.sinks:
             sizes["self_attn.sinks"] = (self.num_heads,)
         names = self.inputs * self.qkv_bias + ("self_attn.o_proj",) * self.o_bias
@@ -80,6 +87,7 @@ class Attention:
     def work(self, hidden: int) -> int:
         """Values held for a token while queries and keys are turned, beside the residual stream and its norm."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        kv = kv if self.shares_kv_with is None else 0
         return 2 * q + (q + 2 * kv) + 2 * q + kv + 3 * q * self.gate
 
 
@@ -203,6 +211,10 @@ class Dense:
 ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")
 
 
+# before the experts, after the shared expert, after the experts: where they are `apart`
+APART_NORMS = ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2")
+
+
 @dataclass(frozen=True)
 class Experts:
     """A mixture: of many gated feed-forward layers a router chooses some for each token, and sums what they give."""
@@ -222,6 +234,10 @@ class Experts:
     shared_gate: bool = False  # its output is multiplied with sigmoid(gate · x)
     bias: bool = False  # of router and experts
     limit: float | None = None  # gate is cut off above it, up above and below
+    # router, experts and shared expert norm the residual stream each for itself, and what the latter two give is normed
+    # before it is summed
+    apart: bool = False
+    scales: str = ""  # of what each expert gives, stored with the "router" or with the "experts"; "": none
 
     def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
         inner, shared = self.inner, self.shared_inner
@@ -244,11 +260,18 @@ class Experts:
             sizes = {f"{name}.bias": shape[:1] for name, shape in of_all.items()}
         if self.choice_bias:
             sizes["mlp.gate.e_score_correction_bias"] = (self.num_experts,)
+        if self.apart:
+            sizes |= {f"{name}.weight": (hidden,) for name in APART_NORMS} | {"mlp.gate.scale": (hidden,)}
+        if self.scales == "router":
+            sizes["mlp.gate.per_expert_scale"] = (self.num_experts,)
+        elif self.scales:
+            sizes |= {f"mlp.experts.{expert}.down_proj.scale": () for expert in range(self.num_experts)}
         return sizes
 
     def work(self, hidden: int) -> int:
         """As of `Dense`, where all tokens take one expert: rows gathered, their result, and float32 sums."""
-        return 4 * self.num_experts + 3 * max(self.inner, self.shared_inner) + 2 * hidden + 4 * hidden
+        more = 3 * hidden * self.apart
+        return 4 * self.num_experts + 3 * max(self.inner, self.shared_inner) + 2 * hidden + 4 * hidden + more
 
 
 @dataclass(frozen=True)
@@ -277,6 +300,49 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class LayerInput:
+    """What a layer adds at its end: numbers that each token has for this layer alone, let in by a gate."""
+
+    size: int
+    act: str = "gelu_tanh"  # of the gate
+
+    def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
+        return {"per_layer_input_gate": (self.size, hidden), "per_layer_projection": (hidden, self.size)}
+
+    def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        return {"post_per_layer_input_norm.weight": (hidden,)}
+
+
+@dataclass(frozen=True)
+class InputTable:
+    """Where the numbers of `LayerInput` come from: a second embedding, and a projection of the first."""
+
+    rows: int
+    size: int  # of what one layer gets
+    num_layers: int
+    nbytes: int = 0  # stored, of the embedding: of which a token reads a row
+
+    @property
+    def width(self) -> int:
+        """Of a row."""
+        return self.size * self.num_layers
+
+    @property
+    def values(self) -> int:
+        """Of the embedding."""
+        return self.rows * self.width
+
+    def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
+        return {
+            "model.embed_tokens_per_layer": (self.rows, self.width),
+            "model.per_layer_model_projection": (self.width, hidden),
+        }
+
+    def vectors(self) -> dict[str, tuple[int, ...]]:
+        return {"model.per_layer_projection_norm.weight": (self.size,)}
+
+
+@dataclass(frozen=True)
 class LayerFacts:
     """One decoder layer: what mixes tokens, what follows, and the norms around them."""
 
@@ -284,3 +350,4 @@ class LayerFacts:
     ffn: Dense | Experts
     norms: Norms = Norms()
     scaled: bool = False  # a stored number multiplies what it gives
+    input: LayerInput | None = None

@@ -102,6 +102,11 @@ class OpenModel(Checkpoint):
             self._vector("model.norm.weight", (hidden,))
         if facts.entry is not None:
             self._entry(facts.entry, hidden)
+        if facts.inputs is not None:
+            for module, shape in facts.inputs.linears(hidden).items():
+                self._linear(module, shape)
+            for name, sizes in facts.inputs.vectors().items():
+                self._vector(name, sizes)
         for index, layer in enumerate(facts.layers):
             start = f"model.layers.{index}."
             for module, shape in linear_shapes(layer, hidden).items():

@@ -320,6 +320,7 @@ def allocating_model(facts: ModelFacts) -> Model:
         "short_conv": segments.short_conv,
         "mlp": partial(segments.mlp, norm, gated, gated),
         "experts": segments.experts,
+        "layer_input": segments.layer_input,
     }
     head, decoder = partial(segments.head, norm), partial(segments.decoder, *parts.values())
     table = segments.KernelTable(

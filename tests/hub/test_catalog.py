@@ -125,7 +125,7 @@ def test_families_that_cannot_run_name_the_reason_and_the_nearest(alias: str) ->
         ("qwen", MEMORIES[0], "unsloth/Qwen3.5-4B-GGUF:Q4_K_M"),
         ("qwen", catalog.Memory("gpu", 24 * GIB, 1e12), "unsloth/Qwen3.8-27B-NVFP4"),
         ("qwen", catalog.Memory("gpu", 16 * GIB, 5e11), "unsloth/Qwen3.8-27B-GGUF:UD-IQ4_XS"),
-        ("gemma", MEMORIES[0], "unsloth/gemma-3-4b-it-qat-GGUF:Q4_K_M"),
+        ("gemma", MEMORIES[0], "unsloth/gemma-4-E2B-it-GGUF:Q4_K_M"),
         ("llama", catalog.Memory("gpu", 8 * GIB, 3e11), "hugging-quants/Meta-Llama-3.1-8B-Instruct-AWQ-INT4"),
         ("mistral", catalog.Memory("gpu", 24 * GIB, 1e12), "unsloth/Mistral-Small-3.2-24B-Instruct-2506-GGUF:Q4_K_M"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,6 +49,11 @@ LONGROPE = {
     "short_factor": [1.0, 1.1, 1.3, 1.2, 1.5, 1.7],
     "long_factor": [1.2, 1.9, 4.0, 9.0, 20.0, 31.0],
 }
+GEMMA4_ROPE = {
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.45, "rope_theta": 1e6},
+    "sliding_attention": PLAIN,
+}
+NORM = re.compile(r"norm(_\d)?\.weight$|router\.\w*scale$")  # what is about 1
 ZERO_CENTRED = ("gemma2", "gemma3_text", "qwen3_5_text", "qwen3_5_moe_text")  # whose norms are stored less 1
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 
@@ -90,12 +96,23 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_global_key_value_heads": 1, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0}
         | {"num_hidden_layers": 4, "final_logit_softcapping": 8.0}
         | {"layer_types": ["sliding_attention", "full_attention"] * 2}
-        | {
-            "rope_parameters": {
-                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.45, "rope_theta": 1e6},
-                "sliding_attention": PLAIN,
-            }
-        },
+        | {"rope_parameters": GEMMA4_ROPE},
+    ),
+    "gemma4-e2b": (
+        "gemma4_text",
+        {"hidden_size": 44, "intermediate_size": 70, "heads": (4, 1, 20), "sliding_window": 11, "global_head_dim": 28}
+        | {"hidden_size_per_layer_input": 9, "vocab_size_per_layer_input": 99, "num_kv_shared_layers": 3}
+        | {"use_double_wide_mlp": True, "num_hidden_layers": 6, "final_logit_softcapping": 8.0}
+        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2}
+        | {"rope_parameters": GEMMA4_ROPE},
+    ),
+    "gemma4-moe": (
+        "gemma4_text",
+        {"hidden_size": 44, "intermediate_size": 70, "heads": (4, 2, 20), "sliding_window": 11, "global_head_dim": 28}
+        | {"num_global_key_value_heads": 1, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0}
+        | {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 22}
+        | {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+        | {"rope_parameters": GEMMA4_ROPE},
     ),
     "smollm3": (
         "smollm3",
@@ -265,7 +282,7 @@ def tiny() -> Callable[[str], Tiny]:
             model = model.float().eval()
             with torch.no_grad():
                 for key, parameter in model.named_parameters():
-                    if key.endswith("norm.weight"):
+                    if NORM.search(key):
                         offset = model_type in ZERO_CENTRED and not key.endswith("linear_attn.norm.weight")
                         parameter.copy_(1 - offset + 0.2 * torch.randn_like(parameter))
                     elif key.endswith("A_log"):

@@ -68,6 +68,7 @@ def write_gguf(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], k
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
     if arch == "gemma4":
         _heads_of_two_sizes(writer, config)
+        tensors = _gemma4(writer, config, tensors)
     if config.get("attn_logit_softcapping"):
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
     if arch.startswith("granite"):
@@ -202,7 +203,7 @@ def _heads_of_two_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None
     layers = [wide.get(str(index)) for index in range(config["num_hidden_layers"])]
     full = next(layer for layer in layers if layer)
     dim, turned = full["head_dim"], config["rope_parameters"]["full_attention"]["partial_rotary_factor"]
-    writer.add_head_count_kv([(layer or config)["num_key_value_heads"] for layer in layers])
+    writer.add_head_count_kv([(config | (layer or {}))["num_key_value_heads"] for layer in layers])
     for add in (writer.add_key_length, writer.add_value_length, writer.add_rope_dimension_count):
         add(dim)
     writer.add_key_length_swa(config["head_dim"])
@@ -211,9 +212,32 @@ def _heads_of_two_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None
     writer.add_rope_freq_base_swa(config["rope_parameters"]["sliding_attention"]["rope_theta"])
     pairs = int(turned * dim / 2)
     writer.add_tensor("rope_freqs.weight", torch.tensor([1.0] * pairs + [1e30] * (dim // 2 - pairs)).numpy())
-    writer.add_final_logit_softcapping(config["final_logit_softcapping"])
-    writer.add_shared_kv_layers(0)
-    writer.add_embedding_length_per_layer_input(0)
+    if config["final_logit_softcapping"]:
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    writer.add_shared_kv_layers(config["num_kv_shared_layers"])
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+
+
+def _gemma4(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What E2B and 26B-A4B have besides."""
+    inner, layers = config["intermediate_size"], config["num_hidden_layers"]
+    if config["use_double_wide_mlp"]:
+        keeping = layers - config["num_kv_shared_layers"]
+        writer.add_feed_forward_length([inner * (1 + (layer >= keeping)) for layer in range(layers)])
+    if config["enable_moe_block"]:
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["top_k_experts"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    found = {}
+    for name, tensor in tensors.items():
+        block = re.sub(r"model\.layers\.(\d+)\..*", r"blk.\1.", name)
+        if name.endswith("per_expert_scale"):
+            found[f"{block}ffn_down_exps.scale"] = tensor
+        elif ".experts." in name:
+            found[f"{block}ffn_{name.rpartition('.')[2].removesuffix('_proj')}_exps.weight"] = tensor
+        else:
+            found[name.replace("router.proj", "mlp.gate").replace("router.", "mlp.gate.")] = tensor
+    return found
 
 
 def _rope(writer: gguf.GGUFWriter, config: dict[str, Any], dim: int) -> None:
@@ -247,7 +271,8 @@ def gguf_logits(model: Any, paged: Any, path: Path, kind: gguf.GGMLQuantizationT
 
 NAMES = ["llama", "llama-bias", "llama-yarn", "mistral", "qwen2", "qwen3", "qwen3-moe", "phi3", "gemma3"]
 NAMES += ["gpt-oss", "mixtral", "glm4-moe", "qwen3.5", "qwen3.5-moe", "lfm2", "lfm2-moe"]
-NAMES += ["gemma2", "gemma4", "smollm3", "granite", "granitemoe", "olmo2", "olmo3", "seed-oss", "glm4", "ministral3"]
+NAMES += ["gemma2", "gemma4", "gemma4-e2b", "gemma4-moe"]
+NAMES += ["smollm3", "granite", "granitemoe", "olmo2", "olmo3", "seed-oss", "glm4", "ministral3"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -9,32 +9,39 @@ import pytest
 import torch
 
 from localllm.device.fake import MACHINES
-from localllm.errors import BadModelFile, UnsupportedModel
+from localllm.errors import BadModelFile
 from localllm.models.architectures import open_model
 from localllm.models.architectures.facts import linear_shapes, state_bytes
+from localllm.models.architectures.layers import ROUTERS
 from localllm.models.calibration import hessians
 from localllm.models.kv_cache import KVCache
 from localllm.models.loader import load_model
 from localllm.plan.planner import Planner
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "lfm2"])
-def test_every_product_of_a_hybrid_is_observed_for_calibration(name: str, tiny: Callable, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-moe", "lfm2", "gemma4-e2b", "gemma4-moe"])
+def test_every_product_is_observed_for_calibration(name: str, tiny: Callable, tmp_path: Path) -> None:
     with open_model(tiny(name).save(tmp_path)) as checkpoint:
         found = list(hessians(checkpoint, [list(range(40))]))
         shapes = [linear_shapes(layer, checkpoint.facts.hidden_size) for layer in checkpoint.facts.layers]
-    assert [{name: total.shape[0] for name, total in layer.items()} for layer in found] == [
-        {name: k for name, (_, k) in layer.items()} for layer in shapes
+    assert [{module: total.shape[0] for module, total in layer.items()} for layer in found] == [
+        {module: k for module, (_, k) in layer.items() if module not in ROUTERS} for layer in shapes
     ]
     assert all(bool(torch.isfinite(total).all()) for layer in found for total in layer.values())
 
 
-def test_a_mixture_is_not_calibrated(tiny: Callable, tmp_path: Path) -> None:
-    with (
-        open_model(tiny("qwen3.5-moe").save(tmp_path)) as checkpoint,
-        pytest.raises(UnsupportedModel, match="mixture of experts"),
-    ):
-        list(hessians(checkpoint, [[1, 2, 3]]))
+def test_calibration_runs_layers_as_the_model_does(tiny: Callable, tmp_path: Path) -> None:
+    """What the last layer's products see follows from all layers before it."""
+    ids = list(range(40))
+    with open_model(tiny("gemma4-e2b").save(tmp_path)) as checkpoint:
+        *_, last = hessians(checkpoint, [ids])
+    rows: list[torch.Tensor] = []
+    watched = tiny("gemma4-e2b").reference.model.layers[-1].per_layer_input_gate
+    handle = watched.register_forward_pre_hook(lambda _, given: rows.append(given[0][0]))
+    tiny("gemma4-e2b").logits(ids)
+    handle.remove()
+    expected = rows[0].T @ rows[0]
+    assert float((last["per_layer_input_gate"] - expected).abs().max() / expected.abs().max()) < 1e-4
 
 
 @pytest.mark.parametrize("machine", ["cpu", "rtx4090"])

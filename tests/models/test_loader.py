@@ -83,21 +83,6 @@ def test_an_architecture_without_a_file_is_refused(tiny: Callable, tmp_path: Pat
         load_model(open_model(tiny("llama").save(tmp_path, model_type="mpt")))
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "what"),
-    [
-        ("hidden_size_per_layer_input", 8, "embeddings of their own for every layer"),
-        ("num_kv_shared_layers", 2, "layers that share keys and values"),
-        ("enable_moe_block", True, "a mixture of experts"),
-    ],
-)
-def test_what_gemma_4_has_besides_is_refused_by_name(
-    key: str, value: int, what: str, tiny: Callable, tmp_path: Path
-) -> None:
-    with pytest.raises(UnsupportedModel, match=what):
-        _ = open_model(tiny("gemma4").save(tmp_path, **{key: value})).facts
-
-
 def test_progress_reaches_every_stored_byte(tiny: Callable, tmp_path: Path) -> None:
     calls: list[tuple[int, int]] = []
     with open_model(tiny("llama-bias").save(tmp_path)) as checkpoint:

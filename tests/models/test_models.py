@@ -30,7 +30,8 @@ NAMES = (
         "lfm2-moe",
         *MIXTURES,
     ),
-    *("gemma2", "gemma4", "smollm3", "smollm3-windows", "granite", "olmo2", "olmo3", "seed-oss", "glm4", "ministral3"),
+    *("gemma2", "gemma4", "gemma4-e2b", "gemma4-moe", "smollm3", "smollm3-windows"),
+    *("granite", "olmo2", "olmo3", "seed-oss", "glm4", "ministral3"),
 )
 
 
@@ -65,7 +66,7 @@ def test_a_token_does_not_depend_on_chunks_or_neighbours(name: str, loaded: Call
     assert torch.equal(torch.cat([second[2], third[2]]), alone[:6])
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3.5", "lfm2", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3.5", "lfm2", "gemma3", "gemma4-e2b"])
 def test_a_cached_prefix_gives_the_same_bits(name: str, loaded: Callable, paged: Any) -> None:
     model, ids = loaded(name), prompt(80)
     driver = paged(model)

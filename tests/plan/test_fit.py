@@ -66,7 +66,7 @@ def test_a_pick_fits_with_room_and_pace(name: str, family: str) -> None:
         ("h100", "qwen", "Qwen/Qwen3.8-27B-FP8"),
         ("rtx4090", "llama", "nvidia/Llama-3.1-8B-Instruct-FP8"),
         ("rtx3090", "llama", "hugging-quants/Meta-Llama-3.1-8B-Instruct-AWQ-INT4"),
-        ("rtx5090", "gemma", "RedHatAI/gemma-3-27b-it-quantized.w4a16"),
+        ("rtx5090", "gemma", "google/gemma-4-31B-it-qat-w4a16-ct"),
         ("cpu", "qwen", "unsloth/Qwen3.6-35B-A3B-MTP-GGUF:UD-Q4_K_M"),  # a mixture decodes at its active bytes
     ],
 )
