@@ -223,6 +223,7 @@ class Timing:
     num_preemptions: int = 0  # how often it was put back to make room
     draft_tokens: int = 0  # guessed tokens that were checked
     accepted_tokens: int = 0  # those of them that were right
+    drafters: tuple[str, ...] = ()  # who guessed
 
 
 class StopCheck(Protocol):

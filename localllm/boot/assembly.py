@@ -11,11 +11,12 @@ from localllm.boot.memory_meter import Meter
 from localllm.engine.cuda_graph import Captured, CudaCapture, DecodeGraphs, Run
 from localllm.engine.decode_inputs import DecodeInputs
 from localllm.engine.device_sampler import DeviceSampler
+from localllm.engine.draft_model import DraftModel
 from localllm.engine.drafter import NgramDrafter
 from localllm.engine.engine import Engine
 from localllm.engine.runner import Runner
 from localllm.engine.scheduler import SchedulerLimits
-from localllm.engine.speculation import Speculation
+from localllm.engine.speculation import AnyDrafter, Mode, Speculation
 from localllm.kernels.verify.selftest import SelfTest
 from localllm.models.kv_cache import KVCache
 from localllm.models.model import Model
@@ -28,6 +29,7 @@ def assemble(
     model: Model,
     plan: Plan,
     *,
+    draft: Model | None = None,
     meter: Meter | None = None,
     selftest: SelfTest | None = None,
     check_invariants: bool = False,
@@ -35,6 +37,7 @@ def assemble(
 ) -> Engine:
     """Everything between the weights and `Engine.start`. Raises what the device raises when memory is short.
 
+    draft     guesses tokens where the plan has pages for it
     meter     notes what torch's allocator took for kv, tables and graphs
     selftest  tries the sampler
     capture   what captures instead of `CudaCapture()`
@@ -47,6 +50,7 @@ def assemble(
     counts = [count + spare for count in plan.num_pages]
     num_slots = plan.num_slots + spare
     cache = KVCache(model.groups, counts, plan.page_size, plan.kv, device, model.states, num_slots)
+    drafter = _draft_model(draft, model, plan, device) if draft is not None and plan.draft_pages else None
     meter.note("kv")
     decode = None
     if plan.graph_buckets:
@@ -66,14 +70,23 @@ def assemble(
     return Engine(
         runner, plan.num_pages, plan.ctx, limits, prefix_cache=plan.prefix_cache, check_invariants=check_invariants,
         largest_context=min(plan.max_ctx, model.facts.max_context),
-        speculation=_speculation(plan, device),
+        speculation=_speculation(plan, device, drafter),
     )  # fmt: skip
 
 
-def _speculation(plan: Plan, device: torch.device) -> Speculation | None:
-    if plan.speculation == "off":
-        return None
-    return Speculation(NgramDrafter(), "auto" if plan.speculation == "auto" else "always", device.type)
+def _speculation(plan: Plan, device: torch.device, draft: DraftModel | None) -> Speculation | None:
+    by_name: dict[str, AnyDrafter | None] = {"ngram": NgramDrafter(), "draft": draft}
+    wanted = tuple(one for name, one in by_name.items() if plan.speculation in ("auto", name) and one is not None)
+    mode: Mode = "auto" if plan.speculation == "auto" else "always"
+    return Speculation(wanted, mode, device.type) if wanted else None
+
+
+def _draft_model(draft: Model, model: Model, plan: Plan, device: torch.device) -> DraftModel:
+    cache = KVCache(draft.groups, plan.draft_pages, plan.page_size, plan.kv, device, draft.states, plan.draft_slots)
+    longest = min(plan.ctx, draft.facts.max_context)
+    share = draft.weight_bytes / max(1, model.weight_bytes)
+    runner = Runner(draft, cache, draft.facts.vocab_size)
+    return DraftModel(runner, plan.draft_pages, plan.max_parallel, longest, model.facts.vocab_size, share)
 
 
 def _sampler(model: Model, plan: Plan, device: torch.device, selftest: SelfTest | None) -> DeviceSampler | None:

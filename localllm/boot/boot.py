@@ -61,6 +61,7 @@ class Boot:
     """One engine over loaded weights.
 
     planner        made the plan, and makes a smaller one where the plan does not hold
+    draft          guesses tokens
     base_bytes     anonymous memory of the process before the weights were loaded
     program_bytes  what of it our own imports and the tokenizer took
     """
@@ -72,11 +73,12 @@ class Boot:
         planner: Planner,
         selftest: SelfTest,
         *,
+        draft: Model | None = None,
         base_bytes: int = 0,
         program_bytes: int = 0,
     ) -> None:
         self.plan = plan  # as it is kept: smaller than asked for where a memory profile has shown that it must be
-        self._model = model
+        self._model, self._draft = model, draft
         self._planner = planner
         self._selftest = selftest
         self._profiles = planner.measured.profiles or MemoryProfiles()
@@ -97,7 +99,9 @@ class Boot:
         elif plan.device == "cpu":
             self.profile_note = "profile pending"
             pages, host = self.engine.scheduler.pages, (base_bytes, program_bytes)
-            self.engine.when_idle(CpuProfiler(self.engine.runner, pages, self.plan, *host, self._on_cpu_profile))
+            theirs = self.weight_bytes - model.weight_bytes, self.kv_bytes - self.engine.runner.cache.nbytes
+            profiler = CpuProfiler(self.engine.runner, pages, self.plan, *host, theirs, self._on_cpu_profile)
+            self.engine.when_idle(profiler)
         else:
             self._profile_gpu()
         if plan.device != "cpu":
@@ -110,10 +114,23 @@ class Boot:
         assert self._engine is not None, "asleep"
         return self._engine
 
+    @property
+    def weight_bytes(self) -> int:
+        """Of the model, and of the one that drafts for it."""
+        return self._model.weight_bytes + (0 if self._draft is None else self._draft.weight_bytes)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of all pages and states, used or not; of the draft model's, too."""
+        speculation = self.engine.stepper.speculation
+        return self.engine.runner.cache.nbytes + (0 if speculation is None else speculation.kept_bytes)
+
     def release(self) -> None:
         """Let the pages go, with all that runs over them; what is known stays."""
         self._engine = None
-        self._model.forget_pages()
+        for model in (self._model, self._draft):
+            if model is not None:
+                model.forget_pages()
 
     def _hold(self) -> None:
         """Raises OutOfMemory where there is no room for the pages."""
@@ -123,6 +140,7 @@ class Boot:
             self._engine = assemble(
                 self._model,
                 self.plan,
+                draft=self._draft,
                 meter=self._meter,
                 selftest=self._selftest,
                 check_invariants=self._planner.options.debug_invariants,
@@ -173,7 +191,7 @@ class Boot:
         log.info("profiled in %.1f s: %s", time.monotonic() - started, profile)
 
     def _measure_gpu(self) -> MemoryProfile:
-        held = {"weights": self._model.weight_bytes, **self._meter.found}
+        held = {"weights": self.weight_bytes, **self._meter.found}
         return profile_gpu(self.engine.runner, self.plan, held)
 
     def _keep(self, profile: MemoryProfile) -> None:
@@ -258,10 +276,11 @@ class Boot:
     def _speculation_note(self) -> str:
         """How well guesses go; nothing while there are none."""
         stats = self._engine.stepper.stats if self._engine is not None else None
-        if stats is None or not stats.num_draft_tokens:
+        guesses = dict(stats.guesses) if stats is not None else {}
+        if not guesses:
             return f"speculation {self.plan.speculation}" if self.plan.speculation != "off" else ""
-        share = 100 * stats.num_accepted_tokens // stats.num_draft_tokens
-        return f"speculation {self.plan.speculation}, {share} % of {stats.num_draft_tokens:,} guesses right"
+        shares = (f"{100 * right // all_} % of {all_:,} {name} guesses" for name, (all_, right) in guesses.items())
+        return f"speculation {self.plan.speculation}, {', '.join(shares)} right"
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -284,7 +303,7 @@ class Boot:
         if self._shrunk:
             found.append(f"{self.profile_note}: {self._shrunk}")
         if self.plan.speculation != "off" and self._engine is not None and self._engine.stepper.speculation is None:
-            found.append("speculation is off: a step with guessed tokens failed; the log says why")
+            found.append("speculation is off: guessing, or a step with guessed tokens, failed; the log says why")
         note = self._engine.pressure.note if self._engine is not None else ""
         if note:
             found.append(f"{note}; close what else uses the memory, or start with a smaller --ctx")

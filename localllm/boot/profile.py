@@ -178,6 +178,7 @@ class CpuProfiler:
 
     base_bytes     anonymous memory of the process with everything but this model in it
     program_bytes  what of it our own imports and the tokenizer took
+    draft          bytes of a draft model's weights, and of its pages: these are not touched
     done           called with the profile, in the engine's thread
     """
 
@@ -188,12 +189,14 @@ class CpuProfiler:
         plan: Plan,
         base_bytes: int,
         program_bytes: int,
+        draft: tuple[int, int],
         done: Callable[[MemoryProfile], None],
     ) -> None:
         self._runner = runner
         self._pages = pages
         self._cache = runner.cache
         self._plan = plan
+        self._draft = draft
         self._base_bytes, self._program_bytes = base_bytes, program_bytes
         self._done = done
         self._failed: MemoryProfile | None = None
@@ -262,11 +265,11 @@ class CpuProfiler:
         return True
 
     def _profile(self, peak_bytes: int, seconds: float) -> MemoryProfile:
-        plan, pages, weights = self._plan, self._cache.nbytes, self._runner.model.weight_bytes
-        program = dict(plan.work_terms)["program"]
+        plan, pages, program = self._plan, self._cache.nbytes, dict(self._plan.work_terms)["program"]
+        weights = self._runner.model.weight_bytes + self._draft[0]
         terms = (
             Term("weights", plan.weight_bytes, weights),
-            Term("kv", plan.kv_bytes, pages),
+            Term("kv", plan.kv_bytes, pages + self._draft[1]),
             Term("program", program, self._program_bytes),
             Term("work", plan.work_bytes - program, peak_bytes - self._base_bytes - weights - pages),
         )

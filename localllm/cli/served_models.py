@@ -131,12 +131,14 @@ class HubLoader:
     def plan(self, model: ServedModel, machine: MachineFacts) -> Plan:
         from localllm import hub
         from localllm.models.architectures import open_model
+        from localllm.plan import fit
         from localllm.plan.planner import Planner
 
         resolved = hub.resolve(model.source, offline=True)
         assert resolved.path is not None, "offline, a name is a local model's or an error"
         with open_model(resolved.path) as checkpoint:
-            return Planner.here(self._options, machine).plan_within(checkpoint.facts, checkpoint.path)
+            planner = fit.with_draft(Planner.here(self._options, machine))
+            return planner.plan_within(checkpoint.facts, checkpoint.path)
 
     def load(self, model: ServedModel, machine: MachineFacts, on_progress: OnProgress, cancel: threading.Event) -> LLM:
         """The loaded model, with the context of its plan."""

@@ -187,9 +187,9 @@ def stats_line(answer: Answer, facts: Facts) -> str:
         f"prompt {usage.prompt_tokens:,}{cached}",
     ]
     if timing.draft_tokens:
-        parts.append(
-            f"{timing.accepted_tokens * 100 // timing.draft_tokens} % of {timing.draft_tokens:,} guesses right"
-        )
+        share = timing.accepted_tokens * 100 // timing.draft_tokens
+        by = "".join(f" by {name}" for name in ["+".join(timing.drafters)] if name)
+        parts.append(f"{share} % of {timing.draft_tokens:,} guesses{by} right")
     if facts.ctx:
         parts.append(f"ctx {(usage.prompt_tokens + usage.completion_tokens) * 100 // facts.ctx} %")
     return ", ".join(parts)

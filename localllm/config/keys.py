@@ -111,11 +111,12 @@ class EngineOptions:
     deterministic: bool | Auto = _key(or_auto(FLAG), "auto", "a batch never changes an answer; auto: on the CPU")
     prefix_cache: bool = _key(FLAG, True, "keep pages of finished prompts for the next one that starts alike")
     speculation: str = _key(
-        choice("auto", "off", "ngram"),
+        choice("auto", "off", "ngram", "draft"),
         "auto",
         "tokens are guessed and checked many at a time, which changes no answer; ngram: what followed the same words"
-        " before; auto: that, where it is measured to pay",
+        " before; draft: what the draft model says; auto: what is measured to pay",
     )
+    draft: str = _key(TEXT, "", "a smaller model with the same vocabulary that guesses tokens; empty for none")
     max_parallel: int = _key(_whole(1, 1024), 4, "requests computed side by side")
     ttl_s: float = _key(DURATION, 1800.0, "an unused model is unloaded after this time", "ttl")
     # arguments of the Python API that are not settings

@@ -1,11 +1,12 @@
 """`Drafter`: guesses what comes next in an answer, for the model to check many tokens at once. No torch.
 
-The first one knows no language: it looks where the last tokens stood before, in the prompt or in the answer, and
-proposes what followed them there.
+The one in this file knows no language: it looks where the last tokens stood before, in the prompt or in the answer, and
+proposes what followed them there. Its guesses take no time worth counting. A `PaidDrafter` computes: `draft_model`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -33,6 +34,17 @@ class Drafter(Protocol):
 
     def guess(self, sequence: Sequence) -> Guess | None:
         """What may follow the tokens that `sequence` has now."""
+
+
+class PaidDrafter(Protocol):
+    """Proposes tokens, and takes time for it: it is asked where that is expected to pay."""
+
+    name: str
+    share: float  # of a step's time that one more token of every sequence takes, before it was measured
+    kept_bytes: int  # of what it keeps of sequences, used or not
+
+    def propose(self, sequences: Many[Sequence], counts: Many[int]) -> list[tuple[int, ...]]:
+        """What may follow the tokens of each sequence: at most so many, none where it cannot tell."""
 
 
 @dataclass(slots=True)

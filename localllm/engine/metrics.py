@@ -49,6 +49,7 @@ class EngineStats:
     num_drafts: int = 0  # times that guessed tokens of a sequence were checked
     num_draft_tokens: int = 0  # those tokens
     num_accepted_tokens: int = 0  # those of them that were right
+    guesses: dict[str, tuple[int, int]] = field(default_factory=dict)  # the same two numbers by drafter
     num_relieved: int = 0  # steps that ran out of memory and were tried again smaller
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
@@ -77,4 +78,5 @@ def timing_of(sequence: Sequence) -> Timing:
         num_preemptions=sequence.num_preemptions,
         draft_tokens=sequence.num_draft_tokens,
         accepted_tokens=sequence.num_accepted_tokens,
+        drafters=tuple(sequence.drafters),
     )

@@ -61,6 +61,7 @@ class Step:
     copies: list[PageCopy] = field(default_factory=list)
     # alone and still without a page: the engine ends them with "length"
     out_of_pages: list[Sequence] = field(default_factory=list)
+    drafter: str = ""  # who guessed the guessed tokens
 
 
 class Scheduler:

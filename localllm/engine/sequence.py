@@ -66,6 +66,7 @@ class Sequence:
         self.speculation: Any = None  # what was guessed for it last, and how good its guesses are
         self.num_draft_tokens = 0  # tokens guessed and checked
         self.num_accepted_tokens = 0  # those of them that were right
+        self.drafters: dict[str, None] = {}  # who guessed them
         self.is_paused = False  # its reader is behind: scheduled again when it caught up
         self._cache_ids: list[int] | None = None  # of the prompt up to its last image
         self._seen: set[int] | None = None

@@ -80,8 +80,7 @@ class Stepper:
             if not step.scheduled:
                 self._publisher.publish()
                 return bool(step.out_of_pages)
-            if self.speculation is not None:
-                self._scheduler.add_drafts(step, self.speculation.choose(step, self._scheduler.limits.drafts))
+            self._guess(step)
             pending = self._launch(step)
             self._sample(pending)
         ahead = self._launch_ahead(pending)
@@ -97,6 +96,19 @@ class Stepper:
         if self.speculation is not None and pending.error is None:
             self.speculation.note(pending.step, time.monotonic() - started)
         return True
+
+    def _guess(self, step: Step) -> None:
+        """Put guessed tokens into a step; a drafter that fails guesses no more, and costs no request anything."""
+        if self.speculation is None:
+            return
+        try:
+            self._scheduler.add_drafts(step, self.speculation.choose(step, self._scheduler.limits.drafts))
+            step.drafter = self.speculation.name
+        except Exception as error:
+            if is_device_lost(error):
+                raise DeviceError(f"the GPU failed: {str(error).splitlines()[0]}", "restart localllm") from error
+            log.error("speculation is off: guessing failed", exc_info=error)
+            self.speculation = None
 
     def _launch(self, step: Step, before: PendingStep | None = None) -> PendingStep:
         """Build and forward. `before` samples the tokens of a step that is ahead."""
@@ -120,7 +132,7 @@ class Stepper:
     def _launch_ahead(self, pending: PendingStep) -> PendingStep | None:
         if not self.runs_ahead or pending.error is not None:
             return None
-        if self.speculation is not None and any(self.speculation.choose(pending.step, self._scheduler.limits.drafts)):
+        if self.speculation is not None and self.speculation.wants(pending.step, self._scheduler.limits.drafts):
             return None  # the next step will have guessed tokens
         step = self._scheduler.schedule_ahead(pending.step)
         if step is None:
@@ -269,12 +281,20 @@ class Stepper:
                 result = error
             sequence.mask_row = None
             self._advance(sequence, result, now, is_fed=False)
-        num_right = _num_equal(sequence.token_ids[before:], part.drafts)
-        self.stats.num_drafts += 1
-        self.stats.num_draft_tokens += len(part.drafts)
-        self.stats.num_accepted_tokens += num_right
-        sequence.num_draft_tokens += len(part.drafts)
-        sequence.num_accepted_tokens += num_right
+        self._count(
+            sequence, len(part.drafts), _num_equal(sequence.token_ids[before:], part.drafts), pending.step.drafter
+        )
+
+    def _count(self, sequence: Sequence, checked: int, right: int, drafter: str) -> None:
+        stats = self.stats
+        stats.num_drafts += 1
+        stats.num_draft_tokens += checked
+        stats.num_accepted_tokens += right
+        before = stats.guesses.get(drafter, (0, 0))
+        stats.guesses[drafter] = before[0] + checked, before[1] + right
+        sequence.num_draft_tokens += checked
+        sequence.num_accepted_tokens += right
+        sequence.drafters[drafter] = None
 
     @staticmethod
     def _append(sequence: Sequence, token: int, event: TokenEvent, is_fed: bool) -> None:

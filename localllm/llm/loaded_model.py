@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from localllm.device.nvml import PowerMeter
     from localllm.engine.engine import Engine
     from localllm.engine.metrics import EngineStats
+    from localllm.llm.draft import Draft
     from localllm.models.architectures import ModelFacts
     from localllm.models.loader import Model
     from localllm.models.sleep import SleepingWeights
@@ -65,10 +66,11 @@ class LoadedModel:
         self.options = replace(options or EngineOptions(), **settings)  # as asked for; `plan`: what became of it
         self._planner = Planner.here(self.options, machine)
         self.machine: MachineFacts = self._planner.machine
-        self.path: Path = self._find(offline, cancel)  # the file or folder that was loaded
+        self.path, self._pulled_as = self._find(self.name, offline, cancel)  # the file or folder that was loaded
         with self._naming():
             self._checkpoint = open_model(self.path)
             self.facts: ModelFacts = self._checkpoint.facts
+        self._draft = self._find_draft(offline, cancel)
         self.sampling = recommended(self.facts, self.path)  # what holds where nobody says otherwise, and who says so
         self.plan: Plan = self._planner.plan(self.facts, self.path)  # what runs how, in bytes, with reasons
         if not self.plan.fits:
@@ -90,22 +92,32 @@ class LoadedModel:
 
     # --- loading -----------------------------------------------------------------------------------------------------
 
-    def _find(self, offline: bool, cancel: threading.Event | None) -> Path:
-        name = self.name
+    def _find(self, name: str, offline: bool, cancel: threading.Event | None) -> tuple[Path, str]:
+        """(the files of a name, downloaded if need be, and as what they were pulled)"""
         self._notify(LoadProgress("resolve", detail=name))
-        self._pulled_as = ""
         if os.sep in name or name.endswith(".gguf") or name.startswith((".", "~")):
             path = Path(name).expanduser()
             if path.exists():
-                return path
+                return path, ""
         from localllm import hub
         from localllm.plan import fit
 
         resolved = fit.resolve(name, self._planner, offline=offline)
-        self._pulled_as = resolved.pulled_as
         if resolved.path is not None:
-            return Path(resolved.path)
-        return Path(hub.download(resolved, progress=self._notify, cancel=cancel or threading.Event()))
+            return Path(resolved.path), resolved.pulled_as
+        return Path(
+            hub.download(resolved, progress=self._notify, cancel=cancel or threading.Event())
+        ), resolved.pulled_as
+
+    def _find_draft(self, offline: bool, cancel: threading.Event | None) -> Draft | None:
+        """The model that guesses tokens for this one, if the options name one; the plan counts it."""
+        from localllm.llm.draft import Draft, is_wanted
+
+        if not is_wanted(self.options):
+            return None
+        found = Draft(self.options.draft, *self._find(self.options.draft, offline, cancel))
+        self._planner = replace(self._planner, draft=found.facts)
+        return found
 
     @contextmanager
     def _naming(self) -> Iterator[None]:
@@ -125,6 +137,8 @@ class LoadedModel:
         self._notify(LoadProgress("import"))
         device = self._claim_device()
         self.tokenizer: Tokenizer = text.result()
+        if self._draft is not None:
+            self._draft.check(self.tokenizer, self.name)
         if self.tokenizer.chat_template and not self.facts.pooling:
             from localllm.chat.template import ChatTemplate
 
@@ -182,8 +196,11 @@ class LoadedModel:
         if device.type == "cuda" and self._selftest is not None and not self._selftest.records.items():
             self._notify(LoadProgress("compile", detail="kernels for this card, once; up to a minute"))
         self._model: Model = load_model(self._checkpoint, options)
+        self._drafter = self._draft.load(options) if self._draft is not None and self.plan.draft_pages else None
         serve_torch(self._model.kernels, self.plan.threads)
         self._checkpoint.close()  # nothing reads the files from here on
+        if self._draft is not None:
+            self._draft.close()
 
     def _start_engine(self) -> None:
         """An engine with empty pages over the loaded weights."""
@@ -195,12 +212,13 @@ class LoadedModel:
             self.plan,
             self._planner,
             self._selftest,
+            draft=self._drafter,
             base_bytes=self._base_bytes,
             program_bytes=self._base_bytes - self._start_bytes,
         )
         self.plan = self.boot.plan
         self._engine = self.boot.engine
-        self._kv_bytes = self._engine.runner.cache.nbytes
+        self._kv_bytes = self.boot.kv_bytes
         self._engine.start()
 
     def _on_weights(self, done: int, total: int) -> None:
@@ -255,7 +273,7 @@ class LoadedModel:
             max_ctx=min(plan.max_ctx, self.facts.max_context),
             page_size=plan.page_size,
             page_map=self.engine.scheduler.pages.pools[0].states(),
-            weight_bytes=self._model.weight_bytes,
+            weight_bytes=self.boot.weight_bytes,
             kv_bytes=self._kv_bytes,
             kv=plan.kv,
             plan_parts=tuple(plan.parts().items()),
@@ -311,7 +329,7 @@ class LoadedModel:
     @property
     def resident_bytes(self) -> int:
         """What weights and pages take now."""
-        return self._model.weight_bytes + (self._kv_bytes if self.is_awake else 0)
+        return self.boot.weight_bytes + (self._kv_bytes if self.is_awake else 0)
 
     def sleep(self) -> None:
         """Give the pages back, and on a GPU the weights' memory, too: they wait in host memory. Ends all requests."""
@@ -324,7 +342,7 @@ class LoadedModel:
         if self.plan.device != "cpu" and self._sleeping is None:
             from localllm.models.sleep import put_to_sleep
 
-            self._sleeping = put_to_sleep(self._model)
+            self._sleeping = put_to_sleep((self._model, self._drafter))
 
     def wake(self) -> None:
         """Be ready again after `sleep`. Raises OutOfMemory when the memory is taken."""
@@ -348,15 +366,19 @@ class LoadedModel:
         boot, model = self.__dict__.pop("boot", None), self.__dict__.pop("_model", None)
         if boot is not None:
             boot.release()
-        if model is not None:
-            model.forget_layers()
-        had_model = model is not None
-        del engine, boot, model  # what they hold is given back to the card
+        drafter = self.__dict__.pop("_drafter", None)
+        for loaded in (model, drafter):
+            if loaded is not None:
+                loaded.forget_layers()
+        had_model, loaded = model is not None, None
+        del engine, boot, model, drafter  # what they hold is given back to the card
         if had_model and self.plan.device != "cpu":
             from localllm.models.sleep import free_cached
 
             free_cached()
         self._checkpoint.close()
+        if self._draft is not None:
+            self._draft.close()
 
     def __enter__(self) -> Self:
         return self

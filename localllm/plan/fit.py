@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from localllm import hub
 from localllm.errors import LocalLLMError
 from localllm.hub import catalog
+from localllm.models.architectures import open_model
 from localllm.models.architectures.facts import ModelFacts, repeated
 from localllm.models.architectures.layers import Attention, Dense, LayerFacts, RopeFacts
 from localllm.plan.placement import chosen_device
@@ -215,6 +216,21 @@ def resolve(name: str, planner: Planner, **how: Any) -> hub.Resolved:
     Raises what that raises, DoesNotFit when no member fits with the smallest context either.
     """
     return hub.resolve(name, judge=lambda: judgement(planner), **how)
+
+
+def with_draft(planner: Planner) -> Planner:
+    """One that counts the draft model its options name; the same without one, or where it is still to be downloaded.
+
+    Raises what `resolve` and opening its files raise.
+    """
+    options = planner.options
+    if not options.draft or options.speculation not in ("auto", "draft"):
+        return planner
+    path = resolve(options.draft, planner, offline=True).path
+    if path is None:
+        return planner
+    with open_model(path) as checkpoint:
+        return replace(planner, draft=checkpoint.facts)
 
 
 class Option(NamedTuple):

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from localllm.config import EngineOptions
@@ -49,6 +49,7 @@ TARGET_BYTES = {
     "nvfp4": 0.5 + 1 / 16,
     "mxfp4": 0.5 + 1 / 32,
 }
+CATCH_UP = 512  # tokens that a draft model computes at once
 MOST_DRAFTS = 32  # guessed tokens that a step checks: each has a row of logits
 CHECKPOINTS = 2  # of a sequence's states that are worth keeping: behind its prompt, and behind its answer
 ROPE_BLOCK = 1024  # positions that a RoPE table grows by
@@ -87,6 +88,11 @@ def rope_bytes(facts: ModelFacts, ctx: int) -> int:
     return sum(-(-ctx // ROPE_BLOCK) * ROPE_BLOCK * rope.dim // 2 * 8 * 2 for rope in facts.ropes)
 
 
+def _pages_for(groups: tuple[PageGroup, ...], copies: float) -> tuple[int, ...]:
+    full = max((g.needed for g in groups), default=0)
+    return tuple(min(int(g.needed * copies), int(full * copies)) for g in groups)
+
+
 @dataclass(frozen=True)
 class Memory:
     """What a model takes on a device with one choice of formats, by tokens of context.
@@ -94,6 +100,7 @@ class Memory:
     quant         what linear layers become while loading; "" keeps them as they are stored
     rows          prompt tokens of a step
     excess_bytes  what an earlier memory profile of this model took there beyond its plan
+    draft         a smaller model that guesses tokens; it has weights and pages of its own
     """
 
     facts: ModelFacts
@@ -105,6 +112,7 @@ class Memory:
     kv: str
     rows: int
     excess_bytes: int = 0
+    draft: ModelFacts | None = None
 
     @cached_property
     def have_and_margin(self) -> tuple[int, int]:
@@ -115,7 +123,8 @@ class Memory:
     def weights_and_read(self) -> tuple[int, int]:
         """(bytes the loaded weights take, bytes of them that decoding one token reads)."""
         held, read = self._text_and_read
-        vision = self.facts.vision
+        vision, drafter = self.facts.vision, self.drafter
+        held += 0 if drafter is None else drafter.weights_and_read[0]
         return held + (0 if vision is None else vision.nbytes), read
 
     @cached_property
@@ -170,19 +179,42 @@ class Memory:
             groups.append(PageGroup(window, page_bytes, -(-tokens // size) + 1))
         return tuple(groups)
 
+    @cached_property
+    def drafter(self) -> Memory | None:
+        """The same of the draft model, which runs as it is stored."""
+        if self.draft is None or not self.num_drafts:
+            return None
+        rows = min(self.rows, CATCH_UP)
+        return replace(self, facts=self.draft, draft=None, quant="", rows=rows, excess_bytes=0)
+
+    @property
+    def draft_slots(self) -> int:
+        """For states of the draft model: for every sequence those of its tokens, and those of guesses."""
+        return 2 * self.options.max_parallel if self.drafter is not None and self.drafter.slot_bytes else 0
+
     def sequence_bytes(self, ctx: int) -> int:
-        return sum(g.page_bytes * g.needed for g in self.groups(ctx))
+        """Keys and values of one sequence; of the draft model, too."""
+        own = sum(g.page_bytes * g.needed for g in self.groups(ctx))
+        return own + (0 if self.drafter is None else self.drafter.sequence_bytes(self.draft_ctx(ctx)))
+
+    def draft_ctx(self, ctx: int) -> int:
+        """Tokens of a sequence that the draft model can follow."""
+        return min(ctx, self.drafter.facts.max_context) if self.drafter is not None else 0
 
     def room(self, ctx: int) -> int:
         """What is left for pages, and for checkpoints of states beyond the first."""
         have, margin = self.have_and_margin
-        rest = self.weights_and_read[0] + self.least_slots * self.slot_bytes + sum(self.work_terms(ctx).values())
-        return have - margin - rest
+        states = self.least_slots * self.slot_bytes + self.draft_state_bytes
+        return have - margin - self.weights_and_read[0] - states - sum(self.work_terms(ctx).values())
 
     @cached_property
     def slot_bytes(self) -> int:
         """What one sequence keeps in layers with a state, at any length."""
         return state_bytes(self.facts)
+
+    @property
+    def draft_state_bytes(self) -> int:
+        return 0 if self.drafter is None else self.draft_slots * self.drafter.slot_bytes
 
     @property
     def least_slots(self) -> int:
@@ -211,21 +243,38 @@ class Memory:
         On the CPU at most half of what is left is taken (and memory is only touched as pages are written), and finished
         prompts share the pages of sequences that are not at full length.
         """
-        on_cpu, groups = self.where.gpu is None, self.groups(ctx)
+        return _pages_for(self.groups(ctx), self._copies(ctx))
+
+    def draft_pages(self, ctx: int) -> tuple[int, ...]:
+        """Those of the draft model: for as many sequences as the model's own, at most as many as may run."""
+        if self.drafter is None:
+            return ()
+        groups = self.drafter.groups(self.draft_ctx(ctx))
+        return _pages_for(groups, min(self._copies(ctx), float(self.options.max_parallel)))
+
+    def _copies(self, ctx: int) -> float:
+        """Sequences of full length that the pages are for."""
+        on_cpu = self.where.gpu is None
         room = self.room(ctx) // 2 if on_cpu else self.room(ctx)
         wanted = self.options.max_parallel * (2 if self.options.prefix_cache and not on_cpu else 1)
         kept = self.sequence_bytes(ctx) + CHECKPOINTS * self.slot_bytes * self.options.prefix_cache
-        copies = max(1.0, min(float(wanted), room / max(1, kept)))
-        full = max((g.needed for g in groups), default=0)
-        return tuple(min(int(g.needed * copies), int(full * copies)) for g in groups)
+        return max(1.0, min(float(wanted), room / max(1, kept)))
+
+    def page_bytes(self, ctx: int) -> int:
+        """Bytes of all pages, and of the draft model's pages and states."""
+        own = sum(g.page_bytes * count for g, count in zip(self.groups(ctx), self.num_pages(ctx), strict=True))
+        if self.drafter is None:
+            return own
+        groups = self.drafter.groups(self.draft_ctx(ctx))
+        theirs = sum(g.page_bytes * count for g, count in zip(groups, self.draft_pages(ctx), strict=True))
+        return own + theirs + self.draft_state_bytes
 
     def num_slots(self, ctx: int) -> int:
         """For states of sequences and their checkpoints; the latter as many as there is room beside the pages."""
         if not (self.slot_bytes and self.options.prefix_cache):
             return self.least_slots
         room = self.room(ctx) // 2 if self.where.gpu is None else self.room(ctx)
-        pages = sum(g.page_bytes * count for g, count in zip(self.groups(ctx), self.num_pages(ctx), strict=True))
-        more = max(0, room - pages) // self.slot_bytes
+        more = max(0, room + self.draft_state_bytes - self.page_bytes(ctx)) // self.slot_bytes
         return self.least_slots + min(CHECKPOINTS * self.options.max_parallel, more)
 
     @property
@@ -247,6 +296,11 @@ class Memory:
         terms = self._work_on_cpu(ctx) if self.where.gpu is None else self._work_on_gpu(ctx)
         if self.facts.vision is not None:
             terms["image"] = self.facts.vision.work
+        if self.drafter is not None:
+            theirs = self.drafter.work_terms(min(ctx, self.drafter.facts.max_context))
+            terms["activations"] = max(terms["activations"], theirs["activations"]) + rope_bytes(
+                self.drafter.facts, ctx
+            )
         return terms | ({"learned": self.excess_bytes} if self.excess_bytes else {})
 
     @property

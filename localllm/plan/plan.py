@@ -26,7 +26,7 @@ class Plan:
     threads: int  # that compute on a CPU
     deterministic: bool
     prefix_cache: bool
-    speculation: str  # auto | ngram: tokens are guessed, and checked where that pays or always; off
+    speculation: str  # auto | ngram | draft: tokens are guessed, and checked where that pays or always; off
     num_drafts: int  # guessed tokens that a step checks at most
     weight_bytes: int
     kv_bytes: int
@@ -46,6 +46,8 @@ class Plan:
     # that may run or be kept for reuse
     sequence_bytes: int = 0
     num_slots: int = 0  # for states of sequences and checkpoints, of a model whose layers keep such
+    draft_pages: tuple[int, ...] = ()  # per cache group of the draft model; () where none guesses
+    draft_slots: int = 0  # for its states, if its layers keep such
     quant: str = ""  # what linear layers become while loading; "" keeps them as they are stored
     graph_buckets: tuple[int, ...] = ()  # batch sizes whose decode step is captured as a CUDA graph
     work_terms: tuple[tuple[str, int], ...] = ()  # what `work_bytes` consists of

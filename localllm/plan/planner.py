@@ -55,11 +55,15 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """Plans for one machine with one set of options: what every command, the server and the Python API plan with."""
+    """Plans for one machine with one set of options: what every command, the server and the Python API plan with.
+
+    draft   facts of the model that guesses tokens; the options have its name
+    """
 
     machine: MachineFacts
     options: EngineOptions = EngineOptions()
     measured: Measured = Measured()
+    draft: ModelFacts | None = None
 
     @classmethod
     def here(cls, options: EngineOptions | None = None, machine: MachineFacts | None = None) -> Planner:
@@ -133,14 +137,17 @@ class Planner:
             dtype = "float32" if where.gpu is None else "bfloat16" if where.gpu.has_bf16 else "float16"
         for quant, kv, rows in itertools.product(_quants(facts, options, where.gpu), kvs, budgets):
             enough = min(facts.max_context, USEFUL_CTX if kv == kvs[-1] else FULL_CTX)
-            memory = Memory(facts, machine, options, where, dtype, quant, kv, rows, excess)
+            memory = Memory(facts, machine, options, where, dtype, quant, kv, rows, excess, self._drafts)
             yield memory, options.ctx if isinstance(options.ctx, int) else enough
+
+    @property
+    def _drafts(self) -> ModelFacts | None:
+        return self.draft if self.options.speculation in ("auto", "draft") else None
 
     def _with(self, memory: Memory) -> Plan:
         options, machine, facts, where = memory.options, memory.machine, memory.facts, memory.where
         ctx, why = _context(memory)
         num_pages, num_slots, work = memory.num_pages(ctx), memory.num_slots(ctx), memory.work_terms(ctx)
-        pages = sum(g.page_bytes * count for g, count in zip(memory.groups(ctx), num_pages, strict=True))
         held, read = memory.weights_and_read
         have, margin = memory.have_and_margin
         made = Plan(
@@ -157,10 +164,12 @@ class Planner:
             threads=max(1, machine.cpu.cores_usable) if options.threads == "auto" else options.threads,
             deterministic=where.gpu is None if options.deterministic == "auto" else options.deterministic,
             prefix_cache=options.prefix_cache and facts.causal,
-            speculation=options.speculation if memory.num_drafts else "off",
+            speculation=_speculation(memory),
             num_drafts=memory.num_drafts,
             weight_bytes=held,
-            kv_bytes=pages + num_slots * memory.slot_bytes,
+            draft_pages=memory.draft_pages(ctx),
+            draft_slots=memory.draft_slots,
+            kv_bytes=memory.page_bytes(ctx) + num_slots * memory.slot_bytes,
             work_bytes=sum(work.values()),
             margin_bytes=margin,
             have_bytes=have,
@@ -248,11 +257,31 @@ def _reasons(memory: Memory, context: str, kl_by_kv: Mapping[str, float]) -> Ite
     else:
         why = KV_COST["bf16"] if kv == "bf16" else "this card has no bfloat16"
     yield f"KV {kv}: {why}"
-    if memory.num_drafts:
-        when = "where it is measured to pay" if memory.options.speculation == "auto" else "as asked for"
-        yield f"speculation: text that repeats is checked up to {memory.num_drafts} tokens a step, {when}"
-    elif memory.options.speculation != "off":
+    yield from _guesses(memory)
+
+
+def _speculation(memory: Memory) -> str:
+    """What the plan does of what was asked for."""
+    asked = memory.options.speculation
+    return "off" if not memory.num_drafts or (asked == "draft" and memory.drafter is None) else asked
+
+
+def _guesses(memory: Memory) -> Iterator[str]:
+    """Reasons about guessed tokens."""
+    asked, drafter = memory.options.speculation, memory.drafter
+    if asked == "off":
+        return
+    if not memory.num_drafts:
         yield "speculation off: this model's layers keep a state that does not go back"
+        return
+    when = "where it is measured to pay" if asked == "auto" else "as asked for"
+    if asked != "draft":
+        yield f"speculation: text that repeats is checked up to {memory.num_drafts} tokens a step, {when}"
+    if drafter is not None:
+        held = f"{gib(drafter.weights_and_read[0], 2)} of weights and its own keys and values"
+        yield f"draft {memory.options.draft or drafter.facts.name}: guesses tokens {when}; {held} are counted"
+    elif asked == "draft":
+        yield "speculation off: no draft model is named; --draft names one"
 
 
 def _warnings(facts: ModelFacts, machine: MachineFacts, made: Plan, gpu: GpuFacts | None) -> Iterable[str]:

@@ -116,6 +116,11 @@ class Metrics(Collector):
         for family, table in ((GaugeMetricFamily, GAUGES), (CounterFamily, COUNTERS)):
             for title, (text, read) in table.items():
                 yield _family(family, title, text, [([name], read(one)) for name, one in stats.items()])
+        guesses = [(name, by, count) for name, one in stats.items() for by, count in list(one.guesses.items())]
+        for at, text in enumerate(("Guessed tokens that were checked.", "Guessed tokens that were right.")):
+            title = "localllm:" + ("guessed_tokens", "guessed_tokens_right")[at]
+            rows = [([name, by], count[at]) for name, by, count in guesses]
+            yield _family(CounterFamily, title, text, rows, labels=(*MODEL, "drafter"))
         steps = [([name], list(one.step_tokens.buckets()), one.step_tokens.total) for name, one in stats.items()]
         yield _family(HistogramMetricFamily, "vllm:iteration_tokens_total", "Tokens of a step.", steps)
         gauge = partial(_family, GaugeMetricFamily)

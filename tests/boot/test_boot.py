@@ -117,7 +117,7 @@ def idle_engine(when_idle: Callable[[Any], object]) -> Any:
     """Hands on what it is asked to do when idle."""
     runner = SimpleNamespace(graphs=None, capture=lambda *_: ())
     stepper = SimpleNamespace(
-        fault=None, speculation="on", stats=EngineStats(num_draft_tokens=8, num_accepted_tokens=6)
+        fault=None, speculation="on", stats=EngineStats(guesses={"n-gram": (8, 6), "draft": (4, 3)})
     )
     return SimpleNamespace(when_idle=when_idle, runner=runner, stepper=stepper, pressure=SimpleNamespace(note=""))
 
@@ -155,7 +155,7 @@ def test_on_a_card_a_plan_that_does_not_hold_is_made_again_once(
     model: Any = SimpleNamespace(facts=facts, weight_bytes=plan.weight_bytes, kernels={})
     boot = Boot(model, plan, planner, SelfTest())
     assert said in boot.warnings[0] and boot.plan is made[-1]
-    assert "speculation auto, 75 % of 8 guesses right" in boot.facts_line
+    assert "speculation auto, 75 % of 8 n-gram guesses, 75 % of 4 draft guesses right" in boot.facts_line
     assert MemoryProfiles().excess_bytes(facts, planner.machine, "cuda:0") == 2 << 30
     if ctx is None:  # it was asked for, and there is no room to be careful
         assert boot.plan is plan and len(taken) == 1

@@ -118,7 +118,7 @@ def cpu_profiler(made: Plan, found: list[MemoryProfile]) -> tuple[CpuProfiler, P
     cache = KVCache(cache_groups(model_facts()), made.num_pages, made.page_size, made.kv)
     pages = Pages(made.num_pages, [None], made.page_size)
     runner = Runner(Noting(), cache, 1000)
-    return CpuProfiler(runner, pages, made, rss_anon_bytes(), 0, found.append), pages
+    return CpuProfiler(runner, pages, made, rss_anon_bytes(), 0, (0, 0), found.append), pages
 
 
 def test_a_cpu_profiler_fills_the_pages_and_gives_them_back() -> None:

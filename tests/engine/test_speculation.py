@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from localllm.engine.draft_model import DraftModel
 from localllm.engine.drafter import MOST_DRAFTS, Guess, NgramDrafter
 from localllm.engine.engine import Engine
 from localllm.engine.runner import Runner
@@ -47,7 +48,10 @@ def decoding(drafter, times, mode="auto", num_sequences=1, max_tokens=100):
     """A step of sequences that decode, known to `Speculation`, which believes in `times`: extra rows -> cost."""
     speculation = Speculation(drafter, mode)
     speculation._times = SimpleNamespace(
-        cost=lambda n, d: times[d] if d in times else 1 + d, fade=lambda: None, note=lambda *how: None
+        cost=lambda n, d: times[d] if d in times else 1 + d,
+        plain=lambda n: 1.0,
+        fade=lambda: None,
+        note=lambda *how: None,
     )
     parts = []
     for _ in range(num_sequences):
@@ -167,9 +171,19 @@ VOCAB = 12
 class LastTwo:
     """The logits depend on the last two tokens, which lie in the pages."""
 
-    def __init__(self):
+    def __init__(self, noise=0.0):
         self.facts = SimpleNamespace(pooling="")
-        self.table = 1.5 * torch.randn(VOCAB, VOCAB, VOCAB, generator=torch.Generator().manual_seed(3))
+        random = torch.Generator().manual_seed(3)
+        self.table = 1.5 * torch.randn(VOCAB, VOCAB, VOCAB, generator=random)
+        self.table += noise * torch.randn(VOCAB, VOCAB, VOCAB, generator=random)
+
+    def runner(self, num_pages):
+        """A runner over pages of its own."""
+        group = SimpleNamespace(num_pages=num_pages, window=None)
+        slots = [torch.zeros(4 * num_pages, dtype=torch.long)]
+        cache = SimpleNamespace(page_size=4, device=torch.device("cpu"), groups=(group,), slots=slots, num_slots=0)
+        cache.copy_page = lambda g, source, target: slots[0].view(-1, 4)[target].copy_(slots[0].view(-1, 4)[source])
+        return Runner(self, cache, VOCAB)
 
     def probabilities(self, ids):
         return torch.softmax(self.table[ids[-2], ids[-1]], -1)
@@ -193,21 +207,16 @@ class LastTwo:
 @pytest.mark.parametrize(
     "wishes", [{}, {"top_k": 4, "temperature": 0.7}, {"min_p": 0.2}], ids=["plain", "top-k", "min-p"]
 )
-@pytest.mark.parametrize("draws", [2_000, pytest.param(20_000, marks=pytest.mark.slow)])
-def test_what_is_drawn_has_the_distribution_of_the_model(draws, wishes):
+@pytest.mark.parametrize(
+    ("who", "draws"),
+    [("likeliest", 2_000), *(pytest.param(who, 20_000, marks=pytest.mark.slow) for who in ("likeliest", "draft"))],
+)
+def test_what_is_drawn_has_the_distribution_of_the_model(draws, wishes, who):
     """Chi-square of every token after the first, against the model's own probabilities; p above 1 in 10,000."""
     model = LastTwo()
-    group = SimpleNamespace(num_pages=400, window=None)
-    cache = SimpleNamespace(
-        page_size=4, device=torch.device("cpu"), groups=(group,), slots=[torch.zeros(1600, dtype=torch.long)]
-    )
-    cache.copy_page = lambda g, source, target: (
-        cache.slots[0].view(-1, 4)[target].copy_(cache.slots[0].view(-1, 4)[source])
-    )
-    speculation = Speculation(Likeliest(model), "always")
-    engine = Engine(
-        Runner(model, cache, VOCAB), [400], 100, SchedulerLimits(50, 512, drafts=150), speculation=speculation
-    )
+    smaller = DraftModel(LastTwo(noise=0.7).runner(300), [300], 50, 100, VOCAB, 0.1)
+    speculation = Speculation(Likeliest(model) if who == "likeliest" else smaller, "always")
+    engine = Engine(model.runner(400), [400], 100, SchedulerLimits(50, 512, drafts=150), speculation=speculation)
     seen, expected = np.zeros((VOCAB, VOCAB)), np.zeros((VOCAB, VOCAB))
     for first in range(0, draws, 250):
         params = SamplingParams(**({"temperature": 1.0} | wishes), seed=first, max_tokens=6, n=50)

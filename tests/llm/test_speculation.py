@@ -5,6 +5,7 @@ import json
 import pytest
 
 from localllm import LLM, SamplingParams
+from localllm.errors import ConfigError
 from localllm.request import Constraint, ToolUse
 
 TEXT = "The cat sat on the mat. The dog sat on the log. The cat sat on the mat. The dog"
@@ -55,7 +56,7 @@ def test_text_that_repeats_is_the_same_in_fewer_steps(pair, name):
     after = on.stats()
     assert after.num_draft_tokens > before.num_draft_tokens and off.stats().num_draft_tokens == 0
     if name == "greedy":
-        assert found[0].timing.accepted_tokens > 8 and "guesses right" in on.run_summary
+        assert found[0].timing.accepted_tokens > 8 and "n-gram guesses right" in on.run_summary
 
 
 @pytest.mark.slow
@@ -70,3 +71,34 @@ def test_bound_answers_and_calls_are_the_same(pair):
         for llm in pair
     ]
     assert called[0] == called[1] and called[1][0][0] == "find"
+
+
+def test_a_draft_model_changes_no_token_and_is_counted(tiny_path):
+    """It drafts for itself here: greedily it is always right."""
+    wishes = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    two = SamplingParams(temperature=0.8, seed=4, max_tokens=16, n=2, repetition_penalty=1.1, ignore_eos=True)
+    with LLM(tiny_path, ctx=256, speculation="off") as off:
+        expected = [answered(one) for one in off.generate([TEXT, "One two"], wishes)]
+        expected_two = answered(off.generate(TEXT, two))
+        planned, state = off.plan, off.state()
+    with LLM(tiny_path, ctx=256, draft=str(tiny_path), speculation="draft", debug_invariants=True) as llm:
+        found = llm.generate([TEXT, "One two"], wishes)
+        assert [answered(one) for one in found] == expected and answered(llm.generate(TEXT, two)) == expected_two
+        assert found[0].timing.accepted_tokens == found[0].timing.draft_tokens > 12
+        assert found[0].timing.drafters == ("draft",) and "draft guesses right" in llm.run_summary
+        assert llm.plan.weight_bytes == 2 * planned.weight_bytes and llm.plan.kv_bytes == 2 * planned.kv_bytes
+        assert llm.state().weight_bytes == 2 * state.weight_bytes and llm.state().kv_bytes == 2 * state.kv_bytes
+        assert any(line.startswith("draft ") and "as asked for" in line for line in llm.plan.reasons)
+        llm.sleep()
+        llm.wake()
+        assert answered(llm.generate("One two", wishes)) == expected[1]
+
+
+def test_a_draft_of_another_vocabulary_is_refused_by_name(tiny_path, smollm2_path):
+    with pytest.raises(ConfigError, match=r"SmolLM2.* cannot guess for .*tiny.gguf.*token \d+ is") as refused:
+        LLM(tiny_path, ctx=256, draft=str(smollm2_path))
+    assert "--draft" in refused.value.hint
+    with pytest.raises(ConfigError, match="no draft model is named"):
+        LLM(tiny_path, ctx=256, speculation="draft")
+    with LLM(tiny_path, ctx=256, draft=str(smollm2_path), speculation="off") as llm:  # nobody asks it
+        assert llm.plan.speculation == "off"

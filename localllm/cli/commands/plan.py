@@ -13,7 +13,7 @@ from typer import Option
 
 from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.console import picked
-from localllm.cli.frame.options import HardwareFlags, Kv, model_argument, numbers
+from localllm.cli.frame.options import Draft, HardwareFlags, Kv, model_argument, numbers
 from localllm.cli.names import local, opened
 from localllm.cli.plan_view import FIRST_TOKEN_AT, Row, Sheet, Subject, option_line, show
 from localllm.config import UserConfig
@@ -41,6 +41,7 @@ def plan(
     ctx: Annotated[str | None, Option(metavar="N,N", help="Context windows to weigh: 8k,32k, max, auto.")] = None,
     quant: Annotated[str | None, Option(metavar="Q", help="Only files stored so: Q4_K_M, fp8.")] = None,
     kv: Kv = None,
+    draft: Draft = None,
     batch: Annotated[int | None, Option(metavar="N", min=1, max=1024, help="Requests computed side by side.")] = None,
     hardware: HardwareFlags = HardwareFlags(),
     target_tps: Annotated[float, Option(metavar="N", min=0, help="★ is not given below this pace.")] = 0.0,
@@ -53,10 +54,13 @@ def plan(
     by `localllm bench`, which also corrects the estimates of other models. -v prints the formulas with their numbers.
     """
     from localllm import hub
+    from localllm.plan import fit
 
-    config = env.settings({"engine.kv": kv, "engine.max_parallel": batch})
+    config = env.settings({"engine.kv": kv, "engine.draft": draft, "engine.max_parallel": batch})
     windows = numbers("8k,32k" if ctx is None else ctx, "--ctx", 16, "8k,32k", ("auto", "max"))
     planner, imagined = hardware.planner(config)
+    if models:
+        planner = fit.with_draft(planner)
     limit = None if imagined else hub.download_limit(config)
     with ExitStack() as stack:
         subjects = [s for s in _subjects(env, config, models, planner, limit, stack) if not quant or _same(s, quant)]

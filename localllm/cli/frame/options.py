@@ -57,6 +57,9 @@ AttachTo = Annotated[
     str, Option(metavar="auto|off|URL", help="A running `localllm serve` to use; auto finds one that has the model.")
 ]
 Kv = Annotated[str | None, setting("engine.kv", "--kv")]
+Draft = Annotated[
+    str | None, setting("engine.draft", "--draft", metavar="MODEL", meaning="A smaller model that guesses tokens.")
+]
 Parallel = Annotated[int | None, Option(metavar="N", min=1, max=1024, help="Requests side by side.")]
 
 
@@ -86,6 +89,7 @@ class LoadFlags(WindowFlags):
     speculation: Annotated[
         str | None, setting("engine.speculation", "--speculation", meaning="Guess tokens, check many at a time.")
     ] = None
+    draft: Draft = None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,160 @@
+"""A smaller model of the same vocabulary guesses: its likeliest tokens, computed for all sequences of a step at once.
+
+It has pages of its own with a prefix tree over them, and follows a sequence when it is asked: what it computed for
+wrong guesses is dropped, what is missing (a prompt, tokens that were not guessed) is computed first, a chunk at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+
+from localllm.request import Request, SamplingParams
+
+from .pages import Pages, Slots
+from .runner import Runner
+from .scheduler import Scheduled, Step
+from .sequence import Sequence, SequenceState
+
+CATCH_UP = 512  # tokens computed at once for sequences that are behind
+QUIET = SamplingParams(temperature=0)
+
+
+@dataclass(slots=True)
+class _Shadow:
+    """A sequence as the drafter knows it.
+
+    own     its tokens with guesses behind them, in the drafter's pages
+    agreed  how many of them are the sequence's, as of the last time
+    kept    the slot with the states behind those, while guesses are computed in another one
+    """
+
+    sequence: Sequence
+    own: Sequence
+    agreed: int = 0
+    kept: int = -1
+    is_out: bool = False  # holds a token that the drafter does not know, or is longer than its context
+
+
+class DraftModel:
+    """A `PaidDrafter` over a model, a cache and pages that nobody else uses.
+
+    num_pages      of each of the model's cache groups
+    num_sequences  that it follows at once; where its layers keep a state, the cache has twice as many slots
+    max_context    tokens that it can follow
+    vocab_size     ids below this may be guessed
+    """
+
+    name = "draft"
+
+    def __init__(
+        self, runner: Runner, num_pages: Many[int], num_sequences: int, max_context: int, vocab_size: int, share: float
+    ) -> None:
+        self.runner = runner
+        self.share = share
+        cache = runner.cache
+        self._keeps_states = bool(cache.num_slots)
+        slots = Slots(num_sequences, cache.copy_slot) if self._keeps_states else None
+        windows = [group.window for group in cache.groups]
+        self.pages = Pages(num_pages, windows, cache.page_size, not self._keeps_states, slots)
+        self._num_sequences = num_sequences
+        self._max_context = max_context
+        self._known_ids, self._vocab_size = runner.vocab_size, vocab_size
+        self._shadows: dict[int, _Shadow] = {}  # by the sequence's number, the one asked for longest ago first
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of its pages and slots, used or not."""
+        return self.runner.cache.nbytes
+
+    def propose(self, sequences: Many[Sequence], counts: Many[int]) -> list[tuple[int, ...]]:
+        """The likeliest tokens one after the other; none for a sequence that it has not caught up with."""
+        for shadow in [s for s in self._shadows.values() if s.sequence.state is SequenceState.FINISHED]:
+            self._agree(shadow)  # the tree keeps what a next turn begins with
+            self._forget(shadow)
+        shadows = [self._follow(sequence) for sequence in sequences]
+        wanted = {id(s): count for s, count in zip(shadows, counts, strict=True) if count and not s.is_out}
+        self._guess(list(self._admitted(shadows, wanted)), wanted)
+        return [tuple(shadow.own.token_ids[shadow.agreed :]) for shadow in shadows]
+
+    def _follow(self, sequence: Sequence) -> _Shadow:
+        shadow = self._shadows.pop(sequence.number, None)
+        if shadow is None:
+            request = Request(list(sequence.token_ids), QUIET, cache_salt=sequence.request.cache_salt)
+            shadow = _Shadow(sequence, Sequence(request, 0, len(self.pages.pools), 0, 0))
+            self.pages.attach_prefix(shadow.own)
+        self._shadows[sequence.number] = shadow  # the latest last
+        self._agree(shadow)
+        return shadow
+
+    def _agree(self, shadow: _Shadow) -> None:
+        """Its tokens are the sequence's as they are now; what was computed for others is dropped."""
+        own, ids, at = shadow.own, shadow.sequence.token_ids, shadow.agreed
+        while at < min(len(ids), own.num_tokens) and ids[at] == own.token_ids[at]:
+            at += 1
+        own.token_ids[at:] = ids[at:]
+        own.num_computed_tokens = min(own.num_computed_tokens, at)
+        shadow.is_out = shadow.is_out or max(ids[shadow.agreed :], default=0) >= self._known_ids
+        shadow.agreed = len(ids)
+        self.pages.trim(own)
+        self.pages.commit(own)
+
+    def _admitted(self, shadows: list[_Shadow], wanted: dict[int, int]) -> Iterator[tuple[_Shadow, int]]:
+        """Those with room for what is wanted of them, with the tokens of the first pass: at most CATCH_UP in all."""
+        left = CATCH_UP
+        for shadow in sorted(shadows, key=lambda one: one.own.num_uncomputed_tokens):
+            own = shadow.own
+            count = min(own.num_uncomputed_tokens, left)
+            if id(shadow) not in wanted or not count:
+                continue
+            end = own.num_tokens + wanted[id(shadow)]
+            if end > self._max_context or not self._has_room(own, end, shadows):
+                continue
+            left -= count
+            yield shadow, count
+
+    def _has_room(self, own: Sequence, end: int, asked: list[_Shadow]) -> bool:
+        """Whether it has a slot and pages for `end` tokens now, taken from those that nobody asks for if need be."""
+        others = [shadow for shadow in self._shadows.values() if shadow not in asked]
+        while not (self.pages.take_slot(own) and self.pages.extend(own, end)):
+            if not others:
+                return False
+            self._forget(others.pop(0))
+        return True
+
+    def _guess(self, parts: list[tuple[_Shadow, int]], wanted: dict[int, int]) -> None:
+        """Compute what is missing, then a token after the other where one is wanted."""
+        aside: list[_Shadow] = []
+        while parts:
+            step = Step([Scheduled(shadow.own, shadow.own.num_computed_tokens, count) for shadow, count in parts])
+            output = self.runner.forward(step)
+            ready = [s for (s, _), part in zip(parts, step.scheduled, strict=True) if part.is_last_chunk]
+            for shadow, count in parts:
+                shadow.own.num_computed_tokens += count
+            rows = list(range(len(ready)))
+            best = (output.best(rows) or output.logits(rows).argmax(-1).tolist()) if ready else []
+            if self._keeps_states and not aside:
+                aside = ready
+                self._set_aside(aside)
+            parts = []
+            for shadow, token in zip(ready, best, strict=True):
+                if not 0 <= token < self._vocab_size:
+                    continue
+                shadow.own.token_ids.append(token)
+                if shadow.own.num_tokens - shadow.agreed < wanted[id(shadow)]:
+                    parts.append((shadow, 1))
+        for shadow in aside:  # what was computed for guesses is forgotten: their states do not go back
+            shadow.own.slot = shadow.kept
+            shadow.own.num_computed_tokens = shadow.agreed
+
+    def _set_aside(self, shadows: list[_Shadow]) -> None:
+        """Let guesses be computed on copies of the states."""
+        for number, shadow in enumerate(shadows, self._num_sequences):
+            shadow.kept = shadow.own.slot
+            self.runner.cache.copy_slot(shadow.kept, number)
+            shadow.own.slot = number
+
+    def _forget(self, shadow: _Shadow) -> None:
+        self.pages.release(shadow.own)
+        del self._shadows[shadow.sequence.number]
