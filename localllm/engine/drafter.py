@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from .sequence import Sequence
 
@@ -27,6 +27,7 @@ class Guess:
     evidence: int
 
 
+@runtime_checkable
 class Drafter(Protocol):
     """Proposes tokens; it may be wrong, and is asked after every step, whether its guesses are used or not."""
 
@@ -36,12 +37,16 @@ class Drafter(Protocol):
         """What may follow the tokens that `sequence` has now."""
 
 
+@runtime_checkable
 class PaidDrafter(Protocol):
     """Proposes tokens, and takes time for it: it is asked where that is expected to pay."""
 
     name: str
     share: float  # of a step's time that one more token of every sequence takes, before it was measured
-    kept_bytes: int  # of what it keeps of sequences, used or not
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of what it keeps of sequences, used or not."""
 
     def propose(self, sequences: Many[Sequence], counts: Many[int]) -> list[tuple[int, ...]]:
         """What may follow the tokens of each sequence: at most so many, none where it cannot tell."""
