@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from weakref import WeakSet
 
 from textual import events
 from textual.app import App, SystemCommand
@@ -88,7 +89,7 @@ class Frame(App[None]):
         self.code_theme = ui.code_theme
         self.keymap = Keymap(ui.keys, self.options.keys)
         self.attention = Attention(ui.notify, self._to_terminal)
-        self._unseen: Screen[Any] | None = None  # the screen on top, until it is drawn
+        self._unseen = WeakSet[Screen[Any]]()  # screens until they are drawn; one may lie below another by then
         self._shown_at = 0.0
         self.failure: Exception | None = None
         self.wants_restart = False
@@ -131,18 +132,18 @@ class Frame(App[None]):
         """Keys that were typed before the screen is drawn are not for it."""
         pushed = super().push_screen(screen, *args, **options)
         if len(self.screen_stack) > 2:  # the first two are Textual's own and the chat
-            self._unseen = self.screen
+            self._unseen.add(self.screen)
             self.screen.call_after_refresh(self._screen_is_seen, self.screen)
         return pushed
 
     def _screen_is_seen(self, screen: Screen[Any]) -> None:
-        if screen is self._unseen:
-            self._unseen, self._shown_at = None, time.monotonic()
+        self._unseen.discard(screen)
+        self._shown_at = time.monotonic()
 
     async def on_event(self, event: events.Event) -> None:
         """A key never reaches what appeared after it was typed: a letter goes to the draft, other keys do nothing."""
         if isinstance(event, events.Key) and not event.is_forwarded:
-            unseen = self.screen is self._unseen  # its widgets may not be there yet
+            unseen = self.screen in self._unseen  # its widgets may not be there yet
             if (
                 unseen
                 and event.key != "ctrl+q"

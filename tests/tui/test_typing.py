@@ -261,3 +261,19 @@ async def test_a_list_without_room_takes_no_page_keys(monkeypatch: pytest.Monkey
         running.app.screen.query_one(CommandList)._clear_caches()
         await running.pilot.press("pagedown", "pageup", "escape")
         assert running.app.failure is None and running.app.screen is running.screen
+
+
+async def test_a_screen_that_lay_below_another_before_it_was_drawn_takes_no_keys_until_then() -> None:
+    async with chat() as running:
+        await running.ready()
+        app = running.app
+        for screen in (ModelsScreen("", str), HelpScreen(app.keymap)):
+            app.push_screen(screen)
+        app.pop_screen()
+        assert isinstance(app.screen, ModelsScreen)
+        for key in (Key("escape", None), Key("a", "a")):  # its widgets are not there yet
+            await app.on_event(key)
+        assert isinstance(app.screen, ModelsScreen) and running.prompt.text == "a"
+        await running.until(lambda: app.screen.is_mounted and app.screen.row)
+        await running.pilot.press("escape")
+        assert app.screen is running.screen
