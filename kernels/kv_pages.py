@@ -27,9 +27,9 @@ SCALED_FORMATS = frozenset(("int8", "fp8"))
 
 
 class KVPages(NamedTuple):
-    """Keys and values of one layer.
+    """Keys and values of one layer; of latent attention the latents and the pieces of keys that turn, with one head.
 
-    k, v                [num_pages, num_kv_heads, page_size, head_dim]   see the table above
+    k, v                [num_pages, num_kv_heads, page_size, head_dim]   see the table above; v may be narrower
     k_scales, v_scales  float32 [num_pages, num_kv_heads, page_size]; [1] where the checkpoint gives one number for
                         the layer (fp8 only); None for the formats without
     """
@@ -40,11 +40,14 @@ class KVPages(NamedTuple):
     v_scales: Tensor | None = None
 
     @classmethod
-    def empty(cls, kv_format: str, num_pages: int, num_kv_heads: int, page_size: int, head_dim: int) -> KVPages:
-        """Zeros on the CPU, with a scale per token and head where the format has scales."""
-        shape, dtype = (num_pages, num_kv_heads, page_size, head_dim), KV_DTYPES[kv_format]
-        scales = [torch.zeros(shape[:3]) for _ in range(2)] if kv_format in SCALED_FORMATS else [None, None]
-        return cls(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype), *scales)
+    def empty(
+        cls, kv_format: str, num_pages: int, num_kv_heads: int, page_size: int, head_dim: int, value_dim: int = 0
+    ) -> KVPages:
+        """Zeros on the CPU, with a scale per token and head where the format has scales. `value_dim`: 0 as head_dim."""
+        rows, dtype = (num_pages, num_kv_heads, page_size), KV_DTYPES[kv_format]
+        scales = [torch.zeros(rows) for _ in range(2)] if kv_format in SCALED_FORMATS else [None, None]
+        k, v = (torch.zeros((*rows, dim), dtype=dtype) for dim in (head_dim, value_dim or head_dim))
+        return cls(k, v, *scales)
 
     @property
     def format(self) -> str:

@@ -88,6 +88,35 @@ class AttentionWeights:
     k_is_v: bool = False  # `qkv` has no rows for values: they are what its keys are, before their norm
     reads_only: bool = False  # `qkv` has rows for queries only: another layer stores keys and values
 
+    @property
+    def kept(self) -> tuple[int, int, int]:
+        """Heads of its pages, elements of a key and of a value there."""
+        return self.num_kv_heads, self.head_dim, self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class LatentWeights:
+    """What latent attention in one layer needs, besides its pages."""
+
+    norm: Norm | None
+    qkv: Linear  # rows: queries, or what they are made of; the latent; the piece of the key that turns
+    q_up: Linear | None  # queries of what they are made of, by heads; of each first what does not turn
+    q_norm: Norm | None  # before it
+    kv_norm: Norm  # over the latent
+    k_up: tuple[Linear, ...]  # of each head: what does not turn of a query, as it meets latents
+    v_up: tuple[Linear, ...]  # of each head: values of latents
+    out: Linear
+    rank: int  # elements of a latent
+    turned: int  # elements of a query, and of a key, that turn
+    scale: float  # of q·k
+    interleaved: bool = False  # RoPE pairs (2j, 2j + 1) instead of (j, j + half)
+    post_norm: Norm | None = None  # on the output, before the residual
+
+    @property
+    def kept(self) -> tuple[int, int, int]:
+        """Heads of its pages, elements of a key and of a value there."""
+        return 1, self.rank, self.turned
+
 
 @dataclass(frozen=True, slots=True)
 class DeltaWeights:
@@ -235,7 +264,7 @@ def nbytes_of(weights: Any) -> int:
     return total
 
 
-MixerWeights = AttentionWeights | DeltaWeights | ConvWeights
+MixerWeights = AttentionWeights | LatentWeights | DeltaWeights | ConvWeights
 LayerCache = KVPages | StateSlots
 # a layer's weights, and which of the step's views it sees; -1: it keeps a state
 LayerCall = tuple[MixerWeights, MlpWeights | ExpertsWeights, int]

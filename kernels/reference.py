@@ -7,6 +7,8 @@ contiguous last dimension of one row, matrix products have constant shapes, and 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -158,19 +160,49 @@ def paged_attention(
     if KEY_TILE % page_size or num_heads % num_kv_heads:
         raise ValueError(f"page_size {page_size} must divide {KEY_TILE}, {num_kv_heads} KV heads {num_heads} heads")
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    starts = cu_query_lens.tolist()
     rotated = hadamard(q) if pages.format == "int8" else q
+    heads = num_heads, num_kv_heads
+    for rows, index, position, seq_len in _pieces(cu_query_lens, seq_lens, window if causal else None, heads):
+        length = None if causal else seq_len
+        out[rows] = _attend(rotated[rows], pages, block_table[index], position, length, scale, window, softcap, sinks)
+    return out
+
+
+def latent_attention(
+    q: Tensor, pages: KVPages, block_table: Tensor, cu_query_lens: Tensor, seq_lens: Tensor, scale: float
+) -> Tensor:
+    """Attention of every query head over its sequence's latents, softmax and sums in float32.
+
+    A key is a token's latent and, behind it, the piece that turns; its value is the latent. Each query sees the tokens
+    up to its own. Over int8 pages q is rotated as the latents are, and their sum back.
+
+    q             [num_tokens, num_heads, rank + turned]   f32 | bf16 | f16, after RoPE
+    pages         k: latents, v: what turns; one head; this step's tokens are in it
+    block_table, cu_query_lens, seq_lens                   as of `paged_attention`
+    returns       [num_tokens, num_heads, rank]            dtype of q
+    """
+    rank, rotates = pages.k.shape[3], pages.format == "int8"
+    queries = torch.cat([hadamard(q[..., :rank]), q[..., rank:]], -1) if rotates else q
+    out = q.new_empty((*q.shape[:2], rank))
+    for rows, index, position, _ in _pieces(cu_query_lens, seq_lens, None, (q.shape[1], 1)):
+        mixed = _attend(queries[rows], pages, block_table[index], position, None, scale, None, None, None)
+        out[rows] = hadamard(mixed) if rotates else mixed
+    return out
+
+
+def _pieces(
+    cu_query_lens: Tensor, seq_lens: Tensor, window: int | None, heads: tuple[int, int]
+) -> Iterator[tuple[slice, int, int, int]]:
+    """Queries that are computed at once: (their rows, which sequence's, the first one's position, its length).
+
+    heads   of queries, and of keys
+    """
+    starts = cu_query_lens.tolist()
     for index, seq_len in enumerate(seq_lens.tolist()):
         first, last = starts[index], starts[index + 1]
-        step = _queries_at_once(last - first, seq_len, window if causal else None, num_heads, num_kv_heads)
+        step = _queries_at_once(last - first, seq_len, window, *heads)
         for begin in range(first, last, step):
-            end = min(begin + step, last)
-            position = seq_len - (last - begin)
-            length = None if causal else seq_len
-            out[begin:end] = _attend(
-                rotated[begin:end], pages, block_table[index], position, length, scale, window, softcap, sinks
-            )
-    return out
+            yield slice(begin, min(begin + step, last)), index, seq_len - (last - begin), seq_len
 
 
 def image_attention(
@@ -226,7 +258,8 @@ def _attend(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention of consecutive queries, the first at `position`, of one sequence: float32 [queries, heads, head_dim].
+    """Attention of consecutive queries, the first at `position`, of one sequence: float32 [queries, heads, head_dim];
+    of queries that are wider than what `pages.k` holds, latent attention: [queries, heads, rank].
 
     length   of the sequence, where every query sees the keys behind it, too; None: it does not
 
@@ -235,8 +268,8 @@ def _attend(
     keys it does not see change a bit. (A query's row in its tile matters to MKL, and so does the alignment of a tile:
     with a head_dim that is not a multiple of 16 it sums in another order; hence the padding.)
     """
-    num_queries, num_heads, head_dim = q.shape
-    spare = -head_dim % 16
+    num_queries, num_heads, width = q.shape
+    spare = -width % 16
     num_kv_heads = pages.k.shape[1]
     per_kv = num_heads // num_kv_heads
     tile = _query_tile(num_heads, num_kv_heads)
@@ -249,8 +282,7 @@ def _attend(
     base = first_tile * KEY_TILE
 
     rows = _page_rows(page_ids, pages.k.shape[2], num_kv_heads, first_tile, end_tile)
-    keys = _gather(pages.k, pages.k_scales, rows, num_k, spare)
-    values = _gather(pages.v, pages.v_scales, rows, num_k, spare)
+    keys, values, dim = _keys_and_values(pages, rows, num_k, width)
     # what lies outside the sequence belongs to others, and 0 · inf would reach this one
     if oldest > base:
         values[0, :, : oldest - base] = 0.0
@@ -273,8 +305,8 @@ def _attend(
     if sinks is not None:
         sink = sinks.float().view(num_kv_heads, 1, 1, per_kv).expand(-1, -1, tile, -1).reshape(num_kv_heads, 1, -1, 1)
     mixed = _mixed(scores, values, sink).view(num_kv_heads, num_q * tile, per_kv, -1)
-    mixed = mixed[:, lead : lead + num_queries, :, :head_dim]
-    return mixed.permute(1, 0, 2, 3).reshape(num_queries, num_heads, head_dim)
+    mixed = mixed[:, lead : lead + num_queries, :, :dim]
+    return mixed.permute(1, 0, 2, 3).reshape(num_queries, num_heads, dim)
 
 
 def _in_tiles(queries: Tensor, shape: tuple[int, int, int, int], lead: int, spare: int) -> Tensor:
@@ -316,6 +348,18 @@ def _page_rows(page_ids: Tensor, page_size: int, num_kv_heads: int, first_tile: 
         wanted = functional.pad(wanted, (0, missing))
     wanted = wanted.clamp(min=0).mul_(num_kv_heads).view(-1, 1, per_tile)
     return (wanted + torch.arange(num_kv_heads, dtype=wanted.dtype, device=page_ids.device).view(-1, 1)).view(-1)
+
+
+def _keys_and_values(pages: KVPages, rows: Tensor, num_tiles: int, width: int) -> tuple[Tensor, Tensor, int]:
+    """Both as `_gather` gives them for queries of `width`, and the elements of a value that count."""
+    key_dim = pages.k.shape[3]
+    if width == key_dim:
+        spare = -width % 16
+        values = _gather(pages.v, pages.v_scales, rows, num_tiles, spare)
+        return _gather(pages.k, pages.k_scales, rows, num_tiles, spare), values, key_dim
+    values = _gather(pages.k, pages.k_scales, rows, num_tiles, -key_dim % 16)
+    turned = _gather(pages.v, pages.v_scales, rows, num_tiles, -width % 16)
+    return torch.cat([values[..., :key_dim], turned], -1), values, key_dim
 
 
 def _gather(cache: Tensor, scales: Tensor | None, rows: Tensor, num_tiles: int, spare: int) -> Tensor:

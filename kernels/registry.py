@@ -15,8 +15,8 @@ RECURRENT = ("causal_conv", "delta_rule")  # these carry a state
 OPS = ("rms_norm", "rope", "silu_mul", "gelu_tanh_mul", "kv_write", "paged_attention", *RECURRENT)
 # each after those it is composed of
 SEGMENTS = (
-    *("attn_in", "attention", "attn_out", "gated_delta", "short_conv", "mlp", "experts", "layer_input"),
-    *("head", "decoder", "step"),
+    *("attn_in", "attention", "attn_out", "latent_attention", "gated_delta", "short_conv"),
+    *("mlp", "experts", "layer_input", "head", "decoder", "step"),
 )
 
 

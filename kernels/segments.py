@@ -2,6 +2,7 @@
 
     attn_in      norm, QKV, QK-norm, RoPE, KV write        attention   paged attention
     attn_out     output projection, residual               mlp         norm, gate/up, activation, down, residual
+    latent_attention  norm, projections, RoPE, latents written, attention over them, output projection, residual
     gated_delta  norm, projections, convolution, gated delta rule, gated norm, output projection, residual
     short_conv   norm, projection, gate, convolution, gate, output projection, residual
     experts      as mlp, where a router chooses among many
@@ -33,6 +34,7 @@ from .layer_weights import (
     ExpertsWeights,
     HeadWeights,
     InputWeights,
+    LatentWeights,
     LayerCache,
     LayerCall,
     MlpWeights,
@@ -56,6 +58,7 @@ class KernelTable:
     attn_in: Callable[..., Tensor]
     attention: Callable[..., Tensor]
     attn_out: Callable[..., Tensor]
+    latent_attention: Callable[..., Tensor]
     gated_delta: Callable[..., Tensor]
     short_conv: Callable[..., Tensor]
     mlp: Callable[..., Tensor]
@@ -168,6 +171,42 @@ def attn_out(rms_norm: Callable[..., Tensor], attended: Tensor, x: Tensor, weigh
     return _normed(rms_norm, _added(rms_norm, x, weights.out(attended), weights.post_norm), weights.sum_norm)
 
 
+def latent_attention(
+    rms_norm: Callable[..., Tensor],
+    rope: Callable[..., Tensor],
+    x: Tensor,
+    weights: LatentWeights,
+    pages: KVPages,
+    view: View,
+    cu_query_lens: Tensor,
+    seq_lens: Tensor,
+) -> Tensor:
+    """x + what attention over latents gives of the normed x: [num_tokens, hidden], in the place of x.
+
+    Keys and values are never made: a head's query goes to the latents by `k_up`, and their weighted sum becomes its
+    value by `v_up`. So prompts and single tokens are summed in the same order.
+    """
+    cos, sin, block_table, slot_mapping = view
+    count, heads, rank, turned = x.shape[0], len(weights.k_up), weights.rank, weights.turned
+    rows, latent = weights.qkv(_normed(rms_norm, x, weights.norm)).split(
+        [weights.qkv.out_features - rank - turned, rank + turned], -1
+    )
+    if weights.q_up is not None:
+        rows = weights.q_up(_normed(rms_norm, rows.contiguous(), weights.q_norm))
+    rows = rows.reshape(count, heads, -1)
+    still = rows.shape[2] - turned
+    kept = _normed(rms_norm, latent[:, :rank].contiguous(), weights.kv_norm)
+    key = rope(latent[:, rank:].contiguous().unsqueeze(1), cos, sin, weights.interleaved)
+    reference.kv_write(kept.unsqueeze(1), key, pages, slot_mapping)  # kernels want values as wide as keys
+    q = rows.new_empty((count, heads, rank + turned))
+    q[..., rank:] = rope(rows[..., still:].contiguous(), cos, sin, weights.interleaved)
+    for head, up in enumerate(weights.k_up):
+        q[:, head, :rank] = up(rows[:, head, :still].contiguous())
+    mixed = reference.latent_attention(q, pages, block_table, cu_query_lens, seq_lens, weights.scale)
+    values = [up(mixed[:, head].contiguous()) for head, up in enumerate(weights.v_up)]
+    return _added(rms_norm, x, weights.out(torch.cat(values, -1)), weights.post_norm)
+
+
 def gated_delta(
     rms_norm: Callable[..., Tensor],
     causal_conv: Callable[..., Tensor],
@@ -278,6 +317,7 @@ def decoder(
     attn_in: Callable[..., Tensor],
     attention: Callable[..., Tensor],
     attn_out: Callable[..., Tensor],
+    latent_attention: Callable[..., Tensor],
     gated_delta: Callable[..., Tensor],
     short_conv: Callable[..., Tensor],
     mlp: Callable[..., Tensor],
@@ -314,8 +354,11 @@ def decoder(
     for number, ((weights, _, view), of_layer) in enumerate(zip(layers, caches, strict=True)):
         rows = wanted if number == len(layers) - 1 else None
         mix = stateful.get(type(weights))
-        if mix is not None:
-            x = mix(x, weights, of_layer, slots, cu_query_lens)
+        if mix is not None or isinstance(weights, LatentWeights):
+            if mix is not None:
+                x = mix(x, weights, of_layer, slots, cu_query_lens)
+            else:
+                x = latent_attention(x, weights, of_layer, views[view], cu_query_lens, seq_lens)
             x = x if rows is None else x[rows]
             x = fed(x, number, rows) if x.shape[0] else x
             continue
@@ -396,6 +439,7 @@ COMPOSED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "attn_in": (attn_in, ("rms_norm", "rope", "kv_write")),
     "attention": (attention, ("paged_attention",)),
     "attn_out": (attn_out, ("rms_norm",)),
+    "latent_attention": (latent_attention, ("rms_norm", "rope")),
     "gated_delta": (gated_delta, ("rms_norm", "causal_conv", "delta_rule", "silu_mul")),
     "short_conv": (short_conv, ("rms_norm", "causal_conv")),
     "mlp": (mlp, ("rms_norm", "silu_mul", "gelu_tanh_mul")),
@@ -404,7 +448,10 @@ COMPOSED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "layer_input": (layer_input, ("rms_norm", "silu_mul", "gelu_tanh_mul")),
     "decoder": (
         decoder,
-        ("attn_in", "attention", "attn_out", "gated_delta", "short_conv", "mlp", "experts", "layer_input"),
+        (
+            *("attn_in", "attention", "attn_out", "latent_attention", "gated_delta", "short_conv"),
+            *("mlp", "experts", "layer_input"),
+        ),
     ),
     "step": (step, ("decoder", "head")),
 }

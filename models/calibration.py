@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from localllm.errors import UnsupportedModel
 from localllm.kernels.kv_pages import KVPages
 from localllm.kernels.layer_weights import AttentionWeights, ExpertsWeights, Linear
 from localllm.kernels.rope import RopeTable
 from localllm.kernels.segments import REFERENCES
 
-from .architectures import Attention, Dense, Experts, LayerFacts, OpenModel
+from .architectures import Attention, Dense, Experts, LatentAttention, LayerFacts, OpenModel
 from .architectures.layers import GatedDelta, ShortConv, Stateful
 from .kv_cache import CacheGroup, KVCache, StateGroup
 from .layers import load_layer
@@ -77,6 +78,9 @@ def hessians(source: OpenModel, sequences: Sequence[Sequence[int]], device: str 
     if not any(len(ids) for ids in sequences):
         raise ValueError("calibration needs at least one token")
     facts = source.facts
+    if any(isinstance(layer.mixer, LatentAttention) for layer in facts.layers):
+        message = f"{facts.name} has latent attention, which cannot be calibrated"
+        raise UnsupportedModel(message, "quantize it with --calib none")
     loading = Loading(source, facts, LoadOptions(device=device, exact=True, context=max(map(len, sequences))))
     with torch.inference_mode():
         streams = list(_streams(loading, sequences))
@@ -186,7 +190,7 @@ def _pages(attention: Any, facts: LayerFacts, stream: _Stream) -> KVPages:
     if source is not None:
         return stream.pages[source]
     num_pages = -(-stream.x.shape[0] // PAGE_SIZE)
-    group = CacheGroup("calibration", attention.window, (0,), attention.num_kv_heads, attention.head_dim)
+    group = CacheGroup("calibration", attention.window, (0,), *attention.kept)
     pages = KVCache([group], [num_pages], PAGE_SIZE, "f32", stream.x.device).layers[0]
     assert isinstance(pages, KVPages)
     return pages

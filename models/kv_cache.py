@@ -19,7 +19,7 @@ from localllm.kernels.kv_pages import KV_DTYPES, SCALED_FORMATS, KVPages
 from localllm.kernels.state_slots import StateSlots
 
 from .architectures.facts import ModelFacts, cache_layers, state_layers
-from .architectures.layers import Attention, Stateful
+from .architectures.layers import Paged, Stateful
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,8 @@ class CacheGroup:
     window: int | None  # a layer sees its last `window` tokens only, the present one included; None sees all
     layers: tuple[int, ...]
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # of keys
+    value_dim: int
     # layer -> what the checkpoint says codes of its keys and values are multiplied with (fp8 only)
     scales: Mapping[int, tuple[float, float]] = field(default_factory=dict, hash=False)
     # layers that keep nothing -> the one of `layers` whose keys and values they read
@@ -45,12 +46,12 @@ def cache_groups(facts: ModelFacts, scales: Mapping[int, tuple[float, float]] | 
     groups = []
     for layers in cache_layers(facts):
         mixer = facts.layers[layers[0]].mixer
-        assert isinstance(mixer, Attention)
+        assert isinstance(mixer, Paged)
         name = "full" if mixer.window is None else f"window-{mixer.window}"
         fixed = {layer: pair for layer, pair in (scales or {}).items() if layer in layers}
         shared = ((index, getattr(layer.mixer, "shares_kv_with", None)) for index, layer in enumerate(facts.layers))
         readers = {index: source for index, source in shared if source in layers}
-        groups.append(CacheGroup(name, mixer.window, layers, mixer.num_kv_heads, mixer.head_dim, fixed, readers))
+        groups.append(CacheGroup(name, mixer.window, layers, *mixer.kept, fixed, readers))
     return tuple(groups)
 
 
@@ -121,29 +122,28 @@ class KVCache:
         self.device = torch.device(device)
         layers: dict[int, KVPages | StateSlots] = {}
         for group, pages in zip(self.groups, self.num_pages, strict=True):
-            shape = (pages, group.num_kv_heads, page_size, group.head_dim)
-            layers |= {layer: self._pages(shape, group.scales.get(layer)) for layer in group.layers}
+            rows = (pages, group.num_kv_heads, page_size)
+            shapes = (*rows, group.head_dim), (*rows, group.value_dim)
+            layers |= {layer: self._pages(shapes, group.scales.get(layer)) for layer in group.layers}
             layers |= {layer: layers[source] for layer, source in group.readers.items()}
         self.num_slots = num_slots if states else 0
         self.states: list[Tensor] = []  # [num_slots, layers of the group, ...]: a slot of all layers is copied at once
         for state in states:
-            shapes = [
-                (num_slots, len(state.layers), *shape) for shape in (state.conv_shape, state.state_shape) if shape
-            ]
-            kept = [_zeros(shape, torch.float32, self.device) for shape in shapes]
+            parts = [shape for shape in (state.conv_shape, state.state_shape) if shape]
+            kept = [_zeros((num_slots, len(state.layers), *shape), torch.float32, self.device) for shape in parts]
             for at, layer in enumerate(state.layers):
                 conv, *rest = (part[:, at] for part in kept)
                 layers[layer] = StateSlots(conv, rest[0] if rest else None)
             self.states += kept
         self.layers = tuple(layers[layer] for layer in sorted(layers))  # what every layer keeps or reads, in order
 
-    def _pages(self, shape: tuple[int, ...], fixed: tuple[float, float] | None) -> KVPages:
-        k, v = (_zeros(shape, KV_DTYPES[self.format], self.device) for _ in range(2))
+    def _pages(self, shapes: tuple[tuple[int, ...], ...], fixed: tuple[float, float] | None) -> KVPages:
+        k, v = (_zeros(shape, KV_DTYPES[self.format], self.device) for shape in shapes)
         if self.format not in SCALED_FORMATS:
             return KVPages(k, v)
         if fixed is not None and self.format == "fp8":
             return KVPages(k, v, *(torch.tensor([scale], device=self.device) for scale in fixed))
-        return KVPages(k, v, *(_zeros(shape[:3], torch.float32, self.device) for _ in range(2)))
+        return KVPages(k, v, *(_zeros(shape[:3], torch.float32, self.device) for shape in shapes))
 
     @property
     def nbytes(self) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from localllm.kernels import Weight
 from localllm.kernels.layer_weights import (
     ApartNorms,
     AttentionWeights,
@@ -15,13 +17,25 @@ from localllm.kernels.layer_weights import (
     DeltaWeights,
     ExpertsWeights,
     InputWeights,
+    LatentWeights,
     Linear,
     MlpWeights,
     Norm,
 )
+from localllm.quant import dequantize
 
 from .architectures.facts import linear_shapes, vector_shapes
-from .architectures.layers import APART_NORMS, Attention, Dense, Experts, GatedDelta, Norms, ShortConv
+from .architectures.layers import (
+    APART_NORMS,
+    EXPANDED,
+    Attention,
+    Dense,
+    Experts,
+    GatedDelta,
+    LatentAttention,
+    Norms,
+    ShortConv,
+)
 from .model import DecoderLayer
 from .reader import Reader
 
@@ -77,6 +91,12 @@ class LayerReader:
         """Another tensor of the layer, float32."""
         return self.reader.tensor(self.start + name, self._sizes[name])
 
+    def made(self, layer_class: str, module: str, matrix: Tensor) -> Linear:
+        """A part of a module as a module of its own: its values [N, K]."""
+        weight = Weight("dense", (matrix.shape[0], matrix.shape[1]), matrix.contiguous())
+        weight = self.reader.encoded(self.start + module, weight)
+        return Linear((self.reader.prepare(layer_class, weight, None),))
+
     def linear(self, layer_class: str, *modules: str) -> Linear:
         """Modules that are multiplied with the same rows, as one."""
         return self.reader.linear(layer_class, [self.start + m for m in modules], [self._shapes[m] for m in modules])
@@ -109,6 +129,51 @@ def _attention(layer: LayerReader, facts: Attention) -> AttentionWeights:
         causal=facts.causal,
         sum_norm=layer.norm_if(layer.norms.over_mixer),
     )
+
+
+LATENT_EPS = 1e-6  # of the norms over latents, whatever that of the others is
+
+
+def _latent_attention(layer: LayerReader, facts: LatentAttention) -> LatentWeights:
+    k_up, v_up = _by_head(layer, facts)
+
+    def norm(name: str, size: int) -> Norm:
+        return replace(layer.norm(name, size), eps=LATENT_EPS)
+
+    return LatentWeights(
+        norm=layer.norm_if(layer.norms.before_mixer),
+        qkv=layer.linear("qkv", *facts.inputs),
+        q_up=layer.linear("q_b", "self_attn.q_b_proj") if facts.query_rank else None,
+        q_norm=norm("self_attn.q_a_layernorm", facts.query_rank) if facts.query_rank else None,
+        kv_norm=norm("self_attn.kv_a_layernorm", facts.rank),
+        k_up=k_up,
+        v_up=v_up,
+        out=layer.linear("o", "self_attn.o_proj"),
+        rank=facts.rank,
+        turned=facts.rope.dim,
+        scale=facts.scale,
+        interleaved=facts.rope.interleaved,
+        post_norm=layer.norm_if(layer.norms.after_mixer),
+    )
+
+
+def _by_head(layer: LayerReader, facts: LatentAttention) -> tuple[tuple[Linear, ...], tuple[Linear, ...]]:
+    """What takes a head's query to the latents, and latents to a head's values.
+
+    Where a module has both for all heads, and not turned over as the first must be, they are taken apart: plain numbers
+    keep their bits, others become bfloat16.
+    """
+    names = [f"self_attn.{kind}_b_proj" for kind in "kv"]
+    heads = range(facts.num_heads)
+    if facts.by_head:
+        k_up, v_up = (tuple(layer.linear("kv_b", f"{name}.{head}") for head in heads) for name in names)
+        return k_up, v_up
+    rows = (facts.still_dim + facts.value_dim) * facts.num_heads
+    weight = layer.reader.stored(layer.start + EXPANDED, (rows, facts.rank))
+    values = weight.qweight if weight.form == "dense" else dequantize(weight).to(torch.bfloat16)
+    by_head = values.view(facts.num_heads, -1, facts.rank)
+    k_up = tuple(layer.made("kv_b", names[0], by_head[head, : facts.still_dim].T) for head in heads)
+    return k_up, tuple(layer.made("kv_b", names[1], by_head[head, facts.still_dim :]) for head in heads)
 
 
 def _gated_delta(layer: LayerReader, facts: GatedDelta) -> DeltaWeights:
@@ -203,6 +268,7 @@ def _expert_scales(layer: LayerReader, facts: Experts) -> Tensor | None:
 
 _KINDS: dict[type, Callable[[LayerReader, Any], Any]] = {
     Attention: _attention,
+    LatentAttention: _latent_attention,
     GatedDelta: _gated_delta,
     ShortConv: _short_conv,
     Dense: _dense,

@@ -122,18 +122,28 @@ class Reader:
         return weight._replace(**copies) if copies else weight  # type: ignore[attr-defined]
 
     def weight(self, name: str, shape: tuple[int, int]) -> Weight:
+        """A linear module as it is stored, or as what linear layers become while loading."""
+        return self.encoded(name, self.stored(name, shape))
+
+    def stored(self, name: str, shape: tuple[int, int]) -> Weight:
+        """A linear module as it is stored, on the device."""
         stored_as = self.checkpoint.names.source(name)
         weight = self.moved(load_weight(self.checkpoint, stored_as, self.checkpoint.formats[stored_as], shape))
         self.count(stored_as)
         if self.shares_memory:  # GPU and host: let the system drop what it keeps of the files that were read
             for tensor in self._below.get(stored_as, ()):
                 self.checkpoint.forget(tensor)
+        return weight
+
+    def encoded(self, name: str, weight: Weight) -> Weight:
+        """A module's weight as what linear layers become while loading, if it is one of those."""
         kept = not name.startswith("model.layers.") or name.endswith(tuple(f".{router}" for router in ROUTERS))
-        if self.target is None or kept or self.target.fits(*shape) is not None:
+        if self.target is None or kept or self.target.fits(*weight.shape) is not None:
             return weight
         try:
             return encode(dequantize(weight), self.target)
         except ValueError as error:
+            stored_as = self.checkpoint.names.source(name)
             raise BadModelFile(f"{self.checkpoint.path.name}: {stored_as}: {error}") from error
 
     def moved(self, weight: Weight) -> Weight:

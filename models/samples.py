@@ -51,7 +51,7 @@ def layer_samples(layers: Sequence[DecoderLayer], views: Sequence[int]) -> list[
     """One layer of each kind that has pages, in the order of the model, with the view it sees."""
     found: dict[str, LayerCall] = {}
     for layer, view in zip(layers, views, strict=True):
-        if view < 0:
+        if view < 0:  # fused segments are tried on layers that have pages
             continue
         call = (layer.mixer, layer.ffn, view)
         found.setdefault(layer_kind(*call), call)

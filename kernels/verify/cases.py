@@ -101,9 +101,10 @@ def _gated(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
 LAYER_SCALES = (0.03, 0.05)  # of keys and values, where a checkpoint of FP8 keys and values brings one number a layer
 
 
-def empty_pages(facts: OpFacts, num_pages: int, *, layer_scales: bool = False) -> KVPages:
+def empty_pages(facts: OpFacts, num_pages: int, *, layer_scales: bool = False, value_dim: int = 0) -> KVPages:
     """Pages of a model's format on its device."""
-    pages = KVPages.empty(facts.kv_format, num_pages, facts.num_kv_heads, facts.page_size, facts.head_dim)
+    sizes = num_pages, facts.num_kv_heads, facts.page_size, facts.head_dim, value_dim
+    pages = KVPages.empty(facts.kv_format, *sizes)
     if layer_scales:
         k, v = (torch.tensor([scale]) for scale in LAYER_SCALES)
         pages = pages._replace(k_scales=k, v_scales=v)

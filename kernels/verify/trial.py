@@ -22,6 +22,7 @@ from ..layer_weights import (
     AttentionWeights,
     ExpertsWeights,
     HeadWeights,
+    LatentWeights,
     LayerCall,
     Linear,
     MixerWeights,
@@ -188,16 +189,20 @@ def _products(*linears: Linear) -> str:
 
 def layer_kind(attention: MixerWeights, mlp: Any, view: int) -> str:
     """What makes a layer another case for a fused segment."""
-    assert isinstance(attention, AttentionWeights)
+    assert isinstance(attention, AttentionWeights | LatentWeights)
     norms = "".join("n" if norm else "-" for norm in (attention.q_norm, attention.post_norm, mlp.post_norm))
-    norms += "g" * attention.gate + "k" * attention.k_is_v + "r" * attention.reads_only + "i" * (mlp.input is not None)
+    if isinstance(attention, LatentWeights):
+        norms += f" latents {attention.kept}"
+    else:
+        norms += "g" * attention.gate + "k" * attention.k_is_v + "r" * attention.reads_only + f" w{attention.window}"
+    norms += "i" * (mlp.input is not None)
     products = _products(*linears_of(attention), *linears_of(mlp))
     router = ""
     if isinstance(mlp, ExpertsWeights):
         chosen = (mlp.top_k, mlp.renormalise, mlp.scale, mlp.groups, mlp.group_top_k, mlp.limit)
         added = "+b" * (mlp.choice_bias is not None) + "+s" * (mlp.expert_scales is not None) + "+n" * bool(mlp.apart)
         router = f" {mlp.router_kind}{added} {chosen}"
-    return f"{view} {products} {norms} w{attention.window} {mlp.activation}{router}"
+    return f"{view} {products} {norms} {mlp.activation}{router}"
 
 
 def ends_kind(embedding: Embedding, head: HeadWeights) -> str:
@@ -217,7 +222,7 @@ class SegmentTrial:
     head: HeadWeights
     rotations: Callable[[int, Tensor], tuple[Tensor, Tensor]]
     step: tuple[tuple[int, int], ...] = A_FEW
-    _filled: dict[tuple[int, int], KVPages] = field(default_factory=dict, init=False)
+    _filled: dict[tuple[int, int, int], KVPages] = field(default_factory=dict, init=False)
 
     def error(self, name: str, table: KernelTable) -> str:
         """Nothing, or what is wrong with segment `name` of `table`."""
@@ -271,16 +276,15 @@ class SegmentTrial:
 
     def _pages(self, mixer: Any) -> KVPages:
         """Pages with random keys and values for the heads of one layer: layers may differ in them."""
-        facts = self.shapes.facts
-        kv_heads, dim = getattr(mixer, "num_kv_heads", facts.num_kv_heads), getattr(mixer, "head_dim", facts.head_dim)
-        if (kv_heads, dim) not in self._filled:
+        facts, (kv_heads, *dims) = self.shapes.facts, mixer.kept
+        if mixer.kept not in self._filled:
             num_pages, generator = self._made[1], torch.Generator().manual_seed(22)
-            cache = empty_pages(replace(facts, num_kv_heads=kv_heads, head_dim=dim), num_pages)
+            cache = empty_pages(replace(facts, num_kv_heads=kv_heads, head_dim=dims[0]), num_pages, value_dim=dims[1])
             count = num_pages * facts.page_size
-            kv = torch.randn((2, count, kv_heads, dim), generator=generator).to(facts.device)
-            REFERENCES["kv_write"](kv[0], kv[1], cache, torch.arange(count, device=kv.device))
-            self._filled[kv_heads, dim] = cache
-        return self._filled[kv_heads, dim]
+            k, v = (torch.randn((count, kv_heads, dim), generator=generator).to(facts.device) for dim in dims)
+            REFERENCES["kv_write"](k, v, cache, torch.arange(count, device=k.device))
+            self._filled[mixer.kept] = cache
+        return self._filled[mixer.kept]
 
     @property
     def _tolerance(self) -> float:
@@ -331,17 +335,19 @@ class SegmentTrial:
         for attention, mlp, view in self.layers:
             x, _, views, cu, lens, _ = self._inputs()
             cos, sin, table, slots = views[view]
-            assert isinstance(attention, AttentionWeights)
-            q = torch.randn((x.shape[0], attention.num_heads, attention.head_dim * (1 + attention.gate))).to(x)
             caches = copied(self._pages(attention)), copied(self._pages(attention))
-            arguments: dict[str, list[tuple[Any, ...]]] = {
-                "attn_in": [(x.clone(), attention, cos, sin, of, slots) for of in caches],
-                "attention": [(q, attention, of, table, cu, lens) for of in caches],
-                "attn_out": [(q[..., : attention.head_dim].flatten(1), x.clone(), attention) for _ in caches],
-                "mlp": [(x.clone(), mlp) for _ in caches],
-                "experts": [(x.clone(), mlp) for _ in caches],
-            }
-            if name in ("mlp", "experts") and isinstance(mlp, ExpertsWeights) != (name == "experts"):
+            feed = "experts" if isinstance(mlp, ExpertsWeights) else "mlp"
+            arguments: dict[str, list[tuple[Any, ...]]] = {feed: [(x.clone(), mlp) for _ in caches]}
+            if isinstance(attention, LatentWeights):
+                arguments["latent_attention"] = [(x.clone(), attention, of, views[view], cu, lens) for of in caches]
+            elif isinstance(attention, AttentionWeights):
+                q = torch.randn((x.shape[0], attention.num_heads, attention.head_dim * (1 + attention.gate))).to(x)
+                arguments |= {
+                    "attn_in": [(x.clone(), attention, cos, sin, of, slots) for of in caches],
+                    "attention": [(q, attention, of, table, cu, lens) for of in caches],
+                    "attn_out": [(q[..., : attention.head_dim].flatten(1), x.clone(), attention) for _ in caches],
+                }
+            if name not in arguments:
                 continue
             ours, theirs = arguments[name]
             found, wanted = run(*ours), REFERENCES[name](*theirs)

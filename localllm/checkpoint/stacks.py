@@ -1,8 +1,10 @@
 """Tensors that hold all experts of a layer, taken apart: one tensor for each expert, as most safetensors have them.
+The same of tensors that hold all heads of a layer.
 
 GGUF                    blk.{i}.ffn_{gate,up,down}_exps.weight [E, N, K], .bias [E, N], .scale [E];
                         ffn_gate_up_exps: gate rows first; before llama.cpp stacked them: ffn_gate.{e}.weight [N, K]
 transformers 5          experts.gate_up_proj [E, 2I, H], gate rows first; experts.down_proj [E, H, I]
+                        attn_k_b, attn_v_b [heads, N, K] -> attn_k_b.{head}.weight
 GraniteMoe              block_sparse_moe.input_linear.weight and output_linear.weight, as the two before
 gpt-oss                 experts.{gate_up,down}_proj_bias [E, N]; gate and up rows take turns, and either
     plain               experts.gate_up_proj [E, H, 2I], experts.down_proj [E, I, H]
@@ -25,6 +27,7 @@ from .mapped_file import TensorInfo, bad
 
 _GGUF = re.compile(r"(blk\.\d{1,6}\.ffn_)(gate|up|down|gate_up)_exps\.(weight|bias|scale)")
 _GGUF_SPLIT = re.compile(r"(blk\.\d{1,6}\.ffn_(?:gate|up|down))\.(\d{1,6})\.(weight|bias)")
+_GGUF_HEADS = re.compile(r"(blk\.\d{1,6}\.attn_[kv]_b)\.weight")
 _HF = re.compile(r"(.+\.experts\.)(gate_up|down)_proj(|_bias|_blocks|_scales)")
 _GRANITE = re.compile(r"(.+\.block_sparse_moe\.)(input|output)_linear\.weight")
 _SUFFIX = {"": "weight", "_bias": "bias", "_blocks": "weight_packed", "_scales": "weight_scale"}
@@ -52,6 +55,9 @@ def _parts(name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> It
                 yield replace(part, name=f"{match[1]}{kind}_exps.{expert}.{match[3]}")
     elif match := _GGUF_SPLIT.fullmatch(name):
         yield replace(info, name=f"{match[1]}_exps.{match[2]}.{match[3]}")
+    elif (match := _GGUF_HEADS.fullmatch(name)) and dims == 3:
+        for head, _, part in _apart(info, ["head"], turns=False):
+            yield replace(part, name=f"{match[1]}.{head}.weight")
     elif (match := _GRANITE.fullmatch(name)) and dims == 3:
         kinds = ["gate", "up"] if match[2] == "input" else ["down"]
         for expert, kind, part in _apart(info, kinds, turns=False):

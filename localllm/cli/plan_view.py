@@ -383,19 +383,23 @@ def formulas(row: Row, sheet: Sheet) -> list[str]:
 
 def _model_lines(row: Row) -> list[str]:
     """The formulas of weights and KV with the model's own numbers."""
-    from localllm.models.architectures import Attention, kv_bytes_per_token
+    from localllm.models.architectures import kv_bytes_per_token
     from localllm.models.architectures.facts import state_bytes
+    from localllm.models.architectures.layers import Paged
 
     assert row.plan is not None
     facts, kv, state = row.subject.facts, row.plan.kv, state_bytes(row.subject.facts)
     windowed = sum(window is not None for window in facts.windows)
-    keeping = [layer for layer in facts.layers if isinstance(layer.mixer, Attention)]
+    keeping = [layer for layer in facts.layers if isinstance(layer.mixer, Paged)]
     layers = f"{len(keeping)} layers" + (f" ({windowed} keep a window only)" if windowed else "")
     one = kv_bytes_per_token(keeping[:1], kv)
+    _, keys, values = keeping[0].mixer.kept
+    kept = f"2 × {layers} × {facts.num_kv_heads} heads × {facts.head_dim}"
+    if keys != values:  # latents, and what turns of the keys
+        kept = f"{layers} × ({keys} + {values})"
     others = f"state = {facts.num_layers - len(keeping)} layers of any length: {state:,} B a sequence"
     return [
         f"weights = {facts.num_params:,} values stored as {facts.stored_format}: {facts.weight_bytes:,} B in the file",
-        f"KV = 2 × {layers} × {facts.num_kv_heads} heads × {facts.head_dim} values in {kv}:"
-        f" {one:,} B a layer and token",
+        f"KV = {kept} values in {kv}: {one:,} B a layer and token",
         *([others] if state else []),
     ]

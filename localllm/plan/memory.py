@@ -315,7 +315,7 @@ class Memory:
             "logits": (3 * self.options.max_parallel + self.num_drafts) * facts.vocab_size * 4,
         }
         # PyTorch's attention gathers keys and values, and holds tiles of scores
-        if not (self.machine.compiler and facts.causal):
+        if facts.gathers or not self.machine.compiler:
             terms["gathered"] = 4 * ctx * facts.num_kv_heads * facts.head_dim * 4 + 16 * MIB
         return terms
 
@@ -335,7 +335,7 @@ class Memory:
             "graphs": captured + sampler,
             "tables": rope_bytes(facts, ctx) + block_tables,
         }
-        if not facts.causal:  # PyTorch's attention, as on the CPU
+        if facts.gathers:  # PyTorch's attention, as on the CPU
             terms["activations"] += 4 * ctx * facts.num_kv_heads * facts.head_dim * 4 + 16 * MIB
         if self.where.gpu is not None and self.where.gpu.unified:  # what the process itself takes counts, too
             terms["program"] = self._host_bytes

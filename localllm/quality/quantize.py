@@ -28,7 +28,7 @@ from localllm import paths
 from localllm.errors import Aborted, BadModelFile, ConfigError, DoesNotFit, InternalError, UnsupportedFormat
 from localllm.models.architectures import OpenModel, open_model
 from localllm.models.architectures.facts import linear_shapes
-from localllm.models.architectures.layers import ROUTERS
+from localllm.models.architectures.layers import STAY_STORED
 from localllm.models.calibration import hessians
 from localllm.quant import dequantize
 from localllm.quant.encode import Target, encode, relative_error
@@ -149,7 +149,7 @@ class _Work:
                     )
                 if f"{name}.weight" not in self.checkpoint.tensors:
                     continue
-                why = "it chooses experts" if module in ROUTERS else self.target.fits(*shape)
+                why = STAY_STORED.get(module) or self.target.fits(*shape)
                 if why is None:
                     layer[module] = name
                 elif index == 0:

@@ -18,7 +18,7 @@ from localllm.checkpoint.text_modules import Projection
 from localllm.errors import UnsupportedModel
 
 from .facts import ModelFacts
-from .layers import Attention, Dense, Experts, LayerFacts, RopeFacts
+from .layers import Attention, Dense, Experts, LayerFacts, Paged, RopeFacts
 from .names import NameMap
 
 SAMPLING = {
@@ -135,7 +135,7 @@ class Config(ABC):
         self, layers: tuple[LayerFacts, ...], max_context: int, *, eps: float | None = None, **changes: Any
     ) -> ModelFacts:
         """The whole model; `changes` is what the family knows better, `eps` what a file that has none means."""
-        if not any(isinstance(layer.mixer, Attention) for layer in layers):
+        if not any(isinstance(layer.mixer, Paged) for layer in layers):
             raise self.unsupported(f"{self.source} without a layer of full attention")
         tensors, usage = self.checkpoint.tensors, self.usage()
         spare = set(self.names.beyond(tensors, len(layers))) if usage["extra_layers"] else set()

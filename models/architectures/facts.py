@@ -13,7 +13,18 @@ from typing import Any
 
 from localllm.checkpoint.text_modules import Projection
 
-from .layers import Attention, Entry, Experts, InputTable, LayerFacts, RopeFacts, Stateful
+from .layers import (
+    EXPANDED,
+    Attention,
+    Entry,
+    Experts,
+    InputTable,
+    LatentAttention,
+    LayerFacts,
+    Paged,
+    RopeFacts,
+    Stateful,
+)
 
 KV_BYTES = {"f32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "int8": 1, "fp8": 1}
 
@@ -127,12 +138,17 @@ class ModelFacts:
     @cached_property
     def windows(self) -> tuple[int | None, ...]:
         """Per layer: the positions it sees, None for all."""
-        return tuple(layer.mixer.window if isinstance(layer.mixer, Attention) else None for layer in self.layers)
+        return tuple(layer.mixer.window if isinstance(layer.mixer, Paged) else None for layer in self.layers)
 
     @cached_property
-    def attention(self) -> tuple[Attention, ...]:
-        """The mixers that keep keys and values, in the order of the layers."""
-        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention))
+    def attention(self) -> tuple[Paged, ...]:
+        """The mixers that keep something of every token, in the order of the layers."""
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, Paged))
+
+    @cached_property
+    def gathers(self) -> bool:
+        """Whether there is attention that only PyTorch computes, which gathers what it reads of the pages."""
+        return not self.causal or any(isinstance(mixer, LatentAttention) for mixer in self.attention)
 
     @cached_property
     def ropes(self) -> tuple[RopeFacts, ...]:
@@ -201,6 +217,15 @@ def idle_experts(facts: ModelFacts) -> dict[str, int]:
     }
 
 
+def expanded_modules(facts: ModelFacts) -> dict[str, tuple[int, int]]:
+    """(N, K) of the modules that are taken apart by heads while loading: quantized ones are decoded for it."""
+    found = {}
+    for index, layer in enumerate(facts.layers):
+        if isinstance(layer.mixer, LatentAttention) and not layer.mixer.by_head:
+            found[f"model.layers.{index}.{EXPANDED}"] = linear_shapes(layer, facts.hidden_size)[EXPANDED]
+    return found
+
+
 def count_params(facts: ModelFacts) -> int:
     """Parameters of the text model, a tied head counted once."""
     hidden = facts.hidden_size
@@ -218,11 +243,8 @@ def kv_bytes_per_token(layers: Iterable[LayerFacts], dtype: str) -> int:
     """
     scale = 4 if dtype in ("int8", "fp8") else 0
     mixers = (layer.mixer for layer in layers)
-    return sum(
-        2 * mixer.num_kv_heads * (mixer.head_dim * KV_BYTES[dtype] + scale)
-        for mixer in mixers
-        if isinstance(mixer, Attention) and mixer.shares_kv_with is None
-    )
+    kept = (mixer.kept for mixer in mixers if isinstance(mixer, Paged) and mixer.shares_kv_with is None)
+    return sum(heads * ((keys + values) * KV_BYTES[dtype] + 2 * scale) for heads, keys, values in kept)
 
 
 def state_bytes(facts: ModelFacts) -> int:
@@ -237,7 +259,7 @@ def layer_views(facts: ModelFacts) -> tuple[tuple[tuple[int, int], ...], tuple[i
     group_of = {layer: index for index, group in enumerate(cache_layers(facts)) for layer in group}
     pairs = [
         (group_of[kv_layer(index, layer.mixer)], facts.ropes.index(layer.mixer.rope))
-        if isinstance(layer.mixer, Attention)
+        if isinstance(layer.mixer, Paged)
         else None
         for index, layer in enumerate(facts.layers)
     ]
@@ -245,7 +267,7 @@ def layer_views(facts: ModelFacts) -> tuple[tuple[tuple[int, int], ...], tuple[i
     return views, tuple(-1 if pair is None else views.index(pair) for pair in pairs)
 
 
-def kv_layer(index: int, mixer: Attention) -> int:
+def kv_layer(index: int, mixer: Paged) -> int:
     """The layer that keeps what layer `index` reads."""
     return index if mixer.shares_kv_with is None else mixer.shares_kv_with
 
@@ -255,9 +277,8 @@ def cache_layers(facts: ModelFacts) -> tuple[tuple[int, ...], ...]:
     found: dict[tuple[object, ...], list[int]] = {}
     for index, layer in enumerate(facts.layers):
         mixer = layer.mixer
-        if not isinstance(mixer, Attention) or mixer.shares_kv_with is not None:
-            continue
-        found.setdefault((mixer.window, mixer.num_kv_heads, mixer.head_dim), []).append(index)
+        if isinstance(mixer, Paged) and mixer.shares_kv_with is None:
+            found.setdefault((mixer.window, *mixer.kept), []).append(index)
     windows = facts.windows
     groups = sorted(found.values(), key=lambda group: (windows[group[0]] is not None, -(windows[group[0]] or 0)))
     return tuple(map(tuple, groups))

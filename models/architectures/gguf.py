@@ -64,9 +64,6 @@ class GgufConfig(Config):
         self.num_layers -= self.extra_layers
         if self.num_layers < 1:
             raise keys.fail("nextn_predict_layers", f"is {self.extra_layers}, of all {self.extra_layers} layers")
-        value_dim = keys.integer("attention.value_length", 2, MAX_HEAD_DIM, self.head_dim)
-        if value_dim != self.head_dim:
-            raise self.unsupported(f"{source} with keys of {self.head_dim} and values of {value_dim} elements")
 
     @property
     def projections(self) -> tuple[Projection, ...]:
@@ -107,6 +104,9 @@ class GgufConfig(Config):
 
     def attention(self, rope: RopeFacts, *, scale: float | None = None, **changes: Any) -> Attention:
         """With the file's own scale where it states one."""
+        value_dim = self.keys.integer("attention.value_length", 2, MAX_HEAD_DIM, self.head_dim)
+        if value_dim != self.head_dim:
+            raise self.unsupported(f"{self.source} with keys of {self.head_dim} and values of {value_dim} elements")
         stated = self.keys.number("attention.scale", 1e-6, 1e3, scale or 1 / math.sqrt(self.head_dim))
         return super().attention(rope, scale=stated, **changes)
 

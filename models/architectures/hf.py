@@ -72,9 +72,13 @@ class HfConfig(Config):
 
     def rope(self) -> tuple[RopeFacts, int]:
         """The rotation of all layers, and the context it reaches."""
+        return self.rope_from(self.rope_values)
+
+    @property
+    def rope_values(self) -> dict[str, Any]:
+        """What the file says of that rotation, wherever it does."""
         theta = {"rope_theta": self.keys.number("rope_theta", 1.0, 1e15, 10_000.0)}
-        values = theta | object_of(self.given, "rope_scaling") | object_of(self.given, "rope_parameters")
-        return self.rope_from(values)
+        return theta | object_of(self.given, "rope_scaling") | object_of(self.given, "rope_parameters")
 
     def ropes(self, full_theta: float, local_theta: float | None = None) -> tuple[RopeFacts, RopeFacts, int]:
         """The rotation of layers that see all, that of windowed ones, and the context; the thetas of silent files.
@@ -173,16 +177,18 @@ class HfConfig(Config):
             raise self.keys.fail(key, "must list numbers of layers")
         return frozenset(value)
 
+    def is_null(self, key: str) -> bool:
+        """Whether the file switches a default off."""
+        return key in self.given.values and self.given.raw(key) is None
+
     def capped(self, key: str) -> float | None:
         """A soft-cap; an explicit null switches a default off."""
-        off = key in self.given.values and self.given.raw(key) is None
-        return None if off else self.keys.optional_number(key, 1e-3, 1e6)
+        return None if self.is_null(key) else self.keys.optional_number(key, 1e-3, 1e6)
 
     @property
     def window(self) -> int | None:
         """`sliding_window`; an explicit null switches a default off."""
-        off = "sliding_window" in self.given.values and self.given.raw("sliding_window") is None
-        absent = off or self.keys.raw("sliding_window") is None
+        absent = self.is_null("sliding_window") or self.keys.raw("sliding_window") is None
         return None if absent else self.keys.integer("sliding_window", 1, MAX_CONTEXT)
 
     def windows(self, windowed: Callable[[int], bool], *, enabled: bool = True) -> tuple[int | None, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,11 @@ class Attention:
     shares_kv_with: int | None = None  # the earlier layer whose keys and values it reads; it makes none itself
 
     @property
+    def kept(self) -> tuple[int, int, int]:
+        """Heads of what a token leaves in the pages, and the elements of its keys and of its values."""
+        return self.num_kv_heads, self.head_dim, self.head_dim
+
+    @property
     def inputs(self) -> tuple[str, ...]:
         """The modules that queries, keys and values come from, in this order."""
         if self.fused:
@@ -89,6 +95,78 @@ class Attention:
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         kv = kv if self.shares_kv_with is None else 0
         return 2 * q + (q + 2 * kv) + 2 * q + kv + 3 * q * self.gate
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """A mixer that makes keys and values of all heads from one short vector a token, its latent, and keeps only that,
+    beside a piece of the key that turns with the position and that all heads share.
+    """
+
+    num_heads: int
+    rank: int  # elements of a latent
+    still_dim: int  # elements of a query and of a key that do not turn; those that do, `rope.dim`, come behind them
+    value_dim: int
+    rope: RopeFacts
+    scale: float
+    query_rank: int = 0  # elements of what queries are made of; 0: they are made of the residual stream
+    bias: bool = False  # of the modules that make latents
+    o_bias: bool = False
+    # keys and values are made by a module a head; those of keys take what does not turn of a query to the latents
+    by_head: bool = False
+    # what `Attention` may have besides
+    window: ClassVar[None] = None
+    softcap: ClassVar[None] = None
+    shares_kv_with: ClassVar[None] = None
+
+    @property
+    def num_kv_heads(self) -> int:
+        return 1
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a query that meets a latent."""
+        return self.rank + self.rope.dim
+
+    @property
+    def kept(self) -> tuple[int, int, int]:
+        """As of `Attention`: the latent stands for a key, what turns for a value."""
+        return 1, self.rank, self.rope.dim
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The modules that take the residual stream: what queries are made of, and the latent."""
+        return ("self_attn.q_a_proj" if self.query_rank else "self_attn.q_proj"), "self_attn.kv_a_proj_with_mqa"
+
+    def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
+        heads, queries = self.num_heads, self.num_heads * (self.still_dim + self.rope.dim)
+        first, latent = self.inputs
+        shapes = {first: (self.query_rank or queries, hidden), latent: (self.head_dim, hidden)}
+        if self.query_rank:
+            shapes["self_attn.q_b_proj"] = (queries, self.query_rank)
+        if self.by_head:
+            for head in range(heads):
+                shapes[f"self_attn.k_b_proj.{head}"] = (self.rank, self.still_dim)
+                shapes[f"self_attn.v_b_proj.{head}"] = (self.value_dim, self.rank)
+        else:
+            shapes[EXPANDED] = (heads * (self.still_dim + self.value_dim), self.rank)
+        return shapes | {"self_attn.o_proj": (hidden, heads * self.value_dim)}
+
+    def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        sizes: dict[str, tuple[int, ...]] = {"self_attn.kv_a_layernorm.weight": (self.rank,)}
+        if self.query_rank:
+            sizes["self_attn.q_a_layernorm.weight"] = (self.query_rank,)
+        biased = self.inputs[not self.query_rank :] * self.bias + ("self_attn.o_proj",) * self.o_bias
+        shapes = self.linears(hidden)
+        return sizes | {f"{name}.bias": shapes[name][:1] for name in biased}
+
+    def work(self, hidden: int) -> int:
+        """As of `Attention`: queries before and after they meet latents, float32 sums of latents, values."""
+        queries = self.num_heads * (self.still_dim + 2 * self.rope.dim + self.rank)
+        return queries + 2 * self.head_dim + self.query_rank + self.num_heads * (2 * self.rank + self.value_dim)
+
+
+EXPANDED = "self_attn.kv_b_proj"  # makes keys and values of latents: taken apart by heads while loading
 
 
 @dataclass(frozen=True)
@@ -175,6 +253,7 @@ class ShortConv:
         return 3 * self.channels + self.channels + 10 * self.channels
 
 
+Paged = Attention | LatentAttention  # mixers that keep something of every token
 Stateful = GatedDelta | ShortConv  # mixers that keep a state of one size, however many tokens there were: `state_bytes`
 
 
@@ -209,6 +288,8 @@ class Dense:
 
 # linear modules that choose or weigh others: they keep their stored numbers whatever the others become
 ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")
+# modules that are not quantized -> why not
+STAY_STORED = dict.fromkeys(ROUTERS, "it chooses experts") | {EXPANDED: "it is taken apart while loading"}
 
 
 # before the experts, after the shared expert, after the experts: where they are `apart`
@@ -346,7 +427,7 @@ class InputTable:
 class LayerFacts:
     """One decoder layer: what mixes tokens, what follows, and the norms around them."""
 
-    mixer: Attention | Stateful
+    mixer: Paged | Stateful
     ffn: Dense | Experts
     norms: Norms = Norms()
     scaled: bool = False  # a stored number multiplies what it gives

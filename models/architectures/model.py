@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from dataclasses import replace
@@ -14,7 +15,7 @@ from localllm.checkpoint.formats.module import DENSE
 from localllm.checkpoint.mapped_file import bad
 
 from . import registry
-from .facts import ModelFacts, count_params, idle_experts, linear_shapes, vector_shapes
+from .facts import ModelFacts, count_params, expanded_modules, idle_experts, linear_shapes, vector_shapes
 from .layers import Entry
 from .names import NameMap
 
@@ -58,8 +59,19 @@ class OpenModel(Checkpoint):
         held: Counter[str] = Counter()
         for name, info in self.tensors.items():
             held[name.rpartition(".")[0]] += info.nbytes
+        taken_apart = {self.names.source(module): shape for module, shape in expanded_modules(facts).items()}
+        decoded = sum(
+            max(0, 2 * math.prod(shape) - held[name])
+            for name, shape in taken_apart.items()
+            if self.formats[name].label not in DENSE.values()
+        )
         idle = sum(count * held[self.names.source(module)] for module, count in idle_experts(facts).items())
-        return replace(facts, num_params=count_params(facts), active_share=1 - idle / max(1, facts.weight_bytes))
+        return replace(
+            facts,
+            num_params=count_params(facts),
+            active_share=1 - idle / max(1, facts.weight_bytes),
+            decoded_bytes=facts.decoded_bytes + decoded,
+        )
 
     def stored_modules(self, facts: ModelFacts) -> set[str]:
         """The modules below layers that the model is made of, as the file names them."""

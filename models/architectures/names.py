@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.([\w.]+)")
-_EXPERT = re.compile(r"(mlp\.experts\.)(\d+)(\.\w+)")
+_ONE_OF_MANY = re.compile(r"(mlp\.experts\.|self_attn\.[kv]_b_proj\.)(\d+)((?:\.\w+)?)")  # experts, or heads
 _WRAPPERS = ("language_model.model.", "model.language_model.")
 GGUF_LAYER = {
     "input_layernorm": "attn_norm",
@@ -43,7 +43,7 @@ class NameMap:
 
     top: Mapping[str, str]  # modules outside of the layers
     layer: str  # what a layer's modules begin with, `{}` for its number
-    # modules and whole tensors below a layer that are called otherwise; `{}` for an expert's number
+    # modules and whole tensors below a layer that are called otherwise; `{}` for an expert's number, or a head's
     inner: Mapping[str, str] = field(default_factory=dict)
     # what canonical names outside of the text model begin with -> what theirs do
     parts: Mapping[str, str] = field(default_factory=dict)
@@ -55,11 +55,11 @@ class NameMap:
         if match is None:
             part = next((part for part in self.parts if module.startswith(part)), None)
             return self.top[module] if part is None else self.parts[part] + module.removeprefix(part)
-        expert = _EXPERT.fullmatch(match[2])
-        if expert is None:
+        one = _ONE_OF_MANY.fullmatch(match[2])
+        if one is None:
             return self.layer.format(match[1]) + self.inner.get(match[2], match[2])
-        of_all = f"{expert[1]}{{}}{expert[3]}"
-        return self.layer.format(match[1]) + self.inner.get(of_all, of_all).format(expert[2])
+        of_all = f"{one[1]}{{}}{one[3]}"
+        return self.layer.format(match[1]) + self.inner.get(of_all, of_all).format(one[2])
 
     def tensor(self, name: str) -> str:
         """The name in the file of a canonical tensor that is no linear module's weight."""

@@ -11,6 +11,7 @@ from localllm.checkpoint.fields import Fields
 from . import gguf, hf
 from .architecture import Architecture
 from .config import unsupported
+from .deepseek import DeepseekV2, DeepseekV3, Glm4MoeLite
 from .encoders import Bert, NomicBert, XlmRoberta
 from .facts import ModelFacts
 from .gemma2 import Gemma2
@@ -49,6 +50,9 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     GptOss(),
     Mixtral(),
     Glm4Moe(),
+    Glm4MoeLite(),
+    DeepseekV2(),
+    DeepseekV3(),
     Lfm2(),
     Lfm2Moe(),
     SmolLM3(),
@@ -126,7 +130,8 @@ def _from_hf(checkpoint: Checkpoint) -> tuple[ModelFacts, NameMap]:
     for one in ARCHITECTURES:
         if model_type in one.hf_types:
             found = one.names(checkpoint)
-            text = {one.hf_renamed.get(key, key): value for key, value in text.items()}
+            ours = {new: text[key] for key, new in one.hf_renamed.items() if key in text}
+            text = {key: value for key, value in text.items() if key not in one.hf_renamed} | ours
             config = hf.HfConfig(checkpoint, text, model_type, one.hf_types[model_type], found, runnable())
             return replace(one.from_hf(config), architecture=one.name), found
     raise unsupported(top.path, f"{source} (model_type {model_type})" if model_type else source, runnable())

@@ -322,3 +322,19 @@ def test_states_are_explained_beside_keys_and_values() -> None:
     _, kept, state = _model_lines(cast(Any, row))
     assert "2 × 1 layers × 2 heads × 16 values" in kept and "128 B a layer and token" in kept
     assert state == f"state = 2 layers of any length: {2 * 4 * (64 * 3 + 4 * 8 * 8):,} B a sequence"
+
+
+def test_latents_are_explained_as_what_is_kept() -> None:
+    from types import SimpleNamespace
+    from typing import Any, cast
+
+    from localllm.cli.commands.show import _attention
+    from localllm.cli.plan_view import _model_lines
+    from localllm.models.architectures import Dense, LatentAttention, LayerFacts, ModelFacts, RopeFacts
+
+    layers = (LayerFacts(LatentAttention(20, 512, 192, 256, RopeFacts(1e6, 64), 0.1), Dense(16)),) * 47
+    facts = ModelFacts("x", "x", "x", 64, 100, 512, 1e-6, layers)
+    row: Any = SimpleNamespace(plan=SimpleNamespace(kv="bf16"), subject=SimpleNamespace(facts=facts))
+    _, kept = _model_lines(cast(Any, row))
+    assert kept == "KV = 47 layers × (512 + 64) values in bf16: 1,152 B a layer and token"
+    assert _attention(facts) == "20 heads over latents of 512 values, and 64 that turn"

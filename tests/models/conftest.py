@@ -55,6 +55,11 @@ GEMMA4_ROPE = {
 }
 NORM = re.compile(r"norm(_\d)?\.weight$|router\.\w*scale$")  # what is about 1
 ZERO_CENTRED = ("gemma2", "gemma3_text", "qwen3_5_text", "qwen3_5_moe_text")  # whose norms are stored less 1
+LATENT = {
+    "hidden_size": 45, "intermediate_size": 70, "q_lora_rank": 22, "kv_lora_rank": 34, "qk_nope_head_dim": 14,
+    "qk_rope_head_dim": 10, "v_head_dim": 18, "n_routed_experts": 7, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 26, "n_shared_experts": 1,
+}  # fmt: skip
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 
 # name -> (model_type, configuration): odd sizes, head_dim != hidden / heads, tied and not, every GQA ratio, biases
@@ -223,6 +228,32 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         {"hidden_size": 42, "intermediate_size": 70, "heads": (6, 2, 12), "layer_types": ["conv", "full_attention"]}
         | {"num_hidden_layers": 2, "num_dense_layers": 1, "num_experts": 5, "num_experts_per_tok": 2}
         | {"moe_intermediate_size": 26, "routed_scaling_factor": 1.5, "norm_eps": 1e-5},
+    ),
+    "deepseek-v2": (  # as the Lite ones: queries without a latent, YaRN with both of its scales
+        "deepseek_v2",
+        LATENT
+        | {"heads": (3, 3, 10), "q_lora_rank": None, "first_k_dense_replace": 1, "n_shared_experts": 2}
+        | {"rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}},
+    ),
+    "deepseek-v2-groups": (
+        "deepseek_v2",
+        LATENT
+        | {"heads": (3, 3, 10), "first_k_dense_replace": 0, "topk_method": "group_limited_greedy", "n_group": 4}
+        | {"topk_group": 2, "n_routed_experts": 12, "routed_scaling_factor": 3.0, "attention_bias": True},
+    ),
+    "deepseek-v3": (
+        "deepseek_v3",
+        LATENT
+        | {"heads": (3, 3, 10), "first_k_dense_replace": 1, "n_routed_experts": 12, "n_group": 4, "topk_group": 2}
+        | {"num_nextn_predict_layers": 0, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}},
+    ),
+    "glm4-moe-lite": ("glm4_moe_lite", LATENT | {"heads": (5, 5, 10), "routed_scaling_factor": 1.8}),
+    "glm4-moe-lite-packable": (
+        "glm4_moe_lite",
+        LATENT
+        | {"heads": (2, 2, 8), "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32}
+        | {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 8, "v_head_dim": 64}
+        | {"num_hidden_layers": 2},
     ),
     "gemma3": (
         "gemma3_text",

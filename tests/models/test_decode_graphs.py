@@ -35,6 +35,7 @@ from localllm.plan.planner import Planner
 from localllm.request import Request, SamplingParams
 
 CONTEXT, PAGE, PAGES = 120, 16, 40
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "glm4-moe-lite")]
 
 
 def rerun(run: Run) -> Captured:
@@ -129,7 +130,7 @@ class Told:
         return Guess(tuple(found), 9) if found else None
 
 
-@pytest.mark.parametrize("name", ["gemma3", "mistral", pytest.param("qwen3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["gemma3", "mistral", *SLOW])
 @pytest.mark.parametrize("form", ["eager", "graphs", "device"])
 def test_guesses_change_no_token(loaded: Callable[[str], Model], name: str, form: str) -> None:
     """Windows, new pages, penalties, log-probabilities and two answers to a prompt, beside steps that are captured."""

@@ -23,6 +23,7 @@ ARCHITECTURE = {"mistral": "llama", "mixtral": "llama", "gemma3_text": "gemma3"}
 ARCHITECTURE |= {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}
 ARCHITECTURE |= {"qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "glm4_moe": "glm4moe"}
 ARCHITECTURE |= {"lfm2_moe": "lfm2moe"}
+ARCHITECTURE |= {"deepseek_v2": "deepseek2", "glm4_moe_lite": "deepseek2"}
 ARCHITECTURE |= {"olmo3": "olmo2", "ministral3": "mistral3", "gemma4_text": "gemma4"}
 LFM2 = {  # what it calls differently
     "operator_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "embedding_norm": "norm",
@@ -39,8 +40,14 @@ def permuted(rows: Tensor, heads: int) -> Tensor:
     return split.transpose(1, 2).reshape(rows.shape)
 
 
-def write_gguf(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], kind: gguf.GGMLQuantizationType) -> Path:
-    """A GGUF file of a tiny model, its matrices stored as `kind`."""
+def write_gguf(
+    path: Path,
+    config: dict[str, Any],
+    tensors: dict[str, Tensor],
+    kind: gguf.GGMLQuantizationType,
+    apart: bool = True,
+) -> Path:
+    """A GGUF file of a tiny model, its matrices stored as `kind`. `apart`: matrices of latents by heads, as today."""
     arch = ARCHITECTURE.get(config["model_type"], config["model_type"])
     writer = gguf.GGUFWriter(path, arch)
     family = next(one for one in registry.ARCHITECTURES if arch in one.gguf_types)
@@ -49,7 +56,8 @@ def write_gguf(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], k
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(_inner(config, tensors))
-    heads, kv_heads, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    dim = config.get("head_dim") or config["qk_rope_head_dim"]
     writer.add_head_count(heads)
     of_layers = config.get("layer_types", ())
     writer.add_head_count_kv([kv_heads * (kind != "conv") for kind in of_layers] if "conv" in of_layers else kv_heads)
@@ -97,6 +105,8 @@ def write_gguf(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], k
         writer.add_expert_weights_scale(config["routed_scaling_factor"])
         writer.add_expert_weights_norm(config["norm_topk_prob"])
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if arch == "deepseek2":
+        tensors = _latent(writer, config, tensors, apart)
     vocabulary = config["vocab_size"]
     writer.add_tokenizer_model("llama")
     writer.add_token_list([f"t{i}" for i in range(vocabulary)])
@@ -139,6 +149,44 @@ def _usual(name: str) -> str:
     for theirs, usual in LFM2.items():
         name = name.replace(theirs, usual)
     return name
+
+
+def _latent(
+    writer: gguf.GGUFWriter, config: dict[str, Any], tensors: dict[str, Tensor], apart: bool
+) -> dict[str, Tensor]:
+    """The keys of a model with latent attention, and its tensors."""
+    rank, turned, still = (config[key] for key in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim"))
+    heads, values, rope = config["num_attention_heads"], config["v_head_dim"], config["rope_parameters"]
+    dense = config.get("mlp_layer_types", []).count("dense") or config["first_k_dense_replace"]
+    writer.add_leading_dense_block_count(dense)
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_kv_lora_rank(rank)
+    if config["q_lora_rank"]:
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+    if not apart:  # as older files have it, which say nothing of the router either
+        writer.add_key_length(still + turned)
+        writer.add_value_length(values)
+        return tensors
+    writer.add_head_count_kv(1)
+    writer.add_key_length(rank + turned)
+    writer.add_value_length(rank)
+    writer.add_key_length_mla(still + turned)
+    writer.add_value_length_mla(values)
+    if config["model_type"] == "glm4_moe_lite":
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    found = {}
+    for name, tensor in tensors.items():
+        if not name.endswith("kv_b_proj.weight"):
+            found[name] = tensor
+            continue
+        keys, rows = tensor.view(heads, still + values, rank).split([still, values], 1)
+        layer = name.split(".")[2]
+        found |= {f"blk.{layer}.attn_k_b.weight": keys.mT, f"blk.{layer}.attn_v_b.weight": rows}
+    return found
 
 
 def _hybrid(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -263,8 +311,10 @@ def _rope(writer: gguf.GGUFWriter, config: dict[str, Any], dim: int) -> None:
             writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
 
 
-def gguf_logits(model: Any, paged: Any, path: Path, kind: gguf.GGMLQuantizationType, ids: list[int]) -> Tensor:
-    with open_model(write_gguf(path, model.config, model.tensors, kind)) as checkpoint:
+def gguf_logits(
+    model: Any, paged: Any, path: Path, kind: gguf.GGMLQuantizationType, ids: list[int], apart: bool = True
+) -> Tensor:
+    with open_model(write_gguf(path, model.config, model.tensors, kind, apart)) as checkpoint:
         ours = load_model(checkpoint, LoadOptions(exact=True))
     return paged(ours).all_logits(ids, [50])
 
@@ -273,9 +323,11 @@ NAMES = ["llama", "llama-bias", "llama-yarn", "mistral", "qwen2", "qwen3", "qwen
 NAMES += ["gpt-oss", "mixtral", "glm4-moe", "qwen3.5", "qwen3.5-moe", "lfm2", "lfm2-moe"]
 NAMES += ["gemma2", "gemma4", "gemma4-e2b", "gemma4-moe"]
 NAMES += ["smollm3", "granite", "granitemoe", "olmo2", "olmo3", "seed-oss", "glm4", "ministral3"]
+NAMES += ["deepseek-v2"]
+SLOW = [pytest.param("glm4-moe-lite", marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *SLOW])
 def test_gguf_equals_safetensors(name: str, tiny: Callable, loaded: Callable, paged: Any, tmp_path: Path) -> None:
     ids = torch.randint(0, 99, (70,)).tolist()
     rows = gguf_logits(tiny(name), paged, tmp_path / "tiny.gguf", gguf.GGMLQuantizationType.F32, ids)
@@ -298,3 +350,36 @@ def test_gguf_block_types(kind: str, tiny: Callable, paged: Any, tmp_path: Path)
     rows = gguf_logits(model, paged, tmp_path / "tiny.gguf", stored, ids)
     assert float((rows - expected).abs().max() / expected.abs().max()) < 2e-5
     assert math.isfinite(float(rows.sum()))
+
+
+def test_older_files_keep_keys_and_values_of_latents_together(
+    tiny: Callable, loaded: Callable, paged: Any, tmp_path: Path
+) -> None:
+    """And do not say that the router is a softmax one."""
+    ids = torch.randint(0, 99, (70,)).tolist()
+    kind = gguf.GGMLQuantizationType.F32
+    rows = gguf_logits(tiny("deepseek-v2"), paged, tmp_path / "tiny.gguf", kind, ids, apart=False)
+    expected = paged(loaded("deepseek-v2")).all_logits(ids, [50])
+    assert float((rows - expected).abs().max() / expected.abs().max()) < 2e-5
+
+
+@pytest.mark.slow
+def test_blocks_of_single_heads(tiny: Callable, paged: Any, tmp_path: Path) -> None:
+    """Those that take queries to latents are turned over before they are quantized."""
+    model, stored, ids = tiny("glm4-moe-lite-packable"), gguf.GGMLQuantizationType.Q8_0, list(range(3, 60))
+
+    def rounded(values: Tensor) -> Tensor:
+        packed = gguf.quants.quantize(values.contiguous().numpy(), stored)
+        return torch.from_numpy(gguf.quants.dequantize(packed, stored))
+
+    expected = {}
+    for name, tensor in model.tensors.items():
+        if name.endswith("kv_b_proj.weight"):
+            keys, values = tensor.view(2, 128, 64).chunk(2, 1)
+            expected[name] = torch.cat([rounded(keys.mT).mT, rounded(values)], 1).reshape(256, 64)
+        else:
+            expected[name] = rounded(tensor) if tensor.ndim > 1 else tensor
+    with open_model(model.save(tmp_path / "rounded", expected)) as checkpoint:
+        wanted = paged(load_model(checkpoint, LoadOptions(exact=True))).all_logits(ids, [50])
+    rows = gguf_logits(model, paged, tmp_path / "tiny.gguf", stored, ids)
+    assert float((rows - wanted).abs().max() / wanted.abs().max()) < 2e-5

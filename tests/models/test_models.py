@@ -14,6 +14,7 @@ from localllm.models.architectures import open_model
 from localllm.models.loader import LoadOptions, load_model
 
 MIXTURES = ("qwen3-moe", "qwen3-moe-mixed", "gpt-oss", "mixtral", "glm4-moe", "glm4-moe-groups", "granitemoe")
+LATENT = ("glm4-moe-lite", "deepseek-v2", "deepseek-v2-groups", "deepseek-v3")
 NAMES = (
     *(
         "llama",
@@ -32,6 +33,8 @@ NAMES = (
     ),
     *("gemma2", "gemma4", "gemma4-e2b", "gemma4-moe", "smollm3", "smollm3-windows"),
     *("granite", "olmo2", "olmo3", "seed-oss", "glm4", "ministral3"),
+    LATENT[0],
+    *(pytest.param(name, marks=pytest.mark.slow) for name in LATENT[1:]),
 )
 
 
@@ -66,7 +69,7 @@ def test_a_token_does_not_depend_on_chunks_or_neighbours(name: str, loaded: Call
     assert torch.equal(torch.cat([second[2], third[2]]), alone[:6])
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3.5", "lfm2", "gemma3", "gemma4-e2b"])
+@pytest.mark.parametrize("name", ["llama", "qwen3.5", "lfm2", "gemma3", "gemma4-e2b", "glm4-moe-lite"])
 def test_a_cached_prefix_gives_the_same_bits(name: str, loaded: Callable, paged: Any) -> None:
     model, ids = loaded(name), prompt(80)
     driver = paged(model)

@@ -128,6 +128,13 @@ def _chats(facts: ModelFacts) -> str:
     return "yes" if facts.has_chat_template else "no: a base model, for `localllm run`"
 
 
+def _attention(facts: ModelFacts) -> str:
+    _, keys, values = facts.attention[0].kept
+    if keys != values:
+        return f"{facts.num_heads} heads over latents of {keys} values, and {values} that turn"
+    return f"{facts.num_heads} heads, {facts.num_kv_heads} for K and V, {facts.head_dim} wide"
+
+
 def _print_facts(env: Env, checkpoint: OpenModel, fields: dict[str, Any]) -> None:
     from localllm.terminal import cell_width
 
@@ -145,7 +152,7 @@ def _print_facts(env: Env, checkpoint: OpenModel, fields: dict[str, Any]) -> Non
         ("architecture", f"{facts.architecture} ({facts.source_architecture})"),
         ("parameters", f"{params_short(facts.num_params)}, {facts.stored_format}, {gib(fields['size_bytes'])}"),
         ("layers", f"{facts.num_layers}{sliding}"),
-        ("attention", f"{facts.num_heads} heads, {facts.num_kv_heads} for K and V, {facts.head_dim} wide"),
+        ("attention", _attention(facts)),
         ("vocabulary", f"{facts.vocab_size:,} tokens"),
         ("context", f"{facts.max_context:,} tokens, {gib(fields['kv_bytes_per_token'])} each (bf16)"),
         ("chat template", _chats(facts)),

@@ -1,0 +1,226 @@
+"""DeepSeek V2 and V3, and GLM-4.7 Flash: latent attention, the first layers dense, then experts with a shared one.
+
+V2 has a softmax router, the others a sigmoid one with a bias for the choice. Rows of what turns are never permuted:
+pairs are neighbours in either container. A layer behind the last one predicts a second token and is not loaded.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from localllm.checkpoint import Checkpoint
+from localllm.checkpoint.fields import MAX_EXPERTS, MAX_HEAD_DIM, MAX_HIDDEN, MAX_LAYERS
+
+from .architecture import Architecture
+from .config import Config
+from .facts import ModelFacts
+from .gguf import GgufConfig
+from .glm4_moe import SHARED
+from .hf import HfConfig
+from .layers import Experts, LatentAttention, LayerFacts, RopeFacts
+from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
+
+GGUF_LATENT = GGUF_LAYER | {
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
+    "self_attn.k_b_proj.{}": "attn_k_b.{}",
+    "self_attn.v_b_proj.{}": "attn_v_b.{}",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+}
+SOFTMAX, SIGMOID = 1, 2  # expert_gating_func
+# What configurations may leave out.
+LATENT = {
+    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "head_dim": 64, "v_head_dim": 128,
+    "n_shared_experts": 1,
+}  # fmt: skip
+
+
+class DeepseekV2(Architecture):
+    """A softmax router, of whose experts some groups may be chosen first."""
+
+    name = "deepseek_v2"
+    label = "DeepSeek V2"
+    hf_types = {
+        "deepseek_v2": LATENT
+        | {"n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407, "first_k_dense_replace": 0}
+    }
+    hf_renamed = {"qk_rope_head_dim": "head_dim"}  # what turns of a head
+    hf_classes = ("DeepseekV2ForCausalLM",)
+    gguf_types = ("deepseek2",)
+
+    def from_hf(self, config: HfConfig) -> ModelFacts:
+        rope, context = config.rope()
+        keys, act = config.keys, config.activation()
+        if keys.integer("moe_layer_freq", 1, MAX_LAYERS, 1) != 1:
+            raise config.unsupported(f"{config.source} with experts in some of the layers behind the dense ones")
+        if rope.dim != config.head_dim or rope.dim % 2:
+            what = f"is {config.head_dim}, {rope.dim} of which turn: all must, in pairs"
+            raise keys.fail("qk_rope_head_dim", what)
+        interleaved = keys.flag("rope_interleave", True)
+        query_rank = 0 if config.is_null("q_lora_rank") else keys.integer("q_lora_rank", 1, MAX_HIDDEN)
+        still_dim = keys.integer("qk_nope_head_dim", 1, MAX_HEAD_DIM)
+        attention = _attention(
+            config, replace(rope, interleaved=interleaved), keys.integer("kv_lora_rank", 2, MAX_HIDDEN),
+            still_dim=still_dim,
+            value_dim=keys.integer("v_head_dim", 1, MAX_HEAD_DIM),
+            query_rank=query_rank,
+            scale=_hf_scale(config, still_dim + rope.dim),
+        )  # fmt: skip
+        experts = config.mixture("n_routed_experts", "moe_intermediate_size", act, **self.router(config))
+        experts = _with_shared(experts, keys.integer("n_shared_experts", 1, MAX_EXPERTS))
+        layers = LayerFacts(attention, experts), LayerFacts(attention, config.dense(act))
+        return config.facts(tuple(layers[dense] for dense in self.dense_layers(config)), context)
+
+    def router(self, config: HfConfig) -> dict[str, Any]:
+        """What `Experts` is to have of it."""
+        keys = config.keys
+        method, scoring = keys.text("topk_method", "greedy"), keys.text("scoring_func", "softmax")
+        if method not in ("greedy", "group_limited_greedy") or scoring != "softmax":
+            raise config.unsupported(f"{config.source} with a router of type {method[:60]} over {scoring[:60]}")
+        if keys.flag("norm_topk_prob"):
+            raise config.unsupported(f"{config.source} with shares of softmax that are divided by their sum")
+        return _router(config, groups=method != "greedy") | {"renormalise": False}
+
+    def dense_layers(self, config: HfConfig) -> list[bool]:
+        """Of every layer, whether it has no experts."""
+        dense = config.keys.integer("first_k_dense_replace", 0, MAX_LAYERS)
+        return [layer < dense for layer in range(config.num_layers)]
+
+    def from_gguf(self, config: GgufConfig) -> ModelFacts:
+        rope, context = config.rope(interleaved=True)
+        rope, grown = _gguf_yarn(config, rope)
+        keys = config.keys
+        key_dim = keys.integer("attention.key_length_mla", 2, MAX_HEAD_DIM, config.head_dim)
+        if rope.dim >= key_dim or rope.dim % 2:
+            what = f"is {rope.dim}, it must be even and less than the {key_dim} elements of a key"
+            raise keys.fail("rope.dimension_count", what)
+        value_dim = keys.integer("attention.value_length", 1, MAX_HEAD_DIM, config.head_dim)
+        attention = _attention(
+            config, rope, keys.integer("attention.kv_lora_rank", 2, MAX_HIDDEN),
+            still_dim=key_dim - rope.dim,
+            value_dim=keys.integer("attention.value_length_mla", 1, MAX_HEAD_DIM, value_dim),
+            query_rank=keys.integer("attention.q_lora_rank", 0, MAX_HIDDEN, 0),
+            scale=grown**2 / math.sqrt(key_dim),
+            by_head=config.stores_module("self_attn.k_b_proj.0"),
+        )  # fmt: skip
+        dense = keys.integer("leading_dense_block_count", 0, MAX_LAYERS, 0)
+        experts = _with_shared(_gguf_experts(config, dense), keys.integer("expert_shared_count", 1, MAX_EXPERTS))
+        layers = LayerFacts(attention, experts), LayerFacts(attention, config.dense())
+        return config.facts(tuple(layers[layer < dense] for layer in range(config.num_layers)), context)
+
+    def names(self, checkpoint: Checkpoint) -> NameMap:
+        return gguf_names(GGUF_LATENT) if checkpoint.kind == "gguf" else hf_names(checkpoint.tensors, SHARED)
+
+
+class DeepseekV3(DeepseekV2):
+    """A sigmoid router with a bias for the choice; Moonlight and others are made alike."""
+
+    name = "deepseek_v3"
+    label = "DeepSeek V3"
+    hf_types = {
+        "deepseek_v3": LATENT
+        | {"n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_group": 8}
+        | {"topk_group": 4, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5}
+    }
+    hf_classes = ("DeepseekV3ForCausalLM",)
+    gguf_types = ()
+
+    def router(self, config: HfConfig) -> dict[str, Any]:
+        keys = config.keys
+        method, scoring = keys.text("topk_method", "noaux_tc"), keys.text("scoring_func", "sigmoid")
+        if method != "noaux_tc" or scoring != "sigmoid":
+            raise config.unsupported(f"{config.source} with a router of type {method[:60]} over {scoring[:60]}")
+        renormalise = keys.flag("norm_topk_prob", True)
+        return _router(config, groups=True) | {"renormalise": renormalise, "router": "sigmoid", "choice_bias": True}
+
+
+class Glm4MoeLite(DeepseekV3):
+    """As DeepSeek V3, without groups; layers may be listed one by one."""
+
+    name = "glm4_moe_lite"
+    label = "GLM-4.7 Flash"
+    hf_types = {
+        "glm4_moe_lite": LATENT
+        | {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "rms_norm_eps": 1e-5}
+        | {"n_routed_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 1536}
+        | {"first_k_dense_replace": 1, "routed_scaling_factor": 1.8}
+    }
+    hf_classes = ("Glm4MoeLiteForCausalLM",)
+
+    def dense_layers(self, config: HfConfig) -> list[bool]:
+        kinds = config.keys.raw("mlp_layer_types")
+        if kinds is None:
+            return super().dense_layers(config)
+        if not isinstance(kinds, list) or len(kinds) != config.num_layers:
+            raise config.keys.fail("mlp_layer_types", f"must list {config.num_layers} layers")
+        unknown = [str(kind) for kind in kinds if kind not in ("dense", "sparse")]
+        if unknown:
+            raise config.unsupported(f"{config.source} with layers of type {unknown[0][:60]}")
+        return [kind == "dense" for kind in kinds]
+
+
+def _attention(config: Config, rope: RopeFacts, rank: int, **values: Any) -> LatentAttention:
+    if not config.causal:
+        raise config.unsupported(f"{config.source} with bidirectional attention (an embedding model)")
+    bias, o_bias = (config.stores(f"self_attn.{name}.bias") for name in ("kv_a_proj_with_mqa", "o_proj"))
+    return LatentAttention(config.num_heads, rank, rope=rope, bias=bias, o_bias=o_bias, **values)
+
+
+def _router(config: HfConfig, *, groups: bool) -> dict[str, Any]:
+    keys = config.keys
+    return {
+        "scale": keys.number("routed_scaling_factor", 1e-6, 1e6, 1.0),
+        "groups": keys.integer("n_group", 1, MAX_EXPERTS, 1) if groups else 1,
+        "group_top_k": keys.integer("topk_group", 1, MAX_EXPERTS, 1) if groups else 1,
+    }
+
+
+def _with_shared(experts: Experts, shared: int) -> Experts:
+    return replace(experts, shared_inner=shared * experts.inner)
+
+
+def _hf_scale(config: HfConfig, key_dim: int) -> float:
+    """Of q·k: grown where positions are stretched, as `mscale_all_dim` says."""
+    values = config.rope_values
+    stated = values.get("mscale_all_dim") or 0.0
+    factor = values.get("factor") or 1.0
+    if not all(type(value) in (int, float) and 0 <= value <= 1e6 for value in (stated, factor)):
+        raise config.given.fail("rope_parameters.mscale_all_dim", f"is {stated!r:.60}, a number is expected")
+    scaled = values.get("rope_type", values.get("type", "default")) != "default"
+    grown = 0.1 * stated * math.log(factor) + 1.0 if scaled and factor > 1 else 1.0
+    return grown**2 / math.sqrt(key_dim)
+
+
+def _gguf_yarn(config: GgufConfig, rope: RopeFacts) -> tuple[RopeFacts, float]:
+    """The rotation, and what keys and queries grow by. The converter keeps a tenth of `mscale_all_dim`, and means that
+    `mscale` is the same: cosines and sines do not grow.
+    """
+    stated = config.keys.optional_number("rope.scaling.yarn_log_multiplier", 0.0, 1e3)
+    if not stated or rope.scaling != "yarn":
+        return rope, 1.0
+    stretched = math.log(max(rope.factor, 1.0))
+    attention = rope.attention_factor / (0.1 * stretched + 1.0)
+    return replace(rope, attention_factor=attention), stated * stretched + 1.0
+
+
+def _gguf_experts(config: GgufConfig, dense: int) -> Experts:
+    """Older files do not say what router they have: one with a bias is a sigmoid one."""
+    keys = config.keys
+    name = config.names.tensor(f"model.layers.{dense}.mlp.gate.e_score_correction_bias")
+    biased = name in config.checkpoint.tensors
+    kind = keys.integer("expert_gating_func", SOFTMAX, 4, SIGMOID if biased else SOFTMAX)
+    if kind not in (SOFTMAX, SIGMOID):
+        raise config.unsupported(f"{config.source} with a router of kind {kind}")
+    return config.mixture(
+        router="softmax" if kind == SOFTMAX else "sigmoid",
+        choice_bias=biased,
+        renormalise=keys.flag("expert_weights_norm"),
+        groups=keys.integer("expert_group_count", 1, MAX_EXPERTS, 1),
+        group_top_k=keys.integer("expert_group_used_count", 1, MAX_EXPERTS, 1),
+    )
