@@ -129,7 +129,6 @@ class DeepseekV3(DeepseekV2):
         | {"topk_group": 4, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5}
     }
     hf_classes = ("DeepseekV3ForCausalLM",)
-    gguf_types = ()
 
     def router(self, config: HfConfig) -> dict[str, Any]:
         keys = config.keys

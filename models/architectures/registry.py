@@ -50,9 +50,9 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     GptOss(),
     Mixtral(),
     Glm4Moe(),
-    Glm4MoeLite(),
-    DeepseekV2(),
+    DeepseekV2(),  # GGUF files of those after it call themselves alike
     DeepseekV3(),
+    Glm4MoeLite(),
     Lfm2(),
     Lfm2Moe(),
     SmolLM3(),
