@@ -19,7 +19,7 @@ from localllm.kernels.rope import RopeTable
 from localllm.kernels.segments import REFERENCES
 
 from .architectures import Attention, Dense, Experts, LatentAttention, LayerFacts, OpenModel
-from .architectures.layers import GatedDelta, ShortConv, Stateful
+from .architectures.layers import GatedDelta, Paged, ShortConv, Stateful
 from .kv_cache import CacheGroup, KVCache, StateGroup
 from .layers import load_layer
 from .loader import Loading, LoadOptions
@@ -146,7 +146,7 @@ def _watched_ffn(weights: Any, facts: Dense | Experts, seen: Seen) -> Any:
     return _watched(weights, {"shared_gate_up": (shared["gate"], shared["up"]), "shared_down": (shared["down"],)}, seen)
 
 
-def _modules(facts: Attention | Stateful) -> dict[str, tuple[str, ...]]:
+def _modules(facts: Paged | Stateful) -> dict[str, tuple[str, ...]]:
     """Products of a mixer -> the modules that see what they are given."""
     if isinstance(facts, Attention):
         return {"qkv": facts.inputs, "out": ("self_attn.o_proj",)}
@@ -161,7 +161,7 @@ def _modules(facts: Attention | Stateful) -> dict[str, tuple[str, ...]]:
 
 def _run(
     layer: DecoderLayer,
-    facts: Attention | Stateful,
+    facts: Paged | Stateful,
     stream: _Stream,
     index: int,
     table: RopeTable | None,

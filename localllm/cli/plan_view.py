@@ -393,7 +393,7 @@ def _model_lines(row: Row) -> list[str]:
     keeping = [layer for layer in facts.layers if isinstance(layer.mixer, Paged)]
     layers = f"{len(keeping)} layers" + (f" ({windowed} keep a window only)" if windowed else "")
     one = kv_bytes_per_token(keeping[:1], kv)
-    _, keys, values = keeping[0].mixer.kept
+    _, keys, values = facts.attention[0].kept
     kept = f"2 × {layers} × {facts.num_kv_heads} heads × {facts.head_dim}"
     if keys != values:  # latents, and what turns of the keys
         kept = f"{layers} × ({keys} + {values})"
