@@ -141,20 +141,24 @@ class Frame(App[None]):
         self._shown_at = time.monotonic()
 
     async def on_event(self, event: events.Event) -> None:
-        """A key never reaches what appeared after it was typed: a letter goes to the draft, other keys do nothing."""
-        if isinstance(event, events.Key) and not event.is_forwarded:
+        """A key never reaches what appeared after it was typed: a letter goes to the draft, other keys do nothing.
+
+        A forwarded one comes back from a widget that had no use for it; a screen may have appeared meanwhile.
+        """
+        if isinstance(event, events.Key):
             unseen = self.screen in self._unseen  # its widgets may not be there yet
             if (
                 unseen
                 and event.key != "ctrl+q"
                 or (event.time < self._shown_at and len(self.screen_stack) > 2 and event.key not in ALWAYS)
             ):
-                if event.character and event.is_printable:
+                if event.character and event.is_printable and not event.is_forwarded:
                     self.typed_before(event.character)
                 return
-            if event.key in ("pageup", "pagedown") and self._list_has_no_room():
-                return
-            self.before_key()
+            if not event.is_forwarded:
+                if event.key in ("pageup", "pagedown") and self._list_has_no_room():
+                    return
+                self.before_key()
         await super().on_event(event)
 
     def _list_has_no_room(self) -> bool:

@@ -13,7 +13,7 @@ from textual.widgets import Label, Markdown
 from localllm.backend.script import ANSWERS
 from localllm.config import UiConfig
 from localllm.terminal import clean
-from localllm.tui.widgets.markdown import Answer, Fence, Settler, _FlatList
+from localllm.tui.widgets.markdown import Answer, Fence, Settler, Tail, _FlatList
 
 from .conftest import chat
 
@@ -202,3 +202,12 @@ async def test_code_has_the_colours_of_the_setting(name: str, background: str, k
         running.app.theme = "localllm-light"  # colours of code are asked for: they stay
         await running.pilot.pause()
         assert fence.styles.background.hex.lower() == background
+
+
+async def test_an_answer_may_end_before_its_open_end_is_mounted() -> None:
+    async with Host().run_test() as pilot:
+        answer = pilot.app.query_one(Answer)
+        await answer.query_one(Tail).remove_children()  # as on a slow machine, where they are not there yet
+        answer.feed("an answer")
+        await answer.finish()
+        assert answer.source == "an answer"

@@ -277,3 +277,15 @@ async def test_a_screen_that_lay_below_another_before_it_was_drawn_takes_no_keys
         await running.until(lambda: app.screen.is_mounted and app.screen.row)
         await running.pilot.press("escape")
         assert app.screen is running.screen
+
+
+async def test_a_key_that_comes_back_unused_does_nothing_to_a_screen_that_appeared_meanwhile() -> None:
+    async with chat() as running:
+        await running.ready()
+        app, key = running.app, Key("escape", None)
+        key._forwarded = True  # the prompt had it
+        app.push_screen(ModelsScreen("", str))
+        await app.on_event(key)
+        await running.until(lambda: app.screen.is_mounted and app.screen.row)
+        await running.pilot.press("escape")
+        assert app.screen is running.screen

@@ -202,13 +202,14 @@ class Tail(Vertical):
 
     virtual_size = Reactive(Size(0, 0))
 
-    def compose(self) -> ComposeResult:
-        yield _Live("", id="live", markup=False)
-
     def __init__(self) -> None:
         super().__init__()
+        self._live = _Live("", id="live", markup=False)  # on a slow machine an answer may end before it is mounted
         self._frozen = 0
         self._lines = 0
+
+    def compose(self) -> ComposeResult:
+        yield self._live
 
     async def show(self, text: str) -> None:
         """Replace the text; it may only grow until `clear`."""
@@ -231,17 +232,16 @@ class Tail(Vertical):
 
     def _update(self, text: str) -> None:
         """Lay out the screen again only when a line has come."""
-        live = self.query_one("#live", Static)
-        width = live.size.width
+        width = self._live.size.width
         lines = Content(text).get_height({}, width) if width else 0
-        live.update(text, layout=not width or lines != self._lines)
+        self._live.update(text, layout=not width or lines != self._lines)
         self._lines = lines
 
     async def clear(self) -> None:
         self._frozen = self._lines = 0
         self.display = False
         await asyncio.shield(self.remove_children(".frozen"))
-        self.query_one("#live", Static).update("")
+        self._live.update("")
 
 
 class Answer(Vertical):
@@ -271,7 +271,7 @@ class Answer(Vertical):
 
     async def flush(self) -> bool:
         """Draw what is new. False when nothing was."""
-        if self._text == self._shown:
+        if self._text == self._shown or not self._tail.is_mounted:
             return False
         async with self._drawing:
             await self._draw()
