@@ -25,6 +25,7 @@ SENT = (
     "/model fake-download", "/model nosuch", "/new", "/undo", "/edit", "/regen", "/theme nord", "/params",
 )  # fmt: skip
 MARK = 0x4E00  # drafts are told apart by one letter each, which no key types
+LETTER = 0x3400  # and what is typed at the end of each burst by another
 ESCAPES = 10  # more than any screen has to be closed
 
 
@@ -47,8 +48,8 @@ async def settled(running: Chat) -> None:
     await running.pilot.pause(0)
 
 
-async def back_at_the_prompt(running: Chat) -> None:
-    """Esc, as often as somebody would try it; then a letter arrives."""
+async def back_at_the_prompt(running: Chat, letter: str) -> None:
+    """Esc, as often as somebody would try it; then a letter arrives, also where a text that comes back displaces it."""
     for _ in range(ESCAPES):
         if running.app.screen is running.screen and running.app.focused is running.prompt:
             break
@@ -56,11 +57,9 @@ async def back_at_the_prompt(running: Chat) -> None:
         await settled(running)
     assert running.app.screen is running.screen, running.app.screen
     assert running.app.focused is running.prompt, running.app.focused
-    before = drafts(running).count("ß")
-    press(running, "ß")
-    # a queued message that comes back because a model failed takes the draft's place, which ↑ brings back
-    await running.until(lambda: drafts(running).count("ß") > before)
-    running.prompt.text = running.prompt.text.replace("ß", "")
+    press(running, letter)
+    await running.until(lambda: letter in drafts(running) or running.app.failure)
+    assert running.app.failure is None
 
 
 async def walk(running: Chat, keys: int, chance: random.Random) -> None:
@@ -88,9 +87,9 @@ async def walk(running: Chat, keys: int, chance: random.Random) -> None:
             if small:
                 await running.pilot.resize_terminal(width, height)
                 await settled(running)
-            await back_at_the_prompt(running)
-            assert mark in drafts(running), "a draft was lost"
             assert running.app.failure is None
+            await back_at_the_prompt(running, chr(LETTER + number))
+            assert mark in drafts(running), "a draft was lost"
         except AssertionError as error:
             raise AssertionError(f"burst {number}: {' '.join(burst)}: {error}") from error
         if len(running.prompt.text) > 200:

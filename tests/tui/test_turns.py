@@ -12,6 +12,7 @@ from localllm.history.records import active_path
 from localllm.history.store import History
 from localllm.tui.widgets.choices import Choices
 from localllm.tui.widgets.messages import AssistantMessage, Notice, UserMessage
+from localllm.tui.widgets.prompt import PromptArea
 
 from .conftest import Chat, chat
 
@@ -339,3 +340,26 @@ async def test_a_download_is_paused_and_goes_on() -> None:
         await running.send("/model fake-download")
         await running.ready()
         assert (await running.ask("hello")).exchange.text == "hello"
+
+
+async def test_an_edit_waits_for_what_was_typed_before_it() -> None:
+    async with chat(tps=20) as running:
+        await running.ready()
+        screen = running.screen
+        first = (await running.ask("one")).exchange
+        screen.post_message(PromptArea.Sent("long"))  # Enter was pressed, and nothing has come of it yet
+        running.prompt.put("draft")
+        screen.call_later(screen.edit, first, True)
+        await running.until(lambda: screen.editing is not None and screen.current is not None)
+        running.prompt.text = "two"
+        await running.pilot.press("enter")
+        await running.until(lambda: "stops the answer first" in running.text("#state"))
+        assert screen.editing is not None and running.prompt.text == "two"
+        await running.pilot.press("escape")
+        await running.until(lambda: not screen.busy)
+        assert [one.user for one in screen.conversation.exchanges] == ["one", "long"]
+        await running.pilot.press("enter")
+        await running.until(lambda: [one.user for one in screen.conversation.exchanges] == ["two"])
+        assert running.prompt.text == "draft"
+        await running.until(lambda: not screen.busy)
+        assert running.app.failure is None

@@ -141,26 +141,26 @@ class Browse:
         self._screen.edit(at.exchange, isinstance(at, UserMessage))
 
     async def _do_again(self, at: Turn) -> None:
-        if self._screen.may_change():
-            self.leave()
-            async with self._screen.change():
+        async with self._screen.change():
+            if self._screen.may_change():
+                self.leave()
                 await self._screen.ask_again(self._screen.conversation.again(at.exchange))
 
     async def _do_branch(self, at: Turn) -> None:
-        if self._screen.may_change():
-            self.leave()
-            async with self._screen.change():
+        async with self._screen.change():
+            if self._screen.may_change():
+                self.leave()
                 await self._screen.branch(at.exchange)
 
     async def _step(self, at: Turn, step: int) -> None:
         talk, transcript = self._screen.conversation, self._screen.transcript
         of_question = isinstance(at, UserMessage)
-        if not self._screen.may_change():
-            return
-        if talk.place(at.exchange, of_question)[1] < 2:
-            self._screen.flash("there is no other branch here")
-            return
         async with self._screen.changing:
+            if not self._screen.may_change():
+                return
+            if talk.place(at.exchange, of_question)[1] < 2:
+                self._screen.flash("there is no other branch here")
+                return
             other = talk.step(at.exchange, step, of_question)
             self.at = None
             await transcript.sync()
@@ -179,13 +179,13 @@ class Browse:
         self._screen.app.push_screen(Viewer("As the model wrote it", self.text))
 
     async def _do_delete(self, at: Turn) -> None:
-        if not self._screen.may_change():
-            return
-        if self._armed is not at:
-            self._armed = at
-            self._screen.flash("d again removes this turn and all that follows it")
-            return
         async with self._screen.changing:
+            if not self._screen.may_change():
+                return
+            if self._armed is not at:
+                self._armed = at
+                self._screen.flash("d again removes this turn and all that follows it")
+                return
             self._screen.conversation.remove(at.exchange)
             self.at = None
             await self._screen.transcript.sync()

@@ -24,6 +24,7 @@ from localllm.conversation.documents import Document
 from localllm.conversation.session import Session
 from localllm.conversation.slash import understand
 from localllm.conversation.tools import Toolbox
+from localllm.conversation.tree import Exchange
 from localllm.errors import LocalLLMError
 from localllm.history.prompts import PromptHistory
 from localllm.tui.keymap import bindings
@@ -153,19 +154,22 @@ class ChatScreen(Actions):
         if (at is None or not at.is_on_screen) and self.is_current and self.app.app_focus:
             self.set_focus(self.prompt)  # at once: a key may be waiting for it
 
-    async def submit(self, text: str) -> None:
-        """Carry out what was typed, in its turn. Names and files are looked up before anything changes."""
+    async def submit(self, text: str, editing: tuple[Exchange, bool] | None = None) -> None:
+        """Carry out what was typed, in its turn. Names and files are looked up before anything changes.
+
+        editing   what the text takes the place of
+        """
         async with self.in_order:
             try:
-                await self._submit(text)
+                await self._submit(text, editing)
             except LocalLLMError as error:
                 await self.complain(error)
         self.refresh_lines()
 
-    async def _submit(self, text: str) -> None:
-        if self.editing is not None:
+    async def _submit(self, text: str, editing: tuple[Exchange, bool] | None) -> None:
+        if editing is not None and any(one is editing[0] for one in self.conversation.exchanges):
             async with self.changing:
-                await self._edited(text)
+                await self._edited(text, *editing)
             return
         typed = understand(text)
         if typed.command == "model" and typed.text:
@@ -201,13 +205,12 @@ class ChatScreen(Actions):
             await self.transcript.say(f"! no model is loaded: {models} chooses another one", "warning")
         return False
 
-    async def _edited(self, text: str) -> None:
-        assert self.editing is not None
-        exchange, is_question = self.editing
-        self.editing = None
-        if not self.prompt.text:
-            self.prompt.put(self.draft)
-        if is_question:
+    async def _edited(self, text: str, exchange: Exchange, is_question: bool) -> None:
+        if not self.may_change():  # what was typed before it is under way in this branch
+            if self.editing is None:
+                self.editing, self.draft = (exchange, is_question), self.prompt.text
+                self.prompt.put(text)
+        elif is_question:
             await self.ask_again(self.conversation.edited(exchange, text))
         else:
             other = self.conversation.rewritten(exchange, text)
@@ -223,7 +226,10 @@ class ChatScreen(Actions):
     def _sent(self, event: PromptArea.Sent) -> None:
         if event.text:
             self.prompts.add(event.text)
-            self.run_worker(self.submit(event.text), group="typed")
+            editing, self.editing = self.editing, None  # what is typed from here on is something else
+            if editing is not None and not self.prompt.text:
+                self.prompt.put(self.draft)
+            self.run_worker(self.submit(event.text, editing), group="typed")
         elif self.can_go_on:  # Enter alone goes on with an answer that was just cut short, as the status line says
             self.run_worker(self.submit("/continue"), group="typed")
         elif self.query_one(Home).display:  # nothing was asked: to what can be started
