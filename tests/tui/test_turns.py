@@ -362,4 +362,12 @@ async def test_an_edit_waits_for_what_was_typed_before_it() -> None:
         await running.until(lambda: [one.user for one in screen.conversation.exchanges] == ["two"])
         assert running.prompt.text == "draft"
         await running.until(lambda: not screen.busy)
+
+
+async def test_an_answer_may_end_after_it_was_taken_off_the_screen() -> None:
+    async with chat() as running:
+        await running.ready()
+        answer = await running.ask("one")
+        await answer.remove()
+        await answer.finish()
         assert running.app.failure is None

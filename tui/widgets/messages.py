@@ -235,7 +235,8 @@ class AssistantMessage(Vertical):
         self.thought.end(exchange.usage.reasoning_tokens, exchange.thought_s)
         exchange.thought_s = self.thought.took or 0.0
         await self.answer.finish()
-        self._end_footer()
+        if self.is_attached:  # it may have been taken off the screen meanwhile
+            self._end_footer()
 
     def _end_footer(self) -> None:
         exchange = self.exchange
