@@ -28,7 +28,7 @@ LABEL = re.compile(r"^(\.L_x_\d+):")
 
 
 def longest_loop(sass: str) -> list[str]:
-    """Its operations by name; empty where nothing jumps back."""
+    """Its operations by name; all where nothing jumps back, K being done in one pass."""
     operations: list[tuple[str, str]] = []
     labels: dict[str, int] = {}
     for line in sass.splitlines():
@@ -41,7 +41,7 @@ def longest_loop(sass: str) -> list[str]:
         target = re.search(r"\.L_x_\d+", rest) if name.startswith("BRA") else None
         if target and labels.get(target[0], index) < index:
             loops.append([name.partition(".")[0] for name, _ in operations[labels[target[0]] : index + 1]])
-    return max(loops, key=len)
+    return max(loops, key=len) or [name.partition(".")[0] for name, _ in operations]
 
 
 def weights_of_a_pass(constants: dict[str, Any], warps: int) -> float:
