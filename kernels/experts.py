@@ -77,15 +77,19 @@ def mixture(x: Tensor, asked: Tensor, weights: ExpertsWeights, activate: Callabl
     order = chosen.flatten().argsort(stable=True)  # places of `chosen` by expert, tokens ascending
     counts = torch.bincount(chosen.flatten(), minlength=len(weights.down)).tolist()
     rows, shares = order // weights.top_k, shares.flatten()[order].unsqueeze(-1)
+    away = None if weights.host is None else weights.host.take(x, rows, counts)
     start = 0
     for expert, count in enumerate(counts):
         if count == 0:
             continue
         end = start + count
-        hidden = weights.gate_up[expert](x[rows[start:end]])
-        if weights.limit is not None:
-            hidden = cut_off(hidden, weights.limit)
-        given = weights.down[expert](activate(hidden)).float()
+        if away is not None and expert in away:
+            given = away.given(expert, start, end)
+        else:
+            hidden = weights.gate_up[expert](x[rows[start:end]])
+            if weights.limit is not None:
+                hidden = cut_off(hidden, weights.limit)
+            given = weights.down[expert](activate(hidden)).float()
         total.index_add_(0, rows[start:end], given * shares[start:end])
         start = end
     return total

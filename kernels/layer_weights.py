@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .host_experts import HostExperts
 from .kv_pages import KVPages
 from .registry import Impl
 from .state_slots import StateSlots
@@ -208,6 +209,7 @@ class ExpertsWeights:
     expert_scales: Tensor | None = None  # float32 [num_experts]: of what each gives
     layer_scale: float = 1.0  # multiplies the result, residual stream included
     input: InputWeights | None = None  # what follows
+    host: HostExperts | None = None  # those that the CPU computes: here their products are empty
 
 
 @dataclass(frozen=True, slots=True)

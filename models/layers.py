@@ -37,6 +37,7 @@ from .architectures.layers import (
     ShortConv,
 )
 from .model import DecoderLayer
+from .placement import expert_of, split
 from .reader import Reader
 
 
@@ -49,6 +50,7 @@ class LayerReader:
         self.facts = reader.facts.layers[index]
         self.norms: Norms = self.facts.norms
         self.start = f"model.layers.{index}."
+        self.host = reader.options.host_experts[index] if reader.options.host_experts else frozenset()
         self._shapes = linear_shapes(self.facts, self.hidden)
         self._sizes = vector_shapes(self.facts, self.hidden)
 
@@ -99,7 +101,8 @@ class LayerReader:
 
     def linear(self, layer_class: str, *modules: str) -> Linear:
         """Modules that are multiplied with the same rows, as one."""
-        return self.reader.linear(layer_class, [self.start + m for m in modules], [self._shapes[m] for m in modules])
+        names, shapes = [self.start + module for module in modules], [self._shapes[module] for module in modules]
+        return self.reader.linear(layer_class, names, shapes, on_host=expert_of(modules[0]) in self.host)
 
 
 def _attention(layer: LayerReader, facts: Attention) -> AttentionWeights:
@@ -280,4 +283,4 @@ def load_layer(reader: Reader, index: int) -> DecoderLayer:
     """Read layer `index`, and let each of its products choose its implementation."""
     layer = LayerReader(reader, index)
     mixer, ffn = layer.facts.mixer, layer.facts.ffn
-    return DecoderLayer(_KINDS[type(mixer)](layer, mixer), _KINDS[type(ffn)](layer, ffn))
+    return DecoderLayer(_KINDS[type(mixer)](layer, mixer), split(_KINDS[type(ffn)](layer, ffn), layer.host, reader))

@@ -173,7 +173,7 @@ class Loading(Reader):
         stored = self.checkpoint.formats[facts.name]
         weight = load_weight(self.checkpoint, facts.name, stored, (facts.outputs, facts.inputs))
         bias = self.vector(f"{facts.name}.bias", facts.outputs).to(self.device).clone() if facts.bias else None
-        return dequantize(self.moved(weight)).float().clone(), bias, facts.activation
+        return dequantize(self.moved(weight, self.device)).float().clone(), bias, facts.activation
 
     def rope(self, facts: RopeFacts) -> rope.RopeTable:
         """The table of cosines and sines for one kind of layer."""

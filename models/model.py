@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from localllm.kernels.embedding import Embedding
+from localllm.kernels.host_experts import HostExperts
 from localllm.kernels.layer_weights import (
     ExpertsWeights,
     HeadWeights,
@@ -151,6 +152,12 @@ class Model:
         for weights in (*(w for mixer, ffn, _ in self._calls for w in (mixer, ffn)), self.head):
             for part in (part for linear in linears_of(weights) for part in linear.parts):
                 forget(part.prepared)
+
+    @property
+    def host_experts(self) -> tuple[HostExperts, ...]:
+        """Of each layer that has some, the experts in host memory; `weight_bytes` counts none of them."""
+        ffns = (layer.ffn for layer in self.layers)
+        return tuple(ffn.host for ffn in ffns if isinstance(ffn, ExpertsWeights) and ffn.host is not None)
 
     @property
     def num_kinds(self) -> int:

@@ -37,6 +37,8 @@ class LoadOptions:
     activations: str = ""
     # a target of `quant.encode`: what linear layers become while loading, however they are stored; "" keeps them
     weights: str = ""
+    # by layer, the experts that stay in host memory and are computed by the CPU: see `models.placement`
+    host_experts: tuple[frozenset[int], ...] = ()
     disabled: frozenset[str] = frozenset()  # keys ("op:name") of implementations that failed their self-test
     selftest: SelfTest | None = None  # tries every kernel that is chosen, on the shapes of this model; None trusts them
     progress: Callable[[int, int], None] | None = None  # called with (stored bytes done, of how many)
@@ -72,10 +74,16 @@ class Reader:
         """Implementations that failed before, and what the self-test of this load has found so far."""
         return self.options.disabled | (self.selftest.disabled if self.selftest is not None else frozenset())
 
-    def linear(self, layer_class: str, names: Sequence[str], shapes: Sequence[tuple[int, int]]) -> Linear:
-        """Read linear modules and prepare them, as one weight if their forms allow it exactly."""
-        weights = [self.weight(name, shape) for name, shape in zip(names, shapes, strict=True)]
-        biases = [self.bias(name, shape[0]) for name, shape in zip(names, shapes, strict=True)]
+    def linear(
+        self, layer_class: str, names: Sequence[str], shapes: Sequence[tuple[int, int]], *, on_host: bool = False
+    ) -> Linear:
+        """Read linear modules and prepare them, as one weight if their forms allow it exactly.
+
+        on_host   they stay in host memory, prepared for the CPU
+        """
+        device = torch.device("cpu") if on_host else self.device
+        weights = [self.weight(name, shape, device) for name, shape in zip(names, shapes, strict=True)]
+        biases = [self.bias(name, shape[0], device) for name, shape in zip(names, shapes, strict=True)]
         whole = fuse(weights)
         if whole is None:
             parts = zip(weights, biases, strict=True)
@@ -83,22 +91,23 @@ class Reader:
         bias = None
         if any(b is not None for b in biases):
             pairs = zip(biases, shapes, strict=True)
-            bias = torch.cat([torch.zeros(n, device=self.device) if part is None else part for part, (n, _) in pairs])
+            bias = torch.cat([torch.zeros(n, device=device) if part is None else part for part, (n, _) in pairs])
         return Linear((self.prepare(layer_class, whole, bias),))
 
     def prepare(self, layer_class: str, weight: Weight, bias: Tensor | None) -> LinearPart:
-        """Choose the implementation for a canonical weight and let it repack it."""
+        """Choose the implementation for a canonical weight, where it lies, and let it repack it."""
+        own = weight.qweight.device.type == self.device.type
         facts = LinearFacts(
             form=weight.form,
             shape=weight.shape,
             group_size=weight.group_size,
             block_type=weight.block_type,
-            device=self.device.type,
-            capability=self.capability,
-            dtype=self.options.dtype,
+            device=weight.qweight.device.type,
+            capability=self.capability if own else 0,
+            dtype=self.options.dtype if own else "float32",
             exact=self.options.exact,
             deterministic=self.options.deterministic,
-            activations=self.options.activations,
+            activations=self.options.activations if own else "",
         )
         while True:
             impl = choose(implementations("linear"), facts, self.disabled).impl
@@ -121,14 +130,15 @@ class Reader:
         copies = {name: part.clone() for name, part in views.items() if self.checkpoint.maps(part.data_ptr())}
         return weight._replace(**copies) if copies else weight  # type: ignore[attr-defined]
 
-    def weight(self, name: str, shape: tuple[int, int]) -> Weight:
+    def weight(self, name: str, shape: tuple[int, int], device: torch.device | None = None) -> Weight:
         """A linear module as it is stored, or as what linear layers become while loading."""
-        return self.encoded(name, self.stored(name, shape))
+        return self.encoded(name, self.stored(name, shape, device))
 
-    def stored(self, name: str, shape: tuple[int, int]) -> Weight:
+    def stored(self, name: str, shape: tuple[int, int], device: torch.device | None = None) -> Weight:
         """A linear module as it is stored, on the device."""
         stored_as = self.checkpoint.names.source(name)
-        weight = self.moved(load_weight(self.checkpoint, stored_as, self.checkpoint.formats[stored_as], shape))
+        stored = load_weight(self.checkpoint, stored_as, self.checkpoint.formats[stored_as], shape)
+        weight = self.moved(stored, device or self.device)
         self.count(stored_as)
         if self.shares_memory:  # GPU and host: let the system drop what it keeps of the files that were read
             for tensor in self._below.get(stored_as, ()):
@@ -146,18 +156,18 @@ class Reader:
             stored_as = self.checkpoint.names.source(name)
             raise BadModelFile(f"{self.checkpoint.path.name}: {stored_as}: {error}") from error
 
-    def moved(self, weight: Weight) -> Weight:
+    def moved(self, weight: Weight, device: torch.device) -> Weight:
         """The same weight on the device: one module is in host memory at a time."""
-        if self.device.type == "cpu":
+        if device.type == "cpu":
             return weight
-        parts = {name: part.to(self.device) for name, part in weight._asdict().items() if isinstance(part, Tensor)}
+        parts = {name: part.to(device) for name, part in weight._asdict().items() if isinstance(part, Tensor)}
         return weight._replace(**parts)
 
-    def bias(self, name: str, size: int) -> Tensor | None:
+    def bias(self, name: str, size: int, device: torch.device) -> Tensor | None:
         """A linear module's bias, float32 [size]; None where there is none, or all are zero (as GPTQ files have it)."""
         stored = f"{self.checkpoint.names.source(name)}.bias"
         bias = self.vector(stored, size) if stored in self.checkpoint.tensors else None
-        return bias.to(self.device) if bias is not None and bool(bias.any()) else None
+        return bias.to(device) if bias is not None and bool(bias.any()) else None
 
     def norm(self, name: str, size: int, bias: bool = False) -> Norm:
         """A norm, its weight float32 with the model's offset added. `bias`: a LayerNorm."""

@@ -15,7 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-_STOP = (type, types.ModuleType, str, bytes, int, float, complex, torch.dtype, torch.device)
+from localllm.kernels.host_experts import HostExperts
+
+# not walked into; experts in host memory sleep where they are
+_STOP = (HostExperts, type, types.ModuleType, str, bytes, int, float, complex, torch.dtype, torch.device)
 
 
 class SleepingWeights:

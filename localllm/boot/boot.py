@@ -24,6 +24,7 @@ from localllm.kernels.cpu.build import cache_folder, library
 from localllm.kernels.verify.records import Records, identity
 from localllm.kernels.verify.selftest import SelfTest
 from localllm.kernels.verify.tuning import BUDGET_S, Tuned, gpu_seconds, is_measured, tuner
+from localllm.models.architectures.facts import expert_counts
 from localllm.models.model import Model
 from localllm.plan.plan import Plan
 from localllm.plan.planner import Planner
@@ -177,7 +178,9 @@ class Boot:
         self._keep(profile)
         if not profile.held:
             old = self.plan
-            new = self._planner.having(device=old.device, quant=old.quant, kv=old.kv).plan(self._model.facts)
+            new = self._planner.having(device=old.device, quant=old.quant, kv=old.kv).plan(
+                self._model.facts, host_experts=old.host_experts
+            )
             if new.fits:
                 self.plan = new
                 self._hold()
@@ -265,12 +268,28 @@ class Boot:
     @property
     def facts_line(self) -> str:
         """What belongs into the run summary after the kernels: graphs, tiles, profile."""
-        parts = [self._graphs_note, self._speculation_note]
+        parts = [self._graphs_note, self._experts_note, self._speculation_note]
         if self.plan.device != "cpu":
             measured = tuner().num_measured
             guessed = "" if is_measured(tuner().capability) else "tiles not measured on this card"
             parts.append(f"{measured} tiles tuned here" if measured else guessed)
         return " · ".join(part for part in (*parts, self.profile_note) if part)
+
+    @property
+    def _experts_note(self) -> str:
+        """Where experts lie; nothing where all are on the device."""
+        if not self.plan.host_experts:
+            return ""
+        count, _ = expert_counts(self._model.facts)
+        layers = self._model.host_experts
+        size = gib(sum(one.nbytes for one in layers), 1)
+        words = f"{self.plan.host_experts} of {count} experts a layer on the CPU ({size}), so no graphs"
+        chosen = sum(int(one.uses.sum()) for one in layers)
+        if not chosen:
+            return words
+        theirs = sum(int(one.uses[list(one.gate_up)].sum()) for one in layers)
+        moved = gib(sum(one.to_host + one.to_device for one in layers))
+        return f"{words}, {100 * theirs // chosen} % of the choices are theirs, {moved} moved"
 
     @property
     def _speculation_note(self) -> str:

@@ -260,6 +260,8 @@ def _verdict(sheet: Sheet, subject: Subject, rows: list[Row]) -> str:
         words.append("embeds text" if subject.facts.pooling else "base model")
     if subject.needs:
         words.append(f"needs {subject.needs}")
+    if away := max((row.plan.host_bytes for row in rows if row.plan), default=0):
+        words.append(f"{gib(away)} of experts in RAM")
     if not any(row.fits for row in rows):
         least = min((row.plan for row in rows if row.plan), key=lambda made: made.need_bytes)
         words.append(f"needs {gib(least.need_bytes)}")
@@ -369,10 +371,15 @@ def formulas(row: Row, sheet: Sheet) -> list[str]:
     verdict = "it fits" if made.fits else f"{made.need_bytes - made.have_bytes:,} B too much"
     lines.append(f"  {'have'.ljust(width)}  {made.have_bytes:>{digits},} B  {verdict}")
     lines += [f"  {line}" for line in _model_lines(row)]
+    beside = ""
+    if made.host_experts:
+        beside = " + the time of the experts in host memory"
+        read = f"a token reads {made.host_read_bytes:,} B of them"
+        lines.append(f"  {made.host_experts} experts a layer = {made.host_bytes:,} B in host memory; {read}")
     if made.bandwidth:
         lines.append(
             f"  decode = 1 / ({made.read_bytes:,} B / ({made.eta:.2f} × {made.bandwidth / 1e9:,.0f} GB/s)"
-            f" + {facts.num_layers} layers × a constant) = {rate(made.decode_tps)} tok/s at the start,"
+            f" + {facts.num_layers} layers × a constant{beside}) = {rate(made.decode_tps)} tok/s at the start,"
             f" {rate(made.decode_tps_full)} with {made.sequence_bytes:,} B of keys and values"
         )
     if made.basis == "measured":

@@ -117,6 +117,12 @@ class EngineOptions:
         " before; draft: what the draft model says; auto: what is measured to pay",
     )
     draft: str = _key(TEXT, "", "a smaller model with the same vocabulary that guesses tokens; empty for none")
+    experts: str = _key(
+        choice("auto", "device", "host"),
+        "auto",
+        "where the experts of a mixture lie; device: on the GPU; host: in host memory, computed by the CPU; auto: on"
+        " the GPU, and in host memory those that it has no room for",
+    )
     max_parallel: int = _key(_whole(1, 1024), 4, "requests computed side by side")
     ttl_s: float = _key(DURATION, 1800.0, "an unused model is unloaded after this time", "ttl")
     # arguments of the Python API that are not settings

@@ -72,7 +72,8 @@ class Draft:
         from localllm.models.loader import load_model
 
         with self._naming():
-            own = replace(options, weights="", context=min(options.context, self.facts.max_context))
+            context = min(options.context, self.facts.max_context)
+            own = replace(options, weights="", context=context, host_experts=())
             return load_model(self._checkpoint, own)
 
     def close(self) -> None:

@@ -166,7 +166,7 @@ class LoadedModel:
         import_module("localllm.boot.boot")  # its imports are not part of loading
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         device = torch.device(self.plan.device)
-        if device.type == "cpu" and not is_built():
+        if (device.type == "cpu" or self.plan.host_experts) and not is_built():
             self._notify(LoadProgress("compile", detail="kernels for this CPU, once"))
         set_threads(self.plan.threads)
         if device.type == "cuda":
@@ -178,6 +178,7 @@ class LoadedModel:
         from localllm.boot.claim import serve_torch
         from localllm.device import rss_anon_bytes
         from localllm.models.loader import LoadOptions, load_model
+        from localllm.models.placement import uniform
 
         options = LoadOptions(
             device=str(device),
@@ -189,6 +190,7 @@ class LoadedModel:
             deterministic=self.plan.deterministic,
             activations=self.plan.activations,
             weights=self.plan.quant,
+            host_experts=uniform(self.facts, self.plan.host_experts),
             selftest=first_use(self.plan, self.machine),
             progress=self._on_weights,
         )

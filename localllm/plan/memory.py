@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,9 +16,12 @@ from localllm.models.architectures.facts import (
     ModelFacts,
     cache_layers,
     count_linear_params,
+    expert_counts,
+    expert_share,
     kv_bytes_per_token,
     state_bytes,
 )
+from localllm.models.architectures.layers import Experts
 from localllm.plan.placement import Placement, room_of
 
 MIB = 1 << 20
@@ -101,6 +105,7 @@ class Memory:
     rows          prompt tokens of a step
     excess_bytes  what an earlier memory profile of this model took there beyond its plan
     draft         a smaller model that guesses tokens; it has weights and pages of its own
+    host_experts  of each layer, how many the CPU computes in host memory
     """
 
     facts: ModelFacts
@@ -113,6 +118,7 @@ class Memory:
     rows: int
     excess_bytes: int = 0
     draft: ModelFacts | None = None
+    host_experts: int = 0
 
     @cached_property
     def have_and_margin(self) -> tuple[int, int]:
@@ -121,11 +127,30 @@ class Memory:
 
     @cached_property
     def weights_and_read(self) -> tuple[int, int]:
-        """(bytes the loaded weights take, bytes of them that decoding one token reads)."""
-        held, read = self._text_and_read
+        """(bytes the loaded weights take, bytes of them that decoding one token reads), on the device."""
+        (held, read), (away, read_away) = self._text_and_read, self.host_and_read
         vision, drafter = self.facts.vision, self.drafter
         held += 0 if drafter is None else drafter.weights_and_read[0]
-        return held + (0 if vision is None else vision.nbytes), read
+        return held - away + (0 if vision is None else vision.nbytes), max(0, read - read_away)
+
+    @cached_property
+    def host_and_read(self) -> tuple[int, int]:
+        """The same in host memory, where all experts are chosen equally often."""
+        if not self.host_experts:
+            return 0, 0
+        count, top_k = expert_counts(self.facts)
+        away = self._text_and_read[0] * expert_share(self.facts) * self.host_experts / count
+        return int(away), int(away * top_k / count)
+
+    @cached_property
+    def moved_per_token(self) -> tuple[float, float]:
+        """Bytes of activations that go to the host for a decoded token, and from it; where all are chosen equally."""
+        count, top_k = expert_counts(self.facts)
+        layers = sum(isinstance(layer.ffn, Experts) for layer in self.facts.layers)
+        some = 1 - math.prod((count - self.host_experts - n) / (count - n) for n in range(top_k))
+        width = 4 if self.dtype == "float32" else 2
+        each = layers * self.facts.hidden_size
+        return each * width * some, each * 4 * top_k * self.host_experts / count
 
     @cached_property
     def _text_and_read(self) -> tuple[int, int]:
@@ -185,7 +210,7 @@ class Memory:
         if self.draft is None or not self.num_drafts:
             return None
         rows = min(self.rows, CATCH_UP)
-        return replace(self, facts=self.draft, draft=None, quant="", rows=rows, excess_bytes=0)
+        return replace(self, facts=self.draft, draft=None, quant="", rows=rows, excess_bytes=0, host_experts=0)
 
     @property
     def draft_slots(self) -> int:
@@ -279,8 +304,11 @@ class Memory:
 
     @property
     def graph_buckets(self) -> tuple[int, ...]:
-        """Batch sizes that decode steps are captured for: 1, 2, 4, 8, ... and `max_parallel` itself."""
-        if not (self.where.gpu and self.options.graphs) or self.facts.pooling:
+        """Batch sizes that decode steps are captured for: 1, 2, 4, 8, ... and `max_parallel` itself.
+
+        None where the CPU computes a part of every step.
+        """
+        if not (self.where.gpu and self.options.graphs) or self.facts.pooling or self.host_experts:
             return ()
         most = self.options.max_parallel
         return (*(1 << n for n in range((most - 1).bit_length())), most)

@@ -48,6 +48,9 @@ class Plan:
     num_slots: int = 0  # for states of sequences and checkpoints, of a model whose layers keep such
     draft_pages: tuple[int, ...] = ()  # per cache group of the draft model; () where none guesses
     draft_slots: int = 0  # for its states, if its layers keep such
+    host_experts: int = 0  # of each layer's experts, how many lie in host memory and are computed by the CPU
+    host_bytes: int = 0  # weights there, beside `weight_bytes`
+    host_read_bytes: int = 0  # of them read for one token, on average
     quant: str = ""  # what linear layers become while loading; "" keeps them as they are stored
     graph_buckets: tuple[int, ...] = ()  # batch sizes whose decode step is captured as a CUDA graph
     work_terms: tuple[tuple[str, int], ...] = ()  # what `work_bytes` consists of

@@ -7,6 +7,7 @@ choice (here). No torch, no measurement. `llm` builds exactly what the plan says
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,10 +17,10 @@ from localllm.config import EngineOptions
 from localllm.device import GpuFacts, MachineFacts
 from localllm.device import machine as this_machine
 from localllm.errors import ConfigError, LocalLLMError
-from localllm.models.architectures.facts import ModelFacts
+from localllm.models.architectures.facts import ModelFacts, expert_counts
 from localllm.plan import speeds
 from localllm.plan.memory import DENSE_FORMATS, TARGET_BYTES, Memory
-from localllm.plan.placement import Placement, chosen_device, idle_card
+from localllm.plan.placement import Placement, chosen_device, idle_card, room_of
 from localllm.plan.plan import MIN_CTX, Plan
 from localllm.plan.profiles import MemoryProfiles
 from localllm.plan.quality import kl_by_kv
@@ -27,6 +28,7 @@ from localllm.terminal import GIB, gib
 
 CPU_CTX = 8192  # The CPU's context when none is asked for: reading a longer prompt takes minutes there.
 USEFUL_CTX = 4096  # A model whose weights leave less room than this is quantized while loading, if it is not yet.
+SPLIT_CTX = 16384  # Where experts are moved to host memory, some more of them are for this context: it costs little.
 # A GPU's key/value cache stays in 16 bits while it holds so many tokens, or all the model can; then 8 bits.
 FULL_CTX = 32768
 PREFILL = {"cpu": (512,), "cuda": (2048, 1024, 512)}  # prompt tokens per step, the first that leaves room
@@ -75,10 +77,11 @@ class Planner:
         """The same with other values of some options."""
         return replace(self, options=replace(self.options, **options))
 
-    def plan(self, facts: ModelFacts, path: Path | str = "") -> Plan:
+    def plan(self, facts: ModelFacts, path: Path | str = "", host_experts: int | None = None) -> Plan:
         """The best plan for a model; `fits` says whether it can be started.
 
-        path   its files, for what the quality meter found
+        path          its files, for what the quality meter found
+        host_experts  how many of each layer's experts lie in host memory already
 
         Raises ConfigError for options that cannot be, DeviceError when the device asked for is not there.
         """
@@ -87,13 +90,38 @@ class Planner:
         if path:
             planner = replace(planner, measured=replace(self.measured, kl_by_kv=kl_by_kv(path)))
         where = chosen_device(self.machine, self.options.device)
-        made = planner._on(where, facts)
-        if where.gpu is not None and not made.fits and self.options.device == "auto":
+        made = planner._on(where, facts, host_experts or 0)
+        if where.gpu is None or host_experts is not None or (made.fits and self.options.experts != "host"):
+            return made
+        found = [one for one in [planner._split(where, facts)] if one is not None]
+        if not made.fits and self.options.device == "auto":
             why = f"CPU: {gib(made.need_bytes, 1)} are needed, {where.gpu.name} has {gib(made.have_bytes, 1)} free"
             on_cpu = planner._on(Placement("cpu", None, (why,)), facts)
-            if on_cpu.fits:
-                return on_cpu
-        return made
+            found += [on_cpu] if on_cpu.fits else []
+        return max(found, key=lambda one: one.pace, default=made)
+
+    def _split(self, where: Placement, facts: ModelFacts) -> Plan | None:
+        """The plan with the fewest experts in host memory that leave room for a useful context; None where none does.
+
+        `engine.experts` may ask for all of them.
+        """
+        count, _ = expert_counts(facts)
+        if not count or where.gpu is None or where.gpu.unified or self.options.experts == "device":
+            return None
+        have, margin = room_of(self.machine, None, 1.0)
+        low = count if self.options.experts == "host" else 1
+        for enough in (SPLIT_CTX, USEFUL_CTX):
+            first = bisect_left(
+                range(low, count + 1),
+                True,
+                key=lambda some: (
+                    (made := self._on(where, facts, some)).fits and made.max_ctx >= min(facts.max_context, enough)
+                ),
+            )
+            made = self._on(where, facts, min(low + first, count))
+            if low + first <= count and made.host_bytes <= have - margin:
+                return made
+        return None
 
     def plan_within(self, facts: ModelFacts, path: Path | str = "") -> Plan:
         """As `plan`; a context larger than the model's own becomes its own: for lists of models."""
@@ -110,10 +138,11 @@ class Planner:
             return False, 0.0
         return made.fits, made.decode_tps
 
-    def _on(self, where: Placement, facts: ModelFacts) -> Plan:
+    def _on(self, where: Placement, facts: ModelFacts, host_experts: int = 0) -> Plan:
         """The plan for one device: the best formats that leave room for a useful context, else those with most."""
         most: Memory | None = None
         for memory, enough_ctx in self._formats(where, facts):
+            memory = replace(memory, host_experts=host_experts)
             if memory.max_ctx >= enough_ctx:
                 return self._with(memory)
             if most is None or memory.max_ctx > most.max_ctx:
@@ -177,6 +206,9 @@ class Planner:
             **self.measured.speeds.expected(memory, ctx),
             read_bytes=read,
             sequence_bytes=memory.sequence_bytes(ctx) + memory.least_slots * memory.slot_bytes,
+            host_experts=memory.host_experts,
+            host_bytes=memory.host_and_read[0],
+            host_read_bytes=memory.host_and_read[1],
             quant=memory.quant,
             graph_buckets=memory.graph_buckets,
             work_terms=tuple(work.items()),
@@ -247,6 +279,8 @@ def _reasons(memory: Memory, context: str, kl_by_kv: Mapping[str, float]) -> Ite
         asked, stored = memory.options.quant == memory.quant, memory.facts.stored_format
         why = "as asked for" if asked else f"{stored} does not fit, so they are quantized while loading"
         yield f"weights {memory.quant}: {why}"
+    if memory.host_experts:
+        yield _host_reason(memory)
     yield context
     kv = memory.kv
     if memory.options.kv != "auto":
@@ -282,6 +316,18 @@ def _guesses(memory: Memory) -> Iterator[str]:
         yield f"draft {memory.options.draft or drafter.facts.name}: guesses tokens {when}; {held} are counted"
     elif asked == "draft":
         yield "speculation off: no draft model is named; --draft names one"
+
+
+def _host_reason(memory: Memory) -> str:
+    """What it costs that experts lie in host memory."""
+    count, _ = expert_counts(memory.facts)
+    away, read = memory.host_and_read
+    why = "as asked for" if memory.options.experts == "host" else "the card has no room for all"
+    return (
+        f"experts: {memory.host_experts} of {count} in each layer lie in host memory, computed by the CPU, {why}:"
+        f" {gib(away, 1)} there, {gib(memory.weights_and_read[0], 1)} of weights on the card; a token reads"
+        f" {gib(read)} there and moves {sum(memory.moved_per_token) / 1024:,.0f} KiB"
+    )
 
 
 def _warnings(facts: ModelFacts, machine: MachineFacts, made: Plan, gpu: GpuFacts | None) -> Iterable[str]:

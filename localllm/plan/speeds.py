@@ -20,6 +20,7 @@ from localllm import paths
 from localllm.device import MachineFacts
 from localllm.device.gpu_table import table_row
 from localllm.models.architectures.facts import ModelFacts
+from localllm.models.architectures.layers import Experts
 from localllm.plan.memory import Memory
 from localllm.plan.plan import Plan
 
@@ -27,6 +28,8 @@ from localllm.plan.plan import Plan
 ETA = {"cpu": 0.7, "cuda": 0.75}
 # time per layer and token that no bandwidth explains: calls, norms, small products
 LAYER_S = {"cpu": 30e-6, "cuda": 40e-6}
+# a layer's rows on their way to the CPU and back: one wait for the device and one copy each way, and PCIe 4.0 x8
+CROSSING_S, LINK_BYTES_S = 60e-6, 12e9
 # what reading a prompt reaches of a card's published 16-bit products: on an H200 products alone reach 0.50 to 0.75
 PREFILL_ETA = 0.4
 # products and sums per second of a core while a prompt is read: gemma3-270m on two EPYC cores with VNNI reaches 126e9
@@ -102,6 +105,9 @@ class Speeds:
             tps_of(share * bandwidth, count, facts.num_layers, kind)
             for share, count in ((eta, read), (eta, read + memory.sequence_bytes(ctx)), (steady, read))
         )
+        if memory.host_experts:  # what was measured here was measured with all of them on the card
+            measured = None
+            start, end, pace = (_with_host(tps, memory) for tps in (start, end, pace))
         basis = "measured" if measured else "estimate"
         if measured:
             start, end = measured, measured * end / start if start else end
@@ -114,7 +120,7 @@ class Speeds:
         found = next(
             (m.prefill_tps for m in self.measured if (m.device, m.model) == (name, wanted) and m.prefill_tps), 0.0
         )
-        if found:
+        if found and not memory.host_experts:
             return found
         cpu = memory.machine.cpu
         if gpu is None:
@@ -123,7 +129,21 @@ class Speeds:
             row = table_row(gpu.name)
             flops = row.tflops * 1e12 * PREFILL_ETA if row else 0.0
         products = facts.num_params - facts.vocab_size * facts.hidden_size * (1 if facts.tied_embeddings else 2)
-        return flops / (2 * max(products, facts.num_params // 8) * facts.active_share)
+        own, away = memory.weights_and_read[1], memory.host_and_read[1]
+        share = away / max(1, own + away)  # of the products, what the CPU computes
+        on_host = cpu.cores_usable * CORE_FLOPS.get(cpu.isa, SLOW_CORE_FLOPS)
+        seconds = (1 - share) / flops + share / on_host if flops else 0.0
+        return 1 / (seconds * 2 * max(products, facts.num_params // 8) * facts.active_share) if seconds else 0.0
+
+
+def _with_host(tps: float, memory: Memory) -> float:
+    """A pace on the device, with the time that the CPU takes for its experts and that activations are on their way."""
+    bandwidth = memory.machine.cpu.bandwidth
+    if not (tps and bandwidth):
+        return 0.0
+    layers = sum(isinstance(layer.ffn, Experts) for layer in memory.facts.layers)
+    read = memory.host_and_read[1] / (ETA["cpu"] * bandwidth)
+    return 1 / (1 / tps + read + sum(memory.moved_per_token) / LINK_BYTES_S + layers * CROSSING_S)
 
 
 def model_key(facts: ModelFacts) -> tuple[str, int, str, int]:
@@ -135,6 +155,7 @@ def subject(facts: ModelFacts, made: Plan, machine: MachineFacts) -> dict[str, A
     """What a bench writes down about what it measured, so that `load` finds it again."""
     architecture, params, stored_format, stored_bytes = model_key(facts)
     gpu = None if made.device == "cpu" else machine.gpus[int(made.device.removeprefix("cuda:"))]
+    beside = " and the CPU" if made.host_experts else ""  # no other plan is calibrated by it
     return {
         "architecture": architecture,
         "params": params,
@@ -144,7 +165,7 @@ def subject(facts: ModelFacts, made: Plan, machine: MachineFacts) -> dict[str, A
         "read_bytes": made.read_bytes,
         "kv": made.kv,
         "ctx": made.ctx,
-        "device": gpu.name if gpu else "cpu",
+        "device": gpu.name + beside if gpu else "cpu",
         "cpu": machine.cpu.name,
         "cores": machine.cpu.cores_usable,
     }

@@ -226,6 +226,18 @@ def expanded_modules(facts: ModelFacts) -> dict[str, tuple[int, int]]:
     return found
 
 
+def expert_counts(facts: ModelFacts) -> tuple[int, int]:
+    """(experts of a layer, how many of them a token goes through), of the layer that has most; (0, 0) for none."""
+    found = ((layer.ffn.num_experts, layer.ffn.top_k) for layer in facts.layers if isinstance(layer.ffn, Experts))
+    return max(found, default=(0, 0))
+
+
+def expert_share(facts: ModelFacts) -> float:
+    """The share of the stored bytes that all experts together take."""
+    count, top_k = expert_counts(facts)
+    return (1 - facts.active_share) * count / (count - top_k) if count > top_k else 0.0
+
+
 def count_params(facts: ModelFacts) -> int:
     """Parameters of the text model, a tied head counted once."""
     hidden = facts.hidden_size

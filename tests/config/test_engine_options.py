@@ -14,7 +14,7 @@ from localllm.config import KEYS, EngineOptions, load_config
 from localllm.device.fake import MACHINES
 from localllm.errors import ConfigError
 from localllm.models.architectures.facts import ModelFacts, repeated
-from localllm.models.architectures.layers import Attention, Dense, LayerFacts, RopeFacts
+from localllm.models.architectures.layers import Attention, Dense, Experts, LayerFacts, RopeFacts
 from localllm.plan.plan import Plan
 from localllm.plan.planner import Planner
 from localllm.plan.profiles import MemoryProfile, Term
@@ -36,6 +36,8 @@ FACTS = ModelFacts(
     weight_bytes=5 * GIB,
 )
 
+MIXTURE = replace(FACTS, layers=(replace(FACTS.layers[0], ffn=Experts(8, 2, 1792, "silu")),) * 32, active_share=0.4)
+
 GIVEN: dict[str, tuple[str, Any]] = {
     "device": ("cpu", "cpu"),
     "dtype": ("float32", "float32"),
@@ -49,6 +51,7 @@ GIVEN: dict[str, tuple[str, Any]] = {
     "prefix_cache": ("off", False),
     "speculation": ("ngram", "ngram"),
     "draft": ("smollm2", "smollm2"),
+    "experts": ("host", "host"),
     "max_parallel": ("3", 3),
     "ttl_s": ("90s", 90.0),
 }
@@ -56,6 +59,7 @@ GIVEN: dict[str, tuple[str, Any]] = {
 PLANNED: dict[str, Callable[[Plan], Any]] = {
     "gpu_mem": lambda plan: round(plan.have_bytes / CARD.gpus[0].total_bytes, 3),
     "graphs": lambda plan: bool(plan.graph_buckets),
+    "experts": lambda plan: "host" if plan.host_experts == 8 else "auto",
 }
 """where the plan shows what is not a field of the same name"""
 RUNNING: dict[str, Callable[[LLM], Any]] = {
@@ -113,9 +117,10 @@ def test_a_setting_reaches_the_plan(field: str, door: Callable[..., EngineOption
     shown = PLANNED.get(field, lambda plan: getattr(plan, field))
     if field == "deterministic":  # off is what a GPU has anyway
         options = replace(options, device="cpu")
-    assert shown(Planner(CARD, options).plan(FACTS)) == GIVEN[field][1]
+    facts = MIXTURE if field == "experts" else FACTS
+    assert shown(Planner(CARD, options).plan(facts)) == GIVEN[field][1]
     assert (
-        shown(Planner(CARD, EngineOptions(device=options.device)).plan(FACTS)) != GIVEN[field][1] or field == "device"
+        shown(Planner(CARD, EngineOptions(device=options.device)).plan(facts)) != GIVEN[field][1] or field == "device"
     )
 
 

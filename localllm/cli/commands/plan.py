@@ -13,7 +13,7 @@ from typer import Option
 
 from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.console import picked
-from localllm.cli.frame.options import Draft, HardwareFlags, Kv, model_argument, numbers
+from localllm.cli.frame.options import Draft, Experts, HardwareFlags, Kv, model_argument, numbers
 from localllm.cli.names import local, opened
 from localllm.cli.plan_view import FIRST_TOKEN_AT, Row, Sheet, Subject, option_line, show
 from localllm.config import UserConfig
@@ -42,6 +42,7 @@ def plan(
     quant: Annotated[str | None, Option(metavar="Q", help="Only files stored so: Q4_K_M, fp8.")] = None,
     kv: Kv = None,
     draft: Draft = None,
+    experts: Experts = None,
     batch: Annotated[int | None, Option(metavar="N", min=1, max=1024, help="Requests computed side by side.")] = None,
     hardware: HardwareFlags = HardwareFlags(),
     target_tps: Annotated[float, Option(metavar="N", min=0, help="★ is not given below this pace.")] = 0.0,
@@ -56,7 +57,9 @@ def plan(
     from localllm import hub
     from localllm.plan import fit
 
-    config = env.settings({"engine.kv": kv, "engine.draft": draft, "engine.max_parallel": batch})
+    config = env.settings(
+        {"engine.kv": kv, "engine.draft": draft, "engine.experts": experts, "engine.max_parallel": batch}
+    )
     windows = numbers("8k,32k" if ctx is None else ctx, "--ctx", 16, "8k,32k", ("auto", "max"))
     planner, imagined = hardware.planner(config)
     if models:
@@ -284,6 +287,7 @@ def _json(row: Row, star: bool) -> dict[str, Any]:
         **picked(made, "device ctx kv have_bytes max_ctx"),
         "need_bytes": made.least_bytes if row.fits else made.need_bytes,
         "least_bytes": made.least_bytes,
+        "host": picked(made, "host_experts host_bytes host_read_bytes") if made.host_experts else None,
         "pool_bytes": pool,
         "batch": made.max_parallel,
         "parts": made.parts() | {"kv": made.kv_bytes - pool},

@@ -168,6 +168,12 @@ class DecodeSpeed(TypedDict):
     eta: NotRequired[float]
 
 
+class HostExperts(TypedDict):
+    host_experts: Count
+    host_bytes: Count
+    host_read_bytes: Count
+
+
 class PlanRow(TypedDict):
     model: str
     quant: str
@@ -187,6 +193,7 @@ class PlanRow(TypedDict):
     converted: NotRequired[str | None]
     least_bytes: NotRequired[Count]
     pool_bytes: NotRequired[Count]
+    host: NotRequired[HostExperts | None]
     needs: NotRequired[str | None]
     prefill_tps: NotRequired[float]
     first_token_s: NotRequired[float]

@@ -60,6 +60,9 @@ Kv = Annotated[str | None, setting("engine.kv", "--kv")]
 Draft = Annotated[
     str | None, setting("engine.draft", "--draft", metavar="MODEL", meaning="A smaller model that guesses tokens.")
 ]
+Experts = Annotated[
+    str | None, setting("engine.experts", "--experts", meaning="Where a mixture's experts lie: GPU or host memory.")
+]
 Parallel = Annotated[int | None, Option(metavar="N", min=1, max=1024, help="Requests side by side.")]
 
 
@@ -86,6 +89,7 @@ class LoadFlags(WindowFlags):
     threads: Annotated[str | None, setting("engine.threads", "--threads", metavar="N|auto", meaning="CPU threads.")] = (
         None
     )
+    experts: Experts = None
     speculation: Annotated[
         str | None, setting("engine.speculation", "--speculation", meaning="Guess tokens, check many at a time.")
     ] = None
