@@ -40,9 +40,33 @@ def test_entries_are_well_formed(candidate: catalog.Candidate) -> None:
     assert candidate.released or candidate.needs, "what can run has a date"
 
 
-WEIGHT_BITS = {"bf16": 16, "fp8": 8, "awq": 4.16, "nvfp4": 4.5}  # of the layers' matrices; embeddings stay bf16
-VISION_BYTES = {"mistral3": 840_000_000}  # of the tower beside the text model
-GGUF_BITS = {"Q8": (8.45, 9.1), "Q4": (4.75, 6.6)}  # of all; Q4_K_M keeps embeddings finer
+WEIGHT_BITS = {"bf16": 16, "fp8": 8, "awq": 4.16, "nvfp4": 4.5, "compressed-tensors int4": 4.125}  # of the layers
+VISION_BYTES = {"mistral3": 840_000_000, "gemma3": 840_000_000}  # of the tower beside the text model
+BLOCK_BYTES = {"Q4_K": 144 / 256, "Q5_K": 176 / 256, "Q6_K": 210 / 256, "Q8_0": 34 / 32, "Q5_0": 22 / 32}
+FALLBACK = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}  # where a row is no multiple of 256
+
+
+def gguf_bytes(candidate: catalog.Candidate) -> float:
+    """What the matrices take as Q8_0 or as llama.cpp's Q4_K_M, which keeps some of them in 6 bits."""
+    s = candidate.shape
+    assert s
+
+    def stored(rows: int, columns: int, kind: str) -> float:
+        kind = "Q8_0" if candidate.quant == "Q8_0" else FALLBACK.get(kind, kind) if columns % 256 else kind
+        return rows * columns * BLOCK_BYTES[kind]
+
+    kv = s.kv_heads * s.head_dim
+    total = stored(s.vocab, s.hidden, "Q6_K") + (0 if s.tied else stored(s.vocab, s.hidden, "Q4_K"))
+    for layer in range(s.layers):
+        eighth = s.layers // 8
+        finer = layer < eighth or layer >= 7 * s.layers // 8 or (layer - eighth) % 3 == 2
+        kind = "Q6_K" if finer else "Q4_K"
+        total += stored(kv, s.hidden, kind if finer or s.layers < 80 else "Q5_K") + stored(
+            s.hidden, s.intermediate, kind
+        )
+        plain = s.heads * s.head_dim + kv + 2 * s.intermediate
+        total += stored(plain, s.hidden, "Q4_K") + stored(s.hidden, s.heads * s.head_dim, "Q4_K")
+    return total
 
 
 @pytest.mark.parametrize(
@@ -55,16 +79,53 @@ def test_sizes_are_those_that_shape_and_format_make(candidate: catalog.Candidate
     embeddings = s.vocab * s.hidden
     assert candidate.params == pytest.approx(layers + embeddings * (1 if s.tied else 2), rel=0.005)
     if candidate.quant:
-        low, high = GGUF_BITS[candidate.quant[:2]]
-        assert low < candidate.download_bytes * 8 / candidate.params < high
-    elif candidate.format in WEIGHT_BITS:
+        assert candidate.download_bytes == pytest.approx(gguf_bytes(candidate), rel=0.03)
+    else:
         plain = layers * WEIGHT_BITS[candidate.format] / 8
         # some files hold the head although it is tied
         made = [plain + 2 * n * embeddings for n in ((1, 2) if s.tied else (2,))]
         made = [size + VISION_BYTES.get(candidate.architecture, 0) for size in made]
         assert any(candidate.download_bytes == pytest.approx(size, rel=0.03) for size in made)
-    else:  # beside a vision tower
-        assert candidate.download_bytes * 8 > 4.1 * layers
+
+
+# hidden, layers, heads, heads of K and V, value heads of the delta rule, MLP (of all experts), tied, tower's parameters
+HYBRIDS = {
+    "qwen3.5-0.8b": (1024, 24, 8, 2, 16, 3584, True, 1e8),
+    "qwen3.5-2b": (2048, 24, 8, 2, 16, 6144, True, 3.3e8),
+    "qwen3.5-4b": (2560, 32, 16, 4, 32, 9216, True, 3.3e8),
+    "qwen3.5-9b": (4096, 32, 16, 4, 32, 12_288, False, 4.6e8),
+    "qwen3.5-27b": (5120, 64, 24, 4, 48, 17_408, False, 4.6e8),
+    "qwen3.6-27b": (5120, 64, 24, 4, 48, 17_408, False, 4.6e8),
+    "qwen3.8-27b": (5120, 64, 24, 4, 48, 17_408, False, 4.6e8),
+    "qwen3.5-35b-a3b": (2048, 40, 16, 2, 32, 257 * 512, False, 4.6e8),
+    "qwen3.6-35b-a3b": (2048, 40, 16, 2, 32, 257 * 512, False, 4.6e8),
+    "qwen3.5-122b-a10b": (3072, 48, 32, 2, 64, 257 * 1024, False, 4.6e8),
+}
+HYBRID_BITS = {"fp8": 8, "gptq": 4.156, "nvfp4": 4.5, "compressed-tensors int4": 4.125, "autoround": 4.125, "bf16": 16}
+
+
+@pytest.mark.parametrize(
+    "candidate", [c for c in catalog.candidates() if c.name in HYBRIDS], ids=lambda c: f"{c.name}-{c.repo}-{c.format}"
+)
+def test_sizes_of_hybrids_lie_between_what_their_parts_make(candidate: catalog.Candidate) -> None:
+    """From all matrices quantized, without the draft head, to the MLPs alone, with it."""
+    hidden, layers, heads, kv_heads, value_heads, mlp, tied, tower = HYBRIDS[candidate.name]
+    attention = hidden * 256 * (3 * heads + 2 * kv_heads)
+    delta = hidden * 128 * (2 * 16 + 3 * value_heads)
+    mixers = layers // 4 * attention + (layers - layers // 4) * delta
+    ffn = layers * 3 * hidden * mlp
+    embeddings = 248_320 * hidden * (1 if tied else 2)
+    draft = attention + ffn // layers + 2 * hidden**2
+    if candidate.quant:
+        bits = {"Q8": (8.5, 8.9), "UD-Q8": (8.5, 9.5), "UD-IQ4": (4.1, 4.6), "Q4": (4.7, 5.2), "UD-Q4": (4.7, 5.2)}
+        low, high = bits[candidate.quant.split("_")[0]]
+        text = mixers + ffn + embeddings
+        assert text * low / 8 < candidate.download_bytes < (text + draft) * high / 8
+    else:
+        share = HYBRID_BITS[candidate.format] / 8
+        all_of_it = (mixers + ffn) * share + 2 * (embeddings + tower)
+        mlps = ffn * share + 2 * (mixers + embeddings + tower + draft)
+        assert 0.97 * all_of_it < candidate.download_bytes < 1.03 * mlps
 
 
 def test_rows_name_their_source() -> None:
