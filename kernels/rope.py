@@ -75,6 +75,12 @@ class RopeTable:
         self.reserve(length)
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
 
+    def mixed(self, positions: Tensor, axes: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """As `rows` at `positions` int64 [axes, num_tokens]; pair j turns by those of `axes[j]`, int64 [half]."""
+        self.reserve(length)
+        places = positions.index_select(0, axes).t()
+        return self._cos.gather(0, places), self._sin.gather(0, places)
+
     def upto(self, length: int) -> tuple[Tensor, Tensor]:
         """(cos, sin) of all positions below `length`, and more: float32 [positions, half]."""
         self.reserve(length)

@@ -280,9 +280,17 @@ class PromptImage:
 
     start: int
     end: int
-    pixels: Any  # numpy uint8 [size, size, 3], as the model's tower takes it; None once `vectors` are there
-    digest: bytes  # of the pixels
+    pixels: Any  # numpy uint8 [height, width, 3], as the model's tower takes it; None once `vectors` are there
+    digest: bytes  # of the pixels and their shape
+    # rows and columns of its tokens where positions count them, and a token sees only those before it; None: positions
+    # count the tokens, which all see each other
+    grid: tuple[int, int] | None = None
     vectors: Any = None  # what the tower made of them: kept as long as the request
+
+    @property
+    def shift(self) -> int:
+        """By how much positions behind it are lower than without a grid, negative."""
+        return 0 if self.grid is None else max(self.grid) - (self.end - self.start)
 
     def key(self, position: int) -> int:
         """What the prefix cache takes for the token at `position`: no token's id, and no other image's."""

@@ -31,7 +31,7 @@ class ForwardBatch:
     """One forward for many sequences, their new tokens laid end to end."""
 
     token_ids: Tensor  # int64 [num_tokens]
-    positions: Tensor  # int64 [num_tokens]
+    positions: Tensor  # int64 [num_tokens]: what keys turn by
     query_lens: tuple[int, ...]  # new tokens per sequence
     seq_lens: tuple[int, ...]  # tokens per sequence, this step's included
     cu_query_lens: Tensor  # int32 [num_seqs + 1]
@@ -41,6 +41,7 @@ class ForwardBatch:
     groups: tuple[AttentionInputs, ...]  # per cache group
     slots: Tensor | None = None  # int64 [num_seqs]: where the sequences' states are; None where no layer keeps one
     images: tuple[ImageRows, ...] = ()
+    image_positions: Tensor | None = None  # int64 [2, num_tokens]: by rows and columns, where images have them
 
     @property
     def is_decode(self) -> bool:

@@ -27,6 +27,7 @@ from .architectures import OpenModel, RopeFacts
 from .architectures.facts import layer_views
 from .architectures.layers import Entry as EntryFacts
 from .architectures.layers import InputTable
+from .architectures.vision import GridFacts
 from .kv_cache import cache_groups
 from .kv_scales import read_kv_scales
 from .layers import load_layer
@@ -34,6 +35,7 @@ from .model import Model
 from .reader import LoadOptions, Reader
 from .samples import POSITIONS, head_sizes, layer_samples, model_shapes
 from .vision import load_tower
+from .vision_grid import load_grid_tower
 
 __all__ = ["LoadOptions", "Loading", "load_model"]
 
@@ -111,7 +113,10 @@ class Loading(Reader):
         names = {layer_class: "+".join(found) for layer_class, found in self.chosen.items()}
         model = Model(facts, groups, embedding, layers, head, ropes, table, names | dict(table.ops))
         model.projections = [self.projection(one) for one in facts.projections]
-        model.tower = None if facts.vision is None else load_tower(self, facts.vision)
+        if isinstance(facts.vision, GridFacts):
+            model.tower = load_grid_tower(self, facts.vision)
+        elif facts.vision is not None:
+            model.tower = load_tower(self, facts.vision)
         return model
 
     def op_facts(self) -> OpFacts:

@@ -30,6 +30,7 @@ from .architectures.facts import ModelFacts, layer_views
 from .inputs import ForwardBatch
 from .kv_cache import CacheGroup, KVCache, state_groups
 from .vision import Tower
+from .vision_grid import GridTower
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class Model:
         self.table = table
         # what runs what, for the run summary: layer class or op -> names of implementations
         self.kernels = dict(kernels)
-        self.tower: Tower | None = None  # what reads images: the loader puts it here
+        self.tower: Tower | GridTower | None = None  # what reads images: the loader puts it here
         self.projections: Sequence[tuple[Tensor, Tensor | None, str]] = ()  # what pooled vectors go through
         self._ropes = tuple(ropes)
         self._seen, views = layer_views(facts)
@@ -82,7 +83,7 @@ class Model:
         """
         calls = self._calls if num_layers is None else self._calls[:num_layers]
         length = max(batch.seq_lens)
-        views = self._views(batch, [rope.rows(batch.positions, length) for rope in self._ropes])
+        views = self._views(batch, [self._turned(rope, batch, length) for rope in self._ropes])
         kept = cache.layers if num_layers is None else cache.layers[: len(calls)]
         x = self.embedding(batch.token_ids, batch.positions)
         for image in batch.images:
@@ -91,7 +92,8 @@ class Model:
         rows = batch.logits_indices
         wanted = None if rows.shape[0] == x.shape[0] else rows  # they are in order
         lens = batch.cu_query_lens, batch.seq_lens_tensor
-        decoder = with_images(self.table, batch.images) if batch.images else self.table.decoder
+        see_each_other = batch.images and self.facts.vision is not None and not self.facts.vision.axes
+        decoder = with_images(self.table, batch.images) if see_each_other else self.table.decoder
         return decoder(x, calls, kept, views, *lens, wanted, batch.slots, inputs)
 
     def step(self, batch: ForwardBatch, cache: KVCache, finds_best: bool = False) -> Stepped:
@@ -104,6 +106,13 @@ class Model:
         layers = self.embedding, self._calls, cache.layers
         given = *layers, views, *where, self.head, finds_best, batch.slots
         return self.table.step(batch.token_ids, batch.positions, *given)
+
+    def _turned(self, rope: RopeTable, batch: ForwardBatch, length: int) -> tuple[Tensor, Tensor]:
+        vision = self.facts.vision
+        if batch.image_positions is None or vision is None:
+            return rope.rows(batch.positions, length)
+        axes = torch.tensor(vision.axes, device=batch.positions.device)
+        return rope.mixed(torch.cat([batch.positions[None], batch.image_positions]), axes, length)
 
     def _views(self, batch: ForwardBatch, rotations: Sequence[tuple[Tensor, Tensor]]) -> list[View]:
         return [
@@ -135,7 +144,7 @@ class Model:
             rope.reserve(length)
 
     def image_vectors(self, pixels: Tensor) -> Tensor:
-        """uint8 [image_size, image_size, 3] -> what its tokens have in place of an embedding."""
+        """uint8 [height, width, 3], as the tower takes it -> what its tokens have in place of an embedding."""
         assert self.tower is not None, "checked when the request was made"
         return self.tower(pixels)
 

@@ -73,9 +73,11 @@ class BatchBuilder:
         rows: list[int] = []
         for part, start in zip(parts, starts[:-1].tolist(), strict=True):
             rows += row_range(part, start)
+        turned, of_images = turned_positions(parts, positions)
         return ForwardBatch(
             token_ids=self._tensor(np.asarray(token_ids, dtype=np.int64)),
-            positions=self._tensor(positions),
+            positions=self._tensor(turned),
+            image_positions=None if of_images is None else self._tensor(of_images),
             query_lens=query_lens,
             seq_lens=seq_lens,
             cu_query_lens=self._tensor(starts),
@@ -90,17 +92,19 @@ class BatchBuilder:
         """One token each, and its logits: the step that runs most often."""
         ids: list[int] = []
         positions: list[int] = []
+        lengths: list[int] = []
         slots: list[list[int]] = [[] for _ in range(self.num_groups)]
         for part in parts:
             sequence, at = part.sequence, part.start
             page, offset = divmod(at, self.page_size)
             ids.append(sequence.token_ids[at] if at < len(sequence.token_ids) else 0)  # else sampled now
-            positions.append(at)
+            positions.append(at + sequence.shift)
+            lengths.append(at + 1)
             for table, found in zip(sequence.block_tables, slots, strict=True):
                 assert table[page] >= 0, "a token without a page"
                 found.append(table[page] * self.page_size + offset)
-        (token_ids, where, *slot_mappings), lens = self._decode_tensors(ids, positions, slots)
-        seq_lens = tuple(at + 1 for at in positions)
+        (token_ids, where, *slot_mappings), lens = self._decode_tensors(ids, positions, slots, lengths)
+        seq_lens = tuple(lengths)
         held = [(part.sequence.number, part.sequence.table_version) for part in parts]
         if held != self._tables[0]:
             self._tables = held, [self._tensor(self._table(parts, group)) for group in range(self.num_groups)]
@@ -133,18 +137,17 @@ class BatchBuilder:
         return self._states[1]
 
     def _decode_tensors(
-        self, ids: list[int], positions: list[int], slots: list[list[int]]
+        self, ids: list[int], positions: list[int], slots: list[list[int]], lengths: list[int]
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         """(token ids, positions and each group's slots, int64 [sequences]), (lengths, int32 [sequences])"""
         count = len(ids)
         if self.device.type != "cpu":
             rows = self._tensor(np.array([ids, positions, *slots], dtype=np.int64)).unbind(0)
-            return rows, self._tensor(np.array([at + 1 for at in positions], dtype=np.int32))
+            return rows, self._tensor(np.array(lengths, dtype=np.int32))
         kept = self._decoding.get(count)
         if kept is None:
             kept = self._decoding[count] = Decoding.of(2 + len(slots), count)
-        numbers = [*ids, *positions, *chain.from_iterable(slots), *(at + 1 for at in positions)]
-        kept.layout.pack_into(kept.memory, 0, *numbers)
+        kept.layout.pack_into(kept.memory, 0, *ids, *positions, *chain.from_iterable(slots), *lengths)
         return kept.rows, kept.lens
 
     def _group(self, parts: list[Scheduled], group: int, positions: np.ndarray) -> AttentionInputs:
@@ -177,6 +180,30 @@ def image_rows(parts: list[Scheduled]) -> Iterator[ImageRows]:
                 vectors = image.vectors[first - image.start : last - image.start]
                 yield ImageRows(index, row + first - part.start, first, vectors)
         row += part.num_tokens
+
+
+def turned_positions(parts: list[Scheduled], positions: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+    """What keys turn by, int64 [num_tokens], and where images differ in rows and columns those, int64 [2, num_tokens].
+
+    All tokens of an image stand at one time, its rows and columns count on from there, and what follows comes after the
+    larger of both. `positions` are the tokens' places in their sequences.
+    """
+    if all(image.grid is None for part in parts for image in part.sequence.request.images):
+        return positions, None
+    by_axis, row, differs = np.stack([positions] * 3), 0, False
+    for part in parts:
+        own = by_axis[:, row : row + part.num_tokens]
+        for image in part.sequence.request.images:
+            first, last = (min(max(0, at - part.start), part.num_tokens) for at in (image.start, image.end))
+            if image.grid is not None and first < last:
+                within = np.arange(first, last) + part.start - image.start
+                own[:, first:last] -= within
+                own[1, first:last] += within // image.grid[1]
+                own[2, first:last] += within % image.grid[1]
+                differs = True
+            own[:, last:] += image.shift
+        row += part.num_tokens
+    return by_axis[0], by_axis[1:] if differs else None
 
 
 def row_range(part: Scheduled, start: int) -> range:

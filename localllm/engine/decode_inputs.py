@@ -67,7 +67,7 @@ class DecodeInputs:
             sequence, at = part.sequence, part.start
             page, offset = divmod(at, self.page_size)
             small[TOKEN, row] = sequence.token_ids[at] if at < len(sequence.token_ids) else 0
-            small[POSITION, row] = at
+            small[POSITION, row] = at + sequence.shift
             lengths[row] = at + 1
             small[self.states, row] = sequence.slot
             for group, table in enumerate(sequence.block_tables):

@@ -68,6 +68,7 @@ class Sequence:
         self.num_accepted_tokens = 0  # those of them that were right
         self.drafters: dict[str, None] = {}  # who guessed them
         self.is_paused = False  # its reader is behind: scheduled again when it caught up
+        self.shift = sum(image.shift for image in request.images)  # of positions behind the prompt's images
         self._cache_ids: list[int] | None = None  # of the prompt up to its last image
         self._seen: set[int] | None = None
         self._seen_order: array[int] = array("q")
@@ -118,9 +119,9 @@ class Sequence:
         return (*self._cache_ids[start:end], *self.token_ids[images[-1].end : end])
 
     def whole_images(self, start: int, count: int) -> int:
-        """So many of `count` tokens from `start` on, or more, that no image is cut: its tokens see each other."""
+        """So many of `count` tokens from `start` on, or more, that no image is cut whose tokens see each other."""
         for image in self.request.images:
-            if image.start < start + count < image.end:
+            if image.grid is None and image.start < start + count < image.end:
                 return image.start - start if image.start > start else image.end - start
         return count
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from localllm.chat.template import RenderedPrompt, encode_chat
 from localllm.errors import ContextTooLong, InvalidRequest
+from localllm.models.architectures.vision import GridFacts, VisionFacts
 from localllm.request import PromptImage, PromptTokens, open_image
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from localllm.models.architectures.facts import VisionFacts
     from localllm.tokenizer.tokenizer import Tokenizer
 
 MAX_BYTES = 20 << 20  # of a file
@@ -27,7 +27,7 @@ _DATA = re.compile(r"data:image/[\w.+-]{1,40};base64,")
 
 
 def take_images(
-    messages: Sequence[Mapping[str, Any]], vision: VisionFacts | None, max_context: int
+    messages: Sequence[Mapping[str, Any]], vision: VisionFacts | GridFacts | None, max_context: int
 ) -> tuple[Sequence[Mapping[str, Any]], list[np.ndarray]]:
     """Messages as templates take them, and the pixels of their images in order.
 
@@ -46,29 +46,42 @@ def take_images(
         number, at, _ = found[0]
         raise InvalidRequest(
             "Content of type 'image_url' is not supported: this model reads text",
-            "use a model with an image tower in safetensors files, such as Gemma 3 (mmproj files are not read)",
+            "use a model with an image tower in safetensors files: Gemma 3, Qwen3.5 (mmproj files are not read)",
             param=f"messages[{number}].content[{at}]",
         )
-    if len(found) * vision.tokens > max_context:
-        raise ContextTooLong(
-            f"{len(found)} images are {len(found) * vision.tokens:,} tokens, the context window holds {max_context:,}",
-            "send fewer images, or start with a larger --ctx",
-            context={"prompt_tokens": len(found) * vision.tokens, "max_context": max_context},
-            param="messages",
-        )
-    pixels = []
+    _check_room(len(found), len(found) * vision.least_tokens, max_context)
+    pixels: list[np.ndarray] = []
+    total = 0
     for number, at, part in found:
         where = f"messages[{number}].content[{at}]"
         if messages[number].get("role") != "user":
             raise InvalidRequest("an image stands in a message that is not the user's", "put it there", param=where)
         url = part["image_url"].get("url") if isinstance(part.get("image_url"), Mapping) else part.get("image_url")
-        pixels.append(read_image(decoded(url, where), vision.image_size, where))
+        pixels.append(read_image(decoded(url, where), vision, where))
+        total += num_tokens(vision, pixels[-1])
+        _check_room(len(pixels), total, max_context)
     shaped = [dict(message) for message in messages]
     for number, at, _ in found:
         content = list(shaped[number]["content"])
         content[at] = {"type": "image"}
         shaped[number]["content"] = content
     return shaped, pixels
+
+
+def _check_room(count: int, tokens: int, max_context: int) -> None:
+    if tokens > max_context:
+        raise ContextTooLong(
+            f"{count} images are {tokens:,} tokens, the context window holds {max_context:,}",
+            "send fewer images, or start with a larger --ctx",
+            context={"prompt_tokens": tokens, "max_context": max_context},
+            param="messages",
+        )
+
+
+def num_tokens(vision: VisionFacts | GridFacts, pixels: np.ndarray) -> int:
+    """Tokens of an image as `read_image` gives it."""
+    grid = vision.grid(pixels.shape[1], pixels.shape[0])
+    return vision.tokens if grid is None else grid[0] * grid[1]
 
 
 def decoded(url: Any, where: str) -> bytes:
@@ -87,17 +100,24 @@ def decoded(url: Any, where: str) -> bytes:
         raise InvalidRequest("an image is not valid base64", "encode the whole file", param=where) from error
 
 
-def read_image(data: bytes, size: int, where: str = "image") -> np.ndarray:
-    """A file's first image as uint8 [size, size, 3]. Raises what `open_image` raises."""
+def read_image(data: bytes, vision: VisionFacts | GridFacts, where: str = "image") -> np.ndarray:
+    """A file's first image as uint8 [height, width, 3], of the size that the tower takes.
+
+    Raises what `open_image` raises, and InvalidRequest for one that the tower cannot take.
+    """
     _, upright = open_image(data, where)
+    try:
+        size = vision.fitted(*upright.size)
+    except ValueError as error:
+        raise InvalidRequest(str(error), "cut it into parts", param=where) from None
     import numpy as np
     from PIL import Image
 
-    return np.array(upright.resize((size, size), Image.Resampling.BILINEAR))
+    return np.array(upright.resize(size, Image.Resampling[vision.resampling]))
 
 
 def encode_with_images(
-    tokenizer: Tokenizer, rendered: RenderedPrompt, vision: VisionFacts, pixels: Sequence[np.ndarray]
+    tokenizer: Tokenizer, rendered: RenderedPrompt, vision: VisionFacts | GridFacts, pixels: Sequence[np.ndarray]
 ) -> PromptTokens:
     """As `encode_chat`, with each image's tokens where the template has put its mark."""
     ids = encode_chat(tokenizer, _opened(tokenizer, rendered, vision, len(pixels)))
@@ -108,31 +128,37 @@ def encode_with_images(
             made.append(token)
             continue
         one = pixels[len(images)]
-        digest = blake2b(one.tobytes(), digest_size=16).digest()
-        images.append(PromptImage(len(made), len(made) + vision.tokens, one, digest))
-        made += [token] * vision.tokens
+        height, width, _ = one.shape
+        digest = blake2b(repr((height, width)).encode() + one.tobytes(), digest_size=16).digest()
+        count = num_tokens(vision, one)
+        images.append(PromptImage(len(made), len(made) + count, one, digest, vision.grid(width, height)))
+        made += [token] * count
     made.images = tuple(images)
     return made
 
 
-def _opened(tokenizer: Tokenizer, rendered: RenderedPrompt, vision: VisionFacts, count: int) -> RenderedPrompt:
-    """The prompt with one image token, between its begin and end, for every mark that is the template's own."""
-    ids = (vision.begin_token, vision.image_token, vision.end_token)
-    begin, token, end = (tokenizer.decode([one], skip_special=False) for one in ids)
+def _opened(
+    tokenizer: Tokenizer, rendered: RenderedPrompt, vision: VisionFacts | GridFacts, count: int
+) -> RenderedPrompt:
+    """The prompt with one image token for every mark that is the template's own."""
+    mark = tokenizer.decode([vision.mark], skip_special=False)
     places = [
         match.span()
-        for match in re.finditer(re.escape(begin), rendered)
+        for match in re.finditer(re.escape(mark), rendered)
         if not any(match.start() < last and first < match.end() for first, last in rendered.as_text)
     ]
     if len(places) != count:
         raise InvalidRequest(
             f"the model's template places {len(places)} of {count} images", "use a chat template that knows of images"
         )
-    full, pieces, at = f"\n\n{begin}{token}{end}\n\n", [], 0
+    if isinstance(vision, GridFacts):
+        return rendered
+    token, end = (tokenizer.decode([one], skip_special=False) for one in (vision.image_token, vision.end_token))
+    full, pieces, at = f"\n\n{mark}{token}{end}\n\n", [], 0
     for first, last in places:
         pieces += [rendered[at:first], full]
         at = last
-    grown = len(full) - len(begin)
+    grown = len(full) - len(mark)
     moved = [(a + grown * before, b + grown * before) for a, b in rendered.as_text
              for before in [sum(last <= a for _, last in places)]]  # fmt: skip
     return RenderedPrompt.of("".join([*pieces, rendered[at:]]), moved)

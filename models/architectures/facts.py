@@ -25,64 +25,9 @@ from .layers import (
     RopeFacts,
     Stateful,
 )
+from .vision import GridFacts, VisionFacts
 
 KV_BYTES = {"f32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "int8": 1, "fp8": 1}
-
-
-@dataclass(frozen=True)
-class VisionFacts:
-    """A tower that turns an image into vectors for the decoder (SigLIP): patches, layers that all see each other, then
-    squares of patches averaged, normed and projected. Its vectors take the places of `image_token` in a prompt.
-    """
-
-    num_layers: int
-    hidden: int
-    inner: int
-    num_heads: int
-    image_size: int  # pixels of a side: an image is resized to that square
-    patch_size: int  # pixels of a side
-    eps: float
-    tokens: int  # vectors that an image becomes, a square number
-    image_token: int  # stands for a vector
-    begin_token: int  # what the template writes for an image
-    end_token: int
-    nbytes: int = 0  # stored bytes of tower and projector
-
-    @property
-    def side(self) -> int:
-        """Patches along a side."""
-        return self.image_size // self.patch_size
-
-    def linears(self) -> dict[str, tuple[int, int]]:
-        """(N, K) of the linear modules, by canonical name."""
-        shapes: dict[str, tuple[int, int]] = {}
-        for index in range(self.num_layers):
-            start = f"vision.encoder.layers.{index}."
-            for name in ("q", "k", "v", "out"):
-                shapes[f"{start}self_attn.{name}_proj"] = (self.hidden, self.hidden)
-            shapes[f"{start}mlp.fc1"] = (self.inner, self.hidden)
-            shapes[f"{start}mlp.fc2"] = (self.hidden, self.inner)
-        return shapes
-
-    def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of the other tensors, biases included; `hidden` is the decoder's size."""
-        own, patch = self.hidden, self.patch_size
-        shapes: dict[str, tuple[int, ...]] = {
-            "vision.embeddings.patch_embedding.weight": (own, 3, patch, patch),
-            "vision.embeddings.patch_embedding.bias": (own,),
-            "vision.embeddings.position_embedding.weight": (self.side**2, own),
-            "projector.mm_soft_emb_norm.weight": (own,),
-            "projector.mm_input_projection_weight": (own, hidden),
-        }
-        norms = [f"encoder.layers.{index}.layer_norm{n}" for index in range(self.num_layers) for n in (1, 2)]
-        for norm in (*norms, "post_layernorm"):
-            shapes[f"vision.{norm}.weight"] = shapes[f"vision.{norm}.bias"] = (own,)
-        return shapes | {f"{module}.bias": shape[:1] for module, shape in self.linears().items()}
-
-    @property
-    def work(self) -> int:
-        """Bytes that one image takes while it is computed: attention's inputs, or the feed-forward layer's, float32."""
-        return self.side**2 * 4 * (4 * self.hidden + max(4 * self.hidden, 2 * self.inner)) + 9 * self.image_size**2 * 4
 
 
 @dataclass(frozen=True)
@@ -118,7 +63,7 @@ class ModelFacts:
     entry: Entry | None = None
     inputs: InputTable | None = None  # where layers have inputs of their own
     final_norm: bool = True  # whether a norm follows the last layer
-    vision: VisionFacts | None = None  # what reads images; None: the model reads text only
+    vision: VisionFacts | GridFacts | None = None  # what reads images; None: the model reads text only
     decoded_bytes: int = 0  # what those of them take on top that are decoded to bfloat16 while loading
 
     @property

@@ -19,7 +19,9 @@ from .facts import ModelFacts, count_params, expanded_modules, idle_experts, lin
 from .layers import Entry
 from .names import NameMap
 
-_TOWER = re.compile(r"(^|\.)(vision_tower|vision_model|visual|audio_tower|vision_embed_tokens)\.")
+_TOWER = re.compile(
+    r"(^|\.)(vision_tower|vision_model|visual|audio_tower|vision_embed_tokens|vision_encoder|embed_vision|embed_audio)\."
+)
 
 
 def open_model(path: Path | str) -> OpenModel:

@@ -1,6 +1,8 @@
-"""Qwen3.5 to 3.8 (text; dense or experts): three layers of the gated delta rule to each of gated attention."""
+"""Qwen3.5 to 3.8 (dense or experts): three layers of the gated delta rule to each of gated attention."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from localllm.checkpoint import Checkpoint
 from localllm.checkpoint.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN, MAX_LAYERS, Fields
@@ -12,6 +14,7 @@ from .gguf import GgufConfig
 from .hf import HfConfig
 from .layers import Attention, Dense, Experts, GatedDelta, LayerFacts, RopeFacts
 from .names import GGUF_LAYER, NameMap, gguf_names
+from .qwen_vision import grid_parts, grid_vision
 
 FULL_EVERY = 4  # one layer of so many attends, the last of each group
 MAX_CONV = 64  # positions that a convolution reaches
@@ -65,7 +68,8 @@ class Qwen3_5(Architecture):
         kinds: dict[str, Attention | GatedDelta] = {"linear_attention": delta, "full_attention": attention}
         ffn = self.feed_forward(config)
         of_kind = {kind: LayerFacts(mixer, ffn) for kind, mixer in kinds.items()}
-        return config.facts(tuple(of_kind[kind] for kind in _layer_types(config)), context, norm_offset=1.0)
+        layers = tuple(of_kind[kind] for kind in _layer_types(config))
+        return config.facts(layers, context, norm_offset=1.0, vision=grid_vision(config, rope))
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         rope, context = config.rope()
@@ -97,7 +101,9 @@ class Qwen3_5(Architecture):
 
     def names(self, checkpoint: Checkpoint) -> NameMap:
         """In GGUF the norm before the feed-forward layer is called after what it follows."""
-        return gguf_names(GGUF_HYBRID) if checkpoint.kind == "gguf" else super().names(checkpoint)
+        if checkpoint.kind == "gguf":
+            return gguf_names(GGUF_HYBRID)
+        return replace(super().names(checkpoint), parts=grid_parts(checkpoint))
 
 
 class Qwen3_5Moe(Qwen3_5):

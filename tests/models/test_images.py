@@ -154,6 +154,14 @@ def test_names_of_older_files(kind: str, pictured: Pictured, model: Any, tmp_pat
     assert torch.equal(older.image_vectors(pixels(1)), model.image_vectors(pixels(1)))
 
 
+@pytest.mark.parametrize("tower", ["vision_tower", "visual", "audio_tower", "embed_vision"])
+def test_a_tower_that_is_not_computed_is_named(tower: str, pictured: Pictured, tmp_path: Path) -> None:
+    folder = pictured.save(tmp_path / "m", lambda name: name.replace("vision_tower", tower), vision_config=None)
+    with open_model(folder) as checkpoint:
+        assert checkpoint.facts.vision is None
+        assert checkpoint.unread == f"{tower} is not computed: the model reads text only"
+
+
 @pytest.mark.parametrize("change", [{"image_size": 43}, {"num_attention_heads": 7}, {"hidden_size": 27}])
 def test_a_tower_that_contradicts_its_tensors_is_refused(
     change: dict[str, int], pictured: Pictured, tmp_path: Path

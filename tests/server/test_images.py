@@ -26,7 +26,7 @@ from localllm.errors import ContextTooLong, InvalidRequest
 from localllm.interface import Turn
 from localllm.llm.pictures import read_image
 from localllm.models.architectures import open_model
-from localllm.models.architectures.facts import VisionFacts
+from localllm.models.architectures.vision import VisionFacts
 from localllm.server import AppOptions, Service, ServiceOptions, create_app
 from localllm.server.pool import ModelPool
 
@@ -37,6 +37,7 @@ TEMPLATE = (
     "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 TOKENS, SIZE = 36, 42
+VISION = VisionFacts(2, 24, 40, 2, SIZE, 7, 1e-6, TOKENS, 1, 0, 2)
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
 
 
@@ -51,7 +52,7 @@ def pictured_folder(folder: Path) -> Path:
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
         tokenizer["added_tokens"].append({"id": first + at, "content": text, "special": True, **flags})
     vocab, hidden, inner, heads, dim = first + 3, 32, 48, 2, 16
-    vision = VisionFacts(2, 24, 40, 2, SIZE, 7, 1e-6, TOKENS, first + 1, first, first + 2)
+    vision = replace(VISION, image_token=first + 1, begin_token=first, end_token=first + 2)
     shapes: dict[str, tuple[int, ...]] = {
         "language_model.model.embed_tokens.weight": (vocab, hidden), "language_model.model.norm.weight": (hidden,)
     }  # fmt: skip
@@ -189,12 +190,12 @@ def huge(width: int, height: int) -> bytes:
 )
 def test_an_image_that_is_not_read_is_named(data: bytes, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
-        read_image(data, SIZE, "messages[0]")
+        read_image(data, VISION, "messages[0]")
 
 
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "GIF"])
 def test_formats(form: str) -> None:
-    pixels = read_image(picture("red", form), SIZE)
+    pixels = read_image(picture("red", form), VISION)
     assert pixels.shape == (SIZE, SIZE, 3) and abs(pixels.reshape(-1, 3).mean(0) - [255, 0, 0]).max() < 4
 
 
@@ -202,7 +203,7 @@ def test_the_first_frame_of_a_gif_counts() -> None:
     stream = io.BytesIO()
     frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
     frames[0].save(stream, "GIF", save_all=True, append_images=frames[1:])
-    assert read_image(stream.getvalue(), SIZE)[0, 0].tolist() == [255, 0, 0]
+    assert read_image(stream.getvalue(), VISION)[0, 0].tolist() == [255, 0, 0]
 
 
 def test_more_images_than_the_context_holds_are_not_decoded(llm: LLM) -> None:

@@ -1,0 +1,129 @@
+"""`GridTower`: an image of any proportions -> the vectors of its tokens (the tower of Qwen3-VL and Qwen3.5)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from localllm.kernels.layer_weights import Linear
+from localllm.kernels.rope import inverse_frequencies
+
+from .architectures.vision import GridFacts
+from .reader import Reader
+from .vision import LayerNorm, TowerLayer
+
+
+@dataclass(frozen=True)
+class GridTower:
+    """The tower and what makes one vector of a square of patches; patches lie square by square."""
+
+    facts: GridFacts
+    dtype: torch.dtype
+    patches: Tensor  # [hidden, 3 * patch_size²]: an image is the same in all frames of a patch
+    patch_bias: Tensor
+    positions: Tensor  # [1, hidden, side, side]
+    layers: tuple[TowerLayer, ...]
+    norm: LayerNorm
+    fc1: Linear
+    fc2: Linear
+
+    @torch.inference_mode()
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """uint8 [height, width, 3], sizes that `GridFacts.fitted` gives -> [tokens, hidden of the decoder]."""
+        facts, device = self.facts, self.positions.device
+        rows, columns = pixels.shape[0] // facts.patch_size, pixels.shape[1] // facts.patch_size
+        mean, std = (torch.tensor(values, device=device) * 255 for values in (facts.mean, facts.std))
+        given = (pixels.to(device).float() - mean) / std
+        size, merge = facts.patch_size, facts.merge
+        squares = given.view(rows // merge, merge, size, columns // merge, merge, size, 3)
+        patches = squares.permute(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, -1)
+        at = functional.interpolate(self.positions, (rows, columns), mode="bilinear", align_corners=True)[0]
+        x = functional.linear(patches, self.patches, self.patch_bias) + self._by_square(at.permute(1, 2, 0))
+        del given, squares, patches, at
+        x = x.to(self.dtype)
+        cos, sin = self._turns(rows, columns)
+        for layer in self.layers:
+            x = x + layer.out(self._attended(layer.qkv(layer.norm1(x, facts.eps)), cos, sin))
+            inner = layer.fc1(layer.norm2(x, facts.eps))
+            x = x + layer.fc2(functional.gelu(inner, approximate="tanh"))
+        merged = self.norm(x, facts.eps).view(-1, facts.hidden * merge**2)
+        return self.fc2(functional.gelu(self.fc1(merged)))
+
+    def _by_square(self, values: Tensor) -> Tensor:
+        """[rows, columns, n], a patch each -> [patches, n]"""
+        rows, columns, _ = values.shape
+        merge = self.facts.merge
+        squares = values.reshape(rows // merge, merge, columns // merge, merge, -1)
+        return squares.transpose(1, 2).reshape(rows * columns, -1)
+
+    def _turns(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, each float32 [patches, 1, head_dim / 2]: half of the pairs turn by row, half by column."""
+        half = self.facts.hidden // self.facts.num_heads // 2
+        frequencies = inverse_frequencies(self.facts.theta, half).to(self.positions.device)
+        row, column = (torch.arange(count, device=frequencies.device).float() for count in (rows, columns))
+        by_row = (row[:, None, None] * frequencies).expand(rows, columns, -1)
+        by_column = (column[None, :, None] * frequencies).expand(rows, columns, -1)
+        angles = self._by_square(torch.cat([by_row, by_column], -1))[:, None]
+        return angles.cos(), angles.sin()
+
+    def _attended(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[patches, 3 * hidden] -> [patches, hidden]"""
+        q, k, v = qkv.view(qkv.shape[0], 3, self.facts.num_heads, -1).unbind(1)
+        q, k, v = (one.transpose(0, 1)[None] for one in (_turned(q, cos, sin), _turned(k, cos, sin), v))
+        mixed = functional.scaled_dot_product_attention(q, k, v)[0]
+        return mixed.transpose(0, 1).reshape(qkv.shape[0], -1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its prepared weights."""
+        linears = [one for layer in self.layers for one in (layer.qkv, layer.out, layer.fc1, layer.fc2)]
+        norms = [self.norm, *(norm for layer in self.layers for norm in (layer.norm1, layer.norm2))]
+        own = (self.patches, self.patch_bias, self.positions, *(part for norm in norms for part in norm))
+        return sum(one.nbytes for one in (*linears, self.fc1, self.fc2)) + sum(one.nbytes for one in own)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """[patches, heads, head_dim], pairs (j, j + head_dim / 2)"""
+    first, second = x.float().chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+
+def load_grid_tower(reader: Reader, facts: GridFacts) -> GridTower:
+    """Read the tower; its shapes were checked when the model was opened."""
+    linears, vectors = facts.linears(), facts.vectors(reader.facts.hidden_size)
+
+    def tensor(name: str) -> Tensor:
+        return reader.tensor(f"vision.{name}", vectors[f"vision.{name}"])
+
+    def norm(name: str) -> LayerNorm:
+        return LayerNorm(tensor(f"{name}.weight"), tensor(f"{name}.bias"))
+
+    def linear(name: str) -> Linear:
+        return reader.linear("vision", [f"vision.{name}"], [linears[f"vision.{name}"]])
+
+    layers = tuple(
+        TowerLayer(
+            norm1=norm(f"blocks.{index}.norm1"),
+            qkv=linear(f"blocks.{index}.attn.qkv"),
+            out=linear(f"blocks.{index}.attn.proj"),
+            norm2=norm(f"blocks.{index}.norm2"),
+            fc1=linear(f"blocks.{index}.mlp.linear_fc1"),
+            fc2=linear(f"blocks.{index}.mlp.linear_fc2"),
+        )
+        for index in range(facts.num_layers)
+    )
+    table = tensor("pos_embed.weight").t().reshape(1, facts.hidden, facts.side, facts.side)
+    return GridTower(
+        facts,
+        getattr(torch, reader.options.dtype),
+        tensor("patch_embed.proj.weight").sum(2).flatten(1),
+        tensor("patch_embed.proj.bias"),
+        table.contiguous(),
+        layers,
+        norm("merger.norm"),
+        linear("merger.linear_fc1"),
+        linear("merger.linear_fc2"),
+    )
