@@ -73,11 +73,12 @@ def mixture(x: Tensor, asked: Tensor, weights: ExpertsWeights, activate: Callabl
     asked   the rows as the router sees them
     """
     chosen, shares = route(weights.router(asked).float(), weights)
-    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    seen = x if weights.latent_in is None else weights.latent_in(x)
+    total = torch.zeros(seen.shape, dtype=torch.float32, device=x.device)
     order = chosen.flatten().argsort(stable=True)  # places of `chosen` by expert, tokens ascending
     counts = torch.bincount(chosen.flatten(), minlength=len(weights.down)).tolist()
     rows, shares = order // weights.top_k, shares.flatten()[order].unsqueeze(-1)
-    away = None if weights.host is None else weights.host.take(x, rows, counts)
+    away = None if weights.host is None else weights.host.take(seen, rows, counts)
     start = 0
     for expert, count in enumerate(counts):
         if count == 0:
@@ -86,13 +87,13 @@ def mixture(x: Tensor, asked: Tensor, weights: ExpertsWeights, activate: Callabl
         if away is not None and expert in away:
             given = away.given(expert, start, end)
         else:
-            hidden = weights.gate_up[expert](x[rows[start:end]])
+            hidden = weights.gate_up[expert](seen[rows[start:end]])
             if weights.limit is not None:
                 hidden = cut_off(hidden, weights.limit)
             given = weights.down[expert](activate(hidden)).float()
         total.index_add_(0, rows[start:end], given * shares[start:end])
         start = end
-    return total
+    return total if weights.latent_out is None else weights.latent_out(total.to(x.dtype)).float()
 
 
 def shared(

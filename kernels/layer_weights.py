@@ -161,13 +161,34 @@ class InputWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class MambaWeights:
+    """What a Mamba-2 mixer in one layer needs, besides its states."""
+
+    norm: Norm | None
+    inputs: Linear  # rows: gates of the outputs, then what goes through the convolution, then each head's time step
+    out: Linear
+    conv: Tensor  # float32 [channels, width]
+    decay: Tensor  # float32 [num_heads], below 0
+    skip: Tensor  # float32 [num_heads]: how much of its input a head gives on
+    dt_bias: Tensor  # float32 [num_heads]
+    out_norm: Norm  # over the gated outputs of a group of heads, without a weight
+    gain: Tensor  # float32 [num_heads * head_dim], its weight
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    state_size: int
+    conv_bias: Tensor | None = None  # float32 [channels]
+    steps: tuple[float, float] | None = None  # what time steps are cut off to
+
+
+@dataclass(frozen=True, slots=True)
 class MlpWeights:
-    """A feed-forward layer, gated but with gelu."""
+    """A feed-forward layer, gated but with gelu and relu2."""
 
     norm: Norm | None  # None: the residual stream as it is
-    gate_up: Linear  # rows: gate, then up; with gelu only up
+    gate_up: Linear  # rows: gate, then up; without a gate only up
     down: Linear
-    activation: str  # silu | gelu_tanh | gelu
+    activation: str  # silu | gelu_tanh | gelu | relu2
     post_norm: Norm | None = None
     sum_norm: Norm | None = None  # on the residual stream, once the output is added
     scale: float = 1.0  # multiplies the result, residual stream included
@@ -186,15 +207,15 @@ class ApartNorms:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsWeights:
-    """A mixture of gated feed-forward layers, and what its router does: see `experts.route`."""
+    """A mixture of feed-forward layers, and what its router does: see `experts.route`."""
 
     norm: Norm | None
     router: Linear
-    gate_up: tuple[Linear, ...]  # of each expert; rows: gate, then up
+    gate_up: tuple[Linear, ...]  # of each expert; rows: gate, then up; with relu2 only up
     down: tuple[Linear, ...]
     top_k: int
     router_kind: str  # softmax | softmax_topk | sigmoid
-    activation: str  # silu | gelu_tanh | swiglu_oai
+    activation: str  # silu | gelu_tanh | swiglu_oai | relu2
     renormalise: bool = True
     scale: float = 1.0  # of what the chosen experts count
     choice_bias: Tensor | None = None  # float32 [num_experts]
@@ -210,6 +231,8 @@ class ExpertsWeights:
     layer_scale: float = 1.0  # multiplies the result, residual stream included
     input: InputWeights | None = None  # what follows
     host: HostExperts | None = None  # those that the CPU computes: here their products are empty
+    latent_in: Linear | None = None  # the chosen experts work on what it makes of a row
+    latent_out: Linear | None = None  # and it takes their sum back
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,8 +268,8 @@ def has_only(weights: Any, known: frozenset[str]) -> bool:
 
 
 def linears_of(weights: Any) -> Iterator[Linear]:
-    """The linear layers of a mixer or a feed-forward layer, in the order of its fields."""
-    for field in fields(weights):
+    """The linear layers of a mixer or a feed-forward layer, in the order of its fields; none of one that is absent."""
+    for field in () if weights is None else fields(weights):
         value = getattr(weights, field.name)
         if isinstance(value, InputWeights):
             yield from linears_of(value)
@@ -256,7 +279,7 @@ def linears_of(weights: Any) -> Iterator[Linear]:
 def nbytes_of(weights: Any) -> int:
     """Bytes of the prepared weights, norms and other tensors of a mixer, a feed-forward layer or the head."""
     total = 0
-    for field in fields(weights):
+    for field in () if weights is None else fields(weights):
         value = getattr(weights, field.name)
         if isinstance(value, (InputWeights, ApartNorms)):
             total += nbytes_of(value)
@@ -266,10 +289,11 @@ def nbytes_of(weights: Any) -> int:
     return total
 
 
-MixerWeights = AttentionWeights | LatentWeights | DeltaWeights | ConvWeights
-LayerCache = KVPages | StateSlots
-# a layer's weights, and which of the step's views it sees; -1: it keeps a state
-LayerCall = tuple[MixerWeights, MlpWeights | ExpertsWeights, int]
+MixerWeights = AttentionWeights | LatentWeights | DeltaWeights | ConvWeights | MambaWeights
+FeedForwardWeights = MlpWeights | ExpertsWeights
+LayerCache = KVPages | StateSlots | None  # None: of a layer without a mixer
+# a layer's weights, and which of the step's views it sees; -1: it keeps a state, or nothing
+LayerCall = tuple[MixerWeights | None, FeedForwardWeights | None, int]
 # cos, sin, block_table, slot_mapping: what the layers of one cache group share in a step
 View = tuple[Tensor, Tensor, Tensor, Tensor]
 # hidden [num_tokens, hidden], logits float32 [num_tokens, vocab], and where somebody looked int64 [num_tokens], the

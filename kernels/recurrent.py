@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-CHUNK = 64  # tokens that the delta rule takes at once in `delta_rule_chunked`
+CHUNK = 64  # tokens that are taken at once in `delta_rule_chunked` and `state_space_chunked`
 
 
 def parts(slots: Tensor, cu_query_lens: Tensor) -> Iterator[tuple[Tensor, slice]]:
@@ -163,5 +163,69 @@ def delta_rule_chunked(
             out[at] = mixed.transpose(0, 1)
             rest = (summed[:, -1:] - summed).exp().unsqueeze(-1)
             carried = carried * grown[:, -1:] + (solved * rest).mT @ k[:, at]
+        state[slot] = carried
+    return out
+
+
+def state_space(
+    x: Tensor, b: Tensor, c: Tensor, steps: Tensor, decay: Tensor, state: Tensor, slots: Tensor, cu_query_lens: Tensor
+) -> Tensor:
+    """Token by token: S = exp(step decay) S + step x bᵀ; y = S c.
+
+    x              [num_tokens, num_heads, head_dim]     any float type
+    b, c           [num_tokens, num_groups, size]        head j goes with group j // (num_heads / num_groups)
+    steps          float32 [num_tokens, num_heads]       >= 0
+    decay          float32 [num_heads]                   <= 0
+    state          float32 [num_slots, num_heads, head_dim, size], changed
+    slots          int64 [num_seqs]
+    cu_query_lens  int32 [num_seqs + 1]
+    returns        float32 [num_tokens, num_heads, head_dim]
+    """
+    heads, out = x.shape[1], torch.empty(x.shape, device=x.device)
+    b, c = (_of_heads(part.float(), heads, tiled=False).unsqueeze(-2) for part in (b, c))
+    given, factor = (x.float() * steps.unsqueeze(-1)).unsqueeze(-1), (steps * decay).exp()[..., None, None]
+
+    def advanced(carried: Tensor, at: int | slice) -> Tensor:
+        carried = (carried * factor[at]).add_(given[at] * b[at])
+        out[at] = (carried * c[at]).sum(-1)
+        return carried
+
+    if x.shape[0] == slots.shape[0]:
+        state[slots] = advanced(state[slots], slice(None))
+        return out
+    for slot, rows in parts(slots, cu_query_lens):
+        carried = state[slot]
+        for at in range(rows.start, rows.stop):
+            carried = advanced(carried, at)
+        state[slot] = carried
+    return out
+
+
+def state_space_chunked(
+    x: Tensor, b: Tensor, c: Tensor, steps: Tensor, decay: Tensor, state: Tensor, slots: Tensor, cu_query_lens: Tensor
+) -> Tensor:
+    """`state_space` by matrix products over CHUNK tokens at a time: quicker for prompts, rounded otherwise.
+
+    Within a chunk y_t = exp(G_t) S_0 c_t + sum over i <= t of exp(G_t - G_i) (b_i·c_t) step_i x_i, where G sums
+    step decay up.
+    """
+    if x.shape[0] == slots.shape[0]:
+        return state_space(x, b, c, steps, decay, state, slots, cu_query_lens)
+    out, ratio = torch.empty(x.shape, device=x.device), x.shape[1] // b.shape[1]
+    given = (x.float() * steps.unsqueeze(-1)).transpose(0, 1)  # [heads, num_tokens, dim]
+    b, c = (part.float().transpose(0, 1) for part in (b, c))  # [groups, num_tokens, size]
+    decays = (steps * decay).T
+    for slot, rows in parts(slots, cu_query_lens):
+        carried = state[slot]
+        for start in range(rows.start, rows.stop, CHUNK):
+            at = slice(start, min(start + CHUNK, rows.stop))
+            summed = decays[:, at].cumsum(-1)
+            lower = (summed.unsqueeze(-1) - summed.unsqueeze(-2)).tril_().exp_().tril_()
+            shares = (c[:, at] @ b[:, at].mT).repeat_interleave(ratio, 0).mul_(lower)
+            of_heads = [part[:, at].repeat_interleave(ratio, 0) for part in (b, c)]
+            read = (of_heads[1] @ carried.mT).mul_(summed.exp().unsqueeze(-1))
+            out[at] = read.baddbmm_(shares, given[:, at]).transpose(0, 1)
+            rest = given[:, at] * (summed[:, -1:] - summed).exp().unsqueeze(-1)
+            carried = torch.baddbmm(carried * summed[:, -1:, None].exp(), rest.mT, of_heads[0])
         state[slot] = carried
     return out

@@ -80,6 +80,11 @@ def gelu(x: Tensor) -> Tensor:
     return torch.erf(wide * 0.7071067811865476).add_(1.0).mul_(wide).mul_(0.5).to(x.dtype)
 
 
+def relu2(x: Tensor) -> Tensor:
+    """x² where x is above 0, else 0; computed in float32."""
+    return x.clamp(min=0.0).float().square().to(x.dtype)
+
+
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) · up with silu(g) = g / (1 + exp(-g)).
 

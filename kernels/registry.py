@@ -11,13 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 # what segments are composed of, besides `linear`
-RECURRENT = ("causal_conv", "delta_rule")  # these carry a state
+RECURRENT = ("causal_conv", "delta_rule", "state_space")  # these carry a state
 OPS = ("rms_norm", "rope", "silu_mul", "gelu_tanh_mul", "kv_write", "paged_attention", *RECURRENT)
 # each after those it is composed of
-SEGMENTS = (
-    *("attn_in", "attention", "attn_out", "latent_attention", "gated_delta", "short_conv"),
-    *("mlp", "experts", "layer_input", "head", "decoder", "step"),
-)
+MIXERS = ("attn_in", "attention", "attn_out", "latent_attention", "gated_delta", "short_conv", "mamba")
+SEGMENTS = (*MIXERS, "mlp", "experts", "layer_input", "head", "decoder", "step")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@
     latent_attention  norm, projections, RoPE, latents written, attention over them, output projection, residual
     gated_delta  norm, projections, convolution, gated delta rule, gated norm, output projection, residual
     short_conv   norm, projection, gate, convolution, gate, output projection, residual
+    mamba        norm, projection, convolution, state space, gated norm, output projection, residual
     experts      as mlp, where a router chooses among many
     layer_input  gate, a token's numbers for the layer, projection, norm, residual
     head         norm, vocabulary projection, soft-cap  (and a norm before each residual where the model has one)
@@ -37,6 +38,7 @@ from .layer_weights import (
     LatentWeights,
     LayerCache,
     LayerCall,
+    MambaWeights,
     MlpWeights,
     Norm,
     Stepped,
@@ -45,6 +47,9 @@ from .layer_weights import (
 from .recurrent import sigmoid, softplus
 from .registry import OPS, RECURRENT, SEGMENTS
 from .state_slots import StateSlots
+
+# weights of a mixer that keeps a state -> its segment
+STATEFUL = {DeltaWeights: "gated_delta", ConvWeights: "short_conv", MambaWeights: "mamba"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,7 @@ class KernelTable:
     latent_attention: Callable[..., Tensor]
     gated_delta: Callable[..., Tensor]
     short_conv: Callable[..., Tensor]
+    mamba: Callable[..., Tensor]
     mlp: Callable[..., Tensor]
     experts: Callable[..., Tensor]
     layer_input: Callable[..., Tensor]
@@ -257,6 +263,37 @@ def short_conv(
     return x.add_(weights.out((c * mixed).to(x.dtype)))
 
 
+def mamba(
+    rms_norm: Callable[..., Tensor],
+    causal_conv: Callable[..., Tensor],
+    state_space: Callable[..., Tensor],
+    silu_mul: Callable[..., Tensor],
+    x: Tensor,
+    weights: MambaWeights,
+    kept: StateSlots,
+    slots: Tensor,
+    cu_query_lens: Tensor,
+) -> Tensor:
+    """x + out(norm(y silu(z))), y the state space of the normed x: [num_tokens, hidden], in the place of x.
+
+    kept, slots   as of `gated_delta`
+    """
+    heads, dim, groups, size = weights.num_heads, weights.head_dim, weights.num_groups, weights.state_size
+    inner, shared = heads * dim, groups * size
+    z, mixed, steps = weights.inputs(_normed(rms_norm, x, weights.norm)).split([inner, inner + 2 * shared, heads], -1)
+    mixed = causal_conv(mixed, weights.conv, weights.conv_bias, kept.conv, slots, cu_query_lens)
+    values, b, c = mixed.mul_(sigmoid(mixed)).split([inner, shared, shared], -1)
+    steps = softplus(steps.float() + weights.dt_bias)
+    if weights.steps is not None:
+        steps = steps.clamp_(*weights.steps)
+    values, b, c = values.unflatten(-1, (heads, dim)), b.unflatten(-1, (groups, size)), c.unflatten(-1, (groups, size))
+    y = state_space(values, b, c, steps, weights.decay, kept.state, slots, cu_query_lens)
+    y += values * weights.skip.unsqueeze(-1)
+    gated = silu_mul(torch.cat([z.float(), y.flatten(1)], -1)).unflatten(-1, (groups, -1))
+    normed = _normed(rms_norm, gated, weights.out_norm).flatten(1) * weights.gain
+    return x.add_(weights.out(normed.to(x.dtype)))
+
+
 def mlp(
     rms_norm: Callable[..., Tensor],
     silu_mul: Callable[..., Tensor],
@@ -265,7 +302,8 @@ def mlp(
     weights: MlpWeights,
 ) -> Tensor:
     """x + post_norm(down(act(gate) · up)) of the normed x: [num_tokens, hidden], in the place of x."""
-    activated = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul, "gelu": reference.gelu}[weights.activation]
+    plain = {"gelu": reference.gelu, "relu2": reference.relu2}
+    activated = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul, **plain}[weights.activation]
     normed = _normed(rms_norm, x, weights.norm)  # lives on until the end: the plan counts it
     out = weights.down(activated(weights.gate_up(normed)))
     x = _normed(rms_norm, _added(rms_norm, x, out, weights.post_norm), weights.sum_norm)
@@ -280,7 +318,8 @@ def experts(
     weights: ExpertsWeights,
 ) -> Tensor:
     """x + post_norm(sum of the chosen experts of the normed x): [num_tokens, hidden], in the place of x."""
-    activations = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul, "swiglu_oai": swiglu_oai}
+    plain = {"swiglu_oai": swiglu_oai, "relu2": reference.relu2}
+    activations = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul, **plain}
     activate, own = activations[weights.activation], weights.apart
     normed = _normed(rms_norm, x, weights.norm)
     if own is None:
@@ -320,6 +359,7 @@ def decoder(
     latent_attention: Callable[..., Tensor],
     gated_delta: Callable[..., Tensor],
     short_conv: Callable[..., Tensor],
+    mamba: Callable[..., Tensor],
     mlp: Callable[..., Tensor],
     experts: Callable[..., Tensor],
     layer_input: Callable[..., Tensor],
@@ -340,10 +380,12 @@ def decoder(
              the last layer computes no more than that of the others but their keys and values
     inputs   [num_tokens, layers, size]: what each token has for each layer, where layers take it in
     """
-    stateful = {DeltaWeights: gated_delta, ConvWeights: short_conv}
+    stateful = {"gated_delta": gated_delta, "short_conv": short_conv, "mamba": mamba}
 
     def fed(x: Tensor, number: int, rows: Tensor | None) -> Tensor:
         ffn = layers[number][1]
+        if ffn is None:
+            return x
         x = experts(x, ffn) if isinstance(ffn, ExpertsWeights) else mlp(x, ffn)
         if ffn.input is None:
             return x
@@ -353,23 +395,22 @@ def decoder(
 
     for number, ((weights, _, view), of_layer) in enumerate(zip(layers, caches, strict=True)):
         rows = wanted if number == len(layers) - 1 else None
-        mix = stateful.get(type(weights))
-        if mix is not None or isinstance(weights, LatentWeights):
-            if mix is not None:
-                x = mix(x, weights, of_layer, slots, cu_query_lens)
-            else:
+        if isinstance(weights, AttentionWeights):
+            cos, sin, block_table, slot_mapping = views[view]
+            q = attn_in(x, weights, cos, sin, of_layer, slot_mapping)
+            if rows is not None and rows.shape[0] == 0:
+                return x[:0]
+            attended = attention(q, weights, of_layer, block_table, cu_query_lens, seq_lens)
+            if rows is not None:
+                attended, x = attended[rows], x[rows]
+            x = attn_out(attended, x, weights)
+        else:
+            if isinstance(weights, LatentWeights):
                 x = latent_attention(x, weights, of_layer, views[view], cu_query_lens, seq_lens)
+            elif weights is not None:
+                x = stateful[STATEFUL[type(weights)]](x, weights, of_layer, slots, cu_query_lens)
             x = x if rows is None else x[rows]
-            x = fed(x, number, rows) if x.shape[0] else x
-            continue
-        cos, sin, block_table, slot_mapping = views[view]
-        q = attn_in(x, weights, cos, sin, of_layer, slot_mapping)
-        if rows is not None and rows.shape[0] == 0:
-            return x[:0]
-        attended = attention(q, weights, of_layer, block_table, cu_query_lens, seq_lens)
-        if rows is not None:
-            attended, x = attended[rows], x[rows]
-        x = fed(attn_out(attended, x, weights), number, rows)
+        x = fed(x, number, rows) if x.shape[0] else x
     return x
 
 
@@ -442,6 +483,7 @@ COMPOSED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "latent_attention": (latent_attention, ("rms_norm", "rope")),
     "gated_delta": (gated_delta, ("rms_norm", "causal_conv", "delta_rule", "silu_mul")),
     "short_conv": (short_conv, ("rms_norm", "causal_conv")),
+    "mamba": (mamba, ("rms_norm", "causal_conv", "state_space", "silu_mul")),
     "mlp": (mlp, ("rms_norm", "silu_mul", "gelu_tanh_mul")),
     "head": (head, ("rms_norm",)),
     "experts": (experts, ("rms_norm", "silu_mul", "gelu_tanh_mul")),
@@ -449,7 +491,7 @@ COMPOSED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "decoder": (
         decoder,
         (
-            *("attn_in", "attention", "attn_out", "latent_attention", "gated_delta", "short_conv"),
+            *("attn_in", "attention", "attn_out", "latent_attention", "gated_delta", "short_conv", "mamba"),
             *("mlp", "experts", "layer_input"),
         ),
     ),

@@ -26,6 +26,10 @@ PLAIN: Mapping[str, tuple[Impl, ...]] = {
         Impl("delta_rule", "chunked", _in_chunks, recurrent.delta_rule_chunked),
         Impl("delta_rule", "torch", fits_always, REFERENCES["delta_rule"]),
     ),
+    "state_space": (
+        Impl("state_space", "chunked", _in_chunks, recurrent.state_space_chunked),
+        Impl("state_space", "torch", fits_always, REFERENCES["state_space"]),
+    ),
     **{name: (Impl(name, "composed", fits_always, REFERENCES[name]),) for name in SEGMENTS},
 }
 BACK_ENDS = (cpu.IMPLS, triton.IMPLS, PLAIN)

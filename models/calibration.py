@@ -16,17 +16,16 @@ from localllm.errors import UnsupportedModel
 from localllm.kernels.kv_pages import KVPages
 from localllm.kernels.layer_weights import AttentionWeights, ExpertsWeights, Linear
 from localllm.kernels.rope import RopeTable
-from localllm.kernels.segments import REFERENCES
+from localllm.kernels.segments import REFERENCES, STATEFUL
 
 from .architectures import Attention, Dense, Experts, LatentAttention, LayerFacts, OpenModel
-from .architectures.layers import GatedDelta, Paged, ShortConv, Stateful
+from .architectures.layers import Mamba2, Paged, ShortConv, Stateful
 from .kv_cache import CacheGroup, KVCache, StateGroup
 from .layers import load_layer
 from .loader import Loading, LoadOptions
 from .model import DecoderLayer
 
 PAGE_SIZE = 16
-_SEGMENTS = {GatedDelta: "gated_delta", ShortConv: "short_conv"}
 
 
 class Sum:
@@ -90,9 +89,8 @@ def hessians(source: OpenModel, sequences: Sequence[Sequence[int]], device: str 
             layer, of_layer = load_layer(loading, index), facts.layers[index]
             table = rotations[of_layer.mixer.rope] if isinstance(of_layer.mixer, Attention) else None
             seen: Seen = {}
-            watched = DecoderLayer(
-                _watched(layer.mixer, _modules(of_layer.mixer), seen), _watched_ffn(layer.ffn, of_layer.ffn, seen)
-            )
+            mixer = layer.mixer and _watched(layer.mixer, _modules(of_layer.mixer), seen)
+            watched = DecoderLayer(mixer, layer.ffn and _watched_ffn(layer.ffn, of_layer.ffn, seen))
             for stream in streams:
                 pages = _pages(watched.mixer, of_layer, stream) if table is not None else None
                 stream.x = _run(watched, of_layer.mixer, stream, index, table, pages)
@@ -125,14 +123,15 @@ def _watched(weights: Any, modules: Mapping[str, tuple[str, ...]], seen: Seen) -
     return replace(weights, **{name: Observed(getattr(weights, name), into) for name, into in sums.items()})
 
 
-def _watched_ffn(weights: Any, facts: Dense | Experts, seen: Seen) -> Any:
+def _watched_ffn(weights: Any, facts: Dense | Experts | None, seen: Seen) -> Any:
     if weights.input is not None:
         own = {"gate": ("per_layer_input_gate",), "projection": ("per_layer_projection",)}
         weights = replace(weights, input=_watched(weights.input, own, seen))
     if isinstance(facts, Dense):
         return _watched(weights, {"gate_up": facts.inputs, "down": ("mlp.down_proj",)}, seen)
+    assert facts is not None
     every = range(facts.num_experts)
-    first = tuple(f"mlp.experts.{expert}.{name}_proj" for expert in every for name in ("gate", "up"))
+    first = tuple(f"mlp.experts.{expert}.{name}" for expert in every for name in facts.inputs)
     into = seen.setdefault(first, Sum())
     last = [seen.setdefault((f"mlp.experts.{expert}.down_proj",), Sum()) for expert in every]
     weights = replace(
@@ -140,18 +139,22 @@ def _watched_ffn(weights: Any, facts: Dense | Experts, seen: Seen) -> Any:
         gate_up=tuple(Observed(one, into) for one in weights.gate_up),
         down=tuple(Observed(one, each) for one, each in zip(weights.down, last, strict=True)),
     )
-    if not facts.shared_inner:
-        return weights
-    shared = {name: f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")}
-    return _watched(weights, {"shared_gate_up": (shared["gate"], shared["up"]), "shared_down": (shared["down"],)}, seen)
+    others: dict[str, tuple[str, ...]] = {}
+    if facts.latent:
+        others |= {name: (f"mlp.{name}",) for name in ("latent_in", "latent_out")}
+    if facts.shared_inner:
+        others["shared_gate_up"] = tuple(f"mlp.shared_expert.{name}" for name in facts.shared_inputs)
+        others["shared_down"] = ("mlp.shared_expert.down_proj",)
+    return _watched(weights, others, seen)
 
 
-def _modules(facts: Paged | Stateful) -> dict[str, tuple[str, ...]]:
+def _modules(facts: Paged | Stateful | None) -> dict[str, tuple[str, ...]]:
     """Products of a mixer -> the modules that see what they are given."""
     if isinstance(facts, Attention):
         return {"qkv": facts.inputs, "out": ("self_attn.o_proj",)}
-    if isinstance(facts, ShortConv):
-        return {"inputs": ("conv.in_proj",), "out": ("conv.out_proj",)}
+    if isinstance(facts, Mamba2 | ShortConv):
+        start = "mamba" if isinstance(facts, Mamba2) else "conv"
+        return {"inputs": (f"{start}.in_proj",), "out": (f"{start}.out_proj",)}
     return {
         "qkvz": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
         "ba": ("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
@@ -161,7 +164,7 @@ def _modules(facts: Paged | Stateful) -> dict[str, tuple[str, ...]]:
 
 def _run(
     layer: DecoderLayer,
-    facts: Paged | Stateful,
+    facts: Paged | Stateful | None,
     stream: _Stream,
     index: int,
     table: RopeTable | None,
@@ -173,11 +176,13 @@ def _run(
     if isinstance(layer.mixer, AttentionWeights):
         assert table is not None and pages is not None
         x = _attend(layer.mixer, x, table, bounds, pages)
-    else:
+    elif layer.mixer is not None:
         assert isinstance(facts, Stateful)
         states = StateGroup((0,), facts.conv_shape, facts.state_shape)
         kept = KVCache((), (), device=x.device, states=[states], num_slots=1).layers[0]
-        x = REFERENCES[_SEGMENTS[type(facts)]](x, layer.mixer, kept, bounds[:1].long(), bounds)
+        x = REFERENCES[STATEFUL[type(layer.mixer)]](x, layer.mixer, kept, bounds[:1].long(), bounds)
+    if ffn is None:
+        return x
     x = REFERENCES["experts" if isinstance(ffn, ExpertsWeights) else "mlp"](x, ffn)
     if ffn.input is None or stream.inputs is None:
         return x

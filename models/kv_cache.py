@@ -113,8 +113,9 @@ class KVCache:
         device: str | torch.device = "cpu",
         states: Sequence[StateGroup] = (),
         num_slots: int = 0,
+        num_layers: int = 0,
     ) -> None:
-        """`num_pages` per group; `num_slots` of each of `states`."""
+        """`num_pages` per group; `num_slots` of each of `states`; `num_layers` counts those that keep nothing, too."""
         self.groups = tuple(groups)
         self.num_pages = tuple(num_pages)
         self.page_size = page_size
@@ -135,7 +136,8 @@ class KVCache:
                 conv, *rest = (part[:, at] for part in kept)
                 layers[layer] = StateSlots(conv, rest[0] if rest else None)
             self.states += kept
-        self.layers = tuple(layers[layer] for layer in sorted(layers))  # what every layer keeps or reads, in order
+        count = max(num_layers, 1 + max(layers, default=-1))
+        self.layers = tuple(layers.get(layer) for layer in range(count))  # what every layer keeps or reads, in order
 
     def _pages(self, shapes: tuple[tuple[int, ...], ...], fixed: tuple[float, float] | None) -> KVPages:
         k, v = (_zeros(shape, KV_DTYPES[self.format], self.device) for shape in shapes)
@@ -148,7 +150,7 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Bytes of all pages and slots, used or not."""
-        pages = (self.layers[layer] for group in self.groups for layer in group.layers)
+        pages = (self.layers[layer] or () for group in self.groups for layer in group.layers)
         return sum(part.nbytes for kept in (*pages, self.states) for part in kept if part is not None)
 
     def forget(self, group_index: int, pages: Sequence[int]) -> None:
@@ -183,4 +185,4 @@ class KVCache:
     def _parts(self, group_index: int) -> Iterator[Tensor]:
         """What a group's layers keep in pages; a scale of a whole layer belongs to no page."""
         for layer in self.groups[group_index].layers:
-            yield from (part for part in self.layers[layer] if part is not None and part.dim() > 1)
+            yield from (part for part in self.layers[layer] or () if part is not None and part.dim() > 1)

@@ -19,6 +19,7 @@ from localllm.kernels.layer_weights import (
     InputWeights,
     LatentWeights,
     Linear,
+    MambaWeights,
     MlpWeights,
     Norm,
 )
@@ -33,6 +34,7 @@ from .architectures.layers import (
     Experts,
     GatedDelta,
     LatentAttention,
+    Mamba2,
     Norms,
     ShortConv,
 )
@@ -209,6 +211,28 @@ def _short_conv(layer: LayerReader, facts: ShortConv) -> ConvWeights:
     )
 
 
+def _mamba(layer: LayerReader, facts: Mamba2) -> MambaWeights:
+    decay = layer.vector("mamba.A_log")
+    ones = torch.ones(facts.inner // facts.num_groups, device=layer.reader.device)
+    return MambaWeights(
+        norm=layer.norm_if(layer.norms.before_mixer),
+        inputs=layer.linear("mamba_in", "mamba.in_proj"),
+        out=layer.linear("o", "mamba.out_proj"),
+        conv=layer.vector("mamba.conv1d.weight"),
+        decay=-decay.exp() if facts.log_decay else decay,
+        skip=layer.vector("mamba.D"),
+        dt_bias=layer.vector("mamba.dt_bias"),
+        out_norm=Norm(ones, facts.eps),
+        gain=layer.vector("mamba.norm.weight").flatten(),
+        num_heads=facts.num_heads,
+        head_dim=facts.head_dim,
+        num_groups=facts.num_groups,
+        state_size=facts.state_size,
+        conv_bias=layer.vector("mamba.conv1d.bias") if facts.conv_bias else None,
+        steps=facts.steps,
+    )
+
+
 def _dense(layer: LayerReader, facts: Dense) -> MlpWeights:
     return MlpWeights(
         norm=layer.norm_if(layer.norms.before_ffn),
@@ -224,13 +248,13 @@ def _dense(layer: LayerReader, facts: Dense) -> MlpWeights:
 
 def _experts(layer: LayerReader, facts: Experts) -> ExpertsWeights:
     bias = "mlp.gate.e_score_correction_bias"
-    shared = [f"mlp.shared_expert.{kind}_proj" for kind in ("gate", "up", "down")]
-    experts = [f"mlp.experts.{number}" for number in range(facts.num_experts)]
+    shared = [f"mlp.shared_expert.{name}" for name in facts.shared_inputs]
+    experts = [f"mlp.experts.{number}." for number in range(facts.num_experts)]
     return ExpertsWeights(
         norm=layer.norm(APART_NORMS[0]) if facts.apart else layer.norm_if(layer.norms.before_ffn),
         router=layer.linear("router", "mlp.gate"),
-        gate_up=tuple(layer.linear("experts_gate_up", f"{one}.gate_proj", f"{one}.up_proj") for one in experts),
-        down=tuple(layer.linear("experts_down", f"{one}.down_proj") for one in experts),
+        gate_up=tuple(layer.linear("experts_gate_up", *(one + name for name in facts.inputs)) for one in experts),
+        down=tuple(layer.linear("experts_down", f"{one}down_proj") for one in experts),
         top_k=facts.top_k,
         router_kind=facts.router,
         activation=facts.act,
@@ -239,8 +263,8 @@ def _experts(layer: LayerReader, facts: Experts) -> ExpertsWeights:
         choice_bias=layer.vector(bias) if facts.choice_bias else None,
         groups=facts.groups,
         group_top_k=facts.group_top_k,
-        shared_gate_up=layer.linear("gate_up", *shared[:2]) if facts.shared_inner else None,
-        shared_down=layer.linear("down", shared[2]) if facts.shared_inner else None,
+        shared_gate_up=layer.linear("gate_up", *shared) if facts.shared_inner else None,
+        shared_down=layer.linear("down", "mlp.shared_expert.down_proj") if facts.shared_inner else None,
         shared_gate=layer.linear("router", "mlp.shared_expert_gate") if facts.shared_gate else None,
         limit=facts.limit,
         post_norm=layer.norm_if(layer.norms.after_ffn),
@@ -248,6 +272,8 @@ def _experts(layer: LayerReader, facts: Experts) -> ExpertsWeights:
         expert_scales=_expert_scales(layer, facts),
         layer_scale=layer.scale(last=False),
         input=layer.input(),
+        latent_in=layer.linear("latent", "mlp.latent_in") if facts.latent else None,
+        latent_out=layer.linear("latent", "mlp.latent_out") if facts.latent else None,
     )
 
 
@@ -274,8 +300,10 @@ _KINDS: dict[type, Callable[[LayerReader, Any], Any]] = {
     LatentAttention: _latent_attention,
     GatedDelta: _gated_delta,
     ShortConv: _short_conv,
+    Mamba2: _mamba,
     Dense: _dense,
     Experts: _experts,
+    type(None): lambda *_: None,
 }
 
 

@@ -13,9 +13,9 @@ from localllm.kernels.embedding import Embedding
 from localllm.kernels.host_experts import HostExperts
 from localllm.kernels.layer_weights import (
     ExpertsWeights,
+    FeedForwardWeights,
     HeadWeights,
     MixerWeights,
-    MlpWeights,
     Stepped,
     View,
     forget,
@@ -37,8 +37,8 @@ from .vision_grid import GridTower
 class DecoderLayer:
     """What mixes tokens and what follows, each added to the residual stream."""
 
-    mixer: MixerWeights
-    ffn: MlpWeights | ExpertsWeights
+    mixer: MixerWeights | None
+    ffn: FeedForwardWeights | None
 
     @property
     def nbytes(self) -> int:
@@ -150,7 +150,7 @@ class Model:
 
     def forget_pages(self) -> None:
         """Let go of the cache that fused kernels have seen last."""
-        first = next(linears_of(self._calls[0][0]))
+        first = next(linear for mixer, ffn, _ in self._calls for one in (mixer, ffn) for linear in linears_of(one))
         for part in first.parts:
             forget(part.prepared, pages_only=True)
 
@@ -170,9 +170,10 @@ class Model:
 
     @property
     def num_kinds(self) -> int:
-        """So many layers from the first on have one of each kind of cache among them."""
+        """So many layers from the first on have one of each kind of cache among them, and a feed-forward layer."""
         kinds = [group.layers for group in self.groups] + [group.layers for group in self.states]
-        return 1 + max(map(min, kinds))
+        feeding = next((index for index, layer in enumerate(self.layers) if layer.ffn is not None), 0)
+        return 1 + max(*map(min, kinds), feeding)
 
     @property
     def weight_bytes(self) -> int:

@@ -18,6 +18,7 @@ from localllm.kernels import OpFacts
 from localllm.kernels.experts import cut_off, swiglu_oai
 from localllm.kernels.host_experts import HostExperts
 from localllm.kernels.layer_weights import ExpertsWeights, Linear
+from localllm.kernels.reference import relu2
 from localllm.kernels.registry import choose
 from localllm.kernels.table import implementations
 
@@ -27,6 +28,7 @@ from .reader import Reader
 
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.")
 _OPS = {"silu": "silu_mul", "gelu_tanh": "gelu_tanh_mul"}
+_OTHERS: dict[str, Callable[[Tensor], Tensor]] = {"swiglu_oai": swiglu_oai, "relu2": relu2}
 
 
 def uniform(facts: ModelFacts, count: int) -> tuple[frozenset[int], ...]:
@@ -58,13 +60,13 @@ def split(weights: Any, host: frozenset[int], reader: Reader) -> Any:
 
 def _activation(weights: ExpertsWeights, reader: Reader) -> Callable[[Tensor], Tensor]:
     """What lies between an expert's products, on the CPU. Raises UnsupportedModel for what is not known there."""
-    activate: Callable[[Tensor], Tensor] = swiglu_oai
+    activate = _OTHERS.get(weights.activation)
     if weights.activation in _OPS:
         activate = choose(implementations(_OPS[weights.activation]), OpFacts(), reader.disabled).impl.run
-    elif weights.activation != "swiglu_oai":
+    if activate is None:
         raise UnsupportedModel(
             f"{reader.checkpoint.path.name}: experts with {weights.activation} are not computed in host memory",
             "start with --experts device",
         )
-    limit = weights.limit
-    return activate if limit is None else lambda gate_up: activate(cut_off(gate_up, limit))
+    limit, run = weights.limit, activate
+    return run if limit is None else lambda gate_up: run(cut_off(gate_up, limit))

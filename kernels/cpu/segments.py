@@ -271,7 +271,8 @@ def _packed(views: Sequence[View]) -> bytes:
 
 def _decoder_plan(layers: Sequence[LayerCall], pages: Sequence[LayerCache]) -> _Decoder | None:
     """The layers as C knows them; None when one is not for C. Kept for tuples, until another one comes."""
-    keeper = next(linears_of(layers[0][0])).parts[0].prepared
+    first_of_all = next(linears_of(layers[0][0]), None)
+    keeper = None if first_of_all is None else first_of_all.parts[0].prepared
     if not isinstance(keeper, Prepared):
         return None
     kept: _Decoder | None = keeper.decoder if isinstance(layers, tuple) and isinstance(pages, tuple) else None
@@ -281,6 +282,8 @@ def _decoder_plan(layers: Sequence[LayerCall], pages: Sequence[LayerCache]) -> _
     parts: list[Layer] = []
     for struct, (attention_weights, mlp_weights, view), of_layer in zip(structs, layers, pages, strict=True):
         if not isinstance(attention_weights, AttentionWeights) or not isinstance(of_layer, KVPages):
+            return None
+        if mlp_weights is None:
             return None
         first = _layer_of(attention_weights.qkv, attention_weights, attention_layer)
         if isinstance(mlp_weights, ExpertsWeights):

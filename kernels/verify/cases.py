@@ -209,6 +209,17 @@ def _delta_rule(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
                 yield (f"{name}, {heads * more}/{heads} x {dim}{', tiled' * tiled}", (*given, tiled))
 
 
+def _state_space(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
+    for name, count, slots, starts in _steps(shapes.facts.device):
+        for heads, groups, dim, size in ((4, 2, 10, 20), (6, 1, 64, 128)):
+            x = source.normal(count, heads, dim)
+            b, c = (source.normal(count, groups, size) for _ in range(2))
+            steps, decay = (source.normal(*shape, dtype=torch.float32).abs() for shape in ((count, heads), (heads,)))
+            state = source.normal(5, heads, dim, size, dtype=torch.float32)
+            given = (x, b, c, steps, -decay, state, slots, starts)
+            yield (f"{name}, {heads}/{groups} x {dim} x {size}", given)
+
+
 _CASES: dict[str, Callable[[ModelShapes, _Source], Iterator[Case]]] = {
     "rms_norm": _rms_norm,
     "rope": _rope,
@@ -218,4 +229,5 @@ _CASES: dict[str, Callable[[ModelShapes, _Source], Iterator[Case]]] = {
     "paged_attention": _paged_attention,
     "causal_conv": _causal_conv,
     "delta_rule": _delta_rule,
+    "state_space": _state_space,
 }

@@ -128,7 +128,7 @@ def first_error(cases: Iterable[tuple[str, Callable[[], str]]]) -> str:
     return next((said for name, call in cases if (said := tried(name, call))), "")
 
 
-RECURRENT = {"causal_conv": 3, "delta_rule": 5}  # op -> which argument is the state that it changes
+RECURRENT = {"causal_conv": 3, "delta_rule": 5, "state_space": 5}  # op -> which argument is the state that it changes
 
 
 def _own(part: Any, is_state: bool) -> Any:
@@ -187,22 +187,22 @@ def _products(*linears: Linear) -> str:
     return ",".join(name if count == 1 else f"{count}*{name}" for name, count in runs)
 
 
-def layer_kind(attention: MixerWeights, mlp: Any, view: int) -> str:
+def layer_kind(attention: MixerWeights | None, mlp: Any, view: int) -> str:
     """What makes a layer another case for a fused segment."""
     assert isinstance(attention, AttentionWeights | LatentWeights)
-    norms = "".join("n" if norm else "-" for norm in (attention.q_norm, attention.post_norm, mlp.post_norm))
+    norms = "".join("n" if norm else "-" for norm in (attention.q_norm, attention.post_norm, mlp and mlp.post_norm))
     if isinstance(attention, LatentWeights):
         norms += f" latents {attention.kept}"
     else:
         norms += "g" * attention.gate + "k" * attention.k_is_v + "r" * attention.reads_only + f" w{attention.window}"
-    norms += "i" * (mlp.input is not None)
+    norms += "i" * (mlp is not None and mlp.input is not None)
     products = _products(*linears_of(attention), *linears_of(mlp))
     router = ""
     if isinstance(mlp, ExpertsWeights):
         chosen = (mlp.top_k, mlp.renormalise, mlp.scale, mlp.groups, mlp.group_top_k, mlp.limit)
         added = "+b" * (mlp.choice_bias is not None) + "+s" * (mlp.expert_scales is not None) + "+n" * bool(mlp.apart)
         router = f" {mlp.router_kind}{added} {chosen}"
-    return f"{view} {products} {norms} {mlp.activation}{router}"
+    return f"{view} {products} {norms} {mlp and mlp.activation}{router}"
 
 
 def ends_kind(embedding: Embedding, head: HeadWeights) -> str:
@@ -268,7 +268,7 @@ class SegmentTrial:
 
     def _given(self) -> Tensor | None:
         """What tokens have for each layer, where layers take that in."""
-        sizes = [mlp.input.gate.out_features for _, mlp, _ in self.layers if mlp.input is not None]
+        sizes = [mlp.input.gate.out_features for _, mlp, _ in self.layers if mlp and mlp.input]
         if not sizes:
             return None
         x, generator = self._made[0], torch.Generator().manual_seed(24)
@@ -337,7 +337,9 @@ class SegmentTrial:
             cos, sin, table, slots = views[view]
             caches = copied(self._pages(attention)), copied(self._pages(attention))
             feed = "experts" if isinstance(mlp, ExpertsWeights) else "mlp"
-            arguments: dict[str, list[tuple[Any, ...]]] = {feed: [(x.clone(), mlp) for _ in caches]}
+            arguments: dict[str, list[tuple[Any, ...]]] = {}
+            if mlp is not None:
+                arguments[feed] = [(x.clone(), mlp) for _ in caches]
             if isinstance(attention, LatentWeights):
                 arguments["latent_attention"] = [(x.clone(), attention, of, views[view], cu, lens) for of in caches]
             elif isinstance(attention, AttentionWeights):

@@ -240,7 +240,7 @@ class CpuProfiler:
         ends = time.monotonic() + TOUCH_S
         left = 0
         for group, pages in zip(self._cache.groups, free, strict=True):
-            parts = [part for layer in group.layers for part in self._cache.layers[layer]]
+            parts = [part for layer in group.layers for part in self._cache.layers[layer] or ()]
             for part in parts:
                 if part is None or part.dim() < 2:
                     continue

@@ -20,6 +20,7 @@ MAX_EXPERTS = 4096
 MAX_HEAD_DIM = 4096
 MAX_VOCAB = 1 << 24
 MAX_CONTEXT = 1 << 27
+MAX_CONV = 64  # positions that a convolution reaches
 
 
 class Fields:

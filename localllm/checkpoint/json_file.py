@@ -16,22 +16,27 @@ MAX_DEPTH = 64
 
 
 def read_json_object(
-    path: Path, max_bytes: int = MAX_CONFIG_BYTES, max_values: int = 1 << 19, unique: bool = False
+    path: Path,
+    max_bytes: int = MAX_CONFIG_BYTES,
+    max_values: int = 1 << 19,
+    unique: bool = False,
+    infinite: bool = False,
 ) -> dict[str, Any]:
     """The JSON object in `path`, as `parse_json_object` reads it. Raises ModelNotFound, too."""
-    value = parse_json_object(path, read_small(path, max_bytes), max_values, unique)
+    value = parse_json_object(path, read_small(path, max_bytes), max_values, unique, infinite=infinite)
     if _depth(value) > MAX_DEPTH:
         raise bad(path, f"is nested deeper than {MAX_DEPTH} levels")
     return value
 
 
 def parse_json_object(
-    path: Path, data: bytes, max_values: int, unique: bool = False, offset: int | None = None
+    path: Path, data: bytes, max_values: int, unique: bool = False, offset: int | None = None, infinite: bool = False
 ) -> dict[str, Any]:
     """The JSON object in `data`. Raises BadModelFile; at most about 100 bytes of memory per value.
 
     unique   refuse an object with one name twice; otherwise the last one counts, as with every JSON reader
     offset   where in the file the data begins, when not at its start
+    infinite read Infinity, which is no JSON: configurations have it as a limit that limits nothing
     """
     # Every value but the first follows one of these bytes: an upper bound, before any object is made.
     bound = sum(map(data.count, (b",", b":", b"[", b"{")))
@@ -40,7 +45,7 @@ def parse_json_object(
     try:
         value = json.loads(
             data.decode("utf-8-sig"),
-            parse_constant=_no_constant,
+            parse_constant=_infinity if infinite else _no_constant,
             parse_float=_finite,
             object_pairs_hook=_unique_names if unique else None,
         )
@@ -59,6 +64,10 @@ def parse_json_object(
 
 def _no_constant(text: str) -> Any:
     raise ValueError(f"{text} is not a JSON number")
+
+
+def _infinity(text: str) -> float:
+    return math.inf if text == "Infinity" else _no_constant(text)
 
 
 def _finite(text: str) -> float:

@@ -228,7 +228,7 @@ def _open_parts(folder: Path, paths: list[Path], names: set[str]) -> Checkpoint:
         inside(folder, path.name)
     if "config.json" not in names:
         raise bad(folder, "is missing beside the safetensors files", key="config.json")
-    config = read_json_object(inside(folder, "config.json"))
+    config = read_json_object(inside(folder, "config.json"), infinite=True)
     generation: dict[str, Any] = {}
     if "generation_config.json" in names:
         generation = read_json_object(inside(folder, "generation_config.json"))

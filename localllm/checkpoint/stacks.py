@@ -3,7 +3,8 @@ The same of tensors that hold all heads of a layer.
 
 GGUF                    blk.{i}.ffn_{gate,up,down}_exps.weight [E, N, K], .bias [E, N], .scale [E];
                         ffn_gate_up_exps: gate rows first; before llama.cpp stacked them: ffn_gate.{e}.weight [N, K]
-transformers 5          experts.gate_up_proj [E, 2I, H], gate rows first; experts.down_proj [E, H, I]
+transformers 5          experts.gate_up_proj [E, 2I, H], gate rows first, or experts.up_proj [E, I, H];
+                        experts.down_proj [E, H, I]
                         attn_k_b, attn_v_b [heads, N, K] -> attn_k_b.{head}.weight
 GraniteMoe              block_sparse_moe.input_linear.weight and output_linear.weight, as the two before
 gpt-oss                 experts.{gate_up,down}_proj_bias [E, N]; gate and up rows take turns, and either
@@ -28,7 +29,7 @@ from .mapped_file import TensorInfo, bad
 _GGUF = re.compile(r"(blk\.\d{1,6}\.ffn_)(gate|up|down|gate_up)_exps\.(weight|bias|scale)")
 _GGUF_SPLIT = re.compile(r"(blk\.\d{1,6}\.ffn_(?:gate|up|down))\.(\d{1,6})\.(weight|bias)")
 _GGUF_HEADS = re.compile(r"(blk\.\d{1,6}\.attn_[kv]_b)\.weight")
-_HF = re.compile(r"(.+\.experts\.)(gate_up|down)_proj(|_bias|_blocks|_scales)")
+_HF = re.compile(r"(.+\.experts\.)(gate_up|up|down)_proj(|_bias|_blocks|_scales)")
 _GRANITE = re.compile(r"(.+\.block_sparse_moe\.)(input|output)_linear\.weight")
 _SUFFIX = {"": "weight", "_bias": "bias", "_blocks": "weight_packed", "_scales": "weight_scale"}
 
@@ -69,7 +70,7 @@ def _parts(name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> It
 
 
 def _of_transformers(info: TensorInfo, match: re.Match[str], gpt_oss: bool) -> Iterator[TensorInfo]:
-    kinds = ["gate", "up"] if match[2] == "gate_up" else ["down"]
+    kinds = match[2].split("_")
     if match[3] == "_blocks":
         experts, n, groups, width = info.shape
         info = replace(info, shape=(experts, n, groups * width))

@@ -391,7 +391,7 @@ def formulas(row: Row, sheet: Sheet) -> list[str]:
 def _model_lines(row: Row) -> list[str]:
     """The formulas of weights and KV with the model's own numbers."""
     from localllm.models.architectures import kv_bytes_per_token
-    from localllm.models.architectures.facts import state_bytes
+    from localllm.models.architectures.facts import state_bytes, state_layers
     from localllm.models.architectures.layers import Paged
 
     assert row.plan is not None
@@ -404,7 +404,8 @@ def _model_lines(row: Row) -> list[str]:
     kept = f"2 × {layers} × {facts.num_kv_heads} heads × {facts.head_dim}"
     if keys != values:  # latents, and what turns of the keys
         kept = f"{layers} × ({keys} + {values})"
-    others = f"state = {facts.num_layers - len(keeping)} layers of any length: {state:,} B a sequence"
+    stateful = sum(map(len, state_layers(facts)))
+    others = f"state = {stateful} layers of any length: {state:,} B a sequence"
     return [
         f"weights = {facts.num_params:,} values stored as {facts.stored_format}: {facts.weight_bytes:,} B in the file",
         f"KV = {kept} values in {kv}: {one:,} B a layer and token",

@@ -76,8 +76,9 @@ def activation_bytes(facts: ModelFacts, rows: int, width: int) -> int:
     """
     hidden = facts.hidden_size
     kinds = dict.fromkeys(facts.layers)
-    mixer = max(layer.mixer.work(hidden) for layer in kinds)
-    ffn = max(layer.ffn.work(hidden) for layer in kinds) + 2 * facts.num_heads * facts.head_dim
+    mixer = max((layer.mixer.work(hidden) for layer in kinds if layer.mixer is not None), default=0)
+    ffn = max((layer.ffn.work(hidden) for layer in kinds if layer.ffn is not None), default=0)
+    ffn += 2 * facts.num_heads * facts.head_dim
     embedding = hidden * (4 + width)  # rows come out as float32 first
     layers = width * (2 * hidden + max(mixer, ffn))
     if facts.inputs is not None:  # they stay for all layers; made of a projection and rows, both as float32

@@ -5,7 +5,7 @@ model.facts.layers[0].mixer.num_heads, model.names.source("model.layers.0.self_a
 """
 
 from .facts import ModelFacts, kv_bytes_per_token
-from .layers import Attention, Dense, Experts, GatedDelta, LatentAttention, LayerFacts, Norms, RopeFacts
+from .layers import Attention, Dense, Experts, GatedDelta, LatentAttention, LayerFacts, Mamba2, Norms, RopeFacts
 from .model import OpenModel, open_model
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "GatedDelta",
     "LatentAttention",
     "LayerFacts",
+    "Mamba2",
     "ModelFacts",
     "Norms",
     "OpenModel",

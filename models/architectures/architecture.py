@@ -33,5 +33,10 @@ class Architecture(ABC):
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         """The same from GGUF metadata."""
 
+    def hf_values(self, text: Mapping[str, Any]) -> dict[str, Any]:
+        """Config.json's values of the text model under the keys that `from_hf` reads."""
+        ours = {new: text[key] for key, new in self.hf_renamed.items() if key in text}
+        return {key: value for key, value in text.items() if key not in self.hf_renamed} | ours
+
     def names(self, checkpoint: Checkpoint) -> NameMap:
         return gguf_names() if checkpoint.kind == "gguf" else hf_names(checkpoint.tensors)

@@ -116,7 +116,7 @@ class ModelFacts:
 
     @cached_property
     def intermediate_size(self) -> int:
-        return max(layer.ffn.inner for layer in self.layers)
+        return max((layer.ffn.inner for layer in self.layers if layer.ffn is not None), default=1)
 
 
 def repeated(
@@ -133,8 +133,7 @@ def repeated(
 
 def linear_shapes(layer: LayerFacts, hidden: int) -> dict[str, tuple[int, int]]:
     """(N, K) of a layer's linear modules, by canonical name below `model.layers.{i}.`."""
-    shapes = layer.mixer.linears(hidden) | layer.ffn.linears(hidden)
-    return shapes if layer.input is None else shapes | layer.input.linears(hidden)
+    return {name: shape for block in layer.blocks for name, shape in block.linears(hidden).items()}
 
 
 def vector_shapes(layer: LayerFacts, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -143,8 +142,7 @@ def vector_shapes(layer: LayerFacts, hidden: int) -> dict[str, tuple[int, ...]]:
     names = (norms.before_mixer, norms.before_ffn, norms.after_mixer, norms.after_ffn, norms.over_mixer, norms.over_ffn)
     ends = ("weight", "bias") if norms.bias else ("weight",)
     sizes: dict[str, tuple[int, ...]] = {f"{name}.{end}": (hidden,) for name in names if name for end in ends}
-    sizes |= layer.mixer.vectors(hidden) | layer.ffn.vectors(hidden)
-    return sizes if layer.input is None else sizes | layer.input.vectors(hidden)
+    return sizes | {name: shape for block in layer.blocks for name, shape in block.vectors(hidden).items()}
 
 
 def count_linear_params(facts: ModelFacts) -> int:

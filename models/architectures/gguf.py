@@ -177,6 +177,8 @@ class GgufConfig(Config):
         values = self.keys.raw(key)
         if not isinstance(values, np.ndarray):
             return (self.keys.integer(key, low, high, default),) * self.num_layers
+        if len(values) == self.num_layers + self.extra_layers:
+            values = values[: self.num_layers]
         if values.dtype.kind not in "iu" or len(values) != self.num_layers or not low <= values.min() <= high:
             raise self.keys.fail(key, f"must hold {self.num_layers} integers from {low:,} to {high:,}")
         if values.max() > high:

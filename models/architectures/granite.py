@@ -20,6 +20,9 @@ BLOCK = {"mlp.gate": "block_sparse_moe.router"} | {
     f"mlp.experts.{{}}.{kind}_proj": f"block_sparse_moe.experts.{{}}.{kind}_proj" for kind in ("gate", "up", "down")
 }
 OLD_BLOCK = BLOCK | {"mlp.gate": "block_sparse_moe.router.layer"}
+# keys of the multipliers of embedding and residual stream, and of the divisor of logits
+HF_SCALES = "embedding_multiplier", "residual_multiplier", "logits_scaling"
+GGUF_SCALES = "embedding_scale", "residual_scale", "logit_scale"
 HF_MOE = {
     "max_position_embeddings": 2048,
     "attention_multiplier": 1.0,
@@ -42,14 +45,13 @@ class Granite(Architecture):
         attention = config.attention(rope, scale=config.keys.number("attention_multiplier", 1e-6, 1e3))
         layer = LayerFacts(attention, self.ffn_from_hf(config))
         layers = repeated(layer, (None,) * config.num_layers)
-        multiplied = _multiplied(config, "embedding_multiplier", "residual_multiplier", "logits_scaling")
-        return config.facts(layers, context, **multiplied)
+        return config.facts(layers, context, **multiplied(config, HF_SCALES))
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         rope, context = config.rope(interleaved=True)
         layer = LayerFacts(config.attention(rope), self.ffn_from_gguf(config))
         layers = repeated(layer, (None,) * config.num_layers)
-        return config.facts(layers, context, **_multiplied(config, "embedding_scale", "residual_scale", "logit_scale"))
+        return config.facts(layers, context, **multiplied(config, GGUF_SCALES))
 
     def ffn_from_hf(self, config: HfConfig) -> Dense | Experts:
         return config.dense(config.activation())
@@ -75,18 +77,22 @@ class GraniteMoe(Granite):
         return config.mixture(router="softmax_topk", shared_inner=shared)
 
     def names(self, checkpoint: Checkpoint) -> NameMap:
-        if checkpoint.kind == "gguf":
-            return gguf_names()
-        router = any(name.endswith("block_sparse_moe.router.layer.weight") for name in checkpoint.tensors)
-        return hf_names(checkpoint.tensors, OLD_BLOCK if router else BLOCK)
+        return gguf_names() if checkpoint.kind == "gguf" else hf_names(checkpoint.tensors, block_of(checkpoint))
 
 
-def _multiplied(config: Config, embedding: str, residual: str, logits: str) -> dict[str, Any]:
+def block_of(checkpoint: Checkpoint) -> dict[str, str]:
+    """What a safetensors checkpoint calls the parts of a mixture."""
+    router = any(name.endswith("block_sparse_moe.router.layer.weight") for name in checkpoint.tensors)
+    return OLD_BLOCK if router else BLOCK
+
+
+def multiplied(config: Config, names: tuple[str, str, str]) -> dict[str, Any]:
     """The multipliers as fields of `ModelFacts`, by the names of their keys.
 
     A stream x to which r · f(norm(x)) is added is r times the stream y = x / r to which f(norm(y)) is added: norms do
     not see its size, once their epsilon is divided by r².
     """
+    embedding, residual, logits = names
     r = config.keys.number(residual, 1e-3, 1e3, 1.0)
     eps = config.keys.number(config.KEYS["eps"], 1e-12, 0.1, config.DEFAULT_EPS)
     return {

@@ -253,8 +253,67 @@ class ShortConv:
         return 3 * self.channels + self.channels + 10 * self.channels
 
 
+@dataclass(frozen=True)
+class Mamba2:
+    """A mixer that keeps a matrix a head, which decays by a number a token, and the last inputs of a convolution."""
+
+    num_heads: int  # a multiple of num_groups
+    head_dim: int
+    num_groups: int  # heads that share what is written to their states and what these are read by; normed together
+    state_size: int
+    conv_width: int
+    eps: float  # of the norm over what the heads of a group give
+    bias: bool = False  # of both projections
+    conv_bias: bool = True
+    log_decay: bool = True  # A_log is stored; False: -exp of it
+    split_norm: bool = False  # the norm's weight is stored a row a group
+    steps: tuple[float, float] | None = None  # what the lengths of time steps are cut off to
+
+    @property
+    def inner(self) -> int:
+        """Values of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """What goes through the convolution: values, then what is written to states, then what reads them."""
+        return self.inner + 2 * self.num_groups * self.state_size
+
+    @property
+    def conv_shape(self) -> tuple[int, int]:
+        return self.channels, self.conv_width - 1
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        return self.num_heads, self.head_dim, self.state_size
+
+    def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
+        rows = self.inner + self.channels + self.num_heads
+        return {"mamba.in_proj": (rows, hidden), "mamba.out_proj": (hidden, self.inner)}
+
+    def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        normed = (self.num_groups, self.inner // self.num_groups) if self.split_norm else (self.inner,)
+        sizes: dict[str, tuple[int, ...]] = {
+            "mamba.conv1d.weight": (self.channels, self.conv_width),
+            "mamba.norm.weight": normed,
+        }
+        sizes |= {f"mamba.{name}": (self.num_heads,) for name in ("A_log", "D", "dt_bias")}
+        if self.conv_bias:
+            sizes["mamba.conv1d.bias"] = (self.channels,)
+        if self.bias:
+            sizes |= {f"{name}.bias": shape[:1] for name, shape in self.linears(hidden).items()}
+        return sizes
+
+    def work(self, hidden: int) -> int:
+        """Values held for a token beside the residual stream and its norm: what goes in, what the convolution makes of
+        it in float32, and the heads' outputs with their gates.
+        """
+        return self.inner + self.channels + self.num_heads + 6 * self.channels + 6 * self.inner
+
+
+# mixers that keep a state of one size, however many tokens there were: `state_bytes`
+Stateful = GatedDelta | ShortConv | Mamba2
 Paged = Attention | LatentAttention  # mixers that keep something of every token
-Stateful = GatedDelta | ShortConv  # mixers that keep a state of one size, however many tokens there were: `state_bytes`
 
 
 @dataclass(frozen=True)
@@ -262,7 +321,7 @@ class Dense:
     """A feed-forward layer."""
 
     inner: int
-    act: str = "silu"  # silu | gelu_tanh | gelu (without a gate)
+    act: str = "silu"  # silu | gelu_tanh | gelu and relu2 (without a gate)
     bias: bool = False
     fused: bool = False  # gate and up are stored as one module
     gated: bool = True
@@ -298,12 +357,12 @@ APART_NORMS = ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_1", "p
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture: of many gated feed-forward layers a router chooses some for each token, and sums what they give."""
+    """A mixture: of many feed-forward layers a router chooses some for each token, and sums what they give."""
 
     num_experts: int
     top_k: int  # experts chosen for a token
     inner: int  # of one expert
-    act: str = "silu"  # silu | gelu_tanh | swiglu_oai (gate · sigmoid(1.702 gate) · (up + 1))
+    act: str = "silu"  # silu | gelu_tanh | swiglu_oai (gate · sigmoid(1.702 gate) · (up + 1)) | relu2 (without a gate)
     # what an expert counts: softmax (over all) | softmax_topk (over those chosen) | sigmoid (each by itself)
     router: str = "softmax"
     renormalise: bool = True  # the shares of those chosen are divided by their sum
@@ -319,17 +378,32 @@ class Experts:
     # before it is summed
     apart: bool = False
     scales: str = ""  # of what each expert gives, stored with the "router" or with the "experts"; "": none
+    gated: bool = True
+    shared_fused: bool = False  # gate and up of the shared expert are stored as one module
+    latent: int = 0  # experts work on so many numbers that the hidden state is projected to, and back; 0: on itself
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The modules of an expert that gate and up come from, in this order."""
+        return ("gate_proj", "up_proj") if self.gated else ("up_proj",)
+
+    @property
+    def shared_inputs(self) -> tuple[str, ...]:
+        """The same of the shared one."""
+        return ("gate_up_proj",) if self.shared_fused else self.inputs
 
     def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
-        inner, shared = self.inner, self.shared_inner
+        size, shared = self.latent or hidden, self.shared_inner
         shapes = {"mlp.gate": (self.num_experts, hidden)}
         for expert in range(self.num_experts):
-            shapes[f"mlp.experts.{expert}.gate_proj"] = (inner, hidden)
-            shapes[f"mlp.experts.{expert}.up_proj"] = (inner, hidden)
-            shapes[f"mlp.experts.{expert}.down_proj"] = (hidden, inner)
+            shapes |= {f"mlp.experts.{expert}.{name}": (self.inner, size) for name in self.inputs}
+            shapes[f"mlp.experts.{expert}.down_proj"] = (size, self.inner)
         if shared:
-            shapes["mlp.shared_expert.gate_proj"] = shapes["mlp.shared_expert.up_proj"] = (shared, hidden)
+            rows = shared * (1 + self.shared_fused)
+            shapes |= {f"mlp.shared_expert.{name}": (rows, hidden) for name in self.shared_inputs}
             shapes["mlp.shared_expert.down_proj"] = (hidden, shared)
+        if self.latent:
+            shapes |= {"mlp.latent_in": (self.latent, hidden), "mlp.latent_out": (hidden, self.latent)}
         if self.shared_gate:
             shapes["mlp.shared_expert_gate"] = (1, hidden)
         return shapes
@@ -425,10 +499,15 @@ class InputTable:
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """One decoder layer: what mixes tokens, what follows, and the norms around them."""
+    """One decoder layer: what mixes tokens, what follows, and the norms around them. Either may be absent."""
 
-    mixer: Paged | Stateful
-    ffn: Dense | Experts
+    mixer: Paged | Stateful | None
+    ffn: Dense | Experts | None
     norms: Norms = Norms()
     scaled: bool = False  # a stored number multiplies what it gives
     input: LayerInput | None = None
+
+    @property
+    def blocks(self) -> tuple[Paged | Stateful | Dense | Experts | LayerInput, ...]:
+        """Mixer, feed-forward layer and what takes in a token's numbers: those that are there."""
+        return tuple(block for block in (self.mixer, self.ffn, self.input) if block is not None)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from localllm.checkpoint import Checkpoint
-from localllm.checkpoint.fields import MAX_HEADS, MAX_HIDDEN, MAX_LAYERS
+from localllm.checkpoint.fields import MAX_CONV, MAX_HEADS, MAX_HIDDEN, MAX_LAYERS
 
 from .architecture import Architecture
 from .config import Config
@@ -17,7 +17,6 @@ from .hf import HfConfig
 from .layers import Attention, Dense, Experts, LayerFacts, RopeFacts, ShortConv
 from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
 
-MAX_CONV = 64  # positions that a convolution reaches
 KINDS = "conv", "full_attention"
 # What configurations may leave out.
 DEFAULTS: dict[str, Any] = {

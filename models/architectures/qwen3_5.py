@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from localllm.checkpoint import Checkpoint
-from localllm.checkpoint.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN, MAX_LAYERS, Fields
+from localllm.checkpoint.fields import MAX_CONV, MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN, MAX_LAYERS, Fields
 from localllm.checkpoint.mapped_file import bad
 
 from .architecture import Architecture
@@ -17,7 +17,6 @@ from .names import GGUF_LAYER, NameMap, gguf_names
 from .qwen_vision import grid_parts, grid_vision
 
 FULL_EVERY = 4  # one layer of so many attends, the last of each group
-MAX_CONV = 64  # positions that a convolution reaches
 # What configurations may leave out.
 DEFAULTS = {
     "head_dim": 256,

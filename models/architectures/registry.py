@@ -21,12 +21,14 @@ from .glm4 import Glm4
 from .glm4_moe import Glm4Moe
 from .gpt_oss import GptOss
 from .granite import Granite, GraniteMoe
+from .granite_hybrid import GraniteHybrid
 from .layers import Experts
 from .lfm2 import Lfm2, Lfm2Moe
 from .llama import Llama
 from .mistral3 import Mistral3
 from .mixtral import Mixtral
 from .names import NameMap
+from .nemotron_h import NemotronH
 from .olmo2 import Olmo2
 from .phi3 import Phi3
 from .qwen2 import Qwen2
@@ -58,6 +60,8 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     SmolLM3(),
     Granite(),
     GraniteMoe(),
+    GraniteHybrid(),
+    NemotronH(),
     Olmo2(),
     SeedOss(),
     Glm4(),
@@ -130,8 +134,8 @@ def _from_hf(checkpoint: Checkpoint) -> tuple[ModelFacts, NameMap]:
     for one in ARCHITECTURES:
         if model_type in one.hf_types:
             found = one.names(checkpoint)
-            ours = {new: text[key] for key, new in one.hf_renamed.items() if key in text}
-            text = {key: value for key, value in text.items() if key not in one.hf_renamed} | ours
-            config = hf.HfConfig(checkpoint, text, model_type, one.hf_types[model_type], found, runnable())
+            config = hf.HfConfig(
+                checkpoint, one.hf_values(text), model_type, one.hf_types[model_type], found, runnable()
+            )
             return replace(one.from_hf(config), architecture=one.name), found
     raise unsupported(top.path, f"{source} (model_type {model_type})" if model_type else source, runnable())

@@ -318,6 +318,7 @@ def allocating_model(facts: ModelFacts) -> Model:
         "attn_out": partial(segments.attn_out, norm),
         "gated_delta": segments.gated_delta,
         "short_conv": segments.short_conv,
+        "mamba": segments.mamba,
         "mlp": partial(segments.mlp, norm, gated, gated),
         "experts": segments.experts,
         "layer_input": segments.layer_input,

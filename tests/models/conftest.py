@@ -255,6 +255,37 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 8, "v_head_dim": 64}
         | {"num_hidden_layers": 2},
     ),
+    "granite-hybrid": (
+        "granitemoehybrid",
+        {"hidden_size": 42, "intermediate_size": 26, "heads": (6, 2, 8), "num_local_experts": 5}
+        | {"num_experts_per_tok": 2, "shared_intermediate_size": 30, "embedding_multiplier": 12.0}
+        | {"attention_multiplier": 0.11, "residual_multiplier": 0.22, "logits_scaling": 7.0}
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+        | {"mamba_n_heads": 6, "mamba_d_head": 14, "mamba_n_groups": 3, "mamba_d_state": 11, "mamba_d_conv": 3}
+        | {"tie_word_embeddings": True},
+    ),
+    "granite-hybrid-dense": (
+        "granitemoehybrid",
+        {"hidden_size": 42, "intermediate_size": 30, "heads": (6, 2, 8), "num_local_experts": 0}
+        | {"num_experts_per_tok": 0, "shared_intermediate_size": 30, "residual_multiplier": 0.22}
+        | {"layer_types": ["full_attention", "linear_attention"], "num_hidden_layers": 2}
+        | {"mamba_n_heads": 4, "mamba_d_head": 21, "mamba_d_state": 16, "mamba_conv_bias": False}
+        | {"mamba_proj_bias": True, "position_embedding_type": "rope"},
+    ),
+    "nemotron-h": (
+        "nemotron_h",
+        {"hidden_size": 44, "intermediate_size": 70, "heads": (4, 2, 18), "time_step_min": 1e-9}
+        | {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention", "mlp"]}
+        | {"mamba_num_heads": 6, "mamba_head_dim": 10, "n_groups": 2, "ssm_state_size": 13, "conv_kernel": 4},
+    ),
+    "nemotron-h-moe": (
+        "nemotron_h",
+        {"hidden_size": 44, "intermediate_size": 70, "heads": (4, 2, 18), "time_step_min": 1e-9}
+        | {"layers_block_type": ["moe", "linear_attention", "full_attention", "moe"]}
+        | {"mamba_num_heads": 4, "mamba_head_dim": 12, "n_groups": 1, "ssm_state_size": 16, "use_bias": True}
+        | {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 26, "moe_latent_size": 20}
+        | {"moe_shared_expert_intermediate_size": 34, "routed_scaling_factor": 1.5},
+    ),
     "gemma3": (
         "gemma3_text",
         {"hidden_size": 44, "intermediate_size": 70, "heads": (4, 1, 20), "sliding_window": 11}
@@ -358,7 +389,8 @@ class Paged:
         groups = self.model.groups
         counts = [self.num_pages] * len(groups)
         states = self.model.states
-        self.cache = KVCache(groups, counts, self.page_size, self.kv, states=states, num_slots=self.num_slots)
+        slots = {"states": states, "num_slots": self.num_slots, "num_layers": len(self.model.layers)}
+        self.cache = KVCache(groups, counts, self.page_size, self.kv, **slots)
         self.free = [[(i * 37 + 11) % self.num_pages for i in range(self.num_pages)] for _ in groups]
         assert sorted(self.free[0]) == list(range(self.num_pages))
 

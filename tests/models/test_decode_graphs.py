@@ -71,7 +71,8 @@ def engine_of(
     """An engine, with graphs of these sizes; one page more than it knows of is the scratch page."""
     count = [PAGES] * len(model.groups)
     slots = 12 if model.states else 0
-    cache = KVCache(model.groups, [n + 1 for n in count], PAGE, kv, where, model.states, slots + 1)
+    sizes_of_states = model.states, slots + 1, len(model.layers)
+    cache = KVCache(model.groups, [n + 1 for n in count], PAGE, kv, where, *sizes_of_states)
     graphs = None
     if sizes:
         inputs = DecodeInputs(sizes[-1], CONTEXT, PAGE, count, where, slots or -1)
@@ -159,7 +160,7 @@ def test_a_model_whose_states_cannot_go_back_guesses_nothing_and_says_so(loaded:
         assert any("a state that does not go back" in reason for reason in made.reasons) == (not guesses)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3.5", "lfm2", "gemma3", "mistral"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3.5", "lfm2", "nemotron-h", "gemma3", "mistral"])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_graph_equals_eager_token_by_token(loaded: Callable[[str], Model], name: str, ahead: bool) -> None:
     """Buckets larger than the batch, sequences that come, grow into new pages, leave windows and end."""
@@ -172,8 +173,9 @@ def test_graph_equals_eager_token_by_token(loaded: Callable[[str], Model], name:
     assert engine.stats().prefix_hit_tokens > 0
 
 
-def test_preemption_changes_no_token_of_a_model_that_keeps_convolutions(loaded: Callable[[str], Model]) -> None:
-    model = loaded("lfm2")
+@pytest.mark.parametrize("name", ["lfm2", "nemotron-h"])
+def test_preemption_changes_no_token_of_a_model_that_keeps_states(loaded: Callable[[str], Model], name: str) -> None:
+    model = loaded(name)
     engine = engine_of(model)
     engine.scheduler.limits = replace(engine.scheduler.limits, preempt_every=3)
     assert answers(engine, requests(1)) == answers(engine_of(model), requests(1))

@@ -22,7 +22,7 @@ from localllm.models.loader import LoadOptions, load_model
 ARCHITECTURE = {"mistral": "llama", "mixtral": "llama", "gemma3_text": "gemma3"}
 ARCHITECTURE |= {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}
 ARCHITECTURE |= {"qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "glm4_moe": "glm4moe"}
-ARCHITECTURE |= {"lfm2_moe": "lfm2moe"}
+ARCHITECTURE |= {"lfm2_moe": "lfm2moe", "granitemoehybrid": "granitehybrid"}
 ARCHITECTURE |= {"deepseek_v2": "deepseek2", "glm4_moe_lite": "deepseek2"}
 ARCHITECTURE |= {"olmo3": "olmo2", "ministral3": "mistral3", "gemma4_text": "gemma4"}
 LFM2 = {  # what it calls differently
@@ -31,7 +31,8 @@ LFM2 = {  # what it calls differently
     "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj",
     "feed_forward.expert_bias": "mlp.gate.e_score_correction_bias", "feed_forward": "mlp",
 }  # fmt: skip
-PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "mistral3")  # whose converter permutes rows of q and k
+# whose converter permutes rows of q and k
+PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "granitehybrid", "mistral3")
 
 
 def permuted(rows: Tensor, heads: int) -> Tensor:
@@ -49,10 +50,11 @@ def write_gguf(
 ) -> Path:
     """A GGUF file of a tiny model, its matrices stored as `kind`. `apart`: matrices of latents by heads, as today."""
     arch = ARCHITECTURE.get(config["model_type"], config["model_type"])
+    arch += "_moe" if "moe" in config.get("layers_block_type", ()) else ""
     writer = gguf.GGUFWriter(path, arch)
     family = next(one for one in registry.ARCHITECTURES if arch in one.gguf_types)
     names = family.names(Checkpoint(path, "gguf", {}, {}))
-    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_block_count(config.get("num_hidden_layers") or len(config["layers_block_type"]))
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(_inner(config, tensors))
@@ -65,7 +67,7 @@ def write_gguf(
     writer.add_value_length(dim)
     turned = int(dim * config["rope_parameters"].get("partial_rotary_factor", 1.0))
     writer.add_rope_dimension_count(turned)
-    writer.add_layer_norm_rms_eps(config.get("norm_eps") or config["rms_norm_eps"])
+    writer.add_layer_norm_rms_eps(config.get("norm_eps") or config.get("layer_norm_epsilon") or config["rms_norm_eps"])
     _rope(writer, config, turned)
     if config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
@@ -87,7 +89,7 @@ def write_gguf(
     if arch == "mistral3":
         writer.add_rope_scaling_yarn_log_mul(config["rope_parameters"]["mscale_all_dim"])
         writer.add_attn_temperature_scale(config["rope_parameters"]["llama_4_scaling_beta"])
-    if "num_experts_per_tok" in config:
+    if config.get("num_experts_per_tok") and arch != "nemotron_h":
         count = config.get("num_local_experts") or config.get("n_routed_experts") or config["num_experts"]
         writer.add_expert_count(count)
         writer.add_expert_used_count(config["num_experts_per_tok"])
@@ -119,15 +121,16 @@ def write_gguf(
             _usual(name): tensor.squeeze(1) if tensor.ndim == 3 and ".conv." in name else tensor
             for name, tensor in tensors.items()
         }
+    if arch in ("granitehybrid", "nemotron_h", "nemotron_h_moe"):
+        tensors = _mamba(writer, config, tensors)
     for name, tensor in stacked(tensors).items():
         module, _, suffix = (f"{name}.weight" if name.endswith("layer_scalar") else name).rpartition(".")
         if arch in PERMUTED and module.endswith(("q_proj", "k_proj")):
             tensor = permuted(tensor, heads if module.endswith("q_proj") else kv_heads)
         if arch in ("gemma2", "gemma3") and module.endswith("norm"):
             tensor = tensor + 1
-        plain = (
-            tensor.ndim == 1 or suffix == "bias" or "ffn_gate_inp" in name or "conv1d" in name or ".conv.conv." in name
-        )
+        plain = tensor.ndim == 1 or suffix in ("bias", "A_log", "D")
+        plain |= any(part in name for part in ("ffn_gate_inp", "conv1d", ".conv.conv."))
         stored = gguf.GGMLQuantizationType.F32 if plain else kind
         data = gguf.quants.quantize(tensor.contiguous().numpy(), stored)
         writer.add_tensor(name if name.startswith("blk.") else names.tensor(name), data, raw_dtype=stored)
@@ -222,6 +225,67 @@ def _hybrid(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: dict[str, 
             tensor = tiled(tensor, v_dim if "in_proj_z" in name else 1)
             found[name] = -tensor.exp() if name.endswith("A_log") else tensor
     return found
+
+
+def _mamba(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The keys of a model with Mamba-2 layers, and its tensors under canonical names, as converters change them."""
+    nemotron = config["model_type"] == "nemotron_h"
+    heads = config["mamba_num_heads" if nemotron else "mamba_n_heads"]
+    groups = config["n_groups" if nemotron else "mamba_n_groups"]
+    kinds = config["layers_block_type" if nemotron else "layer_types"]
+    writer.add_ssm_conv_kernel(config["conv_kernel" if nemotron else "mamba_d_conv"])
+    writer.add_ssm_state_size(config["ssm_state_size" if nemotron else "mamba_d_state"])
+    writer.add_ssm_group_count(groups)
+    writer.add_ssm_inner_size(heads * config["mamba_head_dim" if nemotron else "mamba_d_head"])
+    writer.add_ssm_time_step_rank(heads)
+    kv_heads = config["num_key_value_heads"]
+    writer.add_head_count_kv([kv_heads if kind == "full_attention" else 0 for kind in kinds])
+    writer.add_rope_scaling_finetuned(config.get("position_embedding_type") == "rope")
+    shared = "moe_shared_expert_intermediate_size" if nemotron else "shared_intermediate_size"
+    if nemotron:
+        inner = {"mlp": config["intermediate_size"], "moe": config["moe_intermediate_size"]}
+        writer.add_feed_forward_length([inner.get(kind, 0) for kind in kinds])
+    if not nemotron or "moe" in kinds:
+        writer.add_expert_shared_feed_forward_length(config[shared])
+    if "moe" in kinds:
+        writer.add_expert_shared_count(config["n_shared_experts"])
+        writer.add_expert_weights_scale(config["routed_scaling_factor"])
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+        writer.add_expert_group_count(config["n_group"])
+        writer.add_moe_latent_size(config["moe_latent_size"])
+    found = {}
+    for name, tensor in tensors.items():
+        if "A_log" in name:
+            tensor = -tensor.exp()
+        if name.endswith(("A_log", ".D")):
+            tensor = tensor.unsqueeze(-1)
+        if "conv1d.weight" in name:
+            tensor = tensor.squeeze(1)
+        if name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
+            tensor = tensor.view(groups, -1)
+        found |= _canonical(name, tensor, kinds, config)
+    return found
+
+
+def _canonical(name: str, tensor: Tensor, kinds: list[str], config: dict[str, Any]) -> dict[str, Tensor]:
+    """What a tensor of Granite 4 or Nemotron-H is called by everybody else."""
+    match = re.fullmatch(r"(model\.layers\.(\d+))\.(.+)", name)
+    if match is None:
+        return {name.replace("model.embeddings", "model.embed_tokens").replace("model.norm_f", "model.norm"): tensor}
+    start, kind, rest = match[1], kinds[int(match[2])], match[3]
+    if rest == "norm.weight":
+        return {f"{start}.input_layernorm.weight": tensor}
+    if (stack := re.fullmatch(r"mixer\.experts\.(up|down)_proj", rest)) is not None:
+        return {f"blk.{match[2]}.ffn_{stack[1]}_exps.weight": tensor}
+    owner = {"linear_attention": "mamba", "full_attention": "self_attn"}.get(kind, "mlp")
+    rest = rest.replace("mixer.", f"{owner}.").replace("shared_experts", "shared_expert")
+    rest = rest.replace("fc1_latent_proj", "latent_in").replace("fc2_latent_proj", "latent_out")
+    shared = "mlp.shared_expert" if config.get("num_local_experts") else "mlp"
+    rest = rest.replace("shared_mlp.output_linear", f"{shared}.down_proj")
+    if rest == "shared_mlp.input_linear.weight":
+        gate, up = tensor.chunk(2)
+        return {f"{start}.{shared}.gate_proj.weight": gate, f"{start}.{shared}.up_proj.weight": up}
+    return {f"{start}.{rest}": tensor}
 
 
 def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -321,10 +385,11 @@ def gguf_logits(
 
 NAMES = ["llama", "llama-bias", "llama-yarn", "mistral", "qwen2", "qwen3", "qwen3-moe", "phi3", "gemma3"]
 NAMES += ["gpt-oss", "mixtral", "glm4-moe", "qwen3.5", "qwen3.5-moe", "lfm2", "lfm2-moe"]
-NAMES += ["gemma2", "gemma4", "gemma4-e2b", "gemma4-moe"]
+NAMES += ["granite-hybrid", "nemotron-h", "gemma2", "gemma4", "gemma4-e2b", "gemma4-moe"]
 NAMES += ["smollm3", "granite", "granitemoe", "olmo2", "olmo3", "seed-oss", "glm4", "ministral3"]
 NAMES += ["deepseek-v2"]
-SLOW = [pytest.param("glm4-moe-lite", marks=pytest.mark.slow)]
+SLOW_NAMES = ("glm4-moe-lite", "granite-hybrid-dense", "nemotron-h-moe")
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in SLOW_NAMES]
 
 
 @pytest.mark.parametrize("name", [*NAMES, *SLOW])

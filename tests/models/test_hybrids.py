@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from localllm.config import EngineOptions
 from localllm.device.fake import MACHINES
 from localllm.errors import BadModelFile
-from localllm.models.architectures import open_model
+from localllm.models.architectures import ModelFacts, open_model
 from localllm.models.architectures.facts import linear_shapes, state_bytes
 from localllm.models.architectures.layers import ROUTERS
 from localllm.models.calibration import hessians
 from localllm.models.kv_cache import KVCache
-from localllm.models.loader import load_model
+from localllm.models.loader import LoadOptions, load_model
+from localllm.plan.plan import Plan
 from localllm.plan.planner import Planner
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-moe", "lfm2", "gemma4-e2b", "gemma4-moe"])
+@pytest.mark.parametrize(
+    "name", ["qwen3.5", "qwen3.5-moe", "lfm2", "granite-hybrid", "nemotron-h-moe", "gemma4-e2b", "gemma4-moe"]
+)
 def test_every_product_is_observed_for_calibration(name: str, tiny: Callable, tmp_path: Path) -> None:
     with open_model(tiny(name).save(tmp_path)) as checkpoint:
         found = list(hessians(checkpoint, [list(range(40))]))
         shapes = [linear_shapes(layer, checkpoint.facts.hidden_size) for layer in checkpoint.facts.layers]
-    assert [{module: total.shape[0] for module, total in layer.items()} for layer in found] == [
-        {module: k for module, (_, k) in layer.items() if module not in ROUTERS} for layer in shapes
-    ]
+    for ours, stated in zip(found, shapes, strict=True):
+        wanted = {module: k for module, (_, k) in stated.items() if module not in ROUTERS}
+        nowhere = wanted.keys() - ours.keys()  # experts that no token chose
+        assert {module: total.shape[0] for module, total in ours.items()} | {m: wanted[m] for m in nowhere} == wanted
+        assert all(re.fullmatch(r"mlp\.experts\.\d+\.down_proj", module) for module in nowhere)
     assert all(bool(torch.isfinite(total).all()) for layer in found for total in layer.values())
 
 
@@ -44,13 +53,22 @@ def test_calibration_runs_layers_as_the_model_does(tiny: Callable, tmp_path: Pat
     assert float((last["per_layer_input_gate"] - expected).abs().max() / expected.abs().max()) < 1e-4
 
 
+def planned(facts: ModelFacts, machine: str) -> tuple[Plan, Plan]:
+    """With and without a prefix cache."""
+    planner = Planner(MACHINES[machine])
+    return planner.plan(facts), planner.having(prefix_cache=False).plan(facts)
+
+
+def relative_error(ours: Tensor, reference: Tensor) -> float:
+    return float((ours - reference).abs().max() / reference.abs().max())
+
+
 @pytest.mark.parametrize("machine", ["cpu", "rtx4090"])
 def test_the_plan_counts_a_slot_for_every_sequence_and_checkpoint(tiny: Callable, tmp_path: Path, machine: str) -> None:
     with open_model(tiny("qwen3.5").save(tmp_path)) as checkpoint:
         facts = checkpoint.facts
-    planner = Planner(MACHINES[machine])
-    made, without = planner.plan(facts), planner.having(prefix_cache=False).plan(facts)
-    parallel = planner.options.max_parallel
+    made, without = planned(facts, machine)
+    parallel = EngineOptions().max_parallel
     assert made.num_slots == 3 * parallel + 1 and without.num_slots == parallel
     spare = bool(made.graph_buckets)
     pages = sum(made.num_pages) * made.page_size * 2 * 2 * 24 * 2  # bfloat16 keys and values of the one layer
@@ -63,7 +81,7 @@ def test_a_slot_of_convolutions_holds_their_last_inputs_and_nothing_else(tiny: C
         assert state_bytes(checkpoint.facts) == 2 * 42 * 3 * 4
         (group,) = load_model(checkpoint).states
     cache = KVCache((), (), states=[group], num_slots=3)
-    assert [kept.state for kept in cache.layers] == [None, None]
+    assert [kept and kept.state for kept in cache.layers] == [None] * 3 and cache.layers[1] is None
     assert cache.nbytes == 3 * state_bytes(checkpoint.facts)
 
 
@@ -107,3 +125,81 @@ def test_older_configurations_of_lfm2_name_layers_and_sizes_otherwise(tiny: Call
 def test_what_cannot_be_is_refused_by_name(change: dict, words: str, tiny: Callable, tmp_path: Path) -> None:
     with open_model(tiny("qwen3.5").save(tmp_path, **change)) as checkpoint, pytest.raises(BadModelFile, match=words):
         _ = checkpoint.facts
+
+
+def test_time_steps_are_cut_off_where_the_file_says_so(
+    tiny: Callable, paged: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = tiny("granite-hybrid"), list(range(3, 73))
+    with open_model(model.save(tmp_path, time_step_limit=[0.02, 0.9])) as checkpoint:
+        rows = paged(load_model(checkpoint, LoadOptions(exact=True))).all_logits(ids, [40])
+    assert relative_error(rows, model.logits(ids)) > 1e-3
+    for layer in model.reference.model.layers:
+        if layer.mamba is not None:
+            monkeypatch.setattr(layer.mamba, "time_step_limit", (0.02, 0.9))
+    assert relative_error(rows, model.logits(ids)) < 1e-4
+
+
+@pytest.mark.parametrize("written", ["Infinity", '{"__float__": "Infinity"}'])
+def test_no_limit_is_read_however_it_is_written(written: str, tiny: Callable, tmp_path: Path) -> None:
+    folder = tiny("nemotron-h").save(tmp_path, time_step_limit=[0.0, 1234.5])
+    path = folder / "config.json"
+    path.write_text(path.read_text().replace("1234.5", written))
+    with open_model(folder) as checkpoint:
+        assert checkpoint.facts.layers[0].mixer.steps is None
+
+
+def test_a_layer_of_one_block_keeps_and_plans_that_block_only(tiny: Callable, loaded: Callable, tmp_path: Path) -> None:
+    model = loaded("nemotron-h")
+    facts = model.facts
+    assert [type(layer.mixer).__name__ for layer in facts.layers] == ["Mamba2", "NoneType", "Attention"] + [
+        "NoneType",
+        "Mamba2",
+        "NoneType",
+    ]
+    assert [group.layers for group in model.groups] == [(2,)] and [state.layers for state in model.states] == [(0, 4)]
+    cache = KVCache(model.groups, [2], states=model.states, num_slots=3, num_layers=facts.num_layers)
+    assert [kept is None for kept in cache.layers] == [False, True, False, True, False, True]
+    assert state_bytes(facts) == 2 * 4 * ((60 + 2 * 2 * 13) * 3 + 6 * 10 * 13)
+    made, _ = planned(facts, "cpu")
+    pages = sum(made.num_pages) * made.page_size * 2 * 2 * 18 * 2
+    assert made.kv_bytes == pages + made.num_slots * state_bytes(facts)
+    assert model.num_kinds == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("granite-hybrid", {"mamba_n_groups": 4}, "6 heads cannot lie in 4 groups evenly"),
+        ("granite-hybrid", {"mamba_d_head": 15}, "6 heads of 15 make 90 values, 84 are stated"),
+        ("granite-hybrid", {"mamba_d_head": "auto", "mamba_n_heads": 5}, "they do not divide 84 values evenly"),
+        ("granite-hybrid", {"mamba_d_state": 12}, "is expected"),
+        ("granite-hybrid", {"layer_types": ["mamba", "attention"]}, "must list 3 layers"),
+        ("granite-hybrid", {"layer_types": ["mamba", "attention", "conv"]}, "layers of type conv"),
+        ("granite-hybrid", {"layer_types": ["mamba"] * 3}, "without a layer of attention"),
+        ("granite-hybrid", {"time_step_limit": [1.0, 0.5]}, "the lower one first"),
+        ("granite-hybrid", {"time_step_limit": "none"}, "a lower and an upper limit"),
+        ("nemotron-h", {"n_groups": 4}, "6 heads cannot lie in 4 groups evenly"),
+        ("nemotron-h", {"conv_kernel": 5}, "is expected"),
+        ("nemotron-h", {"mlp_hidden_act": "silu"}, "with mlp_hidden_act silu"),
+        ("nemotron-h", {"layers_block_type": None, "hybrid_override_pattern": "M-*-MX"}, "layers of type X"),
+        ("nemotron-h", {"layers_block_type": None, "hybrid_override_pattern": "M-*-"}, "beyond the 4"),
+        ("nemotron-h", {"layers_block_type": None}, "must list 6 layers|is missing"),
+        ("nemotron-h", {"layers_block_type": ["mamba", "mlp"] * 3}, "without a layer of attention"),
+    ],
+    ids=str,
+)
+def test_mamba_that_cannot_be_is_refused_by_name(
+    name: str, change: dict, words: str, tiny: Callable, tmp_path: Path
+) -> None:
+    with open_model(tiny(name).save(tmp_path, **change)) as checkpoint, pytest.raises(BadModelFile, match=words):
+        _ = checkpoint.facts
+
+
+def test_names_and_patterns_of_older_files_are_read(tiny: Callable, loaded: Callable, tmp_path: Path) -> None:
+    model = tiny("nemotron-h")
+    older = dict.fromkeys(model.tensors)
+    older |= {name.replace("model.", "backbone.", 1): tensor for name, tensor in model.tensors.items()}
+    folder = model.save(tmp_path, older, layers_block_type=None, hybrid_override_pattern="M-*-M-")
+    with open_model(folder) as checkpoint:
+        assert checkpoint.facts.layers == loaded("nemotron-h").facts.layers

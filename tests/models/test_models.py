@@ -15,6 +15,8 @@ from localllm.models.loader import LoadOptions, load_model
 
 MIXTURES = ("qwen3-moe", "qwen3-moe-mixed", "gpt-oss", "mixtral", "glm4-moe", "glm4-moe-groups", "granitemoe")
 LATENT = ("glm4-moe-lite", "deepseek-v2", "deepseek-v2-groups", "deepseek-v3")
+MAMBAS = ("granite-hybrid", "nemotron-h")
+MORE_MAMBAS = (pytest.param(name, marks=pytest.mark.slow) for name in ("granite-hybrid-dense", "nemotron-h-moe"))
 NAMES = (
     *(
         "llama",
@@ -29,6 +31,8 @@ NAMES = (
         "qwen3.5-moe",
         "lfm2",
         "lfm2-moe",
+        *MAMBAS,
+        *MORE_MAMBAS,
         *MIXTURES,
     ),
     *("gemma2", "gemma4", "gemma4-e2b", "gemma4-moe", "smollm3", "smollm3-windows"),
@@ -69,7 +73,7 @@ def test_a_token_does_not_depend_on_chunks_or_neighbours(name: str, loaded: Call
     assert torch.equal(torch.cat([second[2], third[2]]), alone[:6])
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3.5", "lfm2", "gemma3", "gemma4-e2b", "glm4-moe-lite"])
+@pytest.mark.parametrize("name", ["llama", "qwen3.5", "lfm2", "nemotron-h", "gemma3", "gemma4-e2b", "glm4-moe-lite"])
 def test_a_cached_prefix_gives_the_same_bits(name: str, loaded: Callable, paged: Any) -> None:
     model, ids = loaded(name), prompt(80)
     driver = paged(model)
