@@ -84,7 +84,7 @@ def test_without_names_what_is_here_and_what_could_be(invoke: Invoke, home: Path
     assert result.stdout.splitlines()[1].startswith("★ qwen3.8-27b")
     assert any(line.startswith("smollm2 ") and "on disk" in line for line in result.stdout.splitlines())
     assert "qwen3-32b" in result.stdout
-    assert "gemma3-27b" in result.stdout
+    assert "gemma4-31b" in result.stdout
     shown = {line.split()[0] for line in result.stdout.splitlines() if "GiB" in line}
     assert not shown & {c.name for c in catalog.candidates() if c.needs}, "this version cannot run them"
     assert "FIRST TOKEN" in result.stdout
