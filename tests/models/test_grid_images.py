@@ -16,6 +16,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
 
+from localllm.cli.commands.show import _images
 from localllm.engine.batch import turned_positions
 from localllm.errors import BadModelFile
 from localllm.llm.pictures import read_image
@@ -246,6 +247,8 @@ def test_the_limits_of_an_image(pictured: Pictured, tmp_path: Path) -> None:
         assert facts.least_tokens <= width * height // SIDE**2 <= MAX_IMAGE_TOKENS
     with pytest.raises(ValueError, match="longer than 200 times"):
         facts.fitted(9_000, 44)
+    with open_model(tmp_path) as checkpoint:
+        assert _images(checkpoint) == f"yes, {facts.least_tokens} to 2,048 tokens each"
 
 
 def test_the_plan_counts_the_tower_and_the_largest_image(pictured: Pictured, tmp_path: Path) -> None:

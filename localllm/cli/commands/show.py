@@ -119,7 +119,10 @@ def _capabilities(checkpoint: OpenModel) -> dict[str, Any]:
 
 def _images(checkpoint: OpenModel) -> str:
     vision = checkpoint.facts.vision
-    return checkpoint.unread or (f"yes, {vision.tokens} tokens each" if vision is not None else "no")
+    if vision is None:
+        return checkpoint.unread or "no"
+    least = f"{vision.least_tokens:,} to " if vision.least_tokens < vision.tokens else ""
+    return f"yes, {least}{vision.tokens:,} tokens each"
 
 
 def _chats(facts: ModelFacts) -> str:
