@@ -316,6 +316,7 @@ def allocating_model(facts: ModelFacts) -> Model:
         "attn_in": partial(segments.attn_in, norm, lambda x, *rest: norm(x), lambda *rest: None),
         "attention": partial(segments.attention, lambda q, *rest: norm(q)),
         "attn_out": partial(segments.attn_out, norm),
+        "latent_attention": segments.latent_attention,
         "gated_delta": segments.gated_delta,
         "short_conv": segments.short_conv,
         "mamba": segments.mamba,
