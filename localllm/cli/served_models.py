@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localllm.errors import InvalidRequest
+from localllm.errors import InvalidRequest, LocalLLMError
 from localllm.server.served_model import ServedModel, container_of
 
 from .names import Choice
@@ -61,10 +62,25 @@ def _offer(model: LocalModel) -> ServedModel:
         modified = model.path.stat().st_mtime
     except OSError:
         modified = 0.0
+    facts = model.facts
     return ServedModel(
         model.name, model.name, (), model.size_bytes, model.params, model.format, model.architecture,
         model.max_context, model.chat, model.license, modified, container_of(model.path), _also(model),
+        facts is not None and bool(facts.pooling), facts is not None and facts.vision is not None,
+        partial(_template, model.path),
     )  # fmt: skip
+
+
+def _template(path: Path) -> str:
+    """The chat template in a model's files; "" where there is none, or none that can be read."""
+    from localllm.models.architectures import open_model
+    from localllm.tokenizer.files import load_tokenizer
+
+    try:
+        with open_model(path) as checkpoint:
+            return load_tokenizer(checkpoint).chat_template or ""
+    except LocalLLMError:
+        return ""
 
 
 def _also(model: LocalModel) -> tuple[str, ...]:

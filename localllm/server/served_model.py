@@ -42,6 +42,9 @@ class ServedModel:
     modified: float = 0.0  # seconds since the epoch
     container: str = "safetensors"  # what the files are: gguf | safetensors
     also: tuple[str, ...] = ()  # names that find it and are in no list: what Ollama calls it
+    embeds: bool = False  # it gives vectors and generates nothing
+    sees: bool = False  # it takes images
+    template_of: Callable[[], str] = field(default=str, compare=False)  # its chat template, read when it is called
 
     @classmethod
     def of(cls, llm: LLM, names: Sequence[str]) -> ServedModel:
@@ -50,7 +53,7 @@ class ServedModel:
         return cls(
             names[0], str(llm.path), tuple(names[1:]), facts.weight_bytes, facts.num_params, facts.stored_format,
             facts.architecture, facts.max_context, llm.has_chat_template, facts.license, llm.path.stat().st_mtime,
-            container_of(llm.path),
+            container_of(llm.path), embeds=bool(facts.pooling), sees=facts.vision is not None,
         )  # fmt: skip
 
     @property

@@ -27,6 +27,7 @@ async def test_every_route_pools_as_the_model_was_trained(client):
     assert [row["embedding"] for row in named] == [row["embedding"] for row in answer["data"]]
     other = (await client.post("/v1/embeddings", json=sent | {"pooling": "mean"})).json()
     assert other["pooling"] == "mean" and other["data"][0]["embedding"] != answer["data"][0]["embedding"]
+    assert (await client.post("/api/show", json={"model": "bert"})).json()["capabilities"] == ["embedding"]
     ollama = (await client.post("/api/embed", json=sent)).json()
     assert ollama["pooling"] == "cls" and np.allclose(ollama["embeddings"], vectors)
     scored = (await client.post("/v1/score", json={"model": "bert", "text_1": "the sea", "text_2": "the sun"})).json()

@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+from dataclasses import replace
 
 import anthropic
 import httpx2
@@ -13,6 +14,8 @@ import pytest
 from localllm.request import Message
 from localllm.server import AppOptions, create_app
 from localllm.server.generation import without_oldest
+from localllm.server.ollama.routes import _capabilities
+from localllm.server.served_model import ServedModel
 
 from .conftest import CHAT, MESSAGES, RESPONSES, named_events
 
@@ -407,8 +410,8 @@ async def test_ollama_lists_and_describes(client):
     assert tags[0]["details"] == details | {"parent_model": "", "parameter_size": "109K"}
     shown = (await client.post("/api/show", json={"model": "tiny"})).json()
     running = (await client.get("/api/ps")).json()["models"][0]
-    assert shown["details"] == running["details"] == tags[0]["details"] and "tools" in shown["capabilities"]
-    assert shown["model_info"]["llama.context_length"] == 256 and "completion" in shown["capabilities"]
+    assert shown["details"] == running["details"] == tags[0]["details"]
+    assert shown["model_info"]["llama.context_length"] == 256 and shown["capabilities"] == ["completion"]
     assert (await client.get("/api/ps")).json()["models"][0]["context_length"] == 256
     assert (await client.get("/api/version")).json()["version"]
     vectors = (await client.post("/api/embed", json={"model": "tiny", "input": ["a", "b"]})).json()
@@ -437,6 +440,14 @@ def test_ollama_details_are_those_of_the_files(tmp_path, tiny_path, empty_home):
     assert {(d["family"], d["parameter_size"]) for d in found.values()} == {("llama", "109K")}
     assert models["tiny.gguf"].aliases == ("other",) and models["tiny.gguf"].size_bytes == tiny_path.stat().st_size
     assert models["dense"].size_bytes > 100_000 and models["dense"].max_context > 0
+    assert "im_start" in models["mine"].template_of() and not (models["mine"].embeds or models["mine"].sees)
+
+
+def test_capabilities_are_those_of_the_files():
+    model = ServedModel("m", "m", sees=True)
+    assert _capabilities(model, "{% if tools %}<think>") == ["completion", "vision", "tools", "thinking"]
+    assert _capabilities(replace(model, sees=False), "") == ["completion"]
+    assert _capabilities(replace(model, embeds=True), "tools") == ["embedding"]
 
 
 BAD_OLLAMA = [

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import hashlib
 import json
@@ -18,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localllm._version import __version__
+from localllm.chat.parser import reasoning_tags
 from localllm.llm.outputs import OutputDelta, add_tool_call
 from localllm.request import FinishReason, Timing, TokenLogprob, Usage
 from localllm.server.ollama import schemas
@@ -208,16 +210,25 @@ async def show(request: Request, body: schemas.ShowRequest) -> dict[str, Any]:
     model = await service.find(body.model or body.name)
     arch = model.architecture
     llm = service.pool.llm_of(model.name)
+    template = (llm.tokenizer.chat_template or "") if llm else await asyncio.to_thread(model.template_of)
     return {
-        "modelfile": "", "parameters": "", "template": (llm.tokenizer.chat_template or "") if llm else "",
+        "modelfile": "", "parameters": "", "template": template,
         "license": model.license, "details": details(model), "modified_at": _iso(model.modified),
         "model_info": {
             "general.architecture": arch, "general.basename": _basename(model.name),
             "general.parameter_count": model.params,
             f"{arch}.context_length": model.max_context,
         },
-        "capabilities": ["completion", "embedding", *(["tools"] if model.chat else [])],
+        "capabilities": _capabilities(model, template),
     }  # fmt: skip
+
+
+def _capabilities(model: ServedModel, template: str) -> list[str]:
+    """What a model can be asked for, in Ollama's words."""
+    if model.embeds:
+        return ["embedding"]
+    can = {"vision": model.sees, "tools": "tools" in template, "thinking": reasoning_tags(template) is not None}
+    return ["completion", *(name for name, does in can.items() if does)]
 
 
 def _tag(model: ServedModel) -> dict[str, Any]:
