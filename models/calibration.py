@@ -18,7 +18,7 @@ from localllm.kernels.layer_weights import AttentionWeights, ExpertsWeights, Lin
 from localllm.kernels.rope import RopeTable
 from localllm.kernels.segments import REFERENCES, STATEFUL
 
-from .architectures import Attention, Dense, Experts, LatentAttention, LayerFacts, OpenModel
+from .architectures import Attention, Dense, Experts, GatedDelta, LatentAttention, LayerFacts, OpenModel
 from .architectures.layers import Mamba2, Paged, ShortConv, Stateful
 from .kv_cache import CacheGroup, KVCache, StateGroup
 from .layers import load_layer
@@ -155,11 +155,8 @@ def _modules(facts: Paged | Stateful | None) -> dict[str, tuple[str, ...]]:
     if isinstance(facts, Mamba2 | ShortConv):
         start = "mamba" if isinstance(facts, Mamba2) else "conv"
         return {"inputs": (f"{start}.in_proj",), "out": (f"{start}.out_proj",)}
-    return {
-        "qkvz": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
-        "ba": ("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
-        "out": ("linear_attn.out_proj",),
-    }
+    assert isinstance(facts, GatedDelta)
+    return {"qkvz": facts.inputs, "ba": facts.rates, "out": ("linear_attn.out_proj",)}
 
 
 def _run(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -101,10 +101,11 @@ class LayerReader:
         weight = self.reader.encoded(self.start + module, weight)
         return Linear((self.reader.prepare(layer_class, weight, None),))
 
-    def linear(self, layer_class: str, *modules: str) -> Linear:
-        """Modules that are multiplied with the same rows, as one."""
+    def linear(self, layer_class: str, *modules: str, order: Tensor | None = None) -> Linear:
+        """Modules that are multiplied with the same rows, as one. `order`: of a single module's outputs."""
         names, shapes = [self.start + module for module in modules], [self._shapes[module] for module in modules]
-        return self.reader.linear(layer_class, names, shapes, on_host=expert_of(modules[0]) in self.host)
+        on_host = expert_of(modules[0]) in self.host
+        return self.reader.linear(layer_class, names, shapes, on_host=on_host, order=order)
 
 
 def _attention(layer: LayerReader, facts: Attention) -> AttentionWeights:
@@ -181,13 +182,21 @@ def _by_head(layer: LayerReader, facts: LatentAttention) -> tuple[tuple[Linear, 
     return k_up, tuple(layer.made("kv_b", names[1], by_head[head, facts.still_dim :]) for head in heads)
 
 
+def _by_part(heads: int, sizes: Sequence[int]) -> Tensor:
+    """Where rows are that lie head by head, in parts of `sizes` each: the first parts of all heads, the second, ..."""
+    rows = torch.arange(heads * sum(sizes)).view(heads, -1)
+    return torch.cat([part.flatten() for part in rows.split(list(sizes), 1)])
+
+
 def _gated_delta(layer: LayerReader, facts: GatedDelta) -> DeltaWeights:
     decay = layer.vector("linear_attn.A_log")
     norm = Norm(layer.vector("linear_attn.norm.weight"), layer.reader.facts.rms_norm_eps)  # without the model's offset
+    heads, ratio = facts.num_k_heads, facts.num_v_heads // facts.num_k_heads
+    parts = (facts.k_dim, facts.k_dim, ratio * facts.v_dim, ratio * facts.v_dim)
     return DeltaWeights(
         norm=layer.norm_if(layer.norms.before_mixer),
-        qkvz=layer.linear("qkvz", "linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
-        ba=layer.linear("ba", "linear_attn.in_proj_b", "linear_attn.in_proj_a"),
+        qkvz=layer.linear("qkvz", *facts.inputs, order=_by_part(heads, parts) if facts.grouped else None),
+        ba=layer.linear("ba", *facts.rates, order=_by_part(heads, (ratio, ratio)) if facts.grouped_rates else None),
         out=layer.linear("o", "linear_attn.out_proj"),
         conv=layer.vector("linear_attn.conv1d.weight"),
         decay=-decay.exp() if facts.log_decay else decay,

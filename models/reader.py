@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from localllm.errors import BadModelFile
+from localllm.errors import BadModelFile, UnsupportedFormat
 from localllm.kernels import LinearFacts, Weight, choose
 from localllm.kernels.layer_weights import Linear, LinearPart, Norm
 from localllm.kernels.table import implementations
 from localllm.kernels.verify.selftest import SelfTest
-from localllm.quant import dequantize, fuse, load_weight, read_dense
+from localllm.quant import dequantize, fuse, load_weight, read_dense, reordered
 from localllm.quant.encode import Target, encode
 
 from .architectures import ModelFacts, OpenModel
@@ -75,15 +75,22 @@ class Reader:
         return self.options.disabled | (self.selftest.disabled if self.selftest is not None else frozenset())
 
     def linear(
-        self, layer_class: str, names: Sequence[str], shapes: Sequence[tuple[int, int]], *, on_host: bool = False
+        self,
+        layer_class: str,
+        names: Sequence[str],
+        shapes: Sequence[tuple[int, int]],
+        *,
+        on_host: bool = False,
+        order: Tensor | None = None,
     ) -> Linear:
         """Read linear modules and prepare them, as one weight if their forms allow it exactly.
 
         on_host   they stay in host memory, prepared for the CPU
+        order     int64 [N]: which row of a single module gives each output
         """
         device = torch.device("cpu") if on_host else self.device
-        weights = [self.weight(name, shape, device) for name, shape in zip(names, shapes, strict=True)]
-        biases = [self.bias(name, shape[0], device) for name, shape in zip(names, shapes, strict=True)]
+        weights = [self.weight(name, shape, device, order) for name, shape in zip(names, shapes, strict=True)]
+        biases = [self.bias(name, shape[0], device, order) for name, shape in zip(names, shapes, strict=True)]
         whole = fuse(weights)
         if whole is None:
             parts = zip(weights, biases, strict=True)
@@ -130,14 +137,19 @@ class Reader:
         copies = {name: part.clone() for name, part in views.items() if self.checkpoint.maps(part.data_ptr())}
         return weight._replace(**copies) if copies else weight  # type: ignore[attr-defined]
 
-    def weight(self, name: str, shape: tuple[int, int], device: torch.device | None = None) -> Weight:
-        """A linear module as it is stored, or as what linear layers become while loading."""
-        return self.encoded(name, self.stored(name, shape, device))
+    def weight(
+        self, name: str, shape: tuple[int, int], device: torch.device | None = None, order: Tensor | None = None
+    ) -> Weight:
+        """A linear module as it is stored, or as what linear layers become while loading; `order` as in `linear`."""
+        return self.encoded(name, self.stored(name, shape, device, order))
 
-    def stored(self, name: str, shape: tuple[int, int], device: torch.device | None = None) -> Weight:
+    def stored(
+        self, name: str, shape: tuple[int, int], device: torch.device | None = None, order: Tensor | None = None
+    ) -> Weight:
         """A linear module as it is stored, on the device."""
         stored_as = self.checkpoint.names.source(name)
         stored = load_weight(self.checkpoint, stored_as, self.checkpoint.formats[stored_as], shape)
+        stored = stored if order is None else self.reordered(stored_as, stored, order)
         weight = self.moved(stored, device or self.device)
         self.count(stored_as)
         if self.shares_memory:  # GPU and host: let the system drop what it keeps of the files that were read
@@ -156,6 +168,16 @@ class Reader:
             stored_as = self.checkpoint.names.source(name)
             raise BadModelFile(f"{self.checkpoint.path.name}: {stored_as}: {error}") from error
 
+    def reordered(self, stored_as: str, weight: Weight, order: Tensor) -> Weight:
+        """`weight` with its rows in this order; it must be possible without another rounding."""
+        found = reordered(weight, order)
+        if found is None:
+            raise UnsupportedFormat(
+                f"{self.checkpoint.path.name}: {stored_as}: rows stored as {weight.form} cannot change their order",
+                "choose another format of the same model (localllm ls, localllm pull)",
+            )
+        return found
+
     def moved(self, weight: Weight, device: torch.device) -> Weight:
         """The same weight on the device: one module is in host memory at a time."""
         if device.type == "cpu":
@@ -163,11 +185,13 @@ class Reader:
         parts = {name: part.to(device) for name, part in weight._asdict().items() if isinstance(part, Tensor)}
         return weight._replace(**parts)
 
-    def bias(self, name: str, size: int, device: torch.device) -> Tensor | None:
+    def bias(self, name: str, size: int, device: torch.device, order: Tensor | None = None) -> Tensor | None:
         """A linear module's bias, float32 [size]; None where there is none, or all are zero (as GPTQ files have it)."""
         stored = f"{self.checkpoint.names.source(name)}.bias"
         bias = self.vector(stored, size) if stored in self.checkpoint.tensors else None
-        return bias.to(device) if bias is not None and bool(bias.any()) else None
+        if bias is None or not bool(bias.any()):
+            return None
+        return (bias if order is None else bias[order]).to(device)
 
     def norm(self, name: str, size: int, bias: bool = False) -> Norm:
         """A norm, its weight float32 with the model's offset added. `bias`: a LayerNorm."""

@@ -1,4 +1,4 @@
-"""Stacking weights that see the same x (q/k/v, gate/up) along N, only where no bit is lost."""
+"""Weights that see the same x (q/k/v, gate/up) stacked along N, and rows in another order, where no bit is lost."""
 
 from __future__ import annotations
 
@@ -34,6 +34,25 @@ def fuse(weights: Sequence[Weight]) -> Weight | None:
         return None
     shape = (sum(w.shape[0] for w in weights), first.shape[1])
     return first._replace(shape=shape, qweight=torch.cat([w.qweight for w in weights]), **parts)
+
+
+def reordered(weight: Weight, order: Tensor) -> Weight | None:
+    """The weight with row `order[n]` in place of row n; None where rows share a scale that then differs among them.
+
+    order   int64 [N], every row once
+    """
+    n = weight.shape[0]
+    parts = {name: getattr(weight, name) for name in ("qweight", "scales", "zeros", "mins", "global_scale")}
+    blocks = parts["scales"]
+    if weight.form == "fp8" and blocks is not None and blocks.numel() > 1 and blocks.shape != (n, 1):
+        firsts = order[::FP8_BLOCK] // FP8_BLOCK
+        spread = firsts.repeat_interleave(FP8_BLOCK)[:n]
+        if not torch.equal(blocks[order // FP8_BLOCK], blocks[spread]):
+            return None
+        del parts["scales"]
+        weight = weight._replace(scales=blocks[firsts])
+    rows = {name: part[order] for name, part in parts.items() if part is not None and part.shape[:1] == (n,)}
+    return weight._replace(**rows)
 
 
 def _kind(weight: Weight) -> tuple[object, ...]:

@@ -181,6 +181,12 @@ class HfConfig(Config):
         """Whether the file switches a default off."""
         return key in self.given.values and self.given.raw(key) is None
 
+    def dense_layers(self) -> frozenset[int]:
+        """Layers of a mixture that have one feed-forward layer instead, as Qwen's files say."""
+        every = self.keys.integer("decoder_sparse_step", 1, MAX_LAYERS, 1)
+        listed = self.layer_numbers("mlp_only_layers")
+        return frozenset(layer for layer in range(self.num_layers) if layer in listed or (layer + 1) % every)
+
     def capped(self, key: str) -> float | None:
         """A soft-cap; an explicit null switches a default off."""
         return None if self.is_null(key) else self.keys.optional_number(key, 1e-3, 1e6)

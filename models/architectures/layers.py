@@ -181,6 +181,18 @@ class GatedDelta:
     # value head j goes with key head j % num_k_heads (as llama.cpp's converter orders them), else j // (ratio of them)
     tiled: bool = False
     log_decay: bool = True  # A_log is stored; False: -exp of it
+    grouped: bool = False  # what the convolution and the gates take is one module, key head by key head
+    grouped_rates: bool = False  # so is how much value heads learn and forget
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The modules that queries, keys, values and gates come from, in this order."""
+        return tuple(f"linear_attn.in_proj_{part}" for part in (("qkvz",) if self.grouped else ("qkv", "z")))
+
+    @property
+    def rates(self) -> tuple[str, ...]:
+        """The modules that say how much value heads learn, then how much they forget."""
+        return tuple(f"linear_attn.in_proj_{part}" for part in (("ba",) if self.grouped_rates else "ba"))
 
     @property
     def channels(self) -> int:
@@ -196,14 +208,10 @@ class GatedDelta:
         return self.num_v_heads, self.v_dim, self.k_dim
 
     def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
-        values = self.num_v_heads * self.v_dim
-        return {
-            "linear_attn.in_proj_qkv": (self.channels, hidden),
-            "linear_attn.in_proj_z": (values, hidden),
-            "linear_attn.in_proj_b": (self.num_v_heads, hidden),
-            "linear_attn.in_proj_a": (self.num_v_heads, hidden),
-            "linear_attn.out_proj": (hidden, values),
-        }
+        values, rates = self.num_v_heads * self.v_dim, self.num_v_heads * (1 + self.grouped_rates)
+        rows = (self.channels + values,) if self.grouped else (self.channels, values)
+        shapes = {name: (n, hidden) for name, n in zip(self.inputs, rows, strict=True)}
+        return shapes | dict.fromkeys(self.rates, (rates, hidden)) | {"linear_attn.out_proj": (hidden, values)}
 
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
         return {

@@ -52,7 +52,7 @@ class Lfm2(Architecture):
     """Attention norms queries and keys; the last norm is called after the embedding."""
 
     name = "lfm2"
-    label = "LFM2 and LFM2.5"
+    label = "LFM2, LFM2.5"
     hf_types = {
         "lfm2": DEFAULTS
         | {"hidden_size": 2560, "intermediate_size": 12_288, "block_multiple_of": 256}
@@ -112,7 +112,7 @@ class Lfm2Moe(Lfm2):
     """The first layers are dense; a sigmoid router, with a bias for the choice."""
 
     name = "lfm2_moe"
-    label = "LFM2 and LFM2.5 MoE"
+    label = "LFM2 MoE"
     hf_types = {
         "lfm2_moe": DEFAULTS
         | {"hidden_size": 2048, "intermediate_size": 7168, "moe_intermediate_size": 1792, "num_dense_layers": 2}

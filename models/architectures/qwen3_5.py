@@ -1,8 +1,9 @@
-"""Qwen3.5 to 3.8 (dense or experts): three layers of the gated delta rule to each of gated attention."""
+"""Qwen3.5 to 3.8 (dense or experts) and Qwen3-Next: three layers of the gated delta rule to each of gated attention."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import ClassVar
 
 from localllm.checkpoint import Checkpoint
 from localllm.checkpoint.fields import MAX_CONV, MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN, MAX_LAYERS, Fields
@@ -32,6 +33,8 @@ GGUF_HYBRID = GGUF_LAYER | {
     "post_attention_layernorm": "post_attention_norm",
     "linear_attn.in_proj_qkv": "attn_qkv",
     "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_qkvz": "ssm_in",
+    "linear_attn.in_proj_ba": "ssm_ba",
     "linear_attn.in_proj_b": "ssm_beta",
     "linear_attn.in_proj_a": "ssm_alpha",
     "linear_attn.out_proj": "ssm_out",
@@ -49,13 +52,16 @@ class Qwen3_5(Architecture):
     label = "Qwen3.5, 3.6 and 3.8 (dense, text)"
     hf_types = {"qwen3_5_text": DEFAULTS}
     hf_wrappers = {"qwen3_5": "qwen3_5_text"}
-    hf_classes = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
+    hf_classes: ClassVar[tuple[str, ...]] = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
     gguf_types = ("qwen35",)
+    grouped = False  # whether what each key head needs lies together in the checkpoints
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
         rope, context = config.rope()
         keys = config.keys
         delta = GatedDelta(
+            grouped=self.grouped,
+            grouped_rates=self.grouped,
             num_k_heads=keys.integer("linear_num_key_heads", 1, MAX_HEADS),
             num_v_heads=keys.integer("linear_num_value_heads", 1, MAX_HEADS),
             k_dim=keys.integer("linear_key_head_dim", 2, MAX_HEAD_DIM),
@@ -68,7 +74,7 @@ class Qwen3_5(Architecture):
         ffn = self.feed_forward(config)
         of_kind = {kind: LayerFacts(mixer, ffn) for kind, mixer in kinds.items()}
         layers = tuple(of_kind[kind] for kind in _layer_types(config))
-        return config.facts(layers, context, norm_offset=1.0, vision=grid_vision(config, rope))
+        return config.facts(self.with_dense(config, layers), context, norm_offset=1.0, vision=grid_vision(config, rope))
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         rope, context = config.rope()
@@ -78,12 +84,14 @@ class Qwen3_5(Architecture):
         if inner % num_v_heads:
             raise keys.fail("ssm.inner_size", f"is {inner:,}, no multiple of {num_v_heads} heads")
         delta = GatedDelta(
+            grouped=self.grouped and any(name.endswith(".ssm_in.weight") for name in config.checkpoint.tensors),
+            grouped_rates=self.grouped,
             num_k_heads=keys.integer("ssm.group_count", 1, MAX_HEADS),
             num_v_heads=num_v_heads,
             k_dim=keys.integer("ssm.state_size", 2, MAX_HEAD_DIM),
             v_dim=inner // num_v_heads,
             conv_width=keys.integer("ssm.conv_kernel", 2, MAX_CONV),
-            tiled=True,
+            tiled=not self.grouped,
             log_decay=False,
         )
         _check(keys, "ssm.time_step_rank", delta)
@@ -97,6 +105,10 @@ class Qwen3_5(Architecture):
 
     def feed_forward_of_gguf(self, config: GgufConfig) -> Dense | Experts:
         return config.dense()
+
+    def with_dense(self, config: HfConfig, layers: tuple[LayerFacts, ...]) -> tuple[LayerFacts, ...]:
+        """The layers, those without experts as the file says."""
+        return layers
 
     def names(self, checkpoint: Checkpoint) -> NameMap:
         """In GGUF the norm before the feed-forward layer is called after what it follows."""
@@ -116,7 +128,7 @@ class Qwen3_5Moe(Qwen3_5):
         | {"shared_expert_intermediate_size": 512, "intermediate_size": 512}
     }
     hf_wrappers = {"qwen3_5_moe": "qwen3_5_moe_text"}
-    hf_classes = ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration")
+    hf_classes: ClassVar[tuple[str, ...]] = ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration")
     gguf_types = ("qwen35moe",)
 
     def feed_forward(self, config: HfConfig) -> Experts:
@@ -127,6 +139,33 @@ class Qwen3_5Moe(Qwen3_5):
     def feed_forward_of_gguf(self, config: GgufConfig) -> Experts:
         shared = config.keys.integer("expert_shared_feed_forward_length", 1, MAX_HIDDEN * 4)
         return config.mixture(shared_inner=shared, shared_gate=True)
+
+
+class Qwen3Next(Qwen3_5Moe):
+    """The projections lie key head by key head; GGUF has queries, keys and values apart from the gates by now."""
+
+    name = "qwen3_next"
+    label = "Qwen3-Next"
+    hf_types = {
+        "qwen3_next": DEFAULTS
+        | {"num_key_value_heads": 2, "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512}
+        | {"shared_expert_intermediate_size": 512, "intermediate_size": 5632, "norm_topk_prob": True}
+    }
+    hf_wrappers = {}
+    hf_classes: ClassVar[tuple[str, ...]] = ("Qwen3NextForCausalLM",)
+    gguf_types = ("qwen3next",)
+    grouped = True
+
+    def feed_forward(self, config: HfConfig) -> Experts:
+        return replace(super().feed_forward(config), renormalise=config.keys.flag("norm_topk_prob"))
+
+    def with_dense(self, config: HfConfig, layers: tuple[LayerFacts, ...]) -> tuple[LayerFacts, ...]:
+        dense = config.dense_layers()
+        if not dense:
+            return layers
+        ffn = config.dense(config.activation())
+        plain = {layer: replace(layer, ffn=ffn) for layer in set(layers)}
+        return tuple(plain[layer] if index in dense else layer for index, layer in enumerate(layers))
 
 
 def _attention(config: HfConfig | GgufConfig, rope: RopeFacts, biased: bool = False) -> Attention:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from localllm.checkpoint.fields import MAX_LAYERS
-
 from .architecture import Architecture
 from .facts import ModelFacts
 from .gguf import GgufConfig
@@ -32,11 +30,9 @@ class Qwen3Moe(Architecture):
         experts = config.mixture(
             "num_experts", "moe_intermediate_size", act, renormalise=config.keys.flag("norm_topk_prob")
         )
-        every = config.keys.integer("decoder_sparse_step", 1, MAX_LAYERS, 1)
-        dense = config.layer_numbers("mlp_only_layers")
+        dense = config.dense_layers()
         kinds = LayerFacts(attention, experts), LayerFacts(attention, config.dense(act))
-        chosen = (layer in dense or (layer + 1) % every != 0 for layer in range(config.num_layers))
-        return config.facts(tuple(kinds[is_dense] for is_dense in chosen), context)
+        return config.facts(tuple(kinds[layer in dense] for layer in range(config.num_layers)), context)
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         rope, context = config.rope()

@@ -33,7 +33,7 @@ from .olmo2 import Olmo2
 from .phi3 import Phi3
 from .qwen2 import Qwen2
 from .qwen3 import Qwen3
-from .qwen3_5 import Qwen3_5, Qwen3_5Moe
+from .qwen3_5 import Qwen3_5, Qwen3_5Moe, Qwen3Next
 from .qwen3_moe import Qwen3Moe
 from .seed_oss import SeedOss
 from .smollm3 import SmolLM3
@@ -45,6 +45,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Qwen3Moe(),
     Qwen3_5(),
     Qwen3_5Moe(),
+    Qwen3Next(),
     Gemma2(),
     Gemma3(),
     Gemma4(),

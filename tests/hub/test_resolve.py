@@ -188,15 +188,15 @@ def repository(spec: str) -> dict[str, bytes]:
 def test_families_take_the_best_the_hub_has(fake_hub: FakeHub) -> None:
     """Ids in the catalogue are not verified: one the hub does not know is passed over."""
     fits = catalog.default_fits(GPU)
-    best = catalog.choose("qwen", fits, free_label="x", on_gpu=True).best
-    second = catalog.choose("qwen", fits, free_label="x", on_gpu=True, skip=frozenset({best.spec})).best
+    best = catalog.choose("llama", fits, free_label="x", on_gpu=True).best
+    second = catalog.choose("llama", fits, free_label="x", on_gpu=True, skip=frozenset({best.spec})).best
     fake_hub.add(second.repo, repository(second.spec))
-    resolved = hub.resolve("qwen", judge=on_gpu, patience=QUICK)
+    resolved = hub.resolve("llama", judge=on_gpu, patience=QUICK)
     assert (resolved.repo, resolved.quant) == (second.repo, second.quant)
     assert "candidates; best that fits" in resolved.reason
     assert any(c.note == "not on the hub" for c in resolved.candidates)
     fake_hub.add(best.repo, repository(best.spec))
-    resolved = hub.resolve("qwen", judge=on_gpu, patience=QUICK)
+    resolved = hub.resolve("llama", judge=on_gpu, patience=QUICK)
     assert resolved.repo == best.repo
     assert any("a newer localllm" in line for line in resolved.lines)
 

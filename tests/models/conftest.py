@@ -54,7 +54,8 @@ GEMMA4_ROPE = {
     "sliding_attention": PLAIN,
 }
 NORM = re.compile(r"norm(_\d)?\.weight$|router\.\w*scale$")  # what is about 1
-ZERO_CENTRED = ("gemma2", "gemma3_text", "qwen3_5_text", "qwen3_5_moe_text")  # whose norms are stored less 1
+# whose norms are stored less 1
+ZERO_CENTRED = ("gemma2", "gemma3_text", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 LATENT = {
     "hidden_size": 45, "intermediate_size": 70, "q_lora_rank": 22, "kv_lora_rank": 34, "qk_nope_head_dim": 14,
     "qk_rope_head_dim": 10, "v_head_dim": 18, "n_routed_experts": 7, "num_experts_per_tok": 3,
@@ -215,6 +216,23 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"linear_value_head_dim": 14, "linear_conv_kernel_dim": 3}
         | {"layer_types": ["linear_attention", "full_attention"]}
         | {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 26}
+        | {"shared_expert_intermediate_size": 30, "rope_parameters": PLAIN | {"partial_rotary_factor": 0.25}},
+    ),
+    "qwen3-next": (
+        "qwen3_next",
+        {"hidden_size": 44, "heads": (4, 2, 24), "num_hidden_layers": 2}
+        | {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 10}
+        | {"linear_value_head_dim": 14, "linear_conv_kernel_dim": 4}
+        | {"layer_types": ["linear_attention", "full_attention"]}
+        | {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 26}
+        | {"shared_expert_intermediate_size": 30, "rope_parameters": PLAIN | {"partial_rotary_factor": 0.25}},
+    ),
+    "qwen3-next-mixed": (
+        "qwen3_next",
+        {"hidden_size": 32, "intermediate_size": 52, "heads": (2, 1, 16), "mlp_only_layers": [0]}
+        | {"num_hidden_layers": 4, "linear_num_key_heads": 1, "linear_num_value_heads": 1, "linear_key_head_dim": 32}
+        | {"linear_value_head_dim": 16, "linear_conv_kernel_dim": 2}
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 26, "norm_topk_prob": False}
         | {"shared_expert_intermediate_size": 30, "rope_parameters": PLAIN | {"partial_rotary_factor": 0.25}},
     ),
     "lfm2": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from localllm.models.loader import LoadOptions, load_model
 ARCHITECTURE = {"mistral": "llama", "mixtral": "llama", "gemma3_text": "gemma3"}
 ARCHITECTURE |= {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}
 ARCHITECTURE |= {"qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "glm4_moe": "glm4moe"}
-ARCHITECTURE |= {"lfm2_moe": "lfm2moe", "granitemoehybrid": "granitehybrid"}
+ARCHITECTURE |= {"lfm2_moe": "lfm2moe", "qwen3_next": "qwen3next", "granitemoehybrid": "granitehybrid"}
 ARCHITECTURE |= {"deepseek_v2": "deepseek2", "glm4_moe_lite": "deepseek2"}
 ARCHITECTURE |= {"olmo3": "olmo2", "ministral3": "mistral3", "gemma4_text": "gemma4"}
 LFM2 = {  # what it calls differently
@@ -114,7 +115,7 @@ def write_gguf(
     writer.add_token_list([f"t{i}" for i in range(vocabulary)])
     writer.add_token_scores([-float(i) for i in range(vocabulary)])
     writer.add_token_types([1] * vocabulary)
-    if arch.startswith("qwen35"):
+    if "linear_num_key_heads" in config:
         tensors = _hybrid(writer, config, tensors)
     if arch.startswith("lfm2"):
         tensors = {
@@ -205,7 +206,11 @@ def _hybrid(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: dict[str, 
     if config.get("shared_expert_intermediate_size"):
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
 
+    ratio, grouped = v_heads // k_heads, config["model_type"] == "qwen3_next"
+
     def tiled(rows: Tensor, dim: int) -> Tensor:
+        if grouped:
+            return rows
         split = rows.reshape(k_heads, v_heads // k_heads, dim, *rows.shape[1:])
         return split.transpose(0, 1).reshape(rows.shape)
 
@@ -214,6 +219,12 @@ def _hybrid(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: dict[str, 
         keys = 2 * k_heads * k_dim
         if "linear_attn" not in name:
             found[name] = tensor + 1 if name.endswith("norm.weight") else tensor
+        elif "in_proj_qkvz" in name and not config.get("legacy"):
+            parts = tensor.view(k_heads, -1, tensor.shape[1]).split([k_dim, k_dim, ratio * v_dim, ratio * v_dim], 1)
+            *qkv, z = (part.flatten(0, 1) for part in parts)
+            found |= {name.replace("qkvz", "qkv"): torch.cat(qkv), name.replace("qkvz", "z"): z}
+        elif "in_proj_qkvz" in name or "in_proj_ba" in name:
+            found[name] = tensor
         elif "in_proj_qkv" in name or "conv1d" in name:
             tensor = tensor.squeeze(1)
             found[name] = torch.cat([tensor[:keys], tiled(tensor[keys:], v_dim)])
@@ -384,7 +395,7 @@ def gguf_logits(
 
 
 NAMES = ["llama", "llama-bias", "llama-yarn", "mistral", "qwen2", "qwen3", "qwen3-moe", "phi3", "gemma3"]
-NAMES += ["gpt-oss", "mixtral", "glm4-moe", "qwen3.5", "qwen3.5-moe", "lfm2", "lfm2-moe"]
+NAMES += ["gpt-oss", "mixtral", "glm4-moe", "qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2", "lfm2-moe"]
 NAMES += ["granite-hybrid", "nemotron-h", "gemma2", "gemma4", "gemma4-e2b", "gemma4-moe"]
 NAMES += ["smollm3", "granite", "granitemoe", "olmo2", "olmo3", "seed-oss", "glm4", "ministral3"]
 NAMES += ["deepseek-v2"]
@@ -397,6 +408,16 @@ def test_gguf_equals_safetensors(name: str, tiny: Callable, loaded: Callable, pa
     ids = torch.randint(0, 99, (70,)).tolist()
     rows = gguf_logits(tiny(name), paged, tmp_path / "tiny.gguf", gguf.GGMLQuantizationType.F32, ids)
     expected = paged(loaded(name)).all_logits(ids, [50])
+    assert float((rows - expected).abs().max() / expected.abs().max()) < 2e-5
+
+
+def test_qwen3_next_as_it_was_written_first(tiny: Callable, loaded: Callable, paged: Any, tmp_path: Path) -> None:
+    """ssm_in has the rows of each key head together, as safetensors have."""
+    ids = torch.randint(0, 99, (70,)).tolist()
+    model = tiny("qwen3-next")
+    old = replace(model, config=model.config | {"legacy": True})
+    rows = gguf_logits(old, paged, tmp_path / "tiny.gguf", gguf.GGMLQuantizationType.F32, ids)
+    expected = paged(loaded("qwen3-next")).all_logits(ids, [50])
     assert float((rows - expected).abs().max() / expected.abs().max()) < 2e-5
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from localllm.config import EngineOptions
 from localllm.device.fake import MACHINES
-from localllm.errors import BadModelFile
+from localllm.errors import BadModelFile, UnsupportedFormat
 from localllm.models.architectures import ModelFacts, open_model
 from localllm.models.architectures.facts import linear_shapes, state_bytes
 from localllm.models.architectures.layers import ROUTERS
@@ -83,6 +83,27 @@ def test_a_slot_of_convolutions_holds_their_last_inputs_and_nothing_else(tiny: C
     cache = KVCache((), (), states=[group], num_slots=3)
     assert [kept and kept.state for kept in cache.layers] == [None] * 3 and cache.layers[1] is None
     assert cache.nbytes == 3 * state_bytes(checkpoint.facts)
+
+
+def test_blocks_that_share_a_scale_cannot_be_torn_apart(tiny: Callable, tmp_path: Path) -> None:
+    model, config = (
+        tiny("qwen3-next"),
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+    )
+    name = "model.layers.0.linear_attn.in_proj_qkvz.weight"
+    stored = {name: model.tensors[name].to(torch.float8_e4m3fn)}
+
+    def folder(*scales: float) -> Path:
+        tensors = stored | {f"{name}_scale_inv": torch.tensor(scales).view(2, 1)}
+        return model.save(tmp_path / str(scales), tensors, **config)
+
+    with open_model(folder(1.0, 1.0)) as checkpoint:
+        load_model(checkpoint)
+    with (
+        open_model(folder(1.0, 2.0)) as checkpoint,
+        pytest.raises(UnsupportedFormat, match=r"in_proj_qkvz: rows stored as fp8 cannot change their order"),
+    ):
+        load_model(checkpoint)
 
 
 LFM2 = [

@@ -29,6 +29,8 @@ NAMES = (
         "phi3",
         "qwen3.5",
         "qwen3.5-moe",
+        "qwen3-next",
+        "qwen3-next-mixed",
         "lfm2",
         "lfm2-moe",
         *MAMBAS,

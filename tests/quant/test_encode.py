@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from localllm.quant import Weight, dequantize, export
+from localllm.quant import Weight, dequantize, export, reordered
 from localllm.quant.encode import GROUP_SIZES, Target, e2m1_codes, encode, relative_error
 
 N, K = 136, 256
@@ -29,6 +29,14 @@ def gaussian() -> Tensor:
 def test_error_is_that_of_the_format(name: str, size: int) -> None:
     weight = torch.randn(N, K)
     assert relative_error(weight, dequantize(encode(weight, Target(name, size)))) < LINE[name]
+
+
+@pytest.mark.parametrize("name", [name for name in dict(CASES) if name != "fp8-block"])
+def test_rows_change_their_order_without_another_rounding(name: str) -> None:
+    weight, order = encode(gaussian(), Target(name)), torch.randperm(N)
+    found = reordered(weight, order)
+    assert found is not None
+    assert torch.equal(dequantize(found), dequantize(weight)[order])
 
 
 @pytest.mark.parametrize("name", [name for name, _ in CASES if name not in ("int8", "fp8", "fp8-block")])

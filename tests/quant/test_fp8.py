@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from localllm.errors import BadModelFile
-from localllm.quant import Weight, dequantize, dequantize_rows, fuse
+from localllm.quant import Weight, dequantize, dequantize_rows, fuse, reordered
 
 Load = Callable[..., Weight]
 N, K = 200, 320  # no multiples of 128
@@ -115,3 +115,13 @@ def test_fusing(load: Load) -> None:
     assert torch.equal(dequantize(both), torch.cat([dequantize(even), dequantize(odd)]))
     assert fuse([odd, even]) is None  # 130 rows end inside a block
     assert fuse([even, row]) is None
+
+
+def test_rows_in_another_order_where_blocks_stay_whole(load: Load) -> None:
+    q, s = e4m3(N + 184, K), torch.rand(3, 3) + 0.01
+    weight = load({"weight": q, "weight_scale_inv": s}, (N + 184, K), FP8, "fp8")
+    order = torch.cat([torch.arange(256, 384).flip(0), torch.arange(128), torch.arange(128, 256)])
+    found = reordered(weight, order)
+    assert found is not None
+    assert torch.equal(dequantize(found), dequantize(weight)[order])
+    assert reordered(weight, order.roll(1)) is None
