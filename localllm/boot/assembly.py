@@ -71,15 +71,15 @@ def assemble(
     return Engine(
         runner, plan.num_pages, plan.ctx, limits, prefix_cache=plan.prefix_cache, check_invariants=check_invariants,
         largest_context=min(plan.max_ctx, model.facts.max_context),
-        speculation=_speculation(plan, device, drafter),
+        speculation=_speculation(plan, device, drafter, bool(model.states)),
     )  # fmt: skip
 
 
-def _speculation(plan: Plan, device: torch.device, draft: DraftModel | None) -> Speculation | None:
+def _speculation(plan: Plan, device: torch.device, draft: DraftModel | None, goes_back: bool) -> Speculation | None:
     by_name: dict[str, AnyDrafter | None] = {"ngram": NgramDrafter(), "draft": draft}
     wanted = tuple(one for name, one in by_name.items() if plan.speculation in ("auto", name) and one is not None)
     mode: Mode = "auto" if plan.speculation == "auto" else "always"
-    return Speculation(wanted, mode, device.type) if wanted else None
+    return Speculation(wanted, mode, device.type, goes_back) if wanted else None
 
 
 def _draft_model(draft: Model, model: Model, plan: Plan, device: torch.device) -> DraftModel:

@@ -188,6 +188,26 @@ class Pages:
             self.tree.evict_checkpoint()
         return self.slots.take()
 
+    def set_aside(self, sequence: Sequence) -> bool:
+        """Keep the states before guessed tokens are computed; False when no slot is left for them."""
+        if self._copy_slot is None:
+            return True
+        slot = self._free_slot()
+        if slot is None:
+            return False
+        self._copy_slot(sequence.slot, slot)
+        sequence.spare = slot
+        return True
+
+    def end_aside(self, sequence: Sequence, goes_back: bool) -> None:
+        """The guessed tokens are checked: the states go back to those before them, or stay as they are."""
+        if sequence.spare < 0 or self.slots is None or self._copy_slot is None:
+            return
+        if goes_back:
+            self._copy_slot(sequence.spare, sequence.slot)
+        self.slots.release(sequence.spare)
+        sequence.spare = -1
+
     def checkpoint_after(self, sequence: Sequence) -> int | None:
         """How many tokens shall be computed when the next checkpoint is taken: a whole number of pages.
 
@@ -300,7 +320,8 @@ class Pages:
         if self.slots is not None:
             for slot in _slots_of(sequence):
                 self.slots.release(slot)
-        sequence.slot, sequence.checkpoint, sequence.answer_checkpoint = -1, None, None
+        sequence.slot = sequence.spare = -1
+        sequence.checkpoint = sequence.answer_checkpoint = None
         sequence.num_kept_tokens = 0
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
@@ -319,6 +340,6 @@ class Pages:
 
 
 def _slots_of(sequence: Sequence) -> list[int]:
-    """The slots that a sequence holds: its own, and that of the checkpoint being written."""
+    """The slots that a sequence holds: its own, the one before guessed tokens, the checkpoint being written."""
     written = [sequence.checkpoint[1]] if sequence.checkpoint is not None else []
-    return [sequence.slot, *written] if sequence.slot >= 0 else written
+    return [*(slot for slot in (sequence.slot, sequence.spare) if slot >= 0), *written]

@@ -121,15 +121,32 @@ class Scheduler:
         return step
 
     def add_drafts(self, step: Step, drafts: Many[tuple[int, ...]]) -> None:
-        """Put guessed tokens behind each part of a step, as far as there are pages for them."""
-        for place, (part, guessed) in enumerate(zip(step.scheduled, drafts, strict=True)):
-            if guessed and self.pages.extend(part.sequence, part.start + part.num_tokens + len(guessed)):
+        """Put guessed tokens behind each part of a step, as far as there are pages for them.
+
+        Where layers keep states, guesses end before the next page does: a checkpoint is taken there.
+        """
+        for place, (part, guesses) in enumerate(zip(step.scheduled, drafts, strict=True)):
+            end = part.start + part.num_tokens
+            guessed = guesses if self.pages.slots is None else guesses[: -(end + 1) % self.pages.page_size]
+            if part.saves is not None or not guessed or not self.pages.extend(part.sequence, end + len(guessed)):
+                continue
+            if self.pages.set_aside(part.sequence):
                 step.scheduled[place] = replace(part, num_tokens=part.num_tokens + len(guessed), drafts=guessed)
 
     def settle_drafts(self, part: Scheduled, num_right: int) -> None:
         """So many of the guessed tokens are the sequence's own by now, and computed."""
         part.sequence.num_computed_tokens = part.start + part.num_known + num_right
+        if part.sequence.spare < 0:  # else it may go back
+            self.pages.commit(part.sequence)
+
+    def end_drafts(self, part: Scheduled, num_right: int) -> None:
+        """So many of the guessed tokens were right: states of others are dropped, and what was right is read again."""
+        goes_back = num_right < len(part.drafts)
+        if goes_back and part.sequence.spare >= 0:
+            part.sequence.num_computed_tokens = part.start
+        self.pages.end_aside(part.sequence, goes_back)
         self.pages.commit(part.sequence)
+        self.pages.trim(part.sequence)
 
     def schedule_ahead(self, launched: Step) -> Step | None:
         """The step after `launched`, whose tokens are not known yet; None where that is not certain.
@@ -307,7 +324,8 @@ class Scheduler:
             if part.sequence.state is SequenceState.FINISHED:
                 continue
             part.sequence.num_computed_tokens = part.start + part.num_known
-            self.pages.commit(part.sequence)
+            if part.sequence.spare < 0:  # else it may go back
+                self.pages.commit(part.sequence)
 
     def remove(self, sequence: Sequence) -> None:
         if sequence.state is SequenceState.RUNNING:

@@ -48,6 +48,7 @@ class Sequence:
         self.node: Node | None = None  # the tree node of the last full page known to the tree
         self.num_tree_pages = 0  # full pages known to the tree
         self.slot = -1  # where its states are, of a model that keeps such; -1: nowhere
+        self.spare = -1  # a slot with its states before the guessed tokens of the present step
         self.checkpoint: tuple[int, int] | None = None  # (tokens, slot) of the one that the present step writes
         self.num_kept_tokens = 0  # at the end of the last checkpoint that it took or began with
         self.answer_checkpoint: Node | None = None  # the node with the latest one behind its prompt

@@ -227,6 +227,7 @@ class Speculation:
     drafters  who guesses; `name` says who did last
     mode      always: every guess is checked, for tests and comparisons; auto: what pays
     device    cpu | cuda
+    goes_back whether a wrong guess takes the right ones before it along: they are read again in the next step
     """
 
     def __init__(
@@ -234,8 +235,10 @@ class Speculation:
         drafters: Drafter | PaidDrafter | tuple[Drafter | PaidDrafter, ...],
         mode: Mode = "auto",
         device: str = "cpu",
+        goes_back: bool = False,
     ) -> None:
         self.mode = mode
+        self._goes_back = goes_back
         self.name = ""
         self._sources = [_Source(one) for one in (drafters if isinstance(drafters, tuple) else (drafters,))]
         self._times = StepTimes(SLOWER[device])
@@ -319,7 +322,9 @@ class Speculation:
         tokens, deepest = float(num_sequences), 0
         for count, one in enumerate(chances, 1):
             tokens, deepest = tokens + one.chance, max(deepest, one.depth)
-            rate = tokens / (self._times.cost(num_sequences, count) + deepest * share)
+            cost = self._times.cost(num_sequences, count)
+            again = (1 - one.chance) * (cost - 1) if self._goes_back else 0.0
+            rate = tokens / (cost + again + deepest * share)
             if rate > best_rate:
                 best, best_rate = count, rate
             wanted = wanted or one.chance > 0.5

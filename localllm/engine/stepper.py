@@ -272,7 +272,7 @@ class Stepper:
             num_right = _num_equal(new, part.drafts)
             self._scheduler.settle_drafts(part, num_right)
             if num_right < len(new):
-                self._scheduler.pages.trim(sequence)
+                self._scheduler.end_drafts(part, num_right)
                 break
             self.masks.fill([sequence])
             try:
@@ -338,6 +338,7 @@ class Stepper:
         if guessed:  # nobody asked for what made this step different
             log.error("speculation is off: a step failed", exc_info=error)
             self.speculation = None
+            self._scheduler.restart(pending.step)
             return
         log.error("a step failed", exc_info=error)
         for part in pending.step.scheduled:

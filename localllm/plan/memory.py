@@ -244,9 +244,12 @@ class Memory:
 
     @property
     def least_slots(self) -> int:
-        """A slot for every sequence that may run, for one checkpoint, and for the idle rows of a captured step."""
+        """A slot for every sequence that may run, for one checkpoint, for the idle rows of a captured step, and for
+        the states before guessed tokens.
+        """
         options = self.options
-        return options.max_parallel + options.prefix_cache + bool(self.graph_buckets) if self.slot_bytes else 0
+        kinds = options.prefix_cache, bool(self.graph_buckets), bool(self.num_drafts)
+        return options.max_parallel + sum(kinds) if self.slot_bytes else 0
 
     @cached_property
     def max_ctx(self) -> int:
@@ -301,7 +304,8 @@ class Memory:
             return self.least_slots
         room = self.room(ctx) // 2 if self.where.gpu is None else self.room(ctx)
         more = max(0, room + self.draft_state_bytes - self.page_bytes(ctx)) // self.slot_bytes
-        return self.least_slots + min(CHECKPOINTS * self.options.max_parallel, more)
+        spare = (self.options.max_parallel - 1) * bool(self.num_drafts)  # more of those before guessed tokens
+        return self.least_slots + min(CHECKPOINTS * self.options.max_parallel + spare, more)
 
     @property
     def graph_buckets(self) -> tuple[int, ...]:
@@ -316,8 +320,8 @@ class Memory:
 
     @property
     def num_drafts(self) -> int:
-        """Guessed tokens that a step checks at most: none where a layer's state would have to go back."""
-        none = self.slot_bytes or self.facts.pooling or self.options.speculation == "off"
+        """Guessed tokens that a step checks at most."""
+        none = self.facts.pooling or self.options.speculation == "off"
         return 0 if none else MOST_DRAFTS
 
     def work_terms(self, ctx: int) -> dict[str, int]:

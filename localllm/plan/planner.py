@@ -303,10 +303,7 @@ def _speculation(memory: Memory) -> str:
 def _guesses(memory: Memory) -> Iterator[str]:
     """Reasons about guessed tokens."""
     asked, drafter = memory.options.speculation, memory.drafter
-    if asked == "off":
-        return
     if not memory.num_drafts:
-        yield "speculation off: this model's layers keep a state that does not go back"
         return
     when = "where it is measured to pay" if asked == "auto" else "as asked for"
     if asked != "draft":

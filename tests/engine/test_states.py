@@ -7,9 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from localllm.engine.drafter import Guess
 from localllm.engine.engine import Engine
 from localllm.engine.runner import Runner
 from localllm.engine.scheduler import SchedulerLimits
+from localllm.engine.speculation import Speculation
 from localllm.request import FinishReason, Request, SamplingParams
 
 VOCAB, PAGE = 50, 16
@@ -115,19 +117,57 @@ def expected(tokens, count):
     return out
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+class Knows:
+    """Guesses what comes next, wrong in one token of four."""
+
+    name = "knows"
+
+    def __init__(self):
+        self.rng = random.Random(5)
+
+    def guess(self, sequence):
+        found = expected(sequence.token_ids, self.rng.randrange(1, 7))
+        return Guess(tuple((token + (self.rng.random() < 0.25)) % VOCAB for token in found), 9)
+
+
+@pytest.mark.parametrize(
+    ("ahead", "guesses"),
+    [(False, False), (True, False), (False, True), pytest.param(True, True, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("case", [{}, {"preempt_every": 5}, {"num_slots": 3}, {"num_pages": 14}, {"prefill_budget": 7}])
-def test_answers_do_not_depend_on_company_preemption_or_lack_of_room(ahead, case):
+def test_answers_do_not_depend_on_company_preemption_or_lack_of_room(ahead, case, guesses):
     rng = random.Random(3)
     shared = [rng.randrange(VOCAB) for _ in range(90)]
     prompts = [shared[:cut] + [rng.randrange(VOCAB) for _ in range(more)] for cut in (0, 70, 90) for more in (1, 5, 40)]
     engine = make(ahead, max_context=200, **case)
+    engine.stepper.speculation = Speculation(Knows(), "always", goes_back=True) if guesses else None
     for _ in range(2):  # the second time with checkpoints in the tree
         found = answers(engine, [request(prompt, n=1 + index % 3) for index, prompt in enumerate(prompts)])
         wanted = [expected(p, 12) for index, p in enumerate(prompts) for _ in range(1 + index % 3)]
         assert found == wanted
         prompts = [*prompts[4:], *prompts[:4]]
-    assert engine.stats().prefix_hit_tokens > 0
+    stats = engine.stats()
+    assert stats.prefix_hit_tokens > 0
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens or not guesses or case == {"num_slots": 3}
+
+
+@pytest.mark.parametrize("failing", [3, 4, 5])
+def test_states_behind_guesses_of_a_step_that_failed_are_computed_anew(failing):
+    engine = make()
+    engine.stepper.speculation = Speculation(Knows(), "always", goes_back=True)
+    forward, failed = engine.runner.model.forward, []
+
+    def fails_once(batch, cache):
+        hidden = forward(batch, cache)
+        if max(batch.query_lens) > 1 and engine.stepper.stats.num_steps >= failing and not failed:
+            failed.append(True)
+            raise ValueError("planted")
+        return hidden
+
+    engine.runner.model.forward = fails_once
+    prompts = [[1, 2, 3] * 5, [4, 5] * 6]
+    assert answers(engine, [request(prompt) for prompt in prompts]) == [expected(prompt, 12) for prompt in prompts]
+    assert failed and engine.stepper.speculation is None
 
 
 @pytest.mark.parametrize("ahead", [False, True])
