@@ -1,10 +1,14 @@
 """What guessing tokens wins where an answer repeats its prompt, and what it costs where nothing repeats.
 
-    python benchmarks/speculation.py [MODEL ...] [--tokens 400] [--repeat 5] [--threads 2] [--json FILE]
+    python benchmarks/speculation.py [MODEL ...] [--draft] [--tokens 400] [--repeat 5] [--threads 2] [--json FILE]
 
 The answer is dictated, token by token, so that both modes write the same: `edit` is the prompt with one line in five
 written anew (80 % repeats), `fresh` repeats nothing. Modes take turns; a row is the median of tokens per second and of
 processor seconds a token (threads that wait for each other count, too). Lines: edit >= 2.0 times, fresh <= 2 % slower.
+
+--draft measures a draft model instead: smollm2 guesses ALWAYS_DEEP tokens a step for a random model of its vocabulary
+(--target-layers). The text is smollm2's own greedy answer with every tenth token another one, so that a guess is right
+nine times in ten. The row says what arithmetic makes of that and of the times of steps and rounds; line: within 10 %.
 The last stdout line is one JSON document, which `--json` also writes to a file.
 """
 
@@ -16,19 +20,24 @@ import json
 import os
 import random
 import statistics
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+import synthetic
+
 from localllm import LLM, SamplingParams
 from localllm.bench.results import versions
 from localllm.bench.throughput import words
+from localllm.engine.speculation import ALWAYS_DEEP
 from localllm.request import Request
 
 MODELS = ("smollm2", "gemma3-270m")
 MODES = ("off", "auto")
 LINE = 20  # tokens
 EDIT_LINE, COST_LINE = 2.0, 1.02
+DRAFT, RIGHT, OFF_LINE = "smollm2", 0.9, 0.10
 
 
 class Dictated:
@@ -123,6 +132,46 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     return rows
 
 
+def mostly_right(llm: LLM, count: int, rng: random.Random) -> tuple[list[int], list[int]]:
+    """(prompt, text): what the model says greedily, where chance does not put another token."""
+    prompt = words(llm, rng, LINE)
+    text: list[int] = []
+    while len(text) < count:
+        right = next(n for n in range(count) if rng.random() > RIGHT)
+        quiet = SamplingParams(temperature=0, max_tokens=right + 1, ignore_eos=True)
+        text += llm.generate(prompt + text, quiet).completions[0].token_ids[:right]
+        text.append(rng.randrange(1000, 20_000))
+    return prompt, text[:count]
+
+
+def measure_draft(options: argparse.Namespace) -> dict[str, Any]:
+    """A draft model against none, and against what its acceptance and the times of its steps make expected."""
+    rng = random.Random(0)
+    with LLM(DRAFT, threads=options.threads, ctx=4096) as small, tempfile.TemporaryDirectory() as folder:
+        prompt, text = mostly_right(small, options.tokens, rng)
+        shape = synthetic.Shape(1024, 2816, options.target_layers, 16, 4, 64)
+        path = synthetic.write_model(Path(folder) / "target.gguf", "Q4_0", 0, shape, small.path)
+        common: dict[str, Any] = {"threads": options.threads, "ctx": 4096}
+        with (
+            LLM(path, speculation="off", **common) as off,
+            LLM(path, speculation="draft", draft=str(small.path), **common) as on,
+        ):
+            runs = [(one_run(off, prompt, text), one_run(on, prompt, text)) for _ in range(options.repeat + 1)][1:]
+            speculation = on.engine.stepper.speculation
+            assert speculation is not None
+            step_s, round_s = speculation.times_of(1, ALWAYS_DEEP)
+            assert step_s and round_s, "too few tokens: no step was measured"
+    plain, drafted = (statistics.median(run[at]["tps"] for run in runs) for at in (0, 1))
+    expected = (1 + sum(RIGHT**depth for depth in range(1, ALWAYS_DEEP + 1))) / (step_s + ALWAYS_DEEP * round_s)
+    row = {
+        "plain_tps": plain, "draft_tps": drafted, "predicted_tps": expected, "step_ms": 1000 * step_s,
+        "round_ms": 1000 * round_s, "acceptance": statistics.median(run[1]["acceptance"] for run in runs),
+        "met": abs(drafted / expected - 1) <= OFF_LINE,
+    }  # fmt: skip
+    print(f"draft: {plain:.1f} -> {drafted:.1f} tok/s, {expected:.1f} predicted", flush=True)
+    return row
+
+
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -130,12 +179,17 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--draft", action="store_true")
+    parser.add_argument("--target-layers", type=int, default=24)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     result = {
         "schema": "localllm.speculation/1", "date": datetime.date.today().isoformat(), "versions": versions(),
         "threads": options.threads, "load_before": os.getloadavg()[0],
-        "models": {Path(name).name: measure(name, options) for name in options.models},
+        "models": (
+            {"draft": measure_draft(options)} if options.draft
+            else {Path(name).name: measure(name, options) for name in options.models}
+        ),
     }  # fmt: skip
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")

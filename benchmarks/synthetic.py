@@ -6,6 +6,7 @@ Every matrix holds random codes under scales that keep activations and logits ab
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import gguf
 import numpy as np
@@ -19,24 +20,37 @@ TYPES = (
 LOGIT_SCALE = 2.5  # standard deviation of the logits: a real model is about as sure of its next token
 
 
-def write_model(path: Path, block_type: str, seed: int = 0) -> Path:
-    """A llama of some three million weights, its matrices random blocks of `block_type`."""
+class Shape(NamedTuple):
+    """Sizes of a llama."""
+
+    hidden: int = HIDDEN
+    intermediate: int = INTERMEDIATE
+    layers: int = LAYERS
+    heads: int = HEADS
+    kv_heads: int = KV_HEADS
+    head_dim: int = HEAD_DIM
+
+
+def write_model(
+    path: Path, block_type: str, seed: int = 0, shape: Shape = Shape(), vocabulary_of: Path | None = None
+) -> Path:
+    """A llama of some three million weights, its matrices random blocks of `block_type`.
+
+    shape           other sizes
+    vocabulary_of   a GGUF file whose tokenizer it has
+    """
     random = np.random.default_rng(seed)
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(LAYERS)
+    writer.add_block_count(shape.layers)
     writer.add_context_length(4096)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(INTERMEDIATE)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_rope_dimension_count(HEAD_DIM)
+    writer.add_embedding_length(shape.hidden)
+    writer.add_feed_forward_length(shape.intermediate)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_rope_dimension_count(shape.head_dim)
     writer.add_rope_freq_base(10_000.0)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(VOCAB)
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(["<unk>", "<s>", "</s>", *(f"t{i}" for i in range(3, VOCAB))])
-    writer.add_token_scores([-float(i) for i in range(VOCAB)])
-    writer.add_token_types([2, 3, 3, *[1] * (VOCAB - 3)])
+    vocab = add_vocabulary(writer, vocabulary_of)
     stored = gguf.GGMLQuantizationType[block_type]
 
     def matrix(name: str, rows: int, columns: int, size: float = 1.0) -> None:
@@ -44,29 +58,48 @@ def write_model(path: Path, block_type: str, seed: int = 0) -> Path:
         writer.add_tensor(f"{name}.weight", values, raw_dtype=stored)
 
     def norm(name: str, size: float = 1.0) -> None:
-        weight = (size * random.uniform(0.5, 1.5, HIDDEN)).astype(np.float32)
+        weight = (size * random.uniform(0.5, 1.5, shape.hidden)).astype(np.float32)
         weight[:4] *= 8  # outlier channels, as trained models have them
         writer.add_tensor(f"{name}.weight", weight)
 
-    matrix("token_embd", VOCAB, HIDDEN, 16.0)
-    for layer in range(LAYERS):
+    matrix("token_embd", vocab, shape.hidden, 16.0)
+    for layer in range(shape.layers):
         base = f"blk.{layer}"
         norm(f"{base}.attn_norm")
-        matrix(f"{base}.attn_q", HEADS * HEAD_DIM, HIDDEN)
-        matrix(f"{base}.attn_k", KV_HEADS * HEAD_DIM, HIDDEN)
-        matrix(f"{base}.attn_v", KV_HEADS * HEAD_DIM, HIDDEN)
-        matrix(f"{base}.attn_output", HIDDEN, HEADS * HEAD_DIM)
+        matrix(f"{base}.attn_q", shape.heads * shape.head_dim, shape.hidden)
+        matrix(f"{base}.attn_k", shape.kv_heads * shape.head_dim, shape.hidden)
+        matrix(f"{base}.attn_v", shape.kv_heads * shape.head_dim, shape.hidden)
+        matrix(f"{base}.attn_output", shape.hidden, shape.heads * shape.head_dim)
         norm(f"{base}.ffn_norm")
-        matrix(f"{base}.ffn_gate", INTERMEDIATE, HIDDEN)
-        matrix(f"{base}.ffn_up", INTERMEDIATE, HIDDEN)
-        matrix(f"{base}.ffn_down", HIDDEN, INTERMEDIATE)
+        matrix(f"{base}.ffn_gate", shape.intermediate, shape.hidden)
+        matrix(f"{base}.ffn_up", shape.intermediate, shape.hidden)
+        matrix(f"{base}.ffn_down", shape.hidden, shape.intermediate)
     norm("output_norm")
-    matrix("output", VOCAB, HIDDEN, LOGIT_SCALE)
+    matrix("output", vocab, shape.hidden, LOGIT_SCALE)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def add_vocabulary(writer: gguf.GGUFWriter, source: Path | None) -> int:
+    """Made-up tokens, or those of a file; how many."""
+    if source is None:
+        writer.add_vocab_size(VOCAB)
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(["<unk>", "<s>", "</s>", *(f"t{i}" for i in range(3, VOCAB))])
+        writer.add_token_scores([-float(i) for i in range(VOCAB)])
+        writer.add_token_types([2, 3, 3, *[1] * (VOCAB - 3)])
+        return VOCAB
+    fields = gguf.GGUFReader(source).fields
+    for name, field in fields.items():
+        if name.startswith("tokenizer."):
+            inner = field.types[1] if len(field.types) > 1 else None
+            writer.add_key_value(name, field.contents(), field.types[0], inner)
+    count = len(fields["tokenizer.ggml.tokens"].data)
+    writer.add_vocab_size(count)
+    return count
 
 
 def blocks(random: np.random.Generator, block_type: str, rows: int, columns: int, deviation: float) -> np.ndarray:

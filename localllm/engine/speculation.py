@@ -102,15 +102,15 @@ class StepTimes:
         rows = num_sequences + num_drafts
         return bool(num_drafts), rows if not num_drafts or rows < 5 else 5 + (rows - 5) // 4 * 4
 
-    def plain(self, num_sequences: int) -> float | None:
-        """Seconds of a step without guesses, None before it was measured."""
-        return self._means.get((False, num_sequences))
+    def mean(self, num_sequences: int, num_drafts: int = 0) -> float | None:
+        """Seconds of such a step, None before it was measured."""
+        return self._means.get(self._kind(num_sequences, num_drafts))
 
     def cost(self, num_sequences: int, num_drafts: int) -> float:
         """How much longer than a plain step one with so many guesses takes: measured, or from the nearest that was."""
         if num_drafts == 0:
             return 1.0
-        plain = self.plain(num_sequences)
+        plain = self.mean(num_sequences)
         _, rows = kind = self._kind(num_sequences, num_drafts)
         measured = [k[1] for k, mean in self._means.items() if k[0] and mean is not None]
         if plain is None or not measured:
@@ -156,7 +156,7 @@ class _Source:
         self.rates = Rates(expected=EXPECTED if self.paid is None else EXPECTED_PAID)
         self.rest, self.rested = REST, 0  # steps that it is to rest where it does not pay, and has rested
         # seconds of a round (a token for each of so many); the first caught up with prompts: it does not count
-        self._rounds: dict[int, float | None] = {}
+        self.rounds: dict[int, float | None] = {}
 
     def known(self, sequence: Sequence) -> _Guessed:
         if sequence.speculation is None:
@@ -191,7 +191,7 @@ class _Source:
         """Of a plain step's time, what a round takes."""
         if self.paid is None:
             return 0.0
-        measured = {count: mean for count, mean in self._rounds.items() if mean is not None}
+        measured = {count: mean for count, mean in self.rounds.items() if mean is not None}
         if plain is None or not measured:
             return self.paid.share
         return measured[min(measured, key=lambda count: abs(count - num_sequences))] / plain
@@ -205,12 +205,12 @@ class _Source:
         for sequence, ids in zip(sequences, found, strict=True):
             self.known(sequence).guess = Guess(ids, 0) if ids else None
         if all(len(ids) == count for ids, count in zip(found, counts, strict=True)):  # else it was catching up
-            _newer(self._rounds, sum(map(bool, counts)), seconds / max(counts))
+            _newer(self.rounds, sum(map(bool, counts)), seconds / max(counts))
 
     def fade(self) -> None:
         """What a round takes is doubted a little more."""
-        for count, mean in self._rounds.items():
-            self._rounds[count] = mean and mean * FADE
+        for count, mean in self.rounds.items():
+            self.rounds[count] = mean and mean * FADE
 
 
 class _Wish(NamedTuple):
@@ -310,14 +310,14 @@ class Speculation:
 
     def _may_buy(self, num_sequences: int) -> bool:
         """Not for a crowd, nor before it was seen what a plain step takes, and again now and then."""
-        is_known = self._times.plain(num_sequences) is not None
+        is_known = self._times.mean(num_sequences) is not None
         return is_known and not self._is_crowded and self._since_plain < PLAIN_EVERY
 
     def _worth(self, source: _Source, chances: list[_Chance], num_sequences: int) -> tuple[int, float]:
         """How many of the guesses, the most likely first, make most tokens in a plain step's time; and how many."""
         if self.mode == "always":
             return len(chances), float("inf")
-        share = source.share(num_sequences, self._times.plain(num_sequences))
+        share = source.share(num_sequences, self._times.mean(num_sequences))
         best, best_rate, wanted = 0, num_sequences * GAIN, False
         tokens, deepest = float(num_sequences), 0
         for count, one in enumerate(chances, 1):
@@ -332,6 +332,10 @@ class Speculation:
             self._times.fade()
             source.fade()
         return best, best_rate
+
+    def times_of(self, num_sequences: int, num_drafts: int) -> tuple[float | None, float | None]:
+        """Mean seconds of a step with so many guesses, and of a round of the last drafter; None where not measured."""
+        return self._times.mean(num_sequences, num_drafts), self._sources[-1].rounds.get(num_sequences)
 
     def note(self, step: Step, seconds: float) -> None:
         """How long a step took, guessing included."""

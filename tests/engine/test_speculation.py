@@ -49,7 +49,7 @@ def decoding(drafter, times, mode="auto", num_sequences=1, max_tokens=100):
     speculation = Speculation(drafter, mode)
     speculation._times = SimpleNamespace(
         cost=lambda n, d: times[d] if d in times else 1 + d,
-        plain=lambda n: 1.0,
+        mean=lambda n: 1.0,
         fade=lambda: None,
         note=lambda *how: None,
     )
