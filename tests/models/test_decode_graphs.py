@@ -134,6 +134,9 @@ class Told:
         return Guess(tuple(found), 9) if found else None
 
 
+SLOW_GUESSES = [*product(["qwen3"], FORMS), ("qwen3.5", "graphs"), ("qwen3.5", "device")]
+
+
 @pytest.mark.parametrize(
     ("name", "form"),
     [
