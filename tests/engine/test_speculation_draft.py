@@ -195,7 +195,8 @@ def test_guesses_are_bought_while_they_are_right_and_worth_their_price(clock):
     speculation = Speculation(cheap)
     assert talk(speculation, decoding(), lambda: 7, 100, clock) > 400
     assert talk(speculation, decoding(), lambda: 7, PLAIN_EVERY, clock) > 300  # others begin where this one ended
-    assert speculation.times_of(1, 8) == (pytest.approx(1.16), pytest.approx(0.05))
+    step_s, round_s = speculation.times_of(1, 6)
+    assert 1.05 < step_s < 1.2 and round_s == pytest.approx(0.05)
     dear = Sells(clock, 0.9)
     assert talk(Speculation(dear), decoding(), lambda: 7, 100, clock) < 140  # what it expected at first was wrong
     wrong = Sells(clock, 0.05)
