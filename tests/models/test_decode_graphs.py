@@ -36,7 +36,6 @@ from localllm.plan.planner import Planner
 from localllm.request import Request, SamplingParams
 
 CONTEXT, PAGE, PAGES = 120, 16, 40
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "glm4-moe-lite")]
 FORMS = ("eager", "graphs", "device")
 SLOW_GUESSES = [*product(["qwen3", "glm4-moe-lite"], FORMS), ("qwen3.5", "graphs"), ("qwen3.5", "device")]
 
@@ -132,9 +131,6 @@ class Told:
         follows = [text[len(ids) : len(ids) + 6] for text in self._texts if text[: len(ids)] == ids]
         found = [(token + (self._rng.random() < 0.125)) % 99 for token in (*follows, [])[0]]
         return Guess(tuple(found), 9) if found else None
-
-
-SLOW_GUESSES = [*product(["qwen3"], FORMS), ("qwen3.5", "graphs"), ("qwen3.5", "device")]
 
 
 @pytest.mark.parametrize(
