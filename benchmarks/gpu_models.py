@@ -13,7 +13,8 @@ from localllm.kernels import Weight
 from localllm.kernels.layer_weights import Norm
 from localllm.kernels.verify.selftest import SelfTest
 from localllm.models.architectures.facts import ModelFacts, count_linear_params, count_params, kv_bytes_per_token
-from localllm.models.architectures.layers import Attention, Dense, LayerFacts, RopeFacts
+from localllm.models.architectures.layers import Dense, LayerFacts
+from localllm.models.architectures.mixers import Attention, RopeFacts
 from localllm.models.architectures.names import hf_names
 from localllm.models.loader import Loading, LoadOptions
 from localllm.models.model import Model

@@ -19,7 +19,7 @@ from localllm.kernels.rope import RopeTable
 from localllm.kernels.segments import REFERENCES, STATEFUL
 
 from .architectures import Attention, Dense, Experts, GatedDelta, LatentAttention, LayerFacts, OpenModel
-from .architectures.layers import Mamba2, Paged, ShortConv, Stateful
+from .architectures.mixers import Mamba2, Paged, ShortConv, Stateful
 from .kv_cache import CacheGroup, KVCache, StateGroup
 from .layers import load_layer
 from .loader import Loading, LoadOptions

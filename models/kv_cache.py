@@ -19,7 +19,7 @@ from localllm.kernels.kv_pages import KV_DTYPES, SCALED_FORMATS, KVPages
 from localllm.kernels.state_slots import StateSlots
 
 from .architectures.facts import ModelFacts, cache_layers, state_layers
-from .architectures.layers import Paged, Stateful
+from .architectures.mixers import Paged, Stateful
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,18 +26,8 @@ from localllm.kernels.layer_weights import (
 from localllm.quant import dequantize
 
 from .architectures.facts import linear_shapes, vector_shapes
-from .architectures.layers import (
-    APART_NORMS,
-    EXPANDED,
-    Attention,
-    Dense,
-    Experts,
-    GatedDelta,
-    LatentAttention,
-    Mamba2,
-    Norms,
-    ShortConv,
-)
+from .architectures.layers import APART_NORMS, Dense, Experts, Norms
+from .architectures.mixers import EXPANDED, Attention, GatedDelta, LatentAttention, Mamba2, ShortConv
 from .model import DecoderLayer
 from .placement import expert_of, split
 from .reader import Reader

@@ -392,7 +392,7 @@ def _model_lines(row: Row) -> list[str]:
     """The formulas of weights and KV with the model's own numbers."""
     from localllm.models.architectures import kv_bytes_per_token
     from localllm.models.architectures.facts import state_bytes, state_layers
-    from localllm.models.architectures.layers import Paged
+    from localllm.models.architectures.mixers import Paged
 
     assert row.plan is not None
     facts, kv, state = row.subject.facts, row.plan.kv, state_bytes(row.subject.facts)

@@ -15,7 +15,8 @@ from localllm.errors import LocalLLMError
 from localllm.hub import catalog
 from localllm.models.architectures import open_model
 from localllm.models.architectures.facts import ModelFacts, repeated
-from localllm.models.architectures.layers import Attention, Dense, LayerFacts, RopeFacts
+from localllm.models.architectures.layers import Dense, LayerFacts
+from localllm.models.architectures.mixers import Attention, RopeFacts
 from localllm.plan.placement import chosen_device
 from localllm.plan.plan import Plan
 from localllm.plan.planner import Planner

@@ -5,7 +5,8 @@ model.facts.layers[0].mixer.num_heads, model.names.source("model.layers.0.self_a
 """
 
 from .facts import ModelFacts, kv_bytes_per_token
-from .layers import Attention, Dense, Experts, GatedDelta, LatentAttention, LayerFacts, Mamba2, Norms, RopeFacts
+from .layers import Dense, Experts, LayerFacts, Norms
+from .mixers import Attention, GatedDelta, LatentAttention, Mamba2, RopeFacts
 from .model import OpenModel, open_model
 
 __all__ = [

@@ -18,7 +18,8 @@ from localllm.checkpoint.text_modules import Projection
 from localllm.errors import UnsupportedModel
 
 from .facts import ModelFacts
-from .layers import Attention, Dense, Experts, LayerFacts, Paged, RopeFacts
+from .layers import Dense, Experts, LayerFacts
+from .mixers import Attention, Paged, RopeFacts
 from .names import NameMap
 
 SAMPLING = {

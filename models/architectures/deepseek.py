@@ -19,7 +19,8 @@ from .facts import ModelFacts
 from .gguf import GgufConfig
 from .glm4_moe import SHARED
 from .hf import HfConfig
-from .layers import Experts, LatentAttention, LayerFacts, RopeFacts
+from .layers import Experts, LayerFacts
+from .mixers import LatentAttention, RopeFacts
 from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
 
 GGUF_LATENT = GGUF_LAYER | {

@@ -17,7 +17,8 @@ from .config import Config
 from .facts import ModelFacts
 from .gguf import GgufConfig
 from .hf import HfConfig
-from .layers import Dense, Entry, LayerFacts, Norms, RopeFacts
+from .layers import Dense, Entry, LayerFacts, Norms
+from .mixers import RopeFacts
 from .names import GGUF_LAYER, NameMap
 
 EPS = 1e-12

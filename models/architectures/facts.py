@@ -13,18 +13,8 @@ from typing import Any
 
 from localllm.checkpoint.text_modules import Projection
 
-from .layers import (
-    EXPANDED,
-    Attention,
-    Entry,
-    Experts,
-    InputTable,
-    LatentAttention,
-    LayerFacts,
-    Paged,
-    RopeFacts,
-    Stateful,
-)
+from .layers import Entry, Experts, InputTable, LayerFacts
+from .mixers import EXPANDED, Attention, LatentAttention, Paged, RopeFacts, Stateful
 from .vision import GridFacts, VisionFacts
 
 KV_BYTES = {"f32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "int8": 1, "fp8": 1}

@@ -12,7 +12,8 @@ from .architecture import Architecture
 from .facts import ModelFacts, VisionFacts, repeated
 from .gguf import GgufConfig
 from .hf import HfConfig
-from .layers import LayerFacts, Norms, RopeFacts
+from .layers import LayerFacts, Norms
+from .mixers import RopeFacts
 from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
 
 FULL_EVERY = 6  # five windowed layers, then one that sees all: files often leave the pattern out

@@ -20,7 +20,8 @@ from .facts import ModelFacts
 from .gemma3 import GGUF_NORMS, NORMS
 from .gguf import GgufConfig
 from .hf import HfConfig, object_of
-from .layers import Attention, Dense, Experts, InputTable, LayerFacts, LayerInput, RopeFacts
+from .layers import Dense, Experts, InputTable, LayerFacts, LayerInput
+from .mixers import Attention, RopeFacts
 from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
 
 FULL_EVERY, FULL_THETA, LOCAL_THETA, TURNED = 6, 1_000_000.0, 10_000.0, 0.25

@@ -19,7 +19,8 @@ from localllm.checkpoint.vocabulary import check_vocabulary, special_ids
 from localllm.errors import UnsupportedModel
 
 from .config import Config
-from .layers import Attention, Experts, RopeFacts
+from .layers import Experts
+from .mixers import Attention, RopeFacts
 from .names import NameMap
 
 _SAMPLING = {

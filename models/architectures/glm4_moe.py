@@ -15,7 +15,8 @@ from .config import Config
 from .facts import ModelFacts
 from .gguf import GgufConfig
 from .hf import HfConfig
-from .layers import Attention, Experts, LayerFacts
+from .layers import Experts, LayerFacts
+from .mixers import Attention
 from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
 
 SHARED = {f"mlp.shared_expert.{kind}_proj": f"mlp.shared_experts.{kind}_proj" for kind in ("gate", "up", "down")}

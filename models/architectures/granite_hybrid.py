@@ -11,8 +11,9 @@ from .facts import ModelFacts
 from .gguf import GgufConfig
 from .granite import GGUF_SCALES, HF_SCALES, block_of, multiplied
 from .hf import HfConfig
-from .layers import Attention, Dense, Experts, LayerFacts, Mamba2
+from .layers import Dense, Experts, LayerFacts
 from .mamba2 import ATTENTION, GGUF_MAMBA, MAMBA, mamba_of_gguf, mamba_of_hf, no_rope
+from .mixers import Attention, Mamba2
 from .names import NameMap, gguf_names, hf_names
 
 _SHARED = {"gate_up_proj": "input_linear", "down_proj": "output_linear"}

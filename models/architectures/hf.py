@@ -17,7 +17,8 @@ from localllm.checkpoint.json_file import MAX_CONFIG_BYTES
 from localllm.checkpoint.mapped_file import read_small, shown
 
 from .config import SAMPLING, Config
-from .layers import Experts, RopeFacts
+from .layers import Experts
+from .mixers import RopeFacts
 from .names import NameMap
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}

@@ -14,7 +14,8 @@ from .config import Config
 from .facts import ModelFacts
 from .gguf import GgufConfig
 from .hf import HfConfig
-from .layers import Attention, Dense, Experts, LayerFacts, RopeFacts, ShortConv
+from .layers import Dense, Experts, LayerFacts
+from .mixers import Attention, RopeFacts, ShortConv
 from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
 
 KINDS = "conv", "full_attention"

@@ -10,7 +10,7 @@ from localllm.checkpoint.mapped_file import bad
 
 from .config import Config
 from .gguf import GgufConfig
-from .layers import Mamba2, RopeFacts
+from .mixers import Mamba2, RopeFacts
 from .names import GGUF_LAYER
 
 GGUF_MAMBA = GGUF_LAYER | {

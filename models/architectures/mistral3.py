@@ -11,7 +11,8 @@ from .architecture import Architecture
 from .facts import ModelFacts, repeated
 from .gguf import GgufConfig
 from .hf import HfConfig, object_of
-from .layers import LayerFacts, RopeFacts
+from .layers import LayerFacts
+from .mixers import RopeFacts
 
 
 class Mistral3(Architecture):

@@ -14,8 +14,9 @@ from .config import Config
 from .facts import ModelFacts
 from .gguf import GgufConfig
 from .hf import HfConfig
-from .layers import Attention, Dense, Experts, LayerFacts, Mamba2, Norms
+from .layers import Dense, Experts, LayerFacts, Norms
 from .mamba2 import ATTENTION, GGUF_MAMBA, MAMBA, mamba_of_gguf, mamba_of_hf, no_rope
+from .mixers import Attention, Mamba2
 from .names import NameMap, gguf_names
 
 PATTERN = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}

@@ -8,7 +8,8 @@ from .architecture import Architecture
 from .facts import ModelFacts, repeated
 from .gguf import GgufConfig
 from .hf import HfConfig
-from .layers import LayerFacts, Norms, RopeFacts
+from .layers import LayerFacts, Norms
+from .mixers import RopeFacts
 from .names import GGUF_LAYER, NameMap, gguf_names
 
 FULL_EVERY, THETA = 4, 500_000.0  # OLMo 3: three windowed layers, then one that sees all

@@ -13,7 +13,8 @@ from .architecture import Architecture
 from .facts import ModelFacts
 from .gguf import GgufConfig
 from .hf import HfConfig
-from .layers import Attention, Dense, Experts, GatedDelta, LayerFacts, RopeFacts
+from .layers import Dense, Experts, LayerFacts
+from .mixers import Attention, GatedDelta, RopeFacts
 from .names import GGUF_LAYER, NameMap, gguf_names
 from .qwen_vision import grid_parts, grid_vision
 

@@ -11,7 +11,7 @@ from localllm.checkpoint.fields import MAX_LAYERS, MAX_VOCAB, Fields
 from localllm.checkpoint.json_file import read_json_object
 
 from .hf import HfConfig, object_of
-from .layers import RopeFacts
+from .mixers import RopeFacts
 from .vision import MAX_IMAGE_TOKENS, GridFacts
 
 _END = "patch_embed.proj.weight"

@@ -10,7 +10,8 @@ from .architecture import Architecture
 from .facts import ModelFacts
 from .gguf import GgufConfig
 from .hf import HfConfig
-from .layers import Attention, Dense, LayerFacts, RopeFacts
+from .layers import Dense, LayerFacts
+from .mixers import Attention, RopeFacts
 
 STILL_EVERY = 4  # one of so many layers turns nothing where the file does not list them
 

@@ -14,7 +14,8 @@ from localllm.config import KEYS, EngineOptions, load_config
 from localllm.device.fake import MACHINES
 from localllm.errors import ConfigError
 from localllm.models.architectures.facts import ModelFacts, repeated
-from localllm.models.architectures.layers import Attention, Dense, Experts, LayerFacts, RopeFacts
+from localllm.models.architectures.layers import Dense, Experts, LayerFacts
+from localllm.models.architectures.mixers import Attention, RopeFacts
 from localllm.plan.plan import Plan
 from localllm.plan.planner import Planner
 from localllm.plan.profiles import MemoryProfile, Term

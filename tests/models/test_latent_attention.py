@@ -25,7 +25,7 @@ from localllm.kernels.kv_pages import KVPages
 from localllm.kernels.verify.selftest import SelfTest
 from localllm.models.architectures import open_model
 from localllm.models.architectures.facts import kv_bytes_per_token
-from localllm.models.architectures.layers import EXPANDED
+from localllm.models.architectures.mixers import EXPANDED
 from localllm.models.calibration import hessians
 from localllm.models.kv_cache import KVCache
 from localllm.models.loader import LoadOptions, load_model

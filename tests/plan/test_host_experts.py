@@ -9,7 +9,8 @@ import pytest
 
 from localllm.device.fake import MACHINES
 from localllm.models.architectures.facts import ModelFacts, expert_share
-from localllm.models.architectures.layers import Attention, Experts, LayerFacts, RopeFacts
+from localllm.models.architectures.layers import Experts, LayerFacts
+from localllm.models.architectures.mixers import Attention, RopeFacts
 from localllm.plan import speeds
 from localllm.plan.memory import Memory
 from localllm.plan.placement import Placement

@@ -16,7 +16,8 @@ from localllm.device import MachineFacts
 from localllm.device.fake import MACHINES
 from localllm.errors import ConfigError, DeviceError, DoesNotFit
 from localllm.models.architectures.facts import ModelFacts, repeated
-from localllm.models.architectures.layers import Attention, Dense, LayerFacts, RopeFacts
+from localllm.models.architectures.layers import Dense, LayerFacts
+from localllm.models.architectures.mixers import Attention, RopeFacts
 from localllm.plan.memory import MIB, SPLIT_PART_BYTES, Memory
 from localllm.plan.placement import Placement
 from localllm.plan.plan import Plan

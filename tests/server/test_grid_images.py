@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 
 from localllm import LLM, SamplingParams
 from localllm.errors import ContextTooLong, InvalidRequest
-from localllm.models.architectures.layers import Attention, Dense, GatedDelta, RopeFacts
+from localllm.models.architectures.layers import Dense
+from localllm.models.architectures.mixers import Attention, GatedDelta, RopeFacts
 from localllm.models.architectures.vision import GridFacts
 
 TEMPLATE = (
