@@ -193,7 +193,7 @@ def best_file(name: str, planner: Planner, made_before: Plans | None = None) -> 
     file = choice.best if choice else min(catalog.members(name), key=lambda one: one.download_bytes)
     if not choice and device_kind(planner) == "cuda":
         planner = planner.having(device="cuda")
-    made = plan_of(file, planner.having(ctx="auto"))
+    made = plan_of(file, planner)
     if choice:
         return Best(file, made, "")
     if file.needs:

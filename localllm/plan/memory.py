@@ -170,8 +170,10 @@ class Memory:
         tables = 1 if facts.tied_embeddings else 2
         inner = facts.num_params - table * tables - second
         if not on_cpu or self.machine.compiler:
-            held, layers = facts.weight_bytes + facts.decoded_bytes, count_linear_params(facts)
+            held = facts.weight_bytes + facts.decoded_bytes
             if quant:
+                # of a model of the catalogue only their sum is known: its layers have sizes that stand for others
+                layers = min(count_linear_params(facts), inner)
                 held = facts.weight_bytes - int(layers * per_value) + int(layers * TARGET_BYTES[quant])
             elif not on_cpu and DENSE_FORMATS.get(facts.stored_format) == 4 and self.dtype != "float32":
                 held, table_bytes = (held + second_bytes) // 2, table_bytes // 2

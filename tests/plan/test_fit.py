@@ -204,3 +204,11 @@ def test_a_chat_without_a_name_takes_what_home_offers_first(
     assert fit.default_model(planner) == rows[0].name == f"my-{wanted}"
     here = fit.pick([one for model in models if (one := fit.local_option(model, planner))], planner)
     assert here is not None and here.best.model.name == rows[0].name
+
+
+@pytest.mark.parametrize("machine", ["cpu-small", "rtx4060"])
+def test_no_part_of_a_plan_is_less_than_nothing(machine: str) -> None:
+    planner = Planner(MACHINES[machine])
+    for one in catalog.candidates():
+        made = fit.plan_of(one, planner)
+        assert made is None or (min(made.parts().values()) >= 0 and made.decode_tps < 2000), one.spec
