@@ -102,11 +102,15 @@ class RandomLoading(Loading):
         super().__init__(_NoFile(facts), facts, options)  # type: ignore[arg-type]
         self._form = form
 
-    def weight(self, name: str, shape: tuple[int, int]) -> Weight:
-        """Layers in the format, the tables in bfloat16."""
-        return random_weight(self._form if "layers" in name else "bf16", shape, self.device)
+    def weight(
+        self, name: str, shape: tuple[int, int], device: torch.device | None = None, order: Tensor | None = None
+    ) -> Weight:
+        """Layers in the format, the tables in bfloat16; random rows are in any order."""
+        return random_weight(self._form if "layers" in name else "bf16", shape, device or self.device)
 
-    def bias(self, name: str, size: int) -> Tensor | None:
+    def bias(
+        self, name: str, size: int, device: torch.device | None = None, order: Tensor | None = None
+    ) -> Tensor | None:
         """Qwen3 has none."""
         return None
 

@@ -77,8 +77,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.basetemp is None:  # runs beside each other would clear away each other's old folders
         config.option.basetemp = str(home / "tmp")
     _isolate(home)
-    if hasattr(signal, "SIGHUP"):  # under nohup it is ignored, and what tests start would not end with it
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    # ignored under nohup and in the background of a shell, also by what tests start
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if "hypothesis" in sys.modules or config.pluginmanager.has_plugin("hypothesispytest"):
         from hypothesis import settings
 
