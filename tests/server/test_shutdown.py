@@ -210,7 +210,7 @@ def test_ended_while_it_downloads(tmp_path):
         def received():
             return sum(path.stat().st_size for path in (tmp_path / "hf").rglob("*.localllm-partial"))
 
-        for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, -signal.SIGHUP)):
+        for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)):
             before = received()
             process = begin()
             deadline = time.monotonic() + 60
