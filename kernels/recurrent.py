@@ -6,7 +6,7 @@ sequences each has one, and nothing is asked of the device about their lengths.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -81,6 +81,27 @@ def _of_heads(x: Tensor, count: int, tiled: bool) -> Tensor:
     return x.repeat(1, ratio, 1) if tiled else x.repeat_interleave(ratio, 1)
 
 
+def _walk(
+    advanced: Callable[[Tensor, int | slice], Tensor],
+    num_tokens: int,
+    state: Tensor,
+    slots: Tensor,
+    cu_query_lens: Tensor,
+) -> None:
+    """Take every sequence's state through its tokens: `advanced(carried, at)` is the state behind row `at`.
+
+    Where each sequence has one token, all at once.
+    """
+    if num_tokens == slots.shape[0]:
+        state[slots] = advanced(state[slots], slice(None))
+        return
+    for slot, rows in parts(slots, cu_query_lens):
+        carried = state[slot]
+        for at in range(rows.start, rows.stop):
+            carried = advanced(carried, at)
+        state[slot] = carried
+
+
 def delta_rule(
     q: Tensor,
     k: Tensor,
@@ -116,14 +137,7 @@ def delta_rule(
         out[at] = (carried * q[at]).sum(-1)
         return carried
 
-    if v.shape[0] == slots.shape[0]:
-        state[slots] = advanced(state[slots], slice(None))
-        return out
-    for slot, rows in parts(slots, cu_query_lens):
-        carried = state[slot]
-        for at in range(rows.start, rows.stop):
-            carried = advanced(carried, at)
-        state[slot] = carried
+    _walk(advanced, v.shape[0], state, slots, cu_query_lens)
     return out
 
 
@@ -190,14 +204,7 @@ def state_space(
         out[at] = (carried * c[at]).sum(-1)
         return carried
 
-    if x.shape[0] == slots.shape[0]:
-        state[slots] = advanced(state[slots], slice(None))
-        return out
-    for slot, rows in parts(slots, cu_query_lens):
-        carried = state[slot]
-        for at in range(rows.start, rows.stop):
-            carried = advanced(carried, at)
-        state[slot] = carried
+    _walk(advanced, x.shape[0], state, slots, cu_query_lens)
     return out
 
 

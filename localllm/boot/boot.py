@@ -209,8 +209,12 @@ class Boot:
             return True
         started, self.is_tuning = time.monotonic(), True
         try:
-            stop = lambda: self._tuning_left_s <= 0 or must_stop()  # noqa: E731
-            tuned = tuner().tune(gpu_seconds, self._tuning_left_s, stop, compile_ahead=self._compile_ahead)
+            tuned = tuner().tune(
+                gpu_seconds,
+                self._tuning_left_s,
+                lambda: self._tuning_left_s <= 0 or must_stop(),
+                compile_ahead=self._compile_ahead,
+            )
         finally:
             self.is_tuning = False
             self._tuning_left_s = max(0.0, self._tuning_left_s - (time.monotonic() - started))
@@ -239,8 +243,8 @@ class Boot:
 
         def job(must_stop: Callable[[], bool]) -> bool:
             try:
-                stop = lambda: stopped.is_set() or must_stop()  # noqa: E731
-                found.extend(tuner().tune(gpu_seconds, budget_s, stop, on_progress, self._compile_ahead))
+                told = on_progress, self._compile_ahead
+                found.extend(tuner().tune(gpu_seconds, budget_s, lambda: stopped.is_set() or must_stop(), *told))
                 self._on_tuned(found)
                 self._stale = self.engine.runner.capture(self._stale) if self._stale else ()
             finally:

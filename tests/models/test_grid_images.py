@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import save_file
 from torch import Tensor
 
 from localllm.cli.commands.show import _images
@@ -27,6 +25,7 @@ from localllm.models.loader import LoadOptions, load_model
 from localllm.request import PromptImage, Request, SamplingParams
 
 from .test_decode_graphs import answers, engine_of
+from .test_images import Pictured
 
 IMAGE = 90  # its token
 GRIDS = ((3, 5), (4, 2), (1, 3))  # rows and columns of vectors
@@ -52,22 +51,6 @@ VISION = {
 }
 VISION |= {"num_position_embeddings": 25, "deepstack_visual_indexes": []}
 SIDE = 12  # pixels of a vector
-
-
-@dataclass
-class Pictured:
-    """A tiny Qwen3.5 with a tower: transformers' and ours."""
-
-    reference: Any
-    config: dict[str, Any]
-    tensors: dict[str, Tensor]
-
-    def save(self, folder: Path, rename: Callable[[str], str] = lambda name: name, **config: Any) -> Path:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(self.config | config))
-        named = {rename(name): tensor.contiguous() for name, tensor in self.tensors.items()}
-        save_file(named, folder / "model.safetensors")
-        return folder
 
 
 @pytest.fixture(scope="module")

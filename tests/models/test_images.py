@@ -27,7 +27,7 @@ STARTS = (2, 16, 26)
 
 @dataclass
 class Pictured:
-    """A tiny Gemma 3 with a tower: transformers' and ours."""
+    """A tiny model with a tower: transformers' and ours."""
 
     reference: Any
     config: dict[str, Any]
