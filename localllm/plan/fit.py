@@ -26,6 +26,7 @@ MIN_CTX = 2048  # tokens of context that must fit
 # families whose members are for everything; others are for those who name them
 GENERAL = ("qwen", "gemma", "llama", "mistral", "gpt-oss", "phi", "smollm")
 RANK_COST = 0.08  # of `worth`, for each step down the order of kinds of weights
+MIXED_WORTH = 0.5  # of `worth`, more for a mixture of experts where CPU and GPU share memory: it is large and slow
 GPU_ONLY = "runs on a GPU only"
 STATE_WINDOW = 1024  # tokens that what a sequence keeps at any length is counted as
 # compute capability and up -> kinds of weights of those that fit and are fast enough, the best first: eight bits cost
@@ -142,7 +143,9 @@ def preference(planner: Planner, made_before: Plans | None = None) -> Callable[[
         made = plans[candidate]
         tps, ctx = (made.pace, made.max_ctx) if made else (by_size(candidate)[1], wish.context)
         stored = kind_of(candidate)
-        return catalog.worth(candidate, tps, ctx, wish) - RANK_COST * (order.index(stored) if stored in order else 0)
+        extra = MIXED_WORTH if gpu and gpu.unified and 2 * candidate.active_params < candidate.params else 0.0
+        extra -= RANK_COST * (order.index(stored) if stored in order else 0)
+        return catalog.worth(candidate, tps, ctx, wish) + extra
 
     return prefer
 

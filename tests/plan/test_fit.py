@@ -60,7 +60,7 @@ def test_a_pick_fits_with_room_and_pace(name: str, family: str) -> None:
         ("rtx3090", "qwen", "RedHatAI/Qwen3.8-27B-INT4"),
         ("rtx4090", "qwen", "RedHatAI/Qwen3.8-27B-INT4"),
         ("rtx5090", "qwen", "unsloth/Qwen3.8-27B-NVFP4"),
-        ("gb10", "qwen", "unsloth/Qwen3.8-27B-GGUF:UD-IQ4_XS"),
+        ("gb10", "qwen", "nvidia/Qwen3.6-35B-A3B-NVFP4"),  # where memory is shared, mixtures first
         ("cpu-small", "qwen", "unsloth/Qwen3-1.7B-GGUF:Q4_K_M"),
         ("rtxpro6000", "qwen", "Qwen/Qwen3.8-27B-FP8"),
         ("h100", "qwen", "Qwen/Qwen3.8-27B-FP8"),
