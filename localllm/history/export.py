@@ -16,6 +16,8 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from localllm.terminal import counted
+
 from .records import PICTURE_URL, SavedChat, SavedMessage, active_path
 
 FORMATS = ("md", "json", "html")
@@ -95,7 +97,7 @@ def _title(chat: SavedChat) -> str:
 
 def _meta(chat: SavedChat) -> str:
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(chat.created))
-    return " · ".join(part for part in (when, chat.model, f"{chat.num_messages} messages") if part)
+    return " · ".join(part for part in (when, chat.model, counted(chat.num_messages, "message")) if part)
 
 
 def _rounds(message: SavedMessage) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:

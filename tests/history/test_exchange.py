@@ -33,6 +33,7 @@ def test_markdown_holds_the_branch_on_the_screen() -> None:
     text = as_markdown(CHAT, MESSAGES, reasoning=True)
     assert "## You" in text and "## System\n\nbe brief" in text and "Attached: <a>.txt" in text and "> hm" in text
     assert "another branch" not in text
+    assert "· 2 messages" in text and "· 1 message\n" in as_markdown(replace(CHAT, num_messages=1), MESSAGES[:1])
 
 
 def test_html_runs_nothing_and_fetches_nothing() -> None:

@@ -170,7 +170,7 @@ def _import(env: Env, history: History, files: list[str]) -> None:
 def _remove(env: Env, history: History, chats: list[SavedChat]) -> None:
     for chat in chats:
         title = _title(chat)
-        if not env.console.confirm(f"Remove “{title}” ({chat.num_messages} messages)?", default=False):
+        if not env.console.confirm(f"Remove “{title}” ({counted(chat.num_messages, 'message')})?", default=False):
             env.console.say("kept")
             continue
         history.remove(chat.id)

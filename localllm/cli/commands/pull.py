@@ -16,7 +16,7 @@ from localllm.cli.frame.options import Models
 from localllm.cli.loading import watched
 from localllm.cli.names import announce, foreseen, resolve
 from localllm.errors import ConfigError, DeviceError
-from localllm.terminal import clean_line, gib, seconds_short
+from localllm.terminal import clean_line, counted, gib, seconds_short
 
 if TYPE_CHECKING:
     from localllm.config import EngineOptions
@@ -157,5 +157,5 @@ def _repair(env: Env, name: str) -> dict[str, Any]:
     repair = partial(hub.repair, name, offline=env.offline)
     done = watched(env, name, lambda tell, cancel: repair(progress=tell, cancel=cancel))
     found = f"{len(done.bad)} fetched again: {', '.join(done.bad)}" if done.bad else "all of them right"
-    env.console.say(f"{clean_line(done.name)}: {done.checked} files checked, {clean_line(found)}")
+    env.console.say(f"{clean_line(done.name)}: {counted(done.checked, 'file')} checked, {clean_line(found)}")
     return {"name": done.name, "path": str(done.path), "checked": done.checked, "repaired": list(done.bad)}
