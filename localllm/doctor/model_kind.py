@@ -20,7 +20,7 @@ from localllm.paths import read_json
 
 MAX_CONFIG_BYTES = 4 << 20
 HYBRID = re.compile(
-    r"Qwen3[._-]?[568]|Qwen3[._-]?Next|Coder-Next|Nemotron-?(3|H)|LFM2|Granite-?4|Jamba|Falcon-?H1", re.I
+    r"Qwen3[._][568](?!B)|Qwen3[._-]?Next|Coder-Next|Nemotron-?(3|H)|LFM2|Granite-?4|Jamba|Falcon-?H1", re.I
 )
 MTP = re.compile(r"Qwen3\.[568]|Qwen3-(Coder-)?Next|GLM-4\.[5-9]|MTP", re.I)
 EXPERTS = re.compile(

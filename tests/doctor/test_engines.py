@@ -191,6 +191,17 @@ def test_larger_files_for_larger_cards(empty_home: Path) -> None:
     assert launch("vllm", None, survey["rtxpro6000"]).model.format == "fp8"
 
 
+@pytest.mark.parametrize("name", ["gpt-oss", "qwen3.6-35b-a3b", "gemma4-e4b", "phi4", "ministral3-14b", "nemotron"])
+def test_llama_cpp_has_files_of_what_it_runs(name: str, empty_home: Path) -> None:
+    found = launch("llama.cpp", name, Survey(fake_machine("rtx5090"), fake_host("rtx5090")))
+    assert "GGUF" in found.model.name and found.room and not found.room.in_ram
+
+
+def test_a_named_model_gets_the_context_that_fits(empty_home: Path) -> None:
+    found = launch("vllm", "qwen3-32b", Survey(fake_machine("rtx4090"), fake_host("rtx4090")))
+    assert found.room and found.room.ctx < 24_000 and f"--max-model-len {found.room.ctx} " in text(found)
+
+
 def test_recipes_are_for_one_model_on_one_card_with_one_version() -> None:
     for recipe in recipes():
         assert recipe.engine in engine_names() and recipe.flags and recipe.source.count(": ") == 1
@@ -318,6 +329,9 @@ def test_the_data_is_well_formed() -> None:
         ("someone/Qwen3.6-27B-GGUF:Q4_K_M", "dense", "gguf", True, False),
         ("someone/Qwen3.6-27B-MTP-GGUF", "dense", "gguf", True, True),
         ("someone/GLM-4.7-Flash-AWQ", "moe", "int4", False, True),
+        ("Qwen/Qwen3-8B", "dense", "bf16", False, False),
+        ("someone/Qwen3_8B-AWQ", "dense", "int4", False, False),
+        ("someone/qwen3_5-9b", "dense", "bf16", True, False),
         ("deepseek-ai/DeepSeek-R1-Distill-Qwen-14B", "dense", "bf16", False, False),
     ],
 )

@@ -115,6 +115,23 @@ def test_a_rule_is_found_by_what_its_victims_see(rule: object) -> None:
     assert match.excerpt and "\n" not in match.excerpt
 
 
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        # as the issues have them, in other words than above
+        ("RuntimeError: sink setting not supported", "R10"),
+        ("RuntimeError: Assertion error (csrc/utils/layout.hpp:59): Unknown SF transformation", "R14"),
+        ("Error: model requires more system memory (6.1 GiB) than is available (4.5 GiB)", "R37"),
+        ("ERROR: Unable to write to /dev/shm/torch_123_0: No space left", "R48"),
+        ("llama_model_load: error loading model architecture: unknown model architecture: 'qwen35moe'", "R35"),
+        ("ImportError: vllm_flash_attn/_vllm_fa2_C.abi3.so: undefined symbol: _ZN3c106detail14torchCheck", "R46"),
+        ("  llama-server(ggml_cuda_error) CUDA error: an illegal memory access was encountered", "R47"),
+    ],
+)  # fmt: skip
+def test_other_words_for_the_same(line: str, wanted: str) -> None:
+    assert wanted in [match.rule.id for match in match_log(line, survey("rtx5090"))]
+
+
 def test_rules_are_complete() -> None:
     everyday = [f"G{number}" for number in range(1, 9)]
     assert [rule.id for rule in rules()] == [f"R{number}" for number in range(1, 66)] + everyday
