@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,14 @@ def test_any_rows_make_a_conversation_that_goes_on() -> None:
         assert talk.messages(asked)[-1]["content"] == "and now?"
         assert talk.messages(talk.again(asked))[-1]["content"] == "and now?"
         assert [one.role for one in saved_messages(asked)] == ["user"]
+
+
+def test_a_resumed_chat_knows_how_full_its_window_is() -> None:
+    talk = Conversation()
+    answer = talk.ask("one")
+    answer.text, answer.stop, answer.usage = "eins", "stop", Usage(40, 0, 7)
+    rows = [replace(row, id=at, parent_id=at - 1 or None) for at, row in enumerate(saved_messages(answer), 1)]
+    assert restored(SavedChat("c", leaf_id=2), rows).used_tokens == talk.used_tokens == 47
 
 
 def test_a_saved_chat_sets_only_what_a_setting_can_be() -> None:

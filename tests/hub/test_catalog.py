@@ -148,6 +148,17 @@ def test_names_are_unique_and_families_complete() -> None:
     }
 
 
+def test_what_people_run_today_is_listed() -> None:
+    """For other engines too, from those who publish for them and not from a personal upload."""
+    wanted = """qwen3.5-27b qwen3.5-35b-a3b qwen3.5-122b-a10b qwen3-coder-30b-a3b qwen3-coder-next glm4.5-air
+        lfm2.5-1.2b qwen3-4b-instruct-2507 qwen3-4b-thinking-2507 qwen2.5-coder-7b r1-0528-qwen3-8b devstral-small"""
+    assert set(wanted.split()) <= {c.name for c in catalog.candidates()}
+    repos = """ggml-org/gpt-oss-20b-GGUF ggml-org/gpt-oss-120b-GGUF unsloth/Qwen3.6-35B-A3B-GGUF
+        RedHatAI/Qwen3.8-27B-INT4 unsloth/gemma-3-27b-it-qat-GGUF nvidia/Qwen3-8B-NVFP4 nvidia/Qwen3-14B-NVFP4
+        nvidia/Qwen3-32B-NVFP4"""
+    assert set(repos.split()) <= {c.repo for c in catalog.candidates()}
+
+
 def test_bf16_comes_after_ready_made_quantised_files() -> None:
     for name in {c.name for c in catalog.candidates()}:
         formats = [c.format for c in catalog.members(name)]

@@ -431,6 +431,7 @@ async def test_the_other_apis_call_too(client):
                          tool_choice={"type": "tool", "name": "f"}, temperature=0)).json()  # fmt: skip
     (block,) = [one for one in answer["content"] if one["type"] == "tool_use"]
     jsonschema.validate(block["input"], SCHEMA)
+    assert block["caller"] == {"type": "direct"}
     flat = {"type": "function", "name": "f", "parameters": SCHEMA}
     answer = (await client.post(RESPONSES, json={"model": "tiny", "input": "go", "tools": [flat], "temperature": 0,
                                                  "tool_choice": "required", "parallel_tool_calls": False,
