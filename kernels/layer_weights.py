@@ -55,7 +55,7 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """An RMSNorm: weight [dim]; with a bias a LayerNorm."""
+    """An RMSNorm: weight [dim]; with a bias, which may be zeros, a LayerNorm."""
 
     weight: Tensor
     eps: float
@@ -88,6 +88,7 @@ class AttentionWeights:
     sum_norm: Norm | None = None  # on the residual stream, once the output is added
     k_is_v: bool = False  # `qkv` has no rows for values: they are what its keys are, before their norm
     reads_only: bool = False  # `qkv` has rows for queries only: another layer stores keys and values
+    parallel: bool = False  # what follows reads the residual stream before the output is added to it
 
     @property
     def kept(self) -> tuple[int, int, int]:
@@ -262,9 +263,17 @@ FUSED_HEAD = frozenset(("norm", "linear", "softcap"))
 
 
 def has_only(weights: Any, known: frozenset[str]) -> bool:
-    """Whether every field outside of `known` has its default: a fused kernel declines what it has never heard of."""
-    others = (field for field in fields(weights) if field.name not in known)
-    return all(getattr(weights, field.name) == field.default for field in others)
+    """Whether every field outside of `known` has its default: a fused kernel declines what it has never heard of.
+
+    None of them knows LayerNorms.
+    """
+    for field in fields(weights):
+        value = getattr(weights, field.name)
+        if isinstance(value, Norm) and value.bias is not None:
+            return False
+        if field.name not in known and value != field.default:
+            return False
+    return True
 
 
 def linears_of(weights: Any) -> Iterator[Linear]:

@@ -193,6 +193,9 @@ def decoder(
             attended = attention(q, weights, of_layer, block_table, cu_query_lens, seq_lens)
             if rows is not None:
                 attended, x = attended[rows], x[rows]
+            if weights.parallel:
+                x = attn_out(attended, fed(x, number, rows), weights)
+                continue
             x = attn_out(attended, x, weights)
         else:
             if isinstance(weights, LatentWeights):

@@ -172,12 +172,20 @@ def _run(
     bounds = torch.tensor([0, x.shape[0]], dtype=torch.int32, device=x.device)
     if isinstance(layer.mixer, AttentionWeights):
         assert table is not None and pages is not None
-        x = _attend(layer.mixer, x, table, bounds, pages)
+        attended = _attended(layer.mixer, x, table, bounds, pages)
+        if layer.mixer.parallel:
+            return REFERENCES["attn_out"](attended, _fed(ffn, stream, x, index), layer.mixer)
+        x = REFERENCES["attn_out"](attended, x, layer.mixer)
     elif layer.mixer is not None:
         assert isinstance(facts, Stateful)
         states = StateGroup((0,), facts.conv_shape, facts.state_shape)
         kept = KVCache((), (), device=x.device, states=[states], num_slots=1).layers[0]
         x = REFERENCES[STATEFUL[type(layer.mixer)]](x, layer.mixer, kept, bounds[:1].long(), bounds)
+    return _fed(ffn, stream, x, index)
+
+
+def _fed(ffn: Any, stream: _Stream, x: Tensor, index: int) -> Tensor:
+    """`x` behind the feed-forward layer."""
     if ffn is None:
         return x
     x = REFERENCES["experts" if isinstance(ffn, ExpertsWeights) else "mlp"](x, ffn)
@@ -198,11 +206,10 @@ def _pages(attention: Any, facts: LayerFacts, stream: _Stream) -> KVPages:
     return pages
 
 
-def _attend(attention: AttentionWeights, x: Tensor, table: RopeTable, bounds: Tensor, pages: KVPages) -> Tensor:
+def _attended(attention: AttentionWeights, x: Tensor, table: RopeTable, bounds: Tensor, pages: KVPages) -> Tensor:
     length, device = x.shape[0], x.device
     positions = torch.arange(length, device=device)
     cos, sin = table.rows(positions, length)
     block_table = torch.arange(pages.k.shape[0], dtype=torch.int32, device=device).unsqueeze(0)
     q = REFERENCES["attn_in"](x, attention, cos, sin, pages, positions)
-    attended = REFERENCES["attention"](q, attention, pages, block_table, bounds, bounds[1:])
-    return REFERENCES["attn_out"](attended, x, attention)
+    return REFERENCES["attention"](q, attention, pages, block_table, bounds, bounds[1:])

@@ -48,7 +48,7 @@ class LayerReader:
 
     def norm(self, name: str, size: int = 0) -> Norm:
         """`size` is the hidden size where it is not said."""
-        return self.reader.norm(self.start + name, size or self.hidden, self.norms.bias)
+        return self.reader.norm(self.start + name, size or self.hidden)
 
     def plain_norm(self, size: int) -> Norm:
         """A norm without a weight."""
@@ -124,6 +124,7 @@ def _attention(layer: LayerReader, facts: Attention) -> AttentionWeights:
         temperature=facts.temperature if facts.temperature and layer.reader.context > facts.temperature[1] else None,
         causal=facts.causal,
         sum_norm=layer.norm_if(layer.norms.over_mixer),
+        parallel=layer.facts.parallel,
     )
 
 

@@ -18,7 +18,7 @@ from localllm.checkpoint.text_modules import Projection
 from localllm.errors import DeviceError, OutOfMemory, UnsupportedModel
 from localllm.kernels import OpFacts, Weight, reference, rope
 from localllm.kernels.embedding import Embedding, Entry, LayerInputs, is_plain_table, weight_rows
-from localllm.kernels.layer_weights import HeadWeights, Linear, Norm
+from localllm.kernels.layer_weights import HeadWeights, Linear
 from localllm.kernels.table import kernel_table
 from localllm.kernels.verify.selftest import KernelCrash
 from localllm.quant import dequantize, load_weight
@@ -97,7 +97,7 @@ class Loading(Reader):
         del rows  # where the head's layout serves both, the canonical table goes
         layers = [load_layer(self, index) for index in range(facts.num_layers)]
         norm = self.norm("model.norm", facts.hidden_size) if facts.final_norm else None  # it may scale the logits
-        norm = norm and Norm(norm.weight * facts.logit_scale, norm.eps)
+        norm = norm and replace(norm, weight=norm.weight * facts.logit_scale)
         head = HeadWeights(norm, linear, facts.logit_softcap)
         ropes = [self.rope(rope) for rope in facts.ropes]
         groups = cache_groups(facts, read_kv_scales(self.checkpoint, self.checkpoint.names, facts.num_layers))
@@ -156,7 +156,7 @@ class Loading(Reader):
             table = table + self.dense("model.token_type_embeddings", (facts.token_types, hidden))[:1]
         if facts.positions:
             table = table + self.dense("model.position_embeddings", (facts.positions, hidden))[facts.offset :]
-        norm = self.norm("model.embedding_norm", hidden, bias=True)
+        norm = self.norm("model.embedding_norm", hidden)
         assert norm.bias is not None
         return Entry(table, norm.weight, norm.bias, norm.eps)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from localllm.kernels.layer_weights import (
     linears_of,
     nbytes_of,
 )
+from localllm.kernels.mixers import norm_rows
 from localllm.kernels.reference import rms_norm
 from localllm.kernels.rope import RopeTable
 from localllm.kernels.segments import KernelTable, with_images
@@ -129,7 +130,7 @@ class Model:
         norm = self.head.norm
         if norm is None:
             return hidden.float()
-        return rms_norm(hidden.float(), norm.weight.float() / self.facts.logit_scale, norm.eps)
+        return norm_rows(rms_norm, hidden.float(), replace(norm, weight=norm.weight.float() / self.facts.logit_scale))
 
     def projected(self, vector: Tensor) -> Tensor:
         """A pooled vector, float32 [hidden] -> float32 [facts.embedding_size]."""

@@ -62,7 +62,7 @@ class Reader:
         self.target = Target(options.weights) if options.weights else None
         self.chosen: dict[str, dict[str, None]] = {}
         self.done = 0
-        self._counted: set[str] = set()  # modules whose tensors are all in `done`
+        self._counted: set[str] = set()  # modules whose tensors are all in `done`, and single tensors
 
     @property
     def context(self) -> int:
@@ -193,18 +193,20 @@ class Reader:
             return None
         return (bias if order is None else bias[order]).to(device)
 
-    def norm(self, name: str, size: int, bias: bool = False) -> Norm:
-        """A norm, its weight float32 with the model's offset added. `bias`: a LayerNorm."""
+    def norm(self, name: str, size: int) -> Norm:
+        """A norm of the model's kind, its weight float32 with the model's offset added."""
+        kind, offset = self.facts.layers[0].norms, self.facts.norm_offset
         weight = self.tensor(f"{name}.weight", (size,))
-        weight = weight + self.facts.norm_offset if self.facts.norm_offset else weight
-        added = self.tensor(f"{name}.bias", (size,)) if bias else None
-        return Norm(weight, self.facts.rms_norm_eps, added)
+        weight = weight + offset if offset else weight
+        bias = self.tensor(f"{name}.bias", (size,)) if kind.bias else torch.zeros_like(weight) if kind.centred else None
+        return Norm(weight, self.facts.rms_norm_eps, bias)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """A tensor that is no linear module, by canonical name: float32 on the device."""
         stored = self.checkpoint.names.tensor(name)
         values = read_dense(self.checkpoint, stored).float().reshape(shape).contiguous().to(self.device)
-        if stored.rpartition(".")[0] not in self._counted:  # else it was counted with its module
+        if not self._counted & {stored, stored.rpartition(".")[0]}:  # else it was counted, maybe with its module
+            self._counted.add(stored)
             self._advance(self.checkpoint.tensors[stored].nbytes)
         return values
 

@@ -23,7 +23,7 @@ from .names import GGUF_LAYER, NameMap
 
 EPS = 1e-12
 WORDS = "embeddings.word_embeddings.weight"
-NORMS = Norms(None, None, over_mixer="post_attention_layernorm", over_ffn="post_mlp_layernorm", bias=True)
+NORMS = Norms(None, None, over_mixer="post_attention_layernorm", over_ffn="post_mlp_layernorm", centred=True, bias=True)
 GGUF_TOP = {
     "model.embed_tokens": "token_embd",
     "model.position_embeddings": "position_embd",

@@ -52,7 +52,7 @@ class ModelFacts:
     projections: tuple[Projection, ...] = ()  # what pooled vectors go through
     entry: Entry | None = None
     inputs: InputTable | None = None  # where layers have inputs of their own
-    final_norm: bool = True  # whether a norm follows the last layer
+    final_norm: bool = True  # whether a norm follows the last layer: of the kind that the layers have
     vision: VisionFacts | GridFacts | None = None  # what reads images; None: the model reads text only
     decoded_bytes: int = 0  # what those of them take on top that are decoded to bfloat16 while loading
 

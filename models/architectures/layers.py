@@ -133,7 +133,8 @@ class Norms:
     after_ffn: str | None = None
     over_mixer: str | None = None
     over_ffn: str | None = None
-    bias: bool = False  # they are LayerNorms
+    centred: bool = False  # they are LayerNorms: the mean is taken off first
+    bias: bool = False  # and a stored bias is added
 
 
 @dataclass(frozen=True)
@@ -197,6 +198,7 @@ class LayerFacts:
     norms: Norms = Norms()
     scaled: bool = False  # a stored number multiplies what it gives
     input: LayerInput | None = None
+    parallel: bool = False  # attention and the feed-forward layer read the same residual stream, and both are added
 
     @property
     def blocks(self) -> tuple[Paged | Stateful | Dense | Experts | LayerInput, ...]:

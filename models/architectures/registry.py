@@ -10,6 +10,7 @@ from localllm.checkpoint.fields import Fields
 
 from . import gguf, hf
 from .architecture import Architecture
+from .cohere import Cohere, Cohere2
 from .config import unsupported
 from .deepseek import DeepseekV2, DeepseekV3, Glm4MoeLite
 from .encoders import Bert, NomicBert, XlmRoberta
@@ -67,6 +68,8 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     SeedOss(),
     Glm4(),
     Mistral3(),
+    Cohere(),
+    Cohere2(),
     Bert(),
     XlmRoberta(),
     NomicBert(),

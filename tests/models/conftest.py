@@ -162,6 +162,17 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         {"hidden_size": 42, "intermediate_size": 70, "heads": (6, 2, 12)}
         | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4}},
     ),
+    "cohere": ("cohere", {"hidden_size": 42, "intermediate_size": 70, "heads": (3, 1, 14), "logit_scale": 0.7}),
+    "cohere2": (
+        "cohere2",
+        {"hidden_size": 40, "intermediate_size": 70, "heads": (4, 2, 10), "sliding_window": 9, "logit_scale": 0.3}
+        | {"num_hidden_layers": 5},
+    ),
+    "cohere2-packable": (
+        "cohere2",
+        {"hidden_size": 64, "intermediate_size": 128, "heads": (4, 2, 16), "sliding_window": 16, "logit_scale": 0.3}
+        | {"num_hidden_layers": 4, "attention_bias": True, "tie_word_embeddings": False},
+    ),
     "phi3-packable": ("phi3", {"hidden_size": 64, "intermediate_size": 128, "heads": (4, 2, 16)}),
     "gpt-oss": (
         "gpt_oss",

@@ -26,6 +26,8 @@ ARCHITECTURE |= {"qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "glm4_moe": "glm
 ARCHITECTURE |= {"lfm2_moe": "lfm2moe", "qwen3_next": "qwen3next", "granitemoehybrid": "granitehybrid"}
 ARCHITECTURE |= {"deepseek_v2": "deepseek2", "glm4_moe_lite": "deepseek2"}
 ARCHITECTURE |= {"olmo3": "olmo2", "ministral3": "mistral3", "gemma4_text": "gemma4"}
+ARCHITECTURE |= {"cohere": "command-r"}
+OWN_PATTERN = ("gemma2", "gpt-oss", "cohere2")  # whose files do not say which layers are windowed
 LFM2 = {  # what it calls differently
     "operator_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "embedding_norm": "norm",
     "q_layernorm": "q_norm", "k_layernorm": "k_norm", "self_attn.out_proj": "self_attn.o_proj",
@@ -68,11 +70,17 @@ def write_gguf(
     writer.add_value_length(dim)
     turned = int(dim * config["rope_parameters"].get("partial_rotary_factor", 1.0))
     writer.add_rope_dimension_count(turned)
-    writer.add_layer_norm_rms_eps(config.get("norm_eps") or config.get("layer_norm_epsilon") or config["rms_norm_eps"])
+    eps = config.get("norm_eps") or config.get("layer_norm_epsilon") or config["rms_norm_eps"]
+    if arch in ("command-r", "cohere2"):
+        writer.add_layer_norm_eps(config["layer_norm_eps"])
+        writer.add_logit_scale(config["logit_scale"])
+        writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+    else:
+        writer.add_layer_norm_rms_eps(eps)
     _rope(writer, config, turned)
     if config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
-        if "layer_types" in config and arch not in ("gemma2", "gpt-oss"):  # which keep their pattern to themselves
+        if "layer_types" in config and arch not in OWN_PATTERN:
             writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
     if arch in ("gemma2", "gemma3"):
         writer.add_attention_scale(config["query_pre_attn_scalar"] ** -0.5)
@@ -398,8 +406,8 @@ NAMES = ["llama", "llama-bias", "llama-yarn", "mistral", "qwen2", "qwen3", "qwen
 NAMES += ["gpt-oss", "mixtral", "glm4-moe", "qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2", "lfm2-moe"]
 NAMES += ["granite-hybrid", "nemotron-h", "gemma2", "gemma4", "gemma4-e2b", "gemma4-moe"]
 NAMES += ["smollm3", "granite", "granitemoe", "olmo2", "olmo3", "seed-oss", "glm4", "ministral3"]
-NAMES += ["deepseek-v2"]
-SLOW_NAMES = ("glm4-moe-lite", "granite-hybrid-dense", "nemotron-h-moe")
+NAMES += ["deepseek-v2", "cohere2"]
+SLOW_NAMES = ("cohere", "cohere2-packable", "glm4-moe-lite", "granite-hybrid-dense", "nemotron-h-moe")
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in SLOW_NAMES]
 
 

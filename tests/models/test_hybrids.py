@@ -39,18 +39,20 @@ def test_every_product_is_observed_for_calibration(name: str, tiny: Callable, tm
     assert all(bool(torch.isfinite(total).all()) for layer in found for total in layer.values())
 
 
-def test_calibration_runs_layers_as_the_model_does(tiny: Callable, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "module"), [("gemma4-e2b", "per_layer_input_gate"), ("cohere2", "mlp.down_proj")])
+def test_calibration_runs_layers_as_the_model_does(name: str, module: str, tiny: Callable, tmp_path: Path) -> None:
     """What the last layer's products see follows from all layers before it."""
     ids = list(range(40))
-    with open_model(tiny("gemma4-e2b").save(tmp_path)) as checkpoint:
+    with open_model(tiny(name).save(tmp_path)) as checkpoint:
         *_, last = hessians(checkpoint, [ids])
     rows: list[torch.Tensor] = []
-    watched = tiny("gemma4-e2b").reference.model.layers[-1].per_layer_input_gate
+    watched = tiny(name).reference.model.layers[-1].get_submodule(module)
     handle = watched.register_forward_pre_hook(lambda _, given: rows.append(given[0][0]))
-    tiny("gemma4-e2b").logits(ids)
+    tiny(name).logits(ids)
     handle.remove()
     expected = rows[0].T @ rows[0]
-    assert float((last["per_layer_input_gate"] - expected).abs().max() / expected.abs().max()) < 1e-4
+    found = next(total for modules, total in last.items() if module in modules)
+    assert float((found - expected).abs().max() / expected.abs().max()) < 1e-4
 
 
 def planned(facts: ModelFacts, machine: str) -> tuple[Plan, Plan]:

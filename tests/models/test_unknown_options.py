@@ -12,6 +12,7 @@ import torch
 from localllm.kernels.cpu import segments as cpu
 from localllm.kernels.layer_weights import AttentionWeights, HeadWeights, MlpWeights
 from localllm.kernels.triton import segments as triton
+from localllm.models.kv_cache import KVCache
 
 
 @dataclass(frozen=True)
@@ -66,3 +67,22 @@ def test_c_declines_layers_without_a_first_norm_or_with_another_activation(loade
     assert cpu.attention_layer(replace(layer.mixer, causal=False)) is None
     assert cpu.attention_layer(replace(layer.mixer, sum_norm=layer.mixer.norm)) is None
     assert cpu.mlp_layer(replace(layer.ffn, sum_norm=layer.ffn.norm)) is None
+
+
+@pytest.mark.parametrize("changed", [{"parallel": True}, "norm"], ids=["parallel", "LayerNorm"])
+def test_layers_side_by_side_and_layer_norms_reach_no_fused_kernel(changed: Any, loaded: Callable) -> None:
+    model, x = loaded("llama"), torch.ones(1, 42)
+    layer, head, ffn = model.layers[0], model.head, model.layers[0].ffn
+    if changed == "norm":
+        changed = {"norm": replace(layer.mixer.norm, bias=torch.zeros(42))}
+        ffn, head = replace(ffn, **changed), replace(head, **changed)
+        for back_end in (cpu, triton):
+            assert back_end.mlp(lambda *_: "", x, ffn) == "" and back_end.head(lambda *_: "", x, head) == ""
+        assert cpu.mlp_layer(ffn) is None and cpu.head_layer(head) is None
+    mixer = replace(layer.mixer, **changed)
+    for back_end in (cpu, triton):
+        assert back_end.attn_in(lambda *_: "", x, mixer, x, x, None, x) == ""
+        assert back_end.attn_out(lambda *_: "", x, x, mixer) == ""
+    assert cpu.attention_layer(mixer) is None
+    calls, pages = ((mixer, layer.ffn, 0),), KVCache(model.groups, [2]).layers[:1]
+    assert cpu.decoder(lambda *_: "", x, calls, pages, (), None, None) == ""
