@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import ClassVar
 
 from localllm.checkpoint.fields import MAX_CONTEXT, MAX_LAYERS
 
@@ -30,8 +31,8 @@ class Cohere(Architecture):
     label = "Command R"
     hf_types = {"cohere": DEFAULTS | {"rope_theta": 500_000.0}}
     hf_renamed = {"layer_norm_eps": "rms_norm_eps"}
-    hf_classes: tuple[str, ...] = ("CohereForCausalLM",)
-    gguf_types: tuple[str, ...] = ("command-r",)
+    hf_classes: ClassVar[tuple[str, ...]] = ("CohereForCausalLM",)
+    gguf_types: ClassVar[tuple[str, ...]] = ("command-r",)
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
         rope, context = config.rope()

@@ -100,16 +100,18 @@ def test_its_other_kernels_are_tried(tiny: Callable, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_answers_do_not_depend_on_company_or_preemption(loaded: Callable) -> None:
-    model, rng = loaded(NAME), random.Random(5)
+@pytest.mark.parametrize("name", [NAME, "cohere2"])
+def test_answers_do_not_depend_on_company_or_preemption(name: str, loaded: Callable) -> None:
+    model, rng = loaded(name), random.Random(5)
+    pages = [20] * len(model.groups)
     shared = [rng.randrange(99) for _ in range(50)]
     prompts = [shared[:cut] + [rng.randrange(99) for _ in range(more)] for cut in (0, 33, 50) for more in (1, 9)]
     params = SamplingParams(temperature=0, max_tokens=9)
 
     def answers(prompts: list[list[int]], preempt_every: int = 0) -> list[list[int]]:
         limits = SchedulerLimits(3, 24, preempt_every=preempt_every)
-        runner = Runner(model, KVCache(model.groups, [20], 16, "f32"), model.facts.vocab_size)
-        engine = Engine(runner, [20], 120, limits, check_invariants=True)
+        runner = Runner(model, KVCache(model.groups, pages, 16, "f32"), model.facts.vocab_size)
+        engine = Engine(runner, pages, 120, limits, check_invariants=True)
         streams = [engine.submit(Request(prompt, params)) for prompt in prompts]
         while not engine.is_idle:
             engine.run_once()

@@ -76,7 +76,9 @@ def test_a_token_does_not_depend_on_chunks_or_neighbours(name: str, loaded: Call
     assert torch.equal(torch.cat([second[2], third[2]]), alone[:6])
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3.5", "lfm2", "nemotron-h", "gemma3", "gemma4-e2b", "glm4-moe-lite"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen3.5", "lfm2", "nemotron-h", "gemma3", "gemma4-e2b", "glm4-moe-lite", "cohere2"]
+)
 def test_a_cached_prefix_gives_the_same_bits(name: str, loaded: Callable, paged: Any) -> None:
     model, ids = loaded(name), prompt(80)
     driver = paged(model)
