@@ -23,8 +23,10 @@ test-all: models
 test-aot: dev
 	@exec .ci/test-aot $(TRITON)
 
+# mypy keeps errors about modules that have appeared since: another set of files gets another cache
 lint: dev
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/vulture
+	@.venv/bin/mypy --cache-dir .cache/mypy-$$(git ls-files '*.py' | sha256sum | cut -c1-12) --no-error-summary -p localllm
 
 format: dev
 	@.venv/bin/ruff check --fix . ; .venv/bin/ruff format .
