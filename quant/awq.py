@@ -14,7 +14,7 @@ from torch import Tensor
 from localllm.errors import BadModelFile
 from localllm.kernels import Weight
 
-from .packing import Codes, Groups, from_codes, unpack_stream
+from .packing import Codes, from_codes, group_order, unpack_stream
 from .stored import WeightReader
 
 _COLUMN_SHIFTS = 4 * torch.tensor([0, 4, 1, 5, 2, 6, 3, 7], dtype=torch.int32)
@@ -38,19 +38,19 @@ def load_gemm(module: WeightReader, params: dict) -> Weight:
     """AWQ `version: gemm`, nearly all files."""
     n, k = module.shape
     words = module.get("qweight", ("I32",), (k, n // 8))
-    groups = k // params["group_size"]
+    groups = -(-k // params["group_size"])
     scales = module.scales("scales", (groups, n)).t().contiguous()
     zeros = None
     if params["zero_point"]:
         zeros = unpack_gemm(module.get("qzeros", ("I32",), (groups, n // 8))).t().contiguous()
     codes = Codes(4, lambda rows: unpack_gemm(words[:, rows.start // 8 : -(-rows.stop // 8)]).t(), multiple=8)
-    return from_codes(module, codes, Groups(scales, zeros, params["group_size"], None))
+    return from_codes(module, codes, group_order(module, scales, zeros, params["group_size"]))
 
 
 def load_gemv(module: WeightReader, params: dict) -> Weight:
     """AWQ `version: gemv`; only the config knows the group size, scales and zeros being padded."""
     n, k = module.shape
-    groups = k // params["group_size"]
+    groups = -(-k // params["group_size"])
     words = module.get("qweight", ("I32",), (n, k // 8))
     scales = _columns(module, "scales", module.scales("scales"), (n, groups))
     zeros = None
@@ -58,13 +58,13 @@ def load_gemv(module: WeightReader, params: dict) -> Weight:
         unpacked = unpack_stream(module.get("qzeros", ("I32",)), 4)
         zeros = _columns(module, "qzeros", unpacked, (n, groups))
     codes = Codes(4, lambda rows: unpack_stream(words[rows], 4))
-    return from_codes(module, codes, Groups(scales, zeros, params["group_size"], None))
+    return from_codes(module, codes, group_order(module, scales, zeros, params["group_size"]))
 
 
 def load_gemv_fast(module: WeightReader, params: dict) -> Weight:
     """AWQ `version: gemv_fast`: w = q * s + qzeros."""
     n, k = module.shape
-    groups = k // params["group_size"]
+    groups = -(-k // params["group_size"])
     if k % 64:
         raise BadModelFile(f"{module.prefix} has {k} inputs, AWQ's fast GEMV layout needs a multiple of 64")
     words = module.get("qweight", ("I16",), (n // 4, k))
@@ -73,7 +73,8 @@ def load_gemv_fast(module: WeightReader, params: dict) -> Weight:
     if params["zero_point"]:
         mins = _columns(module, "qzeros", module.scales("qzeros").t(), (n, groups))
     codes = Codes(4, lambda rows: unpack_gemv_fast(words[rows.start // 4 : rows.stop // 4]), multiple=4)
-    return from_codes(module, codes, Groups(scales, None, params["group_size"], None))._replace(mins=mins)
+    ordered = group_order(module, scales, mins, params["group_size"])
+    return from_codes(module, codes, ordered._replace(zeros=None))._replace(mins=ordered.zeros)
 
 
 def _columns(module: WeightReader, suffix: str, padded: Tensor, shape: tuple[int, int]) -> Tensor:

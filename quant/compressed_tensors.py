@@ -23,7 +23,7 @@ def load_pack(module: WeightReader, params: dict) -> Weight:
     bits, dense = params["bits"], params["dense"]
     width = -(-k * bits // 32) if dense else -(-k // (32 // bits))
     words = module.get("weight_packed", ("I32",), (n, width))
-    groups = k // params["group_size"]
+    groups = -(-k // params["group_size"])
     scales = module.scales("weight_scale", (n, groups))
     zeros = _zeros(module, bits, groups, params)
     g_idx = module.get("weight_g_idx", ("I32", "I64"), (k,)) if params["g_idx"] else None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from localllm.kernels import Weight
 
-from .packing import Codes, Groups, from_codes
+from .packing import Codes, from_codes, group_order
 from .stored import WeightReader
 
 
@@ -21,11 +21,11 @@ def load_modelopt_int4(module: WeightReader, params: dict) -> Weight:
     n, k = module.shape
     stored = module.get("weight", ("U8",), (n // 2, k))
     size = params["group_size"]
-    scales = module.scales("weight_scale", (n, k // size))
+    scales = module.scales("weight_scale", (n, -(-k // size)))
 
     def rows(part: slice) -> Tensor:
         pairs = stored[part.start // 2 : -(-part.stop // 2)] ^ 0x88
         return torch.stack([pairs & 15, pairs >> 4], 1).flatten(0, 1)
 
-    weight = from_codes(module, Codes(4, rows, multiple=2), Groups(scales, None, size, None))
+    weight = from_codes(module, Codes(4, rows, multiple=2), group_order(module, scales, None, size))
     return weight._replace(pre_scale=module.pre_scale())

@@ -66,7 +66,7 @@ class Groups(NamedTuple):
 
 
 def group_order(
-    module: WeightReader, scales: Tensor, zeros: Tensor | None, length: int, g_idx: Tensor | None
+    module: WeightReader, scales: Tensor, zeros: Tensor | None, length: int, g_idx: Tensor | None = None
 ) -> Groups:
     """Order columns by group, so that groups are contiguous and equally long.
 

@@ -16,12 +16,12 @@ Pack = Callable[[Tensor, int], Tensor]
 CONFIG = {"quant_method": "awq", "bits": 4, "group_size": G, "zero_point": True, "version": "gemm"}
 
 
-def layer() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes [N, K], zeros [N, K/G], scales [N, K/G] and what they stand for."""
-    q, z = torch.randint(0, 16, (N, K)), torch.randint(0, 16, (N, K // G))
-    s = (torch.rand(N, K // G) * 0.02 + 0.001).half()
-    w = (q.view(N, -1, G) - z.unsqueeze(-1)).float() * s.float().unsqueeze(-1)
-    return q, z, s, w.flatten(1)
+def layer(k: int = K, size: int = G) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes [N, K], zeros [N, groups], scales [N, groups] and what they stand for."""
+    of = torch.arange(k) // size
+    q, z = torch.randint(0, 16, (N, k)), torch.randint(0, 16, (N, -(-k // size)))
+    s = (torch.rand(N, -(-k // size)) * 0.02 + 0.001).half()
+    return q, z, s, (q - z[:, of]).float() * s[:, of].float()
 
 
 def pack_gemm(values: Tensor) -> Tensor:
@@ -93,6 +93,31 @@ def test_gemv_fast(load: Load) -> None:
     q = q.view(N, -1, G).float()
     expected = q * s.float().unsqueeze(-1) + scaled_zeros.float().unsqueeze(-1)
     assert torch.equal(dequantize(weight), expected.flatten(1))
+
+
+@pytest.mark.parametrize("k", [704, 192])  # 5.5 groups of 128; and 1.5, which could be two of 96
+def test_a_last_group_that_is_shorter(k: int, load: Load, pack_stream: Pack) -> None:
+    config = {**CONFIG, "group_size": 128}
+    q, z, s, expected = layer(k, 128)
+    gemm = {"qweight": pack_gemm(q.t()), "qzeros": pack_gemm(z.t()), "scales": s.t()}
+    weight = load(gemm, (N, k), config, "awq_gemm")
+    assert weight.group_size == 64 and torch.equal(dequantize(weight), expected)
+    gemv = {"qweight": pack_stream(q, 4), "qzeros": pack_stream(padded(z, 8), 4), "scales": padded(s, 8)}
+    assert torch.equal(dequantize(load(gemv, (N, k), config, "awq_gemv")), expected)
+    if k == 704:
+        return  # packing it takes long
+    scaled_zeros, of = -(s * z), torch.arange(k) // 128
+    fast = {"qweight": pack_gemv_fast(q), "scales": padded(s, 8).t(), "qzeros": padded(scaled_zeros, 8).t()}
+    expected = q.float() * s[:, of].float() + scaled_zeros[:, of].float()
+    assert torch.equal(dequantize(load(fast, (N, k), config, "awq_gemv_fast")), expected)
+
+
+def test_groups_that_no_size_explains(load: Load) -> None:
+    q, z, s, _ = layer(704, 128)
+    tensors = {"qweight": pack_gemm(q.t()), "qzeros": pack_gemm(z.t()), "scales": s.t()}
+    for size, said in ((64, r"the stated group sizes \[64\]"), (None, "no stated group size")):
+        with pytest.raises(BadModelFile, match=rf"up_proj\.scales: has 6 groups for 704 inputs, and {said} to say"):
+            load(tensors, (N, 704), {**CONFIG, "group_size": size}, "awq_gemm")
 
 
 def test_scales_that_are_no_numbers(load: Load) -> None:

@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from localllm.errors import BadModelFile
 from localllm.quant import Weight, dequantize
 
 Load = Callable[..., Weight]
+Pack = Callable[[Tensor, int], Tensor]
 N, K, G = 24, 64, 32
 
 
@@ -67,6 +69,28 @@ def test_pack_quantized(package: SimpleNamespace, load: Load, bits: int, symmetr
     ours, theirs = round_trip(package, load, "PackedQuantizationCompressor", "ct_pack", args, tensors)
     assert torch.equal(ours, theirs)
     assert (ours - w).abs().max() <= w.abs().max()
+
+
+@pytest.mark.parametrize("zero", [None, "plain", "packed"])
+@pytest.mark.parametrize("k", [704, 192])
+def test_a_last_group_that_is_shorter(k: int, zero: str | None, load: Load, pack_stream: Pack) -> None:
+    """5.5 groups of 128, which the package would not write; and 1.5, which could be two of 96."""
+    of, groups = torch.arange(k) // 128, -(-k // 128)
+    q, z = torch.randint(0, 16, (N, k)), torch.randint(0, 16, (N, groups))
+    s = (torch.rand(N, groups) + 0.5).bfloat16()
+    tensors = {"weight_packed": pack_stream(q, 4), "weight_scale": s, "weight_shape": torch.tensor([N, k])}
+    if zero == "plain":
+        tensors["weight_zero_point"] = (z - 8).to(torch.int8)
+    elif zero == "packed":
+        tensors["weight_zero_point"] = pack_stream(z.t().contiguous(), 4).t()
+    args = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
+    config: dict[str, Any] = {"config_groups": {"group_0": {"weights": args}}}
+    weight = load(tensors, (N, k), config, "ct_pack")
+    expected = (q - (8 if zero is None else z[:, of])).float() * s[:, of].float()
+    assert weight.group_size == 64 and torch.equal(dequantize(weight), expected)
+    config["config_groups"]["group_1"] = {"weights": args | {"group_size": 96 if k == 192 else 120}}
+    with pytest.raises(BadModelFile, match=rf"has {groups} groups for {k} inputs, and the stated group sizes \[\d+, 1"):
+        load(tensors, (N, k), config, "ct_pack")
 
 
 def test_int_quantized(package: SimpleNamespace, load: Load) -> None:

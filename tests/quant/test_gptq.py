@@ -120,6 +120,19 @@ def test_a_last_group_that_is_shorter(load: Load, pack_stream: Pack) -> None:
     assert torch.equal(dequantize(weight), value(q, z, s, g_idx))
 
 
+@pytest.mark.parametrize("k", [704, 192])
+def test_a_shorter_group_without_an_order(k: int, load: Load, pack_stream: Pack) -> None:
+    of, groups = torch.arange(k) // 128, -(-k // 128)
+    q, z = torch.randint(0, 16, (N, k)), torch.randint(0, 16, (N, groups))
+    s = (torch.rand(N, groups) * 0.02 + 0.001).half()
+    tensors = stored(pack_stream, q, z, s, 4, v2=True, g_idx=None)
+    weight = load(tensors, (N, k), config(4, 128, checkpoint_format="gptq_v2"), "gptq")
+    assert torch.equal(dequantize(weight), value(q, z, s, of))
+    if k == 704:
+        with pytest.raises(BadModelFile, match=r"scales: has 6 groups for 704 inputs, and no stated group size"):
+            load(tensors, (N, k), config(4, -1, checkpoint_format="gptq_v2"), "gptq")
+
+
 def test_eight_bits_with_far_zeros_stay_exact(load: Load, pack_stream: Pack, caplog: pytest.LogCaptureFixture) -> None:
     q, z, s = layer(8, 4)
     z[:, 0] = 0

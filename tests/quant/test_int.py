@@ -57,6 +57,14 @@ def test_modelopt_int4(load: Load) -> None:
     assert torch.equal(dequantize(weight), expected * 2)
 
 
+def test_modelopt_int4_with_a_shorter_last_group(load: Load) -> None:
+    q, s = torch.randint(-8, 8, (N, 704)), torch.rand(N, 6) + 0.01
+    low, high = (q[0::2] & 15).to(torch.uint8), (q[1::2] & 15).to(torch.uint8)
+    tensors = {"weight": low | (high << 4), "weight_scale": s}
+    weight = load(tensors, (N, 704), {"quant_method": "modelopt", "group_size": 128}, "modelopt_int4")
+    assert torch.equal(dequantize(weight), q.float() * s[:, torch.arange(704) // 128])
+
+
 def config(bits: int) -> dict[str, object]:
     weights = {"num_bits": bits, "type": "int", "strategy": "group", "group_size": G}
     return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}

@@ -29,19 +29,14 @@ def _stored(module: StoredModule, kind: str, shape: tuple[int, int]) -> StoredFo
     if bits not in (None, 4):
         raise module.unsupported(f"AWQ with {bits} bits; only 4 exist in practice")
     n, k = shape
-    size = positive(module.setting("group_size", "q_group_size"))
+    stated = module.setting("group_size", "q_group_size")
     if kind == "awq_gemm":
-        groups = module.tensors["scales"].shape[0]
-        if k % groups:
-            raise module.bad(f"{module.name}.scales", f"has {groups} groups, which do not divide {k} inputs")
-        size = k // groups
-    else:
-        size = size or 128  # scales are padded there: only the config knows; 128 is what every tool defaults to
+        size = module.group_size("scales", k, module.tensors["scales"].shape[0], (stated,))
+    else:  # scales are padded there: only the config knows; 128 is what every tool defaults to
+        size = positive(stated) or 128
     zero_point = module.setting("zero_point") is not False
     if zero_point:
         module.need("qzeros", "an asymmetric AWQ weight")
         if kind == "awq_gemm":
-            module.expect("qzeros", (k // size, n // 8))
-    if k % size:
-        raise module.bad(f"{module.name}.qweight", f"has {k} inputs, not a multiple of the group size {size}")
+            module.expect("qzeros", (-(-k // size), n // 8))
     return StoredFormat(kind, "awq", shape, {"group_size": size, "zero_point": zero_point})

@@ -6,6 +6,8 @@ params: bits, group_size, zero_point: None | "packed" | "plain" (int8 [N, K/g]),
 
 from __future__ import annotations
 
+from typing import Any
+
 from .module import StoredFormat, StoredModule, positive
 
 
@@ -34,8 +36,9 @@ def detect(module: StoredModule) -> StoredFormat | None:
         what = f"has {words} words a row, {bits} bits and {k} inputs need {-(-k * bits // 32)}"
         raise module.bad(f"{module.name}.weight_packed", what)
     groups = scale.shape[-1] if len(scale.shape) == 2 else 1
-    if len(scale.shape) == 0 or scale.shape[0] != n or k % groups:
-        raise module.bad(scale.name, f"has shape {list(scale.shape)}, [{n}, groups that divide {k}] is expected")
+    if len(scale.shape) == 0 or scale.shape[0] != n:
+        raise module.bad(scale.name, f"has shape {list(scale.shape)}, [{n}, groups of {k} inputs] is expected")
+    size = module.group_size("weight_scale", k, groups, _stated(module, "group_size"))
     zero = module.get("weight_zero_point")
     kind = None if zero is None else ("packed" if zero.dtype == "I32" else "plain")
     if kind == "packed":
@@ -45,18 +48,19 @@ def detect(module: StoredModule) -> StoredFormat | None:
     g_idx = module.get("weight_g_idx")
     if g_idx is not None:
         module.expect("weight_g_idx", (k,))
-    params = {"bits": bits, "group_size": k // groups, "zero_point": kind, "g_idx": g_idx is not None, "dense": dense}
+    params = {"bits": bits, "group_size": size, "zero_point": kind, "g_idx": g_idx is not None, "dense": dense}
     return StoredFormat("ct_pack", f"w{bits}a16", (n, k), params)
 
 
 def _bits(module: StoredModule) -> int | None:
     """`num_bits` when all groups of the config agree on it; else the shapes tell."""
-    groups = module.model.quantization_config.get("config_groups")
-    if not isinstance(groups, dict):
-        return None
-    found = set()
-    for group in groups.values():
-        weights = group.get("weights") if isinstance(group, dict) else None
-        if isinstance(weights, dict):
-            found.add(positive(weights.get("num_bits")))
+    found = {positive(bits) for bits in _stated(module, "num_bits")}
     return found.pop() if len(found) == 1 else None
+
+
+def _stated(module: StoredModule, key: str) -> list[Any]:
+    """What the config says of weights under `key`, of each group of modules."""
+    groups = module.model.quantization_config.get("config_groups")
+    parts = groups.values() if isinstance(groups, dict) else ()
+    weights = (part.get("weights") if isinstance(part, dict) else None for part in parts)
+    return [one.get(key) for one in weights if isinstance(one, dict)]

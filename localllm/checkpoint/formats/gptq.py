@@ -41,7 +41,9 @@ def detect(module: StoredModule) -> StoredFormat | None:
         module.need("qzeros", "an asymmetric GPTQ weight")
         module.expect("qzeros", (groups, columns * bits // 32))
     size = positive(module.setting("group_size"))
-    if size is None or -(-k // size) != groups:
+    if g_idx is None:
+        size = module.group_size("scales", k, groups, (size,))
+    elif size is None or -(-k // size) != groups:
         size = -(-k // groups)
     params = {"bits": bits, "group_size": size, "sym": sym if isinstance(sym, bool) else None}
     params |= {"v2": label == "gptq_v2", "g_idx": g_idx is not None}

@@ -14,7 +14,8 @@ def detect(module: StoredModule) -> StoredFormat | None:
         return None
     rows, columns = module.matrix("weight")
     n, groups = module.matrix("weight_scale")
-    if n != rows * 2 or columns % groups:
-        what = f"has shape {[n, groups]}, [{rows * 2}, groups that divide {columns}] is expected"
+    if n != rows * 2:
+        what = f"has shape {[n, groups]}, [{rows * 2}, groups of {columns} inputs] is expected"
         raise module.bad(module.tensor("weight_scale"), what)
-    return StoredFormat("modelopt_int4", "w4a16", (n, columns), {"group_size": columns // groups})
+    size = module.group_size("weight_scale", columns, groups, (module.setting("group_size"),))
+    return StoredFormat("modelopt_int4", "w4a16", (n, columns), {"group_size": size})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,6 +85,20 @@ class StoredModule:
         """The refusal of a format by name, with what would work."""
         hint = "fetch a BF16, FP8, AWQ, GPTQ, NVFP4 or GGUF version of this model"
         return bad(next(iter(self.tensors.values())).file, what, key=self.name, hint=hint, error=UnsupportedFormat)
+
+    def group_size(self, key: str, k: int, groups: int, stated: Iterable[object]) -> int:
+        """Inputs of a group, where the last one may be shorter: the one of `stated` that makes so many groups.
+
+        Where none does, all are equal; raises BadModelFile for tensor `key` where that cannot be, or two make as many.
+        """
+        sizes = {size for one in stated if (size := positive(one))}
+        found = {min(size, k) for size in sizes if -(-k // size) == groups}
+        if len(found) == 1:
+            return found.pop()
+        if not found and groups > 0 and k % groups == 0:
+            return k // groups
+        said = f"the stated group sizes {sorted(sizes)}" if sizes else "no stated group size"
+        raise self.bad(self.tensor(key), f"has {groups} groups for {k} inputs, and {said} to say where they begin")
 
     def setting(self, *names: str) -> Any:
         config = self.model.quantization_config
