@@ -92,7 +92,7 @@ def text(found: Launch) -> str:
         ("llama.cpp", "rtx5090", "unsloth/Qwen3.6-27B-MTP-GGUF:Q4_K_M",
          ["--spec-type draft-mtp --spec-draft-n-max 4", "--fit"], ["ncmoe"]),
         ("llama.cpp", "rtx5090", "ggml-org/gpt-oss-120b-GGUF:MXFP4", ["--fit on", "-ctk q8_0"], ["ncmoe", "-ngl"]),
-        ("llama.cpp", "rtx3060", "ggml-org/GLM-4.7-Flash-GGUF:Q4_K_M", ["--fit on"], ["ncmoe", "--cache-reuse"]),
+        ("llama.cpp", "rtx3060", "ggml-org/GLM-4.7-Flash-GGUF:Q4_K", ["--fit on"], ["ncmoe", "--cache-reuse"]),
         ("llama.cpp", "rtx3060", "unsloth/Qwen3-8B-GGUF:Q4_K_M", ["-ub 512"], ["-ncmoe"]),
         ("llama.cpp", "cpu", None, ["-t 16", "GGUF"], ["--fit"]),
         ("llama.cpp", "rtx5090x2", None, ["-sm layer"], []),
