@@ -76,10 +76,15 @@ def compare_all(found: Iterable[Tensor], wanted: Iterable[Tensor], tolerance: fl
 # what a launch that never ran says; the next one may run
 REFUSED = (
     "out of memory", "out of resource", "too many resources", "invalid argument", "invalid configuration",
-    "invalid device function", "no kernel image",
+    "invalid device function", "no kernel image", "alloc_failed", "not_supported", "invalid_value",
 )  # fmt: skip
-# what Triton's launcher says when a context is lost; it reports refusals of one kernel in the same way
-LOST = ("Triton Error [CUDA]: an illegal", "Triton Error [CUDA]: unspecified launch", "Triton Error [CUDA]: misaligned")
+TRITON = "Triton Error [CUDA]: "
+# what Triton's launcher says after that when a context is lost; it reports refusals of one kernel in the same way
+LOST = (
+    "an illegal", "unspecified launch", "misaligned", "uncorrectable ECC", "unknown error", "context is destroyed",
+    "hardware stack", "invalid program counter", "invalid address space", "the launch timed out", "driver shutting",
+    "no CUDA-capable", "device kernel image is invalid", "system not",
+)  # fmt: skip
 
 
 def is_device_lost(error: BaseException) -> bool:
@@ -87,7 +92,8 @@ def is_device_lost(error: BaseException) -> bool:
     text = str(error)
     if any(word in text.lower() for word in REFUSED):
         return False
-    return any(word in text for word in ("CUDA error", "device-side", *LOST))
+    said = ("CUDA error", "CUDA driver error", "device-side", *(TRITON + word for word in LOST))
+    return any(word in text for word in said)
 
 
 class NotBuilt(Exception):

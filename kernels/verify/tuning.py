@@ -34,6 +34,7 @@ WARM_RUNS = 3
 POLL_S = 0.005  # between two questions whether to stop
 # by how much of their size the numbers of two candidates may differ: sums in another order, rounded to bfloat16
 AGREEMENT = 2e-2
+STEADY = 0.10  # by how much the first candidate may differ when it is timed again: more, and the card's clocks changed
 WORTH = 0.97  # a candidate replaces the one in use when it takes at most this share of its time: less is noise
 
 Tile = Mapping[str, int]
@@ -79,6 +80,7 @@ class Tuner:
 
     records: Records | None = None
     capability: int = 0
+    num_unsteady: int = 0  # shapes whose times were worth nothing
     _picked: dict[Shape, Tile] = field(default_factory=dict)
     _jobs: dict[Shape, tuple[tuple[Tile, ...], Trial]] = field(default_factory=dict)  # not timed yet
     _compiler: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, "compile"))
@@ -167,11 +169,17 @@ class Tuner:
                         continue
                 times.append((measure(call), tile))
             except Exception as error:  # too much shared memory, a compiler's refusal: the others are still good
+                if is_device_lost(error):
+                    raise
                 failed.append(f"{dict(tile)}: {type(error).__name__}: {str(error)[:120]}")
         del self._jobs[shape]
         if not times:
             return Tuned(shape, candidates[0], 0.0, 0.0, tuple(failed))
         first_s, first = times[0]
+        if len(times) > 1 and abs(again := measure(trial(first)) / first_s - 1) > STEADY:
+            self.num_unsteady += 1  # nothing is kept: the next start times it again
+            failed.append(f"the card's speed changed by {again:.0%} meanwhile: its power or heat is limited")
+            return Tuned(shape, first, first_s * 1e6, first_s * 1e6, tuple(failed))
         best_s, best = min(times, key=lambda entry: entry[0])
         if best_s > WORTH * first_s:
             best_s, best = first_s, first

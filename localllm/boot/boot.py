@@ -277,6 +277,8 @@ class Boot:
             measured = tuner().num_measured
             guessed = "" if is_measured(tuner().capability) else "tiles not measured on this card"
             parts.append(f"{measured} tiles tuned here" if measured else guessed)
+            if unsteady := tuner().num_unsteady:
+                parts.append(f"{unsteady} not tuned: the card's clocks changed meanwhile")
         return " · ".join(part for part in (*parts, self.profile_note) if part)
 
     @property

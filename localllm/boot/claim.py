@@ -11,8 +11,10 @@ from localllm.device import GpuFacts, MachineFacts
 from localllm.device.assembler import BLACKWELL, assembler
 from localllm.device.gpu_table import generation
 from localllm.device.host import version_key
-from localllm.errors import DeviceError
+from localllm.errors import DeviceError, OutOfMemory
 from localllm.kernels.cpu.build import library, name_compiler
+from localllm.plan.plan import Plan
+from localllm.terminal import gib
 
 HEAVY = ("qkv", "o", "gate_up", "down", "lm_head", "paged_attention")  # the layer classes that need several threads
 LOADING_THREADS = 8  # threads that turn stored formats into ours on the host while a model goes to a card
@@ -92,6 +94,31 @@ def claim_card(device: str, machine: MachineFacts) -> None:
     torch.cuda.set_device(device)
     name_compiler()
     torch.set_num_threads(max(1, min(LOADING_THREADS, machine.cpu.cores_usable)))
+
+
+def check_room(plan: Plan, planned: MachineFacts, now: MachineFacts) -> None:
+    """Raise OutOfMemory where others took what the plan counts on since it was made, DeviceError where the card went.
+
+    planned   the machine that the plan was made for
+    """
+    index = int(plan.device.removeprefix("cuda:") or 0)
+    before = planned.gpus[index]
+    card = next((card for card in now.gpus if card.uuid == before.uuid), None)
+    if card is None:
+        why = now.gpu_error or "the driver does not show it"
+        raise DeviceError(f"{before.name} was there when the model was planned: now {why}", "localllm doctor")
+    ours = torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)  # kept by torch for the next model
+    need = plan.need_bytes - plan.margin_bytes
+    if card.unified or need <= card.free_bytes + ours:
+        return
+    known = {one.pid for one in before.processes}
+    others = [f"{one.name or 'process'} {one.pid} has {gib(one.used_bytes, 1)}" for one in card.processes]
+    new = [said for said, one in zip(others, card.processes, strict=True) if one.pid not in known] or others
+    raise OutOfMemory(
+        f"{gib(need, 1)} are needed, {card.name} had {gib(before.free_bytes, 1)} free when the model was planned and"
+        f" has {gib(card.free_bytes, 1)} now{': ' if new else ''}{', '.join(new[:3])}",
+        "start again, which plans for what is free, or end what uses the card",
+    )
 
 
 def set_threads(count: int) -> None:

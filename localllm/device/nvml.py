@@ -222,10 +222,15 @@ class Nvml:
         """What a function fills a buffer with."""
         return (self.ask(name, *handle, kind=c_char * 96, then=(c_uint(96),)) or b"").decode(errors="replace")
 
+    def card(self, index: int) -> tuple[int, c_void_p]:
+        """(the driver's code, the card of a number)"""
+        found = c_void_p()
+        return self.call("nvmlDeviceGetHandleByIndex_v2", c_uint(index), byref(found)), found
+
     def handle(self, index: int) -> c_void_p | None:
         """The card of a number; None for one that is lost."""
-        found = self.ask("nvmlDeviceGetHandleByIndex_v2", c_uint(index), kind=c_void_p)
-        return c_void_p(found) if found is not None else None
+        code, found = self.card(index)
+        return None if code else found
 
     def reason(self, code: int) -> str:
         """The library's own words for a code."""

@@ -21,6 +21,7 @@ import torch
 from localllm.errors import DeviceError, InternalError, LocalLLMError, OutOfMemory
 from localllm.request import FinishReason, Request, embeds_only
 
+from .failures import device_lost, is_device_lost
 from .metrics import EngineStats
 from .pages import Pages, Slots
 from .publisher import Listener, Publisher, RequestStream
@@ -176,6 +177,11 @@ class Engine:
         return self._dead is not None
 
     @property
+    def failure(self) -> str:
+        """Why it stopped by itself; nothing while it runs."""
+        return str(self._dead or "")
+
+    @property
     def is_idle(self) -> bool:
         """Whether no request waits or runs, and nothing was asked of the engine's thread."""
         return not (self._inbox or self.stepper.has_work)
@@ -226,7 +232,9 @@ class Engine:
         try:
             if not job(self._is_wanted):
                 self._idle_jobs.appendleft(job)
-        except Exception:  # what is done on the side ends no request
+        except Exception as error:  # what is done on the side ends no request, unless nothing can run any more
+            if is_device_lost(error):
+                raise device_lost(error) from error
             log.exception("an idle job failed")
 
     @torch.inference_mode()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from localllm.errors import BadModelFile, InternalError, LocalLLMError, OutOfMemory
+from localllm.errors import BadModelFile, DeviceError, InternalError, LocalLLMError, OutOfMemory
 from localllm.kernels.token_choice import NotANumber
 
 
@@ -27,6 +27,28 @@ def is_device_lost(error: BaseException) -> bool:
     return not is_out_of_memory(error) and (isinstance(error, lost) or context_is_lost(error))
 
 
+# words of CUDA in lower case -> what they mean
+CAUSES = {
+    "uncorrectable ecc": "its memory failed, and what it held is wrong",
+    "launch timed out": "the driver stopped a kernel that kept its screen waiting",
+    "illegal": "a kernel left its memory",
+    "misaligned": "a kernel left its memory",
+    "assert": "a kernel found numbers that cannot be",
+    **dict.fromkeys(
+        ("no cuda-capable", "unknown error", "is lost", "shutting down", "not initialized", "not ready", "destroyed"),
+        "the driver has lost the card, or was reset",
+    ),
+    "busy or unavailable": "another process holds it alone",
+}
+
+
+def device_lost(error: BaseException) -> DeviceError:
+    """The error that ends an engine whose device is unusable, to be raised from `error`."""
+    said = (str(error).splitlines() or [type(error).__name__])[0]
+    cause = next((f": {cause}" for word, cause in CAUSES.items() if word in said.lower()), "")
+    return DeviceError(f"the GPU failed{cause} ({said[:200]})", "restart localllm; `localllm doctor` checks the card")
+
+
 def explained(error: Exception) -> LocalLLMError:
     """An error that a user can be shown."""
     if isinstance(error, LocalLLMError):
@@ -34,6 +56,8 @@ def explained(error: Exception) -> LocalLLMError:
     wrapped: LocalLLMError
     if isinstance(error, NotANumber):
         wrapped = BadModelFile(f"what the model computes is not a number ({error}): its weights are damaged")
+    elif is_device_lost(error):
+        wrapped = device_lost(error)
     elif is_out_of_memory(error):
         wrapped = OutOfMemory("memory ran out during this step", "use a smaller --ctx or fewer requests")
     else:

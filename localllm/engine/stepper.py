@@ -12,11 +12,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from localllm.errors import DeviceError, LocalLLMError, OutOfMemory
+from localllm.errors import LocalLLMError, OutOfMemory
 from localllm.request import FinishReason, TokenEvent
 
 from .batch import row_range
-from .failures import explained, is_device_lost, is_out_of_memory
+from .failures import device_lost, explained, is_device_lost, is_out_of_memory
 from .masks import MaskFiller
 from .metrics import EngineStats
 from .pressure import Pressure
@@ -106,7 +106,7 @@ class Stepper:
             step.drafter = self.speculation.name
         except Exception as error:
             if is_device_lost(error):
-                raise DeviceError(f"the GPU failed: {str(error).splitlines()[0]}", "restart localllm") from error
+                raise device_lost(error) from error
             log.error("speculation is off: guessing failed", exc_info=error)
             self.speculation = None
 
@@ -328,7 +328,7 @@ class Stepper:
         error = pending.error
         assert error is not None
         if is_device_lost(error):
-            raise DeviceError(f"the GPU failed: {str(error).splitlines()[0]}", "restart localllm") from error
+            raise device_lost(error) from error
         guessed = [part.sequence for part in pending.step.scheduled if part.drafts]
         for sequence in guessed:
             self._scheduler.pages.trim(sequence)

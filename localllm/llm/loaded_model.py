@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from localllm.config import EngineOptions
-from localllm.errors import BadModelFile, ConfigError
+from localllm.errors import BadModelFile, ConfigError, LocalLLMError
 from localllm.interface import Facts
 from localllm.llm.sampling import recommended
 from localllm.request import LoadProgress, OnProgress
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from localllm.chat.template import ChatTemplate
-    from localllm.device import MachineFacts
+    from localllm.device import GpuFacts, MachineFacts
     from localllm.device.nvml import PowerMeter
     from localllm.engine.engine import Engine
     from localllm.engine.metrics import EngineStats
@@ -128,6 +128,16 @@ class LoadedModel:
             from localllm.checkpoint.mapped_file import label
 
             raise error.about(label(self.path), self._pulled_as) from error
+        except LocalLLMError:
+            raise
+        except Exception as error:
+            if "torch" not in sys.modules:
+                raise
+            from localllm.engine.failures import explained, is_device_lost, is_out_of_memory
+
+            if not is_device_lost(error) and not is_out_of_memory(error):
+                raise
+            raise explained(error) from error
 
     def _start(self) -> None:
         from localllm.llm.output_rules import OutputRules
@@ -160,7 +170,9 @@ class LoadedModel:
         ThreadPoolExecutor(1).submit(import_module, "torch").result()
         import torch
 
-        from localllm.boot.claim import claim_card, set_threads
+        from localllm.boot.claim import check_room, claim_card, set_threads
+        from localllm.device import machine
+        from localllm.device.trouble import trouble
         from localllm.kernels.cpu.build import is_built
 
         import_module("localllm.boot.boot")  # its imports are not part of loading
@@ -171,6 +183,9 @@ class LoadedModel:
         set_threads(self.plan.threads)
         if device.type == "cuda":
             claim_card(self.plan.device, self.machine)
+            check_room(self.plan, self.machine, machine())
+            if said := trouble(self._card.index):
+                self._doubts += (f"{self._card.name}: {said}",)
         return device
 
     def _load_weights(self, device: torch.device) -> None:
@@ -316,6 +331,18 @@ class LoadedModel:
     def is_dead(self) -> bool:
         """Whether the engine stopped by itself."""
         return self._engine is not None and self._engine.is_dead
+
+    @property
+    def _card(self) -> GpuFacts:
+        return self.machine.gpus[int(self.plan.device.removeprefix("cuda:") or 0)]
+
+    @property
+    def why_dead(self) -> str:
+        """Why the engine stopped by itself, and what the driver says of its card."""
+        from localllm.device.trouble import trouble
+
+        said = "" if self._engine is None else self._engine.failure
+        return "; ".join(filter(None, (said, "" if self.plan.device == "cpu" else trouble(self._card.index))))
 
     def is_stalled(self, least_s: float) -> bool:
         """Whether the present step takes longer than `least_s`, and than steps of this model ever take.

@@ -385,7 +385,7 @@ class ModelPool:
         now, stopped = time.monotonic(), f"the engine of {entry.name} stopped"
         again = entry.restarted_at is not None and now - entry.restarted_at < RESTART_S
         if again or entry.llm.plan.device != "cpu":
-            entry.broken = stopped
+            entry.broken = f"{stopped}: {why}" if (why := entry.llm.why_dead) else stopped
         else:
             entry.restarted_at = now
             self._set(entry, State.LOADING)

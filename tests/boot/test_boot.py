@@ -310,9 +310,32 @@ def test_a_tile_that_computes_something_else_is_never_used() -> None:
 
     tuner = tuning.Tuner()
     tuner.pick(SHAPE, TILES, writing)
-    costs = iter([9e-6, 7e-6])
+    costs = iter([9e-6, 7e-6, 9e-6])
     (tuned,) = tuner.tune(lambda call: next(costs))
     assert dict(tuned.tile) == {"rows": 16} and "{'rows': 8}: off by" in tuned.failed[0]
+
+
+def test_times_of_a_card_that_slowed_down_meanwhile_decide_nothing(tmp_path: Path) -> None:
+    """The first candidate, timed again at the end, shows a power limit: 8 only looked slower."""
+    from localllm.kernels.verify.records import Records
+
+    records = Records("tuning", {"device": "card"}, tmp_path)
+    tuner = tuning.Tuner(records)
+    tuner.pick(SHAPE, TILES[:2], trial)
+    costs = iter([9e-6, 5e-6, 14e-6])
+    (tuned,) = tuner.tune(lambda call: next(costs))
+    assert dict(tuned.tile) == TILES[0] and "speed changed by 56%" in tuned.failed[0]
+    assert not records.items() and tuner.num_unsteady == 1 and not tuner.waiting
+
+
+def test_tuning_that_loses_the_card_says_so() -> None:
+    def lost(call: Callable[[], object]) -> float:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    tuner = tuning.Tuner()
+    tuner.pick(SHAPE, TILES[:2], trial)
+    with pytest.raises(RuntimeError, match="unspecified"):
+        tuner.tune(lost)
 
 
 def test_who_tunes_on_purpose_is_told_of_every_shape(empty_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

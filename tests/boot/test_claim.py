@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from localllm.boot.claim import check_card, runs_code_of
+from localllm.boot.claim import check_card, check_room, runs_code_of
+from localllm.device import GpuProcess
 from localllm.device.fake import MACHINES
-from localllm.errors import DeviceError
+from localllm.errors import DeviceError, OutOfMemory
 
 CARD = MACHINES["rtx5090"].gpus[0]
 CU128 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
@@ -65,3 +68,16 @@ def test_a_card_that_does_not_is_named_with_the_cause(
     with pytest.raises(DeviceError) as caught:
         check_card(device, replace(CARD, index=1))
     assert words in caught.value.message and caught.value.hint
+
+
+def test_a_card_that_somebody_took_since_it_was_planned_is_named_with_him() -> None:
+    machine, gib = MACHINES["rtx5090"], 1 << 30
+    card = replace(CARD, free_bytes=20 * gib, processes=(GpuProcess(7, gib, "xorg"),))
+    planned = replace(machine, gpus=(card,))
+    plan: Any = SimpleNamespace(device="cuda:0", need_bytes=18 * gib, margin_bytes=gib)
+    check_room(plan, planned, planned)
+    taken = replace(card, free_bytes=4 * gib, processes=(*card.processes, GpuProcess(99, 16 * gib, "blender")))
+    with pytest.raises(OutOfMemory, match=r"had 20.0 GiB free .* has 4.0 GiB now: blender 99 has 16.0 GiB$"):
+        check_room(plan, planned, replace(machine, gpus=(taken,)))
+    with pytest.raises(DeviceError, match="now the driver does not show it"):
+        check_room(plan, planned, replace(machine, gpus=()))

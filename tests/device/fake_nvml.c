@@ -45,6 +45,10 @@ int nvmlDeviceGetComputeRunningProcesses_v3(void *gpu, unsigned *count, process_
     out[1] = (process_t){4194999, ~0ull, 0, 0};
     return 0;
 }
+int nvmlDeviceGetTotalEccErrors(void *gpu, int kind, int since, unsigned long long *out) {
+    *out = kind == 1 && since == 0 ? 3 : 0;
+    return (long)gpu == 1 ? 0 : 3;
+}
 /* What only the first card tells: link, power, heat, modes. */
 #define TOLD(name, value) int name(void *gpu, unsigned *out) { if ((long)gpu == 2) return 3; *out = value; return 0; }
 TOLD(nvmlDeviceGetCurrPcieLinkWidth, 8)

@@ -13,6 +13,7 @@ import pytest
 
 from localllm.device import nvml
 from localllm.device.nvml import Answer, gpu_facts, visible
+from localllm.device.trouble import trouble
 
 GIB = 1 << 30
 
@@ -69,6 +70,31 @@ def test_no_driver_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
     (tmp_path / "proc/driver/nvidia/version").touch()
     assert "libnvidia-ml" in gpu_facts(0, tmp_path).gpu_error
+
+
+@pytest.mark.parametrize(
+    ("card", "words"),
+    [(0, "3 errors of its memory could not be corrected"), (1, ""), (2, "fallen off the bus"), (7, "")],
+)
+def test_what_is_wrong_with_a_card(library: Any, card: int, words: str) -> None:
+    said = trouble(card, library)
+    assert words in said if words else not said
+
+
+def test_what_a_driver_without_words_says() -> None:
+    class Reset:
+        def nvmlDeviceGetHandleByIndex_v2(self, *given: object) -> int:
+            return 16
+
+        def nvmlInit_v2(self) -> int:
+            return 0
+
+    class Gone:
+        def nvmlInit_v2(self) -> int:
+            return 999
+
+    assert "must be reset" in trouble(0, Reset())
+    assert "does not answer" in trouble(0, Gone()) and "999" in trouble(0, Gone())
 
 
 def test_an_old_library_lacks_functions() -> None:

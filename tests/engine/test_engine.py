@@ -523,6 +523,37 @@ def test_a_text_that_is_never_cut_is_read_alone_or_fails():
     assert collected(stream)[-1].finish_reason == "error" and engine.stats().num_relieved == 0
 
 
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ("CUDA error: uncorrectable ECC error encountered\nmore", "its memory failed, and what it held is wrong"),
+        ("CUDA error: unknown error", "the driver has lost the card, or was reset"),
+        ("CUDA error: all CUDA-capable devices are busy or unavailable", "another process holds it alone"),
+    ],
+)
+def test_a_lost_card_ends_the_engine_with_the_cause(said, words):
+    """In a step, and between requests: nothing is answered from what it holds."""
+
+    def lost(*_):
+        raise RuntimeError(said)
+
+    engine = make()
+    engine.start()
+    run_before = engine.submit(request([1, 2, 3], max_tokens=1))
+    collected(run_before)
+    engine.when_idle(lost)
+    engine.join(10)
+    assert engine.is_dead and words in engine.failure and "more" not in engine.failure
+    with pytest.raises(DeviceError):
+        engine.submit(request([1, 2, 3]))
+    engine = make(fault=lost)
+    stream = engine.submit(request([1, 2, 3]))
+    with pytest.raises(DeviceError, match=words):
+        engine.run_once()
+    engine.close()
+    del stream
+
+
 def test_thread_streams_and_close_ends_everything():
     engine = make()
     engine.start()
