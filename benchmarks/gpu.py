@@ -1,12 +1,15 @@
-"""One command for a card at hand: are all kernels right, and how fast are they against what the card can do?
+"""One command for a card at hand: are all kernels right, how fast are they against what the card can do, and others?
 
-    python benchmarks/gpu.py --check               every op against its reference, in the shapes of many models
-    python benchmarks/gpu.py --minutes 9           the lines that decide, then as much of the grid as there is time for
-    python benchmarks/gpu.py --only 8B --tune 20   rows whose name contains 8B, after timing tile sizes
+    python benchmarks/gpu.py --plan            what to run first, each part within ten minutes
+    python benchmarks/gpu.py check             every op against its reference, graphs against eager steps, first start
+    python benchmarks/gpu.py speed             the lines that decide, and a decoding step kernel by kernel
+    python benchmarks/gpu.py rivals            transformers and torch's own kernels on the same card
+    python benchmarks/gpu.py grid --only 8B    as much of all sizes, formats, batches and contexts as there is time for
+    python benchmarks/gpu.py --dry             every part without a card: an H100's facts, Triton's interpreter
 
 Weights are random and made on the device, in Qwen3's shapes: nothing is downloaded. Needs torch, triton, numpy and this
 checkout, installed or not. Every row is written to the JSON file at once, so a run may be stopped at any time; several
-runs append to one file. Exit 1 when a check failed or a line was missed.
+runs append to one file. Exit 1 when a check failed or a line was missed; in a rehearsal, when a part did not run.
 """
 
 from __future__ import annotations
@@ -22,7 +25,10 @@ import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gpu_place import Place
 
 STARTED = time.time()
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,23 +40,44 @@ SPEED = (  # model, format, KV; the lines of the issue come first
     ("8B", "bf16", "bf16"),
     ("0.6B", "bf16", "bf16"),
 )
+PARTS = ("check", "speed", "rivals", "grid")
+DRY = {"TRITON_INTERPRET": "1", "LOCALLLM_TESTING": "1", "LOCALLLM_FAKE_HW": "h100"}
+PLAN = """\
+Three calls of ten minutes, most valuable first; rows go to benchmarks/results/gpu-CARD.json, so each may be cut short.
+
+1. python benchmarks/gpu.py check --minutes 9.5 --file .cache/pieces
+   ops       each implementation of each op in the heads of seven models, KV bf16, fp16, int8 and fp8
+   products  {forms} forms of weights x {shapes} shapes, one row to a prompt, every implementation that fits
+   models    self-test, then graphs and steps ahead = eager over {same} tokens; bf16, fp8, int4, nvfp4, and the file
+   start     first ever start (line: 60 s) and one with kernels cached (8 s)
+2. python benchmarks/gpu.py speed --minutes 9.5 --out FILE
+   {speed}
+   each: MBU of the engine and of a step, a step kernel by kernel (CUPTI), attention at 32k, prefill, batch 64, memory
+   then one step without graphs
+3. python benchmarks/gpu.py rivals --minutes 9.5 --out FILE
+   torch.mm, _weight_int4pack_mm, _scaled_mm and SDPA beside our kernels; transformers at batch 1 and 32
+   With time left: python benchmarks/gpu.py grid
+
+A file to check with travels in pieces, beside the checkout, in a folder that git ignores:
+   python benchmarks/gpu.py --cut MODEL.gguf      here: .carry/MODEL.gguf.000, .001, ... of 48 MiB
+   mkdir -p .cache/pieces && cp .carry/* .cache/pieces    there, one call for each piece; --file joins them
+"""
 
 
 class Report:
     """Rows, printed as they come and kept in a file after each."""
 
-    def __init__(self, file: Path, device: str, deadline: float) -> None:
+    def __init__(self, file: Path, place: Place, deadline: float) -> None:
         import torch
         import triton
 
         self._file = file
         self.deadline = deadline
-        name = torch.cuda.get_device_name(device) if device != "cpu" else platform.processor() or platform.machine()
         self.document: dict[str, Any] = {
             "schema": "localllm.gpu-bench/1",
             "date": datetime.datetime.now().isoformat(timespec="seconds"),
             "command": "python benchmarks/gpu.py " + " ".join(sys.argv[1:]),
-            "card": name,
+            "card": place.name,
             "versions": {
                 "torch": torch.__version__,
                 "triton": triton.__version__,
@@ -61,6 +88,7 @@ class Report:
         }
         self._before = json.loads(file.read_text()) if file.exists() else []
         self.missed = 0
+        self.without: list[str] = []  # what failed, but for what is not installed
 
     def row(self, name: str, value: float, unit: str, line: str = "", holds: bool | None = None, **more: Any) -> None:
         """One number; `line` is what it should meet."""
@@ -73,6 +101,12 @@ class Report:
         temporary = self._file.with_suffix(".part")
         temporary.write_text(json.dumps([*self._before, self.document], indent=1) + "\n")
         temporary.replace(self._file)
+
+    def left_out(self, name: str, error: BaseException) -> None:
+        """Something that could not be measured, and why."""
+        if not isinstance(error, ImportError):
+            self.without.append(name)
+        print(f"{name}: left out: {type(error).__name__}: {str(error)[:300]}", flush=True)
 
     def has_time(self, seconds: float) -> bool:
         """Whether so many seconds are left."""
@@ -94,18 +128,18 @@ def child(
 # --- right? ----------------------------------------------------------------------------------------------------------
 
 
-def check(device: str, only: str, report: Report, workers: int) -> int:
+def check(place: Place, options: argparse.Namespace, report: Report) -> int:
     """Run the groups of checks side by side (compiling takes most of the time); how many checks failed."""
     from gpu_checks import groups
 
-    names = [name for name in groups(device) if only in name]
+    names = [name for name in groups(place, options.file) if options.only in name]
     failed = 0
 
     def run(name: str) -> tuple[str, subprocess.CompletedProcess[str]]:
         limit = max(10.0, min(CHECK_LIMIT_S, report.deadline - time.time()))
-        return name, child(["--group", name, "--device", device], limit)
+        return name, child(["--group", name, "--file", options.file, *place.words], limit)
 
-    with ThreadPoolExecutor(workers) as pool:
+    with ThreadPoolExecutor(options.workers) as pool:
         for name, done in pool.map(run, names):
             found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
             wrong = [(what, said) for what, said in found if said]
@@ -116,15 +150,16 @@ def check(device: str, only: str, report: Report, workers: int) -> int:
             failed += len(wrong)
             good = len(found) - len([1 for _, said in found if said])
             report.row(f"check {name}", good, "right", "all", not wrong, wrong=wrong)
+    print("all kernels are right" if not failed else f"{failed} checks failed")
     return failed
 
 
-def check_group(device: str, name: str) -> int:
+def check_group(place: Place, options: argparse.Namespace) -> int:
     """One group, in this process: a JSON pair a line."""
     from gpu_checks import groups
 
     failed = 0
-    for what, said in groups(device)[name]():
+    for what, said in groups(place, options.file)[options.group]():
         failed += bool(said)
         print(json.dumps([what, said]), flush=True)
     return 1 if failed else 0
@@ -133,107 +168,139 @@ def check_group(device: str, name: str) -> int:
 # --- fast? -----------------------------------------------------------------------------------------------------------
 
 
-def warm(models: Iterable[tuple[str, str, str]], device: str, workers: int, limit_s: float) -> None:
+def warm(models: Iterable[tuple[str, str, str]], place: Place, workers: int, limit_s: float) -> None:
     """Compile the kernels of models side by side, two layers of each in a process of its own."""
-    words = [["--warm", ":".join(model), "--device", device] for model in models]
+    words = [["--warm", ":".join(model), *place.words] for model in models]
     with ThreadPoolExecutor(workers) as pool:
         for model, done in zip(words, pool.map(lambda w: child(w, limit_s), words), strict=True):
             if done.returncode:
                 print(f"{model[1]}: {(done.stderr.strip().splitlines() or ['no message'])[-1]}", flush=True)
 
 
-def warm_one(model: str, device: str) -> None:
+def warm_one(model: str, place: Place) -> None:
     """Every kernel of a model once: all buckets, a chunk, sampling."""
     from gpu_models import facts_of, load
-    from gpu_rows import BATCHES, Bench, limited
-
-    from localllm.device import machine
+    from gpu_rows import Bench
 
     size, form, kv = model.split(":")
-    on_card = device != "cpu"
-    loaded = load(facts_of(size, form, 2), form, kv, device, dtype="bfloat16" if on_card else "float32")
-    facts = limited(machine(), WARM_BYTES)  # others compile on this card, too
-    bench = Bench(loaded, facts, kv, 8192 if on_card else 512, max(BATCHES) if on_card else 2, device)
-    bench.prefill_seconds(4096 if on_card else 64)
-    bench.decode_seconds(1, 4096 if on_card else 64, 3)
+    loaded, sizes = load(facts_of(size, form, 2), form, place.kv(kv), place), place.sizes
+    # others compile on this card, too
+    bench = Bench(loaded, place, place.kv(kv), 2 * sizes.ctx, max(sizes.batches), free=WARM_BYTES)
+    bench.prefill_seconds(sizes.ctx)
+    bench.decode_seconds(1, sizes.ctx, 3)
     bench.close()
 
 
-def speed(options: argparse.Namespace, report: Report) -> None:
-    """The deciding lines, then transformers, the start, and the grid, while there is time."""
+def run_part(part: str, place: Place, options: argparse.Namespace, report: Report) -> int:
+    """One part; how many checks failed."""
     from gpu_models import FORMATS, SIZES
-
-    device = options.device
-    on_card = device != "cpu"
-    chosen = SPEED if on_card else (("tiny", "int4", "bf16"), ("tiny", "bf16", "bf16"))
-    wanted = [model for model in chosen if options.only in f"{model[0]} {model[1]}, KV {model[2]}"]
-    if on_card and options.workers > 1:
-        started = time.time()
-        warm(wanted, device, options.workers, max(30.0, report.deadline - time.time()) * 0.4)
-        report.row("kernels compiled, side by side", time.time() - started, "s")
+    from gpu_rivals import Rivals
     from gpu_speed import Speed
 
-    timed = Speed(device, report, options.only, options.tune, child)
-    for model in chosen:
-        timed.model(*model, timed.lines)
-    timed.eager("8B", "int4", "fp8")
-    timed.transformers("8B" if on_card else "tiny")
-    timed.cold("8B" if on_card else "tiny")
-    if options.lines:
-        return
-    for size in [name for name in SIZES if (name != "tiny") == on_card]:
-        for form in FORMATS:
-            for kv in ("bf16", "fp8"):
-                timed.model(size, form, kv, timed.grid, 60 if on_card else 1)
-    if options.llama_bench:
-        timed.llama_cpp(*options.llama_bench)
+    failed = check(place, options, report) if part == "check" else 0
+    wanted = [model for model in SPEED if options.only in f"{model[0]} {model[1]}, KV {model[2]}"]
+    if part == "speed" and options.workers > 1 and not place.is_dry:
+        started = time.time()
+        warm(wanted, place, options.workers, max(30.0, report.deadline - time.time()) * 0.4)
+        report.row("kernels compiled, side by side", time.time() - started, "s")
+    timed = Speed(place, report, options.only, options.tune, child)
+    if part == "check":
+        timed.cold("8B")
+        if options.file:
+            from gpu_files import joined
+
+            timed.cold("8B", str(joined(Path(options.file))))
+    elif part == "speed":
+        for model in SPEED if not place.is_dry else SPEED[1:3]:
+            timed.model(*model, timed.lines)
+        timed.eager("8B", "int4", "fp8")
+    elif part == "rivals":
+        rivals = Rivals(place, timed)
+        rivals.kernels()
+        rivals.transformers("8B")
+        if options.llama_bench:
+            rivals.llama_cpp(*options.llama_bench)
+    else:
+        sizes = [name for name in SIZES if name != "tiny"]
+        models = [(size, form, kv) for size in sizes for form in FORMATS for kv in ("bf16", "fp8")]
+        for model in models if not place.is_dry else models[:1]:
+            timed.model(*model, timed.grid, 60)
+    return failed
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of this command."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("part", nargs="*", choices=[*PARTS, []], help="what to do; all of it with --dry")
+    made.add_argument("--plan", action="store_true", help="print what each of three calls of ten minutes does")
+    made.add_argument("--dry", action="store_true", help="rehearse without a card")
+    made.add_argument("--minutes", type=float, default=9.5, help="stop cleanly after so long")
+    made.add_argument("--only", default="", help="checks or models whose name contains this")
+    made.add_argument("--file", default="", help="a model to check with: a file, or a folder of its pieces")
+    made.add_argument("--cut", type=Path, metavar="MODEL", help="cut a file into pieces that travel one by one")
+    made.add_argument(
+        "--tune", type=float, default=0.0, metavar="S", help="time tile sizes for S seconds a model first"
+    )
+    made.add_argument("--device", default="cuda:0", help="cuda:N")
+    made.add_argument("--workers", type=int, default=6, help="processes that compile side by side")
+    made.add_argument("--out", type=Path, help="JSON file; benchmarks/results/gpu-CARD.json by default")
+    made.add_argument("--llama-bench", nargs=2, metavar=("BINARY", "GGUF"), help="compare with llama.cpp at the end")
+    for hidden in ("--group", "--warm", "--cold"):
+        made.add_argument(hidden, help=argparse.SUPPRESS)
+    return made
 
 
 def main() -> int:
     """Parse and run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="compare every op with its reference and stop")
-    parser.add_argument("--minutes", type=float, default=30.0, help="stop cleanly after so long")
-    parser.add_argument("--only", default="", help="checks or models whose name contains this")
-    parser.add_argument("--lines", action="store_true", help="only the lines that decide, not the grid")
-    parser.add_argument(
-        "--tune", type=float, default=0.0, metavar="S", help="time tile sizes for S seconds a model first"
-    )
-    parser.add_argument("--device", default="cuda:0", help="cuda:N, or cpu for a dry run with a tiny model")
-    parser.add_argument("--workers", type=int, default=6, help="processes that compile side by side")
-    parser.add_argument("--out", type=Path, help="JSON file; benchmarks/results/gpu-CARD.json by default")
-    parser.add_argument("--llama-bench", nargs=2, metavar=("BINARY", "GGUF"), help="compare with llama.cpp at the end")
-    for hidden in ("--group", "--warm", "--cold"):
-        parser.add_argument(hidden, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser().parse_args()
     sys.path.insert(0, str(ROOT))  # a checkout that is not installed
+    if options.dry:
+        os.environ.update(DRY)  # before anything of ours is imported; children inherit it
     import torch
+    from gpu_place import place_of
 
-    if options.device != "cpu" and not torch.cuda.is_available():
-        print("no CUDA device: torch sees none; --device cpu is a dry run", file=sys.stderr)
+    if options.plan or options.cut:
+        return prepare(options)
+    if not options.dry and not torch.cuda.is_available():
+        print("no CUDA device: torch sees none; --dry rehearses without one", file=sys.stderr)
         return 2
+    place = place_of(options.device, options.dry)
     if options.group:
-        return check_group(options.device, options.group)
+        return check_group(place, options)
     if options.warm:
-        warm_one(options.warm, options.device)
+        warm_one(options.warm, place)
         return 0
     if options.cold:
         from gpu_files import first_token
 
-        kv = "fp8" if options.device != "cpu" else "bf16"
-        print(json.dumps(first_token(Path(options.cold), options.device, kv, STARTED)))
+        print(json.dumps(first_token(Path(options.cold), place, "fp8", STARTED)))
         return 0
-    card = torch.cuda.get_device_name(options.device) if options.device != "cpu" else "cpu"
-    plain = "".join(c if c.isalnum() else "-" for c in card.lower())
+    plain = "".join(c if c.isalnum() else "-" for c in place.name.lower())
     file = options.out or ROOT / "benchmarks/results" / f"gpu-{plain}.json"
-    report = Report(file, options.device, STARTED + 60 * options.minutes)
-    if options.check:
-        failed = check(options.device, options.only, report, options.workers)
-        print("all kernels are right" if not failed else f"{failed} checks failed")
-        return 1 if failed else 0
-    speed(options, report)
+    report = Report(file, place, STARTED + 60 * options.minutes)
+    failed = sum(
+        run_part(part, place, options, report) for part in options.part or (PARTS if options.dry else ("speed",))
+    )
     print(f"{report.missed} lines missed, {len(report.document['rows'])} rows in {file}")
-    return 1 if report.missed else 0
+    if options.dry:  # speeds of a rehearsal mean nothing
+        return 1 if failed or report.without else 0
+    return 1 if failed or report.missed else 0
+
+
+def prepare(options: argparse.Namespace) -> int:
+    """What needs no card: the plan, and pieces of a file."""
+    from gpu_checks import FORMS
+    from gpu_files import cut
+    from gpu_place import Sizes
+
+    if options.cut:
+        for piece in cut(options.cut, ROOT / ".carry"):
+            print(f"{piece.relative_to(ROOT)} {piece.stat().st_size:,} bytes")
+        return 0
+    speed = "; ".join(f"Qwen3-{size} {form}, KV {kv}" for size, form, kv in SPEED)
+    sizes = Sizes()
+    print(PLAN.format(forms=FORMS, shapes=len(sizes.products), same=sizes.same, speed=speed), end="")
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,12 +1,17 @@
-"""Every op against its reference on the card at hand, in the shapes of several models: `gpu.py --check`."""
+"""Every op against its reference on the card at hand, in the shapes of several models: `gpu.py check`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import gpu_models
 import torch
+from gpu_files import joined, load_file
+from gpu_place import Place
+from gpu_rows import generate
 
 from localllm.kernels import Impl, LinearFacts, OpFacts, Weight
 from localllm.kernels.registry import OPS
@@ -15,12 +20,12 @@ from localllm.kernels.verify.cases import ModelShapes
 from localllm.kernels.verify.sampling_trial import sampler_error
 from localllm.kernels.verify.selftest import SelfTest
 from localllm.kernels.verify.trial import linear_error, op_error
+from localllm.models.model import Model
 
 Found = Iterator[tuple[str, str]]  # (what was checked, nothing or what is wrong)
 # query heads, KV heads, head_dim: Qwen3, SmolLM2, Gemma 3, gpt-oss, Qwen2, and an odd one
 HEADS = ((16, 8, 128), (32, 8, 128), (9, 3, 64), (4, 1, 256), (64, 8, 64), (14, 2, 64), (6, 2, 80))
-# N, K of products: small, odd, and those of an 8B
-SHAPES = ((256, 512), (1000, 768), (4096, 4096), (6144, 4096), (4096, 12288))
+FORMS = 24  # of weights that `weights` makes
 FLOATS = {  # block type: bytes, elements, offsets of its float16 numbers
     "Q5_0": (22, 32, (0,)),
     "Q5_1": (24, 32, (0, 2)),
@@ -34,22 +39,14 @@ FLOATS = {  # block type: bytes, elements, offsets of its float16 numbers
 }
 
 
-def capability(device: str) -> int:
-    """As 90; 0 on the CPU."""
-    if not device.startswith("cuda"):
-        return 0
-    major, minor = torch.cuda.get_device_capability(device)
-    return major * 10 + minor
-
-
-def ops(device: str, dtype: str, kv_format: str) -> Found:
+def ops(place: Place, dtype: str, kv_format: str) -> Found:
     """The row-wise ops, page writes and attention, every implementation that fits."""
-    for heads, kv_heads, dim in HEADS:
-        for page_size in (16, 32):
+    for heads, kv_heads, dim in ((4, 2, 32),) if place.is_dry else HEADS:
+        for page_size in (16,) if place.is_dry else (16, 32):
             for deterministic in (False, True):
                 facts = OpFacts(
-                    kv_format, heads, kv_heads, dim, page_size, device=torch.device(device).type,
-                    capability=capability(device), dtype=dtype, deterministic=deterministic,
+                    kv_format, heads, kv_heads, dim, page_size, device=torch.device(place.device).type,
+                    capability=place.capability, dtype=dtype, deterministic=deterministic,
                 )  # fmt: skip
                 gemma = dim == 256
                 shapes = ModelShapes(
@@ -130,18 +127,19 @@ def _gguf(n: int, k: int, block: str, device: torch.device) -> tuple[str, Weight
 WISHES = ((False, ""), (True, ""), (False, "fp8"), (False, "nvfp4"))
 
 
-def products(device: str, dtype: str, part: int, parts: int) -> Found:
+def products(place: Place, dtype: str, part: int, parts: int) -> Found:
     """Every implementation that fits, of every form; `part` of `parts`."""
-    makers = list(weights(torch.device(device)))[part::parts]
+    device = torch.device(place.device)
+    makers = list(weights(device))[part::parts]
     for make in makers:
-        for n, k in SHAPES if device != "cpu" else SHAPES[:2]:
+        for n, k in place.sizes.products:
             made = make(n, k)
             if made is None:
                 continue
             name, weight = made
             facts = LinearFacts(
-                weight.form, (n, k), weight.group_size, weight.block_type, device=torch.device(device).type,
-                capability=capability(device), dtype=dtype,
+                weight.form, (n, k), weight.group_size, weight.block_type, device=device.type,
+                capability=place.capability, dtype=dtype,
             )  # fmt: skip
             for impl in implementations("linear")[:-1]:
                 for deterministic, activations in WISHES:
@@ -159,52 +157,61 @@ def _product_error(impl: Impl, facts: LinearFacts, weight: Weight) -> str:
     return linear_error(impl, facts, weight, prepared)
 
 
-def sampling(device: str) -> Found:
+def sampling(place: Place) -> Found:
     """The sampling op on the vocabularies of families."""
-    if device == "cpu":
-        from localllm.kernels.sampling import sample
-    else:
-        from localllm.kernels.triton.sampling import sample
-    for vocab in (32_000, 49_152, 151_936, 262_144) if device != "cpu" else (4_001,):
-        yield f"sample {vocab}", sampler_error(sample, vocab, device)
+    from localllm.kernels.triton.sampling import sample
+
+    for vocab in (32_000, 49_152, 151_936, 262_144) if not place.is_dry else (401,):
+        yield f"sample {vocab}", sampler_error(sample, vocab, place.device)
 
 
-def whole(device: str, form: str, kv: str) -> Found:
+def whole(place: Place, form: str, kv: str) -> Found:
     """A small model: every kernel it chooses, its fused segments, then graphs and steps ahead against eager steps."""
-    from gpu_rows import generate
-
-    size = "0.6B" if device != "cpu" else "tiny"
-    dtype = "bfloat16" if device != "cpu" else "float32"
-    facts = gpu_models.facts_of(size, form, num_layers=4 if device != "cpu" else 2)
-    graphs = device != "cpu"
+    facts = gpu_models.facts_of(place.model("0.6B"), form, num_layers=4 if not place.is_dry else 1)
     # what depends on the rows beside it: the same steps with the same rows, so one request after the other
     # what does not: whatever the steps are
     for deterministic in (False, True):
         test, what = SelfTest(), "rows by themselves" if deterministic else "the fastest kernels"
-        model = gpu_models.load(facts, form, kv, device, dtype=dtype, deterministic=deterministic, selftest=test)
+        model = gpu_models.load(facts, form, place.kv(kv), place, deterministic=deterministic, selftest=test)
         yield f"self-test of {facts.name}, KV {kv}, {what}", "; ".join(str(failure) for failure in test.failures)
-        eager = generate(model, device, kv, graphs=False, ahead=False, together=deterministic)
-        again = generate(model, device, kv, graphs=graphs, ahead=deterministic, together=deterministic)
-        same = sum(a == b for a, b in zip(eager, again, strict=True))
-        yield f"graphs of {facts.name}, {what}", "" if eager == again else f"{same} of {len(eager)} answers agree"
-        yield f"kernels of {facts.name}, {what}", "" if model.kernels else "none"
+        yield f"graphs of {facts.name}, {what}", compared(model, place, place.kv(kv), deterministic)
+        ours = [name for name in model.kernels.values() if "triton" in name]
+        yield f"kernels of {facts.name}, {what}", "" if ours else f"none of ours: {dict(model.kernels)}"
 
 
-def groups(device: str) -> dict[str, Callable[[], Found]]:
+def compared(model: Model, place: Place, kv: str, deterministic: bool) -> str:
+    """Nothing, or how many answers from graphs and steps ahead are those of eager steps."""
+    eager = generate(model, place, kv, graphs=False, ahead=False, together=deterministic)
+    again = generate(model, place, kv, graphs=True, ahead=deterministic, together=deterministic)
+    same = sum(a == b for a, b in zip(eager, again, strict=True))
+    return "" if eager == again else f"{same} of {len(eager)} answers agree"
+
+
+def from_file(place: Place, path: Path) -> Found:
+    """A model of somebody's, from its file: the kernels it chooses, and graphs against eager steps."""
+    for deterministic in (False, True):
+        test = SelfTest()
+        model = load_file(path, place, "fp8", test, deterministic)
+        yield f"self-test of {path.name}, {deterministic=}", "; ".join(str(failure) for failure in test.failures)
+        yield f"graphs of {path.name}, {deterministic=}", compared(model, place, "fp8", deterministic)
+
+
+def groups(place: Place, file: str = "") -> dict[str, Callable[[], Found]]:
     """What runs in a process of its own each, by name."""
     found: dict[str, Callable[[], Found]] = {}
-    on_card = device != "cpu"
-    for dtype in ("bfloat16", "float16") if on_card else ("float32",):
+    dtypes = ("float16",) if place.is_dry else ("bfloat16", "float16")
+    for dtype in dtypes:
         for kv in ("bf16", "fp16", "int8", "fp8"):
             if (dtype == "float16") <= (kv in ("fp16", "fp8")):
-                found[f"ops {dtype} {kv}"] = lambda dtype=dtype, kv=kv: ops(device, dtype, kv)  # type: ignore[misc]
-    parts = 6 if on_card else 2
-    for part in range(parts):
-        dtype = "bfloat16" if on_card else "float32"
-        found[f"products {part}"] = lambda part=part, dtype=dtype: products(device, dtype, part, parts)  # type: ignore[misc]
-    if on_card:
-        found["products float16"] = lambda: products(device, "float16", 0, 4)
-    found["sampling"] = lambda: sampling(device)
-    for form, kv in (("bf16", "bf16"), ("fp8", "fp8"), ("int4", "int8"), ("nvfp4", "fp8")):
-        found[f"model {form}"] = lambda form=form, kv=kv: whole(device, form, kv)  # type: ignore[misc]
+                found[f"ops {dtype} {kv}"] = partial(ops, place, dtype, kv)
+    for part in range(6):
+        found[f"products {part}"] = partial(products, place, place.dtype, part, 6)
+    if not place.is_dry:
+        found["products float16"] = partial(products, place, "float16", 0, 4)
+    found["sampling"] = partial(sampling, place)
+    models = (("bf16", "bf16"), ("fp8", "fp8"), ("int4", "int8"), ("nvfp4", "fp8"))
+    for form, kv in models[:2] if place.is_dry else models:
+        found[f"model {form}"] = partial(whole, place, form, kv)
+    if file:
+        found["file"] = partial(from_file, place, joined(Path(file)))
     return found

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_place import Place
 from torch import Tensor
 
 from localllm.kernels import Weight
@@ -22,7 +23,7 @@ from localllm.models.model import Model
 VOCAB = 151_936
 SIZES: dict[str, tuple[int, int, int, int, int, bool]] = {
     # hidden, intermediate, layers, heads, KV heads, head and embedding are one
-    "tiny": (256, 512, 2, 4, 2, True),
+    "tiny": (64, 64, 2, 2, 1, True),  # for a rehearsal
     "0.6B": (1024, 3072, 28, 16, 8, True),
     "1.7B": (2048, 6144, 28, 16, 8, True),
     "4B": (2560, 9728, 36, 32, 8, True),
@@ -36,17 +37,27 @@ STD = 0.02
 INT4_GROUP = 128
 
 
+def vocab_size(size: str) -> int:
+    """Rows of the embedding."""
+    return VOCAB if size != "tiny" else 48
+
+
+def head_dim(size: str) -> int:
+    """Of queries, keys and values."""
+    return 128 if size != "tiny" else 32
+
+
 def facts_of(size: str, form: str, num_layers: int | None = None) -> ModelFacts:
     """Qwen3 of a size, as a checkpoint of that format would tell."""
     hidden, inner, layers, heads, kv_heads, tied = SIZES[size]
-    dim = 128 if size != "tiny" else 64
+    dim = head_dim(size)
     attention = Attention(heads, kv_heads, dim, RopeFacts(1e6, dim), dim**-0.5, qk_norm=True)
     facts = ModelFacts(
         architecture="qwen3",
         source_architecture="Qwen3ForCausalLM",
         name=f"Qwen3-{size}-{form}",
         hidden_size=hidden,
-        vocab_size=VOCAB if size != "tiny" else 1000,
+        vocab_size=vocab_size(size),
         max_context=40_960,
         rms_norm_eps=1e-6,
         layers=(LayerFacts(attention, Dense(inner)),) * (num_layers or layers),
@@ -68,8 +79,9 @@ def random_weight(form: str, shape: tuple[int, int], device: torch.device) -> We
         return Weight("fp8", shape, codes, torch.full((n, 1), STD / 16, device=device))
     packed = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=device)
     if form == "int4":
-        scales = torch.full((n, k // INT4_GROUP), STD / 4.6, device=device, dtype=torch.bfloat16)
-        return Weight("int4g", shape, packed, scales, group_size=INT4_GROUP)
+        group = min(INT4_GROUP, k)
+        scales = torch.full((n, k // group), STD / 4.6, device=device, dtype=torch.bfloat16)
+        return Weight("int4g", shape, packed, scales, group_size=group)
     if form == "nvfp4":
         scales = torch.rand(n, k // 16, device=device).add_(0.5).to(torch.float8_e4m3fn)
         world = torch.full((n,), STD / 2.9, device=device)
@@ -124,15 +136,14 @@ def load(
     facts: ModelFacts,
     form: str,
     kv: str,
-    device: str,
+    place: Place,
     *,
-    dtype: str = "bfloat16",
     deterministic: bool = False,
     selftest: SelfTest | None = None,
 ) -> Model:
-    """A model on the device."""
+    """A model on the card."""
     torch.manual_seed(0)
-    options = LoadOptions(device, dtype, kv, deterministic=deterministic, selftest=selftest)
+    options = LoadOptions(place.device, place.dtype, kv, deterministic=deterministic, selftest=selftest)
     return RandomLoading(facts, form, options).model()
 
 

@@ -8,80 +8,41 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from gpu_place import Place
+from torch import Tensor
 
-from localllm.boot.assembly import assemble
 from localllm.boot.profile import WorstSteps
-from localllm.config import EngineOptions
-from localllm.device import MachineFacts
-from localllm.engine.engine import Engine
-from localllm.kernels.verify.tuning import gpu_seconds
+from localllm.kernels.layer_weights import AttentionWeights
 from localllm.models.model import Model
-from localllm.plan.plan import Plan
-from localllm.plan.planner import Planner
 from localllm.request import Request, SamplingParams
 
-GIB = 1 << 30
-BATCHES, CONTEXTS, PREFILLS = (1, 2, 4, 8, 32, 64), (512, 4096, 32768), (512, 4096, 32768)
 
-
-def limited(machine: MachineFacts, free_bytes: int) -> MachineFacts:
-    """The same machine, as if no more than this were free on its cards."""
-    return replace(machine, gpus=tuple(replace(g, free_bytes=min(g.free_bytes, free_bytes)) for g in machine.gpus))
-
-
-def copy_bandwidth(device: str) -> float:
-    """Bytes per second of the card's memory: a copy of 2 GiB, reading and writing counted."""
-    size = 2 * GIB if device != "cpu" else 64 << 20
-    source = torch.empty(size, dtype=torch.uint8, device=device)
+def copy_bandwidth(place: Place) -> float:
+    """Bytes per second of the card's memory: a copy, reading and writing counted."""
+    source = torch.empty(place.sizes.copied, dtype=torch.uint8, device=place.device)
     target = torch.empty_like(source)
-    return 2 * size / best_seconds(lambda: target.copy_(source), device)
+    return 2 * source.nbytes / place.seconds(lambda: target.copy_(source))
 
 
-def matmul_peak(device: str) -> float:
-    """Multiplications and additions per second of torch's bfloat16 product, 8192 cubed, random numbers."""
-    n = 8192 if device != "cpu" else 512
-    a, b = (torch.randn(n, n, device=device).bfloat16() for _ in range(2))
-    return 2 * n**3 / best_seconds(lambda: torch.mm(a, b), device)
-
-
-def best_seconds(call: Callable[[], object], device: str, runs: int = 10) -> float:
-    """Least seconds of a call, by events on a card."""
-    for _ in range(3):
-        call()
-    if device == "cpu":
-        times = []
-        for _ in range(3):
-            started = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - started)
-        return min(times)
-    events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(runs)]
-    for begin, end in events:
-        begin.record()
-        call()
-        end.record()
-    torch.cuda.synchronize()
-    return min(begin.elapsed_time(end) for begin, end in events) / 1e3
+def matmul_peak(place: Place) -> float:
+    """Multiplications and additions per second of torch's bfloat16 product, random numbers."""
+    n = place.sizes.matrix
+    a, b = (torch.randn(n, n, device=place.device).bfloat16() for _ in range(2))
+    return 2 * n**3 / place.seconds(lambda: torch.mm(a, b))
 
 
 class Bench:
     """One model with pages and graphs as a plan gives them."""
 
     def __init__(
-        self, model: Model, machine: MachineFacts, kv: str, ctx: int, parallel: int, device: str, graphs: bool = True
+        self, model: Model, place: Place, kv: str, ctx: int, parallel: int, *, graphs: bool = True, free: int = 1 << 62
     ) -> None:
-        """Raises DoesNotFit where the plan says so."""
-        facts = model.facts
-        options = EngineOptions(
-            device=device, kv=kv, ctx=ctx, max_parallel=parallel, quant="", prefill_budget=2048, graphs=graphs
-        )
-        self.plan: Plan = Planner(machine, options).plan(facts)
-        if not self.plan.fits:
-            raise self.plan.error(facts.name)
-        self.model = model
-        self.device = device
-        torch.cuda.reset_peak_memory_stats() if device != "cpu" else None
-        self.engine: Engine = assemble(model, self.plan)
+        """Raises DoesNotFit where the plan says so. free: bytes of memory to plan with, at most."""
+        given = {"kv": kv, "ctx": ctx, "max_parallel": parallel, "prefill_budget": place.sizes.budget}
+        self.plan = place.plan(model.facts, free, graphs=graphs, **given)
+        self.model, self.place = model, place
+        place.forget_peak()
+        self.engine = place.assembled(model, self.plan)
         self.tokens = self.plan.num_pages[0] * self.plan.page_size  # that the pages hold
 
     def fits(self, batch: int, ctx: int) -> bool:
@@ -93,19 +54,22 @@ class Bench:
         pages = [range(count) for count in self.plan.num_pages]
         return WorstSteps(self.engine.runner, made, pages)
 
-    def decode_seconds(self, batch: int, ctx: int, steps: int = 24) -> float:
-        """Seconds of one step for `batch` sequences of `ctx` tokens, sampling and the copy of its tokens included."""
-        worst = self._steps(ctx)
-        prepared = worst.decoding(batch, waits=False)
-        for _ in range(4):
-            prepared()
+    def decoding(self, batch: int, ctx: int) -> Callable[[], None]:
+        """A call that computes a step for `batch` sequences of `ctx` tokens and samples, but waits for nothing."""
+        return self._steps(ctx).decoding(batch, waits=False)
+
+    def decode_seconds(self, batch: int, ctx: int, steps: int = 0) -> float:
+        """Seconds of one such step; `steps` are timed."""
+        steps, step = steps or self.place.sizes.steps, self.decoding(batch, ctx)
+        for _ in range(min(4, steps)):
+            step()
         rounds = []
         for _ in range(3):
-            self._wait()
+            self.place.wait()
             started = time.perf_counter()
             for _ in range(steps // 3):
-                prepared()
-            self._wait()
+                step()
+            self.place.wait()
             rounds.append((time.perf_counter() - started) / (steps // 3))
         return statistics.median(rounds)
 
@@ -119,37 +83,38 @@ class Bench:
         def run() -> None:
             for call in calls:
                 call()
-            self._wait()
+            self.place.wait()
 
         run()
         times = []
-        for _ in range(3):
+        for _ in range(1 if self.place.is_dry else 3):
             started = time.perf_counter()
             run()
             times.append(time.perf_counter() - started)
         return statistics.median(times)
 
+    def attention_inputs(self, ctx: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """A query, pages in any order, where sequences begin, and how long they are: one of `ctx` tokens decodes."""
+        facts, device = self.model.facts, self.place.device
+        count = -(-ctx // self.plan.page_size)
+        table = torch.randperm(self.plan.num_pages[0], device=device)[:count].to(torch.int32).view(1, -1)
+        q = torch.randn(1, facts.num_heads, facts.head_dim, device=device, dtype=getattr(torch, self.place.dtype))
+        starts = torch.tensor([0, 1], dtype=torch.int32, device=device)
+        return q, table, starts, torch.tensor([ctx], dtype=torch.int32, device=device)
+
     def attention_seconds(self, ctx: int) -> float:
         """Seconds of decode attention alone, of one layer, for one sequence."""
-        facts, size = self.model.facts, self.plan.page_size
-        pages = self.engine.runner.cache.layers[0]
-        count = -(-ctx // size)
-        table = torch.randperm(self.plan.num_pages[0], device=self.device)[:count].to(torch.int32).view(1, -1)
-        q = torch.randn(1, facts.num_heads, facts.head_dim, device=self.device, dtype=torch.bfloat16)
-        starts = torch.tensor([0, 1], dtype=torch.int32, device=self.device)
-        lengths = torch.tensor([ctx], dtype=torch.int32, device=self.device)
-        weights = self.model.layers[0].mixer
-        run = self.model.table.attention
+        pages, weights = self.engine.runner.cache.layers[0], self.model.layers[0].mixer
+        assert isinstance(weights, AttentionWeights)
+        q, *where = self.attention_inputs(ctx)
         with torch.inference_mode():
-            if self.device == "cpu":
-                return best_seconds(lambda: run(q.float(), weights, pages, table, starts, lengths), "cpu")
-            return gpu_seconds(lambda: run(q, weights, pages, table, starts, lengths))
+            return self.place.cold_seconds(lambda: self.model.table.attention(q, weights, pages, *where))
 
     def answer(self, prompt: int, tokens: int, batch: int = 1) -> dict[str, float]:
         """Whole answers through the engine: TTFT and TPOT in seconds, tokens per second of all together."""
         engine = self.engine
         quiet = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-        prompts = [[(7 * i + 13 * j) % 900 + 3 for i in range(prompt)] for j in range(batch)]
+        prompts = [[(7 * i + 13 * j) % _ids(self.model) + 3 for i in range(prompt)] for j in range(batch)]
         if engine._thread is None:
             engine.start()
         started = time.perf_counter()
@@ -161,31 +126,30 @@ class Bench:
         tpot = statistics.median((t.total_s - t.ttft_s) / max(1, tokens - 1) for t in timings)
         return {"ttft_s": ttft, "tpot_s": tpot, "tps": batch * tokens / took}
 
-    def _wait(self) -> None:
-        if self.device != "cpu":
-            torch.cuda.synchronize()
-
     def close(self) -> None:
         """Stop the engine and give the pages back."""
         self.engine.close()
         del self.engine
-        if self.device != "cpu":
-            torch.cuda.empty_cache()
+        self.place.free()
+
+
+def _ids(model: Model) -> int:
+    return min(900, model.facts.vocab_size - 8)
 
 
 def generate(
-    model: Model, device: str, kv: str, *, graphs: bool, ahead: bool, together: bool = True
+    model: Model, place: Place, kv: str, *, graphs: bool, ahead: bool, together: bool = True
 ) -> list[list[int]]:
     """Greedy and seeded answers of a few requests that come one after the other, or each when the last has ended."""
-    from localllm.device import machine
-
-    options = EngineOptions(device=device, kv=kv, ctx=600, quant="", prefill_budget=256, graphs=graphs)
-    engine = assemble(model, Planner(machine(), options).plan(model.facts))
+    longest = max(place.sizes.prompts) + place.sizes.same
+    plan = place.plan(model.facts, kv=kv, ctx=longest + 64, prefill_budget=256, max_parallel=8, graphs=graphs)
+    engine = place.assembled(model, plan)
     engine.stepper.runs_ahead = ahead
     streams = []
-    for index, length in enumerate((3, 300, 17, 64, 130, 5)):
-        params = SamplingParams(temperature=0.8 * (index % 2), top_p=0.9, seed=index, max_tokens=24, ignore_eos=True)
-        ids = [(11 * i + index) % 900 + 1 for i in range(length)]
+    for index, length in enumerate(place.sizes.prompts):
+        sampled = {"temperature": 0.8 * (index % 2), "top_p": 0.9, "seed": index}
+        params = SamplingParams(**sampled, max_tokens=place.sizes.same, ignore_eos=True)
+        ids = [(11 * i + index) % _ids(model) + 1 for i in range(length)]
         streams.append(engine.submit(Request(ids, params)))
         engine.run_once()
         while not together and not engine.is_idle:

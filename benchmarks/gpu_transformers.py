@@ -7,21 +7,23 @@ import time
 
 import gpu_models
 import torch
+from gpu_place import Place
 
 
-def decode_tps(size: str, batch: int, ctx: int, device: str, tokens: int = 24) -> float:
+def decode_tps(size: str, batch: int, ctx: int, place: Place) -> float:
     """Tokens per second of all `batch` sequences behind `ctx` tokens: bfloat16, SDPA attention, its dynamic cache."""
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     hidden, inner, layers, heads, kv_heads, tied = gpu_models.SIZES[size]
+    device, tokens = place.device, place.sizes.steps
     config = Qwen3Config(
-        vocab_size=gpu_models.VOCAB if size != "tiny" else 1000,
+        vocab_size=gpu_models.vocab_size(size),
         hidden_size=hidden,
         intermediate_size=inner,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        head_dim=128 if size != "tiny" else 64,
+        head_dim=gpu_models.head_dim(size),
         max_position_embeddings=40_960,
         tie_word_embeddings=tied,
     )
@@ -34,7 +36,7 @@ def decode_tps(size: str, batch: int, ctx: int, device: str, tokens: int = 24) -
         for module in model.modules():  # buffers of an empty model hold anything: RoPE's frequencies are made anew
             if hasattr(module, "inv_freq") and hasattr(module, "rope_init_fn"):
                 module.inv_freq.copy_(module.rope_init_fn(config, device)[0])
-        ids = torch.randint(3, 900, (batch, ctx), device=device)
+        ids = torch.randint(3, config.vocab_size, (batch, ctx), device=device)
         cache = None
         for start in range(0, ctx, 1024):
             out = model(ids[:, start : start + 1024], past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -42,19 +44,13 @@ def decode_tps(size: str, batch: int, ctx: int, device: str, tokens: int = 24) -
         token = out.logits[:, -1].argmax(-1, keepdim=True)
         rounds = []
         for _ in range(3):
-            _wait(device)
+            place.wait()
             started = time.perf_counter()
             for _ in range(tokens // 3):
                 out = model(token, past_key_values=cache, use_cache=True)
                 cache, token = out.past_key_values, out.logits[:, -1].argmax(-1, keepdim=True)
-            _wait(device)
+            place.wait()
             rounds.append((time.perf_counter() - started) / (tokens // 3))
     del model, cache, out
-    if device != "cpu":
-        torch.cuda.empty_cache()
+    place.free()
     return batch / statistics.median(rounds)
-
-
-def _wait(device: str) -> None:
-    if device != "cpu":
-        torch.cuda.synchronize()
