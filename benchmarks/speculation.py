@@ -6,7 +6,7 @@ The answer is dictated, token by token, so that both modes write the same: `edit
 written anew (80 % repeats), `fresh` repeats nothing. Modes take turns; a row is the median of tokens per second and of
 processor seconds a token (threads that wait for each other count, too). Lines: edit >= 2.0 times, fresh <= 2 % slower.
 
---draft measures a draft model instead: smollm2 guesses ALWAYS_DEEP tokens a step for a random model of its vocabulary
+--draft measures a draft model instead: smollm2 guesses four tokens a step for a random model of its vocabulary
 (--target-layers). The text is smollm2's own greedy answer with every tenth token another one, so that a guess is right
 nine times in ten. The row says what arithmetic makes of that and of the times of steps and rounds; line: within 10 %.
 The last stdout line is one JSON document, which `--json` also writes to a file.
@@ -30,7 +30,7 @@ import synthetic
 from localllm import LLM, SamplingParams
 from localllm.bench.results import versions
 from localllm.bench.throughput import words
-from localllm.engine.speculation import ALWAYS_DEEP
+from localllm.engine.draft_model import DraftModel
 from localllm.request import Request
 
 MODELS = ("smollm2", "gemma3-270m")
@@ -159,10 +159,10 @@ def measure_draft(options: argparse.Namespace) -> dict[str, Any]:
             runs = [(one_run(off, prompt, text), one_run(on, prompt, text)) for _ in range(options.repeat + 1)][1:]
             speculation = on.engine.stepper.speculation
             assert speculation is not None
-            step_s, round_s = speculation.times_of(1, ALWAYS_DEEP)
+            step_s, round_s = speculation.times_of(1, DraftModel.deep)
             assert step_s and round_s, "too few tokens: no step was measured"
     plain, drafted = (statistics.median(run[at]["tps"] for run in runs) for at in (0, 1))
-    expected = (1 + sum(RIGHT**depth for depth in range(1, ALWAYS_DEEP + 1))) / (step_s + ALWAYS_DEEP * round_s)
+    expected = (1 + sum(RIGHT**depth for depth in range(1, DraftModel.deep + 1))) / (step_s + DraftModel.deep * round_s)
     row = {
         "plain_tps": plain, "draft_tps": drafted, "predicted_tps": expected, "step_ms": 1000 * step_s,
         "round_ms": 1000 * round_s, "acceptance": statistics.median(run[1]["acceptance"] for run in runs),

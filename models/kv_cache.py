@@ -49,7 +49,9 @@ def cache_groups(facts: ModelFacts, scales: Mapping[int, tuple[float, float]] | 
         assert isinstance(mixer, Paged)
         name = "full" if mixer.window is None else f"window-{mixer.window}"
         fixed = {layer: pair for layer, pair in (scales or {}).items() if layer in layers}
-        shared = ((index, getattr(layer.mixer, "shares_kv_with", None)) for index, layer in enumerate(facts.layers))
+        shared = (
+            (index, getattr(layer.mixer, "shares_kv_with", None)) for index, layer in enumerate(facts.keeping_layers)
+        )
         readers = {index: source for index, source in shared if source in layers}
         groups.append(CacheGroup(name, mixer.window, layers, *mixer.kept, fixed, readers))
     return tuple(groups)
@@ -115,7 +117,9 @@ class KVCache:
         num_slots: int = 0,
         num_layers: int = 0,
     ) -> None:
-        """`num_pages` per group; `num_slots` of each of `states`; `num_layers` counts those that keep nothing, too."""
+        """`num_pages` per group; `num_slots` of each of `states`; `num_layers` counts those that keep nothing, too, and
+        not that of a head that predicts.
+        """
         self.groups = tuple(groups)
         self.num_pages = tuple(num_pages)
         self.page_size = page_size
@@ -137,7 +141,9 @@ class KVCache:
                 layers[layer] = StateSlots(conv, rest[0] if rest else None)
             self.states += kept
         count = max(num_layers, 1 + max(layers, default=-1))
-        self.layers = tuple(layers.get(layer) for layer in range(count))  # what every layer keeps or reads, in order
+        self._all = tuple(layers.get(layer) for layer in range(count))
+        self.layers = self._all[: num_layers or count]  # what every layer keeps or reads, in order
+        self.predictor = self._all[num_layers or count :]  # the same of a head that predicts, if there is one
 
     def _pages(self, shapes: tuple[tuple[int, ...], ...], fixed: tuple[float, float] | None) -> KVPages:
         k, v = (_zeros(shape, KV_DTYPES[self.format], self.device) for shape in shapes)
@@ -150,7 +156,7 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Bytes of all pages and slots, used or not."""
-        pages = (self.layers[layer] or () for group in self.groups for layer in group.layers)
+        pages = (self._all[layer] or () for group in self.groups for layer in group.layers)
         return sum(part.nbytes for kept in (*pages, self.states) for part in kept if part is not None)
 
     def forget(self, group_index: int, pages: Sequence[int]) -> None:
@@ -158,13 +164,13 @@ class KVCache:
         if self.device.type != "cpu":
             return
         runs = list(_runs(pages))
-        for part in self._parts(group_index):
+        for part in self.parts(group_index):
             for first, last in runs:
                 _give_back(part[first:last])
 
     def copy_page(self, group_index: int, src: int, dst: int) -> None:
         """Copy what page `src` holds into page `dst`, in every layer of the group (copy on write)."""
-        for part in self._parts(group_index):
+        for part in self.parts(group_index):
             part[dst].copy_(part[src])
 
     def copy_slot(self, src: int, dst: int) -> None:
@@ -182,7 +188,7 @@ class KVCache:
                 for first, last in _runs(slots):
                     _give_back(part[first:last])
 
-    def _parts(self, group_index: int) -> Iterator[Tensor]:
+    def parts(self, group_index: int) -> Iterator[Tensor]:
         """What a group's layers keep in pages; a scale of a whole layer belongs to no page."""
         for layer in self.groups[group_index].layers:
-            yield from (part for part in self.layers[layer] or () if part is not None and part.dim() > 1)
+            yield from (part for part in self._all[layer] or () if part is not None and part.dim() > 1)

@@ -39,10 +39,10 @@ class LayerReader:
     def __init__(self, reader: Reader, index: int) -> None:
         self.reader = reader
         self.hidden = reader.facts.hidden_size
-        self.facts = reader.facts.layers[index]
+        self.facts = reader.facts.keeping_layers[index]
         self.norms: Norms = self.facts.norms
         self.start = f"model.layers.{index}."
-        self.host = reader.options.host_experts[index] if reader.options.host_experts else frozenset()
+        self.host = next(iter(reader.options.host_experts[index : index + 1]), frozenset())  # none of who predicts
         self._shapes = linear_shapes(self.facts, self.hidden)
         self._sizes = vector_shapes(self.facts, self.hidden)
 

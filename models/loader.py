@@ -24,14 +24,16 @@ from localllm.kernels.verify.selftest import KernelCrash
 from localllm.quant import dequantize, load_weight
 
 from .architectures import OpenModel, RopeFacts
-from .architectures.facts import layer_views
+from .architectures.facts import layer_views, without_predictor
 from .architectures.layers import Entry as EntryFacts
 from .architectures.layers import InputTable
+from .architectures.names import MTP
 from .architectures.vision import GridFacts
 from .kv_cache import cache_groups
 from .kv_scales import read_kv_scales
 from .layers import load_layer
 from .model import Model
+from .predictor import load_predictor
 from .reader import LoadOptions, Reader
 from .samples import POSITIONS, head_sizes, layer_samples, model_shapes
 from .vision import load_tower
@@ -58,7 +60,8 @@ def load_model(checkpoint: OpenModel, options: LoadOptions | None = None) -> Mod
     """
     options = options or LoadOptions()
     try:
-        return Loading(checkpoint, checkpoint.facts, options).model()
+        facts = checkpoint.facts if options.predictor else without_predictor(checkpoint.facts)
+        return Loading(checkpoint, facts, options).model()
     except torch.OutOfMemoryError as error:
         said = str(error).split(". ")[0]
         raise OutOfMemory(
@@ -112,6 +115,8 @@ class Loading(Reader):
             self.selftest.save()
         names = {layer_class: "+".join(found) for layer_class, found in self.chosen.items()}
         model = Model(facts, groups, embedding, layers, head, ropes, table, names | dict(table.ops))
+        if facts.predictor is not None:
+            model.predictor = load_predictor(self, facts)
         model.projections = [self.projection(one) for one in facts.projections]
         if isinstance(facts.vision, GridFacts):
             model.tower = load_grid_tower(self, facts.vision)
@@ -205,7 +210,7 @@ class Loading(Reader):
     def _refuse_unknown_parts(self) -> None:
         known: set[str] = set()
         spare = set(self.checkpoint.names.beyond(self.checkpoint.tensors, self.facts.num_layers))
-        for name in (name for name in self.checkpoint.tensors if name not in spare):
+        for name in (name for name in self.checkpoint.tensors if name not in spare and not name.startswith(MTP)):
             for part, what in _CHANGES_RESULT.items():
                 if part not in name:
                     continue

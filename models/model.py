@@ -15,7 +15,10 @@ from localllm.kernels.layer_weights import (
     ExpertsWeights,
     FeedForwardWeights,
     HeadWeights,
+    LayerCall,
+    Linear,
     MixerWeights,
+    Norm,
     Stepped,
     View,
     forget,
@@ -47,6 +50,24 @@ class DecoderLayer:
         return nbytes_of(self.mixer) + nbytes_of(self.ffn)
 
 
+@dataclass(frozen=True, slots=True)
+class Predictor:
+    """A head that predicts the token after next: the weights of `models.predictor`."""
+
+    embedding_norm: Norm
+    hidden_norm: Norm
+    projection: Linear
+    layer: DecoderLayer
+    norm: Norm
+    calls: tuple[LayerCall, ...]  # the layer, as `decoder` takes it
+    view: tuple[int, int]  # its cache group and its rotation
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its prepared weights."""
+        return nbytes_of(self) + self.layer.nbytes
+
+
 class Model:
     """A decoder. Made by `loader.load_model`; nothing in it changes afterwards but the growing RoPE tables."""
 
@@ -72,26 +93,27 @@ class Model:
         # what runs what, for the run summary: layer class or op -> names of implementations
         self.kernels = dict(kernels)
         self.tower: Tower | GridTower | None = None  # what reads images: the loader puts it here
+        self.predictor: Predictor | None = None  # the head that predicts the token after next, as well
         self.projections: Sequence[tuple[Tensor, Tensor | None, str]] = ()  # what pooled vectors go through
         self._ropes = tuple(ropes)
         self._seen, views = layer_views(facts)
         self._calls = tuple((layer.mixer, layer.ffn, view) for layer, view in zip(self.layers, views, strict=True))
 
-    def forward(self, batch: ForwardBatch, cache: KVCache, num_layers: int | None = None) -> Tensor:
+    def forward(
+        self, batch: ForwardBatch, cache: KVCache, num_layers: int | None = None, every_row: bool = False
+    ) -> Tensor:
         """Run every layer, storing keys and values: hidden [num_rows, hidden] of the wanted rows, before the last norm.
 
         num_layers   only the first so many, for who wants to know what a step takes and not what it gives
+        every_row    all are wanted
         """
         calls = self._calls if num_layers is None else self._calls[:num_layers]
-        length = max(batch.seq_lens)
-        views = self._views(batch, [self._turned(rope, batch, length) for rope in self._ropes])
+        views = self._views(batch, [self.turned(rope, batch) for rope in range(len(self._ropes))])
         kept = cache.layers if num_layers is None else cache.layers[: len(calls)]
-        x = self.embedding(batch.token_ids, batch.positions)
-        for image in batch.images:
-            x[image.first : image.first + image.vectors.shape[0]] = image.vectors.to(x.dtype)
+        x = self.embedded(batch)
         inputs = self.embedding.layer_inputs(batch.token_ids, x)
         rows = batch.logits_indices
-        wanted = None if rows.shape[0] == x.shape[0] else rows  # they are in order
+        wanted = None if every_row or rows.shape[0] == x.shape[0] else rows  # they are in order
         lens = batch.cu_query_lens, batch.seq_lens_tensor
         see_each_other = batch.images and self.facts.vision is not None and not self.facts.vision.axes
         decoder = with_images(self.table, batch.images) if see_each_other else self.table.decoder
@@ -108,8 +130,16 @@ class Model:
         given = *layers, views, *where, self.head, finds_best, batch.slots
         return self.table.step(batch.token_ids, batch.positions, *given)
 
-    def _turned(self, rope: RopeTable, batch: ForwardBatch, length: int) -> tuple[Tensor, Tensor]:
-        vision = self.facts.vision
+    def embedded(self, batch: ForwardBatch) -> Tensor:
+        """What stands for the tokens of a step: [num_tokens, hidden]."""
+        x = self.embedding(batch.token_ids, batch.positions)
+        for image in batch.images:
+            x[image.first : image.first + image.vectors.shape[0]] = image.vectors.to(x.dtype)
+        return x
+
+    def turned(self, number: int, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of a step's tokens by one of `facts.ropes`."""
+        rope, vision, length = self._ropes[number], self.facts.vision, max(batch.seq_lens)
         if batch.image_positions is None or vision is None:
             return rope.rows(batch.positions, length)
         axes = torch.tensor(vision.axes, device=batch.positions.device)
@@ -151,15 +181,17 @@ class Model:
 
     def forget_pages(self) -> None:
         """Let go of the cache that fused kernels have seen last."""
-        first = next(linear for mixer, ffn, _ in self._calls for one in (mixer, ffn) for linear in linears_of(one))
-        for part in first.parts:
-            forget(part.prepared, pages_only=True)
+        for calls in (self._calls, () if self.predictor is None else self.predictor.calls):
+            first = next((one for mixer, ffn, _ in calls for w in (mixer, ffn) for one in linears_of(w)), None)
+            for part in () if first is None else first.parts:
+                forget(part.prepared, pages_only=True)
 
     def forget_layers(self) -> None:
         """The end: break the circles of weights and what kernels know of their layers. After `gc.freeze` no collector
         would find them.
         """
-        for weights in (*(w for mixer, ffn, _ in self._calls for w in (mixer, ffn)), self.head):
+        calls = (*self._calls, *(() if self.predictor is None else self.predictor.calls))
+        for weights in (*(w for mixer, ffn, _ in calls for w in (mixer, ffn)), self.head):
             for part in (part for linear in linears_of(weights) for part in linear.parts):
                 forget(part.prepared)
 
@@ -179,5 +211,5 @@ class Model:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all prepared weights; a table that embedding and head share counts once."""
-        head, tower = nbytes_of(self.head), 0 if self.tower is None else self.tower.nbytes
-        return self.embedding.nbytes + sum(layer.nbytes for layer in self.layers) + head + tower
+        beside = sum(part.nbytes for part in (self.tower, self.predictor) if part is not None)
+        return self.embedding.nbytes + sum(layer.nbytes for layer in self.layers) + nbytes_of(self.head) + beside

@@ -39,6 +39,7 @@ class LoadOptions:
     weights: str = ""
     # by layer, the experts that stay in host memory and are computed by the CPU: see `models.placement`
     host_experts: tuple[frozenset[int], ...] = ()
+    predictor: bool = False  # whether the head that predicts tokens is loaded, too, where the model has one
     disabled: frozenset[str] = frozenset()  # keys ("op:name") of implementations that failed their self-test
     selftest: SelfTest | None = None  # tries every kernel that is chosen, on the shapes of this model; None trusts them
     progress: Callable[[int, int], None] | None = None  # called with (stored bytes done, of how many)

@@ -14,6 +14,7 @@ from localllm.engine.device_sampler import DeviceSampler
 from localllm.engine.draft_model import DraftModel
 from localllm.engine.drafter import NgramDrafter
 from localllm.engine.engine import Engine
+from localllm.engine.mtp import HeadDrafter
 from localllm.engine.runner import Runner
 from localllm.engine.scheduler import SchedulerLimits
 from localllm.engine.speculation import AnyDrafter, Mode, Speculation
@@ -68,18 +69,31 @@ def assemble(
     whole = not model.facts.causal
     budgets = {"drafts": plan.num_drafts, "num_slots": plan.num_slots}
     limits = SchedulerLimits(plan.max_parallel, plan.prefill_budget, whole=whole, **budgets)
+    head = _head(model, plan, runner)
     return Engine(
         runner, plan.num_pages, plan.ctx, limits, prefix_cache=plan.prefix_cache, check_invariants=check_invariants,
         largest_context=min(plan.max_ctx, model.facts.max_context),
-        speculation=_speculation(plan, device, drafter, bool(model.states)),
+        speculation=_speculation(plan, device, {"mtp": head, "draft": drafter}, bool(model.states)),
     )  # fmt: skip
 
 
-def _speculation(plan: Plan, device: torch.device, draft: DraftModel | None, goes_back: bool) -> Speculation | None:
-    by_name: dict[str, AnyDrafter | None] = {"ngram": NgramDrafter(), "draft": draft}
+def _speculation(
+    plan: Plan, device: torch.device, paid: dict[str, AnyDrafter | None], goes_back: bool
+) -> Speculation | None:
+    by_name = {"ngram": NgramDrafter(), **paid}
     wanted = tuple(one for name, one in by_name.items() if plan.speculation in ("auto", name) and one is not None)
     mode: Mode = "auto" if plan.speculation == "auto" else "always"
     return Speculation(wanted, mode, device.type, goes_back) if wanted else None
+
+
+def _head(model: Model, plan: Plan, runner: Runner) -> HeadDrafter | None:
+    """The model's own head as a drafter, where it was loaded; it hears what the runner computes from now on."""
+    if model.predictor is None or plan.speculation not in ("auto", "mtp"):
+        return None
+    head = model.head.linear.nbytes  # it takes a layer's time and this
+    share = head / max(1, model.weight_bytes) + 1 / model.facts.num_layers
+    runner.listener = drafter = HeadDrafter(runner, model.facts.vocab_size, share)
+    return drafter
 
 
 def _draft_model(draft: Model, model: Model, plan: Plan, device: torch.device) -> DraftModel:

@@ -239,11 +239,8 @@ class CpuProfiler:
         """Write to every free page; bytes that were left out to save time, None when it had to stop."""
         ends = time.monotonic() + TOUCH_S
         left = 0
-        for group, pages in zip(self._cache.groups, free, strict=True):
-            parts = [part for layer in group.layers for part in self._cache.layers[layer] or ()]
-            for part in parts:
-                if part is None or part.dim() < 2:
-                    continue
+        for group, pages in enumerate(free):
+            for part in self._cache.parts(group):
                 for rows in torch.tensor(pages).split(PAGES_AT_ONCE):
                     if must_stop():
                         return None

@@ -111,10 +111,10 @@ class EngineOptions:
     deterministic: bool | Auto = _key(or_auto(FLAG), "auto", "a batch never changes an answer; auto: on the CPU")
     prefix_cache: bool = _key(FLAG, True, "keep pages of finished prompts for the next one that starts alike")
     speculation: str = _key(
-        choice("auto", "off", "ngram", "draft"),
+        choice("auto", "off", "ngram", "draft", "mtp"),
         "auto",
         "tokens are guessed and checked many at a time, which changes no answer; ngram: what followed the same words"
-        " before; draft: what the draft model says; auto: what is measured to pay",
+        " before; draft: what the draft model says; mtp: what the model's own head says; auto: what is measured to pay",
     )
     draft: str = _key(TEXT, "", "a smaller model with the same vocabulary that guesses tokens; empty for none")
     experts: str = _key(

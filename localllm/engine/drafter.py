@@ -42,6 +42,7 @@ class PaidDrafter(Protocol):
     """Proposes tokens, and takes time for it: it is asked where that is expected to pay."""
 
     name: str
+    deep: int  # tokens bought of it where nobody asks whether they pay
     share: float  # of a step's time that one more token of every sequence takes, before it was measured
 
     @property

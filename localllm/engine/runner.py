@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from localllm.models.inputs import ForwardBatch
 from localllm.models.kv_cache import KVCache
 from localllm.models.model import Model
 
 from .batch import BatchBuilder
 from .cuda_graph import DecodeGraphs
 from .device_sampler import DeviceSampler
+from .failures import is_device_lost
 from .sampled_tokens import SampledTokens
 from .sampler import is_plain_greedy, sample_batch
 from .scheduler import Step
 from .sequence import Sequence
 
+log = logging.getLogger(__name__)
 LOGIT_BYTES = 64 << 20  # most float32 logits held at once when many rows are wanted: 64 rows of a 262k vocabulary
 
 
@@ -70,6 +75,13 @@ class ForwardOutput:
             yield self._model.logits(self._hidden[piece]) if self.ready is None else self.ready[piece]
 
 
+class Listener(Protocol):
+    """Hears what a model thinks of every token that is computed."""
+
+    def hear(self, step: Step, hidden: Tensor) -> None:
+        """`hidden` [num_tokens, hidden]: before the last norm, valid until the next step."""
+
+
 class Runner:
     """Runs a model over its cache, in inference mode where its caller is.
 
@@ -90,6 +102,7 @@ class Runner:
         self.vocab_size = vocab_size
         self.graphs = graphs
         self.sampler = sampler
+        self.listener: Listener | None = None  # is told the hidden states of every token
         self.builder = BatchBuilder(len(cache.groups), cache.page_size, cache.device)
 
     def capture(self, left: tuple[int, ...] | None = None, stop: Callable[[], bool] = lambda: False) -> tuple[int, ...]:
@@ -122,6 +135,7 @@ class Runner:
     def _forward(self, step: Step, before: SampledTokens | None, num_layers: int | None) -> ForwardOutput:
         if self.graphs is not None and num_layers is None and self.graphs.takes(step):
             bucket, count = self.graphs.forward(step, before), len(step.scheduled)
+            self._tell(step, bucket.hidden[:count])
             return ForwardOutput(self.model, bucket.hidden[:count], bucket.logits[:count], bucket.size)
         self._see(step)
         batch = self.builder.build(step)
@@ -131,13 +145,35 @@ class Runner:
         guessed = any(part.drafts for part in step.scheduled)
         if num_layers is None and samples and (guessed or self.sampler is None and batch.is_decode):
             if batch.images or not batch.wants_every_row:  # a grammar forced some of the tokens
-                hidden = self.model.forward(batch, self.cache)
+                hidden = self._told(step, batch)
                 return ForwardOutput(self.model, hidden, self.model.logits(hidden))
             greedy = any(is_plain_greedy(part.sequence.params) for part in step.scheduled)
             hidden, logits, best = self.model.step(batch, self.cache, greedy)
+            self._tell(step, hidden)
             return ForwardOutput(self.model, hidden, logits, best=best)
-        given = {} if num_layers is None else {"num_layers": num_layers}
-        return ForwardOutput(self.model, self.model.forward(batch, self.cache, **given))
+        if num_layers is None:
+            return ForwardOutput(self.model, self._told(step, batch))
+        return ForwardOutput(self.model, self.model.forward(batch, self.cache, num_layers=num_layers))
+
+    def _told(self, step: Step, batch: ForwardBatch) -> Tensor:
+        """Run the model, tell who listens, and return the wanted rows."""
+        if self.listener is None:
+            return self.model.forward(batch, self.cache)
+        hidden = self.model.forward(batch, self.cache, every_row=True)
+        self._tell(step, hidden)
+        return hidden if batch.wants_every_row else hidden[batch.logits_indices]
+
+    def _tell(self, step: Step, hidden: Tensor) -> None:
+        """One that fails listens no more, and costs no request anything."""
+        if self.listener is None:
+            return
+        try:
+            self.listener.hear(step, hidden)
+        except Exception as error:
+            if is_device_lost(error):
+                raise
+            log.error("no more guesses by the model's own head: reading along failed", exc_info=error)
+            self.listener = None
 
     def projected(self, vector: Tensor) -> Tensor:
         """A pooled vector as the model gives it away."""

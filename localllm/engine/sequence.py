@@ -65,6 +65,7 @@ class Sequence:
         self.num_preemptions = 0
         self.places: Any = None  # where its drafter finds its tokens again
         self.speculation: Any = None  # what was guessed for it last, and how good its guesses are
+        self.heard: Any = None  # hidden states that the model's head is to read (`mtp.Heard`)
         self.num_draft_tokens = 0  # tokens guessed and checked
         self.num_accepted_tokens = 0  # those of them that were right
         self.drafters: dict[str, None] = {}  # who guessed them

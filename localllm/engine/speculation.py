@@ -40,7 +40,7 @@ GAIN = 1.03  # tokens a second that a step with guesses must be expected to win
 SLOWER = {"cpu": 0.15, "cuda": 0.03}  # share of a step that one more row takes, before it was measured
 NEWEST = 0.2  # weight of the latest step in a mean time
 FADE = 0.995  # of the time of a kind of step, whenever it kept guesses from being checked
-DEEPEST, ALWAYS_DEEP = 8, 4  # tokens that are bought for a sequence at most, and where nobody asks whether it pays
+DEEPEST = 8  # tokens that are bought for a sequence at most
 REST, LONGEST_REST = 32, 1024  # steps until one who does not pay is tried again: twice as many each time
 PLAIN_EVERY = 64  # steps with bought guesses until a plain one shows what they save
 
@@ -183,7 +183,7 @@ class _Source:
         if guess is None:
             return []
         if always:
-            deep = ALWAYS_DEEP if self.paid is not None else len(guess.token_ids)
+            deep = self.paid.deep if self.paid is not None else len(guess.token_ids)
             return [1.0] * min(room, deep, always)
         return known.rates.chances(guess, room)
 

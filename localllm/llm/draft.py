@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localllm.config import EngineOptions
-from localllm.errors import BadModelFile, ConfigError
-from localllm.models.architectures import open_model
+from localllm.errors import BadModelFile, ConfigError, UnsupportedModel
+from localllm.models.architectures import ModelFacts, open_model
 
 if TYPE_CHECKING:
     from localllm.models.loader import LoadOptions, Model
@@ -24,6 +24,14 @@ def is_wanted(options: EngineOptions) -> bool:
     if options.speculation == "draft" and not options.draft:
         raise ConfigError("speculation is 'draft', but no draft model is named", "--draft MODEL names one")
     return bool(options.draft) and options.speculation in ("auto", "draft")
+
+
+def check_head(options: EngineOptions, facts: ModelFacts, name: str) -> None:
+    """Raise UnsupportedModel where the model's own head is to guess and cannot."""
+    if options.speculation == "mtp" and facts.predictor is None:
+        why = facts.predictor_flaw or "it has none"
+        hint = "use --speculation auto, or choose files that kept the head"
+        raise UnsupportedModel(f"{name} cannot guess tokens with a head of its own (MTP): {why}", hint)
 
 
 class Draft:
@@ -73,7 +81,7 @@ class Draft:
 
         with self._naming():
             context = min(options.context, self.facts.max_context)
-            own = replace(options, weights="", context=context, host_experts=())
+            own = replace(options, weights="", context=context, host_experts=(), predictor=False)
             return load_model(self._checkpoint, own)
 
     def close(self) -> None:

@@ -77,7 +77,8 @@ class LoadedModel:
             raise self.plan.error(self.name)
         # as stored, or what the linear layers became while loading
         self.weight_format = self.plan.quant or self.facts.stored_format
-        self._doubts = tuple(filter(None, (self._checkpoint.doubt, self._checkpoint.unread)))
+        flaw = self.facts.predictor_flaw if self.plan.speculation == "auto" else ""
+        self._doubts = tuple(filter(None, (self._checkpoint.doubt, self._checkpoint.unread, flaw)))
         self._template: ChatTemplate | None = None
         self._engine: Engine | None = None
         self._sleeping: SleepingWeights | None = None
@@ -111,8 +112,9 @@ class LoadedModel:
 
     def _find_draft(self, offline: bool, cancel: threading.Event | None) -> Draft | None:
         """The model that guesses tokens for this one, if the options name one; the plan counts it."""
-        from localllm.llm.draft import Draft, is_wanted
+        from localllm.llm.draft import Draft, check_head, is_wanted
 
+        check_head(self.options, self.facts, self.name)
         if not is_wanted(self.options):
             return None
         found = Draft(self.options.draft, *self._find(self.options.draft, offline, cancel))
@@ -206,6 +208,7 @@ class LoadedModel:
             activations=self.plan.activations,
             weights=self.plan.quant,
             host_experts=uniform(self.facts, self.plan.host_experts),
+            predictor=self.plan.speculation in ("auto", "mtp"),
             selftest=first_use(self.plan, self.machine),
             progress=self._on_weights,
         )

@@ -54,6 +54,7 @@ TARGET_BYTES = {
     "mxfp4": 0.5 + 1 / 32,
 }
 CATCH_UP = 512  # tokens that a draft model computes at once
+PREDICTOR_ROWS = 6  # hidden states, of float32, that the head that predicts holds for a token of a prompt
 MOST_DRAFTS = 32  # guessed tokens that a step checks: each has a row of logits
 CHECKPOINTS = 2  # of a sequence's states that are worth keeping: behind its prompt, and behind its answer
 ROPE_BLOCK = 1024  # positions that a RoPE table grows by
@@ -131,7 +132,7 @@ class Memory:
         """(bytes the loaded weights take, bytes of them that decoding one token reads), on the device."""
         (held, read), (away, read_away) = self._text_and_read, self.host_and_read
         vision, drafter = self.facts.vision, self.drafter
-        held += 0 if drafter is None else drafter.weights_and_read[0]
+        held += self.facts.predictor_bytes + (0 if drafter is None else drafter.weights_and_read[0])
         return held - away + (0 if vision is None else vision.nbytes), max(0, read - read_away)
 
     @cached_property
@@ -192,7 +193,10 @@ class Memory:
         """(window, bytes of a page) of each group."""
         facts, size = self.facts, self.options.page_size
         return tuple(
-            (facts.windows[layers[0]], size * kv_bytes_per_token((facts.layers[layer] for layer in layers), self.kv))
+            (
+                facts.windows[layers[0]],
+                size * kv_bytes_per_token((facts.keeping_layers[layer] for layer in layers), self.kv),
+            )
             for layers in cache_layers(facts)
         )
 
@@ -331,6 +335,8 @@ class Memory:
         terms = self._work_on_cpu(ctx) if self.where.gpu is None else self._work_on_gpu(ctx)
         if self.facts.vision is not None:
             terms["image"] = self.facts.vision.work
+        if self.facts.predictor is not None:
+            terms["activations"] += PREDICTOR_ROWS * 4 * self.facts.hidden_size * min(self.rows, ctx)
         if self.drafter is not None:
             theirs = self.drafter.work_terms(min(ctx, self.drafter.facts.max_context))
             terms["activations"] = max(terms["activations"], theirs["activations"]) + rope_bytes(

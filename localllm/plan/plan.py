@@ -26,7 +26,7 @@ class Plan:
     threads: int  # that compute on a CPU
     deterministic: bool
     prefix_cache: bool
-    speculation: str  # auto | ngram | draft: tokens are guessed, and checked where that pays or always; off
+    speculation: str  # auto | ngram | draft | mtp: tokens are guessed, and checked where that pays or always; off
     num_drafts: int  # guessed tokens that a step checks at most
     weight_bytes: int
     kv_bytes: int

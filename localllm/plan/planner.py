@@ -17,7 +17,7 @@ from localllm.config import EngineOptions
 from localllm.device import GpuFacts, MachineFacts
 from localllm.device import machine as this_machine
 from localllm.errors import ConfigError, LocalLLMError
-from localllm.models.architectures.facts import ModelFacts, expert_counts
+from localllm.models.architectures.facts import ModelFacts, expert_counts, without_predictor
 from localllm.plan import speeds
 from localllm.plan.memory import DENSE_FORMATS, TARGET_BYTES, Memory
 from localllm.plan.placement import Placement, chosen_device, idle_card, room_of
@@ -166,12 +166,19 @@ class Planner:
             dtype = "float32" if where.gpu is None else "bfloat16" if where.gpu.has_bf16 else "float16"
         for quant, kv, rows in itertools.product(_quants(facts, options, where.gpu), kvs, budgets):
             enough = min(facts.max_context, USEFUL_CTX if kv == kvs[-1] else FULL_CTX)
-            memory = Memory(facts, machine, options, where, dtype, quant, kv, rows, excess, self._drafts)
+            memory = Memory(self._heads(facts), machine, options, where, dtype, quant, kv, rows, excess, self._drafts)
             yield memory, options.ctx if isinstance(options.ctx, int) else enough
+
+    def _heads(self, facts: ModelFacts) -> ModelFacts:
+        """Without the head that predicts tokens where nobody asks it."""
+        is_asked = self.options.speculation in ("auto", "mtp") and not facts.pooling
+        return facts if is_asked else without_predictor(facts)
 
     @property
     def _drafts(self) -> ModelFacts | None:
-        return self.draft if self.options.speculation in ("auto", "draft") else None
+        if self.draft is None or self.options.speculation not in ("auto", "draft"):
+            return None
+        return without_predictor(self.draft)
 
     def _with(self, memory: Memory) -> Plan:
         options, machine, facts, where = memory.options, memory.machine, memory.facts, memory.where
@@ -296,8 +303,9 @@ def _reasons(memory: Memory, context: str, kl_by_kv: Mapping[str, float]) -> Ite
 
 def _speculation(memory: Memory) -> str:
     """What the plan does of what was asked for."""
-    asked = memory.options.speculation
-    return "off" if not memory.num_drafts or (asked == "draft" and memory.drafter is None) else asked
+    asked, drafter = memory.options.speculation, memory.drafter
+    lacks = (asked == "draft" and drafter is None) or (asked == "mtp" and memory.facts.predictor is None)
+    return "off" if not memory.num_drafts or lacks else asked
 
 
 def _guesses(memory: Memory) -> Iterator[str]:
@@ -306,13 +314,19 @@ def _guesses(memory: Memory) -> Iterator[str]:
     if not memory.num_drafts:
         return
     when = "where it is measured to pay" if asked == "auto" else "as asked for"
-    if asked != "draft":
+    facts = memory.facts
+    if asked in ("auto", "ngram"):
         yield f"speculation: text that repeats is checked up to {memory.num_drafts} tokens a step, {when}"
     if drafter is not None:
         held = f"{gib(drafter.weights_and_read[0], 2)} of weights and its own keys and values"
         yield f"draft {memory.options.draft or drafter.facts.name}: guesses tokens {when}; {held} are counted"
     elif asked == "draft":
         yield "speculation off: no draft model is named; --draft names one"
+    if facts.predictor is not None:
+        held = f"{gib(facts.predictor_bytes, 2)} of weights and a layer's keys and values"
+        yield f"MTP head: guesses tokens {when}; {held} are counted"
+    elif asked == "mtp":
+        yield f"speculation off: {facts.predictor_flaw or 'the model has no MTP head'}"
 
 
 def _host_reason(memory: Memory) -> str:

@@ -20,7 +20,7 @@ from localllm.errors import UnsupportedModel
 from .facts import ModelFacts
 from .layers import Dense, Experts, LayerFacts
 from .mixers import Attention, Paged, RopeFacts
-from .names import NameMap
+from .names import MTP, NameMap
 
 SAMPLING = {
     "temperature": (0.0, 100.0), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (1e-3, 100.0),
@@ -153,6 +153,7 @@ class Config(ABC):
                 info.nbytes for name, info in tensors.items() if name.startswith(self.names.text) and name not in spare
             ),
         }
+        changes |= self._predictor(changes.get("predictor"), usage["extra_layers"])
         causal = all(getattr(layer.mixer, "causal", True) for layer in layers)
         pooling = self.pooling or ("" if causal else "mean")
         if pooling:
@@ -161,6 +162,23 @@ class Config(ABC):
             changes["tied_embeddings"] = True  # nothing is generated: whether there is a head does not matter
         values |= {"pooling": pooling, "projections": self.projections}
         return ModelFacts(**values | usage | changes)
+
+    def _predictor(self, layer: LayerFacts | None, stated: int) -> dict[str, Any]:
+        """`layer` where the file has such a head, and why not where it states one."""
+        if layer is None or not self.checkpoint.tensors:
+            return {"predictor": None}
+        module = self.names.source(f"model.layers.{self.num_layers}.eh_proj")
+        start = MTP if module.startswith(MTP) else f"{module}."
+        if self.keys.flag("mtp_use_dedicated_embeddings"):
+            return {
+                "predictor": None,
+                "predictor_flaw": "the head that predicts tokens (MTP) has embeddings of its own",
+            }
+        if any(name.startswith(start) for name in self.checkpoint.tensors):
+            return {"predictor": layer}
+        stated = stated or self.keys.integer("mtp_num_hidden_layers", 0, MAX_LAYERS, 0)
+        flaw = f"the file states a head that predicts tokens (MTP) and does not have its tensors, {module}.weight first"
+        return {"predictor": None, "predictor_flaw": flaw if stated else ""}
 
     def sampling(self, fields: Fields, keys: Mapping[str, str]) -> dict[str, Any]:
         """What the files recommend; `keys` says what they call it."""

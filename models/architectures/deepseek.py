@@ -1,7 +1,7 @@
 """DeepSeek V2 and V3, and GLM-4.7 Flash: latent attention, the first layers dense, then experts with a shared one.
 
 V2 has a softmax router, the others a sigmoid one with a bias for the choice. Rows of what turns are never permuted:
-pairs are neighbours in either container. A layer behind the last one predicts a second token and is not loaded.
+pairs are neighbours in either container. A layer behind the last one predicts a second token (MTP).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .facts import ModelFacts
 from .gguf import GgufConfig
 from .glm4_moe import SHARED
 from .hf import HfConfig
-from .layers import Experts, LayerFacts
+from .layers import Experts, Fusion, LayerFacts
 from .mixers import LatentAttention, RopeFacts
 from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
 
@@ -75,8 +75,9 @@ class DeepseekV2(Architecture):
         )  # fmt: skip
         experts = config.mixture("n_routed_experts", "moe_intermediate_size", act, **self.router(config))
         experts = _with_shared(experts, keys.integer("n_shared_experts", 1, MAX_EXPERTS))
-        layers = LayerFacts(attention, experts), LayerFacts(attention, config.dense(act))
-        return config.facts(tuple(layers[dense] for dense in self.dense_layers(config)), context)
+        kinds = LayerFacts(attention, experts), LayerFacts(attention, config.dense(act))
+        layers = tuple(kinds[dense] for dense in self.dense_layers(config))
+        return config.facts(layers, context, predictor=replace(kinds[0], fusion=Fusion()))
 
     def router(self, config: HfConfig) -> dict[str, Any]:
         """What `Experts` is to have of it."""
@@ -112,8 +113,9 @@ class DeepseekV2(Architecture):
         )  # fmt: skip
         dense = keys.integer("leading_dense_block_count", 0, MAX_LAYERS, 0)
         experts = _with_shared(_gguf_experts(config, dense), keys.integer("expert_shared_count", 1, MAX_EXPERTS))
-        layers = LayerFacts(attention, experts), LayerFacts(attention, config.dense())
-        return config.facts(tuple(layers[layer < dense] for layer in range(config.num_layers)), context)
+        kinds = LayerFacts(attention, experts), LayerFacts(attention, config.dense())
+        layers = tuple(kinds[layer < dense] for layer in range(config.num_layers))
+        return config.facts(layers, context, predictor=replace(kinds[0], fusion=Fusion()))
 
     def names(self, checkpoint: Checkpoint) -> NameMap:
         return gguf_names(GGUF_LATENT) if checkpoint.kind == "gguf" else hf_names(checkpoint.tensors, SHARED)

@@ -46,7 +46,11 @@ class ModelFacts:
     stored_format: str = ""  # Q4_1, Q4_K_M, bf16, awq, gptq, nvfp4, fp8, ...
     num_params: int = 0
     weight_bytes: int = 0  # stored bytes of the text model's tensors
-    extra_layers: int = 0  # stored behind the others to predict tokens further ahead (MTP): not loaded
+    extra_layers: int = 0  # stored behind the others, to predict tokens further ahead (MTP)
+    # the first head that does, a layer behind the others; None where there is none, or where it is not used
+    predictor: LayerFacts | None = None
+    predictor_bytes: int = 0  # stored
+    predictor_flaw: str = ""  # why there is none though the configuration states one
     active_share: float = 1.0  # of the weights, what is read for one token: less than all of a mixture of experts
     pooling: str = ""  # how a model that embeds text makes one vector: mean | cls | last; "": it generates text
     projections: tuple[Projection, ...] = ()  # what pooled vectors go through
@@ -69,6 +73,11 @@ class ModelFacts:
     def embedding_size(self) -> int:
         """Elements of a text's vector."""
         return self.projections[-1].outputs if self.projections else self.hidden_size
+
+    @cached_property
+    def keeping_layers(self) -> tuple[LayerFacts, ...]:
+        """All that keep something of tokens: the layers, and behind them the one of the head that predicts."""
+        return self.layers if self.predictor is None else (*self.layers, self.predictor)
 
     @cached_property
     def windows(self) -> tuple[int | None, ...]:
@@ -107,6 +116,11 @@ class ModelFacts:
     @cached_property
     def intermediate_size(self) -> int:
         return max((layer.ffn.inner for layer in self.layers if layer.ffn is not None), default=1)
+
+
+def without_predictor(facts: ModelFacts) -> ModelFacts:
+    """The same model where nobody asks the head that predicts tokens."""
+    return facts if facts.predictor is None else replace(facts, predictor=None, predictor_bytes=0)
 
 
 def repeated(
@@ -218,9 +232,12 @@ def kv_layer(index: int, mixer: Paged) -> int:
 
 
 def cache_layers(facts: ModelFacts) -> tuple[tuple[int, ...], ...]:
-    """Layers that keep the same tokens in the same form, by number: full attention first, then the widest window."""
+    """Layers that keep the same tokens in the same form, by number: full attention first, then the widest window.
+
+    The head that predicts is the layer behind the last one.
+    """
     found: dict[tuple[object, ...], list[int]] = {}
-    for index, layer in enumerate(facts.layers):
+    for index, layer in enumerate(facts.keeping_layers):
         mixer = layer.mixer
         if isinstance(mixer, Paged) and mixer.shares_kv_with is None:
             found.setdefault((mixer.window, *mixer.kept), []).append(index)

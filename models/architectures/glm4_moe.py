@@ -1,6 +1,6 @@
 """GLM-4.5 to 4.7 (Air, 355B): partial rotation, a sigmoid router with a bias for the choice, a shared expert.
 
-The layer behind the last one predicts a second token (MTP): it is not needed for the first and not loaded.
+The layer behind the last one predicts a second token (MTP).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .config import Config
 from .facts import ModelFacts
 from .gguf import GgufConfig
 from .hf import HfConfig
-from .layers import Experts, LayerFacts
+from .layers import Experts, Fusion, LayerFacts
 from .mixers import Attention
 from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
 
@@ -49,8 +49,8 @@ class Glm4Moe(Architecture):
         )  # fmt: skip
         shared = keys.integer("n_shared_experts", 1, MAX_EXPERTS)
         dense = keys.integer("first_k_dense_replace", 0, MAX_LAYERS)
-        layers = _layers(config, attention, _own(experts, shared), dense, act)
-        return config.facts(layers, context)
+        layers, predictor = _layers(config, attention, _own(experts, shared), dense, act)
+        return config.facts(layers, context, predictor=predictor)
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         rope, context = config.rope()
@@ -58,8 +58,8 @@ class Glm4Moe(Architecture):
         attention = config.attention(rope, qk_norm=config.stores("self_attn.q_norm.weight"))
         shared = keys.integer("expert_shared_count", 1, MAX_EXPERTS, 1)
         dense = keys.integer("leading_dense_block_count", 0, MAX_LAYERS, 1)
-        layers = _layers(config, attention, _own(config.mixture(), shared), dense, "silu")
-        return config.facts(layers, context)
+        layers, predictor = _layers(config, attention, _own(config.mixture(), shared), dense, "silu")
+        return config.facts(layers, context, predictor=predictor)
 
     def names(self, checkpoint: Checkpoint) -> NameMap:
         if checkpoint.kind != "gguf":
@@ -75,6 +75,10 @@ def _own(experts: Experts, shared: int) -> Experts:
     return replace(experts, router="sigmoid", choice_bias=True, shared_inner=shared * experts.inner)
 
 
-def _layers(config: Config, attention: Attention, experts: Experts, dense: int, act: str) -> tuple[LayerFacts, ...]:
+def _layers(
+    config: Config, attention: Attention, experts: Experts, dense: int, act: str
+) -> tuple[tuple[LayerFacts, ...], LayerFacts]:
+    """The layers, and that of the head that predicts."""
     kinds = LayerFacts(attention, experts), LayerFacts(attention, config.dense(act))
-    return tuple(kinds[layer < dense] for layer in range(config.num_layers))
+    layers = tuple(kinds[layer < dense] for layer in range(config.num_layers))
+    return layers, replace(kinds[0], fusion=Fusion())

@@ -223,7 +223,9 @@ class HfConfig(Config):
     def usage(self) -> dict[str, Any]:
         places = (self.generation, self.given, self.top)
         return {
-            "extra_layers": self.keys.integer("num_nextn_predict_layers", 0, MAX_LAYERS, 0),
+            "extra_layers": self.keys.integer(
+                "num_nextn_predict_layers", 0, MAX_LAYERS, self.keys.integer("num_mtp_layers", 0, MAX_LAYERS, 0)
+            ),
             "name": _name(self.checkpoint.path),
             "tied_embeddings": self._tied(),
             "eos_token_ids": _ids("eos_token_id", self.vocab_size, *places),

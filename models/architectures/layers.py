@@ -190,6 +190,19 @@ class InputTable:
 
 
 @dataclass(frozen=True)
+class Fusion:
+    """What a head that predicts the token after next (MTP) has around its decoder layer: a projection of two vectors
+    side by side, each normed, the next token's embedding and the model's last hidden state; and a last norm of its own.
+    """
+
+    def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
+        return {"eh_proj": (hidden, 2 * hidden)}
+
+    def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        return {f"{name}.weight": (hidden,) for name in ("enorm", "hnorm", "shared_head.norm")}
+
+
+@dataclass(frozen=True)
 class LayerFacts:
     """One decoder layer: what mixes tokens, what follows, and the norms around them. Either may be absent."""
 
@@ -199,8 +212,9 @@ class LayerFacts:
     scaled: bool = False  # a stored number multiplies what it gives
     input: LayerInput | None = None
     parallel: bool = False  # attention and the feed-forward layer read the same residual stream, and both are added
+    fusion: Fusion | None = None
 
     @property
-    def blocks(self) -> tuple[Paged | Stateful | Dense | Experts | LayerInput, ...]:
+    def blocks(self) -> tuple[Paged | Stateful | Dense | Experts | LayerInput | Fusion, ...]:
         """Mixer, feed-forward layer and what takes in a token's numbers: those that are there."""
-        return tuple(block for block in (self.mixer, self.ffn, self.input) if block is not None)
+        return tuple(block for block in (self.mixer, self.ffn, self.input, self.fusion) if block is not None)

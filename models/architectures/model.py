@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -13,10 +14,11 @@ from localllm.checkpoint import Checkpoint, StoredFormat, open_checkpoint, store
 from localllm.checkpoint.formats import format_label
 from localllm.checkpoint.formats.module import DENSE
 from localllm.checkpoint.mapped_file import bad
+from localllm.errors import BadModelFile, UnsupportedFormat
 
 from . import registry
 from .facts import ModelFacts, count_params, expanded_modules, idle_experts, linear_shapes, vector_shapes
-from .layers import Entry
+from .layers import Entry, LayerFacts
 from .names import NameMap
 
 _TOWER = re.compile(
@@ -67,6 +69,7 @@ class OpenModel(Checkpoint):
             for name, shape in taken_apart.items()
             if self.formats[name].label not in DENSE.values()
         )
+        facts = self._with_predictor(facts, held)
         idle = sum(count * held[self.names.source(module)] for module, count in idle_experts(facts).items())
         return replace(
             facts,
@@ -75,15 +78,29 @@ class OpenModel(Checkpoint):
             decoded_bytes=facts.decoded_bytes + decoded,
         )
 
+    def _with_predictor(self, facts: ModelFacts, held: Mapping[str, int]) -> ModelFacts:
+        """With the bytes of the head that predicts, or without a head that cannot be read: the model does not need it.
+
+        held   module -> its stored bytes
+        """
+        if facts.predictor is None:
+            return facts
+        try:
+            self._layer(facts.num_layers, facts.predictor, facts.hidden_size)
+        except (BadModelFile, UnsupportedFormat) as error:
+            return replace(facts, predictor=None, predictor_flaw=f"the head that predicts tokens (MTP): {error}")
+        return replace(facts, predictor_bytes=sum(held[name] for name in self._modules(facts, facts.num_layers)))
+
+    def _modules(self, facts: ModelFacts, index: int) -> set[str]:
+        """The modules of a layer, as the file names them."""
+        start, layer = f"model.layers.{index}.", facts.keeping_layers[index]
+        vectors = (self.names.tensor(start + name) for name in vector_shapes(layer, facts.hidden_size))
+        modules = {self.names.source(start + module) for module in linear_shapes(layer, facts.hidden_size)}
+        return modules | {name.rpartition(".")[0] for name in vectors}
+
     def stored_modules(self, facts: ModelFacts) -> set[str]:
         """The modules below layers that the model is made of, as the file names them."""
-        hidden, found = facts.hidden_size, set[str]()
-        for index, layer in enumerate(facts.layers):
-            start = f"model.layers.{index}."
-            found.update(self.names.source(start + module) for module in linear_shapes(layer, hidden))
-            vectors = (self.names.tensor(start + name) for name in vector_shapes(layer, hidden))
-            found.update(name.rpartition(".")[0] for name in vectors)
-        return found
+        return set().union(*(self._modules(facts, index) for index in range(len(facts.keeping_layers))))
 
     @property
     def doubt(self) -> str:
@@ -122,11 +139,7 @@ class OpenModel(Checkpoint):
             for name, sizes in facts.inputs.vectors().items():
                 self._vector(name, sizes)
         for index, layer in enumerate(facts.layers):
-            start = f"model.layers.{index}."
-            for module, shape in linear_shapes(layer, hidden).items():
-                self._linear(start + module, shape)
-            for name, sizes in vector_shapes(layer, hidden).items():
-                self._vector(start + name, sizes)
+            self._layer(index, layer, hidden)
         size = hidden
         for projection in facts.projections:
             if projection.inputs != size:
@@ -144,6 +157,13 @@ class OpenModel(Checkpoint):
         for rope in facts.ropes:
             if rope.factors_tensor:
                 self._stored(rope.factors_tensor, (rope.dim // 2,))
+
+    def _layer(self, index: int, layer: LayerFacts, hidden: int) -> None:
+        start = f"model.layers.{index}."
+        for module, shape in linear_shapes(layer, hidden).items():
+            self._linear(start + module, shape)
+        for name, sizes in vector_shapes(layer, hidden).items():
+            self._vector(start + name, sizes)
 
     def _entry(self, entry: Entry, hidden: int) -> None:
         for name, rows in (("position", entry.positions), ("token_type", entry.token_types)):

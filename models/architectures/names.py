@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.([\w.]+)")
 _ONE_OF_MANY = re.compile(r"(mlp\.experts\.|self_attn\.[kv]_b_proj\.)(\d+)((?:\.\w+)?)")  # experts, or heads
+MTP = "mtp."  # what Qwen's names begin with of the head that predicts the token after next
 _WRAPPERS = ("language_model.model.", "model.language_model.")
 GGUF_LAYER = {
     "input_layernorm": "attn_norm",
@@ -34,6 +35,10 @@ GGUF_LAYER = {
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "eh_proj": "nextn.eh_proj",
+    "enorm": "nextn.enorm",
+    "hnorm": "nextn.hnorm",
+    "shared_head.norm": "nextn.shared_head_norm",
 }
 
 
@@ -45,16 +50,18 @@ class NameMap:
     layer: str  # what a layer's modules begin with, `{}` for its number
     # modules and whole tensors below a layer that are called otherwise; `{}` for an expert's number, or a head's
     inner: Mapping[str, str] = field(default_factory=dict)
-    # what canonical names outside of the text model begin with -> what theirs do
+    # what canonical names of what stands beside the layers (a tower, a head that predicts) begin with -> what theirs do
     parts: Mapping[str, str] = field(default_factory=dict)
     text: tuple[str, ...] = ("",)  # what names of the text model's tensors begin with; others are not loaded
 
     def source(self, module: str) -> str:
         """The name in the file of a canonical module."""
+        part = next((part for part in self.parts if module.startswith(part)), None)
+        if part is not None:
+            return self.parts[part] + module.removeprefix(part)
         match = _LAYER.fullmatch(module)
         if match is None:
-            part = next((part for part in self.parts if module.startswith(part)), None)
-            return self.top[module] if part is None else self.parts[part] + module.removeprefix(part)
+            return self.top[module]
         one = _ONE_OF_MANY.fullmatch(match[2])
         if one is None:
             return self.layer.format(match[1]) + self.inner.get(match[2], match[2])
@@ -76,6 +83,14 @@ class NameMap:
         layer = re.compile(re.escape(self.layer).replace(r"\{\}", r"(\d{1,9})"))
         found = ((layer.match(name), name) for name in tensors)
         return (name for match, name in found if match and int(match[1]) >= num_layers)
+
+
+def predictor_names(number: object) -> dict[str, str]:
+    """For `parts`: Qwen's names of that head, which everybody else calls layer `number`."""
+    start = f"model.layers.{number}."
+    outer = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden"}
+    names = {start + name: MTP + theirs for name, theirs in (outer | {"shared_head.norm": "norm"}).items()}
+    return names | {start: f"{MTP}layers.0."}
 
 
 def gguf_names(inner: Mapping[str, str] = GGUF_LAYER) -> NameMap:

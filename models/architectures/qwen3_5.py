@@ -13,9 +13,9 @@ from .architecture import Architecture
 from .facts import ModelFacts
 from .gguf import GgufConfig
 from .hf import HfConfig
-from .layers import Dense, Experts, LayerFacts
+from .layers import Dense, Experts, Fusion, LayerFacts
 from .mixers import Attention, GatedDelta, RopeFacts
-from .names import GGUF_LAYER, NameMap, gguf_names
+from .names import GGUF_LAYER, NameMap, gguf_names, predictor_names
 from .qwen_vision import grid_parts, grid_vision
 
 FULL_EVERY = 4  # one layer of so many attends, the last of each group
@@ -75,7 +75,10 @@ class Qwen3_5(Architecture):
         ffn = self.feed_forward(config)
         of_kind = {kind: LayerFacts(mixer, ffn) for kind, mixer in kinds.items()}
         layers = tuple(of_kind[kind] for kind in _layer_types(config))
-        return config.facts(self.with_dense(config, layers), context, norm_offset=1.0, vision=grid_vision(config, rope))
+        return config.facts(
+            self.with_dense(config, layers), context, norm_offset=1.0, vision=grid_vision(config, rope),
+            predictor=LayerFacts(attention, ffn, fusion=Fusion()),
+        )  # fmt: skip
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         rope, context = config.rope()
@@ -99,7 +102,8 @@ class Qwen3_5(Architecture):
         every = keys.integer("full_attention_interval", 1, MAX_LAYERS, FULL_EVERY)
         ffn = self.feed_forward_of_gguf(config)
         kinds = [LayerFacts(mixer, ffn) for mixer in (_attention(config, rope), delta)]
-        return config.facts(tuple(kinds[(layer + 1) % every > 0] for layer in range(config.num_layers)), context)
+        layers = tuple(kinds[(layer + 1) % every > 0] for layer in range(config.num_layers))
+        return config.facts(layers, context, predictor=replace(kinds[0], fusion=Fusion()))
 
     def feed_forward(self, config: HfConfig) -> Dense | Experts:
         return config.dense(config.activation())
@@ -115,7 +119,9 @@ class Qwen3_5(Architecture):
         """In GGUF the norm before the feed-forward layer is called after what it follows."""
         if checkpoint.kind == "gguf":
             return gguf_names(GGUF_HYBRID)
-        return replace(super().names(checkpoint), parts=grid_parts(checkpoint))
+        text = checkpoint.config.get("text_config")
+        number = (text if isinstance(text, dict) else checkpoint.config).get("num_hidden_layers")
+        return replace(super().names(checkpoint), parts=grid_parts(checkpoint) | predictor_names(number))
 
 
 class Qwen3_5Moe(Qwen3_5):

@@ -58,6 +58,8 @@ def write_gguf(
     family = next(one for one in registry.ARCHITECTURES if arch in one.gguf_types)
     names = family.names(Checkpoint(path, "gguf", {}, {}))
     writer.add_block_count(config.get("num_hidden_layers") or len(config["layers_block_type"]))
+    if config.get("nextn"):
+        writer.add_nextn_predict_layers(config["nextn"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(_inner(config, tensors))

@@ -1,0 +1,66 @@
+"""A head that predicts the token after next (MTP): what it takes of the model, and one pass of it.
+
+It reads the model's hidden state at a position and the embedding of the token behind it, both normed, through a
+projection and a decoder layer with keys and values of its own. What comes out is normed and goes to the model's
+vocabulary projection; it also stands in for the model's hidden state at the next position, for another prediction.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from localllm.kernels.layer_weights import Norm
+from localllm.kernels.reference import rms_norm
+
+from .architectures.facts import ModelFacts, layer_views
+from .inputs import ForwardBatch
+from .kv_cache import KVCache
+from .layers import LayerReader, load_layer
+from .model import Model, Predictor
+from .reader import Reader
+
+
+def load_predictor(reader: Reader, facts: ModelFacts) -> Predictor:
+    """Read the head of `facts.predictor`."""
+    own = LayerReader(reader, facts.num_layers)
+    layer = load_layer(reader, facts.num_layers)
+    assert layer.mixer is not None
+    first = next(i for i, one in enumerate(facts.layers) if facts.predictor and one.mixer == facts.predictor.mixer)
+    views, of_layers = layer_views(facts)  # it attends as the model's layers do
+    return Predictor(
+        embedding_norm=own.norm("enorm"),
+        hidden_norm=own.norm("hnorm"),
+        projection=own.linear("mtp", "eh_proj"),
+        layer=layer,
+        norm=own.norm("shared_head.norm"),
+        calls=((layer.mixer, layer.ffn, 0),),
+        view=views[of_layers[first]],
+    )
+
+
+def predict(model: Model, cache: KVCache, batch: ForwardBatch, hidden: Tensor, wanted: Tensor | None) -> Tensor:
+    """Hidden states of `wanted` rows, int64 and ascending, or of all: [rows, hidden], normed.
+
+    batch    each token stands at the position of the hidden state that it is read with: one before its own
+    hidden   [num_tokens, hidden]: the model's hidden states, normed (`Model.normed`), or what this gave before
+    """
+    own = model.predictor
+    assert own is not None
+    rows = model.embedded(batch)
+    both = torch.cat([_normed(rows, own.embedding_norm), _normed(hidden.to(rows.dtype), own.hidden_norm)], -1)
+    x = own.projection(both)
+    group, rope = own.view
+    pages = batch.groups[group]
+    view = (*model.turned(rope, batch), pages.block_table, pages.slot_mapping)
+    lens = batch.cu_query_lens, batch.seq_lens_tensor
+    return _normed(model.table.decoder(x, own.calls, cache.predictor, [view], *lens, wanted), own.norm)
+
+
+def predicted_logits(model: Model, hidden: Tensor) -> Tensor:
+    """Rows of `predict` -> float32 [rows, vocab]."""
+    return model.head.linear(hidden).float()
+
+
+def _normed(x: Tensor, norm: Norm) -> Tensor:
+    return rms_norm(x, norm.weight, norm.eps)

@@ -1,0 +1,272 @@
+"""Heads that predict the token after next: against transformers' own, in any company, and as a source of guesses."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from torch import Tensor
+
+from localllm.boot.assembly import assemble
+from localllm.config import EngineOptions
+from localllm.device.fake import MACHINES
+from localllm.engine.engine import Engine
+from localllm.engine.mtp import HeadDrafter
+from localllm.engine.speculation import Speculation
+from localllm.errors import UnsupportedModel
+from localllm.llm.draft import check_head
+from localllm.models.architectures import open_model
+from localllm.models.loader import LoadOptions, load_model
+from localllm.models.model import Model
+from localllm.models.predictor import predict, predicted_logits
+from localllm.plan.planner import Planner
+from localllm.request import Request, SamplingParams
+
+from .test_decode_graphs import answers, engine_of, requests
+from .test_gguf_models import write_gguf
+
+OURS = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "post_norm": "norm"}
+slow = pytest.mark.slow
+OTHERS = ("qwen3.5-moe", "qwen3-next", "glm4-moe", "glm4-moe-lite", "deepseek-v3")
+NAMES = ["qwen3.5", *(pytest.param(name, marks=slow) for name in OTHERS)]
+
+
+def with_head(one: Any, name: str) -> tuple[Any, Any]:
+    """A tiny model whose checkpoint has a head, and transformers' layer of it."""
+    from transformers.modeling_layers import MtpLayer
+
+    config, layers = one.reference.config, one.reference.model.layers
+    types = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
+    number = max(i for i, kind in enumerate(types) if kind == "full_attention")
+    norm = type(one.reference.model.norm)
+    head = MtpLayer(config, type(layers[number]), norm, number).float().eval()
+    generator = torch.Generator().manual_seed(len(name))
+    with torch.no_grad():
+        for key, parameter in head.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "norm" in key:
+                parameter.copy_((0 if name.startswith("qwen") else 1) + 0.2 * noise)
+            else:
+                parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+        for key, buffer in head.named_buffers():
+            if key.endswith("correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+    tensors, count = {}, len(layers)
+    for key, tensor in head.state_dict().items():
+        module, inner = key.partition(".")[0], key.removeprefix("mtp_block.")
+        if name.startswith("qwen"):
+            stored = f"mtp.{OURS[module]}.weight" if module in OURS else f"mtp.layers.0.{inner}"
+        else:
+            stored = f"model.layers.{count}.{inner}".replace("post_norm", "shared_head.norm")
+        tensors[stored] = tensor.detach().clone()
+    stated = {"mtp_num_hidden_layers": 1} if name.startswith("qwen3.5") else {"num_nextn_predict_layers": 1}
+    return replace(one, config=one.config | stated, tensors=one.tensors | tensors), head
+
+
+def loaded_head(one: Any, folder: Path, **changes: Any) -> Model:
+    with open_model(one.save(folder, **changes)) as checkpoint:
+        return load_model(checkpoint, LoadOptions(exact=True, predictor=True))
+
+
+def expected_logits(one: Any, head: Any, ids: list[int]) -> Tensor:
+    """Of the token after next, for every token but the first."""
+    count = len(ids) - 1
+    with torch.no_grad():
+        inner = one.reference.model
+        hidden = inner(torch.tensor([ids]), use_cache=False).last_hidden_state[:, :-1]
+        embedded = inner.embed_tokens(torch.tensor([ids[1:]]))
+        positions = torch.arange(count)[None]
+        mask = torch.full((count, count), float("-inf")).triu(1)[None, None]
+        turned = inner.rotary_emb(embedded, positions)
+        return one.reference.lm_head(head(embedded, hidden, turned, mask, positions, None))[0]
+
+
+def own_logits(model: Model, paged: Any, ids: list[int], chunks: list[int]) -> Tensor:
+    """The same of ours, the prompt read in chunks."""
+    driver, found, start = paged(model), [], 0
+    for length in chunks:
+        batch = driver.batch({0: ids[start : start + length]})
+        with torch.inference_mode():
+            hidden = model.normed(model.forward(batch, driver.cache))
+            after = torch.tensor(ids[start + 1 : start + length + 1])
+            found.append(
+                predicted_logits(model, predict(model, driver.cache, replace(batch, token_ids=after), hidden, None))
+            )
+        start += length
+    return torch.cat(found)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(0, 99, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_logits_match_transformers(name: str, tiny: Callable, paged: Any, tmp_path: Path) -> None:
+    one, head = with_head(tiny(name), name)
+    ids = prompt(71)
+    wanted = expected_logits(one, head, ids)
+    found = own_logits(loaded_head(one, tmp_path), paged, ids, [33, 1, 36])
+    assert float((found - wanted).abs().max() / wanted.abs().max()) < 1e-4
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+@slow
+@pytest.mark.parametrize("name", ["qwen3.5", *OTHERS])
+def test_gguf_has_the_same_head(name: str, tiny: Callable, paged: Any, tmp_path: Path) -> None:
+    one, _ = with_head(tiny(name), name)
+    count = one.config["num_hidden_layers"]
+    tensors = {}
+    for key, tensor in one.tensors.items():
+        for module, theirs in OURS.items():
+            key = key.replace(
+                f"mtp.{theirs}.", f"model.layers.{count}.{module}.".replace("post_norm", "shared_head.norm")
+            )
+        tensors[key.replace("mtp.layers.0.", f"model.layers.{count}.")] = tensor
+    config = one.config | {"num_hidden_layers": count + 1, "nextn": 1}
+    path = write_gguf(tmp_path / "tiny.gguf", config, tensors, gguf.GGMLQuantizationType.F32)
+    with open_model(path) as checkpoint:
+        ours = load_model(checkpoint, LoadOptions(exact=True, predictor=True))
+        assert checkpoint.facts.num_layers == count and checkpoint.facts.predictor_bytes > 0
+    ids = prompt(40)
+    wanted = own_logits(loaded_head(one, tmp_path / "c"), paged, ids, [39])
+    found = own_logits(ours, paged, ids, [39])
+    assert float((found - wanted).abs().max() / wanted.abs().max()) < 2e-5
+
+
+def without(one: Any, *parts: str) -> dict[str, None]:
+    return {key: None for key in one.tensors if any(part in key for part in parts)}
+
+
+def test_a_head_that_cannot_be_read_is_named_and_left_out(tiny: Callable, tmp_path: Path) -> None:
+    one, _ = with_head(tiny("qwen3.5"), "qwen3.5")
+    cases = {
+        "does not have its tensors, mtp.fc.weight first": without(one, "mtp."),
+        "mtp.norm.weight: the tensor is missing": without(one, "mtp.norm"),
+        r"mtp.fc.weight: holds a weight of \[44, 44\], \[44, 88\] is expected": {"mtp.fc.weight": torch.ones(44, 44)},
+        "embeddings of its own": {},
+    }
+    for number, (words, tensors) in enumerate(cases.items()):
+        more = {} if tensors else {"mtp_use_dedicated_embeddings": True}
+        with open_model(one.save(tmp_path / str(number), tensors, **more)) as checkpoint:
+            facts = checkpoint.facts
+            assert facts.predictor is None and facts.predictor_bytes == 0
+            with pytest.raises(UnsupportedModel, match=words):
+                check_head(EngineOptions(speculation="mtp"), facts, "tiny")
+            check_head(EngineOptions(), facts, "tiny")
+            assert load_model(checkpoint, LoadOptions(exact=True, predictor=True)).predictor is None
+    facts = open_model(tiny("qwen3.5").save(tmp_path / "none", mtp_num_hidden_layers=0)).facts
+    with pytest.raises(UnsupportedModel, match="it has none"):
+        check_head(EngineOptions(speculation="mtp"), facts, "tiny")
+
+
+@slow
+@pytest.mark.parametrize("which", ["head", "model", "both"])
+def test_the_tensors_say_whether_the_head_is_quantized(which: str, tiny: Callable, paged: Any, tmp_path: Path) -> None:
+    """Whatever the list of modules that are not says: a head that is listed and quantized, or plain and not listed."""
+    one, _ = with_head(tiny("qwen3.5"), "qwen3.5")
+    tensors, plain = {}, {}
+    for key, weight in one.tensors.items():
+        if key.endswith(("_proj.weight", "fc.weight")) and which in (
+            "both",
+            "head" if key.startswith("mtp.") else "model",
+        ):
+            scale = torch.tensor(float(weight.abs().max()) / 400)
+            codes = (weight / scale).to(torch.float8_e4m3fn)
+            tensors |= {key: codes, f"{key}_scale": scale}
+            plain[key] = codes.float() * scale
+    listed = {"ignored_layers": ["mtp.fc", "mtp.layers.0"] if which == "head" else []}
+    config = {"quant_method": "fp8", "activation_scheme": "dynamic", **listed}
+    ours = loaded_head(one, tmp_path / "q", tensors=tensors, quantization_config=config)
+    wanted = own_logits(loaded_head(one, tmp_path / "p", tensors=plain), paged, prompt(30), [29])
+    found = own_logits(ours, paged, prompt(30), [29])
+    assert float((found - wanted).abs().max() / wanted.abs().max()) < 0.02
+
+
+# --- guesses ----------------------------------------------------------------------------------------------------------
+
+
+class Checked(HeadDrafter):
+    """Keeps what it was asked and what it answered."""
+
+    def __init__(self, engine: Engine, deep: int) -> None:
+        super().__init__(engine.runner, 99, 0.1)
+        self.deep = deep
+        self.seen: list[tuple[list[int], tuple[int, ...]]] = []
+        engine.runner.listener = self
+        engine.stepper.speculation = Speculation(self, "always", goes_back=bool(engine.runner.model.states))
+
+    def propose(self, sequences: Any, counts: Any) -> list[tuple[int, ...]]:
+        found = super().propose(sequences, counts)
+        pairs = zip(sequences, found, strict=True)
+        self.seen += [(list(one.token_ids), guess) for one, guess in pairs if guess and one.params.n == 1]
+        return found
+
+
+def copying(one: Any) -> Any:
+    """What follows depends mostly on the last token, so that the head, which sees it, is often right."""
+    tensors = dict(one.tensors)
+    for key, tensor in tensors.items():
+        if key.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "experts.down_proj")):
+            tensors[key] = tensor * 0.06
+        elif key.endswith(("fc.weight", "eh_proj.weight")):
+            tensors[key] = torch.cat([torch.eye(tensor.shape[0]), tensor[:, tensor.shape[0] :] * 0.06], 1)
+        elif key.endswith(("norm.weight", "norm_embedding.weight")):
+            tensors[key] = torch.full_like(tensor, 0.0 if "qwen" in one.config["model_type"] else 1.0)
+    return replace(one, tensors=tensors)
+
+
+MANY = [(name, form) for name in ("qwen3.5", *OTHERS) for form in ("eager", "graphs", "preempted")]
+QUICK = ("qwen3.5", "preempted")
+
+
+@pytest.mark.parametrize(
+    ("name", "form"), [QUICK, *(pytest.param(*case, marks=slow) for case in MANY if case != QUICK)]
+)
+def test_guesses_change_no_token_and_do_not_depend_on_company(
+    name: str, form: str, tiny: Callable, paged: Any, tmp_path: Path
+) -> None:
+    """Chunks, batches, new pages, the prefix tree, preemption, right and wrong guesses, states that go back."""
+    model = loaded_head(copying(with_head(tiny(name), name)[0]), tmp_path)
+    sizes = (1, 2, 4) if form == "graphs" else ()
+    asked = requests(1)
+    expected = answers(engine_of(model, sizes), asked)
+    engine = engine_of(model, sizes, ahead=form == "graphs")
+    checked = Checked(engine, 3)
+    if form == "preempted":
+        engine.scheduler.limits = replace(engine.scheduler.limits, preempt_every=7)
+    for _ in range(1 + (form != "preempted")):
+        assert answers(engine, asked) == expected
+    stats = engine.stats()
+    assert 0.2 * stats.num_draft_tokens < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert engine.runner.listener is checked and len(checked.seen) > 20
+    rng = random.Random(1)
+    for ids, guess in rng.sample(checked.seen, 8):
+        assert guess[0] == int(own_logits(model, paged, ids, [len(ids) - 1])[-1].argmax())
+
+
+def test_the_plan_counts_the_head(tiny: Callable, tmp_path: Path) -> None:
+    one, _ = with_head(tiny("qwen3.5"), "qwen3.5")
+    with open_model(one.save(tmp_path)) as checkpoint:
+        facts, plans = checkpoint.facts, {}
+        stored = sum(tensor.nbytes for key, tensor in one.tensors.items() if key.startswith("mtp."))
+        for speculation in ("off", "auto", "mtp"):
+            options = EngineOptions(ctx=120, max_parallel=3, kv="f32", speculation=speculation)
+            plans[speculation] = Planner(MACHINES["cpu"], options).plan(facts)
+        model = load_model(checkpoint, LoadOptions(exact=True, predictor=True))
+    off, auto, mtp = plans.values()
+    assert facts.predictor_bytes == stored and auto.weight_bytes - off.weight_bytes == stored
+    assert any(line.startswith("MTP head: ") for line in auto.reasons) and mtp.speculation == "mtp"
+    engine = assemble(model, mtp)
+    assert engine.runner.cache.nbytes == mtp.kv_bytes
+    assert isinstance(engine.runner.listener, HeadDrafter)
+    params = SamplingParams(temperature=0, max_tokens=9)
+    answers(engine, [Request(prompt(5), params)])
+    assert set(engine.stats().guesses) == {"mtp"}
