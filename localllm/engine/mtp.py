@@ -75,6 +75,8 @@ class HeadDrafter:
     def hear(self, step: Step, hidden: Tensor) -> None:
         """A step was computed. `hidden`: of all of its tokens, before the last norm, valid until the next step."""
         row, full = 0, []
+        is_small = hidden.shape[0] <= MOST_KEPT
+        hidden = hidden.clone() if is_small else hidden
         for part in step.scheduled:
             sequence, rows = part.sequence, hidden[row : row + part.num_tokens]
             row += part.num_tokens
@@ -90,7 +92,7 @@ class HeadDrafter:
             if part.start < sequence.num_prompt_tokens or len(heard.rows) > MOST_KEPT:
                 full.append(sequence)
         self._read(full)
-        for part in step.scheduled:
+        for part in () if is_small else step.scheduled:
             heard = part.sequence.heard
             new = min(part.num_tokens, len(heard.rows))
             heard.rows[len(heard.rows) - new :] = [row.clone() for row in heard.rows[len(heard.rows) - new :]]

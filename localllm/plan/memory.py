@@ -55,6 +55,7 @@ TARGET_BYTES = {
 }
 CATCH_UP = 512  # tokens that a draft model computes at once
 PREDICTOR_ROWS = 6  # hidden states, of float32, that the head that predicts holds for a token of a prompt
+WAITING_ROWS = 64  # hidden states of a sequence that wait for it
 MOST_DRAFTS = 32  # guessed tokens that a step checks: each has a row of logits
 CHECKPOINTS = 2  # of a sequence's states that are worth keeping: behind its prompt, and behind its answer
 ROPE_BLOCK = 1024  # positions that a RoPE table grows by
@@ -336,7 +337,8 @@ class Memory:
         if self.facts.vision is not None:
             terms["image"] = self.facts.vision.work
         if self.facts.predictor is not None:
-            terms["activations"] += PREDICTOR_ROWS * 4 * self.facts.hidden_size * min(self.rows, ctx)
+            rows = PREDICTOR_ROWS * min(self.rows, ctx) + WAITING_ROWS * self.options.max_parallel
+            terms["activations"] += rows * 4 * self.facts.hidden_size
         if self.drafter is not None:
             theirs = self.drafter.work_terms(min(ctx, self.drafter.facts.max_context))
             terms["activations"] = max(terms["activations"], theirs["activations"]) + rope_bytes(

@@ -91,7 +91,8 @@ def test_layers_that_predict_further_tokens_are_left_out(tiny: Callable, tmp_pat
     with pytest.raises(BadModelFile, match="beyond the 3"):
         _ = open_model(model.save(tmp_path / "b", spare)).facts
     with open_model(model.save(tmp_path / "c", spare, num_nextn_predict_layers=1)) as checkpoint:
-        assert replace(checkpoint.facts, extra_layers=0, name=facts.name) == facts
+        assert "model.layers.3.self_attn.q_proj.weight: the weight is missing" in checkpoint.facts.predictor_flaw
+        assert replace(checkpoint.facts, extra_layers=0, predictor_flaw="", name=facts.name) == facts
         load_model(checkpoint)
 
 

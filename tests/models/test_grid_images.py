@@ -26,6 +26,7 @@ from localllm.request import PromptImage, Request, SamplingParams
 
 from .test_decode_graphs import answers, engine_of
 from .test_images import Pictured
+from .test_predictor import Checked
 
 IMAGE = 90  # its token
 GRIDS = ((3, 5), (4, 2), (1, 3))  # rows and columns of vectors
@@ -276,13 +277,32 @@ def test_the_text_part_of_another_tower_runs_and_says_so(change: Any, pictured: 
         assert checkpoint.unread == "visual is not computed: the model reads text only"
 
 
-def test_captured_steps_turn_by_the_same_positions(model: Any) -> None:
-    def asked() -> list[Request]:
-        shown = [
-            replace(one, pixels=pixels(one.grid).numpy(), digest=repr(one.grid).encode()) for one in prompt_images()
-        ]
-        return [Request(PROMPT, SamplingParams(temperature=0, max_tokens=24), images=tuple(shown))]
+def asked() -> list[Request]:
+    shown = [replace(one, pixels=pixels(one.grid).numpy(), digest=repr(one.grid).encode()) for one in prompt_images()]
+    return [Request(PROMPT, SamplingParams(temperature=0, max_tokens=24), images=tuple(shown))]
 
+
+@pytest.mark.slow
+def test_a_head_that_predicts_reads_images_along(pictured: Pictured, model: Any, tmp_path: Path) -> None:
+    start, norms = "model.language_model.layers.1.", ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+    layer = {name: tensor for name, tensor in pictured.tensors.items() if name.startswith(start)}
+    head = {name.replace(start, "mtp.layers.0."): 0.7 * tensor for name, tensor in layer.items()}
+    head |= {f"mtp.{name}.weight": torch.zeros(44) for name in norms} | {"mtp.fc.weight": torch.randn(44, 88) / 9}
+    made = replace(pictured, tensors=pictured.tensors | head)
+    with open_model(made.save(tmp_path)) as checkpoint:
+        headed = load_model(checkpoint, LoadOptions(exact=True, predictor=True))
+    wanted, seen = answers(engine_of(model), asked()), []
+    for budget in (24, 100):  # the prompt at once, and in pieces that cut its images
+        engine = engine_of(headed)
+        engine.scheduler.limits = replace(engine.scheduler.limits, prefill_budget=budget)
+        checked = Checked(engine, 3)
+        assert answers(engine, asked()) == wanted
+        assert engine.runner.listener is checked
+        seen.append(checked.seen)
+    assert seen[0] == seen[1] and len(seen[0]) > 10
+
+
+def test_captured_steps_turn_by_the_same_positions(model: Any) -> None:
     wanted = answers(engine_of(model), asked())
     assert len(wanted[0]) == 24 and answers(engine_of(model, sizes=(1, 2)), asked()) == wanted
 

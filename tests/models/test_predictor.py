@@ -17,7 +17,7 @@ from localllm.boot.assembly import assemble
 from localllm.config import EngineOptions
 from localllm.device.fake import MACHINES
 from localllm.engine.engine import Engine
-from localllm.engine.mtp import HeadDrafter
+from localllm.engine.mtp import MOST_KEPT, HeadDrafter
 from localllm.engine.speculation import Speculation
 from localllm.errors import UnsupportedModel
 from localllm.llm.draft import check_head
@@ -25,6 +25,7 @@ from localllm.models.architectures import open_model
 from localllm.models.loader import LoadOptions, load_model
 from localllm.models.model import Model
 from localllm.models.predictor import predict, predicted_logits
+from localllm.plan.memory import WAITING_ROWS
 from localllm.plan.planner import Planner
 from localllm.request import Request, SamplingParams
 
@@ -112,6 +113,8 @@ def test_its_logits_match_transformers(name: str, tiny: Callable, paged: Any, tm
     ids = prompt(71)
     wanted = expected_logits(one, head, ids)
     found = own_logits(loaded_head(one, tmp_path), paged, ids, [33, 1, 36])
+    with open_model(tmp_path) as checkpoint:
+        assert load_model(checkpoint).predictor is None  # nobody asks it
     assert float((found - wanted).abs().max() / wanted.abs().max()) < 1e-4
 
 
@@ -265,6 +268,7 @@ def test_the_plan_counts_the_head(tiny: Callable, tmp_path: Path) -> None:
             plans[speculation] = Planner(MACHINES["cpu"], options).plan(facts)
         model = load_model(checkpoint, LoadOptions(exact=True, predictor=True))
     off, auto, mtp = plans.values()
+    assert WAITING_ROWS == MOST_KEPT
     assert facts.predictor_bytes == stored and auto.weight_bytes - off.weight_bytes == stored
     assert any(line.startswith("MTP head: ") for line in auto.reasons) and mtp.speculation == "mtp"
     engine = assemble(model, mtp)
