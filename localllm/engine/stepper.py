@@ -108,7 +108,10 @@ class Stepper:
             if is_device_lost(error):
                 raise device_lost(error) from error
             log.error("speculation is off: guessing failed", exc_info=error)
-            self.speculation = None
+            self._guess_no_more()
+
+    def _guess_no_more(self) -> None:
+        self.speculation = self.runner.listener = None
 
     def _launch(self, step: Step, before: PendingStep | None = None) -> PendingStep:
         """Build and forward. `before` samples the tokens of a step that is ahead."""
@@ -337,7 +340,7 @@ class Stepper:
             return
         if guessed:  # nobody asked for what made this step different
             log.error("speculation is off: a step failed", exc_info=error)
-            self.speculation = None
+            self._guess_no_more()
             self._scheduler.restart(pending.step)
             return
         log.error("a step failed", exc_info=error)

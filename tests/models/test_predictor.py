@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from localllm import LLM
 from localllm.boot.assembly import assemble
 from localllm.config import EngineOptions
 from localllm.device.fake import MACHINES
@@ -121,27 +122,53 @@ def test_its_logits_match_transformers(name: str, tiny: Callable, paged: Any, tm
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
+def as_gguf(one: Any, path: Path) -> Path:
+    """Written with its head, if the model has one; the header says that it does."""
+    count, tensors = one.config["num_hidden_layers"], {}
+    for key, tensor in one.tensors.items():
+        for module, theirs in OURS.items():
+            ours = f"model.layers.{count}.{module}.".replace("post_norm", "shared_head.norm")
+            key = key.replace(f"mtp.{theirs}.", ours)
+        tensors[key.replace("mtp.layers.0.", f"model.layers.{count}.")] = tensor
+    config = one.config | {"num_hidden_layers": count + 1, "nextn": 1}
+    return write_gguf(path, config, tensors, gguf.GGMLQuantizationType.F32)
+
+
 @slow
 @pytest.mark.parametrize("name", ["qwen3.5", *OTHERS[:-1]])
 def test_gguf_has_the_same_head(name: str, tiny: Callable, paged: Any, tmp_path: Path) -> None:
     one, _ = with_head(tiny(name), name)
-    count = one.config["num_hidden_layers"]
-    tensors = {}
-    for key, tensor in one.tensors.items():
-        for module, theirs in OURS.items():
-            key = key.replace(
-                f"mtp.{theirs}.", f"model.layers.{count}.{module}.".replace("post_norm", "shared_head.norm")
-            )
-        tensors[key.replace("mtp.layers.0.", f"model.layers.{count}.")] = tensor
-    config = one.config | {"num_hidden_layers": count + 1, "nextn": 1}
-    path = write_gguf(tmp_path / "tiny.gguf", config, tensors, gguf.GGMLQuantizationType.F32)
-    with open_model(path) as checkpoint:
+    with open_model(as_gguf(one, tmp_path / "tiny.gguf")) as checkpoint:
         ours = load_model(checkpoint, LoadOptions(exact=True, predictor=True))
-        assert checkpoint.facts.num_layers == count and checkpoint.facts.predictor_bytes > 0
+        assert checkpoint.facts.num_layers == len(ours.layers) and checkpoint.facts.predictor_bytes > 0
     ids = prompt(40)
     wanted = own_logits(loaded_head(one, tmp_path / "c"), paged, ids, [39])
     found = own_logits(ours, paged, ids, [39])
     assert float((found - wanted).abs().max() / wanted.abs().max()) < 2e-5
+
+
+@slow
+def test_above_the_engine_answers_are_the_same(tiny: Callable, tmp_path: Path) -> None:
+    one, params = tiny("qwen3.5"), SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    path = as_gguf(copying(with_head(one, "qwen3.5")[0]), tmp_path / "tiny.gguf")
+
+    def answered(llm: LLM) -> list[Any]:
+        return [found.completions[0].token_ids for found in llm.generate(["t5 t6 t7", "t9"], params)]
+
+    with LLM(path, ctx=256, speculation="off") as llm:
+        wanted, held = answered(llm), llm.state().weight_bytes
+    with LLM(path, ctx=256, speculation="mtp", debug_invariants=True) as llm:
+        assert answered(llm) == wanted and answered(llm) == wanted
+        assert "speculation mtp, " in llm.run_summary and "mtp guesses right" in llm.run_summary
+        assert llm.state().weight_bytes > held
+        llm.sleep()
+        llm.wake()
+        assert answered(llm) == wanted and llm.engine.stats().num_accepted_tokens > 12
+    bare = as_gguf(one, tmp_path / "bare.gguf")
+    with LLM(bare, ctx=256) as llm:
+        assert any("blk.3.nextn.eh_proj.weight first" in line for line in llm.state().warnings)
+    with pytest.raises(UnsupportedModel, match="states a head that predicts tokens"):
+        LLM(bare, ctx=256, speculation="mtp")
 
 
 def without(one: Any, *parts: str) -> dict[str, None]:
@@ -277,3 +304,22 @@ def test_the_plan_counts_the_head(tiny: Callable, tmp_path: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=9)
     answers(engine, [Request(prompt(5), params)])
     assert set(engine.stats().guesses) == {"mtp"}
+
+
+@pytest.mark.parametrize("fails", ["hear", "propose"])
+def test_a_head_that_fails_costs_no_request_anything(
+    fails: str, tiny: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = loaded_head(with_head(tiny("qwen3.5"), "qwen3.5")[0], tmp_path)
+    asked = [Request(prompt(20, seed), SamplingParams(temperature=0, max_tokens=6)) for seed in range(2)]
+    expected = answers(engine_of(model), asked)
+    engine = engine_of(model)
+    checked = Checked(engine, 1)
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(checked, fails, broken)
+    assert answers(engine, asked) == expected
+    assert engine.runner.listener is None and not checked.seen
+    assert (engine.stepper.speculation is None) == (fails == "propose")
