@@ -97,6 +97,9 @@ class Facts:
     num_accepted_tokens: int = 0  # those of them that were right
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
+    kv_store_bytes: int = 0  # pages on the disk, of all models
+    kv_store_limit: int = 0  # 0: none are kept there
+    kv_store_read_tokens: int = 0
     decode_tps: float = 0.0  # expected of one sequence at the start of its context
     power_w: float = 0.0  # what the card draws now; 0 where it does not say
     url: str = ""  # the server that computes, when it is not this process

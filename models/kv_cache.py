@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -100,6 +100,22 @@ def _give_back(memory: Tensor) -> None:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
 
 
+def _rows(parts: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The bytes of each part, a row for each page or slot."""
+    return (part.view(len(part), -1).view(torch.uint8) for part in parts if part.numel())
+
+
+def _read(parts: Iterable[Tensor], index: int) -> memoryview:
+    return memoryview(torch.cat([rows[index] for rows in _rows(parts)]).cpu().numpy())
+
+
+def _write(parts: Iterable[Tensor], index: int, data: bytearray) -> None:
+    rows = list(_rows(parts))
+    pieces = torch.frombuffer(data, dtype=torch.uint8).to(rows[0].device).split([row.shape[1] for row in rows])
+    for row, piece in zip(rows, pieces, strict=True):
+        row[index].copy_(piece)
+
+
 class KVCache:
     """What all layers keep: keys and values in pages, one `KVPages` a layer, or a state a sequence in `StateSlots`.
 
@@ -172,6 +188,28 @@ class KVCache:
         """Copy what page `src` holds into page `dst`, in every layer of the group (copy on write)."""
         for part in self.parts(group_index):
             part[dst].copy_(part[src])
+
+    def page_bytes(self, group_index: int) -> int:
+        """Bytes of one page in all layers of a group."""
+        return sum(part[0].nbytes for part in self.parts(group_index))
+
+    def read_page(self, group_index: int, page: int) -> memoryview:
+        """A copy of what a page holds, in the order of the layers."""
+        return _read(self.parts(group_index), page)
+
+    def write_page(self, group_index: int, page: int, data: bytearray) -> None:
+        """As `read_page` gave it."""
+        _write(self.parts(group_index), page, data)
+
+    def slot_bytes(self) -> int:
+        return sum(part[0].nbytes for part in self.states)
+
+    def read_slot(self, slot: int) -> memoryview:
+        """As `read_page`, of a slot."""
+        return _read(self.states, slot)
+
+    def write_slot(self, slot: int, data: bytearray) -> None:
+        _write(self.states, slot, data)
 
     def copy_slot(self, src: int, dst: int) -> None:
         """Copy the states in slot `src` into slot `dst`, in every layer; zeros where `src` is -1."""

@@ -383,4 +383,7 @@ def _from_metrics(facts: Facts, text: str) -> Facts:
         num_accepted_tokens=count("vllm:spec_decode_num_accepted_tokens"),
         prefix_query_tokens=count("vllm:prefix_cache_queries"),
         prefix_hit_tokens=count("vllm:prefix_cache_hits"),
+        kv_store_bytes=count("localllm:kv_store_bytes"),
+        kv_store_limit=count("localllm:kv_store_limit_bytes"),
+        kv_store_read_tokens=count("localllm:kv_store_read_tokens"),
     )

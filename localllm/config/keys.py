@@ -110,6 +110,12 @@ class EngineOptions:
     threads: int | Auto = _key(or_auto(_whole(1, 1024)), "auto", "CPU threads; auto is the usable cores")
     deterministic: bool | Auto = _key(or_auto(FLAG), "auto", "a batch never changes an answer; auto: on the CPU")
     prefix_cache: bool = _key(FLAG, True, "keep pages of finished prompts for the next one that starts alike")
+    kv_store: int = _key(
+        SIZE,
+        0,
+        "pages of prompts and answers are kept on the disk, up to this size, so that a chat that goes on after a"
+        " restart is not read again; who can read the disk can learn what was said; 0 keeps none",
+    )
     speculation: str = _key(
         choice("auto", "off", "ngram", "draft", "mtp"),
         "auto",

@@ -249,6 +249,8 @@ def _stats(session: Session, text: str) -> str:
             f"weights {gib(facts.weight_bytes)} · KV {gib(facts.kv_bytes)} · pages {facts.pages_total:,}"
             f" ({facts.pages_free:,} free{cached})"
         )
+    if facts.kv_store_limit:
+        lines.append(f"on the disk {gib(facts.kv_store_bytes)} of {gib(facts.kv_store_limit)} of pages")
     return "\n".join([*lines, *filter(None, [session.conversation.summary])])
 
 

@@ -22,7 +22,9 @@ from localllm.errors import DeviceError, InternalError, LocalLLMError, OutOfMemo
 from localllm.request import FinishReason, Request, embeds_only
 
 from .failures import device_lost, is_device_lost
+from .kv_store import KVStore
 from .metrics import EngineStats
+from .page_files import PageFiles
 from .pages import Pages, Slots
 from .publisher import Listener, Publisher, RequestStream
 from .runner import Runner
@@ -85,6 +87,11 @@ class Engine:
         self._idle_jobs: deque[IdleJob] = deque()
         self._step_started = 0.0
         self._counter = 0
+        self.store: KVStore | None = None
+
+    def keep_on_disk(self, files: PageFiles) -> None:
+        """Have a prefix found again by a later engine. Before `start`."""
+        self.store = KVStore(files, self.runner.cache, self._pages, self._ask, self.when_idle)
 
     # --- called from any thread --------------------------------------------------------------------------------------
 
@@ -163,6 +170,7 @@ class Engine:
             prefix_query_tokens=tree.num_query_tokens,
             prefix_hit_tokens=tree.num_hit_tokens,
             fastest_tps=self._publisher.fastest_tps,
+            **({} if self.store is None else self.store.facts()),
             used_tokens=sum(s.num_computed_tokens for s in list(scheduler.running)),
         )
 
@@ -250,8 +258,11 @@ class Engine:
             if not self.stepper.step():
                 time.sleep(IDLE_S)  # all that runs waits for its reader
             stats = self.stepper.stats
-            stats.longest_step_s = max(stats.longest_step_s, time.monotonic() - self._step_started)
+            step_s = time.monotonic() - self._step_started
+            stats.longest_step_s = max(stats.longest_step_s, step_s)
             self._step_started = 0.0
+            if self.store is not None and not self.stepper.runs_ahead:  # else copies would wait for the next step
+                self.store.after_step(step_s)
         if self.check_invariants:
             self.scheduler.check_integrity()
 
@@ -268,6 +279,8 @@ class Engine:
         sequence = Sequence(request, 0, len(self._pages.pools), seed, max_tokens)
         sequence.submit_time = stream.submit_time
         sequence.pending_forks = 0 if request.only_reads else params.n - 1
+        if self.store is not None:
+            self.store.begin(sequence)
         self.scheduler.add(sequence)
 
     def _end_all(self) -> None:
@@ -284,3 +297,5 @@ class Engine:
                 error = DeviceError(f"the engine stopped: {self._dead}", "restart localllm; see the log")
                 self._publisher.fail(sequence, error)
         self._publisher.publish()
+        if self.store is not None:  # nobody waits for an answer any more
+            self.store.close(flush=self._dead is None)

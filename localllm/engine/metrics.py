@@ -53,6 +53,11 @@ class EngineStats:
     num_relieved: int = 0  # steps that ran out of memory and were tried again smaller
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
+    kv_store_bytes: int = 0  # on the disk, of all models
+    kv_store_limit: int = 0  # 0: nothing is kept there
+    kv_store_read_tokens: int = 0
+    kv_store_written_tokens: int = 0
+    kv_store_dropped: int = 0  # pages and states that were not kept: gone before their turn, or refused by the disk
     used_tokens: int = 0  # K/V tokens of running sequences
     step_tokens: StepTokens = field(default_factory=StepTokens)
     longest_step_s: float = 0.0

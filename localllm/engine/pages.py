@@ -13,7 +13,7 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 from .page_pool import PagePool
-from .radix_cache import RadixCache
+from .radix_cache import Node, RadixCache
 from .sequence import Sequence
 
 CHECKPOINT_EVERY = 2048  # tokens of a long prompt
@@ -99,7 +99,7 @@ class Pages:
 
     def attach_prefix(self, sequence: Sequence) -> int:
         """Give a fresh sequence the longest cached prefix that leaves one token to compute; returns its tokens."""
-        if not self._caches(sequence) or sequence.wants_all_rows:
+        if not self.caches(sequence) or sequence.wants_all_rows:
             return 0  # where every row is wanted, every row is computed
         known = sequence.cache_key(0, sequence.num_tokens)
         path = self.tree.match(known, sequence.request.cache_salt, sequence.num_tokens - 1)
@@ -163,8 +163,27 @@ class Pages:
             sequence.table_version += 1
         return copies
 
-    def _caches(self, sequence: Sequence) -> bool:
+    def caches(self, sequence: Sequence) -> bool:
+        """Whether its pages go into the tree, and come from there."""
         return self.prefix_cache and sequence.request.use_prefix_cache
+
+    def take(self, wanted: Many[bool]) -> list[int | None] | None:
+        """A page of each group that is wanted, for the caller to hold; None, with nothing taken, when one is short."""
+        taken: list[int | None] = []
+        for group, pool in enumerate(self.pools):
+            if wanted[group] and pool.num_free == 0:
+                self.tree.evict(group, 1)
+            taken.append(pool.take() if wanted[group] else None)
+            if wanted[group] and taken[-1] is None:
+                self.give_back(taken)
+                return None
+        return taken
+
+    def give_back(self, taken: Many[int | None]) -> None:
+        """What `take` gave, or what the tree has instead."""
+        for pool, page in zip(self.pools, taken, strict=False):
+            if page is not None:
+                pool.release(page)
 
     def take_slot(self, sequence: Sequence) -> bool:
         """Give a sequence that has none a slot with the states behind its prefix; False when all are in use."""
@@ -181,6 +200,15 @@ class Pages:
         if slot != source:  # else the checkpoint itself was evicted for it
             self._copy_slot(source, slot)
         return True
+
+    def add_checkpoint(self, node: Node, fill: Callable[[int], None]) -> None:
+        """Let a node have the states that `fill` writes into a slot, if there is one for them."""
+        if self.slots is None or node.slot is not None or (slot := self._free_slot()) is None:
+            return
+        fill(slot)
+        if node.parent is not None:
+            self.tree.keep(node, slot)
+        self.slots.release(slot)
 
     def _free_slot(self) -> int | None:
         assert self.slots is not None
@@ -214,7 +242,7 @@ class Pages:
         While it reads, the last page boundary that leaves one token to compute, and every CHECKPOINT_EVERY tokens until
         then; while it answers, every page boundary. None: no more of them.
         """
-        if self.slots is None or not self._caches(sequence):
+        if self.slots is None or not self.caches(sequence):
             return None
         size, start = self.page_size, sequence.num_computed_tokens
         if sequence.is_decoding:
@@ -226,7 +254,7 @@ class Pages:
 
     def begin_checkpoint(self, sequence: Sequence, num_tokens: int) -> SlotCopy | None:
         """What keeps the states of this step's end, `num_tokens` tokens, for the tree; None when no slot is left."""
-        if self.slots is None or sequence.checkpoint is not None or not self._caches(sequence):
+        if self.slots is None or sequence.checkpoint is not None or not self.caches(sequence):
             return None
         slot = self._free_slot()
         if slot is None:
@@ -268,7 +296,7 @@ class Pages:
 
     def commit(self, sequence: Sequence) -> None:
         """After a step: hand newly full pages to the tree, then give back what fell out of the windows."""
-        if self._caches(sequence):
+        if self.caches(sequence):
             self._grow_tree(sequence)
         self._end_checkpoint(sequence)
         for group, window in enumerate(self.windows):

@@ -14,8 +14,10 @@ therefore a node whose first-group page is held by the tree alone has no user be
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from hashlib import blake2b
 from heapq import heapify, heappop, heappush
 from itertools import count
+from typing import Protocol
 
 from .invariant import violated
 from .page_pool import PagePool
@@ -28,10 +30,20 @@ class Pins(dict[tuple[int, ...], "Pins"]):
     """Pinned paths: the key of a page -> what is pinned below it."""
 
 
+def root_digest(salt: str) -> bytes:
+    """What the first page of a prompt with this salt follows."""
+    return blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def digest_after(parent: bytes, key: tuple[int, ...]) -> bytes:
+    """A name for the tokens `key` behind all those that `parent` names, the same in every process."""
+    return blake2b(parent + repr(key).encode(), digest_size=16).digest()
+
+
 class Node:
     """One page of tokens in the tree."""
 
-    __slots__ = ("children", "key", "last_used", "pages", "parent", "pins", "slot")
+    __slots__ = ("_digest", "children", "key", "last_used", "pages", "parent", "pins", "slot")
 
     def __init__(self, parent: Node | None, key: tuple[int, ...], pages: list[int | None]) -> None:
         self.parent = parent
@@ -41,11 +53,33 @@ class Node:
         self.last_used = 0
         self.slot: int | None = None  # of its checkpoint
         self.pins: Pins | None = None  # what is pinned below; None for a node that is not on a pinned path
+        self._digest = b""
+
+    @property
+    def digest(self) -> bytes:
+        """Names all tokens up to the end of this page, and their salt. Not of a node that has left the tree."""
+        path, node = [], self
+        while not node._digest:
+            assert node.parent is not None, "it left the tree before anybody asked"
+            path.append(node)
+            node = node.parent
+        for below in reversed(path):
+            assert below.parent is not None
+            below._digest = digest_after(below.parent._digest, below.key)
+        return self._digest
 
     @property
     def rank(self) -> tuple[bool, int]:
         """Order of eviction: pinned ones last, else the least recently used first."""
         return self.pins is not None, self.last_used
+
+
+class Watcher(Protocol):
+    """Is told what the tree gains and loses, in the engine's thread; what it raises ends the engine."""
+
+    def stored(self, node: Node) -> None: ...  # a page
+    def kept(self, node: Node) -> None: ...  # the states behind it
+    def removed(self, node: Node) -> None: ...  # about to leave
 
 
 class RadixCache:
@@ -69,6 +103,7 @@ class RadixCache:
         self.page_size = page_size
         self._roots: dict[str, Node] = {}
         self._pins = Pins()
+        self.watchers: list[Watcher] = []
         self._clock = 0
         self.num_nodes = 0
         self.num_query_tokens = 0
@@ -79,6 +114,7 @@ class RadixCache:
         node = self._roots.get(salt)
         if node is None:
             node = self._roots[salt] = Node(None, (), [])
+            node._digest = root_digest(salt)
             node.pins = self._pins if salt == "" else None
         return node
 
@@ -144,6 +180,7 @@ class RadixCache:
         """
         self._clock += 1
         child = node.children.get(key)
+        is_new = child is None
         if child is None:
             child = Node(node, key, [None] * len(self.pools))
             child.pins = None if node.pins is None else node.pins.get(key)
@@ -163,6 +200,9 @@ class RadixCache:
                 pool.retain(mine)
                 pool.release(page)
                 used.append(mine)
+        if is_new:
+            for watcher in self.watchers:
+                watcher.stored(child)
         return child, used
 
     def keep(self, node: Node, slot: int) -> bool:
@@ -172,6 +212,8 @@ class RadixCache:
             return False
         node.slot = slot
         self.slots.enter_tree(slot)
+        for watcher in self.watchers:
+            watcher.kept(node)
         return True
 
     def drop(self, node: Node) -> None:
@@ -231,6 +273,8 @@ class RadixCache:
 
     def _detach(self, node: Node) -> Node:
         assert node.parent is not None
+        for watcher in self.watchers:
+            watcher.removed(node)
         self.drop(node)
         del node.parent.children[node.key]
         self.num_nodes -= 1

@@ -205,8 +205,10 @@ class Scheduler:
         return budget
 
     def _admit(self, step: Step, budget: int) -> None:
-        while self.waiting and budget > 0 and len(self.running) < self.limits.max_parallel:
-            sequence = self.waiting[0]
+        while budget > 0 and len(self.running) < self.limits.max_parallel:
+            sequence = next((one for one in self.waiting if not one.is_loading), None)
+            if sequence is None:
+                return
             if self._refused is not None and self._refused == (sequence, self.pages.available) and self.running:
                 return  # nothing was given back since
             fresh = not any(sequence.block_tables)
@@ -232,7 +234,7 @@ class Scheduler:
             if fresh and sequence.num_preemptions == 0:
                 self.pages.tree.num_query_tokens += sequence.num_tokens
                 self.pages.tree.num_hit_tokens += sequence.num_computed_tokens
-            self.waiting.popleft()
+            self.waiting.remove(sequence)
             sequence.state = SequenceState.RUNNING
             self.running.append(sequence)
             taken = self._take_slots(step, sequence, count)

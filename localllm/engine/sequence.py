@@ -69,6 +69,7 @@ class Sequence:
         self.num_draft_tokens = 0  # tokens guessed and checked
         self.num_accepted_tokens = 0  # those of them that were right
         self.drafters: dict[str, None] = {}  # who guessed them
+        self.is_loading = False  # pages that its prompt begins with are being read from files
         self.is_paused = False  # its reader is behind: scheduled again when it caught up
         self.shift = sum(image.shift for image in request.images)  # of positions behind the prompt's images
         self._cache_ids: list[int] | None = None  # of the prompt up to its last image

@@ -239,7 +239,20 @@ class LoadedModel:
         self.plan = self.boot.plan
         self._engine = self.boot.engine
         self._kv_bytes = self.boot.kv_bytes
+        self._keep_on_disk(self._engine)
         self._engine.start()
+
+    def _keep_on_disk(self, engine: Engine) -> None:
+        """Where the options say so, what is computed is found again by the next process, and after a sleep."""
+        if not self.options.kv_store or not self.plan.prefix_cache or self.facts.pooling:
+            return
+        from localllm.engine.page_files import PageFiles, store_dir
+        from localllm.llm.kept import identity, model_digest
+
+        cache = engine.runner.cache
+        sizes = [*(cache.page_bytes(group) for group in range(len(cache.groups))), cache.slot_bytes()]
+        model = identity(model_digest(self._checkpoint.files), self.facts, self.plan, sizes, self.weight_format)
+        engine.keep_on_disk(PageFiles(store_dir(), model, self.options.kv_store))
 
     def _on_weights(self, done: int, total: int) -> None:
         """Tell of every whole percent, not of every tensor."""
@@ -304,9 +317,14 @@ class LoadedModel:
             embeds=bool(self.facts.pooling),
             times_kernels=self.boot.is_tuning,
             sampling=tuple((name, value, why) for name, (value, why) in self.sampling.items()),
-            warnings=(*plan.warnings, *self._doubts, *self.boot.warnings),
+            warnings=(*plan.warnings, *self._doubts, *self.boot.warnings, *self._store_notes),
             **{f.name: getattr(stats, f.name) for f in fields(Facts) if hasattr(stats, f.name)},
         )
+
+    @property
+    def _store_notes(self) -> tuple[str, ...]:
+        store = self.engine.store
+        return (store.files.note,) if store is not None and store.files.note else ()
 
     def live_state(self) -> Facts:
         """The same with what the process or its share of the card holds now, and what the card draws."""
@@ -364,7 +382,10 @@ class LoadedModel:
         return self.boot.weight_bytes + (self._kv_bytes if self.is_awake else 0)
 
     def sleep(self) -> None:
-        """Give the pages back, and on a GPU the weights' memory, too: they wait in host memory. Ends all requests."""
+        """Give the pages back, and on a GPU the weights' memory, too: they wait in host memory. Ends all requests.
+
+        With `engine.kv_store` the pages come back from the disk.
+        """
         engine, self._engine = self._engine, None
         if engine is None:
             return

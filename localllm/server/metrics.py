@@ -56,11 +56,16 @@ GAUGES: dict[str, tuple[str, Read]] = {
     "localllm:kv_pages_free": (
         "Pages nobody holds, or only the prefix cache.", lambda s: s.pages_free + s.pages_cached,
     ),
+    "localllm:kv_store_bytes": ("Pages kept on the disk, of all models, in bytes.", lambda s: s.kv_store_bytes),
+    "localllm:kv_store_limit_bytes": ("How large they may become; 0: none are kept.", lambda s: s.kv_store_limit),
     "localllm:kv_pages_cached": ("Pages only the prefix cache holds: free on demand.", lambda s: s.pages_cached),
 }  # fmt: skip
 COUNTERS: dict[str, tuple[str, Read]] = {
     "vllm:prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", lambda s: s.prefix_query_tokens),
     "vllm:prefix_cache_hits": ("Prompt tokens found there.", lambda s: s.prefix_hit_tokens),
+    "localllm:kv_store_read_tokens": ("Tokens whose pages came from the disk.", lambda s: s.kv_store_read_tokens),
+    "localllm:kv_store_written_tokens": ("Tokens whose pages were kept there.", lambda s: s.kv_store_written_tokens),
+    "localllm:kv_store_dropped": ("Pages and states that could not be kept.", lambda s: s.kv_store_dropped),
     "vllm:spec_decode_num_drafts": ("Times that guessed tokens of a sequence were checked.", lambda s: s.num_drafts),
     "vllm:spec_decode_num_draft_tokens": ("Guessed tokens that were checked.", lambda s: s.num_draft_tokens),
     "vllm:spec_decode_num_accepted_tokens": ("Guessed tokens that were right.", lambda s: s.num_accepted_tokens),

@@ -111,6 +111,18 @@ def test_rm_takes_names_or_partial(invoke: Invoke, empty_home: Path) -> None:
     assert invoke("rm", "--partial").exit_code == 0
 
 
+def test_rm_clears_what_is_kept_of_conversations(invoke: Invoke, empty_home: Path) -> None:
+    assert invoke("rm", "--kv-store", "--partial").exit_code == 2
+    folder = empty_home / "cache/kv" / ("0" * 32)
+    folder.mkdir(parents=True)
+    (folder / f"{'1' * 32}-{'2' * 32}.page").write_bytes(bytes(5000))
+    assert valid(invoke("ps", "--json").stdout, "ps-1")["kv_store_bytes"] == 5000
+    assert valid(invoke("rm", "--kv-store", "-n", "--json").stdout, "rm-1")["bytes"] == 5000
+    done = valid(invoke("rm", "--kv-store", "-y", "--json").stdout, "rm-1")
+    assert done["removed"] and not folder.exists()
+    assert invoke("rm", "--kv-store").exit_code == 0
+
+
 def test_plan(invoke: Invoke, models: Path) -> None:
     assert "smollm2" in invoke("plan").stdout
     result = invoke("plan", "smollm2", "--ctx", "512,8k", "--json", env={"LOCALLLM_FAKE_HW": "cpu"})

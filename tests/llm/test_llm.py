@@ -1,6 +1,7 @@
 """The real models through the facade: transformers' greedy tokens, what the defaults cost, and the API a user sees."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -170,3 +171,48 @@ def test_close_ends_a_running_stream(smollm2_path):
     llm.close()
     llm.close()
     assert list(stream)[-1].finish_reason in (FinishReason.ABORT, FinishReason.LENGTH)
+
+
+@pytest.mark.slow
+def test_what_was_computed_is_found_after_a_restart_and_a_sleep_and_by_no_other_model(tiny_path, tmp_path, monkeypatch):
+    monkeypatch.setattr("localllm.engine.page_files.store_dir", lambda: tmp_path / "kv")
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(tiny_path.read_bytes())
+    ids, params = [i % 90 + 5 for i in range(120)], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+    def asked(llm):
+        done = llm.generate(ids, params)
+        return done.completions[0].token_ids, done.usage.cached_tokens
+
+    with LLM(path, ctx=256, kv_store="64M") as llm:
+        wanted, cached = asked(llm)
+        assert cached == 0
+        llm.sleep()
+        llm.wake()
+        assert asked(llm) == (wanted, 112)
+        assert llm.state().kv_store_limit == 64 << 20 and llm.state().kv_store_read_tokens == 112
+    with LLM(path, ctx=256, kv_store="64M") as llm:
+        assert asked(llm) == (wanted, 112)
+    with LLM(path, ctx=256, kv_store="64M", kv="f32") as llm:
+        assert asked(llm)[1] == 0
+    with LLM(path, ctx=256, kv_store="64M", prefix_cache=False) as llm:
+        assert asked(llm)[1] == 0
+    os.utime(path, (0, 0))
+    with LLM(path, ctx=256, kv_store="64M") as llm:
+        assert asked(llm)[1] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["smollm2_path", "gemma_path"])
+def test_a_real_model_answers_alike_from_pages_on_the_disk(model, request, tmp_path, monkeypatch):
+    monkeypatch.setattr("localllm.engine.page_files.store_dir", lambda: tmp_path)
+    ids, params = (
+        [7 * i % 5000 + 300 for i in range(700)],
+        SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
+    )
+    found = []
+    for kept in (0, "1G", "1G"):
+        with LLM(request.getfixturevalue(model), ctx=1024, kv_store=kept) as llm:
+            done = llm.generate(ids, params)
+            found.append((done.completions[0].token_ids, done.usage.cached_tokens))
+    assert found == [(found[0][0], 0), (found[0][0], 0), (found[0][0], 688)]

@@ -127,6 +127,9 @@ class EnginePanel(VerticalScroll):
                 "Prefix",
                 f"{share * 100:.0f} % hit · {facts.prefix_hit_tokens:,} of {facts.prefix_query_tokens:,} tokens",
             )
+        if facts.kv_store_limit:
+            size = f"{gib(facts.kv_store_bytes)} of {gib(facts.kv_store_limit)}"
+            yield _head("On disk", f"{size} · {facts.kv_store_read_tokens:,} tokens read back")
         yield Content("")
 
     def _batch(self, facts: Facts, width: int) -> Iterator[Content]:

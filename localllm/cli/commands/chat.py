@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -82,6 +83,8 @@ def chat(
     flags |= {"ui.mouse": False if no_mouse else None, "ui.animations": False if no_animations else None}
     flags["chat.save"] = False if no_save else None
     config = engine.config(env, flags, exits=False, parallel=1 if serve is None else None)
+    if not config.chat.save:
+        config = replace(config, engine=replace(config.engine, kv_store=0))
     if env.console.as_json and (list_keys or web or is_tty(sys.stdin)):
         raise ConfigError("chat has no --json", 'localllm run MODEL "Hello" --json')
     if list_keys:

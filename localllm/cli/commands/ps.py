@@ -7,6 +7,7 @@ from typing import Any
 
 from localllm.cli.attach import ask
 from localllm.cli.frame.command import Env, command
+from localllm.engine.page_files import stored_files
 from localllm.processes import Running, running
 from localllm.terminal import clean_line, gib, seconds_short
 
@@ -16,7 +17,8 @@ def ps(env: Env) -> int:
     """What is loaded, where, and how busy it is: servers and chats of this user, and who else uses a GPU."""
     rows = [row for one in running() for row in _rows(one)]
     others = _others({one.pid for one in running()})
-    if env.console.emit("ps/1", {"processes": rows, "gpu_processes": others}):
+    kept = sum(file.num_bytes for file in stored_files())
+    if env.console.emit("ps/1", {"processes": rows, "gpu_processes": others, "kv_store_bytes": kept}):
         return 0
     if rows:
         columns = ("PID", "KIND", "MODEL", "DEVICE", "MEMORY", "CTX", "BUSY", "SPEED", "UP", "TTL", "URL")
@@ -27,6 +29,8 @@ def ps(env: Env) -> int:
     for other in others:
         name = clean_line(other["name"] or "a process")
         env.console.line(f"other processes on GPU {other['gpu']}: {name} (pid {other['pid']}) {gib(other['bytes'])}")
+    if kept:
+        env.console.line(f"pages of conversations on the disk: {gib(kept)}")
     return 0
 
 

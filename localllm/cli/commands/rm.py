@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
@@ -11,27 +12,33 @@ from localllm.cli.frame.options import model_argument
 from localllm.errors import ConfigError
 from localllm.terminal import clean, clean_line, counted, gib
 
+if TYPE_CHECKING:
+    from localllm.hub import Removal
 
-@command("localllm rm smollm2", "localllm rm org/repo:Q4_K_M -y", "localllm rm --partial")
+
+@command("localllm rm smollm2", "localllm rm org/repo:Q4_K_M -y", "localllm rm --partial", "localllm rm --kv-store")
 def rm(
     env: Env,
     models: Annotated[list[str] | None, model_argument("MODEL...", "Names as `ls` shows them.")] = None,
     dry_run: Annotated[bool, Option("-n", "--dry-run", help="Only say what would be removed.")] = False,
     partial: Annotated[bool, Option("--partial", help="Remove what interrupted downloads left.")] = False,
+    kv_store: Annotated[bool, Option("--kv-store", help="Remove the pages of conversations kept on the disk.")] = False,
     quantized_only: Annotated[
         bool, Option("--quantized-only", help="Only what `quantize` made of these models, not they themselves.")
     ] = False,
 ) -> int:
-    """Remove models, or left-over parts of downloads. Says who else uses the files, and asks first."""
+    """Remove models, left-over parts of downloads, or kept pages. Says who else uses the files, and asks first."""
     from localllm import hub
 
     console = env.console
-    if partial == bool(models):
-        raise ConfigError("rm takes either names or --partial", "localllm rm NAME, or localllm rm --partial")
+    if partial + kv_store + bool(models) != 1:
+        raise ConfigError("rm takes names, --partial or --kv-store", "localllm rm NAME, or localllm rm --partial")
 
     def remove(dry_run: bool) -> list[hub.Removal]:
         if partial:
             return [hub.remove_partials(dry_run=dry_run)]
+        if kv_store:
+            return [_kept_pages(dry_run)]
         return [hub.remove(name, dry_run=dry_run, derived_only=quantized_only) for name in models or ()]
 
     planned = remove(dry_run=True)
@@ -57,3 +64,15 @@ def rm(
     }
     console.emit("rm/1", fields)
     return 0
+
+
+def _kept_pages(dry_run: bool) -> Removal:
+    """The files of `engine.kv_store`, of all models."""
+    from localllm.engine.page_files import clear_stored, stored_files
+    from localllm.hub import Removal
+
+    files = stored_files()
+    if not dry_run:
+        clear_stored()
+    paths = tuple(Path(file.path) for file in files)
+    return Removal((), paths, sum(file.num_bytes for file in files), done=not dry_run)

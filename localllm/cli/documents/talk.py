@@ -259,6 +259,7 @@ class Ps(TypedDict):
 
     processes: list[Process]
     gpu_processes: list[GpuProcess]
+    kv_store_bytes: Count
 
 
 class Service(TypedDict):

@@ -94,6 +94,10 @@ class LoadFlags(WindowFlags):
         str | None, setting("engine.speculation", "--speculation", meaning="Guess tokens, check many at a time.")
     ] = None
     draft: Draft = None
+    kv_store: Annotated[
+        str | None,
+        setting("engine.kv_store", "--kv-store", metavar="SIZE", meaning="Keep pages on the disk, up to this: 8G."),
+    ] = None
 
 
 @dataclass(frozen=True)
