@@ -109,7 +109,8 @@ class HeadDrafter:
             if heard.known and heard.at + heard.known == sequence.num_tokens - 1:
                 asked.append((sequence, count))
         hidden = self._read([sequence for sequence, _ in asked])
-        size = self._cache.page_size
+        assert self._model.predictor is not None
+        size, group = self._cache.page_size, self._model.predictor.view[0]
         while asked:
             best = predicted_logits(self._model, hidden)[:, : self._vocab_size].argmax(-1).tolist()
             left, parts, ids, rows = [], [], [], []
@@ -117,7 +118,7 @@ class HeadDrafter:
                 guesses = found[sequence.number]
                 guesses.append(token)
                 place = sequence.num_tokens - 2 + len(guesses)
-                if len(guesses) < count and place < len(sequence.block_tables[0]) * size:
+                if len(guesses) < count and place < len(sequence.block_tables[group]) * size:
                     left.append((sequence, count))
                     parts.append(Scheduled(sequence, place, 1))
                     ids.append(token)
