@@ -22,7 +22,7 @@ from localllm.kernels.registry import OpFacts, choose
 from localllm.kernels.table import implementations
 
 PRODUCTS = ((6144, 4096), (24_576, 4096), (4096, 12_288))  # N, K of an 8B
-HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16
+DIM, PAGE = 128, 16
 Call = Callable[[], torch.Tensor]
 
 
@@ -44,8 +44,8 @@ class Rivals:
                 self.report.row(f"torch over ours: {name}", theirs / ours, "x", **more)
 
     def _products(self) -> Iterator[tuple[str, Callable[[], tuple[Call, Call]]]]:
-        for n, k in PRODUCTS if not self.place.is_dry else ((128, 128),):
-            for rows in (1, 16, self.place.sizes.ctx):
+        for n, k in PRODUCTS if not self.place.is_dry else ((32, 64),):
+            for rows in (1, 16, self.place.sizes.ctx)[:: 2 if self.place.is_dry else 1]:
                 for form, what in (("bf16", "mm"), ("int4", "_weight_int4pack_mm"), ("fp8", "_scaled_mm by row")):
                     if self.place.form(form) == form:
                         yield f"{form} {n}x{k}, {rows} rows, {what}", partial(self._product, form, (n, k), rows)
@@ -81,17 +81,18 @@ class Rivals:
 
     def _attended(self, new: int, length: int) -> tuple[Call, Call]:
         device, count = self.place.device, -(-length // PAGE)
+        heads, kv_heads = (32, 8) if not self.place.is_dry else (2, 1)
         facts = OpFacts(
-            self.place.kv("bf16"), HEADS, KV_HEADS, DIM, PAGE, device=torch.device(device).type,
+            self.place.kv("bf16"), heads, kv_heads, DIM, PAGE, device=torch.device(device).type,
             capability=self.place.capability, dtype=self.place.dtype, deterministic=False,
         )  # fmt: skip
         run = choose(implementations("paged_attention"), facts).impl.run
-        empty = KVPages.empty(self.place.kv("bf16"), count, KV_HEADS, PAGE, DIM)
+        empty = KVPages.empty(self.place.kv("bf16"), count, kv_heads, PAGE, DIM)
         pages = KVPages(*(None if part is None else torch.randn_like(part, device=device) for part in empty))
         table = torch.arange(count, dtype=torch.int32, device=device)[None]
         bounds, lengths = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, new], [length]))
-        q = torch.randn(new, HEADS, DIM, device=device).to(self.dtype)
-        k, v = (torch.randn(1, KV_HEADS, length, DIM, device=device).to(self.dtype) for _ in range(2))
+        q = torch.randn(new, heads, DIM, device=device).to(self.dtype)
+        k, v = (torch.randn(1, kv_heads, length, DIM, device=device).to(self.dtype) for _ in range(2))
         theirs = q.transpose(0, 1)[None]
         return (
             lambda: run(q, pages, table, bounds, lengths, DIM**-0.5),

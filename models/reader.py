@@ -14,6 +14,7 @@ from localllm.errors import BadModelFile, UnsupportedFormat
 from localllm.kernels import LinearFacts, Weight, choose
 from localllm.kernels.layer_weights import Linear, LinearPart, Norm
 from localllm.kernels.table import implementations
+from localllm.kernels.verify.records import capability_of
 from localllm.kernels.verify.selftest import SelfTest
 from localllm.quant import dequantize, fuse, load_weight, read_dense, reordered
 from localllm.quant.encode import Target, encode
@@ -56,8 +57,7 @@ class Reader:
         self.capability = 0  # of a GPU as 90, 120
         self.shares_memory = False  # whether a GPU has no memory of its own (GB10, Jetson)
         if self.device.type == "cuda":
-            major, minor = torch.cuda.get_device_capability(self.device)
-            self.capability = major * 10 + minor
+            self.capability = capability_of(self.device)
             self.shares_memory = bool(getattr(torch.cuda.get_device_properties(self.device), "is_integrated", 0))
         self.selftest = options.selftest
         self.target = Target(options.weights) if options.weights else None

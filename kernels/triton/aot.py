@@ -24,9 +24,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from .aot_cases import KernelSpec, all_specs
-from .cards import CLASSES
+from .cards import AMD, CLASSES, name_of
 
 HINT = ":16"
+AMD_USAGE = ("vgpr_count", "private_segment_fixed_size")
 
 
 class KernelRow(TypedDict):
@@ -103,9 +104,14 @@ def compile_spec(spec: KernelSpec, capability: int) -> KernelRow:
     except Exception as error:  # whatever the compiler raises is the reason
         row["reason"] = f"does not compile: {_last_line(error)}"
         return row
+    row["shared_bytes"] = int(compiled.metadata.shared)
+    if capability >= AMD:
+        text = compiled.asm["amdgcn"]
+        row["registers"], row["spill_bytes"] = amd_usage(text)
+        row["mma"] = ", ".join(sorted(set(re.findall(r"\b(v_(?:mfma|wmma)_\w+)", text))))
+        return row
     if spec.launch.subnormals and re.search(r"\b(?:fma|mul|add|sub)(?:\.rn)?\.ftz\.f32", compiled.asm["ptx"]):
         row["reason"] = "compiled to instructions that flush subnormal numbers"
-    row["shared_bytes"] = int(compiled.metadata.shared)
     row["registers"], row["spill_bytes"] = resource_usage(compiled.asm["cubin"])
     row["mma"] = matrix_instructions(compiled.asm["ptx"])
     return row
@@ -114,13 +120,13 @@ def compile_spec(spec: KernelSpec, capability: int) -> KernelRow:
 def complaint(spec: KernelSpec, row: KernelRow) -> str:
     """What is wrong with a kernel as it was compiled; empty when nothing is."""
     capability = row["capability"]
-    name = f"sm_{capability} {spec.label} ({spec.impl})"
+    name = f"{name_of(capability)} {spec.label} ({spec.impl})"
     if row["reason"] != spec.reason:
         return f"{name}: {row['reason']}"
     there = CLASSES[capability].shared_bytes
     if row["shared_bytes"] > there:
         return f"{name}: {row['shared_bytes']} bytes of shared memory, the card has {there}"
-    if spec.decode and capability >= 80 and row["spill_bytes"]:
+    if spec.decode and 80 <= capability < AMD and row["spill_bytes"]:  # gfx1100 spills for heads of 256
         return f"{name}: a decoding kernel with {row['spill_bytes']} bytes of spills or local memory a thread"
     if spec.expect_mma not in row["mma"]:
         return f"{name}: expected {spec.expect_mma}, found {row['mma'] or 'no matrix instruction'}"
@@ -139,7 +145,9 @@ def build(spec: KernelSpec, capability: int) -> Any:
     signature = {n: types.get(n, "constexpr").removesuffix(HINT) for n in names}
     attrs = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if types.get(n, "").endswith(HINT)}
     source = ASTSource(fn=launch.kernel, signature=signature, constexprs=dict(launch.constexprs), attrs=attrs)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(launch.options))
+    lanes = CLASSES[capability].lanes if capability in CLASSES else 32
+    target = GPUTarget("cuda", capability, 32) if capability < AMD else GPUTarget("hip", name_of(capability), lanes)
+    return triton.compile(source, target=target, options=dict(launch.options))
 
 
 @cache
@@ -157,6 +165,12 @@ def resource_usage(cubin: bytes) -> tuple[int, int]:
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = {name: max(map(int, re.findall(rf"\b{name}:(\d+)", text))) for name in ("REG", "STACK", "LOCAL")}
     return found["REG"], found["STACK"] + found["LOCAL"]
+
+
+def amd_usage(text: str) -> tuple[int, int]:
+    """(vector registers a thread, bytes of scratch memory a thread) by the assembly of an AMD kernel."""
+    registers, scratch = (re.findall(rf"\.{name}:\s+(\d+)", text) for name in AMD_USAGE)
+    return int(registers[-1]), int(scratch[-1])
 
 
 def matrix_instructions(ptx: str) -> str:

@@ -17,7 +17,7 @@ from ..layer_weights import Norm
 from ..sampling import SamplingInputs
 from .activation import gelu_tanh_mul, silu_mul
 from .attention import paged_attention
-from .cards import CLASSES, Card
+from .cards import AMD, CLASSES, Card
 from .heads import kv_write, qk_norm_rope_kv, rope
 from .launch import TYPES, Launch, recording
 from .layout import CODES, HALVES, SUPER, Prepared
@@ -138,6 +138,8 @@ def all_specs(capability: int) -> list[KernelSpec]:
     card = Card(capability, CLASSES[capability].num_sms)
     found = list(_op_specs(dtype, card))
     for form in FORMS:
+        if capability >= AMD and form.name not in MAIN_FORMS:
+            continue
         if form.code == "bf16" and capability < 80:
             continue
         found += [*_decode_specs(form, dtype, card), *_batch_specs(form, dtype, card)]
@@ -154,8 +156,8 @@ def _op_specs(dtype: torch.dtype, card: Card) -> Iterator[KernelSpec]:
     """One spec for every launch of an op; the splits of attention are merged alike in all of its cases."""
     labels = {"decode_split": "decode", "merge_splits": "merge", "prefill": "prefill"}
     expected = {
-        "decode_split": "" if card.capability < 80 else "mma",
-        "prefill": {90: "wgmma", 75: ""}.get(card.capability, "mma"),
+        "decode_split": "" if card.capability < 80 else "v_" if card.capability >= AMD else "mma",
+        "prefill": "v_" if card.capability >= AMD else {90: "wgmma", 75: ""}.get(card.capability, "mma"),
     }
     for op, label, call in (*_row_calls(dtype), *_page_calls(dtype), *_attention_calls(dtype)):
         for launch in _recorded(card, call):
@@ -260,7 +262,7 @@ def _batch_specs(form: Form, dtype: torch.dtype, card: Card) -> Iterator[KernelS
         why = "Triton has no tensor cores there: up to 4 rows one by one, more through a slab and torch.matmul"
         yield KernelSpec("linear", "triton", f"{form.name} M=16", reason=why)
         return
-    mma = {90: "wgmma", 100: "tcgen05"}.get(card.capability, "mma.sync")
+    mma = {90: "wgmma", 100: "tcgen05", 942: "v_mfma", 1100: "v_wmma", 1201: "v_wmma"}.get(card.capability, "mma.sync")
     p, wide = described(form, HIDDEN, HIDDEN), described(form, 2 * INTERMEDIATE, HIDDEN)
     for tokens in (8, 16, 64, 128) if form.name in MAIN_FORMS else (16, 64):
         x, out = _meta(dtype, tokens, HIDDEN), _meta(dtype, tokens, HIDDEN)
@@ -276,6 +278,9 @@ def _rounding_specs(card: Card) -> Iterator[KernelSpec]:
     """Products of x rounded to FP8 and to NVFP4."""
     forms = {form.name: form for form in FORMS}
     fp8, nvfp4 = "triton_fp8_w8a8", "triton_nvfp4_w4a4"
+    if card.capability >= AMD:
+        yield KernelSpec("linear", fp8, "w8a8 and w4a4", reason="for NVIDIA's formats of rounded activations")
+        return
     if card.capability < FP8_CAPABILITY:
         why = "no FP8 instructions below compute capability 8.9"
         yield KernelSpec("linear", fp8, "e4m3 w8a8 M=256", reason=why)

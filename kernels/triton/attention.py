@@ -25,7 +25,7 @@ from .attention_tiles import (
     splits_of,
 )
 from .hadamard import run_length
-from .launch import card_of, interpreting, launch
+from .launch import card_of, has_ptx, interpreting, launch
 from .ops import LARGEST_HEAD, PAGE_SIZES
 
 PART_BYTES = 64 << 20  # most bytes of split results held at once when queries of a long chunk are treated one by one
@@ -114,6 +114,7 @@ class _Step:
             "HAS_WINDOW": window is not None,
             "HAS_SOFTCAP": softcap is not None,
             "INTERPRET": interpreting(),
+            "PTX": has_ptx(q.device),
         }
         k, v = (x.view(torch.int16) if self.format in SCALED_FORMATS else x for x in (pages.k, pages.v))
         self.kv = (k, v, *(lengths if s is None else s for s, lengths in ((pages.k_scales, k), (pages.v_scales, v))))
@@ -142,7 +143,7 @@ class _Step:
             *(self.q, *self.kv, self.table, self.starts, self.lengths, sums, norms),
             *self.numbers,
             first,
-            COLUMNS=columns_of(group),
+            COLUMNS=columns_of(group, self.cap),
             KEYS=tile.keys,
             STAGES=tile.num_stages,
             num_warps=tile.num_warps,

@@ -66,7 +66,7 @@ def decode_split(
     PAGE: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr, RUN: tl.constexpr, KEYS: tl.constexpr,
     FIRST: tl.constexpr, SPLITS: tl.constexpr, BY_TOKEN: tl.constexpr, STEPS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    INTERPRET: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """One split of one query's keys for one KV head: sums of weighted values, not yet divided, and (top, norm)."""
     place = tl.program_id(0)
@@ -140,9 +140,9 @@ def decode_split(
 
         if EIGHT:
             if FORMAT == "fp8":
-                k_even, k_odd = widen_e4m3(k_tile, INTERPRET)
+                k_even, k_odd = widen_e4m3(k_tile, operand, PTX)
             else:
-                k_even, k_odd = widen_int8(k_tile, INTERPRET)
+                k_even, k_odd = widen_int8(k_tile, operand, PTX)
             scores = tl.dot(k_even, q_even)
             scores = tl.dot(k_odd, q_odd, scores)
         else:
@@ -168,9 +168,9 @@ def decode_split(
         weights = weights.to(operand)
         if EIGHT:
             if FORMAT == "fp8":
-                v_even, v_odd = widen_e4m3(v_tile, INTERPRET)
+                v_even, v_odd = widen_e4m3(v_tile, operand, PTX)
             else:
-                v_even, v_odd = widen_int8(v_tile, INTERPRET)
+                v_even, v_odd = widen_int8(v_tile, operand, PTX)
             acc = tl.dot(v_even, weights, acc * shrink)
             acc_odd = tl.dot(v_odd, weights, acc_odd * shrink)
         else:

@@ -36,7 +36,7 @@ def _attend(
     begin, end, oldest, length,
     DIM: tl.constexpr, HALF: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, FORMAT: tl.constexpr,
     SCALES: tl.constexpr, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    MASKED: tl.constexpr, STAGES: tl.constexpr, INTERPRET: tl.constexpr,
+    MASKED: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Take keys [begin, end) into the sums. `oldest`, `length`: keys outside are not this tile's business at all."""
     EIGHT: tl.constexpr = (FORMAT == "int8") | (FORMAT == "fp8")
@@ -63,9 +63,9 @@ def _attend(
 
         if EIGHT:
             if FORMAT == "fp8":
-                k_even, k_odd = widen_e4m3(k_tile, INTERPRET)
+                k_even, k_odd = widen_e4m3(k_tile, operand, PTX)
             else:
-                k_even, k_odd = widen_int8(k_tile, INTERPRET)
+                k_even, k_odd = widen_int8(k_tile, operand, PTX)
             scores = tl.dot(q_even, tl.trans(k_even))
             scores = tl.dot(q_odd, tl.trans(k_odd), scores)
         else:
@@ -93,9 +93,9 @@ def _attend(
         weights = weights.to(operand)
         if EIGHT:
             if FORMAT == "fp8":
-                v_even, v_odd = widen_e4m3(v_tile, INTERPRET)
+                v_even, v_odd = widen_e4m3(v_tile, operand, PTX)
             else:
-                v_even, v_odd = widen_int8(v_tile, INTERPRET)
+                v_even, v_odd = widen_int8(v_tile, operand, PTX)
             if SCALES == "token":  # a float16 from here on, as the widened code is
                 if FORMAT == "int8":
                     v_even, v_odd = v_even * 0.0078125, v_odd * 0.0078125
@@ -116,6 +116,7 @@ def prefill(
     FORMAT: tl.constexpr, SCALES: tl.constexpr, RUN: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     STEPS: tl.constexpr, SINGLES: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one sequence for one KV head. SINGLES: sequences with one query, too."""
     EIGHT: tl.constexpr = (FORMAT == "int8") | (FORMAT == "fp8")
@@ -180,12 +181,12 @@ def prefill(
         acc, acc_odd, top, norm = _attend(
             q_even, q_odd, acc, acc_odd, top, norm, k, v, k_scales, v_scales, table, head, position, scale, softcap,
             window, 0, plain_end, oldest, length, DIM, HALF, KV_HEADS, PAGE, FORMAT, SCALES, KEYS, HAS_WINDOW,
-            HAS_SOFTCAP, False, STAGES, INTERPRET,
+            HAS_SOFTCAP, False, STAGES, PTX,
         )  # fmt: skip
     acc, acc_odd, top, norm = _attend(
         q_even, q_odd, acc, acc_odd, top, norm, k, v, k_scales, v_scales, table, head, position, scale, softcap,
         window, plain_end, end, oldest, end, DIM, HALF, KV_HEADS, PAGE, FORMAT, SCALES, KEYS, HAS_WINDOW,
-        HAS_SOFTCAP, True, STAGES, INTERPRET,
+        HAS_SOFTCAP, True, STAGES, PTX,
     )  # fmt: skip
     if HAS_SINKS:
         sink = tl.load(sinks + head * GROUP + row % GROUP).to(tl.float32) * 1.4426950408889634

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import triton
 
 from ..kv_pages import SCALED_FORMATS
+from .cards import AMD
 
 WGMMA = (90, 100)  # cards whose matrix instructions read 64 rows straight from shared memory
 
@@ -51,6 +52,8 @@ def decode_tiles(cap: int, kv_format: str, head_dim: int, group: int) -> list[Ti
         return [Tile(16, 4, 2)]
     if cap < 80:  # no matrix instructions: what registers hold
         return [Tile(32 if width > 64 else 64, 2 if width <= 32 else 4, 3)]
+    if cap >= AMD:  # 64 KiB of shared memory
+        return [Tile(32, 8 if width > 128 else 4, 2)]
     narrow, wide = Tile(32, 2, 3), Tile(64, 4, 3)
     if cap in WGMMA and width in (64, 128):
         return [wide, Tile(64, 4, 2), narrow, Tile(32, 2, 4)]
@@ -81,9 +84,9 @@ def decode_registers(cap: int, kv_format: str, head_dim: int, group: int) -> int
     return 128 if columns_of(group) == 8 else 168
 
 
-def columns_of(group: int) -> int:
-    """Columns of a decode tile: query heads of a KV head, at least what a matrix instruction has."""
-    return max(8, triton.next_power_of_2(group))
+def columns_of(group: int, cap: int = 0) -> int:
+    """Columns of a decode tile on sm_`cap`: query heads of a KV head, at least what a matrix instruction has."""
+    return max(16 if cap >= AMD else 8, triton.next_power_of_2(group))
 
 
 def _floor_power(x: int) -> int:

@@ -41,16 +41,16 @@ def e4m3_bits(x):
 
 
 @triton.jit
-def widen_e4m3(pairs, INTERPRET: tl.constexpr):
-    """int16 of two E4M3 codes -> (even, odd), each number / 256: float16, or float32 for the interpreter.
+def widen_e4m3(pairs, operand: tl.constexpr, PTX: tl.constexpr):
+    """int16 of two E4M3 codes -> (even, odd), each number / 256: `operand`, which is float16 where there is PTX.
 
     Divided so, float16 holds the small ones as subnormals, exactly.
     """
-    if INTERPRET:
+    if not PTX:
         wide = pairs.to(tl.int32)
         even = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.uint16).to(tl.float16, bitcast=True)
         odd = ((wide & 0x8000) | ((wide >> 1) & 0x3F80)).to(tl.uint16).to(tl.float16, bitcast=True)
-        return even.to(tl.float32), odd.to(tl.float32)
+        return even.to(operand), odd.to(operand)
     else:
         return tl.inline_asm_elementwise(
             _E4M3_PAIR, "=&r,=&r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
@@ -58,11 +58,11 @@ def widen_e4m3(pairs, INTERPRET: tl.constexpr):
 
 
 @triton.jit
-def widen_int8(pairs, INTERPRET: tl.constexpr):
-    """int16 of two int8 codes -> (even, odd): float16, or float32 for the interpreter."""
-    if INTERPRET:
+def widen_int8(pairs, operand: tl.constexpr, PTX: tl.constexpr):
+    """int16 of two int8 codes -> (even, odd): `operand`, which is float16 where there is PTX."""
+    if not PTX:
         wide = pairs.to(tl.int32)
-        return ((wide << 24) >> 24).to(tl.float32), ((wide << 16) >> 24).to(tl.float32)
+        return ((wide << 24) >> 24).to(operand), ((wide << 16) >> 24).to(operand)
     else:
         return tl.inline_asm_elementwise(
             _INT8_PAIR, "=&r,=&r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2

@@ -18,7 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .cards import Card
+from ..verify.records import capability_of
+from .cards import AMD, Card
 
 PDL_CAPABILITY = 90  # From here on a kernel may be launched while the one before it still runs.
 TYPES = {
@@ -47,12 +48,16 @@ def interpreting() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
+def has_ptx(device: torch.device) -> bool:
+    """Whether kernels may hold NVIDIA's assembly there."""
+    return not interpreting() and card_of(device).capability < AMD
+
+
 @cache
 def _card_of(device: torch.device) -> Card:
     if device.type != "cuda":
         return Card(90, 8)  # an H100 for the interpreter, but so small that tests split work, too
-    properties = torch.cuda.get_device_properties(device)
-    return Card(properties.major * 10 + properties.minor, properties.multi_processor_count)
+    return Card(capability_of(device), torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def card_of(device: torch.device) -> Card:
@@ -126,7 +131,8 @@ def launch(
         options["maxnreg"] = registers
     if "PDL" in kernel.arg_names:
         there = args[0].is_cuda or _recorder.card is not None
-        constexprs["PDL"] = there and not interpreting() and card_of(args[0].device).capability >= PDL_CAPABILITY
+        capability = card_of(args[0].device).capability
+        constexprs["PDL"] = there and not interpreting() and PDL_CAPABILITY <= capability < AMD
         if constexprs["PDL"]:
             options["launch_pdl"] = True
     if _recorder.card is not None:

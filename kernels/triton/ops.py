@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import Any
 
 from ..registry import Facts, Impl, LinearFacts, OpFacts
+from .cards import AMD, name_of
 from .layout import CODES, FORMS, GGUF, prepare
 
 FP8_CAPABILITY = 89  # from here on tensor cores take E4M3
@@ -28,6 +29,8 @@ GROUPED = {"int4g": "int4", "int8": "int8"}
 def _fits(facts: Facts) -> str | None:
     if facts.device != "cuda":
         return f"runs on NVIDIA cards, not on {facts.device}"
+    if facts.capability >= AMD:
+        return f"no kernel has run on an AMD card ({name_of(facts.capability)}) yet: they only compile"
     if facts.capability < 75:
         return f"needs compute capability 7.5, this is {facts.capability / 10}"
     if facts.dtype == "bfloat16" and facts.capability < 80:
@@ -95,8 +98,8 @@ def _impl(op: str, module: str, fits: Callable[[OpFacts], str | None] = _fits) -
     return (Impl(op, "triton", fits, _lazily(module, op)),)
 
 
-def _linear(name: str, fits: Callable[[LinearFacts], str | None], run: Callable[..., Any]) -> Impl:
-    return Impl("linear", name, fits, run, prepare, partial(partial, _lazily("product", "rows")))
+def _linear(name: str, fits: Callable[[LinearFacts], str | None], run: Callable[..., Any], rounds: float = 0.0) -> Impl:
+    return Impl("linear", name, fits, run, prepare, partial(partial, _lazily("product", "rows")), rounds)
 
 
 _fp8 = partial(_rounding_fits, activations="fp8", form="fp8")
@@ -106,8 +109,8 @@ _NARROW = _lazily("narrow", "narrow_product")
 _ATTENTION = _lazily("attention", "paged_attention")
 IMPLS: Mapping[str, tuple[Impl, ...]] = {
     "linear": (
-        _linear("triton_fp8_w8a8", _fp8, _NARROW),
-        _linear("triton_nvfp4_w4a4", _nvfp4, _NARROW),
+        _linear("triton_fp8_w8a8", _fp8, _NARROW, rounds=0.026),
+        _linear("triton_nvfp4_w4a4", _nvfp4, _NARROW, rounds=0.1),
         _linear("triton", _linear_fits, _PRODUCT),
         _linear("triton_invariant", partial(_linear_fits, fixed_order=True), partial(_PRODUCT, fixed_order=True)),
     ),

@@ -21,7 +21,7 @@ from ..layer_weights import Norm
 from ..verify.tuning import Shape, Tile, tuner
 from . import dequantize, gemm, gemv
 from .cards import Card
-from .launch import card_of, interpreting, launch
+from .launch import card_of, has_ptx, interpreting, launch
 from .layout import CODES, Prepared
 from .product_tiles import SMALL_TOKENS, TOKEN_CLASSES, gemm_tiles, gemv_tiles, is_fixed
 from .rms_norm import rms_norm
@@ -153,7 +153,7 @@ def launch_gemv(x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Til
         GATE=gate,
         ROWS=choice["rows"],
         CHUNKS=choice["chunks"],
-        FIXED="" if "fixed" not in choice else "plain" if interpreting() else "assembly",
+        FIXED="" if "fixed" not in choice else "assembly" if has_ptx(x.device) else "plain",
         num_warps=choice["warps"],
         subnormals=True,
         **_constants(p),
@@ -182,7 +182,7 @@ def launch_gemm(x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Til
         RESIDUAL=residual is not None,
         GATE=gate,
         OPERAND="f32" if interpreting() and x.dtype != torch.float16 else NATIVE[x.dtype],
-        PAIRS=not interpreting(),
+        PAIRS=has_ptx(x.device),
         ROWS=rows,
         TOKENS=tokens,
         HALVES=choice["halves"],

@@ -11,7 +11,7 @@ from functools import cache
 
 import triton
 
-from .cards import Card
+from .cards import AMD, Card
 from .layout import CODES, HALVES
 
 Tile = Mapping[str, int]
@@ -35,7 +35,7 @@ SMALL_TOKENS = 16  # up to so many rows of x a product is a decoding step: fused
 
 def is_fixed(code: str, run: int, card: Card) -> bool:
     """Whether `gemv_kernel` multiplies such codes, in runs of so many halves, in whole numbers there."""
-    return code in ("int4", "e2m1") and run >= HALVES // 2 and card.capability >= 80
+    return code in ("int4", "e2m1") and run >= HALVES // 2 and 80 <= card.capability < AMD
 
 
 @cache

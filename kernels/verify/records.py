@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ..cpu.build import library
+from ..triton.cards import AMD
 
 FOLDER = Path(__file__).parents[1]
 SOURCES = (".py", ".c", ".h")
@@ -32,6 +33,15 @@ def source_hash() -> str:
     for file in sorted(p for p in FOLDER.rglob("*") if p.suffix in SOURCES):
         digest.update(str(file.relative_to(FOLDER)).encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def capability_of(device: torch.device) -> int:
+    """Of a GPU: its compute capability as 90, 120; of an AMD card the number of its architecture, as 942."""
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip is None:
+        return int(properties.major * 10 + properties.minor)
+    number = properties.gcnArchName.partition(":")[0].removeprefix("gfx")
+    return int(number) if number.isdigit() and int(number) >= AMD else AMD
 
 
 def identity(device: str | torch.device, driver: str = "") -> dict[str, str]:

@@ -12,6 +12,7 @@ from localllm.testing import only_in_tests
 
 from .cpu import cpu_facts, read_bandwidth
 from .facts import GpuFacts, GpuLink, GpuProcess, MachineFacts
+from .foreign import foreign_gpus
 from .memory import memory_limits, rss_anon_bytes
 from .nvml import gpu_facts
 from .surroundings import compiler, container, torch_build, wsl_version
@@ -47,6 +48,7 @@ def machine(root: Path = Path("/")) -> MachineFacts:
         cpu=cpu_facts(root),
         **memory._asdict(),
         **gpu_facts(memory.ram_available_bytes, root)._asdict(),
+        foreign_gpus=foreign_gpus(root),
         torch_version=version,
         torch_cuda=cuda,
         compiler=compiler(),

@@ -96,6 +96,7 @@ class MachineFacts:
     gpus: tuple[GpuFacts, ...] = ()
     gpu_links: tuple[GpuLink, ...] = ()  # one per pair of GPUs
     gpu_error: str = ""  # why the driver did not answer although there is one
+    foreign_gpus: tuple[str, ...] = ()  # those of AMD and Intel, each with the reason why it is not used
     driver: str = ""  # 575.51.03; nothing without an NVIDIA driver
     driver_cuda: str = ""  # newest CUDA the driver supports: 12.9
     torch_version: str = ""  # of the installed torch, nothing when there is none

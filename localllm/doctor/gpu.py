@@ -35,7 +35,7 @@ def gpu_present(survey: Survey) -> Check:
         setting = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         return warn(f"CUDA_VISIBLE_DEVICES={setting!r} hides every GPU", fix="unset CUDA_VISIBLE_DEVICES")
     if not machine.gpus:
-        return skip(NO_GPU)
+        return skip("; ".join((*machine.foreign_gpus, "running on the CPU")) if machine.foreign_gpus else NO_GPU)
     title = "; ".join(_describe(gpu) for gpu in machine.gpus)
     detail = ""
     if len(machine.gpus) > 1:

@@ -20,11 +20,11 @@ FORMS = ("dense", "int4g", "int8", "fp4g16", "fp4g32", "fp8", "fp8mx", "gguf Q5_
 
 
 def wanted_capability(text: str | None, machine: MachineFacts) -> int:
-    """90 for "sm_90", "90" or "9.0"; nothing named: the card that would be taken here, or 0 for the CPU.
+    """90 for "sm_90", "90" or "9.0", 942 for "gfx942"; nothing named: the card that would be taken here, or 0: the CPU.
 
     Raises ConfigError for a card that no kernel is made for.
     """
-    from localllm.kernels.triton.cards import CLASSES
+    from localllm.kernels.triton.cards import CLASSES, name_of
 
     if text is None:
         card = chosen_device(machine, "auto")[1] or next(iter(machine.gpus), None)
@@ -32,9 +32,9 @@ def wanted_capability(text: str | None, machine: MachineFacts) -> int:
     if text == "cpu":
         return 0
     found = re.fullmatch(r"(?:sm_?)?(\d{1,2})\.?(\d)", text)
-    value = int(found[1] + found[2]) if found else 0
+    value = int(found[1] + found[2]) if found else next((c for c in CLASSES if name_of(c) == text), 0)
     if value not in CLASSES:
-        known = ", ".join(f"sm_{c}" for c in CLASSES)
+        known = ", ".join(map(name_of, CLASSES))
         raise ConfigError(f"--kernels: {text!r} must be one of cpu, {known}", "localllm doctor --kernels sm_90")
     return value
 

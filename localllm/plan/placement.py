@@ -37,19 +37,24 @@ def chosen_device(machine: MachineFacts, name: str) -> Placement:
             best = max(usable, key=lambda g: g.free_bytes)
             why = "the GPU with most free memory" if len(usable) > 1 else "the GPU"
             return Placement(f"cuda:{machine.gpus.index(best)}", best, (f"{best.name}: {why}",))
-        why = unusable(machine, machine.gpus[0]) if machine.gpus else machine.gpu_error or "no NVIDIA GPU here"
+        why = unusable(machine, machine.gpus[0]) if machine.gpus else _without(machine) or "no NVIDIA GPU here"
         return Placement("cpu", None, (f"CPU: {why}",))
     index = int(name.partition(":")[2] or 0)
     fix = "use --device cpu; `localllm doctor` tells more"
     if index >= len(machine.gpus):
         seen = (
-            f"{len(machine.gpus)} GPUs are visible" if machine.gpus else machine.gpu_error or "no NVIDIA GPU is visible"
+            f"{len(machine.gpus)} GPUs are visible" if machine.gpus else _without(machine) or "no NVIDIA GPU is visible"
         )
         raise DeviceError(f"there is no {name} here: {seen}", fix)
     gpu = machine.gpus[index]
     if reason := unusable(machine, gpu):
         raise DeviceError(f"{name} cannot be used: {reason}", fix)
     return Placement(f"cuda:{index}", gpu)
+
+
+def _without(machine: MachineFacts) -> str:
+    """Why there is no card to use, where that is known."""
+    return machine.gpu_error or "; ".join(machine.foreign_gpus)
 
 
 def unusable(machine: MachineFacts, gpu: GpuFacts) -> str:

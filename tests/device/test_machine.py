@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,13 @@ import pytest
 from localllm.device import machine, read_bandwidth, torch_build
 from localllm.device.cgroup import cpu_quota, memory_groups
 from localllm.device.cpu import cpu_facts
+from localllm.device.fake import MACHINES
+from localllm.device.foreign import foreign_gpus
 from localllm.device.gpu_table import TABLE, GpuModel, generation, named_gpu, table_row
 from localllm.device.memory import memory_limits
 from localllm.device.surroundings import container, wsl_version
-from localllm.errors import ConfigError
+from localllm.errors import ConfigError, DeviceError
+from localllm.plan.placement import chosen_device
 
 GIB = 1 << 30
 
@@ -186,3 +190,40 @@ def test_torch_is_read_not_imported() -> None:
 
     assert version == torch.__version__
     assert cuda == (torch.version.cuda or "")
+
+
+def test_cards_of_others_are_named_with_why_they_are_not_used(tmp_path: Path) -> None:
+    def card(number: int, slot: str, **files: str) -> None:
+        device = tmp_path / "sys/devices/pci" / slot
+        (device / "drm" / f"renderD{128 + number}").mkdir(parents=True)
+        for name, text in files.items():
+            (device / name).write_text(text + "\n")
+        place = tmp_path / f"sys/class/drm/card{number}"
+        place.mkdir(parents=True)
+        (place / "device").symlink_to(device)
+
+    def node(number: int, **facts: int) -> None:
+        folder = tmp_path / f"sys/class/kfd/kfd/topology/nodes/{number}"
+        folder.mkdir(parents=True)
+        (folder / "properties").write_text("".join(f"{name} {value}\n" for name, value in facts.items()))
+
+    card(0, "0000:00:02.0", vendor="0x8086")  # in the processor
+    card(1, "0000:03:00.0", vendor="0x1002", product_name="Radeon RX 7900 XTX", mem_info_vram_total=str(24 << 30))
+    card(2, "0000:04:00.0", vendor="0x1002")
+    card(3, "0000:05:00.0", vendor="0x8086")
+    card(4, "0000:06:00.0", vendor="0x1002", mem_info_vram_total=str(64 << 30))
+    (tmp_path / "sys/class/drm/card1-DP-1").mkdir()
+    node(0, cpu_cores_count=16, gfx_target_version=0)
+    node(1, gfx_target_version=110000, drm_render_minor=129)
+    node(2, gfx_target_version=90010, drm_render_minor=132)
+    assert foreign_gpus(tmp_path) == (
+        "Radeon RX 7900 XTX (gfx1100, 24.0 GiB) is not used: no kernel has run on it yet, they only compile",
+        "an AMD GPU (not known to the compute driver) is not used: kernels are not made for it",
+        "an Intel GPU is not used: there are no kernels for it",
+        "an AMD GPU (gfx90a, 64.0 GiB) is not used: kernels are not made for it",
+    )
+    assert foreign_gpus(tmp_path / "none") == ()
+    found = replace(MACHINES["cpu"], foreign_gpus=foreign_gpus(tmp_path)[:1])
+    assert chosen_device(found, "auto").reasons == (f"CPU: {found.foreign_gpus[0]}",)
+    with pytest.raises(DeviceError, match="no cuda:0 here: Radeon RX 7900 XTX .gfx1100"):
+        chosen_device(found, "cuda:0")

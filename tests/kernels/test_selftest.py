@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ from torch import Tensor
 
 from localllm.kernels import Impl, LinearFacts, OpFacts, Weight, choose, reference, sampling, table
 from localllm.kernels.registry import OPS, RECURRENT, fits_always
+from localllm.kernels.table import implementations
 from localllm.kernels.verify.cases import ModelShapes, op_cases
-from localllm.kernels.verify.records import Records
+from localllm.kernels.verify.records import Records, capability_of
 from localllm.kernels.verify.selftest import KernelCrash, SelfTest
 from localllm.kernels.verify.trial import compare, is_device_lost, linear_error
 
@@ -203,6 +205,36 @@ def test_memory_that_runs_out_is_no_fault_of_a_kernel(
 )
 def test_a_card_that_is_lost_is_told_from_a_launch_that_was_refused(said: str, lost: bool) -> None:
     assert is_device_lost(RuntimeError(said)) is lost
+
+
+@pytest.mark.parametrize(("name", "group"), [("triton_fp8_w8a8", 4096), ("triton_nvfp4_w4a4", 16)])
+def test_what_rounding_activations_costs_is_known(name: str, group: int) -> None:
+    """Else the self-test would refuse a product for what it was asked to do."""
+    x = torch.randn(64, 4096, generator=torch.Generator().manual_seed(1)).view(-1, group)
+    largest = x.abs().amax(1, keepdim=True)
+    if group == 16:
+        steps = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+        scaled = x / largest * 6
+        rounded = steps[(scaled.abs()[..., None] - steps).abs().argmin(-1)] * scaled.sign()
+    else:
+        scaled = x / largest * 448
+        rounded = scaled.to(torch.float8_e4m3fn).float()
+    lost = float(((rounded - scaled) * largest).norm() / (scaled * largest).norm())
+    rounds = next(impl.rounds for impl in implementations("linear") if impl.name == name)
+    assert lost * 0.9 < rounds < lost * 1.5
+
+
+def test_an_amd_card_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch for ROCm shows it: a card of CUDA, of capability 9.4."""
+    card = SimpleNamespace(gcnArchName="gfx942:sramecc+:xnack-", major=9, minor=4)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    assert capability_of(torch.device("cuda")) == 94
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert capability_of(torch.device("cuda")) == 942
+    facts = LinearFacts("dense", (64, 64), device="cuda", capability=942, dtype="bfloat16", deterministic=False)
+    choice = choose(implementations("linear"), facts)
+    assert "triton" not in choice.impl.name
+    assert ("triton", "no kernel has run on an AMD card (gfx942) yet: they only compile") in choice.passed_over
 
 
 def test_a_wrong_sampler_is_caught() -> None:

@@ -14,7 +14,7 @@ import pytest
 from localllm.kernels.triton import aot
 from localllm.kernels.triton.aot import KernelRow, compile_spec, complaint, matrix_instructions
 from localllm.kernels.triton.aot_cases import KernelSpec
-from localllm.kernels.triton.cards import CLASSES
+from localllm.kernels.triton.cards import AMD, CLASSES
 from localllm.kernels.verify.records import source_hash
 
 import triton  # isort: skip
@@ -46,9 +46,10 @@ def test_whole_table() -> None:
     assert len(names) == len(rows), "two kernels of one name"
     found = {row["op"].split()[0] for row in rows}
     assert {"linear", "rms_norm", "rope", "kv_write"} <= found
+    assert all(f"linear int4 g128 M={m}" in {r["op"] for r in rows if r["capability"] == 1201} for m in (1, 16, 128))
     for capability in CLASSES:
         mine = {row["op"]: row for row in rows if row["capability"] == capability}
-        if capability >= 80:
+        if 80 <= capability < AMD:
             assert not mine["linear bf16 M=1"]["mma"] and "mma" in mine["linear int4 g128 M=16"]["mma"]
     large = {row["capability"]: row["mma"] for row in rows if row["op"] == "linear e2m1 e4m3 M=64"}
     assert "wgmma" in large[90] and "tcgen05" in large[100]
@@ -81,6 +82,9 @@ def test_complaints() -> None:
     assert "does not compile" in complaint(spec, good | {"reason": "does not compile: E"})
     prefill = KernelSpec("linear", "triton", "x")
     assert complaint(prefill, row(spill_bytes=8)) == ""
+    amd = KernelSpec("linear", "triton", "x", decode=True, expect_mma="v_mfma")
+    assert complaint(amd, row(capability=942, mma="v_mfma_f32_16x16x16_bf16", spill_bytes=8)) == ""
+    assert complaint(amd, row(capability=942, shared_bytes=65_537, mma="v_mfma")).startswith("gfx942 linear x")
 
 
 def test_a_missing_kernel_is_a_row_with_the_reason() -> None:

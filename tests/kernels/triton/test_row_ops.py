@@ -82,12 +82,12 @@ def _encode(x, codes, N: tl.constexpr):
 
 
 @triton.jit
-def _pairs(e4m3_pairs, int8_pairs, out, N: tl.constexpr, INTERPRET: tl.constexpr):
+def _pairs(e4m3_pairs, int8_pairs, out, N: tl.constexpr, PTX: tl.constexpr):
     i = tl.arange(0, N)
-    even, odd = e4m3.widen_e4m3(tl.load(e4m3_pairs + i), INTERPRET)
+    even, odd = e4m3.widen_e4m3(tl.load(e4m3_pairs + i), tl.float16, PTX)
     tl.store(out + 2 * i, even.to(tl.float32) * 256.0)
     tl.store(out + 2 * i + 1, odd.to(tl.float32) * 256.0)
-    even, odd = e4m3.widen_int8(tl.load(int8_pairs + i), INTERPRET)
+    even, odd = e4m3.widen_int8(tl.load(int8_pairs + i), tl.float16, PTX)
     tl.store(out + 2 * N + 2 * i, even.to(tl.float32))
     tl.store(out + 2 * N + 2 * i + 1, odd.to(tl.float32))
 
@@ -109,7 +109,7 @@ def test_pairs_of_codes_widen_exactly(device: torch.device) -> None:
     codes = torch.stack([codes, codes.flip(0)], 1).flatten()
     out = torch.empty(1024, device=device)
     pairs = codes.view(torch.int16).to(device)
-    launch(_pairs, (1,), pairs, pairs, out, N=256, INTERPRET=interpreting())
+    launch(_pairs, (1,), pairs, pairs, out, N=256, PTX=not interpreting())
     expected = decode_e4m3(codes)
     real = ~expected.isnan()
     assert torch.equal(out[:512].cpu()[real], expected[real])
