@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .adapters import Additions
 from .host_experts import HostExperts
 from .kv_pages import KVPages
 from .registry import Impl
@@ -29,17 +30,31 @@ class LinearPart:
 
 
 @dataclass(frozen=True, slots=True)
+class Module:
+    """A stored module whose outputs are some of a product's."""
+
+    names: tuple[str, ...]  # canonical, and as the file has it
+    rows: int
+    order: Tensor | None = None  # int64 [rows]: which of the outputs that Transformers gives each row is
+
+
+@dataclass(frozen=True, slots=True)
 class Linear:
-    """y = x Wᵀ + b. Several parts where weights could not be fused exactly; their outputs lie end to end."""
+    """y = x Wᵀ + b. Several parts where weights could not be fused exactly; their outputs lie end to end.
+
+    modules    whose outputs these are, in order; none where they are made of parts of modules
+    additions  what adapters add, in the products of steps that have some
+    """
 
     parts: tuple[LinearPart, ...]
+    modules: tuple[Module, ...] = ()
+    additions: Additions | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [num_tokens, K] -> [num_tokens, sum of N], dtype of x."""
-        if len(self.parts) == 1:
-            part = self.parts[0]
-            return part.impl.run(x, part.prepared, part.bias)
-        return torch.cat([part.impl.run(x, part.prepared, part.bias) for part in self.parts], -1)
+        given = [part.impl.run(x, part.prepared, part.bias) for part in self.parts]
+        y = given[0] if len(given) == 1 else torch.cat(given, -1)
+        return y if self.additions is None else self.additions.add(x, y)
 
     @property
     def out_features(self) -> int:
@@ -51,6 +66,17 @@ class Linear:
         """Bytes of the prepared weights and biases."""
         biases = sum(part.bias.nbytes for part in self.parts if part.bias is not None)
         return biases + sum(part.prepared.nbytes for part in self.parts)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """float32 [N], zeros for parts without one; None where no part has one."""
+        found = [part.bias for part in self.parts if part.bias is not None]
+        if not found:
+            return None
+        zeros = (torch.zeros(part.shape[0], device=found[0].device) for part in self.parts)
+        return torch.cat(
+            [zero if p.bias is None else p.bias.float() for p, zero in zip(self.parts, zeros, strict=True)]
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
+import torch
+
 from . import recurrent
+from .adapters import Additions
 from .cpu import ops as cpu
+from .cpu.adapters import CpuAdditions
+from .cpu.build import library
 from .dense_linear import DENSE, DENSE_BF16, DENSE_TILED, REFERENCE
 from .int4pack import INT4PACK
 from .registry import OPS, SEGMENTS, Impl, OpFacts, choose, fits_always
@@ -38,6 +43,16 @@ BACK_ENDS = (cpu.IMPLS, triton.IMPLS, PLAIN)
 def implementations(op: str) -> tuple[Impl, ...]:
     """All implementations of an op, a segment or "linear", preferred first."""
     return tuple(impl for impls in BACK_ENDS for impl in impls.get(op, ()))
+
+
+def additions(device: torch.device, deterministic: bool, exact: bool) -> Callable[..., Additions]:
+    """What makes the additions of a product there, called with its rows, shape and bias.
+
+    exact   nothing may be rounded below float32
+    """
+    if device.type == "cpu" and library().reason is None:
+        return partial(CpuAdditions, is_half=not exact)
+    return partial(Additions, tiled=deterministic)
 
 
 def kernel_table(facts: OpFacts, disabled: frozenset[str] = frozenset()) -> KernelTable:

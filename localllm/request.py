@@ -350,6 +350,7 @@ class Request:
     priority: int = 0
     cache_salt: str = ""
     use_prefix_cache: bool = True
+    adapter: str = ""  # the name of the one it goes through; "": the model as it is
     score: bool = False  # publish the float32 log-probabilities of every prompt row, generate nothing
     # publish the mean, the first or the last of the prompt's normed hidden states, generate nothing
     pooling: Literal["", "mean", "cls", "last"] = ""
@@ -440,5 +441,6 @@ class LoadProgress:
 _LOAD_LABELS = {
     "resolve": "looking up", "import": "starting up", "verify": "checking", "quantize": "quantizing",
     "calibrate": "calibrating", "evaluate": "measuring", "kv": "KV cache", "compile": "kernels", "warmup": "warm-up",
+    "adapter": "reading the adapter",
 }  # fmt: skip
 OnProgress = Callable[[LoadProgress], None]

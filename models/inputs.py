@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
 
@@ -42,6 +43,8 @@ class ForwardBatch:
     slots: Tensor | None = None  # int64 [num_seqs]: where the sequences' states are; None where no layer keeps one
     images: tuple[ImageRows, ...] = ()
     image_positions: Tensor | None = None  # int64 [2, num_tokens]: by rows and columns, where images have them
+    # int32: where the adapter of every token is, -1 for none, and the same of `logits_indices`; None: no token has one
+    places: tuple[np.ndarray, np.ndarray] | None = None
 
     @property
     def is_decode(self) -> bool:

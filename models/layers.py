@@ -21,6 +21,7 @@ from localllm.kernels.layer_weights import (
     Linear,
     MambaWeights,
     MlpWeights,
+    Module,
     Norm,
 )
 from localllm.quant import dequantize
@@ -103,7 +104,7 @@ def _attention(layer: LayerReader, facts: Attention) -> AttentionWeights:
     keeps = facts.shares_kv_with is None
     return AttentionWeights(
         norm=layer.norm_if(layer.norms.before_mixer),
-        qkv=layer.linear("qkv", *facts.inputs),
+        qkv=_in_file_order(layer.linear("qkv", *facts.inputs), facts),
         out=layer.linear("o", "self_attn.o_proj"),
         num_heads=facts.num_heads,
         num_kv_heads=facts.num_kv_heads,
@@ -126,6 +127,20 @@ def _attention(layer: LayerReader, facts: Attention) -> AttentionWeights:
         sum_norm=layer.norm_if(layer.norms.over_mixer),
         parallel=layer.facts.parallel,
     )
+
+
+def _in_file_order(qkv: Linear, facts: Attention) -> Linear:
+    """The same, knowing where the file has rows of queries and keys in an order of its own."""
+    if not facts.rope.permuted:
+        return qkv
+
+    def ordered(module: Module) -> Module:
+        if module.names[0].endswith("v_proj"):
+            return module
+        halves = torch.arange(module.rows).view(-1, 2, facts.head_dim // 2)
+        return replace(module, order=halves.transpose(1, 2).flatten())
+
+    return replace(qkv, modules=tuple(map(ordered, qkv.modules)))
 
 
 LATENT_EPS = 1e-6  # of the norms over latents, whatever that of the others is

@@ -30,6 +30,7 @@ from localllm.kernels.reference import rms_norm
 from localllm.kernels.rope import RopeTable
 from localllm.kernels.segments import KernelTable, with_images
 
+from .adapters import Adapters
 from .architectures.facts import ModelFacts, layer_views
 from .inputs import ForwardBatch
 from .kv_cache import CacheGroup, KVCache, state_groups
@@ -97,7 +98,10 @@ class Model:
         self.projections: Sequence[tuple[Tensor, Tensor | None, str]] = ()  # what pooled vectors go through
         self._ropes = tuple(ropes)
         self._seen, views = layer_views(facts)
-        self._calls = tuple((layer.mixer, layer.ffn, view) for layer, view in zip(self.layers, views, strict=True))
+        self.adapters: Adapters | None = None  # places for them, made when the first one comes
+        self._calls: tuple[LayerCall, ...] = tuple(
+            (layer.mixer, layer.ffn, view) for layer, view in zip(self.layers, views, strict=True)
+        )
 
     def forward(
         self, batch: ForwardBatch, cache: KVCache, num_layers: int | None = None, every_row: bool = False
@@ -107,7 +111,7 @@ class Model:
         num_layers   only the first so many, for who wants to know what a step takes and not what it gives
         every_row    all are wanted
         """
-        calls = self._calls if num_layers is None else self._calls[:num_layers]
+        calls = self._layers(batch, every_row) if num_layers is None else self._calls[:num_layers]
         views = self._views(batch, [self.turned(rope, batch) for rope in range(len(self._ropes))])
         kept = cache.layers if num_layers is None else cache.layers[: len(calls)]
         x = self.embedded(batch)
@@ -126,9 +130,21 @@ class Model:
         length = max(batch.seq_lens)
         views = self._views(batch, [rope.upto(length) for rope in self._ropes])
         where = batch.cu_query_lens, batch.seq_lens_tensor
-        layers = self.embedding, self._calls, cache.layers
+        layers = self.embedding, self._layers(batch), cache.layers
         given = *layers, views, *where, self.head, finds_best, batch.slots
         return self.table.step(batch.token_ids, batch.positions, *given)
+
+    def hold_adapters(self, device: torch.device, **promises: bool) -> Adapters:
+        """Places for adapters, made once, with promises as of `Adapters`; they cost nothing while nobody has one."""
+        if self.adapters is None:
+            self.adapters = Adapters(self._calls, device, **promises)
+        return self.adapters
+
+    def _layers(self, batch: ForwardBatch, every_row: bool = False) -> tuple[LayerCall, ...]:
+        if batch.places is None or self.adapters is None:
+            return self._calls
+        of_tokens, of_wanted = batch.places
+        return self.adapters.begin(of_tokens, of_tokens if every_row else of_wanted)
 
     def embedded(self, batch: ForwardBatch) -> Tensor:
         """What stands for the tokens of a step: [num_tokens, hidden]."""
@@ -185,6 +201,8 @@ class Model:
             first = next((one for mixer, ffn, _ in calls for w in (mixer, ffn) for one in linears_of(w)), None)
             for part in () if first is None else first.parts:
                 forget(part.prepared, pages_only=True)
+        if self.adapters is not None:
+            self.adapters.forget(pages_only=True)
 
     def forget_layers(self) -> None:
         """The end: break the circles of weights and what kernels know of their layers. After `gc.freeze` no collector
@@ -194,6 +212,8 @@ class Model:
         for weights in (*(w for mixer, ffn, _ in calls for w in (mixer, ffn)), self.head):
             for part in (part for linear in linears_of(weights) for part in linear.parts):
                 forget(part.prepared)
+        if self.adapters is not None:
+            self.adapters.forget()
 
     @property
     def host_experts(self) -> tuple[HostExperts, ...]:

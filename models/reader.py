@@ -12,7 +12,7 @@ from torch import Tensor
 
 from localllm.errors import BadModelFile, UnsupportedFormat
 from localllm.kernels import LinearFacts, Weight, choose
-from localllm.kernels.layer_weights import Linear, LinearPart, Norm
+from localllm.kernels.layer_weights import Linear, LinearPart, Module, Norm
 from localllm.kernels.table import implementations
 from localllm.kernels.verify.records import capability_of
 from localllm.kernels.verify.selftest import SelfTest
@@ -92,15 +92,17 @@ class Reader:
         device = torch.device("cpu") if on_host else self.device
         weights = [self.weight(name, shape, device, order) for name, shape in zip(names, shapes, strict=True)]
         biases = [self.bias(name, shape[0], device, order) for name, shape in zip(names, shapes, strict=True)]
+        sources = map(self.checkpoint.names.source, names)
+        modules = tuple(Module((*pair,), shape[0], order) for *pair, shape in zip(names, sources, shapes, strict=True))
         whole = fuse(weights)
         if whole is None:
             parts = zip(weights, biases, strict=True)
-            return Linear(tuple(self.prepare(layer_class, weight, bias) for weight, bias in parts))
+            return Linear(tuple(self.prepare(layer_class, weight, bias) for weight, bias in parts), modules)
         bias = None
         if any(b is not None for b in biases):
             pairs = zip(biases, shapes, strict=True)
             bias = torch.cat([torch.zeros(n, device=device) if part is None else part for part, (n, _) in pairs])
-        return Linear((self.prepare(layer_class, whole, bias),))
+        return Linear((self.prepare(layer_class, whole, bias),), modules)
 
     def prepare(self, layer_class: str, weight: Weight, bias: Tensor | None) -> LinearPart:
         """Choose the implementation for a canonical weight, where it lies, and let it repack it."""

@@ -18,6 +18,7 @@ PASS = struct.Struct("@4q6Pd3P")
 VIEW = struct.Struct("@4P2q")
 VIEWS = 4  # `ll_pass` is a PASS and this many VIEWs.
 PARTS = 4
+ADAPTERS = 8
 
 
 class Code:
@@ -68,7 +69,29 @@ class CNorm(ctypes.Structure):
 class CLinear(ctypes.Structure):
     """`ll_linear_op`."""
 
-    _fields_ = [*_each(c_int64, "parts n"), *_each(c_void_p * PARTS, "weight bias"), ("exact", c_int64 * PARTS)]
+    _fields_ = [
+        *_each(c_int64, "parts n"),
+        *_each(c_void_p * PARTS, "weight bias"),
+        ("exact", c_int64 * PARTS),
+        ("adapters", c_void_p),
+    ]
+
+
+class CLowRank(ctypes.Structure):
+    """`ll_low_rank`."""
+
+    _fields_ = [*_each(c_int64, "rank at first n"), *_each(c_void_p, "down up gain bias")]
+
+
+class CAdapters(ctypes.Structure):
+    """`ll_adapters`; what `rows` points to is one address."""
+
+    _fields_ = [
+        *_each(c_int64, "k n is_half most ranks longest gains"),
+        ("rows", c_void_p),
+        ("count", c_int64 * ADAPTERS),
+        ("pieces", c_void_p * ADAPTERS),
+    ]
 
 
 class CAttentionLayer(ctypes.Structure):
@@ -150,6 +173,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ll_head": (c_int64, (c_void_p, c_void_p, c_int64, c_void_p)),
     "ll_mlp": (c_int64, (c_void_p, c_int64, c_void_p)),
     "ll_experts": (c_int64, (c_void_p, c_int64, c_void_p)),
+    "ll_adapt": (c_int64, (c_void_p, c_void_p, c_int64, c_void_p)),
     "ll_argmax": (c_int64, (c_void_p, c_int64, c_int64, c_void_p)),
     "ll_top": (c_int64, (c_void_p, c_int64, c_int64, c_double, c_void_p, c_void_p)),
     "ll_draw": (c_int64, (c_void_p, c_int64, c_double, c_double)),
@@ -184,7 +208,7 @@ def declare(lib: ctypes.CDLL) -> None:
         function = getattr(lib, name)
         function.restype = result
         function.argtypes = arguments
-    structs = (CWeight, CAttentionLayer, CMlpLayer, CExpertsLayer, CHeadLayer, CDecoderLayer)
+    structs = (CWeight, CAttentionLayer, CMlpLayer, CExpertsLayer, CHeadLayer, CDecoderLayer, CAdapters, CLowRank)
     sizes = sum(map(ctypes.sizeof, structs))
     sizes += PAGES.size + ATTENTION.size + STEP.size + PAGES.size + KV_TARGET.size + PASS.size + VIEWS * VIEW.size
     if lib.ll_abi() >> 32 != sizes:

@@ -31,15 +31,18 @@ static void norm_onto_rows(void *arg, int64_t begin, int64_t end, int thread)
     const norm_onto_job *j = arg;
     for (int64_t i = begin; i < end; i++) {
         float *spare = j->spare + i * j->dim, *x = j->x + i * j->dim;
-        norm_row(spare, j->norm->weight, (float)j->norm->eps, j->dim, spare);
+        if (j->norm->weight) norm_row(spare, j->norm->weight, (float)j->norm->eps, j->dim, spare);
         for (int64_t d = 0; d < j->dim; d++) x[d] += spare[d];
     }
 }
 
+/* Whether adapters multiply what this product gives: nothing may be added to it before. */
+INLINE int has_gains(const ll_linear_op *op) { return op->adapters && op->adapters->gains; }
+
 /* x += post_norm(product), where `product` computes into `out` (or adds x itself when there is no norm). */
 static int linear_onto(const ll_linear_op *op, const ll_norm *post, const float *in, int64_t m, float *x, float *spare)
 {
-    if (!post->weight) return linear_parts(op, in, m, x, x);
+    if (!post->weight && !has_gains(op)) return linear_parts(op, in, m, x, x);
     if (linear_parts(op, in, m, NULL, spare)) return -1;
     norm_onto_job job = {post, op->n, spare, x};
     if (m * op->n < 16384) norm_onto_rows(&job, 0, m, 0);

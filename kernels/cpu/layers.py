@@ -19,6 +19,7 @@ from ..layer_weights import (
     Norm,
     has_only,
 )
+from .adapters import CpuAdditions
 from .interface import CAttentionLayer, CExpertsLayer, CHeadLayer, CLinear, CMlpLayer, CNorm
 from .layout import Prepared
 
@@ -85,6 +86,8 @@ def experts_layer(w: ExpertsWeights) -> Layer | None:
     kept: list[Any] = []
     of_shared = (w.shared_gate_up, w.shared_down, w.shared_gate)
     given = [one for one in (w.router, *w.gate_up, *w.down, *of_shared) if one is not None]
+    if any(one.additions is not None for one in given):
+        return None
     found = {id(one): packed for one in given if (packed := _linear(one, kept)) is not None}
     known = w.activation in _EXPERT_ACTIVATIONS and w.router_kind in _ROUTERS and has_only(w, FUSED_EXPERTS)
     if len(found) < len(given) or w.norm is None or not known:
@@ -143,6 +146,11 @@ def _linear(linear: Linear, kept: list[Any]) -> CLinear | None:
     struct = CLinear(parts=len(linear.parts), n=linear.out_features)
     if len(linear.parts) > len(struct.weight):
         return None
+    if linear.additions is not None:
+        if not isinstance(linear.additions, CpuAdditions):
+            return None
+        kept.append(linear.additions)
+        struct.adapters = linear.additions.address
     for index, part in enumerate(linear.parts):
         if not isinstance(part.prepared, Prepared):
             return None

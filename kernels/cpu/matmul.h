@@ -7,6 +7,7 @@
 #ifndef LL_MATMUL_H
 #define LL_MATMUL_H
 
+#include "adapters.h"
 #include "matmul_float.h"
 #include "matmul_int.h"
 
@@ -18,12 +19,14 @@ typedef struct {
     const ll_weight *weight[PARTS];
     const float *bias[PARTS];
     int64_t exact[PARTS];
+    const ll_adapters *adapters; /* NULL: none */
 } ll_linear_op;
 
 typedef struct {
     int64_t parts, slabs;
     activations a[PARTS];
     product p[PARTS];
+    adapters_job added;
 } parts_job;
 
 static void part_tiles(void *arg, int64_t begin, int64_t end, int thread)
@@ -35,6 +38,7 @@ static void part_tiles(void *arg, int64_t begin, int64_t end, int thread)
         begin = begin > tasks ? begin - tasks : 0;
         end -= tasks;
     }
+    if (end > 0) adapters_down(&j->added, begin, end, thread);
 }
 
 /* out = x @ value(w).T (+ bias) (+ residual) for all parts; the caller holds pool.lock. Returns 0, or -1 without memory.
@@ -52,8 +56,10 @@ static int linear_parts(const ll_linear_op *op, const float *x, int64_t m, const
         tasks += job.slabs * w->tiles;
         at += w->n;
     }
-    uint8_t *memory = scratch(0, bytes);
+    job.added = adapters_of(op->adapters, x, m, out);
+    uint8_t *memory = scratch(0, bytes + adapters_bytes(&job.added));
     if (!memory) return -1;
+    job.added.hidden = (float *)(memory + round_up(bytes, 64));
     for (int64_t i = 0; i < op->parts; i++) {
         if (i && prepares_alike(op->weight[i - 1], &job.a[i - 1], op->weight[i], &job.a[i])) {
             job.a[i] = job.a[i - 1];
@@ -62,7 +68,8 @@ static int linear_parts(const ll_linear_op *op, const float *x, int64_t m, const
         prepare_activations(op->weight[i], &job.a[i], memory);
         memory += activation_bytes(op->weight[i], &job.a[i]);
     }
-    pool_run(part_tiles, &job, tasks);
+    pool_run(part_tiles, &job, tasks + adapters_down_tasks(&job.added));
+    adapters_finish(&job.added);
     return 0;
 }
 
@@ -70,7 +77,7 @@ static int linear_parts(const ll_linear_op *op, const float *x, int64_t m, const
 static int gates(const ll_linear_op *op, int64_t m)
 {
     const ll_weight *w = op->weight[0];
-    return op->parts == 1 && !op->exact[0] && !code_is_float(w->code) && !few_rows(w, m) && w->n % (2 * TILE) == 0;
+    return op->parts == 1 && !op->adapters && !op->exact[0] && !code_is_float(w->code) && !few_rows(w, m) && w->n % (2 * TILE) == 0;
 }
 
 /* out [m][n / 2] = act(gate) * up of x, for what `gates`. */
@@ -88,7 +95,7 @@ static int linear_gated(const ll_linear_op *op, const float *x, int64_t m, int g
 
 static int linear_into(const ll_weight *w, const float *x, int64_t m, const float *bias, float *out, int exact)
 {
-    const ll_linear_op op = {1, w->n, {w}, {bias}, {exact}};
+    const ll_linear_op op = {1, w->n, {w}, {bias}, {exact}, NULL};
     return linear_parts(&op, x, m, NULL, out);
 }
 
@@ -98,6 +105,21 @@ int64_t ll_linear(const ll_weight *w, const float *x, int64_t m, const float *bi
     int failed = linear_into(w, x, m, bias, out, (int)exact);
     pthread_mutex_unlock(&pool.lock);
     return failed;
+}
+
+/* out [m][n] += what the adapters of the step's rows add to this product of x [m][k] */
+int64_t ll_adapt(const ll_adapters *l, const float *x, int64_t m, float *out)
+{
+    pthread_mutex_lock(&pool.lock);
+    adapters_job job = adapters_of(l, x, m, out);
+    job.hidden = job.l ? (float *)scratch(0, adapters_bytes(&job)) : NULL;
+    const int failed = job.l && !job.hidden;
+    if (!failed) {
+        pool_run(adapters_down, &job, adapters_down_tasks(&job));
+        adapters_finish(&job);
+    }
+    pthread_mutex_unlock(&pool.lock);
+    return -failed;
 }
 
 #endif

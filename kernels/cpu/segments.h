@@ -74,7 +74,10 @@ static int attn_in_locked(const ll_attention_layer *l, const float *x, const ll_
     for (int64_t first = 0; first < s->num_tokens; first += AT_ONCE) {
         const int64_t m = s->num_tokens - first < AT_ONCE ? s->num_tokens - first : AT_ONCE;
         norm_into(&l->norm, x + first * l->hidden, m, l->hidden, normed);
-        if (linear_parts(&l->qkv, normed, m, NULL, qkv)) return -1;
+        adapters_from = first;
+        const int failed = linear_parts(&l->qkv, normed, m, NULL, qkv);
+        adapters_from = 0;
+        if (failed) return -1;
         split_job job = {l, s, qkv, q, first};
         if (m < 8) split_tokens(&job, 0, m, 0);
         else pool_run(split_tokens, &job, m);
@@ -84,17 +87,17 @@ static int attn_in_locked(const ll_attention_layer *l, const float *x, const ll_
 
 static int attn_out_locked(const ll_attention_layer *l, const float *attended, int64_t m, float *x)
 {
-    float *spare = (float *)scratch(2, l->post_norm.weight ? m * l->hidden * 4 : 4);
+    float *spare = (float *)scratch(2, l->post_norm.weight || has_gains(&l->out) ? m * l->hidden * 4 : 4);
     return spare ? linear_onto(&l->out, &l->post_norm, attended, m, x, spare) : -1;
 }
 
-static int mlp_locked(const ll_mlp_layer *l, const ll_linear_op *next, int64_t m, float *x)
+static int mlp_rows(const ll_mlp_layer *l, const ll_linear_op *next, int64_t m, float *x)
 {
     const int64_t most = m < AT_ONCE ? m : AT_ONCE;
     float *normed = (float *)scratch(2, most * (l->hidden + 3 * l->intermediate) * 4);
     float *gate_up = normed + most * l->hidden, *acted = gate_up + most * 2 * l->intermediate;
     if (!normed) return -1;
-    for (; m > 0; m -= AT_ONCE, x += AT_ONCE * l->hidden) {
+    for (; m > 0; m -= AT_ONCE, x += AT_ONCE * l->hidden, adapters_from += AT_ONCE) {
         const int64_t rows = m < AT_ONCE ? m : AT_ONCE;
         norm_into(&l->norm, x, rows, l->hidden, normed);
         hint_next(&l->down, m);
@@ -110,6 +113,13 @@ static int mlp_locked(const ll_mlp_layer *l, const ll_linear_op *next, int64_t m
         if (linear_onto(&l->down, &l->post_norm, acted, rows, x, normed)) return -1;
     }
     return 0;
+}
+
+static int mlp_locked(const ll_mlp_layer *l, const ll_linear_op *next, int64_t m, float *x)
+{
+    const int failed = mlp_rows(l, next, m, x);
+    adapters_from = 0;
+    return failed;
 }
 
 typedef struct {

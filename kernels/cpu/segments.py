@@ -32,6 +32,7 @@ from ..layer_weights import (
     has_only,
     linears_of,
 )
+from .adapters import CpuAdditions
 from .build import lib
 from .interface import (
     ATTENTION,
@@ -272,8 +273,8 @@ def _packed(views: Sequence[View]) -> bytes:
 def _decoder_plan(layers: Sequence[LayerCall], pages: Sequence[LayerCache]) -> _Decoder | None:
     """The layers as C knows them; None when one is not for C. Kept for tuples, until another one comes."""
     first_of_all = next(linears_of(layers[0][0]), None)
-    keeper = None if first_of_all is None else first_of_all.parts[0].prepared
-    if not isinstance(keeper, Prepared):
+    keeper = None if first_of_all is None else _keeper_of(first_of_all)
+    if keeper is None:
         return None
     kept: _Decoder | None = keeper.decoder if isinstance(layers, tuple) and isinstance(pages, tuple) else None
     if kept is not None and kept.layers is layers and kept.pages is pages:
@@ -306,13 +307,23 @@ def _decoder_plan(layers: Sequence[LayerCall], pages: Sequence[LayerCache]) -> _
 
 
 def _layer_of(linear: Linear, weights: Any, build: Callable[[Any], Layer | None]) -> Layer | None:
-    """The packed layer of `weights`; `linear` is one of its products, whose first part keeps it."""
-    keeper = linear.parts[0].prepared
-    if not isinstance(keeper, Prepared):
+    """The packed layer of `weights`; `linear` is one of its products, which keeps it."""
+    keeper = _keeper_of(linear)
+    if keeper is None:
         return None
     if keeper.layer is None or keeper.layer[0] is not weights:
         keeper.layer = (weights, build(weights))
     return keeper.layer[1]
+
+
+def _keeper_of(linear: Linear) -> Prepared | CpuAdditions | None:
+    """What keeps what C knows of a layer: with adapters it is another layer. None where something else prepared it."""
+    prepared, additions = linear.parts[0].prepared, linear.additions
+    if not isinstance(prepared, Prepared):
+        return None
+    if additions is None:
+        return prepared
+    return additions if isinstance(additions, CpuAdditions) else None
 
 
 def _check(failed: int) -> None:

@@ -44,10 +44,10 @@ def attn_in(
     slot_mapping: Tensor,
 ) -> Tensor:
     """Norm and QKV product of one row in one launch; QK-norm, RoPE and page write in another."""
-    parts = weights.qkv.parts
+    parts, plain = weights.qkv.parts, weights.qkv.additions is None
     if not has_only(weights, FUSED_ATTENTION) or (weights.q_norm is None) != (weights.k_norm is None):
         return composed(x, weights, cos, sin, pages, slot_mapping)
-    if x.shape[0] == 1 and all(part.impl.name in FUSED and fusable(x, part.prepared) for part in parts):
+    if plain and x.shape[0] == 1 and all(part.impl.name in FUSED and fusable(x, part.prepared) for part in parts):
         outputs = [product(x, part.prepared, Extras(part.bias, weights.norm)) for part in parts]
         qkv = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
     else:
@@ -98,5 +98,5 @@ def _normed(x: Tensor, norm: Norm | None) -> Tensor:
 def _only_part(linear: Linear, x: Tensor) -> LinearPart | None:
     """The single part of a product that takes more work with it; None where there is no such."""
     part = linear.parts[0]
-    fits = len(linear.parts) == 1 and part.impl.name in FUSED and fusable(x, part.prepared)
-    return part if fits else None
+    alone = len(linear.parts) == 1 and linear.additions is None
+    return part if alone and part.impl.name in FUSED and fusable(x, part.prepared) else None

@@ -190,7 +190,8 @@ class InProcessBackend(ChatBackend):
             spec, bound = None, self._constraint
             if bound is not None or queued.tools is not None:
                 spec = llm.output_rules.spec(prompt, chat=True, constraint=bound, tool_use=queued.tools)
-            running = llm.submit(prompt, params, splits_reasoning=True, spec=spec, listener=listener)
+            adapter = next(iter(llm.options.adapter_paths), "")  # whoever names one wants to talk to it
+            running = llm.submit(prompt, params, splits_reasoning=True, spec=spec, listener=listener, adapter=adapter)
         except Exception as error:
             self._fail(turn, _explained(error, "the turn"))
             return

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from localllm.boot.memory_meter import Meter
+from localllm.engine.adapters import Residents
 from localllm.engine.cuda_graph import Captured, CudaCapture, DecodeGraphs, Run
 from localllm.engine.decode_inputs import DecodeInputs
 from localllm.engine.device_sampler import DeviceSampler
@@ -31,6 +32,7 @@ def assemble(
     plan: Plan,
     *,
     draft: Model | None = None,
+    adapters: Residents | None = None,
     meter: Meter | None = None,
     selftest: SelfTest | None = None,
     check_invariants: bool = False,
@@ -39,6 +41,7 @@ def assemble(
     """Everything between the weights and `Engine.start`. Raises what the device raises when memory is short.
 
     draft     guesses tokens where the plan has pages for it
+    adapters  those that requests may name
     meter     notes what torch's allocator took for kv, tables and graphs
     selftest  tries the sampler
     capture   what captures instead of `CudaCapture()`
@@ -73,7 +76,7 @@ def assemble(
     return Engine(
         runner, plan.num_pages, plan.ctx, limits, prefix_cache=plan.prefix_cache, check_invariants=check_invariants,
         largest_context=min(plan.max_ctx, model.facts.max_context),
-        speculation=_speculation(plan, device, {"mtp": head, "draft": drafter}, bool(model.states)),
+        speculation=_speculation(plan, device, {"mtp": head, "draft": drafter}, bool(model.states)), adapters=adapters,
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from localllm.boot.assembly import assemble
 from localllm.boot.memory_meter import Meter
 from localllm.boot.profile import CpuProfiler, profile_gpu, warm_up
 from localllm.device import MachineFacts
+from localllm.engine.adapters import Residents
 from localllm.engine.engine import Engine
 from localllm.errors import OutOfMemory
 from localllm.kernels.cpu.build import cache_folder, library
@@ -63,6 +64,7 @@ class Boot:
 
     planner        made the plan, and makes a smaller one where the plan does not hold
     draft          guesses tokens
+    adapters       those that requests may name
     base_bytes     anonymous memory of the process before the weights were loaded
     program_bytes  what of it our own imports and the tokenizer took
     """
@@ -75,11 +77,12 @@ class Boot:
         selftest: SelfTest,
         *,
         draft: Model | None = None,
+        adapters: Residents | None = None,
         base_bytes: int = 0,
         program_bytes: int = 0,
     ) -> None:
         self.plan = plan  # as it is kept: smaller than asked for where a memory profile has shown that it must be
-        self._model, self._draft = model, draft
+        self._model, self._draft, self._adapters = model, draft, adapters
         self._planner = planner
         self._selftest = selftest
         self._profiles = planner.measured.profiles or MemoryProfiles()
@@ -142,6 +145,7 @@ class Boot:
                 self._model,
                 self.plan,
                 draft=self._draft,
+                adapters=self._adapters,
                 meter=self._meter,
                 selftest=self._selftest,
                 check_invariants=self._planner.options.debug_invariants,

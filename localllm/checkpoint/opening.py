@@ -95,7 +95,7 @@ def _open_other_safetensors(folder: Path, names: set[str], safetensors: list[str
         raise bad(folder, what, hint="fetch the files with config.json of the same repository", error=UnsupportedFormat)
     if "adapter_config.json" in names:
         what = "holds a LoRA adapter, not a model"
-        hint = "merge it into its base model first; adapters alone cannot run"
+        hint = "name the model it was made for, and the adapter with --adapter NAME=PATH"
         raise bad(folder, what, hint=hint, error=UnsupportedFormat)
     if safetensors and "config.json" not in names:
         raise bad(folder, "is missing beside the safetensors files", key="config.json")

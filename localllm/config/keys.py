@@ -11,7 +11,22 @@ from localllm.errors import ConfigError
 from localllm.request import RANGES, Range
 from localllm.testing import TEST_ONLY
 
-from .kinds import CODE_THEME, DEVICE, DURATION, FLAG, SIZE, TEXT, TEXTS, THEME, TOKENS, Kind, choice, or_auto, within
+from .kinds import (
+    ADAPTERS,
+    CODE_THEME,
+    DEVICE,
+    DURATION,
+    FLAG,
+    SIZE,
+    TEXT,
+    TEXTS,
+    THEME,
+    TOKENS,
+    Kind,
+    choice,
+    or_auto,
+    within,
+)
 
 Auto = Literal["auto"]
 PROJECT_FILE = ".localllm.toml"
@@ -123,6 +138,9 @@ class EngineOptions:
         " before; draft: what the draft model says; mtp: what the model's own head says; auto: what is measured to pay",
     )
     draft: str = _key(TEXT, "", "a smaller model with the same vocabulary that guesses tokens; empty for none")
+    adapters: tuple[str, ...] = _key(
+        ADAPTERS, (), "LoRA adapters to load with the model, NAME=PATH each; PATH is a folder in PEFT's format"
+    )
     experts: str = _key(
         choice("auto", "device", "host"),
         "auto",
@@ -145,6 +163,11 @@ class EngineOptions:
             elif f.metadata:
                 value = _key_of("engine", f).parse(value, "argument")
             object.__setattr__(self, f.name, value)
+
+    @property
+    def adapter_paths(self) -> dict[str, str]:
+        """The folder of each adapter, by its name."""
+        return dict(one.split("=", 1) for one in self.adapters)
 
 
 @dataclass(frozen=True, slots=True)

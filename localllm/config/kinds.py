@@ -54,6 +54,16 @@ def _texts(value: Any) -> tuple[str, ...]:
     return tuple(parts)
 
 
+def _adapters(value: Any) -> tuple[str, ...]:
+    """NAME=PATH each; a folder alone has the name of its last part."""
+    given = [f"{name}={path}" for name, path in value.items()] if isinstance(value, Mapping) else _texts(value)
+    parts = [one.partition("=") if "=" in one else (one.rstrip("/").rpartition("/")[2], "=", one) for one in given]
+    names = [name for name, _, _ in parts]
+    if not all(name and path for name, _, path in parts) or len(set(names)) < len(names):
+        raise ValueError
+    return tuple("".join(part) for part in parts)
+
+
 def _scaled(units: Mapping[str, float]) -> Callable[[Any], float]:
     def parse(value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, (str, int, float)):
@@ -129,6 +139,7 @@ def _whole_units(*units: tuple[int, str]) -> Callable[[float], str]:
 
 TEXT = Kind("text", _only(lambda value: isinstance(value, str)))
 FLAG, TEXTS = Kind("true | false", _flag), Kind("a list of texts", _texts)
+ADAPTERS = Kind("NAME=PATH each, no name twice", _adapters)
 DEVICE = Kind(
     "auto | cpu | cuda | cuda:N",
     _only(lambda value: isinstance(value, str) and re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", value) is not None),

@@ -74,6 +74,8 @@ class BatchBuilder:
         for part, start in zip(parts, starts[:-1].tolist(), strict=True):
             rows += row_range(part, start)
         turned, of_images = turned_positions(parts, positions)
+        places = self._places(parts)
+        places = None if places is None else np.repeat(places, query_lens)
         return ForwardBatch(
             token_ids=self._tensor(np.asarray(token_ids, dtype=np.int64)),
             positions=self._tensor(turned),
@@ -86,6 +88,7 @@ class BatchBuilder:
             groups=tuple(self._group(parts, group, positions) for group in range(self.num_groups)),
             slots=self._slots(parts),
             images=tuple(image_rows(parts)),
+            places=None if places is None else (places, places[rows]),
         )
 
     def _decode(self, parts: list[Scheduled]) -> ForwardBatch:
@@ -115,6 +118,7 @@ class BatchBuilder:
                 self._tensor(np.arange(count, dtype=np.int64)),
             )
         starts, rows = self._counts[count]
+        places = self._places(parts)
         return ForwardBatch(
             token_ids=token_ids,
             positions=where,
@@ -125,7 +129,14 @@ class BatchBuilder:
             logits_indices=rows,
             groups=tuple(map(AttentionInputs, self._tables[1], slot_mappings)),
             slots=self._slots(parts),
+            places=None if places is None else (places, places),
         )
+
+    @staticmethod
+    def _places(parts: list[Scheduled]) -> np.ndarray | None:
+        """int32 [num_seqs]: where the adapters are; None where no sequence has one."""
+        places = [part.sequence.place for part in parts]
+        return np.array(places, dtype=np.int32) if max(places) >= 0 else None
 
     def _slots(self, parts: list[Scheduled]) -> torch.Tensor | None:
         """int64 [num_seqs], the same tensor while it says the same; None of a model without states."""

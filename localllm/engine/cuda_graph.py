@@ -136,11 +136,11 @@ class DecodeGraphs:
         return tuple(waiting)
 
     def takes(self, step: Step) -> bool:
-        """Whether a step is one token for each of no more sequences than the largest graph has."""
+        """Whether a step is one token for each of no more sequences than the largest graph has, without adapters."""
         return (
             bool(self.buckets)
             and len(step.scheduled) <= self.buckets[-1].size
-            and all(part.num_tokens == 1 for part in step.scheduled)
+            and all(part.num_tokens == 1 and part.sequence.place < 0 for part in step.scheduled)
         )
 
     def forward(self, step: Step, before: SampledTokens | None = None) -> Bucket:

@@ -18,9 +18,10 @@ from dataclasses import replace
 
 import torch
 
-from localllm.errors import DeviceError, InternalError, LocalLLMError, OutOfMemory
+from localllm.errors import DeviceError, InternalError, InvalidRequest, LocalLLMError, OutOfMemory
 from localllm.request import FinishReason, Request, embeds_only
 
+from .adapters import Adapter, Residents
 from .failures import device_lost, is_device_lost
 from .kv_store import KVStore
 from .metrics import EngineStats
@@ -49,6 +50,7 @@ class Engine:
     max_context       tokens a sequence may hold
     largest_context   what it could be on this machine; told to who asks for more
     speculation       guesses tokens; None never does
+    adapters          those that requests may name; None where there are never any
     check_invariants  verify every page and count after every step
     """
 
@@ -62,9 +64,11 @@ class Engine:
         largest_context: int = 0,
         prefix_cache: bool = True,
         speculation: Speculation | None = None,
+        adapters: Residents | None = None,
         check_invariants: bool = False,
     ) -> None:
         self.runner = runner
+        self.adapters = adapters
         self.max_context, self._largest_context = max_context, largest_context
         facts = runner.model.facts
         self._embeds = facts.name if facts.pooling else ""
@@ -102,6 +106,7 @@ class Engine:
     def submit(self, request: Request, listener: Listener | None = None) -> RequestStream:
         """Queue a request. Raises InvalidRequest, ContextTooLong, or DeviceError when the engine is dead."""
         self.check(request)
+        adapter = self._adapter_of(request)
         with self._wake:
             if self._dead is not None or self._closing:
                 raise DeviceError("the engine is not running", "restart localllm") from self._dead
@@ -112,7 +117,7 @@ class Engine:
                 raise LocalLLMError(f"request id {request.request_id!r} is in use", "choose another request id")
             stream = RequestStream(request, self.abort, listener)
             self._streams[request.request_id] = stream
-            self._ask(lambda: self._accept(stream))
+            self._ask(lambda: self._accept(stream, adapter))
         return stream
 
     def check(self, request: Request) -> None:
@@ -120,11 +125,20 @@ class Engine:
         if self._embeds and not request.pooling:
             raise embeds_only(self._embeds)
         request.check(self.runner.vocab_size, self.max_context, self._largest_context)
+        self._adapter_of(request)
         if not self._pages.fits_ever(len(request.prompt_token_ids) + 1, self.limits.prefill_budget):
             raise OutOfMemory(
                 f"the prompt has {len(request.prompt_token_ids):,} tokens, more than the key/value cache can ever hold",
                 "start with a smaller --ctx for other requests, or with --kv bf16",
             )
+
+    def _adapter_of(self, request: Request) -> Adapter | None:
+        """Raises ModelNotFound, or InvalidRequest where the model takes none."""
+        if not request.adapter:
+            return None
+        if self.adapters is None:
+            raise InvalidRequest("this model takes no adapters", "name the model alone", param="model")
+        return self.adapters.find(request.adapter)
 
     def abort(self, request_id: str) -> None:
         """End a request; unknown or finished ids are ignored."""
@@ -254,6 +268,8 @@ class Engine:
         self._take_inbox()
         if self.stepper.has_work:
             self._publisher.hold_back_readers()
+            if self.adapters is not None and (self.scheduler.waiting or self.adapters.has_news):
+                self.adapters.settle(self.scheduler.waiting, self.scheduler.running, self._publisher.fail)
             self._step_started = time.monotonic()
             if not self.stepper.step():
                 time.sleep(IDLE_S)  # all that runs waits for its reader
@@ -271,13 +287,14 @@ class Engine:
             self._inbox.popleft()()
         self._publisher.publish()
 
-    def _accept(self, stream: RequestStream) -> None:
+    def _accept(self, stream: RequestStream, adapter: Adapter | None) -> None:
         request, params = stream.request, stream.request.params
         room = self.max_context - len(request.prompt_token_ids)
         seed = params.seed if params.seed is not None else random.SystemRandom().getrandbits(62)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         sequence = Sequence(request, 0, len(self._pages.pools), seed, max_tokens)
         sequence.submit_time = stream.submit_time
+        sequence.adapter = adapter
         sequence.pending_forks = 0 if request.only_reads else params.n - 1
         if self.store is not None:
             self.store.begin(sequence)
@@ -285,6 +302,8 @@ class Engine:
 
     def _end_all(self) -> None:
         self.stepper.masks.close()
+        if self.adapters is not None:
+            self.adapters.close()
         with self._wake:
             self._closing = True
         while self._inbox:

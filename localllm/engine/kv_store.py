@@ -184,7 +184,7 @@ class KVStore:
         pages = self._pages
         if self._closed or not pages.caches(sequence) or sequence.wants_all_rows:
             return
-        size, salt = pages.page_size, sequence.request.cache_salt
+        size, salt = pages.page_size, sequence.cache_salt
         known = sequence.cache_key(0, sequence.num_tokens)
         path = pages.tree.match(known, salt, sequence.num_tokens - 1)
         last = (sequence.num_tokens - 1) // size
@@ -253,7 +253,7 @@ class KVStore:
         for group, (page, part) in enumerate(zip(taken, wanted, strict=True)):
             if page is not None and part is not None:
                 self._cache.write_page(group, page, part)
-        node = restore.node or tree.root(restore.sequence.request.cache_salt)
+        node = restore.node or tree.root(restore.sequence.cache_salt)
         restore.node, used = tree.insert(node, restore.keys[at], taken)
         self._new.pop(restore.node, None)  # it is in a file
         self._pages.give_back(used)

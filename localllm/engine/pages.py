@@ -102,7 +102,7 @@ class Pages:
         if not self.caches(sequence) or sequence.wants_all_rows:
             return 0  # where every row is wanted, every row is computed
         known = sequence.cache_key(0, sequence.num_tokens)
-        path = self.tree.match(known, sequence.request.cache_salt, sequence.num_tokens - 1)
+        path = self.tree.match(known, sequence.cache_salt, sequence.num_tokens - 1)
         if not path:
             return 0
         num_tokens = len(path) * self.page_size
@@ -315,7 +315,7 @@ class Pages:
         size = self.page_size
         if sequence.node is not None and sequence.node.parent is None:
             return  # its node was evicted with its last window page: nothing below it could be found again
-        node = sequence.node or self.tree.root(sequence.request.cache_salt)
+        node = sequence.node or self.tree.root(sequence.cache_salt)
         for index in range(sequence.num_tree_pages, sequence.num_computed_tokens // size):
             pages = [table[index] if table[index] >= 0 else None for table in sequence.block_tables]
             key = sequence.cache_key(index * size, (index + 1) * size)

@@ -206,7 +206,7 @@ class Scheduler:
 
     def _admit(self, step: Step, budget: int) -> None:
         while budget > 0 and len(self.running) < self.limits.max_parallel:
-            sequence = next((one for one in self.waiting if not one.is_loading), None)
+            sequence = next((one for one in self.waiting if not (one.is_loading or one.waits_for_adapter)), None)
             if sequence is None:
                 return
             if self._refused is not None and self._refused == (sequence, self.pages.available) and self.running:

@@ -52,6 +52,8 @@ class Sequence:
         self.checkpoint: tuple[int, int] | None = None  # (tokens, slot) of the one that the present step writes
         self.num_kept_tokens = 0  # at the end of the last checkpoint that it took or began with
         self.answer_checkpoint: Node | None = None  # the node with the latest one behind its prompt
+        self.adapter: Any = None  # what `adapters` knows it by; None: the model as it is
+        self.place = -1  # where the weights of its adapter are; -1: nowhere yet
         self.stop_check: StopCheck | None = request.stop_check
         self.token_mask: TokenMask | None = request.token_mask
         # for the token sampled next: int32 [ceil(vocab / 32)], None when all are allowed, or what the mask raised
@@ -106,6 +108,16 @@ class Sequence:
         return self.num_output_tokens > 0 and self.num_uncomputed_tokens <= MAX_DECODE_TOKENS
 
     @property
+    def cache_salt(self) -> str:
+        """What it shares cached pages with others by: the salt that was asked for, and the adapter."""
+        salt = self.request.cache_salt
+        return salt if self.adapter is None else f"\0{self.adapter.digest}\0{salt}"
+
+    @property
+    def waits_for_adapter(self) -> bool:
+        return self.adapter is not None and self.place < 0
+
+    @property
     def wants_all_rows(self) -> bool:
         """Whether every prompt row is needed (score, pooling, prompt logprobs)."""
         return self.request.only_reads or self.params.prompt_logprobs is not None
@@ -137,6 +149,7 @@ class Sequence:
             child.stop_check = self.request.stop_check.fork() if self.request.stop_check else None
             child.token_mask = self.token_mask.fork() if self.token_mask else None
             child.mask_row = self.mask_row
+            child.adapter, child.place = self.adapter, self.place
             made.append(child)
         return made
 

@@ -54,9 +54,12 @@ class AsyncLLM:
         tools: ToolUse | Sequence[Mapping[str, Any]] | None = None,
         constraint: Constraint | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        adapter: str = "",
     ) -> RequestOutput:
         """Answer a conversation, or one question; see `LLM.chat`."""
-        return await _whole(partial(self.llm.begin_chat, messages, params, tools, constraint, template_kwargs))
+        return await _whole(
+            partial(self.llm.begin_chat, messages, params, tools, constraint, template_kwargs, adapter=adapter)
+        )
 
     def chat_stream(
         self,
@@ -66,21 +69,34 @@ class AsyncLLM:
         tools: ToolUse | Sequence[Mapping[str, Any]] | None = None,
         constraint: Constraint | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        adapter: str = "",
     ) -> AsyncIterator[OutputDelta]:
         """The same, piece by piece. A loop that is left early ends the request once the iterator is closed."""
-        return _deltas(partial(self.llm.begin_chat, messages, params, tools, constraint, template_kwargs))
+        return _deltas(
+            partial(self.llm.begin_chat, messages, params, tools, constraint, template_kwargs, adapter=adapter)
+        )
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, constraint: Constraint | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        constraint: Constraint | None = None,
+        adapter: str = "",
     ) -> RequestOutput:
         """Complete one text; see `LLM.generate`. For several, `asyncio.gather` computes them together."""
-        return await _whole(partial(self.llm.begin_completion, prompt, params, constraint))
+        return await _whole(partial(self.llm.begin_completion, prompt, params, constraint, adapter=adapter))
 
     def generate_stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, constraint: Constraint | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        constraint: Constraint | None = None,
+        adapter: str = "",
     ) -> AsyncIterator[OutputDelta]:
         """The same, piece by piece."""
-        return _deltas(partial(self.llm.begin_completion, prompt, params, constraint))
+        return _deltas(partial(self.llm.begin_completion, prompt, params, constraint, adapter=adapter))
 
     async def embed(
         self, texts: Sequence[Prompt], *, pooling: Pooling | None = None, normalize: bool = True

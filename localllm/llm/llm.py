@@ -44,7 +44,8 @@ class LLM(LoadedModel):
     cancel         an event that stops a download
     settings       fields of `config.EngineOptions` that differ from `options`, such as device, ctx, kv and
                    max_parallel; dtype="float32" also asks for exact products, and quant is what linear layers become
-                   while loading: int4 | int8 | fp8 | nvfp4 | mxfp4, or auto: as stored where that fits
+                   while loading: int4 | int8 | fp8 | nvfp4 | mxfp4, or auto: as stored where that fits; adapters are
+                   {name: folder}
 
     Raises the errors of `localllm.errors`. A context manager; `close()` frees everything.
     """
@@ -57,6 +58,7 @@ class LLM(LoadedModel):
         *,
         stream: Literal[False] = False,
         constraint: Constraint | None = None,
+        adapter: str = "",
     ) -> RequestOutput: ...
     @overload
     def generate(
@@ -66,6 +68,7 @@ class LLM(LoadedModel):
         *,
         stream: Literal[False] = False,
         constraint: Constraint | None = None,
+        adapter: str = "",
     ) -> list[RequestOutput]: ...
     @overload
     def generate(
@@ -75,6 +78,7 @@ class LLM(LoadedModel):
         *,
         stream: Literal[True],
         constraint: Constraint | None = None,
+        adapter: str = "",
     ) -> Iterator[OutputDelta]: ...
     def generate(
         self,
@@ -83,21 +87,22 @@ class LLM(LoadedModel):
         *,
         stream: bool = False,
         constraint: Constraint | None = None,
+        adapter: str = "",
     ) -> RequestOutput | list[RequestOutput] | Iterator[OutputDelta]:
         """Complete text. A prompt is a string (special tokens in it count, BOS is added) or token ids.
 
         One prompt gives a `RequestOutput`, a list of prompts a list of them, computed together; `stream=True` takes
-        one prompt and gives its `OutputDelta`s. `constraint` is what the text must be.
+        one prompt and gives its `OutputDelta`s. `constraint` is what the text must be, `adapter` one that is loaded.
         """
         if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-            turn = self.begin_completion(prompts, params, constraint)  # type: ignore[arg-type]
+            turn = self.begin_completion(prompts, params, constraint, adapter=adapter)  # type: ignore[arg-type]
             return iter(turn) if stream else turn.answer()
         if stream:
             raise InvalidRequest(f"stream=True takes one prompt, not {len(prompts)}", "call generate once per prompt")
         turns: list[ResponseStream] = []
         try:
             for prompt in prompts:
-                turns.append(self.begin_completion(prompt, params, constraint))  # type: ignore[arg-type]  # noqa: PERF401
+                turns.append(self.begin_completion(prompt, params, constraint, adapter=adapter))  # type: ignore[arg-type]  # noqa: PERF401
             return [turn.answer() for turn in turns]
         except BaseException:
             for turn in turns:  # one that fails takes the others with it: nobody would read them
@@ -110,11 +115,12 @@ class LLM(LoadedModel):
         params: SamplingParams | None = None,
         constraint: Constraint | None = None,
         listener: Callable[[OutputDelta], None] | None = None,
+        adapter: str = "",
     ) -> ResponseStream:
         """Queue a text; as `generate`, and with a `listener` as `submit`."""
         ids = self.encode_prompt(prompt)
         spec = self.output_rules.spec(ids, chat=False, constraint=constraint)
-        return self.submit(ids, params, spec=spec, listener=listener)
+        return self.submit(ids, params, spec=spec, listener=listener, adapter=adapter)
 
     @overload
     def chat(
@@ -126,6 +132,7 @@ class LLM(LoadedModel):
         tools: ToolUse | Sequence[Mapping[str, Any]] | None = None,
         constraint: Constraint | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        adapter: str = "",
     ) -> RequestOutput: ...
     @overload
     def chat(
@@ -137,6 +144,7 @@ class LLM(LoadedModel):
         tools: ToolUse | Sequence[Mapping[str, Any]] | None = None,
         constraint: Constraint | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        adapter: str = "",
     ) -> Iterator[OutputDelta]: ...
     def chat(
         self,
@@ -147,13 +155,15 @@ class LLM(LoadedModel):
         tools: ToolUse | Sequence[Mapping[str, Any]] | None = None,
         constraint: Constraint | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        adapter: str = "",
     ) -> RequestOutput | Iterator[OutputDelta]:
         """Answer a conversation, or one question. Raises InvalidRequest for a base model: it has no chat template.
 
         tools       what the model may call, in the OpenAI shape; a `ToolUse` says more
         constraint  what the content must be, such as `Constraint("json_schema", {...})`
+        adapter     one that is loaded, by its name; "" for the model as it is
         """
-        turn = self.begin_chat(messages, params, tools, constraint, template_kwargs)
+        turn = self.begin_chat(messages, params, tools, constraint, template_kwargs, adapter=adapter)
         return iter(turn) if stream else turn.answer()
 
     def begin_chat(
@@ -164,6 +174,7 @@ class LLM(LoadedModel):
         constraint: Constraint | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         listener: Callable[[OutputDelta], None] | None = None,
+        adapter: str = "",
     ) -> ResponseStream:
         """Queue a conversation; as `chat`, and with a `listener` as `submit`."""
         use = tools if tools is None or isinstance(tools, ToolUse) else ToolUse(tuple(tools))
@@ -172,7 +183,7 @@ class LLM(LoadedModel):
             messages = [{"role": "user", "content": messages}]
         prompt = self.encode_chat(messages, offered, template_kwargs)
         spec = self.output_rules.spec(prompt, chat=True, constraint=constraint, tool_use=use)
-        return self.submit(prompt, params, splits_reasoning=True, spec=spec, listener=listener)
+        return self.submit(prompt, params, splits_reasoning=True, spec=spec, listener=listener, adapter=adapter)
 
     def score(self, prompt: Prompt, *, chunk: int | None = None) -> np.ndarray | Iterator[np.ndarray]:
         """Log-probabilities float32 [num_tokens, vocab]; row i is the distribution of the token after token i.
@@ -327,14 +338,15 @@ class LLM(LoadedModel):
         *,
         splits_reasoning: bool = False,
         spec: OutputSpec | None = None,
-        request_id: str = "",
+        adapter: str = "",
         cache_salt: str = "",
         priority: int = 0,
         listener: Callable[[OutputDelta], None] | None = None,
     ) -> ResponseStream:
         """Queue token ids. With a `listener`, deltas go to it, in the engine's thread, not to the stream.
 
-        spec  from `output_rules.spec()`: what the answer must be
+        spec     from `output_rules.spec()`: what the answer must be
+        adapter  one that is loaded, by its name
         """
         params = params or self.default_params()
         params.check(self.facts.vocab_size)  # before anything is built from it
@@ -347,7 +359,7 @@ class LLM(LoadedModel):
             prompt_token_ids=list(prompt_token_ids),
             params=params,
             eos_token_ids=self.tokenizer.eos_token_ids,
-            request_id=request_id,
+            adapter=adapter,
             stop_check=processor.stop_check,
             token_mask=None if spec.mask is None else spec.mask.fork(),
             cache_salt=cache_salt,

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 from localllm.config import EngineOptions
 from localllm.errors import BadModelFile, ConfigError, LocalLLMError
 from localllm.interface import Facts
+from localllm.llm.adapted import AdaptedModel
 from localllm.llm.sampling import recommended
 from localllm.request import LoadProgress, OnProgress
 
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 SWITCH_INTERVAL_S = 1e-4
 
 
-class LoadedModel:
+class LoadedModel(AdaptedModel):
     """One model in memory, with an engine while it is awake; `LLM` says what it is made with."""
 
     def __init__(
@@ -161,6 +162,7 @@ class LoadedModel:
         self._load_weights(device)
         self._notify(LoadProgress("kv", detail=f"{self.plan.ctx:,} tokens"))
         self._start_engine()
+        self._load_adapters()
         self.load_s = time.monotonic() - loading  # from the end of the imports to ready
         self._notify(LoadProgress("ready", detail=self.run_summary))
 
@@ -216,6 +218,7 @@ class LoadedModel:
         if device.type == "cuda" and self._selftest is not None and not self._selftest.records.items():
             self._notify(LoadProgress("compile", detail="kernels for this card, once; up to a minute"))
         self._model: Model = load_model(self._checkpoint, options)
+        self.adapters = self._no_adapters()
         self._drafter = self._draft.load(options) if self._draft is not None and self.plan.draft_pages else None
         serve_torch(self._model.kernels, self.plan.threads)
         self._checkpoint.close()  # nothing reads the files from here on
@@ -233,6 +236,7 @@ class LoadedModel:
             self._planner,
             self._selftest,
             draft=self._drafter,
+            adapters=self.adapters,
             base_bytes=self._base_bytes,
             program_bytes=self._base_bytes - self._start_bytes,
         )
@@ -284,7 +288,7 @@ class LoadedModel:
         exact = "" if plan.deterministic else " · not batch-invariant"
         return (
             f"{Path(self.name).name} · {self.weight_format} · {plan.device}{threads} · {plan.dtype} activations"
-            f" · KV {plan.kv} · ctx {plan.ctx:,} · {kernels}{exact}{f' · {noted}' if noted else ''}"
+            f" · KV {plan.kv} · ctx {plan.ctx:,} · {kernels}{exact}{f' · {noted}' if noted else ''}{self._adapted}"
         )
 
     def stats(self) -> EngineStats:
@@ -392,6 +396,7 @@ class LoadedModel:
         engine.close()
         del engine  # what it holds is given back to the card below
         self.boot.release()
+        self.adapters.clear()
         if self.plan.device != "cpu" and self._sleeping is None:
             from localllm.models.sleep import put_to_sleep
 

@@ -109,6 +109,7 @@ class Memory:
     excess_bytes  what an earlier memory profile of this model took there beyond its plan
     draft         a smaller model that guesses tokens; it has weights and pages of its own
     host_experts  of each layer, how many the CPU computes in host memory
+    adapter_bytes of the adapters that are in memory at once
     """
 
     facts: ModelFacts
@@ -122,6 +123,7 @@ class Memory:
     excess_bytes: int = 0
     draft: ModelFacts | None = None
     host_experts: int = 0
+    adapter_bytes: int = 0
 
     @cached_property
     def have_and_margin(self) -> tuple[int, int]:
@@ -218,7 +220,9 @@ class Memory:
         if self.draft is None or not self.num_drafts:
             return None
         rows = min(self.rows, CATCH_UP)
-        return replace(self, facts=self.draft, draft=None, quant="", rows=rows, excess_bytes=0, host_experts=0)
+        return replace(
+            self, facts=self.draft, draft=None, quant="", rows=rows, excess_bytes=0, host_experts=0, adapter_bytes=0
+        )
 
     @property
     def draft_slots(self) -> int:
@@ -344,7 +348,8 @@ class Memory:
             terms["activations"] = max(terms["activations"], theirs["activations"]) + rope_bytes(
                 self.drafter.facts, ctx
             )
-        return terms | ({"learned": self.excess_bytes} if self.excess_bytes else {})
+        more = {"learned": self.excess_bytes, "adapters": self.adapter_bytes}
+        return terms | {name: size for name, size in more.items() if size}
 
     @property
     def _host_bytes(self) -> int:

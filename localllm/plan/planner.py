@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from localllm.checkpoint.adapter_file import MOST_RESIDENT, open_adapter
 from localllm.config import EngineOptions
 from localllm.device import GpuFacts, MachineFacts
 from localllm.device import machine as this_machine
@@ -160,6 +161,7 @@ class Planner:
         budgets = (options.prefill_budget,) if options.prefill_budget else PREFILL[where.kind]
         if not facts.causal:  # a text is computed in one step
             budgets = (options.ctx if isinstance(options.ctx, int) else facts.max_context,)
+        adapters = _adapter_bytes(options)
         kvs = _kv_formats(options, where.gpu, self.measured.kl_by_kv)
         dtype = options.dtype
         if dtype == "auto":
@@ -167,6 +169,7 @@ class Planner:
         for quant, kv, rows in itertools.product(_quants(facts, options, where.gpu), kvs, budgets):
             enough = min(facts.max_context, USEFUL_CTX if kv == kvs[-1] else FULL_CTX)
             memory = Memory(self._heads(facts), machine, options, where, dtype, quant, kv, rows, excess, self._drafts)
+            memory = replace(memory, adapter_bytes=adapters) if adapters else memory
             yield memory, options.ctx if isinstance(options.ctx, int) else enough
 
     def _heads(self, facts: ModelFacts) -> ModelFacts:
@@ -223,6 +226,12 @@ class Planner:
             reasons=tuple(_reasons(memory, why, self.measured.kl_by_kv)),
         )
         return replace(made, warnings=tuple(_warnings(facts, machine, made, where.gpu)))
+
+
+def _adapter_bytes(options: EngineOptions) -> int:
+    """What the named adapters take, of those that are in memory at once the largest. Raises what opening them does."""
+    sizes = sorted(open_adapter(path).nbytes for path in options.adapter_paths.values())
+    return sum(sizes[-MOST_RESIDENT:])
 
 
 def _check(facts: ModelFacts, options: EngineOptions) -> None:

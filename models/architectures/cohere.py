@@ -45,6 +45,7 @@ class Cohere(Architecture):
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         rope, context = config.rope(interleaved=True)
+        rope = replace(rope, permuted=False)  # neighbours in either container
         if config.stores("self_attn.q_norm.weight"):
             raise config.unsupported(f"{config.source} with {HEAD_NORMS}")
         eps = config.keys.number("attention.layer_norm_epsilon", 1e-12, 0.1, EPS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -113,6 +114,10 @@ class GgufConfig(Config):
 
     def rope(self, *, interleaved: bool = False) -> tuple[RopeFacts, int]:
         """The global rotation, and the context it reaches. `interleaved`: the converter permuted rows of Q and K."""
+        rope, context = self._rope(interleaved)
+        return replace(rope, permuted=interleaved), context
+
+    def _rope(self, interleaved: bool) -> tuple[RopeFacts, int]:
         keys = self.keys
         context = keys.integer("context_length", 1, MAX_CONTEXT)
         theta = keys.number("rope.freq_base", 1.0, 1e15, 10000.0)

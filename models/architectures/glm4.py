@@ -38,7 +38,7 @@ class Glm4(Architecture):
         if config.keys.raw("rope.dimension_sections") is not None:
             raise config.unsupported(f"{config.source} with positions in three dimensions (GLM-4V)")
         rope, context = config.rope(interleaved=True)
-        layer = LayerFacts(config.attention(rope), config.dense(), NORMS)
+        layer = LayerFacts(config.attention(replace(rope, permuted=False)), config.dense(), NORMS)
         return config.facts(repeated(layer, (None,) * config.num_layers), context)
 
     def names(self, checkpoint: Checkpoint) -> NameMap:

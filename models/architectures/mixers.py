@@ -24,6 +24,7 @@ class RopeFacts:
     beta_slow: float = 1.0
     # True: pairs (2j, 2j + 1), GGUF of the llama family, whose Q and K rows are permuted; else (j, j + dim/2)
     interleaved: bool = False
+    permuted: bool = False  # the file has rows of Q and K in another order than Transformers, for `interleaved`
     factors_tensor: str | None = None  # stored tensor [dim/2] that divides inv_freq; then no other scaling applies
     truncate: bool = True  # yarn: whether the ramp's ends are rounded to whole dimensions
     short_factors: tuple[float, ...] = ()  # longrope, [dim/2]: for contexts up to the original one

@@ -53,7 +53,8 @@ class SmolLM3(Architecture):
 def _layers(
     mixer: Attention, dense: Dense, turns: list[int], windows: tuple[int | None, ...]
 ) -> tuple[LayerFacts, ...]:
-    still = RopeFacts(mixer.rope.theta, mixer.rope.dim, "off", interleaved=mixer.rope.interleaved)
+    rope = mixer.rope
+    still = RopeFacts(rope.theta, rope.dim, "off", interleaved=rope.interleaved, permuted=rope.permuted)
     kinds = {
         (turn, window): LayerFacts(replace(mixer, rope=mixer.rope if turn else still, window=window), dense)
         for turn, window in set(zip(turns, windows, strict=True))

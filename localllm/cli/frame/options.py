@@ -21,6 +21,7 @@ from localllm.errors import ConfigError
 if TYPE_CHECKING:
     from localllm.plan.planner import Planner
 
+NAMES = {"adapter": "adapters"}  # options that are called otherwise than their settings
 MAX_TEXT_BYTES = 16 << 20  # of a prompt, a file or a schema: some four million tokens
 
 
@@ -78,7 +79,8 @@ class WindowFlags:
 
     def settings(self) -> dict[str, Any]:
         """As paths of settings."""
-        return {f"engine.{name}": value for name, value in asdict(self).items() if name != "debug_invariants"}
+        given = asdict(self)
+        return {f"engine.{NAMES.get(name, name)}": given[name] for name in given if name != "debug_invariants"}
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,12 @@ class LoadFlags(WindowFlags):
 class EngineFlags(LoadFlags):
     """How a model is loaded, and whether its engine checks itself."""
 
+    adapter: Annotated[
+        list[str] | None,
+        setting(
+            "engine.adapters", "--adapter", metavar="NAME=PATH", meaning="A LoRA adapter (a PEFT folder); repeatable."
+        ),
+    ] = None
     debug_invariants: Annotated[
         bool,
         Option(

@@ -1,0 +1,110 @@
+"""What adapters add to a product: for every row of a step the low-rank update of the adapter that its sequence has.
+
+A model's weights stay as they are. Its products are kept a second time with `Additions`, for the steps that have a
+sequence with an adapter; all others use the plain ones.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+MOST_ADAPTERS = 8  # in memory at once
+_TILE = 16  # rows that are multiplied at once where a row may not depend on its neighbours
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """One module's update: y += (x downᵀ) upᵀ for the outputs [first, first + N) of a product.
+
+    gain   of DoRA: first these outputs, less their bias, are multiplied with it
+    """
+
+    down: Tensor  # float32 [rank, K]
+    up: Tensor  # float32 [N, rank], its scale in it
+    first: int
+    gain: Tensor | None = None  # float32 [N]
+
+    @property
+    def nbytes(self) -> int:
+        gain = 0 if self.gain is None else self.gain.nbytes
+        return self.down.nbytes + self.up.nbytes + gain
+
+
+class AdapterRows:
+    """Which adapter's place each row of the present step has, -1 for none; shared by all products of those rows."""
+
+    def __init__(self) -> None:
+        self.places = np.empty(0, dtype=np.int32)
+        self._address = ctypes.c_void_p()
+        self.runs: list[tuple[int, slice]] = []  # (place, rows) for consecutive rows that have one
+
+    def set(self, places: np.ndarray) -> None:
+        """int32 [rows]; kept until the next step."""
+        self.places = np.ascontiguousarray(places)
+        self._address.value = self.places.ctypes.data
+        self.runs = []
+        start = 0
+        for place, rows in groupby(self.places.tolist()):
+            end = start + sum(1 for _ in rows)
+            if place >= 0:
+                self.runs.append((place, slice(start, end)))
+            start = end
+
+    @property
+    def address(self) -> int:
+        """Of the address of `places`, as C follows it."""
+        return ctypes.addressof(self._address)
+
+
+class Additions:
+    """What up to MOST_ADAPTERS adapters add to one product, in PyTorch; the reference of all others.
+
+    bias   float32 [N] of the product
+    tiled  a row's result does not depend on the rows beside it
+    """
+
+    def __init__(self, rows: AdapterRows, shape: tuple[int, int], bias: Tensor | None, *, tiled: bool = True) -> None:
+        self.rows, self.shape, self.bias, self.tiled = rows, shape, bias, tiled
+        self.pieces: list[tuple[LowRank, ...]] = [()] * MOST_ADAPTERS
+
+    def put(self, place: int, pieces: Sequence[LowRank]) -> None:
+        """From now on rows with this place get these updates."""
+        self.pieces[place] = tuple(pieces)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for pieces in self.pieces for piece in pieces)
+
+    def forget(self, pages_only: bool = False) -> None:
+        """Fused segments keep nothing here."""
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """y [rows, N] = x Wᵀ + b, changed: rows with an adapter get its update."""
+        for place, rows in self.rows.runs:
+            for piece in self.pieces[place]:
+                columns = slice(piece.first, piece.first + piece.up.shape[0])
+                given = y[rows, columns].float()
+                if piece.gain is not None:
+                    given = _gained(given, piece.gain, None if self.bias is None else self.bias[columns])
+                hidden = self._product(x[rows].float(), piece.down)
+                y[rows, columns] = (given + self._product(hidden, piece.up)).to(y.dtype)
+        return y
+
+    def _product(self, x: Tensor, matrix: Tensor) -> Tensor:
+        if not self.tiled:
+            return F.linear(x, matrix)
+        count = x.shape[0]
+        padded = F.pad(x, (0, 0, 0, -count % _TILE))
+        return torch.cat([F.linear(tile, matrix) for tile in padded.split(_TILE)])[:count]
+
+
+def _gained(y: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
+    return y * gain if bias is None else (y - bias) * gain + bias

@@ -1,0 +1,190 @@
+/* What adapters add to a product: for every row the low-rank update of the adapter that its sequence has.
+ *
+ * Both matrices lie in columns of ADAPTER_WIDE outputs, [outputs / ADAPTER_WIDE][inputs][ADAPTER_WIDE], zeros behind the
+ * last: one vector of outputs at a time is summed over the inputs in order, four chains for the first and one for the
+ * second, whatever the number of rows. */
+#ifndef LL_ADAPTERS_H
+#define LL_ADAPTERS_H
+
+#include "pool.h"
+#include "vec.h"
+
+#define ADAPTERS 8
+#define ADAPTER_WIDE 16
+#define ADAPTER_ROWS 4    /* rows of x that share one reading of the matrices */
+#define ADAPTER_CHUNK 256 /* outputs of a task */
+#define ADAPTER_ALONE 32768 /* multiply-adds of the second product that are not worth waking other threads */
+
+typedef struct {
+    int64_t rank, at;        /* a multiple of ADAPTER_WIDE; where its inner results begin in a row of those */
+    int64_t first, n;        /* its outputs */
+    const void *down, *up;   /* [k] -> [rank], [rank] -> [n] */
+    const float *gain, *bias; /* [n] and zeros: first y += gain * (y - bias); NULL: not, or without a bias */
+} ll_low_rank;
+
+typedef struct {
+    const int32_t *places; /* of the step's rows; -1: no adapter */
+} ll_adapter_rows;
+
+typedef struct {
+    int64_t k, n, is_half;
+    int64_t most, ranks, longest, gains; /* of all places: pieces, inner results, outputs of a piece; whether one has gains */
+    const ll_adapter_rows *rows;
+    int64_t count[ADAPTERS];
+    const ll_low_rank *pieces[ADAPTERS];
+} ll_adapters;
+
+typedef struct {
+    const ll_adapters *l; /* NULL: no row has an adapter */
+    const int32_t *places;
+    const float *x; /* [m][k] */
+    float *hidden;  /* [m][ranks] */
+    float *out;     /* [m][n] */
+    int64_t m;
+} adapters_job;
+
+static int64_t adapters_from; /* the caller holds pool.lock: which of the step's rows is the first of the next product's */
+
+INLINE vf adapter_vector(const void *matrix, int64_t at, const int is_half)
+{
+    return is_half ? vf_bf16((const uint16_t *)matrix + at) : vf_load((const float *)matrix + at);
+}
+
+INLINE void down_as(const ll_low_rank *p, int64_t k, const float *x, float *to, int64_t stride, const int rows, const int is_half)
+{
+    for (int64_t column = 0; column < p->rank; column += VW) {
+        const int64_t start = column / ADAPTER_WIDE * ADAPTER_WIDE * k + column % ADAPTER_WIDE;
+        vf sums[ADAPTER_ROWS][4];
+        for (int r = 0; r < rows; r++)
+            for (int c = 0; c < 4; c++) sums[r][c] = vf_set1(0.0f);
+        int64_t i = 0;
+        for (; i + 4 <= k; i += 4)
+            for (int c = 0; c < 4; c++) {
+                const vf w = adapter_vector(p->down, start + (i + c) * ADAPTER_WIDE, is_half);
+                for (int r = 0; r < rows; r++) sums[r][c] = vf_fma(w, vf_set1(x[r * k + i + c]), sums[r][c]);
+            }
+        for (; i < k; i++) {
+            const vf w = adapter_vector(p->down, start + i * ADAPTER_WIDE, is_half);
+            for (int r = 0; r < rows; r++) sums[r][0] = vf_fma(w, vf_set1(x[r * k + i]), sums[r][0]);
+        }
+        for (int r = 0; r < rows; r++) vf_store(to + r * stride + column, (sums[r][0] + sums[r][1]) + (sums[r][2] + sums[r][3]));
+    }
+}
+
+INLINE vf some_of(const float *from, int64_t count)
+{
+    float all[VW] = {0};
+    memcpy(all, from, (size_t)count * 4);
+    return vf_load(all);
+}
+
+/* Outputs [begin, end) of a piece; `out` is where the piece's begin. */
+INLINE void up_as(const ll_low_rank *p, const float *hidden, int64_t stride, float *out, int64_t n, int64_t begin, int64_t end, const int rows,
+                  const int is_half)
+{
+    for (int64_t j = begin; j < end; j += VW) {
+        const int64_t start = j / ADAPTER_WIDE * ADAPTER_WIDE * p->rank + j % ADAPTER_WIDE, count = end - j < VW ? end - j : VW;
+        vf sums[ADAPTER_ROWS];
+        for (int r = 0; r < rows; r++) {
+            const vf y = count == VW ? vf_load(out + r * n + j) : some_of(out + r * n + j, count);
+            sums[r] = y;
+            if (p->gain) sums[r] = vf_fma(vf_load(p->gain + j), p->bias ? y - vf_load(p->bias + j) : y, y);
+        }
+        for (int64_t i = 0; i < p->rank; i++) {
+            const vf w = adapter_vector(p->up, start + i * ADAPTER_WIDE, is_half);
+            for (int r = 0; r < rows; r++) sums[r] = vf_fma(w, vf_set1(hidden[r * stride + i]), sums[r]);
+        }
+        for (int r = 0; r < rows; r++) {
+            float y[VW];
+            vf_store(y, sums[r]);
+            memcpy(out + r * n + j, y, (size_t)count * 4);
+        }
+    }
+}
+
+static void down_rows(const adapters_job *j, const ll_low_rank *p, int64_t row, int together)
+{
+    const ll_adapters *l = j->l;
+    const float *x = j->x + row * l->k;
+    float *to = j->hidden + row * l->ranks + p->at;
+    if (together) l->is_half ? down_as(p, l->k, x, to, l->ranks, ADAPTER_ROWS, 1) : down_as(p, l->k, x, to, l->ranks, ADAPTER_ROWS, 0);
+    else l->is_half ? down_as(p, l->k, x, to, l->ranks, 1, 1) : down_as(p, l->k, x, to, l->ranks, 1, 0);
+}
+
+static void up_rows(const adapters_job *j, const ll_low_rank *p, int64_t row, int together, int64_t begin)
+{
+    const ll_adapters *l = j->l;
+    const float *from = j->hidden + row * l->ranks + p->at;
+    float *out = j->out + row * l->n + p->first;
+    const int64_t end = begin + ADAPTER_CHUNK < p->n ? begin + ADAPTER_CHUNK : p->n;
+    if (together)
+        l->is_half ? up_as(p, from, l->ranks, out, l->n, begin, end, ADAPTER_ROWS, 1) : up_as(p, from, l->ranks, out, l->n, begin, end, ADAPTER_ROWS, 0);
+    else l->is_half ? up_as(p, from, l->ranks, out, l->n, begin, end, 1, 1) : up_as(p, from, l->ranks, out, l->n, begin, end, 1, 0);
+}
+
+/* Rows from `row` on that go through one adapter together: all of a block, or one. */
+static int64_t adapter_run(const adapters_job *j, int64_t row, int64_t end)
+{
+    const int32_t *place = j->places + row;
+    return end - row == ADAPTER_ROWS && place[1] == place[0] && place[2] == place[0] && place[3] == place[0] ? ADAPTER_ROWS : 1;
+}
+
+/* Tasks: a block of rows and a piece. */
+static void adapters_down(void *arg, int64_t begin, int64_t end, int thread)
+{
+    (void)thread;
+    const adapters_job *j = arg;
+    for (int64_t task = begin; task < end; task++) {
+        const int64_t first = task / j->l->most * ADAPTER_ROWS, piece = task % j->l->most;
+        const int64_t last = first + ADAPTER_ROWS < j->m ? first + ADAPTER_ROWS : j->m;
+        for (int64_t row = first, count; row < last; row += count) {
+            const int32_t place = j->places[row];
+            count = adapter_run(j, row, last);
+            if (place >= 0 && piece < j->l->count[place]) down_rows(j, j->l->pieces[place] + piece, row, count > 1);
+        }
+    }
+}
+
+/* Tasks: a block of rows and a chunk of the outputs of every piece. */
+static void adapters_up(void *arg, int64_t begin, int64_t end, int thread)
+{
+    (void)thread;
+    const adapters_job *j = arg;
+    const int64_t chunks = (j->l->longest + ADAPTER_CHUNK - 1) / ADAPTER_CHUNK;
+    for (int64_t task = begin; task < end; task++) {
+        const int64_t first = task / chunks * ADAPTER_ROWS, from = task % chunks * ADAPTER_CHUNK;
+        const int64_t last = first + ADAPTER_ROWS < j->m ? first + ADAPTER_ROWS : j->m;
+        for (int64_t row = first, count; row < last; row += count) {
+            const int32_t place = j->places[row];
+            count = adapter_run(j, row, last);
+            for (int64_t i = 0; place >= 0 && i < j->l->count[place]; i++)
+                if (from < j->l->pieces[place][i].n) up_rows(j, j->l->pieces[place] + i, row, count > 1, from);
+        }
+    }
+}
+
+/* What `m` rows from `adapters_from` on need; l is NULL where none of them has an adapter with pieces here. */
+static adapters_job adapters_of(const ll_adapters *l, const float *x, int64_t m, float *out)
+{
+    adapters_job job = {NULL, NULL, x, NULL, out, m};
+    if (!l || !l->most) return job;
+    job.places = l->rows->places + adapters_from;
+    for (int64_t row = 0; row < m && !job.l; row++)
+        if (job.places[row] >= 0 && l->count[job.places[row]]) job.l = l;
+    return job;
+}
+
+static int64_t adapters_bytes(const adapters_job *j) { return j->l ? j->m * j->l->ranks * 4 + 64 : 0; }
+
+static int64_t adapters_down_tasks(const adapters_job *j) { return j->l ? (j->m + ADAPTER_ROWS - 1) / ADAPTER_ROWS * j->l->most : 0; }
+
+/* The second product, once the first and `out` are there. */
+static void adapters_finish(adapters_job *j)
+{
+    if (!j->l) return;
+    const int64_t tasks = (j->m + ADAPTER_ROWS - 1) / ADAPTER_ROWS * ((j->l->longest + ADAPTER_CHUNK - 1) / ADAPTER_CHUNK);
+    if (j->m * j->l->n * ADAPTER_WIDE < ADAPTER_ALONE) adapters_up(j, 0, tasks, 0);
+    else pool_run(adapters_up, j, tasks);
+}
+
+#endif

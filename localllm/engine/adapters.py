@@ -1,0 +1,224 @@
+"""Which adapters there are, and which have one of the model's places: the least recently used one makes room.
+
+Files are read in a thread of their own. A sequence whose adapter has no place waits for it, and others go by; but
+nobody who came later gets a place before it. A sequence keeps the place of its adapter until it ends.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from localllm.errors import BadModelFile, InternalError, InvalidRequest, LocalLLMError, ModelNotFound, OutOfMemory
+from localllm.kernels.adapters import MOST_ADAPTERS
+from localllm.models.adapters import Adapters, AdapterWeights
+
+from .sequence import Sequence
+
+MOST_KNOWN = 10_000  # names that may be loaded at once; their weights are not in memory
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Adapter:
+    """An adapter that may be asked for."""
+
+    name: str
+    path: str
+    rank: int
+    nbytes: int  # of its updates, as float32
+    base: str  # what it was trained for, as its files say
+    digest: str  # of its updates: what the prefix cache knows it by
+
+
+class Residents:
+    """The adapters of one model. `add`, `remove`, `find` and `known` are for any thread, all else for the engine's.
+
+    hold   gives the model's places, made when the first adapter comes
+    room   bytes that are free for its weights
+    """
+
+    def __init__(self, hold: Callable[[], Adapters], room: Callable[[], int]) -> None:
+        self._hold, self._free = hold, room
+        self._lock = threading.Lock()
+        self._known: dict[str, Adapter] = {}
+        self._places: dict[int, Adapter] = {}  # the last used last
+        self._loading: dict[Adapter, tuple[int, Future[AdapterWeights]]] = {}
+        self._read: dict[Adapter, AdapterWeights] = {}  # loaded by name, and not in a place yet
+        self._gone: set[Adapter] = set()  # removed, and may still have a place
+        self._reader: ThreadPoolExecutor | None = None
+
+    # --- called from any thread --------------------------------------------------------------------------------------
+
+    def add(self, name: str, path: str) -> Adapter:
+        """Make an adapter known; all of it is read and checked.
+
+        Raises InvalidRequest for a name that is taken, ModelNotFound, UnsupportedFormat or BadModelFile.
+        """
+        self._check_name(name)
+        held = self._hold()
+        file = held.open(path)
+        if 2 * file.nbytes > self._free():  # while it is read
+            need, free = 2 * file.nbytes, self._free()
+            raise OutOfMemory(
+                f"the adapter {name} needs {need:,} bytes, {free:,} are free", "unload another model or adapter"
+            )
+        weights = held.read(file)
+        adapter = Adapter(name, path, file.rank, file.nbytes, file.base, weights.digest)
+        with self._lock:
+            self._check_name(name)
+            self._known[name] = adapter
+            if len(self._places) + len(self._loading) + len(self._read) < MOST_ADAPTERS:
+                self._read[adapter] = weights
+        return adapter
+
+    def _check_name(self, name: str) -> None:
+        if name in self._known:
+            hint = "unload it first, or choose another name"
+            raise InvalidRequest(f"the adapter {name!r} is loaded already", hint, param="lora_name")
+        if not name or len(name) > 200 or not name.isprintable() or name != name.strip():
+            raise InvalidRequest(f"{name[:40]!r} cannot name an adapter", "use 1 to 200 characters", param="lora_name")
+        if len(self._known) >= MOST_KNOWN:
+            raise InvalidRequest(f"{MOST_KNOWN:,} adapters are loaded", "unload some that nobody uses")
+
+    def remove(self, name: str) -> None:
+        """Forget an adapter: what runs with it goes on. Raises ModelNotFound."""
+        with self._lock:
+            adapter = self._known.pop(name, None)
+            if adapter is not None:
+                self._read.pop(adapter, None)
+                self._gone.add(adapter)
+        if adapter is None:
+            raise self._unknown(name)
+
+    def find(self, name: str) -> Adapter:
+        """Raises ModelNotFound."""
+        adapter = self._known.get(name)
+        if adapter is None:
+            raise self._unknown(name)
+        return adapter
+
+    def _unknown(self, name: str) -> ModelNotFound:
+        names = ", ".join(list(self._known)[:8]) or "none"
+        hint = "load it first: --adapter NAME=PATH, or POST /v1/load_lora_adapter"
+        return ModelNotFound(f"no adapter {name[:100]!r} is loaded; there are: {names}", hint, param="model")
+
+    def known(self) -> list[Adapter]:
+        """In the order in which they came."""
+        return list(self._known.values())
+
+    def resident(self) -> list[str]:
+        """Names of those that have a place; may be a step old."""
+        return [adapter.name for adapter in list(self._places.values())]
+
+    # --- the engine's thread -----------------------------------------------------------------------------------------
+
+    @property
+    def has_news(self) -> bool:
+        """Whether something was read, or is gone, since the places were settled."""
+        return bool(self._read or self._loading or self._gone)
+
+    def settle(
+        self,
+        waiting: Iterable[Sequence],
+        running: Iterable[Sequence],
+        fail: Callable[[Sequence, LocalLLMError], None],
+    ) -> None:
+        """Give sequences that wait the places of their adapters, as far as there are any."""
+        waiting = [sequence for sequence in waiting if sequence.adapter is not None]
+        used = {sequence.place for sequence in (*running, *waiting)}
+        failed = self._take_read(used)
+        self._leave(used, {sequence.adapter for sequence in waiting})
+        place_of = {adapter: place for place, adapter in self._places.items()}
+        for sequence in [s for s in waiting if s.place < 0]:
+            adapter = sequence.adapter
+            if adapter in failed:
+                fail(sequence, failed[adapter])
+            elif adapter in place_of:
+                sequence.place = place_of[adapter]
+                self._places[sequence.place] = self._places.pop(sequence.place)  # the last used
+                used.add(sequence.place)
+            elif adapter not in self._loading:
+                room = self._room(used)
+                if room is None:
+                    return
+                place_of = {one: at for one, at in place_of.items() if at != room}
+                self._begin(adapter, room)
+
+    def _take_read(self, used: set[int]) -> dict[Adapter, LocalLLMError]:
+        """Put what was read into its places; why the reading of others failed."""
+        failed: dict[Adapter, LocalLLMError] = {}
+        for adapter, (place, future) in list(self._loading.items()):
+            if not future.done():
+                continue
+            del self._loading[adapter]
+            try:
+                self._put(place, adapter, future.result())
+            except LocalLLMError as error:
+                failed[adapter] = error
+            except Exception as error:
+                failed[adapter] = InternalError(f"the adapter {adapter.name} cannot be read: {error}", "see the log")
+        with self._lock:
+            read, self._read = self._read, {}
+        for adapter, weights in read.items():
+            room = self._room(used)
+            if room is not None:
+                self._put(room, adapter, weights)
+        return failed
+
+    def _leave(self, used: set[int], wanted: set[Adapter]) -> None:
+        """Empty the places of removed adapters that no sequence has or waits for."""
+        with self._lock:
+            gone = {adapter for adapter in self._gone if adapter not in wanted and adapter not in self._loading}
+            for place, adapter in list(self._places.items()):
+                if adapter in gone and place in used:
+                    gone.discard(adapter)
+                elif adapter in gone:
+                    del self._places[place]
+                    self._hold().put(place, None)
+            self._gone -= gone
+
+    def _room(self, used: set[int]) -> int | None:
+        """A place that nobody needs, emptied of the adapter that was used least recently."""
+        taken = {place for place, _ in self._loading.values()}
+        free = (place for place in range(MOST_ADAPTERS) if place not in self._places and place not in taken)
+        place = next(free, None)
+        if place is None:
+            place = next((place for place in self._places if place not in used), None)
+            if place is not None:
+                del self._places[place]
+                self._hold().put(place, None)
+        return place
+
+    def _begin(self, adapter: Adapter, place: int) -> None:
+        held = self._hold()
+        self._reader = self._reader or ThreadPoolExecutor(1, "adapters")
+        self._loading[adapter] = place, self._reader.submit(lambda: _read_again(held, adapter))
+
+    def _put(self, place: int, adapter: Adapter, weights: AdapterWeights) -> None:
+        self._hold().put(place, weights)
+        self._places[place] = adapter
+
+    def clear(self) -> None:
+        """Empty all places, while no engine runs; the adapters stay known."""
+        for place in list(self._places):
+            self._hold().put(place, None)
+        self._places.clear()
+
+    def close(self) -> None:
+        """End the thread that reads."""
+        if self._reader is not None:
+            self._reader.shutdown(wait=False, cancel_futures=True)
+            self._reader = None
+            self._loading.clear()
+
+
+def _read_again(held: Adapters, adapter: Adapter) -> AdapterWeights:
+    """The weights of one that was known before. Raises BadModelFile where they are others now."""
+    weights = held.read(held.open(adapter.path))
+    if weights.digest != adapter.digest:
+        raise BadModelFile(
+            f"the files of the adapter {adapter.name} have changed since it was loaded", "unload it, and load it again"
+        )
+    return weights
