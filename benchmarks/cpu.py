@@ -1,9 +1,10 @@
-"""The CPU engine beside llama.cpp: the README's table and three plots, from runs that take turns.
+"""The CPU engine beside llama.cpp and ik_llama.cpp: the README's tables and three plots, from runs that take turns.
 
-    python benchmarks/cpu.py --peer-python PATH --json benchmarks/results/cpu-HOST.json     measure what is missing
-    python benchmarks/cpu.py --render --json benchmarks/results/cpu-HOST.json               only write table and plots
+    python benchmarks/cpu.py --peer-python PATH --ik-python PATH --json FILE     measure what is missing
+    python benchmarks/cpu.py --only sizes ...                                    random weights, real shapes
+    python benchmarks/cpu.py --render --json FILE                                only write tables and plots
 
-Both engines get two threads (or --threads) and the same file; every figure is the median of runs that alternate. A run
+All engines get two threads (or --threads) and the same file; every figure is the median of runs that alternate. A run
 during which other processes took more than --calm cores is made again. What was measured is kept in the JSON file as it
 comes: a run that is stopped goes on. Lines: decode >= 2.0 (smollm2) and 1.5 (gemma3-270m) times llama.cpp's, prefill
 >= 3.0 and 2.0 times, 8 streams >= 2.5 times one stream, the first token of `localllm run` after at most 2.5 s.
@@ -20,21 +21,37 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import synthetic
 from plot import line_chart
 
 from localllm import LLM
 from localllm.bench.peer import Peer
 from localllm.bench.results import OtherWork, versions
 from localllm.bench.throughput import Engine, OurEngine, words
+from localllm.device.cpu import read_bandwidth
+from localllm.hub import catalog
+from localllm.hub.starter import starter_path
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- table by benchmarks/cpu.py -->", "<!-- end of the table -->"
 MODELS = {"smollm2": "135M, Q4_1", "gemma3-270m": "Q4_K_M"}
 LINES = {"smollm2": {"pp512": 3.0, "tg128": 2.0}, "gemma3-270m": {"pp512": 2.0, "tg128": 1.5}}
+SIZES = (("qwen3-1.7b", "Q4_K_M"), ("qwen3-4b", "Q4_K_M"), ("qwen3-1.7b", "Q4_0"), ("qwen3-1.7b", "Q8_0"))
+SIZES += (("qwen3-0.6b", "Q4_K_M"), ("llama-1b", "Q4_K_M"))
+LARGE = (("qwen3-8b", "Q4_K_M"),)
+SIZE_CTX, DEPTH = 2048, 4096
+SIZE_TESTS = {
+    "pp256": "prefill 256",
+    "pp1024": "prefill 1,024",
+    "tg64": "decode",
+    f"tg32 @{DEPTH}": f"decode at {DEPTH:,} tokens",
+    "tg32 x8": "eight streams",
+}
 STREAMS_LINE, HOG_LINE = 2.5, 0.4
 DEPTHS = (0, 512, 1024, 2048, 4096, 7936)
 LENGTHS = (16, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -107,15 +124,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/cpu.json")
     parser.add_argument("--peer-python", help="interpreter that has llama-cpp-python")
+    parser.add_argument("--ik-python", help="interpreter that has ik-llama-cpp-python")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("/tmp/localllm-shapes"), help="of files with random weights"
+    )
+    parser.add_argument("--large", action="store_true", help="sizes: 8B, too")
+    parser.add_argument("--shapes", nargs="*", help="sizes: these alone, as in qwen3-1.7b-Q4_K_M")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--calm", type=float, default=0.15, metavar="CORES", help="most that others may take")
-    parser.add_argument("--only", nargs="*", default=("compare", "start", "hog", "growth"))
+    parser.add_argument("--only", nargs="*", default=("compare", "sizes", "start", "hog", "growth"))
     parser.add_argument("--render", action="store_true", help="measure nothing")
     options = parser.parse_args()
     bench = Bench(options)
     if not options.render:
-        steps = {"compare": compare, "start": start, "hog": hogged, "growth": growth}
+        steps = {"compare": compare, "sizes": sizes, "start": start, "hog": hogged, "growth": growth}
         for name in options.only:
             steps[name](bench)
     render(bench.kept)
@@ -124,16 +147,19 @@ def main() -> int:
 
 @contextmanager
 def engines(bench: Bench, model: str, streams: int, ctx: int = CTX) -> Iterator[tuple[LLM, list[tuple[str, Engine]]]]:
-    """Our engine and llama.cpp on one file."""
-    threads, python = bench.options.threads, bench.options.peer_python
-    with (
-        LLM(model, ctx=ctx, threads=threads, max_parallel=max(STREAMS), device="cpu") as llm,
-        closing(Peer("llama.cpp", llm.path, threads=threads, ctx=ctx, streams=streams, python=python)) as peer,
-    ):
-        bench.kept["peer"] = peer.versions
+    """Our engine and its peers on one file."""
+    threads = bench.options.threads
+    pythons = {"llama.cpp": bench.options.peer_python, "ik_llama.cpp": bench.options.ik_python}
+    with ExitStack() as stack:
+        llm = stack.enter_context(LLM(model, ctx=ctx, threads=threads, max_parallel=max(STREAMS), device="cpu"))
+        named: list[tuple[str, Engine]] = [("localllm", OurEngine(llm))]
+        for name, python in pythons.items():
+            if python or name == "llama.cpp":
+                peer = Peer(name, llm.path, threads=threads, ctx=ctx, streams=streams, python=python)
+                named.append((name, stack.enter_context(closing(peer))))
+                bench.kept.setdefault("peers", {})[name] = peer.versions
         bench.kept["cpu"] = llm.machine.cpu.name
         bench.kept["truth_line"] = llm.run_summary
-        named: list[tuple[str, Engine]] = [("localllm", OurEngine(llm)), ("llama.cpp", peer)]
         for _, engine in named:
             engine.prefill([], words(llm, random.Random(0), 64))
             engine.decode([words(llm, random.Random(0), 8)], 16)
@@ -156,6 +182,46 @@ def compare(bench: Bench) -> None:
             for test, streams, tokens in (("tg128", 1, 128), ("tg64 x8", 8, 64)):
                 runs = [(n, lambda i, e=e, s=streams, t=tokens: decode(e, i, s, t)) for n, e in named]
                 bench.row(f"{model} {test}", runs, bench.options.repeat)
+
+
+def sizes(bench: Bench) -> None:
+    """Random weights at the shapes people run; the memory's read bandwidth is measured in the same turns."""
+    repeat, threads = max(1, bench.options.repeat // 2), bench.options.threads
+    for shape, form in (*SIZES, *(LARGE if bench.options.large else ())):
+        name = f"{shape}-{form}"
+        if bench.options.shapes and name not in bench.options.shapes:
+            continue
+        path = bench.options.folder / f"{name}.gguf"
+        if not path.exists():
+            print("writing", path, flush=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            vocabulary = starter_path(catalog.starters()["smollm2"])
+            part = path.with_suffix(".part")
+            synthetic.write_model(part, form, 0, synthetic.REAL[shape], vocabulary).rename(path)
+
+        def bandwidth(_: int) -> float:
+            return read_bandwidth(threads, 64 << 20) / 1e9
+
+        def prefill(engine: Engine, number: int, count: int, llm: LLM) -> float:
+            return engine.prefill([], words(llm, random.Random(number), count))[0]
+
+        def decode(engine: Engine, number: int, streams: int, depth: int, tokens: int, llm: LLM) -> float:
+            rng = random.Random(number)
+            return engine.decode([words(llm, rng, depth) for _ in range(streams)], tokens)
+
+        with engines(bench, str(path), 8, SIZE_CTX) as (llm, named):
+            bench.kept.setdefault("bytes", {})[name] = llm.facts.weight_bytes
+            for count in (256, 1024):
+                runs = [(n, partial(prefill, e, count=count, llm=llm)) for n, e in named]
+                bench.row(f"{name} pp{count}", runs, repeat)
+            for test, streams, tokens in (("tg64", 1, 64), ("tg32 x8", 8, 32)):
+                # ik_llama.cpp 0.1.5 ends itself where sequences of several lengths are in one cache
+                able = [pair for pair in named if streams == 1 or pair[0] != "ik_llama.cpp"]
+                runs = [(n, partial(decode, e, streams=streams, depth=8, tokens=tokens, llm=llm)) for n, e in able]
+                bench.row(f"{name} {test}", [*runs, ("read GB/s", bandwidth)], repeat)
+        with engines(bench, str(path), 1, DEPTH + 64) as (llm, named):
+            runs = [(n, partial(decode, e, streams=1, depth=DEPTH, tokens=32, llm=llm)) for n, e in named]
+            bench.row(f"{name} tg32 @{DEPTH}", [*runs, ("read GB/s", bandwidth)], max(1, repeat // 2))
 
 
 def start(bench: Bench) -> None:
@@ -245,6 +311,27 @@ def render(kept: dict[str, Any]) -> None:
             chart = line_chart(title, x_label, f"{y_label} (smollm2 Q4_1, 2 threads)", series, log_x=log_x)
             (ROOT / f"docs/cpu-{kind}.svg").write_text(chart)
     print(table(kept))
+
+
+def sizes_table(kept: dict[str, Any]) -> str:
+    """Markdown: tokens a second of the three engines at real shapes, ours as multiples of the others'."""
+    rows, lines = kept["rows"], []
+    for shape, form in (*SIZES, *LARGE):
+        for test, shown in SIZE_TESTS.items():
+            found = {engine: median(runs) for engine, runs in rows.get(f"{shape}-{form} {test}", {}).items()}
+            if "llama.cpp" not in found:
+                continue
+            rate = found["localllm"]
+            ours = f"{rate:,.1f}"
+            if test == "tg64":
+                read = rate * kept["bytes"][f"{shape}-{form}"] / 1e9
+                ours += f" ({read:.1f} of {found['read GB/s']:.1f} GB/s)"
+            peers = [
+                f"{found[peer]:,.1f} ({rate / found[peer]:.2f} ×)" if peer in found else ""
+                for peer in ("llama.cpp", "ik_llama.cpp")
+            ]
+            lines.append(f"| {shape} {form}: {shown} | {' | '.join([ours, *peers])} |")
+    return "\n".join(["| tok/s | localllm | llama.cpp | ik_llama.cpp |", "| --- | ---: | ---: | ---: |", *lines]) + "\n"
 
 
 def table(kept: dict[str, Any]) -> str:

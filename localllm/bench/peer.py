@@ -16,7 +16,11 @@ from localllm.errors import ConfigError
 from .results import BenchRow, PeerResult, peak_rss_bytes
 
 # engine -> what must be installed for the Python that runs it
-PACKAGES = {"llama.cpp": "llama-cpp-python", "transformers": "transformers"}
+PACKAGES = {
+    "llama.cpp": "llama-cpp-python",
+    "ik_llama.cpp": "ik-llama-cpp-python",
+    "transformers": "transformers",
+}
 
 
 class Peer:
@@ -88,7 +92,7 @@ class Peer:
         return len(prompts) * count / float(answer["seconds"])
 
     def scores(self, ids: Sequence[int], file: Path) -> int:
-        """Logits of every position into a file, raw float32 [num_tokens, vocab] (llama.cpp only); returns vocab."""
+        """Logits of every position into a file, raw float32 [num_tokens, vocab] (not transformers); returns vocab."""
         return int(self.ask(do="scores", ids=list(ids), file=str(file))["vocab"])
 
     def result(self, rows: Sequence[BenchRow]) -> PeerResult:

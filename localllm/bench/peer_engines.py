@@ -1,4 +1,4 @@
-"""llama.cpp and transformers, driven by lines of JSON: the child process of `peer.Peer`.
+"""llama.cpp, ik_llama.cpp and transformers, driven by lines of JSON: the child process of `peer.Peer`.
 
 Imports nothing of ours: it runs under any Python that has the engine's package. `prefill` tells the seconds to read
 `ids` behind `context`, `decode` those to write `count` tokens behind each prompt.
@@ -7,6 +7,7 @@ Imports nothing of ours: it runs under any Python that has the engine's package.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -19,26 +20,35 @@ class LlamaCpp:
     """One model and one context. Tokens are decoded as llama-bench does it: no sampling, the next token is given."""
 
     def __init__(self, path: str, threads: int, ctx: int, streams: int) -> None:
-        import llama_cpp
-
-        self.api: Any = llama_cpp
-        self._quiet = llama_cpp.llama_log_callback(lambda level, text, user: None)
-        llama_cpp.llama_log_set(self._quiet, None)
-        llama_cpp.llama_backend_init()
-        options = llama_cpp.llama_model_default_params()
+        self.api = self.open()
+        self.api.llama_backend_init()
+        options = self.api.llama_model_default_params()
         options.n_gpu_layers = 0
-        self.model = llama_cpp.llama_model_load_from_file(path.encode(), options)
+        self.model = self.api.llama_model_load_from_file(path.encode(), options)
         if not self.model:
-            raise RuntimeError(f"llama.cpp cannot load {path}")
-        settings = llama_cpp.llama_context_default_params()
+            raise RuntimeError(f"this llama.cpp cannot load {path}")
+        settings = self.api.llama_context_default_params()
         settings.n_ctx, settings.n_seq_max = ctx * streams, streams
         settings.n_batch = settings.n_ubatch = BATCH
         settings.n_threads = settings.n_threads_batch = threads
-        self.context = llama_cpp.llama_init_from_model(self.model, settings)
+        self.prepare(settings)
+        self.context = self.api.llama_init_from_model(self.model, settings)
         if not self.context:
-            raise RuntimeError(f"llama.cpp has no context of {ctx} tokens for {streams} streams")
-        self.vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
-        self.batch = llama_cpp.llama_batch_init(max(BATCH, streams), 0, 1)
+            raise RuntimeError(f"this llama.cpp has no context of {ctx} tokens for {streams} streams")
+        self.vocab_size = self.api.llama_vocab_n_tokens(self.api.llama_model_get_vocab(self.model))
+        self.batch = self.api.llama_batch_init(max(BATCH, streams), 0, 1)
+
+    def open(self) -> Any:
+        """The module with llama.h's functions."""
+        import llama_cpp
+
+        self._quiet = llama_cpp.llama_log_callback(lambda level, text, user: None)
+        llama_cpp.llama_log_set(self._quiet, None)
+        self.wait = llama_cpp.llama_synchronize
+        return llama_cpp
+
+    def prepare(self, settings: Any) -> None:
+        """Change defaults of the context."""
 
     def clear(self) -> None:
         self.api.llama_memory_clear(self.api.llama_get_memory(self.context), True)
@@ -53,7 +63,7 @@ class LlamaCpp:
             batch.logits[i] = i in wanted
         if self.api.llama_decode(self.context, batch):
             raise RuntimeError(f"llama_decode failed for {len(tokens)} tokens")
-        self.api.llama_synchronize(self.context)
+        self.wait(self.context)
 
     def read(self, ids: list[int], start: int = 0, sequence: int = 0) -> None:
         """Read ids at positions from `start` on; only the last row's logits."""
@@ -97,6 +107,31 @@ class LlamaCpp:
     def facts(self) -> dict[str, Any]:
         info = self.api.llama_print_system_info().decode().strip()
         return {"versions": {"llama-cpp-python": self.api.__version__, "build": info}}
+
+
+class IkLlamaCpp(LlamaCpp):
+    """The fork, with flash attention, which is its programs' default."""
+
+    def open(self) -> Any:
+        import ctypes
+
+        import ik_llama_cpp
+        from ik_llama_cpp import _ctypes_api
+
+        self.version = ik_llama_cpp.__version__
+        # not among its bindings
+        self.wait = _ctypes_api._lib.llama_synchronize
+        self.wait.argtypes, self.wait.restype = [ctypes.c_void_p], None
+        return _ctypes_api
+
+    def prepare(self, settings: Any) -> None:
+        settings.flash_attn = True
+
+    def clear(self) -> None:
+        self.api.llama_kv_cache_clear(self.context)
+
+    def facts(self) -> dict[str, Any]:
+        return {"versions": {"ik-llama-cpp-python": self.version}}
 
 
 class Transformers:
@@ -143,17 +178,20 @@ class Transformers:
         return {"versions": {"transformers": self.transformers.__version__, "torch": self.torch.__version__}}
 
 
+ENGINES: dict[str, Any] = {"llama.cpp": LlamaCpp, "ik_llama.cpp": IkLlamaCpp, "transformers": Transformers}
+
+
 def main() -> None:
     """Answer one line per line: {"do": name, ...} -> its result, or {"error": text}."""
-    out = sys.stdout
-    sys.stdout = sys.stderr
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what an engine prints, from C, too
     peer: Any = None
     for line in sys.stdin:
         asked = json.loads(line)
         name = asked.pop("do")
         try:
             if name == "load":
-                peer = {"llama.cpp": LlamaCpp, "transformers": Transformers}[sys.argv[1]](**asked)
+                peer = ENGINES[sys.argv[1]](**asked)
                 answer: dict[str, Any] = peer.facts()
             else:
                 answer = getattr(peer, name)(**asked)

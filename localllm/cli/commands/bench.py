@@ -52,7 +52,10 @@ def bench(
     ] = None,
     against: Annotated[
         str | None,
-        Option(metavar="llama.cpp|transformers|URL", help="Measure another engine or server in turns with ours."),
+        Option(
+            metavar="llama.cpp|ik_llama.cpp|transformers|URL",
+            help="Measure another engine in turns with ours.",
+        ),
     ] = None,
     peer_python: Annotated[
         Path | None, Option(metavar="PATH", help="Interpreter that has the other engine installed.")
