@@ -5,6 +5,17 @@
 #include "pool.h"
 #include "weight.h"
 
+#if defined(__AMX_TILE__) && defined(__AMX_INT8__) && defined(__AMX_BF16__) && VW == 16 && LL_VNNI
+#define LL_AMX 1
+static int amx_on; /* after its self-test */
+#else
+#define LL_AMX 0
+#endif
+#define AMX_ROWS 16
+/* Integers as `plane_block`, `pair_block` and `digit_block` write them. */
+enum { X_PLANES, X_PAIRS, X_DIGITS };
+INLINE int64_t x_bytes(int form) { return form == X_DIGITS ? 2 * XBYTES : XBYTES; }
+
 #define X_MAX 32512.0f /* 127 * 256: the high byte stays within a signed byte after rounding */
 
 /* One block's numbers beside the planes. With mins: sums[h] = float sum of half h; else start[h] = -zero_offset * sum. */
@@ -18,9 +29,10 @@ typedef struct {
     const float *x;       /* [m, k] as given */
     int64_t m;
     int exact;            /* floats instead of integers */
-    int pairs;            /* integers as `pair_block` writes them, for many rows */
-    const uint8_t *planes; /* [m][blocks][XBYTES] */
-    const xblock *meta;   /* [m][blocks] */
+    int form;             /* of integers */
+    const uint8_t *planes; /* [m] rows of [blocks][x_bytes(form)], x_stride bytes apart */
+    const xblock *meta;   /* [m] rows of [blocks], meta_stride blocks apart */
+    int64_t x_stride, meta_stride;
     const float *floats;  /* [m][stride] */
     int64_t stride;
 } activations;
@@ -59,7 +71,19 @@ INLINE float half_sum(const float *x)
     return vf_sum(s);
 }
 
-INLINE void quantize_block(const float *x, uint8_t *planes, xblock *meta, int pairs, int halves, int has_min, int32_t zero)
+/* 256 * hi + lo as bfloat16, which both are exactly: [hi 32][lo 32] in the order of pairs; by halves [hi 16][lo 16] twice. */
+INLINE void digit_block(const int32_t *q, uint8_t *planes, int halves)
+{
+    uint16_t *to = (uint16_t *)planes;
+    for (int i = 0; i < BLOCK; i++) {
+        const int at = (i & ~3) | (i & 1) << 1 | (i & 2) >> 1, per = BLOCK / halves;
+        const int32_t hi = (q[i] + 128) & ~255;
+        to[at / per * 2 * per + at % per] = (uint16_t)(bits_f32((float)hi) >> 16);
+        to[at / per * 2 * per + at % per + per] = (uint16_t)(bits_f32((float)(q[i] - hi)) >> 16);
+    }
+}
+
+INLINE void quantize_block(const float *x, uint8_t *planes, xblock *meta, int form, int halves, int has_min, int32_t zero)
 {
     vf top = vf_set1(0.0f);
     vi bad = vi_set1(0);
@@ -85,7 +109,8 @@ INLINE void quantize_block(const float *x, uint8_t *planes, xblock *meta, int pa
         }
         sums[h] = vi_sum(total);
     }
-    if (pairs) pair_block(q, planes);
+    if (form == X_DIGITS) digit_block(q, planes, halves);
+    else if (form == X_PAIRS) pair_block(q, planes);
     else plane_block(q, planes);
     if (halves == 1) sums[0] += sums[1];
     meta->scale = scale;
@@ -112,8 +137,24 @@ INLINE vi lane_sums(vi v[16])
     return v[0];
 }
 
+/* `digit_block` of both halves of a block. */
+INLINE void digit_blocks(vi first, vi second, uint8_t *to, int halves)
+{
+    const vi hi[2] = {(first + vi_set1(128)) & ~255, (second + vi_set1(128)) & ~255}, lo[2] = {first - hi[0], second - hi[1]};
+    __m256i words[4]; /* hi and lo of the first half, then of the second */
+    for (int h = 0; h < 2; h++) {
+        words[2 * h] = _mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)vf_cvt(hi[h]), 16));
+        words[2 * h + 1] = _mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)vf_cvt(lo[h]), 16));
+    }
+    const int middle = halves == 2 ? 1 : 2; /* what follows the first half's high digits */
+    const __m512i a = _mm512_inserti64x4(_mm512_castsi256_si512(words[0]), words[middle], 1);
+    const __m512i b = _mm512_inserti64x4(_mm512_castsi256_si512(words[3 - middle]), words[3], 1);
+    _mm512_storeu_si512(to, _mm512_shufflelo_epi16(_mm512_shufflehi_epi16(a, 0xd8), 0xd8));
+    _mm512_storeu_si512(to + 64, _mm512_shufflelo_epi16(_mm512_shufflehi_epi16(b, 0xd8), 0xd8));
+}
+
 /* The same as `quantize_block`, for MANY_BLOCKS that lie end to end: no block waits for its own largest number. */
-static void quantize_blocks(const float *x, uint8_t *planes, xblock *meta, int pairs, int halves, int has_min, int32_t zero)
+static void quantize_blocks(const float *x, uint8_t *planes, xblock *meta, int form, int halves, int has_min, int32_t zero)
 {
     vi bits[MANY_BLOCKS], sums[2][MANY_BLOCKS];
     for (int b = 0; b < MANY_BLOCKS; b++) {
@@ -122,7 +163,7 @@ static void quantize_blocks(const float *x, uint8_t *planes, xblock *meta, int p
     }
     const vi largest = largest_lanes(bits);
     if (vi_sum(largest > 0x7f7fffff)) { /* infinite or NaN, somewhere */
-        for (int b = 0; b < MANY_BLOCKS; b++) quantize_block(x + b * BLOCK, planes + b * XBYTES, meta + b, pairs, halves, has_min, zero);
+        for (int b = 0; b < MANY_BLOCKS; b++) quantize_block(x + b * BLOCK, planes + b * x_bytes(form), meta + b, form, halves, has_min, zero);
         return;
     }
     const vi some = (vf)largest > vf_set1(1e-30f);
@@ -136,14 +177,18 @@ static void quantize_blocks(const float *x, uint8_t *planes, xblock *meta, int p
         const vi first = vi_round(vf_load(x + b * BLOCK) * inverse), second = vi_round(vf_load(x + b * BLOCK + 16) * inverse);
         sums[0][b] = halves == 1 ? first + second : first;
         sums[1][b] = second;
+        if (form == X_DIGITS) {
+            digit_blocks(first, second, planes + b * x_bytes(form), halves);
+            continue;
+        }
         const __m512i all = _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16((__m512i)first)), _mm512_cvtepi32_epi16((__m512i)second), 1);
-        if (pairs) {
-            _mm512_storeu_si512(planes + b * XBYTES, _mm512_shufflelo_epi16(_mm512_shufflehi_epi16(all, 0xd8), 0xd8));
+        if (form == X_PAIRS) {
+            _mm512_storeu_si512(planes + b * x_bytes(form), _mm512_shufflelo_epi16(_mm512_shufflehi_epi16(all, 0xd8), 0xd8));
             continue;
         }
         const __m512i high = _mm512_srai_epi16(_mm512_add_epi16(all, _mm512_set1_epi16(128)), 8);
-        _mm256_storeu_si256((void *)(planes + b * XBYTES), _mm512_cvtepi16_epi8(high));
-        _mm256_storeu_si256((void *)(planes + b * XBYTES + BLOCK), _mm512_cvtepi16_epi8(all));
+        _mm256_storeu_si256((void *)(planes + b * x_bytes(form)), _mm512_cvtepi16_epi8(high));
+        _mm256_storeu_si256((void *)(planes + b * x_bytes(form) + BLOCK), _mm512_cvtepi16_epi8(all));
     }
     for (int h = 0; h < halves; h++) {
         const vi total = lane_sums(sums[h]);
@@ -155,9 +200,9 @@ static void quantize_blocks(const float *x, uint8_t *planes, xblock *meta, int p
     }
 }
 #else
-static void quantize_blocks(const float *x, uint8_t *planes, xblock *meta, int pairs, int halves, int has_min, int32_t zero)
+static void quantize_blocks(const float *x, uint8_t *planes, xblock *meta, int form, int halves, int has_min, int32_t zero)
 {
-    for (int b = 0; b < MANY_BLOCKS; b++) quantize_block(x + b * BLOCK, planes + b * XBYTES, meta + b, pairs, halves, has_min, zero);
+    for (int b = 0; b < MANY_BLOCKS; b++) quantize_block(x + b * BLOCK, planes + b * x_bytes(form), meta + b, form, halves, has_min, zero);
 }
 #endif
 
@@ -177,23 +222,30 @@ static void prepare_rows(void *arg, int64_t begin, int64_t end, int thread)
     (void)thread;
     prepare_job *j = arg;
     const ll_weight *w = j->w;
-    const int pairs = j->a->pairs, halves = halves_of(w), has_min = w->min_kind != NUM_NONE;
+    const int form = j->a->form, halves = halves_of(w), has_min = w->min_kind != NUM_NONE;
     const int32_t zero = dot_zero(w);
     float buffer[BLOCK];
-    if (!j->a->exact && !w->perm && !w->pre_scale && w->k % BLOCK == 0) { /* blocks of all rows lie end to end */
+    const int64_t x_stride = j->a->x_stride, meta_stride = j->a->meta_stride;
+    if (!j->a->exact && !w->perm && !w->pre_scale && w->k % (BLOCK * MANY_BLOCKS) == 0) {
+        for (int64_t row = begin; row < end; row++)
+            for (int64_t b = 0; b < w->blocks; b += MANY_BLOCKS)
+                quantize_blocks(j->a->x + row * w->k + b * BLOCK, j->planes + row * x_stride + b * x_bytes(form), j->meta + row * meta_stride + b, form, halves, has_min, zero);
+        return;
+    }
+    if (!j->a->exact && !w->perm && !w->pre_scale && w->k % BLOCK == 0) { /* blocks of all rows lie end to end: nothing is put between such rows */
         int64_t b = begin * w->blocks;
         for (; b + MANY_BLOCKS <= end * w->blocks; b += MANY_BLOCKS)
-            quantize_blocks(j->a->x + b * BLOCK, j->planes + b * XBYTES, j->meta + b, pairs, halves, has_min, zero);
-        for (; b < end * w->blocks; b++) quantize_block(j->a->x + b * BLOCK, j->planes + b * XBYTES, j->meta + b, pairs, halves, has_min, zero);
+            quantize_blocks(j->a->x + b * BLOCK, j->planes + b * x_bytes(form), j->meta + b, form, halves, has_min, zero);
+        for (; b < end * w->blocks; b++) quantize_block(j->a->x + b * BLOCK, j->planes + b * x_bytes(form), j->meta + b, form, halves, has_min, zero);
         return;
     }
     for (int64_t row = begin; row < end; row++) {
         const float *x = j->a->x + row * w->k;
         for (int64_t b = 0; b < w->blocks; b++) {
             const float *xb = gather_block(w, x, b, buffer);
-            xblock *meta = j->meta + row * w->blocks + b;
+            xblock *meta = j->meta + row * meta_stride + b;
             if (!j->a->exact) {
-                quantize_block(xb, j->planes + (row * w->blocks + b) * XBYTES, meta, pairs, halves, has_min, zero);
+                quantize_block(xb, j->planes + row * x_stride + b * x_bytes(form), meta, form, halves, has_min, zero);
                 continue;
             }
             if (has_min) {
@@ -209,20 +261,25 @@ static void prepare_rows(void *arg, int64_t begin, int64_t end, int thread)
 /* Whether the products take their floats from a copy: in order, scaled, padded to whole blocks. */
 INLINE int copies_floats(const ll_weight *w, const activations *a) { return a->exact && (w->perm || w->pre_scale || w->k % BLOCK); }
 
-INLINE int64_t meta_bytes_of(const ll_weight *w, const activations *a) { return round_up(a->m * w->blocks * (int64_t)sizeof(xblock), 64); }
+/* Rows whose blocks fill whole KiB lie a line further apart: sixteen rows of a tile would meet in one set of the first cache. */
+INLINE int64_t between_rows(const ll_weight *w) { return w->blocks % MANY_BLOCKS ? 0 : 64; }
+INLINE int64_t x_stride_of(const ll_weight *w, const activations *a) { return w->blocks * x_bytes(a->form) + between_rows(w); }
+INLINE int64_t meta_stride_of(const ll_weight *w) { return w->blocks + between_rows(w) / (int64_t)sizeof(xblock); }
+INLINE int64_t meta_bytes_of(const ll_weight *w, const activations *a) { return round_up(a->m * meta_stride_of(w) * (int64_t)sizeof(xblock), 64); }
 
 /* Bytes that `prepare_activations` fills. */
 static int64_t activation_bytes(const ll_weight *w, const activations *a)
 {
-    const int64_t each = !a->exact ? XBYTES : copies_floats(w, a) ? BLOCK * 4 : 0;
-    return meta_bytes_of(w, a) + round_up(a->m * w->blocks * each, 64) + 64;
+    const int64_t each = !a->exact ? x_stride_of(w, a) : copies_floats(w, a) ? w->blocks * BLOCK * 4 : 0;
+    const int64_t rows = a->form == X_DIGITS ? round_up(a->m, AMX_ROWS) : a->m; /* tiles read whole */
+    return meta_bytes_of(w, a) + round_up(rows * each, 64) + 64;
 }
 
 /* Whether what is made ready for products with one is also what the other takes. */
 static int prepares_alike(const ll_weight *w, const activations *a, const ll_weight *other, const activations *b)
 {
     if (w->perm || w->pre_scale || other->perm || other->pre_scale) return 0;
-    return a->exact == b->exact && a->pairs == b->pairs && w->k == other->k && halves_of(w) == halves_of(other) &&
+    return a->exact == b->exact && a->form == b->form && w->k == other->k && halves_of(w) == halves_of(other) &&
            (w->min_kind != NUM_NONE) == (other->min_kind != NUM_NONE) && dot_zero(w) == dot_zero(other);
 }
 
@@ -234,6 +291,8 @@ static void prepare_activations(const ll_weight *w, activations *a, uint8_t *mem
     prepare_job job = {w, a, rest, (xblock *)memory, copy ? (float *)rest : NULL};
     a->meta = job.meta;
     a->planes = job.planes;
+    a->x_stride = x_stride_of(w, a);
+    a->meta_stride = meta_stride_of(w);
     a->floats = copy ? job.floats : a->x;
     a->stride = copy ? w->blocks * BLOCK : w->k;
     if (a->exact && !copy && !has_min) return;

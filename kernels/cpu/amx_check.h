@@ -20,10 +20,10 @@ static int amx_allowed(void)
 }
 
 /* A product of random numbers, with tiles and without. */
-static int amx_agrees(int64_t code, int64_t group)
+static int amx_agrees(int64_t code, int64_t group, int64_t zero)
 {
     enum { N = 64, K = 160, M = 37 };
-    ll_weight w = {.n = N, .k = K, .code = code, .scale_kind = NUM_F32, .min_kind = NUM_NONE, .zero_offset = 32, .group = group};
+    ll_weight w = {.n = N, .k = K, .code = code, .scale_kind = NUM_F32, .min_kind = NUM_NONE, .zero_offset = zero, .group = group};
     const int64_t bytes = ll_layout(&w);
     uint8_t *data = aligned_alloc(64, (size_t)round_up(bytes, 64));
     float *x = malloc(sizeof(float) * M * K), *out = malloc(sizeof(float) * 2 * M * N);
@@ -53,7 +53,7 @@ int64_t ll_amx(void)
     int64_t on = 0;
 #if LL_AMX
     pthread_mutex_lock(&pool.lock);
-    amx_on = on = amx_allowed() && amx_agrees(CODE_8, 32) && amx_agrees(CODE_4, 32) && amx_agrees(CODE_6, 16);
+    amx_on = on = amx_allowed() && amx_agrees(CODE_8, 32, 32) && amx_agrees(CODE_5, 32, 16) && amx_agrees(CODE_4, 32, 8) && amx_agrees(CODE_6, 16, 32);
     pthread_mutex_unlock(&pool.lock);
 #endif
     return on;

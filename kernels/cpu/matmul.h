@@ -50,7 +50,7 @@ static int linear_parts(const ll_linear_op *op, const float *x, int64_t m, const
     for (int64_t i = 0; i < op->parts; i++) {
         const ll_weight *w = op->weight[i];
         job.a[i] = (activations){.x = x, .m = m, .exact = op->exact[i] || code_is_float(w->code)};
-        job.a[i].pairs = MANY_PAIRS && !few_rows(w, m);
+        job.a[i].form = x_form(w, m);
         job.p[i] = (product){w, &job.a[i], op->bias[i], residual ? residual + at : NULL, out + at, op->n, 0};
         bytes += activation_bytes(w, &job.a[i]);
         tasks += job.slabs * w->tiles;
@@ -84,7 +84,7 @@ static int gates(const ll_linear_op *op, int64_t m)
 static int linear_gated(const ll_linear_op *op, const float *x, int64_t m, int gelu, float *out)
 {
     const ll_weight *w = op->weight[0];
-    activations a = {.x = x, .m = m, .pairs = MANY_PAIRS};
+    activations a = {.x = x, .m = m, .form = x_form(w, m)};
     uint8_t *memory = scratch(0, activation_bytes(w, &a));
     if (!memory) return -1;
     prepare_activations(w, &a, memory);

@@ -1,83 +1,221 @@
 /* Products of many rows with AMX tiles: sixteen rows of x against sixteen rows of the weight in one instruction.
  *
- * Integer sums are exact and the float steps are those of chunk_int, so results are equal, bit for bit; `ll_amx` checks
- * that before they are used (amx_check.h). */
+ * Where a group's sums stay below 2^24, codes and the two digits of x (256 * hi and lo) meet as bfloat16, which all are
+ * exactly: float32 sums are exact, too, both digits share one, and a group's sum needs no step but the product with its
+ * scales. Other codes meet the two bytes of x as bytes. Either way the float steps are those of chunk_int, so results are
+ * equal, bit for bit; `ll_amx` checks that before they are used (amx_check.h). */
 #ifndef LL_MATMUL_AMX_H
 #define LL_MATMUL_AMX_H
 
 #include "product.h"
 
 #if LL_AMX
+#define AMX_GROUPS 8              /* groups of inputs unpacked at a time: 16 KiB of bfloat16 */
+#define AMX_GROUP (AMX_ROWS * PLANE) /* bytes of one: [pairs of inputs][32 lanes][2]; of 16 inputs it is there twice, for both digits */
+
 typedef struct {
     uint8_t palette, start_row, reserved[14];
     uint16_t row_bytes[16];
     uint8_t rows[16];
 } tile_config;
 
-/* Tiles 0..3: sums of the high and low bytes, for both halves of the columns. 4, 5: high and low bytes of 16 rows of x.
- * 6, 7: codes, [quads][16 lanes]. */
-static void amx_configure(int quads)
+/* The values of all codes, which are fewer than 64; returns how many, 0 for others. */
+static int code_values(const ll_weight *w, int32_t values[64])
 {
+    const int bits = w->code == CODE_4 || w->code == CODE_4T ? 4 : w->code == CODE_6 ? 6 : w->code == CODE_2 ? 2 : w->code == CODE_3 ? 3 : 0;
+    const int32_t zero = w->min_kind == NUM_NONE ? (int32_t)w->zero_offset : 0;
+    if (!bits) return 0;
+    for (int i = 0; i < 64; i++) values[i] = i >> bits ? 0 : (w->code == CODE_4T ? w->table[i] : i) - zero;
+    return 1 << bits;
+}
+
+/* Whether every sum of a group of digits is a whole number that float32 holds. */
+static int digits_are_exact(const ll_weight *w)
+{
+    int32_t values[64], most = 0;
+    const int count = code_values(w, values);
+    for (int i = 0; i < count; i++) most = values[i] > most ? values[i] : -values[i] > most ? -values[i] : most;
+    return count && most <= 128 && (float)most * (X_MAX + 128.0f) * (float)(BLOCK / halves_of(w)) <= 0x1p24f;
+}
+
+INLINE void widen_digits_as(const uint8_t *codes, int64_t count, const int code, const int halves, const uint16_t digits[64], uint8_t *to)
+{
+    const __m512i few = _mm512_load_si512(digits), more = _mm512_load_si512(digits + 32);
+    for (int64_t b = 0; b < count; b++) {
+        vi q[8][COLS];
+        block_quads(codes + b * block_bytes_of[code], code, (vlut){0}, q);
+        for (int j = 0; j < 8; j++)
+            for (int i = 0; i < 2; i++)
+                for (int c = 0; c < COLS; c++) {
+                    const __m512i pair = (__m512i)(i ? quad_odd(q[j][c]) : quad_even(q[j][c]));
+                    const vi value = (vi)(code == CODE_6 ? _mm512_permutex2var_epi16(few, pair, more) : _mm512_permutexvar_epi16(pair, few));
+                    uint8_t *at = to + (b * halves + (halves == 2 ? j / 4 : 0)) * AMX_GROUP + (2 * (halves == 2 ? j % 4 : j) + i) * PLANE + c * VW * 4;
+                    vi_store(at, value);
+                    if (halves == 2) vi_store(at + AMX_GROUP / 2, value);
+                }
+    }
+}
+
+static void widen_digits(const ll_weight *w, const uint8_t *codes, int64_t count, const uint16_t digits[64], uint8_t *to)
+{
+    const int halves = halves_of(w);
+    switch (w->code) {
+    case CODE_6: halves == 2 ? widen_digits_as(codes, count, CODE_6, 2, digits, to) : widen_digits_as(codes, count, CODE_6, 1, digits, to); break;
+    case CODE_2: halves == 2 ? widen_digits_as(codes, count, CODE_2, 2, digits, to) : widen_digits_as(codes, count, CODE_2, 1, digits, to); break;
+    case CODE_3: halves == 2 ? widen_digits_as(codes, count, CODE_3, 2, digits, to) : widen_digits_as(codes, count, CODE_3, 1, digits, to); break;
+    default: halves == 2 ? widen_digits_as(codes, count, CODE_4, 2, digits, to) : widen_digits_as(codes, count, CODE_4, 1, digits, to);
+    }
+}
+
+/* Tiles 0..3: sums, of digits 0 and 1 for both halves of the columns, of bytes the high ones in 0 and 2, the low ones in 1
+ * and 3. 4, 5: digits or bytes of 16 rows of x. 6, 7: codes, [pairs or quads][16 lanes]. */
+static void amx_configure(int digits, int halves)
+{
+    const int rows = digits ? AMX_ROWS : 8 / halves;
     tile_config c = {.palette = 1};
     for (int t = 0; t < 8; t++) {
-        c.rows[t] = (uint8_t)(t < 6 ? AMX_ROWS : quads);
-        c.row_bytes[t] = (uint16_t)(t == 4 || t == 5 ? 4 * quads : 64);
+        c.rows[t] = (uint8_t)(t < 6 ? AMX_ROWS : rows);
+        c.row_bytes[t] = (uint16_t)(t == 4 || t == 5 ? 4 * rows : 64);
     }
     _tile_loadconfig(&c);
 }
 
-static void chunk_amx(const chunk *k, int64_t row, int halves, int has_min)
+typedef uint32_t amx_sums[4][AMX_ROWS][16];
+
+/* Sums of one group of AMX_ROWS rows. */
+INLINE void amx_dots(const chunk *k, const uint8_t *x, int64_t group, const int digits, const int halves, amx_sums to)
 {
-    const int quads = 8 / halves;
-    const int64_t stride = k->blocks * XBYTES;
-    _Alignas(64) int32_t sums[4][AMX_ROWS][16];
-    for (int64_t b = 0; b < k->count; b++)
-        for (int h = 0; h < halves; h++) {
-            const uint8_t *x = k->x + row * stride + b * XBYTES + 4 * quads * h, *codes = k->codes + b * WIDE_BLOCK + h * quads * PLANE;
-            _tile_zero(0);
-            _tile_zero(1);
-            _tile_zero(2);
-            _tile_zero(3);
-            _tile_loadd(4, x, stride);
-            _tile_loadd(5, x + BLOCK, stride);
-            _tile_loadd(6, codes, PLANE);
-            _tile_loadd(7, codes + 64, PLANE);
-            _tile_dpbsud(0, 4, 6);
-            _tile_dpbsud(1, 5, 6);
-            _tile_dpbsud(2, 4, 7);
-            _tile_dpbsud(3, 5, 7);
-            _tile_stored(0, sums[0], 64);
-            _tile_stored(1, sums[1], 64);
-            _tile_stored(2, sums[2], 64);
-            _tile_stored(3, sums[3], 64);
-            for (int r = 0; r < AMX_ROWS; r++) {
-                const xblock *m = k->meta + (row + r) * k->blocks + b;
-                for (int c = 0; c < 2; c++) {
-                    const int64_t lane = (b * halves + h) * TILE + c * VW;
-                    float *part = k->part + (row + r) * TILE + c * VW;
-                    vdot sum = {vi_load(sums[2 * c][r]), vi_load(sums[2 * c + 1][r]) + vi_set1(has_min ? 0 : m->start[h])};
-                    vf acc = vf_fma(dot_value(sum), vf_load(k->scale + lane) * vf_set1(m->scale), vf_load(part));
-                    if (has_min) acc = vf_fma(vf_load(k->min + lane), vf_set1(m->sums[h]), acc);
-                    vf_store(part, acc);
-                }
-            }
+    _tile_zero(0);
+    _tile_zero(1);
+    if (digits) {
+        const uint8_t *codes = k->codes + group * AMX_GROUP;
+        x += group * (2 * XBYTES / halves);
+        _tile_loadd(4, x, k->x_stride);
+        _tile_loadd(6, codes, PLANE);
+        _tile_loadd(7, codes + 64, PLANE);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (halves == 1) {
+            _tile_loadd(5, x + 64, k->x_stride);
+            _tile_dpbf16ps(0, 5, 6);
+            _tile_dpbf16ps(1, 5, 7);
         }
+        _tile_stored(0, to[0], 64);
+        _tile_stored(1, to[1], 64);
+        return;
+    }
+    const int quads = 8 / halves;
+    const uint8_t *codes = k->codes + group * quads * PLANE;
+    x += group / halves * XBYTES + group % halves * 4 * quads;
+    _tile_zero(2);
+    _tile_zero(3);
+    _tile_loadd(4, x, k->x_stride);
+    _tile_loadd(5, x + BLOCK, k->x_stride);
+    _tile_loadd(6, codes, PLANE);
+    _tile_loadd(7, codes + 64, PLANE);
+    _tile_dpbsud(0, 4, 6);
+    _tile_dpbsud(1, 5, 6);
+    _tile_dpbsud(2, 4, 7);
+    _tile_dpbsud(3, 5, 7);
+    _tile_stored(0, to[0], 64);
+    _tile_stored(1, to[1], 64);
+    _tile_stored(2, to[2], 64);
+    _tile_stored(3, to[3], 64);
 }
 
-/* The first rows, as many as whole tiles hold; returns how many. */
-static int64_t chunk_amx_rows(const chunk *k, int64_t rows, int halves, int has_min)
+/* Adds a group's sums times its scales to those of four rows. */
+INLINE void amx_finish(const chunk *k, int64_t row, int64_t group, amx_sums sums, int at, const int digits, const int halves, const int has_min)
 {
-    int64_t row = 0;
-    if (!amx_on || rows < AMX_ROWS) return 0;
-    amx_configure(8 / halves);
-    for (; row + AMX_ROWS <= rows; row += AMX_ROWS) chunk_amx(k, row, halves, has_min);
+    const int64_t h = group % halves;
+    const xblock *meta = k->meta + row * k->meta_stride + group / halves;
+    float *part = k->part + row * TILE;
+    vf scale[2], min[2];
+    for (int c = 0; c < 2; c++) {
+        scale[c] = vf_load(k->scale + group * TILE + c * VW);
+        min[c] = has_min ? vf_load(k->min + group * TILE + c * VW) : scale[c];
+    }
+    for (int r = 0; r < 4; r++, meta += k->meta_stride, part += TILE) {
+        for (int c = 0; c < 2; c++) {
+            vf sum, acc = vf_load(part + c * VW);
+            if (digits) {
+                sum = vf_load((const float *)sums[c][at + r]);
+            } else {
+                vdot dot = {vi_load(sums[2 * c][at + r]), vi_load(sums[2 * c + 1][at + r])};
+                if (!has_min) dot.lo = dot.lo + vi_set1(meta->start[h]);
+                sum = dot_value(dot);
+            }
+            acc = vf_fma(sum, scale[c] * vf_set1(meta->scale), acc);
+            if (has_min) acc = vf_fma(min[c], vf_set1(meta->sums[h]), acc);
+            vf_store(part + c * VW, acc);
+        }
+    }
+}
+
+/* While four rows of a group are finished, tiles compute the next group. */
+INLINE void chunk_amx(const chunk *k, int64_t rows, const int digits, const int halves, const int has_min)
+{
+    _Alignas(64) amx_sums sums[2];
+    const int64_t groups = k->count * halves, steps = rows / AMX_ROWS * groups;
+    amx_dots(k, k->x, 0, digits, halves, sums[0]);
+    for (int64_t step = 0, row = 0, group = 0; step < steps; step++) {
+        const int64_t next_group = group + 1 < groups ? group + 1 : 0, next_row = next_group ? row : row + AMX_ROWS;
+        if (step + 1 < steps) amx_dots(k, k->x + next_row * k->x_stride, next_group, digits, halves, sums[(step + 1) & 1]);
+        for (int i = 0; i < AMX_ROWS; i += 4) amx_finish(k, row + i, group, sums[step & 1], i, digits, halves, has_min);
+        row = next_row;
+        group = next_group;
+    }
+}
+
+/* The first rows, as many as whole tiles hold; returns how many. Digits fill their last tile, and rows past the end of part are written. */
+static int64_t chunk_amx_rows(const chunk *k, int64_t rows, int digits, int halves, int has_min)
+{
+    rows = digits ? round_up(rows, AMX_ROWS) : rows - rows % AMX_ROWS;
+    if (!amx_on || !rows) return 0;
+    amx_configure(digits, halves);
+    switch (digits * 4 + (halves == 2) * 2 + !!has_min) {
+    case 0: chunk_amx(k, rows, 0, 1, 0); break;
+    case 1: chunk_amx(k, rows, 0, 1, 1); break;
+    case 2: chunk_amx(k, rows, 0, 2, 0); break;
+    case 3: chunk_amx(k, rows, 0, 2, 1); break;
+    case 4: chunk_amx(k, rows, 1, 1, 0); break;
+    case 5: chunk_amx(k, rows, 1, 1, 1); break;
+    case 6: chunk_amx(k, rows, 1, 2, 0); break;
+    default: chunk_amx(k, rows, 1, 2, 1); break;
+    }
     _tile_release();
-    return row;
+    return rows;
+}
+
+/* part [rows][32] = sums of rows row.. of x against a tile, of digits */
+static void tile_digits(const product *p, int64_t tile, int64_t row, int64_t rows, float *part)
+{
+    const ll_weight *w = p->w;
+    const int halves = halves_of(w), has_min = w->min_kind != NUM_NONE;
+    const uint8_t *at = w->data + tile * w->tile_bytes;
+    _Alignas(64) uint8_t codes[AMX_GROUPS * AMX_GROUP];
+    _Alignas(64) float scale[AMX_GROUPS * TILE], min[AMX_GROUPS * TILE];
+    _Alignas(64) uint16_t digits[64];
+    int32_t values[64];
+    code_values(w, values);
+    for (int i = 0; i < 64; i++) digits[i] = (uint16_t)(bits_f32((float)values[i]) >> 16);
+    memset(part, 0, (size_t)round_up(rows, AMX_ROWS) * TILE * 4);
+    for (int64_t first = 0, step = AMX_GROUPS / halves; first < w->blocks; first += step) {
+        const int64_t count = w->blocks - first < step ? w->blocks - first : step;
+        widen_digits(w, at + w->at_codes + first * w->block_bytes, count, digits, codes);
+        expand_scales(w, at, first, count, scale, min);
+        const chunk k = {codes, scale, min, count, p->a->planes + row * p->a->x_stride + first * x_bytes(X_DIGITS),
+                         p->a->meta + row * p->a->meta_stride + first, p->a->x_stride, p->a->meta_stride, part};
+        chunk_amx_rows(&k, rows, 1, halves, has_min);
+        const uint8_t *next = at + w->at_codes + (first + count) * w->block_bytes;
+        for (int64_t i = 0; i < step * w->block_bytes; i += 64) __builtin_prefetch(next + i, 0, 2);
+    }
 }
 #else
-static int64_t chunk_amx_rows(const chunk *k, int64_t rows, int halves, int has_min)
+static int digits_are_exact(const ll_weight *w) { return (void)w, 0; }
+static void tile_digits(const product *p, int64_t tile, int64_t row, int64_t rows, float *part) { (void)p, (void)tile, (void)row, (void)rows, (void)part; }
+static int64_t chunk_amx_rows(const chunk *k, int64_t rows, int digits, int halves, int has_min)
 {
-    (void)k, (void)rows, (void)halves, (void)has_min;
+    (void)k, (void)rows, (void)digits, (void)halves, (void)has_min;
     return 0;
 }
 #endif

@@ -18,7 +18,7 @@ INLINE void tile_float_one(const product *p, int64_t tile, int64_t row, const in
     const uint8_t *at = w->data + tile * w->tile_bytes, *codes = at + w->at_codes, *fetch = at + AHEAD(code);
     const int64_t step = round_up(w->tile_bytes / w->blocks, 64);
     const float *x = p->a->floats + row * p->a->stride;
-    const xblock *meta = p->a->meta + row * w->blocks;
+    const xblock *meta = p->a->meta + row * p->a->meta_stride;
     const vlut table = lut_load(w->table);
     const vf zero = quad_zero(w);
     _Alignas(64) chunk_floats scale, min;
@@ -191,7 +191,7 @@ static void tile_float(const product *p, int64_t tile, int64_t row, int64_t rows
         expand_scales(w, at, first, count, scale, min);
         (halves == 2 ? has_min ? chunk_float_half_min : chunk_float_half_zero : has_min ? chunk_float_min : chunk_float_zero)(
             q, scale, min, count, p->a->floats + row * p->a->stride + first * BLOCK, p->a->stride,
-            p->a->meta + row * w->blocks + first, w->blocks, part, rows);
+            p->a->meta + row * p->a->meta_stride + first, p->a->meta_stride, part, rows);
     }
     for (int64_t r = 0; r < rows; r++) store_tile(p, tile, row + r, part + r * TILE);
 }

@@ -16,8 +16,9 @@ INLINE void tile_few(const product *p, int64_t tile, int64_t row, const int rows
     const ll_weight *w = p->w;
     const uint8_t *at = w->data + tile * w->tile_bytes, *codes = at + w->at_codes;
     const int64_t blocks = w->blocks, bytes = block_bytes_of[code];
-    const uint8_t *x = p->a->planes + row * blocks * XBYTES;
-    const xblock *meta = p->a->meta + row * blocks;
+    const int64_t x_stride = p->a->x_stride, meta_stride = p->a->meta_stride;
+    const uint8_t *x = p->a->planes + row * x_stride;
+    const xblock *meta = p->a->meta + row * meta_stride;
     const vlut table = lut_load(w->table);
     const uint8_t *fetch = at + (code == CODE_8 && row ? w->tile_bytes : AHEAD(code)); /* the tile is in the cache for later rows */
     const int64_t step = round_up(w->tile_bytes / blocks, 64);
@@ -38,11 +39,11 @@ INLINE void tile_few(const product *p, int64_t tile, int64_t row, const int rows
                     for (int c = 0; c < COLS; c++) q[j][c] = code_byte(q[j][c]);
                 for (int h = 0; h < halves; h++) {
                     for (int r = 0; r < rows; r++) {
-                        const xblock *m = meta + r * blocks;
+                        const xblock *m = meta + r * meta_stride;
                         vdot d[COLS];
                         for (int c = 0; c < COLS; c++) d[c] = dot_start(has_min ? 0 : m->start[h]);
                         for (int j = h * 4; j < (halves == 1 ? 8 : h * 4 + 4); j++)
-                            for (int c = 0; c < COLS; c++) dot_quad(&d[c], q[j][c], x + r * blocks * XBYTES, j);
+                            for (int c = 0; c < COLS; c++) dot_quad(&d[c], q[j][c], x + r * x_stride, j);
                         for (int c = 0; c < COLS; c++) {
                             const int64_t lane = (b * halves + h) * TILE + (v + c) * VW;
                             const int64_t place = (first + b) * TILE + (v + c) * VW;
@@ -69,8 +70,8 @@ INLINE void tile_few(const product *p, int64_t tile, int64_t row, const int rows
 
 INLINE void chunk_int(const chunk *k, int64_t row, const int rows, const int halves, const int has_min)
 {
-    const uint8_t *x = k->x + row * k->blocks * XBYTES;
-    const xblock *meta = k->meta + row * k->blocks;
+    const uint8_t *x = k->x + row * k->x_stride;
+    const xblock *meta = k->meta + row * k->meta_stride;
     for (int v = 0; v < NV; v += COLS) {
         float *part = k->part + row * TILE + v * VW;
         vf acc[ROWS][COLS];
@@ -80,20 +81,20 @@ INLINE void chunk_int(const chunk *k, int64_t row, const int rows, const int hal
             for (int h = 0; h < halves; h++) {
                 wide_dot sum[ROWS][COLS];
                 for (int r = 0; r < rows; r++)
-                    for (int c = 0; c < COLS; c++) sum[r][c] = wide_start(MANY_PAIRS || has_min ? 0 : meta[r * k->blocks + b].start[h]);
+                    for (int c = 0; c < COLS; c++) sum[r][c] = wide_start(MANY_PAIRS || has_min ? 0 : meta[r * k->meta_stride + b].start[h]);
                 for (int j = h * 4; j < (halves == 1 ? 8 : h * 4 + 4); j++) {
                     const uint8_t *quad = k->codes + b * WIDE_BLOCK + (j * QUADS * TILE + v * VW) * 4;
                     for (int i = 0; i < QUADS; i++) {
                         vi q[COLS];
                         for (int c = 0; c < COLS; c++) q[c] = vi_load(quad + (i * TILE + c * VW) * 4);
-                        for (int r = 0; r < rows; r++) dot_unpacked(sum[r], q, x + (r * k->blocks + b) * XBYTES, j, i);
+                        for (int r = 0; r < rows; r++) dot_unpacked(sum[r], q, x + r * k->x_stride + b * XBYTES, j, i);
                     }
                 }
                 for (int c = 0; c < COLS; c++) {
                     const int64_t lane = (b * halves + h) * TILE + (v + c) * VW;
                     vf scale = vf_load(k->scale + lane), min = has_min ? vf_load(k->min + lane) : scale;
                     for (int r = 0; r < rows; r++) {
-                        const xblock *m = meta + r * k->blocks + b;
+                        const xblock *m = meta + r * k->meta_stride + b;
                         acc[r][c] = vf_fma(wide_value(sum[r][c]), scale * vf_set1(m->scale), acc[r][c]);
                         if (has_min) acc[r][c] = vf_fma(min, vf_set1(m->sums[h]), acc[r][c]);
                     }
@@ -170,6 +171,10 @@ static void widen_chunk(const ll_weight *w, const uint8_t *codes, int64_t count,
 /* part [rows][32] = sums of rows row.. of x against a tile */
 static void tile_sums(const product *p, int64_t tile, int64_t row, int64_t rows, float *part)
 {
+    if (p->a->form == X_DIGITS) {
+        tile_digits(p, tile, row, rows, part);
+        return;
+    }
     const ll_weight *w = p->w;
     const int halves = halves_of(w), has_min = w->min_kind != NUM_NONE;
     const uint8_t *at = w->data + tile * w->tile_bytes;
@@ -180,9 +185,9 @@ static void tile_sums(const product *p, int64_t tile, int64_t row, int64_t rows,
         int64_t count = w->blocks - first < CHUNK_W ? w->blocks - first : CHUNK_W;
         widen_chunk(w, at + w->at_codes + first * w->block_bytes, count, codes);
         expand_scales(w, at, first, count, scale, min);
-        chunk k = {codes, scale, min, count, p->a->planes + (row * w->blocks + first) * XBYTES,
-                   p->a->meta + row * w->blocks + first, w->blocks, part};
-        const int64_t done = chunk_amx_rows(&k, rows, halves, has_min);
+        chunk k = {codes, scale, min, count, p->a->planes + row * p->a->x_stride + first * XBYTES,
+                   p->a->meta + row * p->a->meta_stride + first, p->a->x_stride, p->a->meta_stride, part};
+        const int64_t done = chunk_amx_rows(&k, rows, 0, halves, has_min);
         (halves == 2 ? has_min ? chunk_int_half_min : chunk_int_half_zero : has_min ? chunk_int_min : chunk_int_zero)(&k, done, rows);
         /* what comes next is fetched while the many rows are computed */
         const uint8_t *next = at + w->at_codes + (first + count) * w->block_bytes;
@@ -266,6 +271,16 @@ static void (*few_rows(const ll_weight *w, int64_t m))(const product *, int64_t,
     case CODE_3: return half && !min ? few_3_half : NULL;
     default: return NULL;
     }
+}
+
+/* How a product of integers with m rows takes them. */
+static int x_form(const ll_weight *w, int64_t m)
+{
+    if (few_rows(w, m)) return X_PLANES;
+#if LL_AMX
+    if (amx_on && m >= AMX_ROWS / 2 && digits_are_exact(w)) return X_DIGITS;
+#endif
+    return MANY_PAIRS ? X_PAIRS : X_PLANES;
 }
 
 static void int_tiles(void *arg, int64_t begin, int64_t end, int thread)

@@ -17,13 +17,6 @@
  * bandwidth: against 1024 for bytes and 16384 for narrow codes a token of smollm2 takes 5 %, of gemma3-270m 8 % less;
  * 1024 for all 28 and 13 % more). */
 #define AHEAD(code) (code_is_float(code) ? 1024 : (code) == CODE_8 ? 4096 : 8192)
-#if defined(__AMX_TILE__) && defined(__AMX_INT8__) && VW == 16 && LL_VNNI
-#define LL_AMX 1
-static int amx_on; /* after its self-test */
-#else
-#define LL_AMX 0
-#endif
-#define AMX_ROWS 16
 #define SLAB 128               /* rows of x that share one unpacking */
 
 typedef struct {
@@ -40,12 +33,12 @@ typedef struct {
 #define WIDE_BLOCK (QUADS * 8 * PLANE) /* bytes of an unpacked block: [quads][32 lanes] */
 
 typedef struct {
-    const uint8_t *codes;        /* unpacked */
+    const uint8_t *codes;        /* unpacked; for digits as bfloat16 */
     const float *scale, *min;
     int64_t count;               /* blocks in the chunk */
     const uint8_t *x;            /* the first row's first block of the chunk */
     const xblock *meta;
-    int64_t blocks;              /* between rows of x */
+    int64_t x_stride, meta_stride; /* bytes and blocks between rows of x */
     float *part;                 /* [rows][32] sums so far */
 } chunk;
 

@@ -325,7 +325,7 @@ INLINE vi vi_bcast(const uint8_t *p) { int32_t x; memcpy(&x, p, 4); return vi_se
 #endif
 /* Many rows of x meet codes that were widened once. As 16-bit pairs they need as many dot products as two planes of bytes,
  * but one sum, which nothing is left to be done to (Zen 4, prefill of 512: 2 to 3 %). AMX has products of bytes. */
-#if LL_VNNI && (VW != 16 || (defined(__AMX_TILE__) && defined(__AMX_INT8__)))
+#if LL_VNNI && (VW != 16 || (defined(__AMX_TILE__) && defined(__AMX_INT8__) && defined(__AMX_BF16__)))
 #define MANY_PAIRS 0
 #else
 #define MANY_PAIRS 1

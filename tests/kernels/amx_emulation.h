@@ -9,6 +9,7 @@
 #undef _tile_loadd
 #undef _tile_stored
 #undef _tile_dpbsud
+#undef _tile_dpbf16ps
 
 static _Thread_local struct {
     uint8_t config[64];
@@ -37,6 +38,25 @@ static inline void _tile_dpbsud(int c, int a, int b)
             memcpy(&sum, emulated.tile[c][m] + 4 * n, 4);
             for (int k = 0; k < emulated_rows(b); k++)
                 for (int i = 0; i < 4; i++) sum += (int8_t)emulated.tile[a][m][4 * k + i] * emulated.tile[b][k][4 * n + i];
+            memcpy(emulated.tile[c][m] + 4 * n, &sum, 4);
+        }
+}
+static inline void _tile_dpbf16ps(int c, int a, int b)
+{
+    for (int m = 0; m < emulated_rows(c); m++)
+        for (int n = 0; n < emulated_bytes(c) / 4; n++) {
+            float sum;
+            memcpy(&sum, emulated.tile[c][m] + 4 * n, 4);
+            for (int k = 0; k < emulated_rows(b); k++)
+                for (int i = 0; i < 2; i++) {
+                    uint32_t left = 0, right = 0;
+                    float x, y;
+                    memcpy((uint8_t *)&left + 2, emulated.tile[a][m] + 4 * k + 2 * i, 2);
+                    memcpy((uint8_t *)&right + 2, emulated.tile[b][k] + 4 * n + 2 * i, 2);
+                    memcpy(&x, &left, 4);
+                    memcpy(&y, &right, 4);
+                    sum += x * y;
+                }
             memcpy(emulated.tile[c][m] + 4 * n, &sum, 4);
         }
 }
