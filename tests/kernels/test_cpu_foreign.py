@@ -161,7 +161,8 @@ def library(path: Path, *extra: str) -> ctypes.CDLL:
 
 
 def test_amx_in_emulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    emulated = ("-D__AMX_TILE__", "-D__AMX_INT8__", "-D__AMX_BF16__", "-DLL_AMX_EMULATED", "-include", str(HERE / "amx_emulation.h"))
+    emulated = (*(f"-D__AMX_{name}__" for name in ("TILE", "INT8", "BF16")), "-DLL_AMX_EMULATED")
+    emulated += ("-include", str(HERE / "amx_emulation.h"))
     tiles, plain = library(tmp_path / "tiles.so", *emulated), build.lib()
     assert tiles.ll_amx() == 1
     for name, weight in weights().items():
