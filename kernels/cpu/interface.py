@@ -11,6 +11,7 @@ from ..kv_pages import KV_DTYPES, KVPages
 
 PAGES = struct.Struct("@4P5q")  # `kv_pages`, packed anew for every call, which costs less than a ctypes structure.
 DELTA = struct.Struct("@9P6q")  # `delta_job`
+SPACE = struct.Struct("@9P5q")  # `space_job`
 ATTENTION = struct.Struct("@6P4q2f")  # `ll_attention_args` is PAGES and this.
 KV_TARGET = struct.Struct("@P")  # `kv_target` is PAGES and this.
 STEP = struct.Struct("@2q3P")  # `ll_step` is this and a kv_target.
@@ -167,6 +168,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ll_rope": (None, (c_void_p, *[c_int64] * 4, c_void_p, c_void_p, c_int64, c_int64, c_void_p)),
     "ll_kv_write": (None, (c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p)),
     "ll_delta_rule": (None, (c_void_p, c_int64)),
+    "ll_state_space": (None, (c_void_p, c_int64)),
     "ll_decoder": (c_int64, (c_void_p, c_void_p, c_void_p)),
     "ll_attn_in": (c_int64, (c_void_p, c_void_p, c_void_p, c_void_p)),
     "ll_attn_out": (c_int64, (c_void_p, c_void_p, c_int64, c_void_p)),

@@ -15,7 +15,7 @@ from ..kv_pages import KVPages
 from ..registry import Impl, OpFacts
 from . import linear, segments
 from .build import lib, library
-from .interface import DELTA, KV_TARGET, pack_pages
+from .interface import DELTA, KV_TARGET, SPACE, pack_pages
 
 LARGEST_HEAD = 512
 
@@ -156,7 +156,23 @@ def delta_rule(
     return out
 
 
-_ROW_WISE = (rms_norm, silu_mul, gelu_tanh_mul, rope, delta_rule, segments.mlp, segments.experts, segments.head)
+def state_space(
+    x: Tensor, b: Tensor, c: Tensor, steps: Tensor, decay: Tensor, state: Tensor, slots: Tensor, cu_query_lens: Tensor
+) -> Tensor:
+    """As `recurrent.state_space`; a slot's numbers must lie together."""
+    if not state[0].is_contiguous():
+        raise ValueError("the states of a slot must be contiguous")
+    given = [_checked(part, "inputs").contiguous() for part in (x, b, c, steps, (steps * decay).exp())]
+    slots, starts = slots.contiguous(), cu_query_lens.contiguous()
+    out = torch.empty(x.shape)
+    places = (part.data_ptr() for part in (*given, _checked(state, "state"), out, slots, starts))
+    sizes = state.stride(0), x.shape[1], b.shape[1], x.shape[2], b.shape[2]
+    lib().ll_state_space(SPACE.pack(*places, *sizes), slots.shape[0])
+    return out
+
+
+_RECURRENT = (delta_rule, state_space)
+_ROW_WISE = (rms_norm, silu_mul, gelu_tanh_mul, rope, *_RECURRENT, segments.mlp, segments.experts, segments.head)
 _WITH_PAGES = (
     kv_write, paged_attention, segments.attn_in, segments.attention, segments.attn_out, segments.decoder, segments.step,
 )  # fmt: skip
