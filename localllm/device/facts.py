@@ -31,6 +31,9 @@ class GpuProcess:
     name: str = ""
 
 
+PCIE_LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}  # bytes per second of one lane
+
+
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
     """One NVIDIA GPU, in the order CUDA would number them with CUDA_DEVICE_ORDER=PCI_BUS_ID."""
@@ -56,6 +59,11 @@ class GpuFacts:
     mig: bool = False  # cut into instances
     display: bool | None = None  # whether a screen is attached to it
     processes: tuple[GpuProcess, ...] = ()
+
+    @property
+    def link_bytes_s(self) -> float:
+        """Bytes per second that the lanes in use carry; 0 when not known."""
+        return PCIE_LANE.get(self.pcie_gen_max, 0.0) * self.pcie_width
 
     @property
     def has_bf16(self) -> bool:

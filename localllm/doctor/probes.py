@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from localllm.device import GpuFacts, read_bandwidth
-from localllm.device.facts import MachineFacts
+from localllm.device.facts import PCIE_LANE, MachineFacts
 from localllm.errors import InternalError
 from localllm.hub.local import scan
 from localllm.interface import Check
@@ -31,7 +31,6 @@ ANSWER_S = 60.0
 READ_BYTES = 1 << 30
 READ_S = 3.0
 PIECE = 8 << 20
-PCIE_LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}  # bytes per second of one lane
 GOOD_SHARE = {"bw.vram": 0.75, "bw.h2d": 0.55}  # of what is on the box; a copy never reaches all of it
 
 Tell = Callable[[str], None]

@@ -24,7 +24,7 @@ GPU_CLASSES = (6 * GIB, 8 * GIB, 12 * GIB, 16 * GIB, 24 * GIB, 32 * GIB, 48 * GI
 
 NEWER = "a newer localllm"
 
-Row = TypeVar("Row", "Shape", "Candidate", "Starter")
+Row = TypeVar("Row", "Shape", "Mixture", "Candidate", "Starter")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,17 @@ class Shape:
         return 4 * self.kv_heads * self.head_dim * self.window * (self.layers - self.windows.count(None))
 
 
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """The experts of a model: how many a layer has and a token goes through, their sizes, and the layers with some."""
+
+    num: int
+    top_k: int
+    inner: int
+    width: int  # of what they read: the hidden size, or that of the latent in its place
+    layers: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
     """One way to have one model: a repository and the files in it. The fields are those of catalog.toml."""
@@ -86,6 +97,7 @@ class Candidate:
     verified: bool = False  # its size and its repository were read in a source
     shape: Shape | None = None  # None for models this version cannot run
     layers: int = 0  # of a model without a shape
+    experts: Mixture | None = None
     quant_method: str = ""  # as in config.json's quantization_config: modelopt, compressed-tensors, ...; "" for none
     draft: bool = False  # the files hold a head that drafts tokens (multi-token prediction)
 
@@ -419,6 +431,8 @@ def read_candidate(model: Mapping[str, Any], file: Mapping[str, Any]) -> Candida
     if sizes := row.pop("shape", None):
         shape = _checked(Shape(*[*sizes, tied, *window]))
         row |= {"shape": shape, "kv_bytes_per_token": shape.kv_per_token, "kv_fixed_bytes": shape.kv_fixed}
+    if sizes := row.pop("experts", None):
+        row["experts"] = _checked(Mixture(*sizes))
     return _checked(Candidate(**row))
 
 

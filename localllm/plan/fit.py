@@ -15,7 +15,7 @@ from localllm.errors import LocalLLMError
 from localllm.hub import catalog
 from localllm.models.architectures import open_model
 from localllm.models.architectures.facts import ModelFacts, repeated
-from localllm.models.architectures.layers import Dense, LayerFacts
+from localllm.models.architectures.layers import Dense, Experts, LayerFacts
 from localllm.models.architectures.mixers import Attention, RopeFacts
 from localllm.plan.placement import chosen_device
 from localllm.plan.plan import Plan
@@ -27,6 +27,7 @@ MIN_CTX = 2048  # tokens of context that must fit
 GENERAL = ("qwen", "gemma", "llama", "mistral", "gpt-oss", "phi", "smollm")
 RANK_COST = 0.08  # of `worth`, for each step down the order of kinds of weights
 MIXED_WORTH = 0.5  # of `worth`, more for a mixture of experts where CPU and GPU share memory: it is large and slow
+DIVIDED_COST = 1.0  # of `worth`, where experts stay in host memory: they fill it, and the pace was measured on no card
 GPU_ONLY = "runs on a GPU only"
 STATE_WINDOW = 1024  # tokens that what a sequence keeps at any length is counted as
 # compute capability and up -> kinds of weights of those that fit and are fast enough, the best first: eight bits cost
@@ -53,10 +54,15 @@ def facts_of(candidate: catalog.Candidate) -> ModelFacts | None:
         layers = repeated(LayerFacts(attention, Dense(shape.intermediate)), shape.windows)
         hidden, vocab, tied = shape.hidden, shape.vocab, shape.tied
     elif candidate.layers:
-        hidden, vocab, tied = 4096, 150_000, candidate.params < 5e9
+        mixture = candidate.experts
+        hidden, vocab, tied = mixture.width if mixture else 4096, 150_000, candidate.params < 5e9
         own = _keeping(-(-candidate.kv_bytes_per_token // (4 * candidate.layers)), None)
+        layers = (own,) * candidate.layers
+        if mixture:
+            mixed = replace(own, ffn=Experts(mixture.num, mixture.top_k, mixture.inner))
+            layers = layers[mixture.layers :] + (mixed,) * mixture.layers
         rest = candidate.kv_fixed_bytes // (4 * (STATE_WINDOW + MIN_CTX))
-        layers = (own,) * candidate.layers + ((_keeping(rest, STATE_WINDOW),) if rest else ())
+        layers += (_keeping(rest, STATE_WINDOW),) if rest else ()
     else:
         return None
     return ModelFacts(
@@ -144,6 +150,7 @@ def preference(planner: Planner, made_before: Plans | None = None) -> Callable[[
         tps, ctx = (made.pace, made.max_ctx) if made else (by_size(candidate)[1], wish.context)
         stored = kind_of(candidate)
         extra = MIXED_WORTH if gpu and gpu.unified and 2 * candidate.active_params < candidate.params else 0.0
+        extra -= DIVIDED_COST if made and made.host_experts else 0.0
         extra -= RANK_COST * (order.index(stored) if stored in order else 0)
         return catalog.worth(candidate, tps, ctx, wish) + extra
 

@@ -110,18 +110,23 @@ class Planner:
         if not count or where.gpu is None or where.gpu.unified or self.options.experts == "device":
             return None
         have, margin = room_of(self.machine, None, 1.0)
+        formats = [memory for memory, _ in self._formats(where, facts)]
         low = count if self.options.experts == "host" else 1
         for enough in (SPLIT_CTX, USEFUL_CTX):
-            first = bisect_left(
-                range(low, count + 1),
-                True,
-                key=lambda some: (
-                    (made := self._on(where, facts, some)).fits and made.max_ctx >= min(facts.max_context, enough)
-                ),
-            )
-            made = self._on(where, facts, min(low + first, count))
-            if low + first <= count and made.host_bytes <= have - margin:
-                return made
+            wanted = min(facts.max_context, enough)
+            ctx = max(wanted, self.options.ctx) if isinstance(self.options.ctx, int) else wanted
+
+            def is_room(some: int, ctx: int = ctx) -> bool:
+                moved = (replace(memory, host_experts=some) for memory in formats)
+                return any(memory.sequence_bytes(ctx) <= memory.room(ctx) for memory in moved)
+
+            # with fewer no format leaves room; with as many perhaps not the one that is best
+            for some in range(low + bisect_left(range(low, count + 1), True, key=is_room), count + 1):
+                made = self._on(where, facts, some)
+                if made.fits and made.max_ctx >= wanted:
+                    if made.host_bytes <= have - margin:
+                        return made
+                    break
         return None
 
     def plan_within(self, facts: ModelFacts, path: Path | str = "") -> Plan:

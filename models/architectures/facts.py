@@ -150,8 +150,12 @@ def vector_shapes(layer: LayerFacts, hidden: int) -> dict[str, tuple[int, ...]]:
 
 
 def count_linear_params(facts: ModelFacts) -> int:
-    """Elements of all layers' linear modules."""
-    return sum(n * k for layer in facts.layers for n, k in linear_shapes(layer, facts.hidden_size).values())
+    """Elements of all layers' linear modules. Equal layers are mostly one object, and counted once."""
+    kinds = {id(layer): layer for layer in facts.layers}
+    each = {
+        key: sum(n * k for n, k in linear_shapes(layer, facts.hidden_size).values()) for key, layer in kinds.items()
+    }
+    return sum(each[id(layer)] for layer in facts.layers)
 
 
 def idle_experts(facts: ModelFacts) -> dict[str, int]:
