@@ -84,13 +84,15 @@ def mixture(x: Tensor, asked: Tensor, weights: ExpertsWeights, activate: Callabl
         if count == 0:
             continue
         end = start + count
-        if away is not None and expert in away:
-            given = away.given(expert, start, end)
+        side = away if away is not None and expert in away else None
+        if side is not None and not side.experts.streams(count):
+            given = side.given(expert, start, end)
         else:
-            hidden = weights.gate_up[expert](seen[rows[start:end]])
+            gate_up, down = (weights.gate_up[expert], weights.down[expert]) if side is None else side.lent(expert)
+            hidden = gate_up(seen[rows[start:end]])
             if weights.limit is not None:
                 hidden = cut_off(hidden, weights.limit)
-            given = weights.down[expert](activate(hidden)).float()
+            given = down(activate(hidden)).float()
         total.index_add_(0, rows[start:end], given * shares[start:end])
         start = end
     return total if weights.latent_out is None else weights.latent_out(total.to(x.dtype)).float()

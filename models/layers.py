@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,10 +93,17 @@ class LayerReader:
         weight = self.reader.encoded(self.start + module, weight)
         return Linear((self.reader.prepare(layer_class, weight, None),))
 
-    def linear(self, layer_class: str, *modules: str, order: Tensor | None = None) -> Linear:
-        """Modules that are multiplied with the same rows, as one. `order`: of a single module's outputs."""
+    def linear(
+        self, layer_class: str, *modules: str, order: Tensor | None = None, on_host: bool | None = None
+    ) -> Linear:
+        """Modules that are multiplied with the same rows, as one.
+
+        order    of a single module's outputs
+        on_host  whether they lie in host memory; None: as it is planned
+        """
         names, shapes = [self.start + module for module in modules], [self._shapes[module] for module in modules]
-        on_host = expert_of(modules[0]) in self.host
+        if on_host is None:
+            on_host = expert_of(modules[0]) in self.host
         return self.reader.linear(layer_class, names, shapes, on_host=on_host, order=order)
 
 
@@ -264,12 +272,12 @@ def _dense(layer: LayerReader, facts: Dense) -> MlpWeights:
 def _experts(layer: LayerReader, facts: Experts) -> ExpertsWeights:
     bias = "mlp.gate.e_score_correction_bias"
     shared = [f"mlp.shared_expert.{name}" for name in facts.shared_inputs]
-    experts = [f"mlp.experts.{number}." for number in range(facts.num_experts)]
+    gate_up, down = zip(*(_expert(layer, facts, number) for number in range(facts.num_experts)), strict=True)
     return ExpertsWeights(
         norm=layer.norm(APART_NORMS[0]) if facts.apart else layer.norm_if(layer.norms.before_ffn),
         router=layer.linear("router", "mlp.gate"),
-        gate_up=tuple(layer.linear("experts_gate_up", *(one + name for name in facts.inputs)) for one in experts),
-        down=tuple(layer.linear("experts_down", f"{one}down_proj") for one in experts),
+        gate_up=gate_up,
+        down=down,
         top_k=facts.top_k,
         router_kind=facts.router,
         activation=facts.act,
@@ -290,6 +298,13 @@ def _experts(layer: LayerReader, facts: Experts) -> ExpertsWeights:
         latent_in=layer.linear("latent", "mlp.latent_in") if facts.latent else None,
         latent_out=layer.linear("latent", "mlp.latent_out") if facts.latent else None,
     )
+
+
+def _expert(layer: LayerReader, facts: Experts, number: int, on_host: bool | None = None) -> tuple[Linear, Linear]:
+    """What gate and up of one expert are, and what takes their product back."""
+    start = f"mlp.experts.{number}."
+    gate_up = layer.linear("experts_gate_up", *(start + name for name in facts.inputs), on_host=on_host)
+    return gate_up, layer.linear("experts_down", f"{start}down_proj", on_host=on_host)
 
 
 def _apart(layer: LayerReader) -> ApartNorms:
@@ -326,4 +341,7 @@ def load_layer(reader: Reader, index: int) -> DecoderLayer:
     """Read layer `index`, and let each of its products choose its implementation."""
     layer = LayerReader(reader, index)
     mixer, ffn = layer.facts.mixer, layer.facts.ffn
-    return DecoderLayer(_KINDS[type(mixer)](layer, mixer), split(_KINDS[type(ffn)](layer, ffn), layer.host, reader))
+    weights = _KINDS[type(ffn)](layer, ffn)
+    if isinstance(ffn, Experts) and layer.host:
+        weights = split(weights, layer.host, reader, partial(_expert, layer, ffn))
+    return DecoderLayer(_KINDS[type(mixer)](layer, mixer), weights)

@@ -70,7 +70,9 @@ class Predictor:
 
 
 class Model:
-    """A decoder. Made by `loader.load_model`; nothing in it changes afterwards but the growing RoPE tables."""
+    """A decoder. Made by `loader.load_model`; nothing in it changes afterwards but growing RoPE tables, and where
+    experts lie: see `exchange`.
+    """
 
     def __init__(
         self,
@@ -220,6 +222,21 @@ class Model:
         """Of each layer that has some, the experts in host memory; `weight_bytes` counts none of them."""
         ffns = (layer.ffn for layer in self.layers)
         return tuple(ffn.host for ffn in ffns if isinstance(ffn, ExpertsWeights) and ffn.host is not None)
+
+    def exchange(self, layer: int, comes: int, goes: int) -> None:
+        """Between steps: bring an expert of a layer from host memory to the device, and another one back."""
+        ffn = self.layers[layer].ffn
+        assert isinstance(ffn, ExpertsWeights) and ffn.host is not None
+        products = zip((ffn.gate_up, ffn.down), ffn.host.exchange(comes, goes), strict=True)
+        empty = Linear(())
+        gate_up, down = (
+            tuple(given if number == comes else empty if number == goes else one for number, one in enumerate(each))
+            for each, given in products
+        )
+        changed = replace(self.layers[layer], ffn=replace(ffn, gate_up=gate_up, down=down))
+        self.layers = (*self.layers[:layer], changed, *self.layers[layer + 1 :])
+        call = changed.mixer, changed.ffn, self._calls[layer][2]
+        self._calls = (*self._calls[:layer], call, *self._calls[layer + 1 :])
 
     @property
     def num_kinds(self) -> int:

@@ -41,6 +41,7 @@ class LoadOptions:
     # by layer, the experts that stay in host memory and are computed by the CPU: see `models.placement`
     host_experts: tuple[frozenset[int], ...] = ()
     predictor: bool = False  # whether the head that predicts tokens is loaded, too, where the model has one
+    stream_rows: int = 0  # one of them with so many rows in a step is computed on the device; 0: none is
     disabled: frozenset[str] = frozenset()  # keys ("op:name") of implementations that failed their self-test
     selftest: SelfTest | None = None  # tries every kernel that is chosen, on the shapes of this model; None trusts them
     progress: Callable[[int, int], None] | None = None  # called with (stored bytes done, of how many)
@@ -230,6 +231,8 @@ class Reader:
 
     def count(self, stored_as: str) -> None:
         """Report the tensors of a module as done."""
+        if stored_as in self._counted:  # an expert that is read anew
+            return
         self._counted.add(stored_as)
         self._advance(sum(self.checkpoint.tensors[name].nbytes for name in self._below.get(stored_as, ())))
 

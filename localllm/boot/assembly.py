@@ -22,6 +22,7 @@ from localllm.engine.speculation import AnyDrafter, Mode, Speculation
 from localllm.kernels.verify.selftest import SelfTest
 from localllm.models.kv_cache import KVCache
 from localllm.models.model import Model
+from localllm.models.placement import Mover
 from localllm.plan.plan import Plan
 
 log = logging.getLogger(__name__)
@@ -73,11 +74,14 @@ def assemble(
     budgets = {"drafts": plan.num_drafts, "num_slots": plan.num_slots}
     limits = SchedulerLimits(plan.max_parallel, plan.prefill_budget, whole=whole, **budgets)
     head = _head(model, plan, runner)
-    return Engine(
+    engine = Engine(
         runner, plan.num_pages, plan.ctx, limits, prefix_cache=plan.prefix_cache, check_invariants=check_invariants,
         largest_context=min(plan.max_ctx, model.facts.max_context),
         speculation=_speculation(plan, device, {"mtp": head, "draft": drafter}, bool(model.states)), adapters=adapters,
     )  # fmt: skip
+    if plan.host_experts and not plan.deterministic:  # both sides round otherwise
+        engine.between_steps = Mover(model)
+    return engine
 
 
 def _speculation(

@@ -294,12 +294,18 @@ class Boot:
         layers = self._model.host_experts
         size = gib(sum(one.nbytes for one in layers), 1)
         words = f"{self.plan.host_experts} of {count} experts a layer on the CPU ({size}), so no graphs"
-        chosen = sum(int(one.uses.sum()) for one in layers)
+        moved = [one.moved for one in layers]
+        chosen = sum(one.chosen for one in moved)
         if not chosen:
             return words
-        theirs = sum(int(one.uses[list(one.gate_up)].sum()) for one in layers)
-        moved = gib(sum(one.to_host + one.to_device for one in layers))
-        return f"{words}, {100 * theirs // chosen} % of the choices are theirs, {moved} moved"
+        hits = 100 * sum(one.on_device for one in moved) // chosen
+        words += f", {hits} % of the choices hit the device, {gib(sum(m.to_host + m.to_device for m in moved))} moved"
+        for count, what in (
+            (sum(m.streamed for m in moved), "streamed"),
+            (sum(m.exchanged for m in moved), "exchanged"),
+        ):
+            words += f", {gib(count)} of weights {what}" if count else ""
+        return words
 
     @property
     def _speculation_note(self) -> str:

@@ -87,6 +87,7 @@ class Engine:
         self._wake = threading.Condition()
         self._closing = False
         self._dead: Exception | None = None
+        self.between_steps: Callable[[], None] | None = None  # dropped where it fails
         self._thread: threading.Thread | None = None
         self._idle_jobs: deque[IdleJob] = deque()
         self._step_started = 0.0
@@ -279,8 +280,17 @@ class Engine:
             self._step_started = 0.0
             if self.store is not None and not self.stepper.runs_ahead:  # else copies would wait for the next step
                 self.store.after_step(step_s)
+            if self.between_steps is not None:
+                self._do_between_steps(self.between_steps)
         if self.check_invariants:
             self.scheduler.check_integrity()
+
+    def _do_between_steps(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except Exception:  # as of idle jobs
+            log.exception("a job between steps failed")
+            self.between_steps = None
 
     def _take_inbox(self) -> None:
         while self._inbox:

@@ -81,7 +81,7 @@ class Draft:
 
         with self._naming():
             context = min(options.context, self.facts.max_context)
-            own = replace(options, weights="", context=context, host_experts=(), predictor=False)
+            own = replace(options, weights="", context=context, host_experts=(), stream_rows=0, predictor=False)
             return load_model(self._checkpoint, own)
 
     def close(self) -> None:

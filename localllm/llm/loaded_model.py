@@ -211,6 +211,7 @@ class LoadedModel(AdaptedModel):
             weights=self.plan.quant,
             host_experts=uniform(self.facts, self.plan.host_experts),
             predictor=self.plan.speculation in ("auto", "mtp"),
+            stream_rows=self.plan.stream_rows,
             selftest=first_use(self.plan, self.machine),
             progress=self._on_weights,
         )
@@ -221,7 +222,8 @@ class LoadedModel(AdaptedModel):
         self.adapters = self._no_adapters()
         self._drafter = self._draft.load(options) if self._draft is not None and self.plan.draft_pages else None
         serve_torch(self._model.kernels, self.plan.threads)
-        self._checkpoint.close()  # nothing reads the files from here on
+        if not self.plan.host_experts:  # those are read anew when they change their places
+            self._checkpoint.close()  # nothing reads the files from here on
         if self._draft is not None:
             self._draft.close()
 
@@ -420,6 +422,7 @@ class LoadedModel(AdaptedModel):
 
                 speeds.remember(self.facts, self.plan, self.machine, tps)
             engine.close()
+        self._checkpoint.close()
         self._sleeping = None
         boot, model = self.__dict__.pop("boot", None), self.__dict__.pop("_model", None)
         if boot is not None:

@@ -148,6 +148,12 @@ class Memory:
         return int(away), int(away * top_k / count)
 
     @cached_property
+    def expert_bytes(self) -> int:
+        """Of one expert in host memory."""
+        layers = sum(isinstance(layer.ffn, Experts) for layer in self.facts.layers)
+        return self.host_and_read[0] // (self.host_experts * layers) if self.host_experts else 0
+
+    @cached_property
     def moved_per_token(self) -> tuple[float, float]:
         """Bytes of activations that go to the host for a decoded token, and from it; where all are chosen equally."""
         count, top_k = expert_counts(self.facts)
@@ -383,6 +389,7 @@ class Memory:
             "graphs": captured + sampler,
             "tables": rope_bytes(facts, ctx) + block_tables,
         }
+        terms["activations"] += 2 * self.expert_bytes  # one that comes, as it is stored and as it is multiplied
         if facts.gathers:  # PyTorch's attention, as on the CPU
             terms["activations"] += 4 * ctx * facts.num_kv_heads * facts.head_dim * 4 + 16 * MIB
         if self.where.gpu is not None and self.where.gpu.unified:  # what the process itself takes counts, too

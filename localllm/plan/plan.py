@@ -51,6 +51,7 @@ class Plan:
     host_experts: int = 0  # of each layer's experts, how many lie in host memory and are computed by the CPU
     host_bytes: int = 0  # weights there, beside `weight_bytes`
     host_read_bytes: int = 0  # of them read for one token, on average
+    stream_rows: int = 0  # one with so many rows of a step is computed on the device all the same; 0: none is
     quant: str = ""  # what linear layers become while loading; "" keeps them as they are stored
     graph_buckets: tuple[int, ...] = ()  # batch sizes whose decode step is captured as a CUDA graph
     work_terms: tuple[tuple[str, int], ...] = ()  # what `work_bytes` consists of

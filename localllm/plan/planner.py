@@ -194,6 +194,7 @@ class Planner:
         num_pages, num_slots, work = memory.num_pages(ctx), memory.num_slots(ctx), memory.work_terms(ctx)
         held, read = memory.weights_and_read
         have, margin = memory.have_and_margin
+        pace = self.measured.speeds.expected(memory, ctx)
         made = Plan(
             device=where.device,
             dtype=memory.dtype,
@@ -218,17 +219,18 @@ class Planner:
             margin_bytes=margin,
             have_bytes=have,
             max_ctx=memory.max_ctx,
-            **self.measured.speeds.expected(memory, ctx),
+            **pace,
             read_bytes=read,
             sequence_bytes=memory.sequence_bytes(ctx) + memory.least_slots * memory.slot_bytes,
             host_experts=memory.host_experts,
             host_bytes=memory.host_and_read[0],
             host_read_bytes=memory.host_and_read[1],
+            stream_rows=speeds.stream_rows(memory),
             quant=memory.quant,
             graph_buckets=memory.graph_buckets,
             work_terms=tuple(work.items()),
             idle=idle_card(machine, where.device),
-            reasons=tuple(_reasons(memory, why, self.measured.kl_by_kv)),
+            reasons=(*_reasons(memory, why, self.measured.kl_by_kv), *_divided(memory, pace)),
         )
         return replace(made, warnings=tuple(_warnings(facts, machine, made, where.gpu)))
 
@@ -353,6 +355,21 @@ def _host_reason(memory: Memory) -> str:
         f" {gib(away, 1)} there, {gib(memory.weights_and_read[0], 1)} of weights on the card; a token reads"
         f" {gib(read)} there and moves {sum(memory.moved_per_token) / 1024:,.0f} KiB"
     )
+
+
+def _divided(memory: Memory, pace: Mapping[str, Any]) -> Iterator[str]:
+    """The pace of a model with experts in host memory, and what of them moves."""
+    if not memory.host_experts:
+        return
+    count, _ = expert_counts(memory.facts)
+    share, least = 100 * (count - memory.host_experts) // count, speeds.stream_rows(memory)
+    tps = pace["decode_tps"]
+    yield f"pace: ≈ {tps:.0f} tok/s with {share} % of the experts on the card; those used most come to it"
+    if least:
+        yield (
+            f"prompts: ≈ {pace['prefill_tps']:,.0f} tok/s; an expert with {least:,} rows of a step or more is streamed"
+            f" to the card, at most {gib(memory.host_and_read[0], 1)} for {memory.rows:,} tokens"
+        )
 
 
 def _warnings(facts: ModelFacts, machine: MachineFacts, made: Plan, gpu: GpuFacts | None) -> Iterable[str]:

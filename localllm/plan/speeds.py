@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import re
 import statistics
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from typing import Any
 from localllm import paths
 from localllm.device import MachineFacts
 from localllm.device.gpu_table import table_row
-from localllm.models.architectures.facts import ModelFacts
+from localllm.models.architectures.facts import ModelFacts, expert_counts, expert_share
 from localllm.models.architectures.layers import Experts
 from localllm.plan.memory import Memory
 from localllm.plan.plan import Plan
@@ -30,6 +31,9 @@ ETA = {"cpu": 0.7, "cuda": 0.75}
 LAYER_S = {"cpu": 30e-6, "cuda": 40e-6}
 # a layer's rows on their way to the CPU and back: one wait for the device and one copy each way, and PCIe 4.0 x8
 CROSSING_S, LINK_BYTES_S = 60e-6, 12e9
+# what a copy reaches of the lanes in use; of host memory's rate, which reads the stored weights and writes them
+LINK_ETA, COPY_ETA = 0.8, 1 / 3
+STREAM_S = 300e-6  # of an expert that is streamed, whatever its size: not measured on a card
 # what reading a prompt reaches of a card's published 16-bit products: on an H200 products alone reach 0.50 to 0.75
 PREFILL_ETA = 0.4
 # products and sums per second of a core while a prompt is read: gemma3-270m on two EPYC cores with VNNI reaches 126e9
@@ -130,10 +134,13 @@ class Speeds:
             flops = row.tflops * 1e12 * PREFILL_ETA if row else 0.0
         products = facts.num_params - facts.vocab_size * facts.hidden_size * (1 if facts.tied_embeddings else 2)
         own, away = memory.weights_and_read[1], memory.host_and_read[1]
+        streamed = _streaming_s(memory)
+        away = 0 if streamed else away
         share = away / max(1, own + away)  # of the products, what the CPU computes
         on_host = cpu.cores_usable * CORE_FLOPS.get(cpu.isa, SLOW_CORE_FLOPS)
         seconds = (1 - share) / flops + share / on_host if flops else 0.0
-        return 1 / (seconds * 2 * max(products, facts.num_params // 8) * facts.active_share) if seconds else 0.0
+        computed = seconds * 2 * max(products, facts.num_params // 8) * facts.active_share
+        return 1 / (computed + streamed) if computed else 0.0
 
 
 def _with_host(tps: float, memory: Memory) -> float:
@@ -144,6 +151,37 @@ def _with_host(tps: float, memory: Memory) -> float:
     layers = sum(isinstance(layer.ffn, Experts) for layer in memory.facts.layers)
     read = memory.host_and_read[1] / (ETA["cpu"] * bandwidth)
     return 1 / (1 / tps + read + sum(memory.moved_per_token) / LINK_BYTES_S + layers * CROSSING_S)
+
+
+def _link_bytes_s(memory: Memory) -> float:
+    """At which weights go from the mapped files to the device."""
+    gpu, bandwidth = memory.where.gpu, memory.machine.cpu.bandwidth
+    lanes = LINK_ETA * gpu.link_bytes_s if gpu and gpu.link_bytes_s else LINK_BYTES_S
+    return min(lanes, COPY_ETA * bandwidth) if bandwidth else lanes
+
+
+def stream_rows(memory: Memory) -> int:
+    """From how many rows on an expert in host memory takes less time where it is streamed; 0: it never is.
+
+    Not where a token's result must not depend on the others: both sides round otherwise.
+    """
+    cpu, gpu = memory.machine.cpu, memory.where.gpu
+    if not memory.host_experts or gpu is None or memory.options.deterministic is True:
+        return 0
+    layers = sum(isinstance(layer.ffn, Experts) for layer in memory.facts.layers)
+    values = memory.facts.num_params * expert_share(memory.facts) / (expert_counts(memory.facts)[0] * layers)
+    row_s = 2 * values / (cpu.cores_usable * CORE_FLOPS.get(cpu.isa, SLOW_CORE_FLOPS))
+    return max(2, math.ceil((memory.expert_bytes / _link_bytes_s(memory) + STREAM_S) / row_s))
+
+
+def _streaming_s(memory: Memory) -> float:
+    """Per token of a long prompt, the time that streaming takes; 0 where experts have too few rows of a step for it."""
+    count, top_k = expert_counts(memory.facts)
+    least = stream_rows(memory)
+    if not least or memory.rows * top_k / count < least:
+        return 0.0
+    experts = memory.host_and_read[0] / max(1, memory.expert_bytes)
+    return (memory.host_and_read[0] / _link_bytes_s(memory) + experts * STREAM_S) / memory.rows
 
 
 def model_key(facts: ModelFacts) -> tuple[str, int, str, int]:

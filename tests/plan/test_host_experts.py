@@ -57,6 +57,29 @@ def test_the_pace_lies_between_all_on_the_card_and_all_on_the_cpu() -> None:
     assert 1 / made.decode_tps > reading + LAYERS * speeds.CROSSING_S
 
 
+def test_experts_are_streamed_where_that_takes_less_time() -> None:
+    """From the rows on for which the CPU takes longer than the lanes; a card with fewer lanes streams less."""
+    facts, planner = mixture(), Planner(CARD)
+    made = planner.plan(facts)
+    each = made.host_bytes / (made.host_experts * LAYERS)
+    row_s = 2 * 3 * INNER * HIDDEN / (CARD.cpu.cores_usable * speeds.CORE_FLOPS[CARD.cpu.isa])
+
+    def with_lanes(lanes: int, **options: object) -> Planner:
+        card = replace(CARD.gpus[0], pcie_width=lanes, pcie_gen_max=4)
+        return Planner(replace(CARD, gpus=(card,))).having(**options)
+
+    wide, narrow = (with_lanes(lanes).plan(facts) for lanes in (16, 1))
+    assert 2 <= wide.stream_rows < narrow.stream_rows
+    way_s = each / (speeds.LINK_ETA * 1.969e9) + speeds.STREAM_S
+    assert (narrow.stream_rows - 1) * row_s < way_s <= narrow.stream_rows * row_s * 1.02
+    assert wide.prefill_tps > narrow.prefill_tps
+    pace, prompts = (next(line for line in wide.reasons if line.startswith(word)) for word in ("pace:", "prompts:"))
+    assert f"{100 * (NUM - wide.host_experts) // NUM} % of the experts on the card" in pace
+    assert f"with {wide.stream_rows} rows" in prompts and "is streamed to the card" in prompts
+    assert with_lanes(16, deterministic=True).plan(facts).stream_rows == 0
+    assert planner.having(device="cpu").plan(facts).stream_rows == 0
+
+
 def test_bytes_that_move_are_what_random_choices_move() -> None:
     memory = Memory(
         mixture(), CARD, Planner(CARD).options, Placement("cuda:0", CARD.gpus[0]), "bfloat16", "", "bf16", 512,

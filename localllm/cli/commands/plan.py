@@ -287,7 +287,7 @@ def _json(row: Row, star: bool) -> dict[str, Any]:
         **picked(made, "device ctx kv have_bytes max_ctx"),
         "need_bytes": made.least_bytes if row.fits else made.need_bytes,
         "least_bytes": made.least_bytes,
-        "host": picked(made, "host_experts host_bytes host_read_bytes") if made.host_experts else None,
+        "host": picked(made, "host_experts host_bytes host_read_bytes stream_rows") if made.host_experts else None,
         "pool_bytes": pool,
         "batch": made.max_parallel,
         "parts": made.parts() | {"kv": made.kv_bytes - pool},

@@ -172,6 +172,7 @@ class HostExperts(TypedDict):
     host_experts: Count
     host_bytes: Count
     host_read_bytes: Count
+    stream_rows: Count
 
 
 class PlanRow(TypedDict):
