@@ -106,7 +106,7 @@ def test_settings_values_and_chats_complete(monkeypatch: pytest.MonkeyPatch) -> 
         return [value for value, _ in completion.candidates(list(before), incomplete) or []]
 
     assert values("config", incomplete="s") == ["set", "schema"]
-    assert values("config", "set", incomplete="engine.k") == ["engine.kv"]
+    assert values("config", "set", incomplete="engine.k") == ["engine.kv", "engine.kv_store"]
     assert values("config", "set", "engine.kv", incomplete="b") == ["bf16"]
     assert values("config", "set", "engine.graphs") == ["true", "false"]
     assert values("logs", incomplete="sh") == ["show"]

@@ -50,6 +50,7 @@ GIVEN: dict[str, tuple[str, Any]] = {
     "threads": ("1", 1),
     "deterministic": ("off", False),
     "prefix_cache": ("off", False),
+    "kv_store": ("4GiB", 4 * GIB),
     "speculation": ("ngram", "ngram"),
     "draft": ("smollm2", "smollm2"),
     "experts": ("host", "host"),
@@ -113,7 +114,7 @@ def test_this_file_knows_every_setting() -> None:
 def test_a_setting_reaches_the_plan(field: str, door: Callable[..., EngineOptions], tmp_path: Path) -> None:
     options = door(field, GIVEN[field][0], tmp_path)
     assert options == replace(EngineOptions(), **{field: GIVEN[field][1]})
-    if field in ("ttl_s", "draft"):  # a draft reaches the plan with its files
+    if field in ("ttl_s", "kv_store", "draft"):  # a draft reaches the plan with its files
         return
     shown = PLANNED.get(field, lambda plan: getattr(plan, field))
     if field == "deterministic":  # off is what a GPU has anyway
