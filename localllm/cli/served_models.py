@@ -139,10 +139,16 @@ def _ours(name: str, verb: str) -> LocalModel:
 
 
 class HubLoader:
-    """Plans and loads models that are on this machine."""
+    """Plans and loads models that are on this machine.
 
-    def __init__(self, options: EngineOptions) -> None:
-        self._options = options
+    adapted   the id of the one that has the adapters of the options
+    """
+
+    def __init__(self, options: EngineOptions, adapted: str = "") -> None:
+        self._options, self._adapted = options, adapted
+
+    def _of(self, model: ServedModel) -> EngineOptions:
+        return self._options if model.name == self._adapted else replace(self._options, adapters=())
 
     def plan(self, model: ServedModel, machine: MachineFacts) -> Plan:
         from localllm import hub
@@ -153,7 +159,7 @@ class HubLoader:
         resolved = hub.resolve(model.source, offline=True)
         assert resolved.path is not None, "offline, a name is a local model's or an error"
         with open_model(resolved.path) as checkpoint:
-            planner = fit.with_draft(Planner.here(self._options, machine))
+            planner = fit.with_draft(Planner.here(self._of(model), machine))
             return planner.plan_within(checkpoint.facts, checkpoint.path)
 
     def load(self, model: ServedModel, machine: MachineFacts, on_progress: OnProgress, cancel: threading.Event) -> LLM:
@@ -161,7 +167,7 @@ class HubLoader:
         from localllm import hub
         from localllm.llm.llm import LLM
 
-        options = self._options
+        options = self._of(model)
         if isinstance(options.ctx, int):
             options = replace(options, ctx=self.plan(model, machine).ctx)
         llm = LLM(model.source, options, offline=True, machine=machine, on_progress=on_progress, cancel=cancel)

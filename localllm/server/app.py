@@ -29,7 +29,7 @@ from localllm.server.ollama import library
 from localllm.server.ollama import routes as ollama
 from localllm.server.ollama import schemas as ollama_schemas
 from localllm.server.openai import completions, embeddings, models, responses, responses_schemas
-from localllm.server.other import status, text
+from localllm.server.other import adapters, status, text
 from localllm.server.service import Service
 
 
@@ -100,6 +100,8 @@ ROUTES: tuple[Route, ...] = (
     Route("POST", "/tokenize", text.tokenize, ("tokens",)),
     Route("POST", "/detokenize", text.detokenize, ("prompt", "content")),
     Route("POST", "/apply-template", text.apply_template, ("prompt",)),
+    Route("POST", "/v1/load_lora_adapter", adapters.load, media="text/plain"),
+    Route("POST", "/v1/unload_lora_adapter", adapters.unload, media="text/plain"),
     Route("GET", "/v1/models", models.models, ("object", "data")),
     Route("GET", "/v1/models/{model_id:path}", models.model, ("id", "object", "created", "owned_by")),
     Route("POST", "/api/chat", ollama.chat, OLLAMA, LINES),

@@ -10,10 +10,10 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,6 +24,7 @@ from localllm.llm.llm import LLM
 from localllm.mcp.servers import ServerEntry
 from localllm.server.openai.responses_store import ResponseStore
 
+from .adapters import AdapterNames
 from .admission import Admission, Ticket
 from .errors import ApiError, invalid
 from .exchange import Exchange, exchange_of
@@ -50,6 +51,8 @@ class ServiceOptions:
     max_queue: int = 256  # requests that may wait, per model
     default_model: str = ""  # the id meant by a request that names none, where several models are served
     mcp: tuple[ServerEntry, ...] = ()  # MCP servers whose tools clients may call
+    adapters: Mapping[str, str] = field(default_factory=dict)  # NAME -> folder, of the model that `adapted` names
+    adapted: str = ""
 
 
 @dataclass(slots=True)
@@ -61,6 +64,12 @@ class Reservation:
     exchange: Exchange
     lease: Lease | None = None
     running: AsyncResponseStream | None = None
+    adapter: str = ""  # its name
+
+    @property
+    def name(self) -> str:
+        """What answers tell: of the adapter, else of the model."""
+        return self.adapter or self.model.name
 
     @property
     def llm(self) -> LLM:
@@ -93,6 +102,7 @@ class Service:
         queue = partial(Admission, self.options.parallel, self.options.max_queue)
         self.queues: defaultdict[str, Admission] = defaultdict(queue)  # by model
         self.metrics = Metrics(pool, self.queues)
+        self.adapters = AdapterNames(pool, self.options.adapted, self.options.adapters)
         self.responses = ResponseStore()
         self.mcp = OwnersTools(self.options.mcp) if self.options.mcp else None
         self.is_draining = False
@@ -113,8 +123,9 @@ class Service:
     async def find(self, asked: str | None) -> ServedModel:
         """The model a request means: one that names none, the default or the only one. Raises LocalLLMError."""
         if asked:
-            known = self.pool.known(asked)
-            return known if known is not None else await self.in_thread(lambda: self.pool.find(asked))
+            known, adapter = self.pool.known(asked), self.adapters.find(asked)
+            name = asked if adapter is None else adapter.model
+            return known if known is not None else await self.in_thread(lambda: self.pool.find(name))
         models = await self.models()
         if not models:
             raise ApiError(404, "No model is on this machine.", code="model_not_found", param="model")
@@ -124,6 +135,11 @@ class Service:
             message = f"A request must name its model where several are served; there are: {names}"
             raise invalid(message, "model", "missing_required_parameter")
         return default or models[0]
+
+    def refuse_adapter(self, asked: str | None) -> None:
+        """Raise ApiError 400 where a request for vectors names an adapter."""
+        if (adapter := self.adapters.find(asked)) is not None:
+            raise invalid(f"Vectors are made without adapters: name {adapter.model} alone.", "model")
 
     def check_ready(self) -> None:
         """Raise ApiError 503 when nothing new is taken."""
@@ -222,9 +238,14 @@ class Service:
             deadline=asked.deadline,
         ) as reservation:  # fmt: skip
             llm = reservation.llm
+            adapter = self.adapters.find(asked.model)
+            if adapter is not None:
+                await self.in_thread(lambda: adapter.ensure(llm))
+                reservation.adapter = adapter.name
             params = replace(llm.default_params(), **asked.sampling)
             prompts = await self.encode(llm, asked.prompts)
             more: dict[str, Any] = {"splits_reasoning": is_chat, "cache_salt": asked.cache_salt}
+            more["adapter"] = reservation.adapter
             if asked.constraint is not None or asked.tool_use is not None:
                 # not in the threads that make token ids: compiling may take two seconds
                 more["spec"] = await asyncio.to_thread(

@@ -329,3 +329,28 @@ def _as_read(values: list[Any]) -> Any:
 def gguf_checkpoint(metadata: dict[str, Any]) -> Checkpoint:
     """A GGUF file that has only these keys."""
     return Checkpoint(Path("tiny.gguf"), "gguf", {}, {}, as_read(metadata))
+
+
+def tiny_adapter(folder: Path, model: Path, seed: int) -> Path:
+    """A LoRA adapter of all linear modules of a model, in PEFT's format; random, and strong enough to be noticed."""
+    import json
+
+    import torch
+    from safetensors.torch import save_file
+
+    from localllm.models.architectures import open_model
+    from localllm.models.architectures.facts import linear_shapes
+
+    with open_model(model) as checkpoint:
+        facts = checkpoint.facts
+    folder.mkdir(parents=True)
+    torch.manual_seed(seed)
+    tensors = {}
+    for index, layer in enumerate(facts.layers):
+        for module, (rows, inputs) in linear_shapes(layer, facts.hidden_size).items():
+            start = f"base_model.model.model.layers.{index}.{module}."
+            tensors[f"{start}lora_A.weight"] = torch.randn(2, inputs)
+            tensors[f"{start}lora_B.weight"] = torch.randn(rows, 2)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2}))
+    return folder

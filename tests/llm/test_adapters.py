@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from localllm import LLM, SamplingParams
 from localllm.checkpoint.adapter_file import MOST_RESIDENT, open_adapter
@@ -17,7 +15,6 @@ from localllm.config import EngineOptions
 from localllm.errors import BadModelFile, ConfigError, InvalidRequest, ModelNotFound, OutOfMemory
 from localllm.kernels.adapters import MOST_ADAPTERS
 from localllm.models.architectures import open_model
-from localllm.models.architectures.facts import linear_shapes
 from localllm.request import FinishReason
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -27,27 +24,10 @@ PROMPT = "the sea and the hills beyond it, where nobody had been for years"
 @pytest.fixture(scope="module")
 def adapter(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
     """seed -> the folder of an adapter of the tiny model."""
+    import tiny_models
+
     home = tmp_path_factory.mktemp("adapters")
-    with open_model(tiny_path) as checkpoint:
-        facts = checkpoint.facts
-
-    def make(seed: int) -> Path:
-        folder = home / str(seed)
-        if folder.exists():
-            return folder
-        folder.mkdir()
-        torch.manual_seed(seed)
-        tensors = {}
-        for index, layer in enumerate(facts.layers):
-            for module, (rows, inputs) in linear_shapes(layer, facts.hidden_size).items():
-                start = f"base_model.model.model.layers.{index}.{module}."
-                tensors[f"{start}lora_A.weight"] = torch.randn(2, inputs)
-                tensors[f"{start}lora_B.weight"] = torch.randn(rows, 2)
-        save_file(tensors, folder / "adapter_model.safetensors")
-        (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2}))
-        return folder
-
-    return make
+    return cache(lambda seed: tiny_models.tiny_adapter(home / str(seed), tiny_path, seed))
 
 
 @pytest.fixture(scope="module")

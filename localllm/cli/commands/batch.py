@@ -53,8 +53,9 @@ def batch(
     answers = Output(output, again=retry_failed)
     counts = BatchCounts(total=len(ids), skipped=sum(one in answers.answered for one in ids))
     progress = env.progress(clean_line(source.name))
-    pool = new_pool(env, config, offers, (), None)
-    options = ServiceOptions(config.engine.max_parallel, 4 * config.engine.max_parallel, default)
+    pool = new_pool(env, config, offers, (), None, default)
+    side_by_side, adapters = config.engine.max_parallel, config.engine.adapter_paths
+    options = ServiceOptions(side_by_side, 4 * side_by_side, default, adapters=adapters, adapted=default)
 
     def show(now: BatchCounts) -> None:
         progress.update(LoadProgress("batch", now.skipped + now.done, now.total))

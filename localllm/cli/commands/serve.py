@@ -108,12 +108,14 @@ def serve(
         log_format=log_format,
         ollama=OLLAMA if ollama else None,
         library=HubLibrary(config, offline=env.offline) if ollama else None,
-        service=server.ServiceOptions(config.engine.max_parallel, max_queue, meant(config), entries),
+        service=server.ServiceOptions(
+            config.engine.max_parallel, max_queue, meant(config), entries, config.engine.adapter_paths, default
+        ),
     )
     stays = bool(models) and ttl is None  # a model that was named stays unless a time was given
     pinned = named if stays else tuple(choice.shown for choice in choices[len(models or ()) :])
     life = _Life(env, options, token, prefixes)
-    pool = new_pool(env, config, offers, pinned, life)
+    pool = new_pool(env, config, offers, pinned, life, default)
     access = _log_requests(env)
     try:
         freed = server.serve(pool, options, life)
@@ -204,8 +206,10 @@ def meant(config: UserConfig) -> str:
     return ""
 
 
-def new_pool(env: Env, config: UserConfig, offers: Any, pinned: tuple[str, ...], life: _Life | None) -> ModelPool:
-    """What loads these models when they are asked for, with the options of the command."""
+def new_pool(
+    env: Env, config: UserConfig, offers: Any, pinned: tuple[str, ...], life: _Life | None, adapted: str = ""
+) -> ModelPool:
+    """What loads these models when they are asked for, with the options of the command; `adapted` with its adapters."""
     from localllm.cli.served_models import HubLoader
     from localllm.device import machine
     from localllm.server.pool import ModelPool
@@ -213,7 +217,7 @@ def new_pool(env: Env, config: UserConfig, offers: Any, pinned: tuple[str, ...],
 
     on_progress, on_loaded = (life.on_progress, life.on_loaded) if life is not None else (None, None)
     options = PoolOptions(config.engine.ttl_s or None, pinned, on_progress, on_loaded)
-    return ModelPool(offers, HubLoader(config.engine), machine, options)
+    return ModelPool(offers, HubLoader(config.engine, adapted), machine, options)
 
 
 def _log_requests(env: Env) -> logging.Handler:

@@ -106,7 +106,7 @@ class MessageRendering:
         outputs = await self._reservation.stream.outputs()
         (one,) = outputs[0].completions
         reason, sequence = _stop(one.finish_reason, one.stop_reason, has_tool_calls=bool(one.tool_calls))
-        return _message(self._reservation.model.name) | {
+        return _message(self._reservation.name) | {
             "content": _blocks(one), "stop_reason": reason, "stop_sequence": sequence,
             "usage": _usage(outputs[0].usage) | _OF_WHOLE,
         }  # fmt: skip
@@ -125,7 +125,7 @@ class MessageRendering:
 
     def _begin(self, prompt_tokens: int, first: OutputDelta) -> list[bytes]:
         usage = Usage(prompt_tokens, first.cached_tokens or 0)
-        message = _message(self._reservation.model.name) | {"usage": _usage(usage) | _OF_WHOLE}
+        message = _message(self._reservation.name) | {"usage": _usage(usage) | _OF_WHOLE}
         start = named("message_start", {"type": "message_start", "message": message})
         return [start, named("ping", {"type": "ping"})]
 

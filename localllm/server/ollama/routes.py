@@ -167,6 +167,7 @@ async def _vectors(
 ) -> tuple[Vectors, int, str]:
     """(a vector per text, tokens read, how they were pooled)"""
     service, keep = service_of(request), schemas.keep_alive_s(body.keep_alive)
+    service.refuse_adapter(body.model)
     async with unless_left(request.receive), service.reserve(request, body.model) as reservation:
         if keep != "default":
             service.pool.keep(reservation.model.name, keep)

@@ -50,7 +50,7 @@ class OpenAIRendering(ABC):
     def __init__(self, body: Sampled, reservation: Reservation) -> None:
         self._reservation, self._stream, self._asked = reservation, reservation.stream, body
         self.names = TokenNames(reservation.llm, as_ids=bool(body.return_tokens_as_token_ids))
-        self.head = {"id": new_id(self.prefix), "created": int(time.time()), "model": reservation.model.name}
+        self.head = {"id": new_id(self.prefix), "created": int(time.time()), "model": reservation.name}
         options = body.stream_options
         self.continuous = bool(options and options.continuous_usage_stats)
         self.wants_usage = self.continuous or bool(options and options.include_usage)

@@ -124,6 +124,7 @@ async def _vectors(
 ) -> tuple[Vectors, dict[str, Any]]:
     """(a vector per text, the fields that every answer has). `param`: the field to name when a text is too long."""
     service = service_of(request)
+    service.refuse_adapter(body.model)
     async with unless_left(request.receive), service.reserve(request, body.model, user=body.user or "") as reservation:
         pooling, size = body.pooling or reservation.llm.default_pooling, reservation.llm.facts.embedding_size
         if isinstance(body, EmbeddingRequest) and body.dimensions is not None and body.dimensions > size:

@@ -6,14 +6,19 @@ from typing import Any
 
 from starlette.requests import Request
 
+from localllm.server.adapters import ServedAdapter
 from localllm.server.served_model import ServedModel
 from localllm.server.service import Service, service_of
 
 
 async def models(request: Request) -> dict[str, Any]:
-    """Every model, and its aliases."""
+    """Every model, its aliases and its adapters."""
     service = service_of(request)
-    data = [_json(service, model, name) for model in await service.models() for name in model.ids]
+    offers = await service.models()
+    data = [_json(service, model, name) for model in offers for name in model.ids]
+    by_name = {model.name: model for model in offers}
+    known = [adapter for adapter in service.adapters.all() if adapter.model in by_name]
+    data += [_adapted(_json(service, by_name[one.model], one.name), one) for one in known]
     return {"object": "list", "data": data}
 
 
@@ -21,7 +26,13 @@ async def model(request: Request) -> dict[str, Any]:
     """One model by its id, slashes and all."""
     service = service_of(request)
     name = request.path_params["model_id"]
-    return _json(service, await service.find(name), name)
+    found, adapter = _json(service, await service.find(name), name), service.adapters.find(name)
+    return found if adapter is None else _adapted(found, adapter)
+
+
+def _adapted(model: dict[str, Any], adapter: ServedAdapter) -> dict[str, Any]:
+    """As vLLM lists an adapter: its parent is the model it goes with."""
+    return model | {"created": adapter.created, "root": adapter.name, "parent": adapter.model}
 
 
 def _json(service: Service, model: ServedModel, name: str) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class ResponseBuilder:
 
     def opened(self, reservation: Reservation) -> ResponseBuilder:
         """Itself, now that the model is there."""
-        self._model, self._stream = reservation.model.name, reservation.stream
+        self._model, self._stream = reservation.name, reservation.stream
         self._names = TokenNames(reservation.llm)
         self._sampling = reservation.llm.default_params()
         return self
