@@ -22,6 +22,7 @@ from localllm.device import MachineFacts
 from localllm.device.gpu_table import table_row
 from localllm.models.architectures.facts import ModelFacts, expert_counts, expert_share
 from localllm.models.architectures.layers import Experts
+from localllm.models.architectures.mixers import LatentAttention
 from localllm.plan.memory import Memory
 from localllm.plan.plan import Plan
 
@@ -29,6 +30,8 @@ from localllm.plan.plan import Plan
 ETA = {"cpu": 0.7, "cuda": 0.75}
 # time per layer and token that no bandwidth explains: calls, norms, small products
 LAYER_S = {"cpu": 30e-6, "cuda": 40e-6}
+# a kernel that PyTorch starts by itself, where no fused one and no graph takes it along: assumed, not measured
+LAUNCH_S = {"cpu": 0.0, "cuda": 5e-6}
 # a layer's rows on their way to the CPU and back: one wait for the device and one copy each way, and PCIe 4.0 x8
 CROSSING_S, LINK_BYTES_S = 60e-6, 12e9
 # what a copy reaches of the lanes in use; of host memory's rate, which reads the stored weights and writes them
@@ -48,15 +51,28 @@ _DECODE = re.compile(r"tg\d+")
 _PREFILL = re.compile(r"pp\d+")
 
 
-def tps_of(bytes_s: float, read_bytes: int, num_layers: int, kind: str) -> float:
-    """Tokens per second when so many bytes are read for one, at that rate; 0 where the rate is not known."""
-    return 1 / (read_bytes / bytes_s + num_layers * LAYER_S[kind]) if bytes_s else 0.0
+def launches_of(facts: ModelFacts, ctx: int) -> int:
+    """Kernels that PyTorch starts one by one for a token behind `ctx` others."""
+    return sum(mixer.launches(ctx) for mixer in facts.attention if isinstance(mixer, LatentAttention))
 
 
-def bytes_s_of(tps: float, read_bytes: int, num_layers: int, kind: str) -> float:
+def tps_of(bytes_s: float, read_bytes: int, rest_s: float) -> float:
+    """Tokens per second when so many bytes are read for one, at that rate; 0 where the rate is not known.
+
+    rest_s   what a token takes beside
+    """
+    return 1 / (read_bytes / bytes_s + rest_s) if bytes_s else 0.0
+
+
+def rest_s_of(num_layers: int, launches: int, kind: str) -> float:
+    """Seconds a token takes that no bandwidth explains."""
+    return num_layers * LAYER_S[kind] + launches * LAUNCH_S[kind]
+
+
+def bytes_s_of(tps: float, read_bytes: int, rest_s: float) -> float:
     """The rate that a measured pace means, by the same formula; 0 when it means none."""
-    rest = 1 / tps - num_layers * LAYER_S[kind] if tps > 0 else 0.0
-    return read_bytes / rest if rest > 0 else 0.0
+    reading_s = 1 / tps - rest_s if tps > 0 else 0.0
+    return read_bytes / reading_s if reading_s > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +121,10 @@ class Speeds:
         eta = reached / bandwidth if reached and bandwidth else ETA[kind]
         steady = self.steady_eta(name, bandwidth, kind)
         read = memory.weights_and_read[1] + 2 * memory.slot_bytes  # states are read and written
+        full = read + memory.sequence_bytes(ctx)
         start, end, pace = (
-            tps_of(share * bandwidth, count, facts.num_layers, kind)
-            for share, count in ((eta, read), (eta, read + memory.sequence_bytes(ctx)), (steady, read))
+            tps_of(share * bandwidth, count, rest_s_of(facts.num_layers, launches_of(facts, behind), kind))
+            for share, count, behind in ((eta, read, 0), (eta, full, ctx), (steady, read, 0))
         )
         if memory.host_experts:  # what was measured here was measured with all of them on the card
             measured = None
@@ -200,6 +217,7 @@ def subject(facts: ModelFacts, made: Plan, machine: MachineFacts) -> dict[str, A
         "format": stored_format,
         "stored_bytes": stored_bytes,
         "layers": facts.num_layers,
+        "launches": launches_of(facts, 0),
         "read_bytes": made.read_bytes,
         "kv": made.kv,
         "ctx": made.ctx,
@@ -242,9 +260,8 @@ def _read(file: Path, machine: MachineFacts) -> Measurement | None:
         model = (str(what["architecture"]), int(what["params"]), str(what["format"]), int(what["stored_bytes"]))
         kind = "cpu" if device == "cpu" else "cuda"
         prefill = next((float(row["tps"]) for row in rows if _PREFILL.fullmatch(str(row["test"]))), 0.0)
-        read = (
-            0.0 if saved.get("from") == ANSWERS else bytes_s_of(tps, int(what["read_bytes"]), int(what["layers"]), kind)
-        )
+        rest_s = rest_s_of(int(what["layers"]), int(what.get("launches", 0)), kind)
+        read = 0.0 if saved.get("from") == ANSWERS else bytes_s_of(tps, int(what["read_bytes"]), rest_s)
         return Measurement(model, device, tps, read, prefill if 0 < prefill < MAX_TPS else 0.0)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return None

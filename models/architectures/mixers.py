@@ -166,6 +166,13 @@ class LatentAttention:
         queries = self.num_heads * (self.still_dim + 2 * self.rope.dim + self.rank)
         return queries + 2 * self.head_dim + self.query_rank + self.num_heads * (2 * self.rank + self.value_dim)
 
+    def launches(self, ctx: int) -> int:
+        """Kernels that PyTorch starts one by one for a token behind `ctx` others.
+
+        Each head has two products and a copy, every tile of 128 keys two sums.
+        """
+        return 70 + 3 * self.num_heads + 2 * (ctx // 128)
+
 
 EXPANDED = "self_attn.kv_b_proj"  # makes keys and values of latents: taken apart by heads while loading
 

@@ -6,13 +6,16 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from localllm.device.fake import MACHINES
 from localllm.engine.engine import Engine
@@ -22,10 +25,12 @@ from localllm.errors import BadModelFile, UnsupportedModel
 from localllm.kernels import reference
 from localllm.kernels.cpu import segments as cpu
 from localllm.kernels.kv_pages import KVPages
+from localllm.kernels.layer_weights import LatentWeights, Linear, LinearPart, Norm
+from localllm.kernels.segments import REFERENCES
 from localllm.kernels.verify.selftest import SelfTest
 from localllm.models.architectures import open_model
 from localllm.models.architectures.facts import kv_bytes_per_token
-from localllm.models.architectures.mixers import EXPANDED
+from localllm.models.architectures.mixers import EXPANDED, LatentAttention, RopeFacts
 from localllm.models.calibration import hessians
 from localllm.models.kv_cache import KVCache
 from localllm.models.loader import LoadOptions, load_model
@@ -88,6 +93,48 @@ def test_no_fused_kernel_takes_its_layers(loaded: Callable) -> None:
     pages = KVCache(model.groups, [2]).layers
     assert cpu._decoder_plan(model._calls, pages) is None
     assert cpu.decoder(lambda *_: "", torch.ones(1, 45), model._calls, pages, (), None, None) == ""
+
+
+@pytest.mark.parametrize(("heads", "ctx"), [(8, 100), (20, 4000), (64, 100)])
+def test_the_plan_counts_what_pytorch_starts(heads: int, ctx: int) -> None:
+    """One token behind others: what is no view, and no allocation."""
+    rank, turned, still, width, hidden = 32, 8, 12, 16, 48
+    free = {
+        "empty",
+        "new_empty",
+        "empty_like",
+        "empty_strided",
+        "_local_scalar_dense",
+        "detach",
+        "alias",
+        "_unsafe_view",
+    }
+    started: list[str] = []
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if not op.is_view and op.__name__.split(".")[0] not in free:
+                started.append(op.__name__)
+            return op(*args, **(kwargs or {}))
+
+    def product(rows: int, columns: int) -> Linear:
+        impl = SimpleNamespace(run=lambda x, weight, bias: torch.mm(x, weight), name="")
+        return Linear((LinearPart(impl, torch.ones(columns, rows), None, (rows, columns)),))
+
+    norm = Norm(torch.ones(hidden), 1e-6)
+    weights = LatentWeights(
+        norm, product(24 + rank + turned, hidden), product(heads * (still + turned), 24), Norm(torch.ones(24), 1e-6),
+        Norm(torch.ones(rank), 1e-6), (product(rank, still),) * heads, (product(width, rank),) * heads,
+        product(hidden, heads * width), rank, turned, 0.2, True,
+    )  # fmt: skip
+    pages = KVPages.empty("bf16", ctx // 16 + 1, 1, 16, rank, turned)
+    table, at = torch.arange(ctx // 16 + 1).int().unsqueeze(0), torch.tensor([ctx - 1])
+    view = torch.ones(1, turned // 2), torch.zeros(1, turned // 2), table, at
+    with torch.no_grad(), Counting():
+        lens = torch.tensor([0, 1]).int(), torch.tensor([ctx]).int()
+        REFERENCES["latent_attention"](torch.ones(1, hidden), weights, pages, view, *lens)
+    facts = LatentAttention(heads, rank, still, width, RopeFacts(1e4, turned), 0.2, query_rank=24)
+    assert facts.launches(ctx) == pytest.approx(len(started), rel=0.25), Counter(started)
 
 
 @pytest.mark.slow

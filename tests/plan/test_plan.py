@@ -17,12 +17,13 @@ from localllm.device.fake import MACHINES
 from localllm.errors import ConfigError, DeviceError, DoesNotFit
 from localllm.models.architectures.facts import ModelFacts, repeated
 from localllm.models.architectures.layers import Dense, LayerFacts
-from localllm.models.architectures.mixers import Attention, RopeFacts
+from localllm.models.architectures.mixers import Attention, LatentAttention, RopeFacts
 from localllm.plan.memory import MIB, SPLIT_PART_BYTES, Memory
 from localllm.plan.placement import Placement
 from localllm.plan.plan import Plan
 from localllm.plan.planner import Measured, Planner
 from localllm.plan.profiles import MemoryProfile, MemoryProfiles, Term
+from localllm.plan.speeds import LAUNCH_S, bytes_s_of, launches_of, rest_s_of, tps_of
 from localllm.terminal import GIB
 
 
@@ -64,6 +65,10 @@ SMALL |= {
     "weight_bytes": 96_576_768,
 }
 SMALL |= {"stored_format": "Q4_1", "tied_embeddings": True, "name": "small"}
+
+
+def latents(heads: int = 20) -> LatentAttention:
+    return LatentAttention(heads, 512, 192, 256, RopeFacts(1e6, 64), 256**-0.5, query_rank=768)
 
 
 def memory(
@@ -343,6 +348,21 @@ def test_a_device_that_is_not_there() -> None:
     old = replace(MACHINES["rtx4090"], gpus=(replace(MACHINES["rtx4090"].gpus[0], capability=61),))
     with pytest.raises(DeviceError, match=r"6\.1"):
         plan(model(), old, EngineOptions(device="cuda"))
+
+
+def test_launches_of_latent_attention_take_time_on_a_card() -> None:
+    """The same bytes are read in either case."""
+    usual = LayerFacts(Attention(20, 1, 288, RopeFacts(1e6, 64)), Dense(10_240))
+    facts = model(layers=(replace(usual, mixer=latents()),) * 47, max_context=32_768)
+    made, other = (plan(one, MACHINES["rtx4090"]) for one in (facts, model(layers=(usual,) * 47, max_context=32_768)))
+    assert launches_of(facts, 0) == 47 * 130 and made.read_bytes == other.read_bytes
+    assert 1 / made.pace - 1 / other.pace == pytest.approx(launches_of(facts, 0) * LAUNCH_S["cuda"])
+    full = 1 / made.decode_tps_full - 1 / other.decode_tps_full
+    assert full == pytest.approx(47 * (130 + 2 * 32_768 // 128) * LAUNCH_S["cuda"], rel=0.01)
+    on_cpu = [plan(one, MACHINES["cpu"]).pace for one in (facts, model(layers=(usual,) * 47, max_context=32_768))]
+    assert on_cpu[0] == on_cpu[1]
+    rest_s = rest_s_of(47, launches_of(facts, 0), "cuda")
+    assert bytes_s_of(tps_of(1e12, 3 * GIB, rest_s), 3 * GIB, rest_s) == pytest.approx(1e12)
 
 
 @given(
