@@ -18,7 +18,7 @@ from torch import Tensor
 from localllm.kernels.kv_pages import KV_DTYPES, SCALED_FORMATS, KVPages
 from localllm.kernels.state_slots import StateSlots
 
-from .architectures.facts import ModelFacts, cache_layers, state_layers
+from .architectures.facts import ModelFacts, state_layers
 from .architectures.mixers import Paged, Stateful
 
 
@@ -44,7 +44,7 @@ def cache_groups(facts: ModelFacts, scales: Mapping[int, tuple[float, float]] | 
     scales   of `kv_scales.read_kv_scales`
     """
     groups = []
-    for layers in cache_layers(facts):
+    for layers in facts.cache_layers:
         mixer = facts.layers[layers[0]].mixer
         assert isinstance(mixer, Paged)
         name = "full" if mixer.window is None else f"window-{mixer.window}"

@@ -395,11 +395,11 @@ def formulas(row: Row, sheet: Sheet) -> list[str]:
 def _model_lines(row: Row) -> list[str]:
     """The formulas of weights and KV with the model's own numbers."""
     from localllm.models.architectures import kv_bytes_per_token
-    from localllm.models.architectures.facts import state_bytes, state_layers
+    from localllm.models.architectures.facts import state_layers
     from localllm.models.architectures.mixers import Paged
 
     assert row.plan is not None
-    facts, kv, state = row.subject.facts, row.plan.kv, state_bytes(row.subject.facts)
+    facts, kv, state = row.subject.facts, row.plan.kv, row.subject.facts.state_bytes
     windowed = sum(window is not None for window in facts.windows)
     keeping = [layer for layer in facts.layers if isinstance(layer.mixer, Paged)]
     layers = f"{len(keeping)} layers" + (f" ({windowed} keep a window only)" if windowed else "")

@@ -7,6 +7,7 @@ with the reason for or against it. `hub.resolve` asks it and prints what it says
 from __future__ import annotations
 
 import functools
+import json
 import math
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -95,8 +96,9 @@ class Candidate:
     released: str = ""  # year-month, "" when not known for certain
     device: str = "any"  # "gpu": there only; "any"
     verified: bool = False  # its size and its repository were read in a source
-    shape: Shape | None = None  # None for models this version cannot run
-    layers: int = 0  # of a model without a shape
+    shape: Shape | None = None  # of a model whose layers are alike but for windows
+    config: str = ""  # of another one: what its config.json says of its layers, as JSON
+    layers: int = 0  # of a model that this version cannot run
     experts: Mixture | None = None
     quant_method: str = ""  # as in config.json's quantization_config: modelopt, compressed-tensors, ...; "" for none
     draft: bool = False  # the files hold a head that drafts tokens (multi-token prediction)
@@ -428,6 +430,8 @@ def read_candidate(model: Mapping[str, Any], file: Mapping[str, Any]) -> Candida
     del row["file"]
     row.pop("source", None)  # for who reviews the table
     tied, window = row.pop("tied", False), row.pop("window", (0, 1))
+    if config := row.pop("config", None):
+        row["config"] = json.dumps(config)
     if sizes := row.pop("shape", None):
         shape = _checked(Shape(*[*sizes, tied, *window]))
         row |= {"shape": shape, "kv_bytes_per_token": shape.kv_per_token, "kv_fixed_bytes": shape.kv_fixed}

@@ -6,17 +6,22 @@ same function says which model to start with, on the home screen, in `plan`, in 
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from localllm import hub
+from localllm.checkpoint import Checkpoint
 from localllm.errors import LocalLLMError
 from localllm.hub import catalog
 from localllm.models.architectures import open_model
 from localllm.models.architectures.facts import ModelFacts, repeated
 from localllm.models.architectures.layers import Dense, Experts, LayerFacts
 from localllm.models.architectures.mixers import Attention, RopeFacts
+from localllm.models.architectures.registry import understand
 from localllm.plan.placement import chosen_device
 from localllm.plan.plan import Plan
 from localllm.plan.planner import Planner
@@ -26,7 +31,7 @@ MIN_CTX = 2048  # tokens of context that must fit
 # families whose members are for everything; others are for those who name them
 GENERAL = ("qwen", "gemma", "llama", "mistral", "gpt-oss", "phi", "smollm")
 RANK_COST = 0.08  # of `worth`, for each step down the order of kinds of weights
-MIXED_WORTH = 0.5  # of `worth`, more for a mixture of experts where CPU and GPU share memory: it is large and slow
+MIXED_WORTH = 0.6  # of `worth`, more for a mixture of experts where CPU and GPU share memory: it is large and slow
 DIVIDED_COST = 1.0  # of `worth`, where experts stay in host memory: they fill it, and the pace was measured on no card
 GPU_ONLY = "runs on a GPU only"
 STATE_WINDOW = 1024  # tokens that what a sequence keeps at any length is counted as
@@ -45,10 +50,17 @@ Plans = dict[catalog.Candidate, Plan | None]
 def facts_of(candidate: catalog.Candidate) -> ModelFacts | None:
     """What the planner needs to know of a model that is not here; None for one of which only the size is known.
 
-    Sizes are the catalogue's: weights as large as the download, everything else from the model's shape. Of an
-    architecture that this version cannot run only the bytes are right: layers that keep as much as its own do.
+    Sizes are the catalogue's: weights as large as the download, everything else from the model's shape or from what its
+    config.json says of its layers, which its architecture reads. Of an architecture that this version cannot run only
+    the bytes are right: layers that keep as much as its own do.
     """
     shape = candidate.shape
+    if candidate.config:
+        facts = replace(_described(candidate.config), **_own_of(candidate))
+        if facts.inputs is None:
+            return facts
+        unread = facts.weight_bytes - int(facts.weight_bytes * facts.active_share)  # rows of a second embedding
+        return replace(facts, active_share=1.0, inputs=replace(facts.inputs, nbytes=unread))
     if shape is not None:
         attention = Attention(shape.heads, shape.kv_heads, shape.head_dim, RopeFacts(1e6, shape.head_dim))
         layers = repeated(LayerFacts(attention, Dense(shape.intermediate)), shape.windows)
@@ -68,20 +80,36 @@ def facts_of(candidate: catalog.Candidate) -> ModelFacts | None:
     return ModelFacts(
         architecture=candidate.architecture,
         source_architecture=candidate.architecture,
-        name=candidate.title,
         hidden_size=hidden,
         vocab_size=vocab,
-        max_context=candidate.context,
         rms_norm_eps=1e-6,
         layers=layers,
         tied_embeddings=tied,
-        has_chat_template=True,
-        license=candidate.license,
-        stored_format=candidate.format,
-        num_params=candidate.params,
-        weight_bytes=candidate.download_bytes,
-        active_share=candidate.active_params / candidate.params,
+        **_own_of(candidate),
     )
+
+
+def _own_of(candidate: catalog.Candidate) -> dict[str, Any]:
+    """What an entry says of its files, as fields of `ModelFacts`."""
+    return {
+        "name": candidate.title,
+        "max_context": candidate.context,
+        "has_chat_template": True,
+        "license": candidate.license,
+        "stored_format": candidate.format,
+        "num_params": candidate.params,
+        "weight_bytes": candidate.download_bytes,
+        "active_share": candidate.active_params / candidate.params,
+    }
+
+
+@functools.cache
+def _described(config: str) -> ModelFacts:
+    """The facts of a config.json, without any tensors."""
+    described = Checkpoint(
+        Path(catalog.__file__).with_name("catalog.toml"), "safetensors", {}, {}, config=json.loads(config)
+    )
+    return understand(described)[0]
 
 
 def _keeping(values: int, window: int | None) -> LayerFacts:
@@ -97,18 +125,27 @@ def device_kind(planner: Planner) -> str:
         return "cpu"
 
 
+def _in_one_place(planner: Planner) -> Planner:
+    """One that plans for the same device whatever the model, with the context that fits."""
+    try:
+        device = chosen_device(planner.machine, planner.options.device).device
+    except LocalLLMError:  # as in `device_kind`
+        device = planner.options.device
+    return planner.having(ctx="auto", device=device)
+
+
 def judge(planner: Planner, min_ctx: int, made_before: Plans | None = None) -> catalog.Fits:
     """A verdict on candidates: whether one runs here with that context (or its own), and how fast.
 
     Where there is a usable GPU, it must fit there: the CPU is no place that a family's name chooses by itself. A model
     whose shape is not known is judged by its size. `made_before` keeps the plans for the next verdict.
     """
-    kind, planner = device_kind(planner), planner.having(ctx="auto")
+    kind, planner = device_kind(planner), _in_one_place(planner)
     plans = {} if made_before is None else made_before
     by_size = catalog.default_fits(catalog.memory_of(planner.machine))
 
     def fits(candidate: catalog.Candidate) -> tuple[bool, float]:
-        if not (candidate.shape or candidate.layers or candidate.needs):
+        if not (candidate.shape or candidate.config or candidate.layers or candidate.needs):
             return by_size(candidate)
         if candidate not in plans:
             plans[candidate] = plan_of(candidate, planner)
@@ -140,7 +177,7 @@ def preference(planner: Planner, made_before: Plans | None = None) -> Callable[[
     gpu = chosen_device(planner.machine, "auto").gpu if kind == "cuda" else None
     order = next((kinds for least, kinds in ORDERS if gpu and gpu.capability >= least), ())
     wish = catalog.WISHES["gpu" if gpu else "cpu"]
-    plans, planner = {} if made_before is None else made_before, planner.having(ctx="auto")
+    plans, planner = {} if made_before is None else made_before, _in_one_place(planner)
     by_size = catalog.default_fits(catalog.memory_of(planner.machine))
 
     def prefer(candidate: catalog.Candidate) -> float:

@@ -14,12 +14,10 @@ from localllm.config import EngineOptions
 from localllm.device import MachineFacts
 from localllm.models.architectures.facts import (
     ModelFacts,
-    cache_layers,
     count_linear_params,
     expert_counts,
     expert_share,
     kv_bytes_per_token,
-    state_bytes,
 )
 from localllm.models.architectures.layers import Experts
 from localllm.plan.placement import Placement, room_of
@@ -77,9 +75,7 @@ def activation_bytes(facts: ModelFacts, rows: int, width: int) -> int:
     residual stream, the (last layer's) queries and what attention gave; gate and up lie beside their product.
     """
     hidden = facts.hidden_size
-    kinds = {id(layer): layer for layer in facts.layers}.values()  # equal ones are mostly one; hashing takes far longer
-    mixer = max((layer.mixer.work(hidden) for layer in kinds if layer.mixer is not None), default=0)
-    ffn = max((layer.ffn.work(hidden) for layer in kinds if layer.ffn is not None), default=0)
+    mixer, ffn = facts.work
     ffn += 2 * facts.num_heads * facts.head_dim
     embedding = hidden * (4 + width)  # rows come out as float32 first
     layers = width * (2 * hidden + max(mixer, ffn))
@@ -204,9 +200,9 @@ class Memory:
         return tuple(
             (
                 facts.windows[layers[0]],
-                size * kv_bytes_per_token((facts.keeping_layers[layer] for layer in layers), self.kv),
+                size * len(layers) * kv_bytes_per_token((facts.keeping_layers[layers[0]],), self.kv),
             )
-            for layers in cache_layers(facts)
+            for layers in facts.cache_layers
         )
 
     def groups(self, ctx: int) -> tuple[PageGroup, ...]:
@@ -253,7 +249,7 @@ class Memory:
     @cached_property
     def slot_bytes(self) -> int:
         """What one sequence keeps in layers with a state, at any length."""
-        return state_bytes(self.facts)
+        return self.facts.state_bytes
 
     @property
     def draft_state_bytes(self) -> int:
@@ -324,7 +320,7 @@ class Memory:
         spare = (self.options.max_parallel - 1) * bool(self.num_drafts)  # more of those before guessed tokens
         return self.least_slots + min(CHECKPOINTS * self.options.max_parallel + spare, more)
 
-    @property
+    @cached_property
     def graph_buckets(self) -> tuple[int, ...]:
         """Batch sizes that decode steps are captured for: 1, 2, 4, 8, ... and `max_parallel` itself.
 

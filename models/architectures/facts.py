@@ -6,6 +6,7 @@ No torch, no weights: plan, listing and loader all decide on these values. The f
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -99,6 +100,43 @@ class ModelFacts:
         """The different rotations of the layers, each once, in the order of the layers."""
         return tuple(dict.fromkeys(mixer.rope for mixer in self.attention))
 
+    # What plans ask for again and again: found once.
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[LayerFacts, int], ...]:
+        """The different layers, and how many there are of each: equal ones are mostly one object."""
+        counts = Counter(map(id, self.layers))
+        return tuple((layer, counts[key]) for key, layer in {id(layer): layer for layer in self.layers}.items())
+
+    @cached_property
+    def work(self) -> tuple[int, int]:
+        """Values held for a token while a layer mixes tokens, and in its feed-forward layer, in the largest of each."""
+        mixers = (layer.mixer.work(self.hidden_size) for layer, _ in self.kinds if layer.mixer is not None)
+        ffns = (layer.ffn.work(self.hidden_size) for layer, _ in self.kinds if layer.ffn is not None)
+        return max(mixers, default=0), max(ffns, default=0)
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Bytes of one slot: what a sequence keeps in all stateful layers, float32, at any length."""
+        kept = ((layer.mixer, times) for layer, times in self.kinds if isinstance(layer.mixer, Stateful))
+        shapes = ((shape, times) for mixer, times in kept for shape in (mixer.conv_shape, mixer.state_shape) if shape)
+        return 4 * sum(times * math.prod(shape) for shape, times in shapes)
+
+    @cached_property
+    def cache_layers(self) -> tuple[tuple[int, ...], ...]:
+        """Layers that keep the same tokens in the same form, by number: those that see all, then the widest window.
+
+        The head that predicts is the layer behind the last one.
+        """
+        found: dict[tuple[object, ...], list[int]] = {}
+        for index, layer in enumerate(self.keeping_layers):
+            mixer = layer.mixer
+            if isinstance(mixer, Paged) and mixer.shares_kv_with is None:
+                found.setdefault((mixer.window, *mixer.kept), []).append(index)
+        windows = self.windows
+        groups = sorted(found.values(), key=lambda group: (windows[group[0]] is not None, -(windows[group[0]] or 0)))
+        return tuple(map(tuple, groups))
+
     # Sizes of the largest layer: what is shown, and what work memory is planned for.
 
     @cached_property
@@ -150,12 +188,9 @@ def vector_shapes(layer: LayerFacts, hidden: int) -> dict[str, tuple[int, ...]]:
 
 
 def count_linear_params(facts: ModelFacts) -> int:
-    """Elements of all layers' linear modules. Equal layers are mostly one object, and counted once."""
-    kinds = {id(layer): layer for layer in facts.layers}
-    each = {
-        key: sum(n * k for n, k in linear_shapes(layer, facts.hidden_size).values()) for key, layer in kinds.items()
-    }
-    return sum(each[id(layer)] for layer in facts.layers)
+    """Elements of all layers' linear modules."""
+    hidden = facts.hidden_size
+    return sum(times * n * k for layer, times in facts.kinds for n, k in linear_shapes(layer, hidden).values())
 
 
 def idle_experts(facts: ModelFacts) -> dict[str, int]:
@@ -192,7 +227,8 @@ def expert_share(facts: ModelFacts) -> float:
 def count_params(facts: ModelFacts) -> int:
     """Parameters of the text model, a tied head counted once."""
     hidden = facts.hidden_size
-    vectors = sum(math.prod(shape) for layer in facts.layers for shape in vector_shapes(layer, hidden).values())
+    sizes = ((times, shape) for layer, times in facts.kinds for shape in vector_shapes(layer, hidden).values())
+    vectors = sum(times * math.prod(shape) for times, shape in sizes)
     tables = facts.vocab_size * facts.hidden_size * (1 if facts.tied_embeddings else 2)
     if facts.inputs is not None:
         tables += sum(n * k for n, k in facts.inputs.linears(hidden).values()) + facts.inputs.size
@@ -210,16 +246,9 @@ def kv_bytes_per_token(layers: Iterable[LayerFacts], dtype: str) -> int:
     return sum(heads * ((keys + values) * KV_BYTES[dtype] + 2 * scale) for heads, keys, values in kept)
 
 
-def state_bytes(facts: ModelFacts) -> int:
-    """Bytes of one slot: what a sequence keeps in all stateful layers, float32, at any length."""
-    mixers = (layer.mixer for layer in facts.layers)
-    kept = ((mixer.conv_shape, mixer.state_shape) for mixer in mixers if isinstance(mixer, Stateful))
-    return 4 * sum(math.prod(shape) for shapes in kept for shape in shapes if shape)
-
-
 def layer_views(facts: ModelFacts) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
     """What layers see of a step: the different (cache group, rotation), and which of them each layer sees; -1: none."""
-    group_of = {layer: index for index, group in enumerate(cache_layers(facts)) for layer in group}
+    group_of = {layer: index for index, group in enumerate(facts.cache_layers) for layer in group}
     pairs = [
         (group_of[kv_layer(index, layer.mixer)], facts.ropes.index(layer.mixer.rope))
         if isinstance(layer.mixer, Paged)
@@ -233,21 +262,6 @@ def layer_views(facts: ModelFacts) -> tuple[tuple[tuple[int, int], ...], tuple[i
 def kv_layer(index: int, mixer: Paged) -> int:
     """The layer that keeps what layer `index` reads."""
     return index if mixer.shares_kv_with is None else mixer.shares_kv_with
-
-
-def cache_layers(facts: ModelFacts) -> tuple[tuple[int, ...], ...]:
-    """Layers that keep the same tokens in the same form, by number: full attention first, then the widest window.
-
-    The head that predicts is the layer behind the last one.
-    """
-    found: dict[tuple[object, ...], list[int]] = {}
-    for index, layer in enumerate(facts.keeping_layers):
-        mixer = layer.mixer
-        if isinstance(mixer, Paged) and mixer.shares_kv_with is None:
-            found.setdefault((mixer.window, *mixer.kept), []).append(index)
-    windows = facts.windows
-    groups = sorted(found.values(), key=lambda group: (windows[group[0]] is not None, -(windows[group[0]] or 0)))
-    return tuple(map(tuple, groups))
 
 
 def state_layers(facts: ModelFacts) -> tuple[tuple[int, ...], ...]:

@@ -15,7 +15,7 @@ from localllm.config import EngineOptions
 from localllm.device.fake import MACHINES
 from localllm.errors import BadModelFile, UnsupportedFormat
 from localllm.models.architectures import ModelFacts, open_model
-from localllm.models.architectures.facts import linear_shapes, state_bytes
+from localllm.models.architectures.facts import linear_shapes
 from localllm.models.architectures.layers import ROUTERS
 from localllm.models.calibration import hessians
 from localllm.models.kv_cache import KVCache
@@ -74,17 +74,17 @@ def test_the_plan_counts_a_slot_for_every_sequence_and_checkpoint(tiny: Callable
     assert made.num_slots == 4 * parallel + 1 and without.num_slots == parallel + 1
     spare = bool(made.graph_buckets)
     pages = sum(made.num_pages) * made.page_size * 2 * 2 * 24 * 2  # bfloat16 keys and values of the one layer
-    assert made.kv_bytes == pages + (made.num_slots + spare) * state_bytes(facts)
+    assert made.kv_bytes == pages + (made.num_slots + spare) * facts.state_bytes
     assert made.speculation == "auto" and made.num_drafts > 0
 
 
 def test_a_slot_of_convolutions_holds_their_last_inputs_and_nothing_else(tiny: Callable, tmp_path: Path) -> None:
     with open_model(tiny("lfm2").save(tmp_path)) as checkpoint:
-        assert state_bytes(checkpoint.facts) == 2 * 42 * 3 * 4
+        assert checkpoint.facts.state_bytes == 2 * 42 * 3 * 4
         (group,) = load_model(checkpoint).states
     cache = KVCache((), (), states=[group], num_slots=3)
     assert [kept and kept.state for kept in cache.layers] == [None] * 3 and cache.layers[1] is None
-    assert cache.nbytes == 3 * state_bytes(checkpoint.facts)
+    assert cache.nbytes == 3 * checkpoint.facts.state_bytes
 
 
 def test_blocks_that_share_a_scale_cannot_be_torn_apart(tiny: Callable, tmp_path: Path) -> None:
@@ -183,10 +183,10 @@ def test_a_layer_of_one_block_keeps_and_plans_that_block_only(tiny: Callable, lo
     assert [group.layers for group in model.groups] == [(2,)] and [state.layers for state in model.states] == [(0, 4)]
     cache = KVCache(model.groups, [2], states=model.states, num_slots=3, num_layers=facts.num_layers)
     assert [kept is None for kept in cache.layers] == [False, True, False, True, False, True]
-    assert state_bytes(facts) == 2 * 4 * ((60 + 2 * 2 * 13) * 3 + 6 * 10 * 13)
+    assert facts.state_bytes == 2 * 4 * ((60 + 2 * 2 * 13) * 3 + 6 * 10 * 13)
     made, _ = planned(facts, "cpu")
     pages = sum(made.num_pages) * made.page_size * 2 * 2 * 18 * 2
-    assert made.kv_bytes == pages + made.num_slots * state_bytes(facts)
+    assert made.kv_bytes == pages + made.num_slots * facts.state_bytes
     assert model.num_kinds == 3
 
 
