@@ -172,18 +172,16 @@ def decoder(
     """
     stateful = {"gated_delta": gated_delta, "short_conv": short_conv, "mamba": mamba}
 
-    def fed(x: Tensor, number: int, rows: Tensor | None) -> Tensor:
-        ffn = layers[number][1]
+    def fed(x: Tensor, ffn: MlpWeights | ExpertsWeights | None, number: int, rows: Tensor | None) -> Tensor:
         if ffn is None:
             return x
         x = experts(x, ffn) if isinstance(ffn, ExpertsWeights) else mlp(x, ffn)
         if ffn.input is None:
             return x
         assert inputs is not None
-        given = inputs[:, number]
-        return layer_input(x, ffn.input, given if rows is None else given[rows])
+        return layer_input(x, ffn.input, inputs[slice(None) if rows is None else rows, number])
 
-    for number, ((weights, _, view), of_layer) in enumerate(zip(layers, caches, strict=True)):
+    for number, ((weights, ffn, view), of_layer) in enumerate(zip(layers, caches, strict=True)):
         rows = wanted if number == len(layers) - 1 else None
         if isinstance(weights, AttentionWeights):
             cos, sin, block_table, slot_mapping = views[view]
@@ -193,17 +191,16 @@ def decoder(
             attended = attention(q, weights, of_layer, block_table, cu_query_lens, seq_lens)
             if rows is not None:
                 attended, x = attended[rows], x[rows]
+            x = attn_out(attended, fed(x, ffn, number, rows) if weights.parallel else x, weights)
             if weights.parallel:
-                x = attn_out(attended, fed(x, number, rows), weights)
                 continue
-            x = attn_out(attended, x, weights)
         else:
             if isinstance(weights, LatentWeights):
                 x = latent_attention(x, weights, of_layer, views[view], cu_query_lens, seq_lens)
             elif weights is not None:
                 x = stateful[STATEFUL[type(weights)]](x, weights, of_layer, slots, cu_query_lens)
             x = x if rows is None else x[rows]
-        x = fed(x, number, rows) if x.shape[0] else x
+        x = fed(x, ffn, number, rows) if x.shape[0] else x
     return x
 
 

@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -343,3 +343,25 @@ class Boot:
         if note:
             found.append(f"{note}; close what else uses the memory, or start with a smaller --ctx")
         return tuple(found)
+
+
+def kernel_words(kernels: Mapping[str, str]) -> str:
+    """Which kernels run, by layer class: equal ones together, plain torch beside others named.
+
+    kernels   layer class, op or fused segment -> names of implementations
+    """
+    products: dict[str, list[str]] = {}
+    for name in ("qkv", "o", "gate_up", "down", "experts_gate_up", "experts_down", "lm_head"):
+        if name in kernels:
+            products.setdefault(kernels[name], []).append(name)
+    if len(products) == 1:
+        words = [f"products {next(iter(products))}"]
+    else:
+        words = [f"{'+'.join(names)} {impl}" for impl, names in products.items()]
+    attention = kernels.get("attention") or kernels.get("paged_attention", "none")
+    words.append(f"attention {attention}")
+    slow = [name for name in ("rms_norm", "rope", "kv_write") if kernels.get(name) == "torch" != attention]
+    fused = [name for name in ("step", "decoder", "mlp", "attn_in") if name in kernels]
+    if fused:
+        words.append(f"fused {fused[0]} {kernels[fused[0]]}")
+    return ", ".join([*words, *(f"{name} torch" for name in slow)])

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -284,6 +284,8 @@ class LoadedModel(AdaptedModel):
     @property
     def run_summary(self) -> str:
         """What is running, in one line."""
+        from localllm.boot.boot import kernel_words
+
         kernels, noted = kernel_words(self._model.kernels), self.boot.facts_line
         plan = self.plan
         threads = f" × {plan.threads} threads" if plan.device == "cpu" else ""
@@ -446,25 +448,3 @@ class LoadedModel(AdaptedModel):
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def kernel_words(kernels: Mapping[str, str]) -> str:
-    """Which kernels run, by layer class: equal ones together, plain torch beside others named.
-
-    kernels   layer class, op or fused segment -> names of implementations
-    """
-    products: dict[str, list[str]] = {}
-    for name in ("qkv", "o", "gate_up", "down", "experts_gate_up", "experts_down", "lm_head"):
-        if name in kernels:
-            products.setdefault(kernels[name], []).append(name)
-    if len(products) == 1:
-        words = [f"products {next(iter(products))}"]
-    else:
-        words = [f"{'+'.join(names)} {impl}" for impl, names in products.items()]
-    attention = kernels.get("attention") or kernels.get("paged_attention", "none")
-    words.append(f"attention {attention}")
-    slow = [name for name in ("rms_norm", "rope", "kv_write") if kernels.get(name) == "torch" != attention]
-    fused = [name for name in ("step", "decoder", "mlp", "attn_in") if name in kernels]
-    if fused:
-        words.append(f"fused {fused[0]} {kernels[fused[0]]}")
-    return ", ".join([*words, *(f"{name} torch" for name in slow)])

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from localllm import LLM, SamplingParams
-from localllm.boot.boot import Boot
+from localllm.boot.boot import Boot, kernel_words
 from localllm.boot.memory_meter import Meter
 from localllm.device.fake import MACHINES
 from localllm.engine.metrics import EngineStats
@@ -27,7 +27,6 @@ from localllm.kernels.registry import fits_always
 from localllm.kernels.verify import tuning
 from localllm.kernels.verify.selftest import SelfTest
 from localllm.kernels.verify.trial import SEGMENT_STEPS
-from localllm.llm.loaded_model import kernel_words
 from localllm.models import sleep
 from localllm.plan import fit
 from localllm.plan.plan import Plan
