@@ -22,6 +22,7 @@ from .attention_tiles import (
     decode_registers,
     decode_tiles,
     prefill_tiles,
+    side_by_side,
     splits_of,
 )
 from .hadamard import run_length
@@ -97,7 +98,7 @@ class _Step:
         self.num_seqs = block_table.shape[0]
         self.out = torch.empty_like(self.q)
         card = card_of(q.device)
-        self.cap, self.splits = card.capability, splits_of(self.kv_heads, card.num_sms)
+        self.cap, self.num_sms, self.splits = *card, splits_of(self.kv_heads, card.num_sms)
         self.places = self.splits.places(block_table.shape[1] * self.page, window)
         self.numbers = scale, softcap or 0.0, self.window, block_table.shape[1], self.num_seqs
         self.shared = {
@@ -139,10 +140,10 @@ class _Step:
         shared = self.shared | split | ({} if by_token else {"STEPS": 0})
         launch(
             attention_decode.decode_split,
-            (self.places, self.kv_heads, count),
+            (side_by_side(self.places, count, self.kv_heads, self.num_sms), self.kv_heads, count),
             *(self.q, *self.kv, self.table, self.starts, self.lengths, sums, norms),
             *self.numbers,
-            first,
+            *(first, self.places),
             COLUMNS=columns_of(group, self.cap),
             KEYS=tile.keys,
             STAGES=tile.num_stages,

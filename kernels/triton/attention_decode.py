@@ -1,9 +1,10 @@
 """Paged attention of single queries: every sequence's keys in splits side by side, then a merge.
 
-A program takes one split of one sequence and KV head. Keys are the rows of its matrix products, the query heads of the
-KV head their 8 or 16 columns: S = K Qᵀ and O = Vᵀ P, so no row of a matrix instruction is wasted, the four warps share
-the keys, and an accumulator is [head_dim, heads]. Tiles of 64 keys come by asynchronous copies, two under way; the
-block table is read one tile ahead, so that no copy waits for it. 8-bit pages are read as pairs of codes (`e4m3.py`).
+A program takes splits of one sequence and KV head: one, where all of them fit onto the card. Keys are the rows of its
+matrix products, the query heads of the KV head their 8 or 16 columns: S = K Qᵀ and O = Vᵀ P, so no row of a matrix
+instruction is wasted, the four warps share the keys, and an accumulator is [head_dim, heads]. Tiles of 64 keys come by
+asynchronous copies, two under way; the block table is read one tile ahead, so that no copy waits for it. 8-bit pages
+are read as pairs of codes (`e4m3.py`).
 
 What is split how depends on the sequence's own length only (`split_tokens`), tiles begin at multiples of their size,
 and the merge adds splits in the order of their places: so a token's result depends on nothing beside it, and neither
@@ -58,18 +59,19 @@ def _split_tokens(seen, FIRST: tl.constexpr, SPLITS: tl.constexpr):
     return FIRST * tl.maximum((seen + FIRST * SPLITS - 1) // (FIRST * SPLITS), 1)
 
 
-@triton.jit(do_not_specialize=["window", "table_width", "num_seqs", "first_token"])
+@triton.jit(do_not_specialize=["window", "table_width", "num_seqs", "first_token", "num_places"])
 def decode_split(
     q, k, v, k_scales, v_scales, block_table, cu_query_lens, seq_lens, part_sum, part_norm,
-    scale, softcap, window, table_width, num_seqs, first_token,
+    scale, softcap, window, table_width, num_seqs, first_token, num_places,
     DIM: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, KV_HEADS: tl.constexpr,
     PAGE: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr, RUN: tl.constexpr, KEYS: tl.constexpr,
     FIRST: tl.constexpr, SPLITS: tl.constexpr, BY_TOKEN: tl.constexpr, STEPS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
     INTERPRET: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """One split of one query's keys for one KV head: sums of weighted values, not yet divided, and (top, norm)."""
-    place = tl.program_id(0)
+    """Every so many'th split of one query's keys for one KV head: sums of weighted values, not yet divided, and
+    (top, norm). Who computes a split changes nothing of it.
+    """
     head = tl.program_id(1)
     row = tl.program_id(2)
     if PDL:
@@ -79,19 +81,14 @@ def decode_split(
     if HAS_WINDOW:
         oldest = tl.maximum(length - window, 0)
     size = _split_tokens(length - oldest, FIRST, SPLITS)
-    begin = (oldest // size + place) * size
-    end = tl.minimum(begin + size, length)
-    if begin >= end:
-        if PDL:
-            tl.extra.cuda.gdc_wait()  # the next kernel relies on this one to have seen the end of the one before
-        return
-    if HAS_WINDOW:
-        begin = tl.maximum(begin, oldest // KEYS * KEYS)
-
+    count = (length + size - 1) // size - oldest // size
     n = tl.arange(0, KEYS)
     table = block_table + seq.to(tl.int64) * table_width
-    page = tl.load(table + (begin + n) // PAGE, mask=begin + n < end, other=0)
-    if PDL:
+    begin = (oldest // size + tl.program_id(0)) * size
+    if HAS_WINDOW:
+        begin = tl.maximum(begin, oldest // KEYS * KEYS)
+    page = tl.load(table + (begin + n) // PAGE, mask=begin + n < length, other=0)
+    if PDL:  # also where no split is left: the next kernel relies on this one to have seen the end of the one before
         tl.extra.cuda.gdc_wait()
     column = tl.arange(0, COLUMNS)
     d = tl.arange(0, HALF)
@@ -104,88 +101,96 @@ def decode_split(
     q_at = q_row + column[None, :] * DIM + d[:, None] * STEP
     q_ok = (column[None, :] < GROUP) & (d[:, None] < WIDTH)
     q_even = tl.load(q_at, mask=q_ok, other=0.0).to(tl.float32)
-    acc = tl.zeros([HALF, COLUMNS], tl.float32)
     if EIGHT:
         q_odd = tl.load(q_at + 1, mask=q_ok, other=0.0).to(tl.float32)
-        acc_odd = tl.zeros([HALF, COLUMNS], tl.float32)
         if FORMAT == "int8":
             q_even, q_odd = rotate_halves(q_even, q_odd, RUN, 0)
         q_odd = q_odd.to(operand)
     q_even = q_even.to(operand)
-    top = tl.full([COLUMNS], float("-inf"), tl.float32)
-    norm = tl.zeros([KEYS, COLUMNS], tl.float32)
     if SCALES == "layer":
         scale *= tl.load(k_scales)
     if FORMAT == "fp8":
         scale *= 256.0
     if not HAS_SOFTCAP:
         scale *= 1.4426950408889634
-    for start in tl.range(begin, end, KEYS, num_stages=STAGES):
-        key = start + n
-        seen = key < end
+    for place in tl.range(tl.program_id(0), count, tl.num_programs(0), num_stages=1):
+        begin = (oldest // size + place) * size
+        end = tl.minimum(begin + size, length)
         if HAS_WINDOW:
-            seen &= key >= oldest
-        slot = (page.to(tl.int64) * KV_HEADS + head) * PAGE + key % PAGE
-        at = slot * WIDTH
-        if WIDTH == HALF:
-            k_tile = tl.load(k + at[:, None] + d[None, :], mask=seen[:, None], other=0)
-            v_tile = tl.load(v + at[None, :] + d[:, None], mask=seen[None, :], other=0)
-        else:
-            k_tile = tl.load(k + at[:, None] + d[None, :], mask=seen[:, None] & (d[None, :] < WIDTH), other=0)
-            v_tile = tl.load(v + at[None, :] + d[:, None], mask=seen[None, :] & (d[:, None] < WIDTH), other=0)
-        if SCALES == "token":
-            k_scale = tl.load(k_scales + slot, mask=seen, other=0.0)
-            v_scale = tl.load(v_scales + slot, mask=seen, other=1.0)
-        page = tl.load(table + (key + KEYS) // PAGE, mask=key + KEYS < end, other=0)
-
+            begin = tl.maximum(begin, oldest // KEYS * KEYS)
+        acc = tl.zeros([HALF, COLUMNS], tl.float32)
         if EIGHT:
-            if FORMAT == "fp8":
-                k_even, k_odd = widen_e4m3(k_tile, operand, PTX)
+            acc_odd = tl.zeros([HALF, COLUMNS], tl.float32)
+        top = tl.full([COLUMNS], float("-inf"), tl.float32)
+        norm = tl.zeros([KEYS, COLUMNS], tl.float32)
+        for start in tl.range(begin, end, KEYS, num_stages=STAGES):
+            key = start + n
+            seen = key < end
+            if HAS_WINDOW:
+                seen &= key >= oldest
+            slot = (page.to(tl.int64) * KV_HEADS + head) * PAGE + key % PAGE
+            at = slot * WIDTH
+            if WIDTH == HALF:
+                k_tile = tl.load(k + at[:, None] + d[None, :], mask=seen[:, None], other=0)
+                v_tile = tl.load(v + at[None, :] + d[:, None], mask=seen[None, :], other=0)
             else:
-                k_even, k_odd = widen_int8(k_tile, operand, PTX)
-            scores = tl.dot(k_even, q_even)
-            scores = tl.dot(k_odd, q_odd, scores)
-        else:
-            scores = tl.dot(k_tile.to(operand), q_even, input_precision="ieee")
-        if SCALES == "token":
-            scores *= (k_scale * scale)[:, None]
-        else:
-            scores *= scale
-        scores = exponents(scores, softcap, HAS_SOFTCAP)
-        if SCALES == "token":  # the weight of a value carries its scale, so that it stays within float16
-            v_scale = tl.where(v_scale < 1e-30, 1e-30, v_scale)
-            spread = tl.log2(v_scale)
-            scores += spread[:, None]
-        scores = tl.where(seen[:, None], scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 0))
-        weights = tl.exp2(scores - new_top[None, :])
-        shrink = tl.exp2(top - new_top)[None, :]
-        top = new_top
-        if SCALES == "token":
-            norm = norm * shrink + weights * tl.exp2(-spread)[:, None]
-        else:
-            norm = norm * shrink + weights
-        weights = weights.to(operand)
-        if EIGHT:
-            if FORMAT == "fp8":
-                v_even, v_odd = widen_e4m3(v_tile, operand, PTX)
-            else:
-                v_even, v_odd = widen_int8(v_tile, operand, PTX)
-            acc = tl.dot(v_even, weights, acc * shrink)
-            acc_odd = tl.dot(v_odd, weights, acc_odd * shrink)
-        else:
-            acc = tl.dot(v_tile.to(operand), weights, acc * shrink, input_precision="ieee")
+                k_tile = tl.load(k + at[:, None] + d[None, :], mask=seen[:, None] & (d[None, :] < WIDTH), other=0)
+                v_tile = tl.load(v + at[None, :] + d[:, None], mask=seen[None, :] & (d[:, None] < WIDTH), other=0)
+            if SCALES == "token":
+                k_scale = tl.load(k_scales + slot, mask=seen, other=0.0)
+                v_scale = tl.load(v_scales + slot, mask=seen, other=1.0)
+            page = tl.load(table + (key + KEYS) // PAGE, mask=key + KEYS < end, other=0)
 
-    total = tl.sum(norm, 0)
-    part = (row.to(tl.int64) * (KV_HEADS * GROUP) + head * GROUP + column) * tl.num_programs(0) + place
-    ok = column < GROUP
-    tl.store(part_norm + part * 2, top, mask=ok)
-    tl.store(part_norm + part * 2 + 1, total, mask=ok)
-    out = part_sum + part[None, :] * DIM + d[:, None] * STEP
-    ok = ok[None, :] & (d[:, None] < WIDTH)
-    tl.store(out, acc, mask=ok)
-    if EIGHT:
-        tl.store(out + 1, acc_odd, mask=ok)
+            if EIGHT:
+                if FORMAT == "fp8":
+                    k_even, k_odd = widen_e4m3(k_tile, operand, PTX)
+                else:
+                    k_even, k_odd = widen_int8(k_tile, operand, PTX)
+                scores = tl.dot(k_even, q_even)
+                scores = tl.dot(k_odd, q_odd, scores)
+            else:
+                scores = tl.dot(k_tile.to(operand), q_even, input_precision="ieee")
+            if SCALES == "token":
+                scores *= (k_scale * scale)[:, None]
+            else:
+                scores *= scale
+            scores = exponents(scores, softcap, HAS_SOFTCAP)
+            if SCALES == "token":  # the weight of a value carries its scale, so that it stays within float16
+                v_scale = tl.where(v_scale < 1e-30, 1e-30, v_scale)
+                spread = tl.log2(v_scale)
+                scores += spread[:, None]
+            scores = tl.where(seen[:, None], scores, float("-inf"))
+            new_top = tl.maximum(top, tl.max(scores, 0))
+            weights = tl.exp2(scores - new_top[None, :])
+            shrink = tl.exp2(top - new_top)[None, :]
+            top = new_top
+            if SCALES == "token":
+                norm = norm * shrink + weights * tl.exp2(-spread)[:, None]
+            else:
+                norm = norm * shrink + weights
+            weights = weights.to(operand)
+            if EIGHT:
+                if FORMAT == "fp8":
+                    v_even, v_odd = widen_e4m3(v_tile, operand, PTX)
+                else:
+                    v_even, v_odd = widen_int8(v_tile, operand, PTX)
+                acc = tl.dot(v_even, weights, acc * shrink)
+                acc_odd = tl.dot(v_odd, weights, acc_odd * shrink)
+            else:
+                acc = tl.dot(v_tile.to(operand), weights, acc * shrink, input_precision="ieee")
+
+        total = tl.sum(norm, 0)
+        part = (row.to(tl.int64) * (KV_HEADS * GROUP) + head * GROUP + column) * num_places + place
+        ok = column < GROUP
+        tl.store(part_norm + part * 2, top, mask=ok)
+        tl.store(part_norm + part * 2 + 1, total, mask=ok)
+        out = part_sum + part[None, :] * DIM + d[:, None] * STEP
+        ok = ok[None, :] & (d[:, None] < WIDTH)
+        tl.store(out, acc, mask=ok)
+        if EIGHT:
+            tl.store(out + 1, acc_odd, mask=ok)
+        begin = (oldest // size + place + tl.num_programs(0)) * size
+        page = tl.load(table + (begin + n) // PAGE, mask=begin + n < length, other=0)
 
 
 @triton.jit(do_not_specialize=["window", "num_places", "num_seqs", "first_token"])

@@ -14,6 +14,7 @@ import triton
 from ..kv_pages import SCALED_FORMATS
 from .cards import AMD
 
+BUSY = 16  # programs of decode attention for each multiprocessor; not measured
 WGMMA = (90, 100)  # cards whose matrix instructions read 64 rows straight from shared memory
 
 
@@ -43,6 +44,15 @@ def splits_of(num_kv_heads: int, sms: int) -> Splits:
     """Four programs an SM for one long sequence, one an SM from 4096 keys on; of one device always the same."""
     first = _floor_power(4096 * num_kv_heads // sms)
     return Splits(min(max(first, 128), 512), min(max(_floor_power(4 * sms // num_kv_heads), 8), 128))
+
+
+def side_by_side(places: int, queries: int, num_kv_heads: int, sms: int) -> int:
+    """Programs of each query and KV head: one a split, fewer where all of them are more than the card holds.
+
+    There are places for as many splits as a context may have: a bucket of short sequences would start thousands of
+    programs that find nothing to do.
+    """
+    return min(places, max(1, BUSY * sms // (queries * num_kv_heads)))
 
 
 def decode_tiles(cap: int, kv_format: str, head_dim: int, group: int) -> list[Tile]:

@@ -227,6 +227,19 @@ def test_by_token_mixed_batch_in_slices(
     check(Shape(spans, 2, 1, kv_format="int8", sinks=True), device, BY_TOKEN)
 
 
+@pytest.mark.parametrize("kv_format", ["bf16", "int8"])
+def test_few_programs_compute_the_splits_of_many(
+    kv_format: str, device: torch.device, small_splits: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit what a program for each split computes."""
+    step = Step(Shape(((1, 1), (1, 150), (1, 70)), heads=2, kv_heads=1, window=100, kv_format=kv_format), device)
+    found = []
+    for most in (16, 1):
+        monkeypatch.setattr(attention, "side_by_side", lambda places, *others, most=most: min(places, most))
+        found.append(step.run(attention.paged_attention).clone())
+    assert torch.equal(*found)
+
+
 def test_rows_without_tokens_get_zeros(device: torch.device) -> None:
     """A bucket of a captured graph may have rows that no sequence fills."""
     step = Step(Shape(((1, 20), (1, 1))), device)
@@ -249,6 +262,12 @@ def test_split_sizes() -> None:
     assert [splits.places(keys, None) for keys in (1, 128, 129, 4096, 1 << 20)] == [1, 1, 2, 32, 64]
     assert splits.places(1 << 20, 1000) == 9
     assert attention_tiles.splits_of(1, 132) == (128, 128) and attention_tiles.splits_of(8, 16) == (512, 8)
+
+
+def test_no_more_programs_than_keep_the_card_busy() -> None:
+    """A context of 32k has 64 splits; 64 sequences of 1k need 8 of them each."""
+    programs = [attention_tiles.side_by_side(64, queries, 8, 132) for queries in (1, 4, 64, 1000)]
+    assert programs == [64, 64, 4, 1]
 
 
 def test_every_tile_divides_every_split() -> None:
