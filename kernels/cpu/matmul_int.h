@@ -278,7 +278,7 @@ static int x_form(const ll_weight *w, int64_t m)
 {
     if (few_rows(w, m)) return X_PLANES;
 #if LL_AMX
-    if (amx_on && m >= AMX_ROWS / 2 && digits_are_exact(w)) return X_DIGITS;
+    if (amx_on && m >= AMX_ROWS && digits_are_exact(w)) return X_DIGITS;
 #endif
     return MANY_PAIRS ? X_PAIRS : X_PLANES;
 }
