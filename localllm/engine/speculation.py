@@ -153,6 +153,7 @@ class _Source:
         self.name = drafter.name
         self.paid: PaidDrafter | None = drafter if isinstance(drafter, PaidDrafter) else None
         self.free: Drafter | None = drafter if isinstance(drafter, Drafter) else None
+        assert self.paid or self.free, f"{drafter!r} is no drafter"
         self.rates = Rates(expected=EXPECTED if self.paid is None else EXPECTED_PAID)
         self.rest, self.rested = REST, 0  # steps that it is to rest where it does not pay, and has rested
         # seconds of a round (a token for each of so many); the first caught up with prompts: it does not count

@@ -181,7 +181,9 @@ class LastTwo:
         """A runner over pages of its own."""
         group = SimpleNamespace(num_pages=num_pages, window=None)
         slots = [torch.zeros(4 * num_pages, dtype=torch.long)]
-        cache = SimpleNamespace(page_size=4, device=torch.device("cpu"), groups=(group,), slots=slots, num_slots=0)
+        cache = SimpleNamespace(
+            page_size=4, device=torch.device("cpu"), groups=(group,), slots=slots, num_slots=0, nbytes=0
+        )
         cache.copy_page = lambda g, source, target: slots[0].view(-1, 4)[target].copy_(slots[0].view(-1, 4)[source])
         return Runner(self, cache, VOCAB)
 
@@ -240,6 +242,11 @@ def test_what_is_drawn_has_the_distribution_of_the_model(draws, wishes, who):
     statistic = float(((seen - expected)[counted] ** 2 / expected[counted]).sum())
     freedom = int(counted.sum()) - VOCAB
     assert statistic < freedom + 3.72 * (2 * freedom) ** 0.5 + 10  # normal approximation, with its skew
+
+
+def test_who_neither_guesses_nor_proposes_is_no_drafter() -> None:
+    with pytest.raises(AssertionError, match="is no drafter"):
+        Speculation(SimpleNamespace(name="nobody"))
 
 
 def test_the_plan_counts_as_many_guesses_as_there_are() -> None:
