@@ -16,6 +16,7 @@ from localllm.config import EngineOptions
 from localllm.kernels.host_experts import HostExperts
 from localllm.kernels.layer_weights import ExpertsWeights
 from localllm.kernels.verify.selftest import SelfTest
+from localllm.models import placement
 from localllm.models.architectures import Experts, open_model
 from localllm.models.loader import LoadOptions, load_model
 from localllm.models.model import Model
@@ -180,6 +181,39 @@ def test_an_engine_answers_the_same_and_says_where_experts_lie(
     assert answers[0] == answers[1] and len(answers[0]) == 12
     first, *_, last = (int(one.uses.sum()) for one in hosts(model))
     assert first >= (len(IDS) + 11) * 3 and last >= 12 * 3, "every token counts for its experts"
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_answers_are_equal_while_experts_change_places_and_where_they_cannot(
+    tiny: Callable, tmp_path: Path, empty_home: Path, monkeypatch: pytest.MonkeyPatch, closed: bool
+) -> None:
+    """Files that can no longer be read cost no request anything: experts stay where they are."""
+    monkeypatch.setattr(placement, "LOOK_CHOICES", 1)
+    monkeypatch.setattr(placement, "LEAST_USES", 0.0)
+    planner = Planner.here(EngineOptions(device="cpu", ctx=128, dtype="float32", kv="f32"))
+    answers = []
+    with opened(tiny("qwen3-moe").save(tmp_path), 3) as model:
+        for _ in range(2):
+            plan = replace(planner.plan(model.facts), host_experts=3, deterministic=bool(not answers))
+            boot = Boot(model, plan, planner, SelfTest())
+            engine = boot.engine
+            if answers:
+                assert isinstance(engine.between_steps, Mover)
+                engine.between_steps.bytes_s = 1e15
+                for one in hosts(model) if closed else ():
+                    monkeypatch.setattr(one, "fetch", unreadable)
+            stream = engine.submit(Request(IDS, SamplingParams(temperature=0, max_tokens=30)))
+            while not engine.is_idle:
+                engine.run_once()
+            answers.append([token for event in stream for token in event.token_ids])
+        assert answers[0] == answers[1] and len(answers[0]) == 30
+        assert any(one.moved.num_exchanged for one in hosts(model)) is not closed
+        assert (engine.between_steps is None) is closed
+        assert ("of weights exchanged" in boot.facts_line) is not closed
+
+
+def unreadable(*_: object) -> tuple[Any, Any]:
+    raise OSError("the file is gone")
 
 
 def test_experts_in_host_memory_stay_there_when_a_model_sleeps(tiny: Callable, tmp_path: Path) -> None:
