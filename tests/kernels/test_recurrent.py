@@ -19,6 +19,7 @@ def test_outputs_and_states_are_those_of_the_reference(impl: Impl) -> None:
     assert op_error(impl.op, impl.run, ModelShapes(hidden=64, intermediate=128)) == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", ["delta_rule", "state_space"])
 def test_all_instruction_sets_give_what_the_reference_gives(isa: str, op: str) -> None:
     (run,) = (impl.run for impl in implementations(op) if impl.name == "c")
