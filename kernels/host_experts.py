@@ -34,7 +34,6 @@ class Moved:
     read: int = 0  # weights that the CPU read
     streamed: int = 0  # weights that the device got for one step
     exchanged: int = 0  # weights of experts that changed their places, both ways
-    num_exchanged: int = 0
     chosen: int = 0  # of all tokens, the experts they were sent to
     on_device: int = 0  # of these, the ones that lay on the device
 
@@ -98,7 +97,6 @@ class HostExperts:
         del self.gate_up[comes], self.down[comes]
         self.gate_up[goes], self.down[goes] = taken
         self.moved.exchanged += sum(one.nbytes for one in (*given, *taken))
-        self.moved.num_exchanged += 1
         return given
 
 

@@ -102,7 +102,7 @@ def test_logits_are_equal_while_experts_are_streamed_and_change_places(
             last = max(one.gate_up)
             model.exchange(layer, last, 0)
             assert 0 in one.gate_up and last not in one.gate_up
-            assert one.moved.exchanged == 2 * one.nbytes // 3 and one.moved.num_exchanged == 1
+            assert one.moved.exchanged == 2 * one.nbytes // 3
         again = paged(model).all_logits(IDS, [20, 1, 16])
         assert torch.equal(logits[0], expected[:20]) and torch.equal(again, expected)
         assert held == (model.weight_bytes, sum(one.nbytes for one in hosts(model)))
@@ -151,11 +151,11 @@ def test_experts_move_so_many_bytes_a_second_at_most(tiny: Callable, tmp_path: P
         for _ in range(40):
             now[0] += 0.25
             mover()
-            moves.append(sum(one.moved.num_exchanged for one in layers))
+            moves.append(sum(one.moved.exchanged for one in layers) // pair)
         assert moves[0] == 1 and all(count <= now / 8 + 1 for now, count in enumerate(moves, 1))
         assert moves[-1] == 5
         assert sum(one.moved.exchanged for one in layers) == moves[-1] * pair
-        first = next(one for one in layers if one.moved.num_exchanged)
+        first = next(one for one in layers if one.moved.exchanged)
         assert 6 not in first.gate_up
 
 
@@ -207,7 +207,7 @@ def test_answers_are_equal_while_experts_change_places_and_where_they_cannot(
                 engine.run_once()
             answers.append([token for event in stream for token in event.token_ids])
         assert answers[0] == answers[1] and len(answers[0]) == 30
-        assert any(one.moved.num_exchanged for one in hosts(model)) is not closed
+        assert any(one.moved.exchanged for one in hosts(model)) is not closed
         assert (engine.between_steps is None) is closed
         assert ("of weights exchanged" in boot.facts_line) is not closed
 
