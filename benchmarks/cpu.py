@@ -68,7 +68,7 @@ class Bench:
         self.options = options
         self.file: Path = options.json
         self.kept: dict[str, Any] = json.loads(self.file.read_text()) if self.file.exists() else {}
-        words = ["PATH" if word == options.peer_python else word for word in sys.argv]
+        words = ["PATH" if word.startswith("/") else word for word in sys.argv]
         self.kept |= {"schema": "localllm.cpu/1", "versions": versions(), "command": " ".join(["python", *words])}
         self.kept.setdefault("rows", {})
 
@@ -288,14 +288,19 @@ def growth(bench: Bench) -> None:
 # --- what is made of it ----------------------------------------------------------------------------------------------
 
 
+def put(page: Path, text: str) -> None:
+    """A table between its page's marks."""
+    before, rest = page.read_text().split(BEGIN)
+    page.write_text(before + BEGIN + "\n" + text + END + rest.split(END)[1])
+
+
 def render(kept: dict[str, Any]) -> None:
-    """The README's table and docs/cpu-*.svg."""
+    """The tables of README (real shapes) and docs/speed.md (real files), and docs/cpu-*.svg, of what was measured."""
     rows = kept["rows"]
-    readme = ROOT / "README.md"
-    text = readme.read_text()
-    if BEGIN in text and f"{next(iter(MODELS))} tg128" in rows:
-        before, rest = text.split(BEGIN)
-        readme.write_text(before + BEGIN + "\n" + table(kept) + END + rest.split(END)[1])
+    if "bytes" in kept:
+        put(ROOT / "README.md", sizes_table(kept))
+    if f"{next(iter(MODELS))} tg128" in rows:
+        put(ROOT / "docs/speed.md", table(kept))
     charts = (
         ("depth", "Decode by context", "tokens of context", "tokens per second", False),
         ("prompt", "Prefill by prompt length", "tokens of prompt", "tokens per second", True),
@@ -310,7 +315,7 @@ def render(kept: dict[str, Any]) -> None:
         if series:
             chart = line_chart(title, x_label, f"{y_label} (smollm2 Q4_1, 2 threads)", series, log_x=log_x)
             (ROOT / f"docs/cpu-{kind}.svg").write_text(chart)
-    print(table(kept))
+    print(table(kept), sizes_table(kept), sep="\n")
 
 
 def sizes_table(kept: dict[str, Any]) -> str:
