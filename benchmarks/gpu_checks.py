@@ -210,7 +210,7 @@ def groups(place: Place, file: str = "") -> dict[str, Callable[[], Found]]:
         found["products float16"] = partial(products, place, "float16", 0, 4)
     found["sampling"] = partial(sampling, place)
     models = (("bf16", "bf16"), ("fp8", "fp8"), ("int4", "int8"), ("nvfp4", "fp8"))
-    for form, kv in models[:2] if place.is_dry else models:
+    for form, kv in models[:1] if place.is_dry else models:
         found[f"model {form}"] = partial(whole, place, form, kv)
     if file:
         found["file"] = partial(from_file, place, joined(Path(file)))
