@@ -108,10 +108,6 @@ class Residents:
         """In the order in which they came."""
         return list(self._known.values())
 
-    def resident(self) -> list[str]:
-        """Names of those that have a place; may be a step old."""
-        return [adapter.name for adapter in list(self._places.values())]
-
     # --- the engine's thread -----------------------------------------------------------------------------------------
 
     @property

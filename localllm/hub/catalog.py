@@ -442,8 +442,7 @@ def read_candidate(model: Mapping[str, Any], file: Mapping[str, Any]) -> Candida
 
 def _checked(row: Row) -> Row:
     kinds = {field.name: _KINDS.get(str(field.type), object) for field in fields(row)}
-    wrong = [name for name, kind in kinds.items() if not isinstance(getattr(row, name), kind)]
-    if wrong:
+    if wrong := [name for name, kind in kinds.items() if not isinstance(getattr(row, name), kind)]:
         raise ValueError(f"catalog.toml: wrong type of {', '.join(wrong)} in {row}")
     return row
 
