@@ -93,3 +93,24 @@ def test_the_table_of_models_is_made_of_the_registry() -> None:
     if os.environ.get("UPDATE_DOCS"):
         page.write_text(table_of_models())
     assert page.read_text() == table_of_models(), "UPDATE_DOCS=1 pytest tests/test_readme.py"
+
+
+# as people read them who do not know how they came about
+ODD = (
+    "without words is the first screen", "carries cures out", "refused by name, with what would work",
+    "as it runs by itself", "What runs is never broken", "Prompts and answers are in none",
+    "taken over when it is harmless", "that are no finite ones", "combination that cannot be",
+    "the model's own hold", "driver: the CPU computes", "proof pending",
+)  # fmt: skip
+
+
+def test_texts_say_it_plainly() -> None:
+    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *(ROOT / "localllm").rglob("*.py")]
+    found = [(page.name, words) for page in pages for words in ODD if words in page.read_text()]
+    assert not found
+
+
+def test_a_share_names_what_it_is_of() -> None:
+    row = next(line for line in (ROOT / "docs/speed.md").read_text().splitlines() if "busy on one of the cores" in line)
+    share, base, ours = (float(re.search(p, row)[1]) for p in (r": ([\d.]+) ×", r"the (\d+) tok/s", r"\| (\d+) tok/s"))
+    assert round(ours / base, 2) == share
