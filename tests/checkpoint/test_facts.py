@@ -39,7 +39,7 @@ def test_smollm2(smollm2_path: Path) -> None:
     assert (facts.architecture, facts.source_architecture, facts.num_layers) == ("llama", "llama", 30)
     assert (facts.hidden_size, facts.intermediate_size, facts.vocab_size) == (576, 1536, 49152)
     assert (facts.num_heads, facts.num_kv_heads, facts.head_dim) == (9, 3, 64)
-    assert wide(facts).rope == RopeFacts(100_000.0, 64, interleaved=True)
+    assert wide(facts).rope == RopeFacts(100_000.0, 64, interleaved=True, permuted=True)
     assert facts.tied_embeddings and facts.has_chat_template and not facts.layers[0].mixer.qk_norm
     assert (facts.max_context, facts.eos_token_ids, facts.bos_token_id) == (8192, (2,), 1)
     assert (facts.stored_format, facts.license) == ("Q4_1", "apache-2.0")
@@ -241,7 +241,9 @@ def floats(*shape: int) -> tuple[list[int], str, bytes]:
 def test_gguf_llama3_scaling_is_a_tensor(tmp_path: Path) -> None:
     scaling = {"a__rope__scaling__type": (tiny.STRING, "linear"), "a__rope__scaling__factor": (tiny.F32, 8.0)}
     facts = gguf_facts_of(tmp_path / "a.gguf", tensors={"rope_freqs.weight": floats(8)}, **scaling)
-    assert wide(facts).rope == RopeFacts(10_000.0, 16, "factors", interleaved=True, factors_tensor="rope_freqs.weight")
+    assert wide(facts).rope == RopeFacts(
+        10_000.0, 16, "factors", interleaved=True, permuted=True, factors_tensor="rope_freqs.weight"
+    )
     with pytest.raises(BadModelFile, match=r"rope_freqs.weight: has shape \[9\], \[8\] is expected"):
         gguf_facts_of(tmp_path / "b.gguf", tensors={"rope_freqs.weight": floats(9)})
 

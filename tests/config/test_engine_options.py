@@ -53,6 +53,7 @@ GIVEN: dict[str, tuple[str, Any]] = {
     "kv_store": ("4GiB", 4 * GIB),
     "speculation": ("ngram", "ngram"),
     "draft": ("smollm2", "smollm2"),
+    "adapters": ("poet=poet", ("poet=poet",)),
     "experts": ("host", "host"),
     "max_parallel": ("3", 3),
     "ttl_s": ("90s", 90.0),
@@ -114,7 +115,7 @@ def test_this_file_knows_every_setting() -> None:
 def test_a_setting_reaches_the_plan(field: str, door: Callable[..., EngineOptions], tmp_path: Path) -> None:
     options = door(field, GIVEN[field][0], tmp_path)
     assert options == replace(EngineOptions(), **{field: GIVEN[field][1]})
-    if field in ("ttl_s", "kv_store", "draft"):  # a draft reaches the plan with its files
+    if field in ("ttl_s", "kv_store", "draft", "adapters"):  # the last two reach the plan with their files
         return
     shown = PLANNED.get(field, lambda plan: getattr(plan, field))
     if field == "deterministic":  # off is what a GPU has anyway
@@ -132,7 +133,7 @@ def test_no_graphs_take_no_memory() -> None:
 
 
 def test_all_settings_reach_a_running_engine(tiny_path: Path) -> None:
-    settings = {field: value for field, (_, value) in GIVEN.items()} | {"ctx": 256}
+    settings = {field: value for field, (_, value) in GIVEN.items()} | {"ctx": 256, "adapters": ()}
     with LLM(tiny_path, **settings) as llm:
         assert llm.options == EngineOptions(**settings)
         assert {field: shown(llm) for field, shown in RUNNING.items()} == {field: settings[field] for field in RUNNING}
@@ -149,7 +150,7 @@ def test_chat_and_serve_hand_the_settings_on_as_they_are(monkeypatch: pytest.Mon
     env, given = Env(Options()), []
     config = env.settings({path_of(field): typed for field, (typed, _) in GIVEN.items()})
     monkeypatch.setattr("localllm.backend.in_process.InProcessBackend", lambda *_, options, **__: given.append(options))
-    monkeypatch.setattr("localllm.cli.served_models.HubLoader", given.append)
+    monkeypatch.setattr("localllm.cli.served_models.HubLoader", lambda options, adapted: given.append(options))
     monkeypatch.setattr("localllm.server.pool.ModelPool", lambda offers, loader, machine, options: options)
     make_backend(env, config, Sampling())
     pool: Any = new_pool(env, config, list, (), None)

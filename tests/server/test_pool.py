@@ -25,6 +25,7 @@ class Model:
         self.plan = SimpleNamespace(device="cpu", weight_bytes=GIB, kv_bytes=0)
         self.engine = SimpleNamespace(is_dead=False)
         self.is_awake = True
+        self.why_dead = ""
         self.log = []
 
     def stats(self):

@@ -268,7 +268,7 @@ async def test_names_of_models_open_no_file(client, name):
 
 MANAGING = [
     "/api/pull", "/api/push", "/api/create", "/api/copy", "/api/delete", "/api/blobs/sha256:" + "0" * 64,
-    "/models/apply", "/v1/load_lora_adapter", "/v1/models/load", "/pause", "/shutdown", "/reset_prefix_cache",
+    "/models/apply", "/v1/models/load", "/pause", "/shutdown", "/reset_prefix_cache",
     "/collective_rpc", "/invocations", "/start_profile", "/sleep", "/slots/0",
 ]  # fmt: skip
 
