@@ -410,9 +410,9 @@ def _refusal(alias: str, considered: Sequence[Considered], fits: Fits, free_labe
 
 def nearest(params: int, fits: Fits) -> Candidate | None:
     """The runnable, fitting model whose size is closest (as a ratio), newest of equals."""
-    runs = [c for c in candidates() if not c.needs and fits(c)[0]]
-    key = lambda c: (round(abs(math.log(c.params / params)), 2), [-ord(x) for x in c.released])  # noqa: E731
-    return min(runs, key=key, default=None)
+    runs = (c for c in candidates() if not c.needs)
+    by_size = sorted(runs, key=lambda c: (round(abs(math.log(c.params / params)), 2), [-ord(x) for x in c.released]))
+    return next((c for c in by_size if fits(c)[0]), None)
 
 
 def _text() -> str:
