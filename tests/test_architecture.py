@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = {"kernels": "kernels", "quant": "quant", "models": "models", "tui": "tui", "localllm": ""}
@@ -78,10 +77,15 @@ def modules() -> list[tuple[Path, tuple[str, ...]]]:
     ]
 
 
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse(path.read_text())))
+
+
 def imports(path: Path, name: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     """Dotted names under localllm that `path` imports, absolute or relative, at any depth, for types or not."""
     package = name[:-1]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else ()
             target: tuple[str, ...] | None = (*base, *(node.module or "").split(".")) if node.module else base
@@ -99,13 +103,13 @@ def layer_of(module: Sequence[str]) -> str:
     return inner if inner in MAY_IMPORT else module[0]
 
 
-@pytest.mark.parametrize(("path", "name"), modules(), ids=lambda v: ".".join(v) if isinstance(v, tuple) else "")
-def test_imports_point_down(path: Path, name: tuple[str, ...]) -> None:
-    layer = layer_of(name)
-    assert layer in MAY_IMPORT, f"{path.relative_to(ROOT)}: give {layer} a row in MAY_IMPORT and in the design"
-    allowed = MAY_IMPORT[layer] | (set() if layer == "kernels" else OPEN) | FREE
-    bad = {layer_of(target) for target in imports(path, name)} - {layer} - allowed
-    assert not bad, f"{path.relative_to(ROOT)} ({layer}) may not import {sorted(bad)}"
+def test_imports_point_down() -> None:
+    for path, name in modules():
+        layer = layer_of(name)
+        assert layer in MAY_IMPORT, f"{path.relative_to(ROOT)}: give {layer} a row in MAY_IMPORT and in the design"
+        allowed = MAY_IMPORT[layer] | (set() if layer == "kernels" else OPEN) | FREE
+        bad = {layer_of(target) for target in imports(path, name)} - {layer} - allowed
+        assert not bad, f"{path.relative_to(ROOT)} ({layer}) may not import {sorted(bad)}"
 
 
 def test_the_table_names_only_what_is_there() -> None:
@@ -139,11 +143,10 @@ def test_the_layers_have_no_cycle() -> None:
     assert order.index("kernels") < order.index("models") < order.index("engine") < order.index("llm")
 
 
-@pytest.mark.parametrize(("path", "name"), modules(), ids=lambda v: ".".join(v) if isinstance(v, tuple) else "")
-def test_side_folders_are_imported_under_our_name(path: Path, name: tuple[str, ...]) -> None:
+def test_side_folders_are_imported_under_our_name() -> None:
     """`import kernels` is somebody else's package on a user's machine."""
     bare = {"kernels", "quant", "models", "tui"}
-    for node in ast.walk(ast.parse(path.read_text())):
+    for path, node in ((file, node) for file, _ in modules() for node in nodes(file)):
         tops = set()
         if isinstance(node, ast.ImportFrom) and not node.level:
             tops = {(node.module or "").split(".")[0]}
@@ -152,10 +155,9 @@ def test_side_folders_are_imported_under_our_name(path: Path, name: tuple[str, .
         assert not tops & bare, f"{path.relative_to(ROOT)}:{node.lineno}: write localllm.{(tops & bare).pop()}"
 
 
-@pytest.mark.parametrize(("path", "name"), modules(), ids=lambda v: ".".join(v) if isinstance(v, tuple) else "")
-def test_only_a_family_knows_its_name(path: Path, name: tuple[str, ...]) -> None:
+def test_only_a_family_knows_its_name() -> None:
     """What differs between architectures stands in `facts.layers`: nobody compares `facts.architecture`."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for path, name, node in ((file, name, node) for file, name in modules() for node in nodes(file)):
         if isinstance(node, ast.Compare):
             sides = [node.left, *node.comparators]
             asks = any(isinstance(side, ast.Attribute) and side.attr == "architecture" for side in sides)

@@ -55,9 +55,9 @@ def breaches(tree: ast.AST) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(ROOT)))
-def test_nothing_runs_foreign_code(path: Path) -> None:
-    assert not breaches(ast.parse(path.read_text()))
+def test_nothing_runs_foreign_code() -> None:
+    for path in sources():
+        assert not breaches(ast.parse(path.read_text())), path.relative_to(ROOT)
 
 
 @pytest.mark.parametrize(
