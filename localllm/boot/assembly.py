@@ -77,8 +77,9 @@ def assemble(
     engine = Engine(
         runner, plan.num_pages, plan.ctx, limits, prefix_cache=plan.prefix_cache, check_invariants=check_invariants,
         largest_context=min(plan.max_ctx, model.facts.max_context),
-        speculation=_speculation(plan, device, {"mtp": head, "draft": drafter}, bool(model.states)), adapters=adapters,
+        speculation=_speculation(plan, device, {"mtp": head, "draft": drafter}, bool(model.states)),
     )  # fmt: skip
+    engine.adapters = adapters
     if plan.host_experts and not plan.deterministic:  # both sides round otherwise
         engine.between_steps = Mover(model)
     return engine

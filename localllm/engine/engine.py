@@ -50,7 +50,6 @@ class Engine:
     max_context       tokens a sequence may hold
     largest_context   what it could be on this machine; told to who asks for more
     speculation       guesses tokens; None never does
-    adapters          those that requests may name; None where there are never any
     check_invariants  verify every page and count after every step
     """
 
@@ -64,11 +63,12 @@ class Engine:
         largest_context: int = 0,
         prefix_cache: bool = True,
         speculation: Speculation | None = None,
-        adapters: Residents | None = None,
         check_invariants: bool = False,
     ) -> None:
         self.runner = runner
-        self.adapters = adapters
+        self.adapters: Residents | None = (
+            None  # those that requests may name; where there are any, given before the start
+        )
         self.max_context, self._largest_context = max_context, largest_context
         facts = runner.model.facts
         self._embeds = facts.name if facts.pooling else ""
