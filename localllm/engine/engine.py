@@ -66,9 +66,7 @@ class Engine:
         check_invariants: bool = False,
     ) -> None:
         self.runner = runner
-        self.adapters: Residents | None = (
-            None  # those that requests may name; where there are any, given before the start
-        )
+        self.adapters: Residents | None = None  # those that requests may name, given before the start
         self.max_context, self._largest_context = max_context, largest_context
         facts = runner.model.facts
         self._embeds = facts.name if facts.pooling else ""
