@@ -6,6 +6,7 @@ nobody who came later gets a place before it. A sequence keeps the place of its 
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,6 +17,8 @@ from localllm.kernels.adapters import MOST_ADAPTERS
 from localllm.models.adapters import Adapters, AdapterWeights
 
 from .sequence import Sequence
+
+log = logging.getLogger(__name__)
 
 MOST_KNOWN = 10_000  # names that may be loaded at once; their weights are not in memory
 
@@ -154,6 +157,7 @@ class Residents:
             except LocalLLMError as error:
                 failed[adapter] = error
             except Exception as error:
+                log.exception("an adapter was not read")
                 failed[adapter] = InternalError(f"the adapter {adapter.name} cannot be read: {error}", "see the log")
         with self._lock:
             read, self._read = self._read, {}

@@ -71,7 +71,12 @@ class AdapterNames:
             )
         if known is not None and replaces:
             self.remove(adapter.name)
-        llm.load_adapter(adapter.name, adapter.path)
+        try:
+            llm.load_adapter(adapter.name, adapter.path)
+        except Exception:
+            if known is not None and replaces:  # it is loaded again with the next request
+                self._known[adapter.name] = known
+            raise
         self._known[adapter.name] = adapter
 
     def remove(self, name: str) -> None:

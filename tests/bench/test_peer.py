@@ -131,3 +131,12 @@ def test_transformers_runs_the_same_file(smollm2_path: Path) -> None:
         assert peer.prefill([1, 2, 3], [4, 5, 6])[0] > 0
         assert peer.decode([[3, 4], [5, 6]], 2) > 0
         assert "torch" in peer.result([]).versions
+
+
+def test_every_peer_can_be_named() -> None:
+    from localllm.bench.peer import PACKAGES
+    from localllm.bench.peer_engines import ENGINES
+
+    assert set(PACKAGES) == set(ENGINES)
+    help_text = (Path(__file__).parents[2] / "docs/cli.md").read_text()
+    assert f"--against {'|'.join(PACKAGES)}|URL" in help_text

@@ -49,6 +49,9 @@ async def test_an_adapter_comes_answers_and_goes(local, folder, tiny_llm):
         assert again.status_code == 400 and "is loaded already" in again.json()["error"]["message"]
         anew = await local.post(LOAD, json={"lora_name": "pirate", "lora_path": folder, "load_inplace": True})
         assert anew.status_code == 200
+        worse = {"lora_name": "pirate", "lora_path": f"{folder}/nowhere", "load_inplace": True}
+        assert (await local.post(LOAD, json=worse)).status_code == 404
+        assert (await said(local, "pirate")).json()["choices"][0]["message"]["content"] == texts[0], "it is kept"
         tiny_llm.unload_adapter("pirate")  # as when a model was unloaded between two requests
         assert (await said(local, "pirate")).json()["choices"][0]["message"]["content"] == texts[0]
     finally:

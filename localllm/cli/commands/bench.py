@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 FAILED = 11
 FORMS = ("table", "md", "csv", "json", "jsonl")
-PEERS = ("llama.cpp", "transformers")
 
 
 @command(
@@ -73,14 +72,15 @@ def bench(
     the same requests (chat: 512 tokens in, 128 out; agent: 256, 16), 1 to 32 at a time.
     """
     from localllm import bench as benches
+    from localllm.bench.peer import PACKAGES
 
     if fake_engine():
         raise ConfigError("the scripted engine cannot be measured", "`unset LOCALLLM_ENGINE`")
     one_of("-o", output, FORMS, "localllm bench MODEL -o md")
     at_url = against is not None and "://" in against
-    if against is not None and not at_url and against not in PEERS:
+    if against is not None and not at_url and against not in PACKAGES:
         raise ConfigError(
-            f"--against must be a URL or one of {', '.join(PEERS)}, not {against!r}", "--against llama.cpp"
+            f"--against must be a URL or one of {', '.join(PACKAGES)}, not {against!r}", "--against llama.cpp"
         )
     streams = tuple(map(int, numbers(concurrency or ("1,8,16,32" if at_url else "1"), "--concurrency", 1, "1,4")))
     behind = tuple(map(int, numbers(depths, "-d", 0, "0,4k")))
