@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
-from localllm import processes
 from localllm.cli.background import installed, wake
+from localllm.device import processes
+from localllm.device.processes import Running
 from localllm.errors import ServerError
-from localllm.processes import Running
 from localllm.terminal import clean_line
 from localllm.testing import only_in_tests
 

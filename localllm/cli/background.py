@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localllm import paths
-from localllm.processes import Running, running
+from localllm.device.processes import Running, running
 
 if TYPE_CHECKING:
     from subprocess import Popen

@@ -13,8 +13,8 @@ from localllm.errors import ConfigError, LocalLLMError, ServerError
 from localllm.terminal import clean_line
 
 if TYPE_CHECKING:
+    from localllm.device.processes import Record
     from localllm.interface import ChatBackend
-    from localllm.processes import Record
     from localllm.server.run import BackgroundServer
 
 LOOPBACK = "127.0.0.1"

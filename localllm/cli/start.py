@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from localllm.conversation.session import Session
     from localllm.conversation.tools import Toolbox
     from localllm.conversation.tree import Conversation
+    from localllm.device.processes import Record
     from localllm.history.store import History
     from localllm.interface import ChatBackend
     from localllm.llm.llm import LLM
-    from localllm.processes import Record
 
 
 @dataclass
@@ -112,7 +112,7 @@ def _history() -> History:
 @contextmanager
 def noted(start: Start) -> Iterator[None]:
     """This process in `localllm ps`; a folder that cannot be written costs that line, not the chat."""
-    from localllm.processes import Record
+    from localllm.device.processes import Record
 
     record = None
     with suppress(OSError, LocalLLMError):

@@ -23,8 +23,8 @@ from localllm.cli.attach import Attached, ask
 from localllm.cli.frame.command import Env
 from localllm.cli.start import Start
 from localllm.config import KEYS, UserConfig
+from localllm.device.processes import running
 from localllm.errors import ConfigError, ServerError
-from localllm.processes import running
 
 from .attach import fake_engine
 

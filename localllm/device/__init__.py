@@ -1,4 +1,4 @@
-"""Facts about this machine: CPU, memory, GPUs, what surrounds the process. No torch, no decision.
+"""Facts about this machine: CPU, memory, GPUs, what surrounds the process, and our processes. No torch, no decision.
 
 `machine()` takes a few milliseconds without a GPU. `plan` decides on the facts, `doctor` judges them.
 """

@@ -8,11 +8,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from localllm import hub
+from localllm.device.processes import running
 from localllm.hub.cache import hf_home, hub_dir
 from localllm.hub.local import scan
 from localllm.interface import Check
 from localllm.paths import existing, home_short
-from localllm.processes import running
 from localllm.terminal import GIB, counted, gib
 
 from .finding import STORAGE, Checks, Survey, fail, ok, proxy, skip, warn

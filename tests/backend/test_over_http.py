@@ -279,11 +279,11 @@ async def test_a_model_is_loaded_again_when_its_server_has_gone(server: Threadin
 
 def test_a_running_server_is_found_and_used(monkeypatch: pytest.MonkeyPatch) -> None:
     from localllm.cli.attach import find_server, process_at
+    from localllm.device.processes import Running
     from localllm.errors import ServerError
-    from localllm.processes import Running
 
     one = Running(1, "serve", "http://127.0.0.1:8000", ("tiny",), 0.0, "token")
-    monkeypatch.setattr("localllm.processes.running", lambda: [Running(2, "chat"), one])
+    monkeypatch.setattr("localllm.device.processes.running", lambda: [Running(2, "chat"), one])
     said = {"/health": {"status": "ok"}, "/v1/models/on%20disk": {"id": "on disk"}}
     monkeypatch.setattr("localllm.cli.attach.ask", lambda one, method, path: said.get(path))
     assert find_server("auto", ("on disk",)) == (one.url, "token", "on disk")

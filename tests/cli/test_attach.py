@@ -19,8 +19,8 @@ from localllm.cli.frame.command import Env
 from localllm.cli.names import Choice
 from localllm.cli.start import Start
 from localllm.config import UserConfig
+from localllm.device.processes import Running
 from localllm.interface import ChatBackend, Failed
-from localllm.processes import Running
 from localllm.request import LoadProgress
 
 from .conftest import Invoke, valid
@@ -94,7 +94,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Server]]:
     thread = threading.Thread(target=listening.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     one = Running(1, "serve", f"http://127.0.0.1:{listening.server_address[1]}", (), 0.0, "token")
-    monkeypatch.setattr("localllm.processes.running", lambda: [one])
+    monkeypatch.setattr("localllm.device.processes.running", lambda: [one])
     monkeypatch.delenv("LOCALLLM_ENGINE", raising=False)
     yield Server
     listening.shutdown()
@@ -189,12 +189,12 @@ def test_presets_and_thinking_reach_a_run(invoke: Invoke, tmp_path: Path) -> Non
 
 
 def test_a_service_that_waits_is_woken(server: type[Server], monkeypatch: pytest.MonkeyPatch) -> None:
-    from localllm import processes
     from localllm.cli import attach
     from localllm.cli.background import Service
+    from localllm.device import processes
 
     (one,) = processes.running()
-    monkeypatch.setattr("localllm.processes.running", list)
+    monkeypatch.setattr("localllm.device.processes.running", list)
     waiting = Service("systemd", int(one.url.rpartition(":")[2]))
     monkeypatch.setattr(attach, "installed", lambda: waiting)
     monkeypatch.setattr(attach, "wake", lambda found: one if found is waiting else None)

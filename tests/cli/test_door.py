@@ -273,7 +273,7 @@ def test_a_text_without_an_end_is_refused(words: tuple[str, ...]) -> None:
 
 
 def test_ps_shows_what_a_chat_runs_on(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
-    from localllm.processes import Running
+    from localllm.device.processes import Running
 
     one = Running(1, "chat", "", ("tiny",), 1.0, device="cpu", ctx=8192, bytes=3 << 30)
     monkeypatch.setattr("localllm.cli.commands.ps.running", lambda: [one])
@@ -297,8 +297,8 @@ def test_one_user_gets_keys_and_values_for_one_sequence(monkeypatch: pytest.Monk
 def test_the_record_of_a_chat_tells_what_was_loaded(monkeypatch: pytest.MonkeyPatch, empty_home: Path) -> None:
     from types import SimpleNamespace
 
-    from localllm import processes
     from localllm.cli import start as starting
+    from localllm.device import processes
 
     made: dict[str, Any] = {}
     monkeypatch.setattr(starting, "make_backend", lambda *words, **more: made.update(more))

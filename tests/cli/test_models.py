@@ -271,7 +271,7 @@ def test_a_port_that_is_taken_exits_8_and_names_a_server_of_ours(
 ) -> None:
     import socket
 
-    from localllm.processes import Record
+    from localllm.device.processes import Record
 
     monkeypatch.delenv("LOCALLLM_ENGINE", raising=False)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(models.parent / "run"))

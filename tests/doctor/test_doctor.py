@@ -262,7 +262,7 @@ def test_verdicts_on_the_surroundings(check_id: str, host: dict, status: str, wo
 
 
 def test_a_server_of_ours_is_named(empty_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from localllm.processes import Record
+    from localllm.device.processes import Record
 
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(empty_home))
     record = Record("serve", "http://127.0.0.1:8000")

@@ -165,7 +165,7 @@ def listed_with_the_others(home: Path, door: Door) -> None:
 
 def test_every_value_that_was_saved(home: Path, door: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Results of `eval` and `bench`, times of use, processes: what makes no sense is passed over."""
-    from localllm import processes
+    from localllm.device import processes
 
     model = tiny.tiny_gguf(home / "model.gguf", "Q8_0", layers=1)
     (home / "good").mkdir()

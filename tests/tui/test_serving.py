@@ -13,7 +13,6 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))
 
-from localllm import processes
 from localllm.backend.in_process import InProcessBackend
 from localllm.cli.attach import find_server
 from localllm.cli.commands.serve import taken_by_us
@@ -23,6 +22,7 @@ from localllm.cli.frame.command import Env, Options
 from localllm.conversation.session import Session
 from localllm.conversation.slash import OFF, parse_port
 from localllm.conversation.tree import Conversation
+from localllm.device import processes
 from localllm.errors import ConfigError, ServerError
 from localllm.request import SamplingParams
 from localllm.tui.app import ChatApp

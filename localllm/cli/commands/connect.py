@@ -16,8 +16,8 @@ from typer import Argument, Option
 from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.console import nearest
 from localllm.conversation.clipboard import osc52
+from localllm.device.processes import running
 from localllm.errors import ConfigError
-from localllm.processes import running
 from localllm.terminal import clean, clean_line
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from localllm.cli.attach import ask
 from localllm.cli.frame.command import Env, command
+from localllm.device.processes import Running, running
 from localllm.engine.page_files import stored_files
-from localllm.processes import Running, running
 from localllm.terminal import clean_line, gib, seconds_short
 
 

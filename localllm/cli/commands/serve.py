@@ -27,8 +27,8 @@ from localllm.terminal import clean_line, counted, seconds_short
 if TYPE_CHECKING:
     from localllm.cli.frame.progress import Progress
     from localllm.config import UserConfig
+    from localllm.device.processes import Record
     from localllm.llm.llm import LLM
-    from localllm.processes import Record
     from localllm.request import LoadProgress
     from localllm.server.pool import ModelPool
     from localllm.server.served_model import ServedModel
@@ -134,7 +134,7 @@ def serve(
 
 def taken_by_us(error: ServerError, port: int) -> ServerError:
     """The error, naming the server of ours that has the port, if it is one."""
-    from localllm.processes import running
+    from localllm.device.processes import running
 
     ours = next((one for one in running() if one.url.endswith(f":{port}")), None)
     if ours is None:
@@ -274,7 +274,7 @@ class _Life:
         pin_system_prompts(llm, self._prefixes)
 
     def listening(self, url: str) -> None:
-        from localllm.processes import Record
+        from localllm.device.processes import Record
 
         self._record = Record("serve", url, self._token)
         if not self._options.preload:

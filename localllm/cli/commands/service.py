@@ -22,8 +22,8 @@ from localllm import paths
 from localllm.cli.attach import ask
 from localllm.cli.background import START_S, Service, await_server, installed, log_file, service_file, unit_files
 from localllm.cli.frame.command import Env, command
+from localllm.device.processes import running
 from localllm.errors import ConfigError, ServerError
-from localllm.processes import running
 from localllm.terminal import clean_line, counted, seconds_short
 
 ACTIONS = ("install", "status", "remove")

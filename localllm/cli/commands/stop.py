@@ -12,8 +12,8 @@ from typer import Option
 from localllm.cli.attach import ask
 from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.options import model_argument
+from localllm.device.processes import Running, running
 from localllm.errors import ConfigError, ServerError
-from localllm.processes import Running, running
 from localllm.terminal import clean_line
 
 STOP_S = 40.0  # how long it may take to end: it drains for 25 seconds
