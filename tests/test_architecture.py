@@ -23,7 +23,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "testing": set(),
     "__init__": {"llm"},
     "schemas": set(),
-    "mcp": set(),
     "interface": set(),
     "kernels": set(),
     "checkpoint": set(),
@@ -58,7 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bench": _LLM | {"llm"},
     "quality": _LLM | {"llm"},
     "backend": {"llm", "doctor", "interface"},
-    "server": {"llm", "chat", "config", "device", "mcp"},
+    "server": {"llm", "chat", "config", "device"},
     "conversation": {"interface", "history", "config", "sandbox"},
     "tui": {"interface", "conversation", "history", "config"},
 }

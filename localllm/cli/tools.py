@@ -18,8 +18,8 @@ from localllm.interface import Facts
 from localllm.terminal import clean_line
 
 if TYPE_CHECKING:
+    from localllm.chat.mcp.servers import ServerEntry
     from localllm.conversation.tools import Source
-    from localllm.mcp.servers import ServerEntry
 
 RESULT_LINES = 3
 QUESTION = "run it? [y]es, once; [a]lways this tool; [n]o; ne[v]er this tool: "
@@ -34,7 +34,7 @@ def toolbox(
     """
     if file is None and not config.mcp_servers:
         return None
-    from localllm.mcp.servers import read_servers, servers_of
+    from localllm.chat.mcp.servers import read_servers, servers_of
 
     entries: dict[str, ServerEntry] = {}
     for name, value in config.mcp_servers.items():
@@ -48,7 +48,7 @@ def toolbox(
         return None
 
     def opens() -> Source:
-        from localllm.mcp.client import McpTools
+        from localllm.chat.mcp.client import McpTools
 
         return McpTools(list(entries.values()))
 

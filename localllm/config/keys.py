@@ -259,7 +259,7 @@ class UserConfig:
     aliases: Mapping[str, str] = field(default_factory=dict)
     presets: Mapping[str, Preset] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
-    mcp_servers: Mapping[str, Any] = field(default_factory=dict)  # [mcp.servers], as `localllm.mcp` reads it
+    mcp_servers: Mapping[str, Any] = field(default_factory=dict)  # [mcp.servers], as `localllm.chat.mcp` reads it
     origins: Mapping[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     broken: str = ""  # why a settings file could not be read at all; it is among the warnings too

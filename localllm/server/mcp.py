@@ -8,10 +8,10 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from localllm.mcp.servers import ServerEntry
+from localllm.chat.mcp.servers import ServerEntry
 
 if TYPE_CHECKING:
-    from localllm.mcp.client import McpTools, Result
+    from localllm.chat.mcp.client import McpTools, Result
 
 MAX_RESULTS = 256  # of approved calls, kept so that none is made twice
 
@@ -37,7 +37,7 @@ class OwnersTools:
             return self._tools
 
     def _connected(self) -> McpTools:
-        from localllm.mcp.client import McpTools
+        from localllm.chat.mcp.client import McpTools
 
         made = McpTools(self._entries)
         made.connect()

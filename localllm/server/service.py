@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
+from localllm.chat.mcp.servers import ServerEntry
 from localllm.errors import ContextTooLong
 from localllm.llm.llm import LLM
-from localllm.mcp.servers import ServerEntry
 from localllm.server.openai.responses_store import ResponseStore
 
 from .adapters import AdapterNames

@@ -14,13 +14,13 @@ import pytest
 pytest.importorskip("mcp")
 
 from localllm.backend.in_process import InProcessBackend
+from localllm.chat.mcp.client import McpTools
+from localllm.chat.mcp.servers import ServerEntry
 from localllm.conversation.answer import Answer
 from localllm.conversation.tools import Toolbox
-from localllm.mcp.client import McpTools
-from localllm.mcp.servers import ServerEntry
 from localllm.request import Message, SamplingParams, ToolUse
 
-ROGUE = Path(__file__).parents[1] / "mcp" / "rogue_server.py"
+ROGUE = Path(__file__).parents[1] / "chat" / "mcp" / "rogue_server.py"
 ASKED: list[Message] = [{"role": "user", "content": "Repeat the word hello with the tool."}]
 
 

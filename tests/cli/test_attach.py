@@ -267,7 +267,7 @@ def test_asking_a_server_imports_little() -> None:
         "torch",
         "numpy",
         "localllm.conversation.tree",
-        "localllm.mcp",
+        "localllm.chat.mcp",
         "localllm.hub",
         "rich",
     )

@@ -21,7 +21,7 @@ from localllm.history.store import History
 from .conftest import LOCALLLM, Invoke, valid
 from .test_chat import Line
 
-ROGUE = Path(__file__).parents[1] / "mcp" / "rogue_server.py"
+ROGUE = Path(__file__).parents[1] / "chat" / "mcp" / "rogue_server.py"
 
 
 @pytest.fixture

@@ -8,15 +8,15 @@ import pytest
 
 pytest.importorskip("mcp")
 
-from localllm.mcp.client import Result
-from localllm.mcp.servers import ServerEntry
+from localllm.chat.mcp.client import Result
+from localllm.chat.mcp.servers import ServerEntry
 from localllm.server import Service, ServiceOptions
 from localllm.server.mcp import OwnersTools
 from localllm.server.openai.responses_mcp import offered
 from localllm.server.openai.responses_schemas import ResponsesRequest, messages_of
 
 RESPONSES = "/v1/responses"
-ROGUE = Path(__file__).parents[1] / "mcp" / "rogue_server.py"
+ROGUE = Path(__file__).parents[1] / "chat" / "mcp" / "rogue_server.py"
 TOOL = {"type": "mcp", "server_label": "rogue", "require_approval": "never", "allowed_tools": ["pick"]}
 
 

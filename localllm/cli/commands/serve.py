@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from localllm._version import __version__
+from localllm.chat.mcp.servers import read_servers
 from localllm.cli.attach import fake_engine
 from localllm.cli.background import cut_log
 from localllm.cli.frame.command import Env, command
@@ -21,7 +22,6 @@ from localllm.cli.frame.exits import leave_now
 from localllm.cli.frame.options import EngineFlags, Parallel, model_argument, read_text
 from localllm.cli.names import Choice, agree, choice_of, resolve
 from localllm.errors import ConfigError, LocalLLMError, ModelNotFound, ServerError
-from localllm.mcp.servers import read_servers
 from localllm.terminal import clean_line, counted, seconds_short
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
+from localllm.chat.mcp.client import Result
 from localllm.errors import LocalLLMError
 from localllm.llm.outputs import OutputDelta
-from localllm.mcp.client import Result
 from localllm.request import FinishReason, SamplingParams, TokenLogprob, ToolUse, Usage
 from localllm.server.errors import openai_body
 from localllm.server.openai.output import TokenNames, new_id

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from localllm.mcp.client import Result, Tool
+from localllm.chat.mcp.client import Result, Tool
 from localllm.server.errors import invalid, unsupported
 from localllm.server.openai.output import new_id
 from localllm.server.openai.responses_schemas import ResponsesRequest

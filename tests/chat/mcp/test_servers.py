@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from localllm.chat.mcp.servers import MAX_FILE_BYTES, ServerEntry, read_servers, servers_of
 from localllm.errors import ConfigError
-from localllm.mcp.servers import MAX_FILE_BYTES, ServerEntry, read_servers, servers_of
 
 
 def test_a_file_of_claude_desktop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,8 @@ import pytest
 
 pytest.importorskip("mcp")
 
-from localllm.mcp.client import MAX_RESULT_CHARS, McpTools
-from localllm.mcp.servers import ServerEntry
+from localllm.chat.mcp.client import MAX_RESULT_CHARS, McpTools
+from localllm.chat.mcp.servers import ServerEntry
 
 HERE = Path(__file__).parent
 
@@ -90,7 +90,7 @@ def test_a_call_that_hangs_ends_in_time_or_when_stopped() -> None:
 
 
 def test_servers_that_cannot_start_leave_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("localllm.mcp.client.CONNECT_S", 1.5)
+    monkeypatch.setattr("localllm.chat.mcp.client.CONNECT_S", 1.5)
     gone = ServerEntry("gone", "/no/such/program")
     nobody = ServerEntry("nobody", url="http://127.0.0.1:9/mcp")
     with closing(
