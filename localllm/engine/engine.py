@@ -23,6 +23,8 @@ from localllm.request import FinishReason, Request, embeds_only
 
 from .adapters import Adapter, Residents
 from .failures import device_lost, is_device_lost
+from .kv_events import KVEvents
+from .kv_events import Listener as Listening
 from .kv_store import KVStore
 from .metrics import EngineStats
 from .page_files import PageFiles
@@ -91,6 +93,7 @@ class Engine:
         self._step_started = 0.0
         self._counter = 0
         self.store: KVStore | None = None
+        self._events = KVEvents(self._pages.tree, runner.cache.device.type.upper().replace("CUDA", "GPU"))
 
     def keep_on_disk(self, files: PageFiles) -> None:
         """Have a prefix found again by a later engine. Before `start`."""
@@ -151,6 +154,11 @@ class Engine:
         """Evict the pages of this prefix (of prompts without a salt) last; takes effect before the next step."""
         kept = list(token_ids)
         self._ask(lambda: self._pages.tree.pin(kept))
+
+    def watch_pages(self, listener: Listening) -> Callable[[], None]:
+        """Tell which pages the prefix cache has and what becomes of them; the result ends that. See `KVEvents`."""
+        self._ask(lambda: self._events.add(listener))
+        return lambda: self._ask(lambda: self._events.drop(listener))
 
     def _ask(self, call: Callable[[], None]) -> None:
         """Have something done by the engine's thread, before the next step."""
@@ -280,6 +288,7 @@ class Engine:
                 self.store.after_step(step_s)
             if self.between_steps is not None:
                 self._do_between_steps(self.between_steps)
+        self._events.flush()
         if self.check_invariants:
             self.scheduler.check_integrity()
 
@@ -324,5 +333,6 @@ class Engine:
                 error = DeviceError(f"the engine stopped: {self._dead}", "restart localllm; see the log")
                 self._publisher.fail(sequence, error)
         self._publisher.publish()
+        self._events.end()
         if self.store is not None:  # nobody waits for an answer any more
             self.store.close(flush=self._dead is None)

@@ -224,7 +224,7 @@ class RadixCache:
 
     def evict_checkpoint(self) -> None:
         """Free the slot of the least recently used checkpoint, if there is any; pinned ones last."""
-        oldest = min((n for n in self._nodes() if n.slot is not None), key=lambda n: n.rank, default=None)
+        oldest = min((n for n in self.nodes() if n.slot is not None), key=lambda n: n.rank, default=None)
         if oldest is not None:
             self.drop(oldest)
 
@@ -237,7 +237,7 @@ class RadixCache:
         freed = 0
         goal = max(num_pages, EVICT_BATCH)
         order = count()
-        heap = [(n.rank, next(order), n) for n in self._nodes() if not n.children and self._idle(n)]
+        heap = [(n.rank, next(order), n) for n in self.nodes() if not n.children and self._idle(n)]
         heapify(heap)
         while heap and (freed < num_pages or (freed < goal and not heap[0][0][0])):  # pinned ones only if they must
             _, _, node = heappop(heap)
@@ -255,7 +255,7 @@ class RadixCache:
         pool = self.pools[group]
         freed = 0
         goal = max(num_pages, EVICT_BATCH)
-        held = [n for n in self._nodes() if (page := n.pages[group]) is not None and pool.refs[page] == 1]
+        held = [n for n in self.nodes() if (page := n.pages[group]) is not None and pool.refs[page] == 1]
         for node in sorted(held, key=lambda n: n.rank)[:goal]:
             if node.pins is not None and freed >= num_pages:
                 break
@@ -287,7 +287,8 @@ class RadixCache:
         """Forget every prefix that nobody uses at the moment."""
         self._evict_leaves(0, self.num_nodes)
 
-    def _nodes(self) -> Iterator[Node]:
+    def nodes(self) -> Iterator[Node]:
+        """Every page, parents before children."""
         stack = [child for root in self._roots.values() for child in root.children.values()]
         while stack:
             node = stack.pop()
@@ -298,7 +299,7 @@ class RadixCache:
         """Raise InvariantViolated unless every page in a node is marked so in its pool, once; keys are full pages."""
         seen: list[set[int]] = [set() for _ in self.pools]
         num_nodes = 0
-        for node in self._nodes():
+        for node in self.nodes():
             num_nodes += 1
             if len(node.key) != self.page_size:
                 violated(f"a node holds {len(node.key)} tokens")
@@ -314,7 +315,7 @@ class RadixCache:
                 seen[group].add(page)
         if num_nodes != self.num_nodes:
             violated(f"{num_nodes} nodes, counted {self.num_nodes}")
-        held = [node.slot for node in self._nodes() if node.slot is not None]
+        held = [node.slot for node in self.nodes() if node.slot is not None]
         if held and self.slots is None:
             violated("a checkpoint of a model without states")
         if self.slots is not None and sorted(held) != [slot for slot, kept in enumerate(self.slots.in_tree) if kept]:

@@ -216,7 +216,12 @@ def test_a_key_too_large_for_any_header(live):
 
 async def test_management_needs_the_owner(make_client, pool):
     async with make_client(api_keys=("secret-key",), token="owner-token") as client:
-        for method, path in (("GET", "/localllm/ps"), ("POST", "/localllm/unload"), ("POST", "/localllm/park")):
+        for method, path in (
+            ("GET", "/localllm/ps"),
+            ("GET", "/localllm/kv_events"),
+            ("POST", "/localllm/unload"),
+            ("POST", "/localllm/park"),
+        ):
             key = await client.request(
                 method, path, json={"model": "tiny"}, headers={"authorization": "Bearer secret-key"}
             )

@@ -1,0 +1,101 @@
+"""What the prefix tree gains and loses, told to those who watch it: vLLM's events of a cache, with its fields."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from .radix_cache import Node, RadixCache
+
+log = logging.getLogger(__name__)
+
+Batch = dict[str, Any]  # ts: seconds since the epoch; events: in order
+Listener = Callable[[Batch | None], None]  # in the engine's thread; None: the engine ends
+
+
+class KVEvents:
+    """Gathers events between two steps. Costs nothing while nobody watches.
+
+    medium   where the pages lie: GPU or CPU
+    """
+
+    def __init__(self, tree: RadixCache, medium: str) -> None:
+        self._tree, self._medium = tree, medium
+        self._events: list[dict[str, Any]] = []
+        self._listeners: list[Listener] = []
+
+    def add(self, listener: Listener) -> None:
+        """Tell a listener what is there, and from now on what changes."""
+        self.flush()
+        for node in self._tree.nodes():
+            self.stored(node)
+        first, self._events = self._events, []
+        listener({"ts": time.time(), "events": first})
+        if not self._listeners:
+            self._tree.watchers.append(self)
+        self._listeners.append(listener)
+
+    def drop(self, listener: Listener) -> None:
+        """One that is not there is ignored."""
+        if listener in self._listeners:
+            self._listeners.remove(listener)
+            if not self._listeners:
+                self._tree.watchers.remove(self)
+                self._events.clear()
+
+    def stored(self, node: Node) -> None:
+        assert node.parent is not None
+        above = None if node.parent.parent is None else block_hash(node.parent)
+        tokens = [max(token, -1) for token in node.key]  # the place of an image has no token
+        last = self._events[-1] if self._events else {}
+        if last.get("type") == "BlockStored" and above == last["block_hashes"][-1]:
+            last["block_hashes"].append(block_hash(node))
+            last["token_ids"] += tokens
+            return
+        self._events.append(
+            {
+                "type": "BlockStored", "block_hashes": [block_hash(node)], "parent_block_hash": above,
+                "token_ids": tokens, "block_size": len(tokens), "lora_id": None, "medium": self._medium,
+            }
+        )  # fmt: skip
+
+    def kept(self, node: Node) -> None:
+        """States are no blocks."""
+
+    def removed(self, node: Node) -> None:
+        last = self._events[-1] if self._events else {}
+        if last.get("type") == "BlockRemoved":
+            last["block_hashes"].append(block_hash(node))
+        else:
+            hashes = [block_hash(node)]
+            self._events.append({"type": "BlockRemoved", "block_hashes": hashes, "medium": self._medium})
+
+    def flush(self) -> None:
+        """Tell what happened since the last time."""
+        if not self._events:
+            return
+        events, self._events = self._events, []
+        if not self._tree.num_nodes:
+            events = [{"type": "AllBlocksCleared"}]
+        self._tell({"ts": time.time(), "events": events})
+
+    def end(self) -> None:
+        """The engine ends, and its pages with it."""
+        if self._listeners:
+            self._tell({"ts": time.time(), "events": [{"type": "AllBlocksCleared"}]})
+            self._tell(None)
+
+    def _tell(self, batch: Batch | None) -> None:
+        for listener in list(self._listeners):
+            try:
+                listener(batch)
+            except Exception:  # its loop is closed: nobody is there any more
+                log.exception("a listener of cache events failed")
+                self.drop(listener)
+
+
+def block_hash(node: Node) -> int:
+    """64 bits of a page's digest: equal tokens behind equal tokens have equal ones, in every process."""
+    return int.from_bytes(node.digest[:8], "big")

@@ -1,0 +1,59 @@
+"""GET /localllm/kv_events: which pages a model's prefix cache gains and loses, as server-sent events. For the owner:
+events hold the tokens of prompts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from localllm.llm.llm import LLM
+from localllm.server.errors import ApiError
+from localllm.server.reply import EVENTS, Stream, data
+from localllm.server.service import Service, service_of
+
+MOST_BATCHES = 1024  # that a slow reader may leave unread before its stream ends: it asks again, and sees what is there
+LOOK_S = 0.5  # between two looks whether the server is about to end
+
+
+async def kv_events(request: Request) -> Response:
+    """Events of the model in `?model=`, which must be loaded: first all pages that are there, then every change."""
+    service = service_of(request)
+    model = await service.find(request.query_params.get("model"))
+    llm = dict(service.pool.awake()).get(model.name)
+    if llm is None:
+        raise ApiError(404, f"{model.name} is not loaded.", code="model_not_loaded", param="model")
+    stream = Stream(_batches(service, llm), EVENTS)
+    await stream.begin()
+    return stream
+
+
+async def _batches(service: Service, llm: LLM) -> AsyncGenerator[bytes]:
+    loop = asyncio.get_running_loop()
+    waiting: asyncio.Queue[bytes | None] = asyncio.Queue(MOST_BATCHES + 1)
+
+    def put(item: bytes | None) -> None:
+        if waiting.qsize() < MOST_BATCHES:
+            waiting.put_nowait(item)
+        elif not waiting.full():
+            waiting.put_nowait(None)
+
+    def tell(batch: dict[str, Any] | None) -> None:
+        loop.call_soon_threadsafe(put, None if batch is None else data(batch))
+
+    stop = llm.engine.watch_pages(tell)
+    try:
+        while not service.is_draining:
+            try:
+                item = await asyncio.wait_for(waiting.get(), LOOK_S)
+            except TimeoutError:
+                continue
+            if item is None:
+                return
+            yield item
+    finally:
+        stop()
