@@ -15,10 +15,12 @@ async def test_the_owner_sees_the_pages_that_are_there_and_those_that_come(make_
     prompt = [7 + index % 50 for index in range(80)]
     async with make_client(api_keys=("k",), token="owner") as client:
         assert (await client.get(PATH, headers={"authorization": "Bearer k"})).status_code == 401
-        assert (await client.get(f"{PATH}?model=none", headers={"authorization": "Bearer owner"})).status_code == 404
+        for query, status in (("", 400), ("?model=", 400), ("?model=none", 404)):
+            response = await client.get(PATH + query, headers={"authorization": "Bearer owner"})
+            assert response.status_code == status and "model" in response.json()["error"]["message"]
     await asyncio.to_thread(tiny_llm.generate, prompt)
     app = SimpleNamespace(state=SimpleNamespace(service=service))
-    scope = {"type": "http", "method": "GET", "path": PATH, "headers": [], "query_string": b"", "app": app}
+    scope = {"type": "http", "method": "GET", "path": PATH, "headers": [], "query_string": b"model=tiny", "app": app}
     answer = await kv_events(Request(scope))
     assert answer.headers["content-type"].startswith("text/event-stream")
     sent: asyncio.Queue[dict] = asyncio.Queue()
@@ -47,7 +49,7 @@ async def test_the_owner_sees_the_pages_that_are_there_and_those_that_come(make_
 
 async def test_a_server_that_drains_ends_the_stream(service):
     app = SimpleNamespace(state=SimpleNamespace(service=service))
-    scope = {"type": "http", "method": "GET", "path": PATH, "headers": [], "query_string": b"", "app": app}
+    scope = {"type": "http", "method": "GET", "path": PATH, "headers": [], "query_string": b"model=tiny", "app": app}
     answer = await kv_events(Request(scope))
     service.is_draining = True
     pieces = []

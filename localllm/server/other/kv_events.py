@@ -23,7 +23,10 @@ LOOK_S = 0.5  # between two looks whether the server is about to end
 async def kv_events(request: Request) -> Response:
     """Events of the model in `?model=`, which must be loaded: first all pages that are there, then every change."""
     service = service_of(request)
-    model = await service.find(request.query_params.get("model"))
+    name = request.query_params.get("model")
+    if not name:  # who asks for every route should not wait for the end of this one
+        raise ApiError(400, "Say which model: /localllm/kv_events?model=NAME.", param="model")
+    model = await service.find(name)
     llm = dict(service.pool.awake()).get(model.name)
     if llm is None:
         raise ApiError(404, f"{model.name} is not loaded.", code="model_not_loaded", param="model")
