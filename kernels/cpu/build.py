@@ -39,7 +39,7 @@ _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq")
 # what /proc/cpuinfo must name for each instruction set, the best one first
 NEEDS: dict[str, tuple[str, ...]] = {
-    "amx": (*_AVX512, "avx512_vnni", "amx_tile", "amx_int8", "amx_bf16"),
+    "amx": (*_AVX512, "avx512_vnni", "gfni", "amx_tile", "amx_int8", "amx_bf16"),
     "avx512vnni": (*_AVX512, "avx512_vnni"),
     "avx512": _AVX512,
     "avxvnni": (*_AVX2, "avx_vnni"),

@@ -31,7 +31,9 @@ INLINE void tile_few(const product *p, int64_t tile, int64_t row, const int rows
         int64_t count = blocks - first < CHUNK ? blocks - first : CHUNK;
         if (!half) expand_scales(w, at, first, count, scale, min);
         for (int64_t b = 0; b < count; b++, x += XBYTES, meta++, codes += bytes) {
-            for (const uint8_t *end = fetch + step; fetch < end; fetch += 64) __builtin_prefetch(fetch, 0, 2);
+            const uint8_t *end = fetch + step;
+            for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(fetch + i, 0, 2); /* so many by themselves, without a loop */
+            for (fetch += bytes; fetch < end; fetch += 64) __builtin_prefetch(fetch, 0, 2);
             for (int v = 0; v < NV; v += COLS) {
                 vi q[8][COLS];
                 block_quads(codes + v * VW * 4, code, table, q);

@@ -44,6 +44,18 @@ INLINE void vi_store(void *p, vi v) { memcpy(p, &v, sizeof v); }
 INLINE vi vi_shl16(vi a, int n) { return (vi)((vh)a << n); }
 INLINE vi vi_shr16(vi a, int n) { return (vi)((vh)a >> n); }
 
+/* The high halves of all bytes, and a | (b & mask): one instruction each where there is one. */
+#if VW == 16 && defined(__GFNI__)
+INLINE vi high_nibbles(vi a) { return (vi)_mm512_gf2p8affine_epi64_epi8((__m512i)a, _mm512_set1_epi64(0x1020408000000000), 0); }
+#else
+INLINE vi high_nibbles(vi a) { return vi_shr16(a, 4) & 0x0f0f0f0f; }
+#endif
+#if VW == 16
+INLINE vi or_masked(vi a, vi b, int32_t mask) { return (vi)_mm512_ternarylogic_epi32((__m512i)a, (__m512i)b, _mm512_set1_epi32(mask), 0xf8); }
+#else
+INLINE vi or_masked(vi a, vi b, int32_t mask) { return a | (b & mask); }
+#endif
+
 INLINE float f32_bits(uint32_t u) { float f; memcpy(&f, &u, 4); return f; }
 INLINE uint32_t bits_f32(float f) { uint32_t u; memcpy(&u, &f, 4); return u; }
 

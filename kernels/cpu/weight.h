@@ -89,20 +89,22 @@ static void expand_numbers(const uint8_t *at, int64_t first, int64_t count, int6
     case NUM_F32: expand_as(at, first, count, per, to, NUM_F32); break;
     case NUM_F16: expand_as(at, first, count, per, to, NUM_F16); break;
     case NUM_BF16: expand_as(at, first, count, per, to, NUM_BF16); break;
-    case NUM_SUB8: expand_as(at, first, count, per, to, NUM_SUB8); break;
     case NUM_ZERO8: expand_as(at, first, count, per, to, NUM_ZERO8); break;
     default: for (int64_t i = 0; i < count * TILE; i++) to[i] = 1.0f;
     }
 }
 
-/* to[i][32] *= sign * super-scale of i, where 1 << shift consecutive i share one. */
-INLINE void times_super(const uint8_t *at, int64_t first, int64_t count, int shift, float sign, float *to)
+/* to[i][32] = number first + i times `sign` times its super-scale, which 1 << shift consecutive numbers share. */
+static void expand_sub(const uint8_t *at, const uint8_t *super_at, int64_t first, int64_t count, int shift, float sign, float *to)
 {
-    for (int64_t i = 0; i < count; i++)
-        for (int v = 0; v < TILE; v += VW) {
-            vf super = vf_f16((const uint16_t *)at + ((first + i) >> shift) * TILE + v) * vf_set1(sign);
-            vf_store(to + i * TILE + v, vf_load(to + i * TILE + v) * super);
-        }
+    const int64_t end = first + count;
+    for (int64_t i = first; i < end;) {
+        const int64_t super = i >> shift, stop = (super + 1) << shift < end ? (super + 1) << shift : end;
+        vf times[NV];
+        for (int v = 0; v < NV; v++) times[v] = vf_f16((const uint16_t *)super_at + super * TILE + v * VW) * vf_set1(sign);
+        for (; i < stop; i++, to += TILE)
+            for (int v = 0; v < NV; v++) vf_store(to + v * VW, load_number(at, i * TILE + v * VW, NUM_SUB8) * times[v]);
+    }
 }
 
 /* Scales and mins of blocks [first, first + count) as floats: [count][halves][32] each. */
@@ -113,10 +115,10 @@ static void expand_scales(const ll_weight *w, const uint8_t *tile, int64_t first
     const int shift = halves == 2 ? 4 : 3; /* 256 inputs */
     first *= halves;
     count *= halves;
-    expand_numbers(tile, first, count, per, scale, w->scale_kind);
-    if (w->scale_kind == NUM_SUB8) times_super(tile + w->at_super_scale, first, count, shift, 1.0f, scale);
-    if (w->min_kind != NUM_NONE) expand_numbers(tile + w->at_min, first, count, per, min, w->min_kind);
-    if (w->min_kind == NUM_SUB8) times_super(tile + w->at_super_min, first, count, shift, -1.0f, min);
+    if (w->scale_kind == NUM_SUB8) expand_sub(tile, tile + w->at_super_scale, first, count, shift, 1.0f, scale);
+    else expand_numbers(tile, first, count, per, scale, w->scale_kind);
+    if (w->min_kind == NUM_SUB8) expand_sub(tile + w->at_min, tile + w->at_super_min, first, count, shift, -1.0f, min);
+    else if (w->min_kind != NUM_NONE) expand_numbers(tile + w->at_min, first, count, per, min, w->min_kind);
     if (w->min_kind == NUM_ZERO8)
         for (int64_t i = 0; i < count * TILE; i++) min[i] = -(min[i] * scale[i]);
     if (w->code == CODE_E4M3) /* its codes come divided by 256 */
@@ -167,7 +169,7 @@ INLINE void block_quads(const uint8_t *at, const int code, vlut table, vi q[8][C
             }
         for (int c = 0; code == CODE_3 && c < COLS; c++) {
             vi high = vi_load(at + 2 * PLANE + c * VW * 4);
-            for (int j = 0; j < 8; j++) q[j][c] |= (j < 2 ? vi_shl16(high, 2 - j) : vi_shr16(high, j - 2)) & 0x04040404;
+            for (int j = 0; j < 8; j++) q[j][c] = or_masked(q[j][c], j < 2 ? vi_shl16(high, 2 - j) : vi_shr16(high, j - 2), 0x04040404);
         }
         return;
     }
@@ -175,7 +177,7 @@ INLINE void block_quads(const uint8_t *at, const int code, vlut table, vi q[8][C
         for (int c = 0; c < COLS; c++) {
             vi both = vi_load(at + PLANE * i + c * VW * 4);
             q[i][c] = both & 0x0f0f0f0f;
-            q[i + 4][c] = vi_shr16(both, 4) & 0x0f0f0f0f;
+            q[i + 4][c] = high_nibbles(both);
             if (code == CODE_4T) {
                 q[i][c] = lut_get(table, q[i][c]);
                 q[i + 4][c] = lut_get(table, q[i + 4][c]);
@@ -183,14 +185,14 @@ INLINE void block_quads(const uint8_t *at, const int code, vlut table, vi q[8][C
         }
     for (int c = 0; code == CODE_5 && c < COLS; c++) {
         vi high = vi_load(at + 4 * PLANE + c * VW * 4);
-        for (int j = 0; j < 8; j++) q[j][c] |= (j < 4 ? vi_shl16(high, 4 - j) : vi_shr16(high, j - 4)) & 0x10101010;
+        for (int j = 0; j < 8; j++) q[j][c] = or_masked(q[j][c], j < 4 ? vi_shl16(high, 4 - j) : vi_shr16(high, j - 4), 0x10101010);
     }
     for (int i = 0; code == CODE_6 && i < 2; i++)
         for (int c = 0; c < COLS; c++) {
             vi high = vi_load(at + (4 + i) * PLANE + c * VW * 4);
             for (int j = 0; j < 4; j++) {
                 int shift = 4 - 2 * j;
-                q[4 * i + j][c] |= (shift > 0 ? vi_shl16(high, shift) : vi_shr16(high, -shift)) & 0x30303030;
+                q[4 * i + j][c] = or_masked(q[4 * i + j][c], shift > 0 ? vi_shl16(high, shift) : vi_shr16(high, -shift), 0x30303030);
             }
         }
 }

@@ -229,7 +229,7 @@ def test_instruction_sets(monkeypatch: pytest.MonkeyPatch) -> None:
         ("avx2 fma f16c avx_vnni", "avxvnni"),
         ("avx2 fma f16c avx512f avx512bw avx512vl avx512dq", "avx512"),
         ("avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512_vnni", "avx512vnni"),
-        ("avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512_vnni amx_tile amx_int8 amx_bf16", "amx"),
+        ("avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512_vnni gfni amx_tile amx_int8 amx_bf16", "amx"),
     ):
         monkeypatch.setattr(build, "_flags_of_cpu", lambda flags=flags: frozenset(flags.split()))
         assert build.detect_isa() == isa and build.runnable_isas()[-1] == "portable"
