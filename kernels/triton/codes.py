@@ -98,24 +98,25 @@ def load_high(high_ptr, row, half, H: tl.constexpr, CODE: tl.constexpr, HIGH: tl
 
 
 @triton.jit
-def half_value(
-    h, high, PLANE: tl.constexpr, CODE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ZERO: tl.constexpr
-):
-    """float32 values of one plane of halves (int32; their sign bits do not matter), less ZERO; exact."""
+def half_value(h, high, plane, CODE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ZERO: tl.constexpr):
+    """float32 values of a plane of halves (int32; their sign bits do not matter), less ZERO; exact.
+
+    plane   a constant, or a number for each half
+    """
     if CODE == "bf16":
         value = _as_float(h << 16)
     elif CODE == "f16":
         value = h.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     elif CODE == "e4m3":
-        value = _as_float(((h << (24 - 8 * PLANE)) >> 4) & E4M3_MASK) * (2.0**120)
+        value = _as_float(((h << (24 - 8 * plane)) >> 4) & E4M3_MASK) * (2.0**120)
     elif CODE == "e2m1":
-        value = _as_float(((h << (28 - 4 * PLANE)) >> 6) & E2M1_MASK) * (2.0**126)
+        value = _as_float(((h << (28 - 4 * plane)) >> 6) & E2M1_MASK) * (2.0**126)
     elif CODE == "iq4":
-        value = _iq4((h >> (4 * PLANE)) & 15)
+        value = _iq4((h >> (4 * plane)) & 15)
     else:
-        q = (h >> (LOW * PLANE)) & ((1 << LOW) - 1)
+        q = (h >> (LOW * plane)) & ((1 << LOW) - 1)
         if HIGH > 0:
-            q |= ((high >> (HIGH * PLANE)) & ((1 << HIGH) - 1)) << LOW
+            q |= ((high >> (HIGH * plane)) & ((1 << HIGH) - 1)) << LOW
         value = _as_float(q | MAGIC) - (8388608.0 + ZERO)
     return value
 

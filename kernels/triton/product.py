@@ -2,7 +2,7 @@
 
 one row            `gemv`: a program per few rows of W
 2 to 255 rows      `gemm`: tensor cores, W decoded in registers (dense weights: cuBLAS from 17 rows)
-more               `dequantize` into a slab that stays in the L2 cache, then cuBLAS
+more               `dequantize` into slabs, then cuBLAS
 below sm_80        Triton has no tensor cores there: `gemv` for up to 4 rows, else the slab
 """
 
@@ -26,7 +26,9 @@ from .layout import CODES, Prepared
 from .product_tiles import SMALL_TOKENS, TOKEN_CLASSES, gemm_tiles, gemv_tiles, is_fixed
 from .rms_norm import rms_norm
 
-SLAB_BYTES = 32 << 20  # dense rows decoded at a time: what the plan reserves for long prompts
+SLAB_BYTES = 64 << 20  # most dense rows decoded at a time: what the plan keeps for attention, which is over then
+CACHED_BYTES = 32 << 20  # of them that the L2 keeps between the kernel that writes them and the product; not measured
+CUBLAS_TILE = 128, 256  # rows of x and of W that a multiprocessor multiplies at a time; not measured
 SLAB_TOKENS = 256  # from so many rows of x weights are decoded once for all of them; not measured
 ROWS_WITHOUT_TENSOR_CORES = 4
 NATIVE = {torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -206,23 +208,26 @@ def _counters(device: torch.device) -> Tensor:
     return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
-def dequantized(p: Prepared, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows of the weight, a range or by index, as a dense matrix in stored column order, rounded to `dtype`."""
+def dequantized(p: Prepared, rows: slice | Tensor, dtype: torch.dtype, place: Tensor | None = None) -> Tensor:
+    """Rows of the weight, a range or by index, as a dense matrix in stored column order, rounded to `dtype`.
+
+    place   of that dtype, where its first rows may be written
+    """
     if p.code in NATIVE.values():
         stored = p.low[rows, : p.shape[1]]
         kinds = {code: kind for kind, code in NATIVE.items()}
         return (stored if p.is_float32 else stored.view(kinds[p.code])).to(dtype)
     gathers = isinstance(rows, Tensor)
     first, count = (0, rows.shape[0]) if isinstance(rows, Tensor) else (rows.start, rows.stop - rows.start)
-    out = torch.empty(count, p.shape[1], dtype=dtype, device=p.low.device)
-    tile, halves = 4, 128 if CODES[p.code].planes <= 4 else 64
+    out = torch.empty(count, p.shape[1], dtype=dtype, device=p.low.device) if place is None else place[:count]
+    tile, columns = 4 if gathers else 8, 512
     launch(
         dequantize.dequantize_kernel,
-        (-(-count // tile), -(-p.low.shape[1] // halves)),
+        (-(-count // tile), -(-p.shape[1] // columns)),
         *(p.low, p.low if p.high is None else p.high, *_scales(p), rows if gathers else p.low, out, first, count),
         GATHER=gathers,
         ROWS=tile,
-        HALVES=halves,
+        COLUMNS=columns,
         subnormals=True,
         fuses=False,
         **_constants(p),
@@ -235,18 +240,26 @@ def rows(p: Prepared, ids: Tensor) -> Tensor:
     return natural(dequantized(p, ids, torch.float32), p.perm, p.pre_scale)
 
 
-def slab_rows(n: int, row_bytes: int) -> int:
-    """Rows of the slabs of n rows: as few slabs as SLAB_BYTES allow, of nearly one size, whole tiles of 128."""
-    most = max(128, SLAB_BYTES // row_bytes // 128 * 128)
-    return -(-n // (-(-n // most) * 128)) * 128
+def slab_rows(n: int, tokens: int, row_bytes: int, num_sms: int) -> int:
+    """Rows of the slabs of n rows, whole tiles: for few waves of the card's multiprocessors, then small, then few."""
+    per_row = -(-tokens // CUBLAS_TILE[0])
+
+    def cost(tiles: int) -> tuple[int, bool, int, int]:
+        whole, rest = divmod(-(-n // CUBLAS_TILE[1]), tiles)
+        waves = whole * -(-per_row * tiles // num_sms) + -(-per_row * rest // num_sms)
+        return waves, tiles * CUBLAS_TILE[1] * row_bytes > CACHED_BYTES, whole + (rest > 0), tiles
+
+    return min(range(1, 1 + max(1, SLAB_BYTES // (row_bytes * CUBLAS_TILE[1]))), key=cost) * CUBLAS_TILE[1]
 
 
 def _slab_product(x: Tensor, p: Prepared, out: Tensor, bias: Tensor | None) -> None:
     n, k = p.shape
-    step = n if _is_plain(x, p) else slab_rows(n, k * x.element_size())
+    plain = _is_plain(x, p)
+    step = n if plain else slab_rows(n, x.shape[0], k * x.element_size(), card_of(x.device).num_sms)
+    place = None if plain else torch.empty(min(step, n), k, dtype=x.dtype, device=x.device)
     for first in range(0, n, step):
         part = slice(first, min(first + step, n))
-        slab = dequantized(p, part, x.dtype)
+        slab = dequantized(p, part, x.dtype, place)
         if bias is None:
             torch.mm(x, slab.t(), out=out[:, part])
         else:

@@ -6,6 +6,9 @@ The default run takes a part of the table that changes with the kernels' sources
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +28,24 @@ TESTED = "3.9"
 PARTS = 120
 """the default run compiles one in so many kernels: about ten, over all cards"""
 
+CACHE = ROOT / ".cache" / f"triton-{triton.__version__}-kernels"
+SLABS = """
+import re
+from localllm.kernels.triton import aot, aot_cases
+
+for spec in aot_cases.all_specs(90):
+    if spec.label in ("linear int4 g128 slab", "linear e2m1 e4m3 slab"):
+        text = aot.build(spec, 90).asm
+        print(*sorted(set(re.findall(r"st[.]global[.](v[0-9])[.]b32", text["ptx"]))))
+        layout = re.search(r"tt[.]store .*, (#blocked[0-9]*)>", text["ttgir"])[1]
+        made = re.search(rf"^{layout} = (.*)$", text["ttgir"], re.MULTILINE)[1]
+        print("sizePerThread = [1, 8], threadsPerWarp = [1, 32]" in made and "order = [1, 0]" in made)
+"""
+
 
 def checked(**more: Any) -> list[KernelRow]:
     other = "" if triton.__version__.startswith(TESTED) else "dot_scaled"
-    cache = ROOT / ".cache" / f"triton-{triton.__version__}-kernels"
-    return aot.table(cache_dir=cache, check=True, may_differ=other, **more)
+    return aot.table(cache_dir=CACHE, check=True, may_differ=other, **more)
 
 
 def test_part_of_the_table() -> None:
@@ -53,6 +69,16 @@ def test_whole_table() -> None:
             assert not mine["linear bf16 M=1"]["mma"] and "mma" in mine["linear int4 g128 M=16"]["mma"]
     large = {row["capability"]: row["mma"] for row in rows if row["op"] == "linear e2m1 e4m3 M=64"}
     assert "wgmma" in large[90] and "tcgen05" in large[100]
+
+
+@pytest.mark.slow
+def test_slabs_are_written_in_whole_sectors() -> None:
+    """Neighbouring threads store 16 bytes side by side."""
+    command = [sys.executable, "-P", "-c", SLABS]
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(command, env=env | {"TRITON_CACHE_DIR": str(CACHE)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["v4", "True"] * 2
 
 
 def test_all_specs_are_described() -> None:

@@ -21,6 +21,7 @@ from localllm.kernels.triton.layout import prepare
 from localllm.kernels.triton.product import Extras, dequantized, fusable, launch_gemm, product
 from localllm.kernels.verify.trial import SEGMENT_STEPS, compare
 from localllm.kernels.verify.tuning import AGREEMENT
+from localllm.plan import memory
 
 from .weights import FORMS, SMALLEST_K, error, exact_product, make, on
 
@@ -98,20 +99,41 @@ def test_columns_that_end_within_a_chunk(form: str, device: torch.device) -> Non
 
 
 def test_long_prompts_go_slab_by_slab(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "SLAB_BYTES", 128 * 64 * 2)
+    monkeypatch.setattr(products, "SLAB_BYTES", 256 * 64 * 2)
     for form in ("int4g-32", "dense-bf16"):
-        weight, bias = make(form, 131, 64), torch.randn(131)
+        weight, bias = make(form, 259, 64), torch.randn(259)
         x = torch.randn(products.SLAB_TOKENS, 64).bfloat16().to(device)
         y = product(x, prepare(on(device, weight)), Extras(bias.to(device)))
         assert error(y, exact_product(x, weight) + bias) < ROUNDING[torch.bfloat16]
 
 
-def test_slabs_are_few_and_of_one_size() -> None:
-    for n, row_bytes, rows in ((4096, 2 * 12288, 1024), (24576, 2 * 4096, 4096), (6144, 2 * 4096, 3072)):
-        assert products.slab_rows(n, row_bytes) == rows and n % rows == 0
-    for n, row_bytes in ((100, 8192), (1, 1 << 20), (151_936, 8192), (4096, 1 << 30)):
-        rows = products.slab_rows(n, row_bytes)
-        assert rows % 128 == 0 and (rows == 128 or rows * row_bytes <= products.SLAB_BYTES)
+@pytest.mark.parametrize(
+    ("n", "k", "tokens", "num_sms", "rows"),
+    [
+        (
+            4096,
+            12288,
+            2048,
+            132,
+            2048,
+        ),  # 128 tiles on 132 multiprocessors, twice
+        (24576, 4096, 2048, 132, 4096),
+        (24576, 4096, 2048, 170, 2560),
+        (4096, 12288, 300, 132, 2048),
+        (100, 4096, 2048, 132, 256),
+        (1, 1 << 20, 2048, 132, 256),
+    ],
+)
+def test_slabs_are_few_and_fill_waves(n: int, k: int, tokens: int, num_sms: int, rows: int) -> None:
+    assert products.slab_rows(n, tokens, 2 * k, num_sms) == rows
+    assert rows == 256 or rows * 2 * k <= products.SLAB_BYTES
+    tiles = [-(-tokens // 128) * -(-min(rows, n - first) // 256) for first in range(0, n, rows)]
+    ideal = -(-tokens // 128) * -(-n // 256) / num_sms
+    assert sum(-(-count // num_sms) for count in tiles) < 1.1 * ideal + len(tiles)
+
+
+def test_a_slab_is_no_larger_than_what_the_plan_reserves() -> None:
+    assert products.SLAB_BYTES <= memory.SPLIT_PART_BYTES
 
 
 @pytest.mark.parametrize("form", FORMS)
