@@ -251,6 +251,8 @@ def _decode_specs(form: Form, dtype: torch.dtype, card: Card) -> Iterator[Kernel
     x, out = _meta(dtype, 1, HIDDEN), _meta(dtype, 1, HIDDEN)
     fused = Extras(_meta(torch.float32, HIDDEN), Norm(_meta(torch.float32, HIDDEN), 1e-6), out)
     yield _linear(f"{form.name} M=1", card, partial(product, x, p), decode=True)
+    before = _recorded(card, partial(product, x, p, fused))[:-1]  # what prepares x for it
+    yield from (KernelSpec("digits", "triton", form.name, one, decode=True) for one in before)
     if form.name in MAIN_FORMS:
         yield _linear(f"{form.name} M=1 norm residual", card, partial(product, x, p, fused), decode=True)
         fused = Extras(norm=fused.norm, gate="silu")

@@ -4,7 +4,8 @@ A program holds ROWS rows of W and passes over all of K, CHUNKS 16-byte chunks o
 loaded before the present ones are used; sums are float32 in an order that the constants fix. RMSNorm costs nothing
 extra: each program sees all of x, so the sum of squares is a by-product and 1/rms a factor at the end. A gated product
 takes rows r and r + N of a stacked gate and up, and gives act(gate) * up. Weights are asked for before the kernel
-waits for the one before it (PDL). Codes of four bits may be multiplied in whole numbers instead (FIXED; `fixed.py`).
+waits for the one before it (PDL). Codes of four bits may be multiplied in whole numbers instead (FIXED; `fixed.py`),
+x being prepared for all programs by a kernel before.
 """
 
 from __future__ import annotations
@@ -39,9 +40,7 @@ def _load_words(
 
 
 @triton.jit
-def _load_run(
-    ptr, chunk, first: tl.constexpr, K: tl.constexpr, C: tl.constexpr, CHUNK: tl.constexpr, RUN: tl.constexpr
-):
+def load_run(ptr, chunk, first: tl.constexpr, K: tl.constexpr, C: tl.constexpr, CHUNK: tl.constexpr, RUN: tl.constexpr):
     """float32 [CHUNKS, RUN]: elements first.. of each chunk."""
     k = chunk[:, None] * CHUNK + first + tl.arange(0, RUN)[None, :]
     if K % CHUNK == 0:
@@ -52,22 +51,22 @@ def _load_run(
 
 
 @triton.jit
-def _load_plane(
+def load_plane(
     ptr, chunk, PLANE: tl.constexpr, K: tl.constexpr, C: tl.constexpr, CHUNK: tl.constexpr, RUN: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """float32 [CHUNKS, 8]: the elements that plane PLANE of the halves of a chunk meets, all eight in one thread."""
     STEP: tl.constexpr = CHUNK * RUN // 8  # elements of a run of halves
     at: tl.constexpr = PLANE * RUN
-    x = _load_run(ptr, chunk, at, K, C, CHUNK, RUN)
+    x = load_run(ptr, chunk, at, K, C, CHUNK, RUN)
     if RUN == 4:
-        y = _load_run(ptr, chunk, at + STEP, K, C, CHUNK, RUN)
+        y = load_run(ptr, chunk, at + STEP, K, C, CHUNK, RUN)
         x = tl.reshape(tl.permute(tl.join(x, y), (0, 2, 1)), (CHUNKS, 8))
     elif RUN == 2:
-        y = _load_run(ptr, chunk, at + STEP, K, C, CHUNK, RUN)
+        y = load_run(ptr, chunk, at + STEP, K, C, CHUNK, RUN)
         low = tl.join(x, y)
-        x = _load_run(ptr, chunk, at + 2 * STEP, K, C, CHUNK, RUN)
-        y = _load_run(ptr, chunk, at + 3 * STEP, K, C, CHUNK, RUN)
+        x = load_run(ptr, chunk, at + 2 * STEP, K, C, CHUNK, RUN)
+        y = load_run(ptr, chunk, at + 3 * STEP, K, C, CHUNK, RUN)
         x = tl.reshape(tl.permute(tl.join(low, tl.join(x, y)), (0, 3, 2, 1)), (CHUNKS, 8))
     return x
 
@@ -77,12 +76,12 @@ def _activations(
     x_ptr, norm_ptr, chunk, PLANE: tl.constexpr, K: tl.constexpr, C: tl.constexpr, CHUNK: tl.constexpr,
     RUN: tl.constexpr, CHUNKS: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """`_load_plane` of x, times the norm's weight, and the sum of their squares before that, float32 [CHUNKS]."""
-    x = _load_plane(x_ptr, chunk, PLANE, K, C, CHUNK, RUN, CHUNKS)
+    """`load_plane` of x, times the norm's weight, and the sum of their squares before that, float32 [CHUNKS]."""
+    x = load_plane(x_ptr, chunk, PLANE, K, C, CHUNK, RUN, CHUNKS)
     squares = tl.zeros((CHUNKS,), tl.float32)
     if NORM:
         squares = tl.sum(x * x, 1)
-        x *= _load_plane(norm_ptr, chunk, PLANE, K, C, CHUNK, RUN, CHUNKS)
+        x *= load_plane(norm_ptr, chunk, PLANE, K, C, CHUNK, RUN, CHUNKS)
     return x, squares
 
 
@@ -97,7 +96,7 @@ def gemv_kernel(
 ):  # fmt: skip
     """One program: ROWS outputs (ROWS / 2 where gated) of row `program_id(1)` of x.
 
-    FIXED   "" in float32; "assembly" or "plain" in whole numbers, which wants a code and groups as `fixed_part` does
+    FIXED   "" in float32; "assembly" or "plain" in whole numbers: x_ptr is what `digits` wrote, its norm is in there
     """
     PLANES: tl.constexpr = 16 // LOW
     CHUNK: tl.constexpr = 8 * PLANES
@@ -116,7 +115,10 @@ def gemv_kernel(
         rows = tl.program_id(0) * ROWS + t
         row_ok = rows < n
     lane = tl.arange(0, CHUNKS)
-    x_row = x_ptr + token.to(tl.int64) * K
+    if FIXED != "":
+        x_row = x_ptr + token.to(tl.int64) * (C * (17 + RUNS))
+    else:
+        x_row = x_ptr + token.to(tl.int64) * K
 
     if PDL:  # what follows may ask for its weights, too
         tl.extra.cuda.gdc_launch_dependents()
@@ -132,12 +134,7 @@ def gemv_kernel(
         if c0 + CHUNKS < C and FIXED == "":
             w_next, high_next = _load_words(low_ptr, high_ptr, row_ok, rows, c0 + CHUNKS, C, HIGH, ROWS, CHUNKS)
         if FIXED != "":
-            x0, squares0 = _activations(x_row, norm_ptr, chunk, 0, K, C, CHUNK, RUN, CHUNKS, NORM)
-            x1, squares1 = _activations(x_row, norm_ptr, chunk, 1, K, C, CHUNK, RUN, CHUNKS, NORM)
-            x2, squares2 = _activations(x_row, norm_ptr, chunk, 2, K, C, CHUNK, RUN, CHUNKS, NORM)
-            x3, squares3 = _activations(x_row, norm_ptr, chunk, 3, K, C, CHUNK, RUN, CHUNKS, NORM)
-            squares += squares0 + squares1 + squares2 + squares3
-            part, xs = fixed_part(w, x0, x1, x2, x3, ROWS, CHUNKS, RUNS, CODE, ZERO, FIXED == "assembly")
+            part, xs = fixed_part(w, x_row, c0, C, ROWS, CHUNKS, RUNS, CODE, ZERO, FIXED == "assembly")
             if c0 + CHUNKS < C:  # after the sums: twice as many rows fit, and x of the next chunks takes a while
                 w_next, high_next = _load_words(low_ptr, high_ptr, row_ok, rows, c0 + CHUNKS, C, HIGH, ROWS, CHUNKS)
         else:

@@ -21,6 +21,7 @@ from ..layer_weights import Norm
 from ..verify.tuning import Shape, Tile, tuner
 from . import dequantize, gemm, gemv
 from .cards import Card
+from .digits import digits
 from .launch import card_of, has_ptx, interpreting, launch
 from .layout import CODES, Prepared
 from .product_tiles import SMALL_TOKENS, TOKEN_CLASSES, gemm_tiles, gemv_tiles, is_fixed
@@ -140,6 +141,9 @@ def launch_gemv(x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Til
     high = p.low if p.high is None else p.high
     bias, norm, residual, gate = extras
     outputs = choice["rows"] // (2 if gate else 1)
+    fixed = "fixed" in choice
+    if fixed:
+        x, norm = digits(x, p.code, p.run, norm), None
     launch(
         gemv.gemv_kernel,
         (-(-out.shape[1] // outputs), x.shape[0]),
@@ -155,7 +159,7 @@ def launch_gemv(x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Til
         GATE=gate,
         ROWS=choice["rows"],
         CHUNKS=choice["chunks"],
-        FIXED="" if "fixed" not in choice else "assembly" if has_ptx(x.device) else "plain",
+        FIXED="" if not fixed else "assembly" if has_ptx(x.device) else "plain",
         num_warps=choice["warps"],
         subnormals=True,
         **_constants(p),

@@ -20,6 +20,9 @@ Tile = Mapping[str, int]
 FIXED = ((8, 2), (8, 4), (8, 1), (4, 1), (4, 2), (4, 4), (8, 8), (4, 8))
 WIDE = ((4, 2), (8, 4), (4, 1), (8, 2), (2, 2), (8, 8), (4, 4), (8, 1), (2, 1))
 NARROW = ((4, 2), (4, 1), (2, 2), (2, 1), (4, 4), (2, 4), (1, 1), (1, 2))
+# whose memory delivers weights of four bits faster than they are multiplied in float32; elsewhere the launch that
+# prepares x costs more than it spares
+FAST_MEMORY = (90, 100, 103)
 FEW_ROWS = ("iq4", "int2", "int3")  # a row of them takes `gemv_kernel` 34 to 52 registers: two at most
 # (rows, warps) of `gemm_kernel`, for a decoding step and for more rows of x
 SMALL = ((16, 1), (32, 2), (64, 4))
@@ -34,7 +37,7 @@ SMALL_TOKENS = 16  # up to so many rows of x a product is a decoding step: fused
 
 
 def is_fixed(code: str, run: int, card: Card) -> bool:
-    """Whether `gemv_kernel` multiplies such codes, in runs of so many halves, in whole numbers there."""
+    """Whether `gemv_kernel` may multiply such codes, in runs of so many halves, in whole numbers there."""
     return code in ("int4", "e2m1") and run >= HALVES // 2 and 80 <= card.capability < AMD
 
 
@@ -43,15 +46,22 @@ def gemv_tiles(n: int, k: int, code: str, card: Card, gated: bool = False, fixed
     """Candidates of `gemv.gemv_kernel`: {"rows", "chunks", "warps"}, the best expected first.
 
     n, k    rows of W (gate and up together) and columns
-    fixed   as `is_fixed`: those in whole numbers, which have "fixed": 1 as well
+    fixed   as `is_fixed`: also in whole numbers, {"fixed": 1}; first where memory is fast, last elsewhere
     """
-    ranked = FIXED if fixed else WIDE if CODES[code].low >= 8 else NARROW
     widest = max(triton.next_power_of_2(-(-k // CODES[code].chunk)), 32)
     most = 2 if code in FEW_ROWS else 8
-    fit = [(rows, warps) for rows, warps in ranked if 32 * warps <= widest and 1 + gated <= rows <= most]
-    fit.sort(key=lambda tile: n // tile[0] < 2 * card.num_sms)  # what leaves multiprocessors idle comes last
-    more = {"fixed": 1} if fixed else {}
-    return tuple({"rows": rows, "chunks": 32 * warps, "warps": warps} | more for rows, warps in fit[:MOST])
+
+    def fit(ranked: tuple[tuple[int, int], ...], more: Tile) -> list[Tile]:
+        found = [(rows, warps) for rows, warps in ranked if 32 * warps <= widest and 1 + gated <= rows <= most]
+        found.sort(key=lambda tile: n // tile[0] < 2 * card.num_sms)  # what leaves multiprocessors idle comes last
+        return [{"rows": rows, "chunks": 32 * warps, "warps": warps} | more for rows, warps in found]
+
+    floats = fit(WIDE if CODES[code].low >= 8 else NARROW, {})
+    if not fixed:
+        return tuple(floats[:MOST])
+    whole = fit(FIXED, {"fixed": 1})
+    first, last = (whole, floats) if card.capability in FAST_MEMORY else (floats, whole)
+    return (*first[: MOST - 2], *last[:2])
 
 
 @cache

@@ -14,9 +14,10 @@ import torch.nn.functional as F
 
 from localllm.kernels.dequant import dequantize
 from localllm.kernels.layer_weights import Norm
+from localllm.kernels.triton import aot_cases, product_tiles
 from localllm.kernels.triton import product as products
-from localllm.kernels.triton import product_tiles
 from localllm.kernels.triton.cards import AMD, CLASSES, Card
+from localllm.kernels.triton.launch import recording
 from localllm.kernels.triton.layout import prepare
 from localllm.kernels.triton.product import Extras, dequantized, fusable, launch_gemm, product
 from localllm.kernels.verify.trial import SEGMENT_STEPS, compare
@@ -275,6 +276,23 @@ def test_codes_of_four_bits_are_multiplied_in_whole_numbers_where_there_are_such
     for code, fixed in (("int4", True), ("e2m1", True), ("int5", False), ("bf16", False)):
         assert product_tiles.is_fixed(code, 8, Card(90, 132)) is fixed
         assert not product_tiles.is_fixed(code, 2, Card(90, 132)) and not product_tiles.is_fixed(code, 8, Card(75, 40))
+
+
+def test_x_is_prepared_once_where_memory_is_fast() -> None:
+    """With its norm, for all programs of the product; elsewhere the product itself reads x, and is one launch."""
+    x = torch.empty(1, 4096, dtype=torch.bfloat16, device="meta")
+    norm = Norm(torch.empty(4096, device="meta"), EPS)
+    form = next(form for form in aot_cases.FORMS if form.name == "int4 g128")
+    weight = aot_cases.described(form, 8192, 4096)
+    for card, kernels in ((Card(90, 132), ["digits_kernel", "gemv_kernel"]), (Card(120, 170), ["gemv_kernel"])):
+        with recording(card) as launches:
+            product(x, weight, Extras(norm=norm, gate="silu"))
+        assert [one.kernel.__name__ for one in launches] == kernels
+        assert [one.constexprs["NORM"] for one in launches] == [True, False][: len(kernels)]
+        tiles = product_tiles.gemv_tiles(8192, 4096, "int4", card, True, True)
+        assert [tile.get("fixed", 0) for tile in tiles] == (
+            [1] * 6 + [0] * 2 if len(kernels) > 1 else [0] * 6 + [1] * 2
+        )
 
 
 LAUNCHED = """

@@ -1,0 +1,119 @@
+"""x as 16-bit fixed point, written once for all programs of a product: what `fixed.fixed_part` multiplies.
+
+A chunk of 32 elements is taken times a power of two as 16-bit integers, the largest between 2^14 and 2^15: a bfloat16
+that is not more than 2^7 times smaller than the largest of its chunk keeps all its bits, what is smaller is off by at
+most 2^-15 of the largest. RMSNorm comes with it: its gain before, 1/rms in the chunk's unit.
+
+For a row of x, C chunks, int32: low bytes that meet the codes of part 0 of a word [C, 4], low bytes for part 1, high
+bytes for both, as `fixed._code_bytes` takes codes; then units, float32 [C]; then sums of the integers [C, RUNS].
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..layer_weights import Norm
+from .fixed import dot, gathered, largest
+from .gemv import load_plane
+from .launch import has_ptx, launch
+from .layout import CODES, HALVES
+
+# 1.5 * 2^23: a float32 near it has whole numbers in its last bits, negative ones in two's complement
+MAGIC = tl.constexpr(12582912.0)
+# (2 * 127 + 14) << 23 as int32: less the exponent of a number, the power of two that makes it 2^14 and more
+UNITS = tl.constexpr(-2046820352)
+CHUNKS = 128  # of a program
+
+
+@triton.jit
+def _halves(x, up, CHUNKS: tl.constexpr):
+    """int32 whose low 16 bits are x * up, rounded: those of even and of odd halves, [CHUNKS, 4] each."""
+    whole = (x * up[:, None] + MAGIC).to(tl.int32, bitcast=True)
+    return tl.split(tl.reshape(whole, (CHUNKS, 4, 2)))
+
+
+@triton.jit
+def digits_kernel(
+    x_ptr, norm_ptr, out_ptr, eps,
+    K: tl.constexpr, CODE: tl.constexpr, RUN: tl.constexpr, NORM: tl.constexpr, PADDED: tl.constexpr,
+    CHUNKS: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """CHUNKS chunks of row `program_id(1)` of x; NaN in the unit of a chunk that is not finite."""
+    C: tl.constexpr = (K + 31) // 32
+    RUNS: tl.constexpr = 8 // RUN
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(1).to(tl.int64)
+    x_row = x_ptr + row * K
+    chunk = tl.program_id(0) * CHUNKS + tl.arange(0, CHUNKS)
+    ok = chunk < C
+    x0 = load_plane(x_row, chunk, 0, K, C, 32, RUN, CHUNKS)
+    x1 = load_plane(x_row, chunk, 1, K, C, 32, RUN, CHUNKS)
+    x2 = load_plane(x_row, chunk, 2, K, C, 32, RUN, CHUNKS)
+    x3 = load_plane(x_row, chunk, 3, K, C, 32, RUN, CHUNKS)
+    factor = 1.0
+    if NORM:
+        x0 *= load_plane(norm_ptr, chunk, 0, K, C, 32, RUN, CHUNKS)
+        x1 *= load_plane(norm_ptr, chunk, 1, K, C, 32, RUN, CHUNKS)
+        x2 *= load_plane(norm_ptr, chunk, 2, K, C, 32, RUN, CHUNKS)
+        x3 *= load_plane(norm_ptr, chunk, 3, K, C, 32, RUN, CHUNKS)
+        k = tl.arange(0, PADDED)
+        wide = tl.load(x_row + k, mask=k < K, other=0.0).to(tl.float32)
+        factor = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 0) / K + eps)
+
+    top = largest(largest(tl.abs(x0), tl.abs(x1)), largest(tl.abs(x2), tl.abs(x3)))
+    top = tl.reduce(top, 1, largest)
+    # a little more, so that what float32 holds beyond 15 bits does not round up to 2^15; zeros stay zeros
+    power = (largest(top, 1e-30) * 1.0001).to(tl.int32, bitcast=True) & 0x7F800000
+    up = (0 - power + UNITS).to(tl.float32, bitcast=True)
+    unit = ((power - (14 << 23)).to(tl.float32, bitcast=True) + top * 0.0) * factor
+    e0, o0 = _halves(x0, up, CHUNKS)
+    e1, o1 = _halves(x1, up, CHUNKS)
+    e2, o2 = _halves(x2, up, CHUNKS)
+    e3, o3 = _halves(x3, up, CHUNKS)
+    if CODE == "int4":
+        low_a, high_a = gathered(e0, e2, o0, o2, 0, ASSEMBLY), gathered(e0, e2, o0, o2, 1, ASSEMBLY)
+        low_b, high_b = gathered(e1, e3, o1, o3, 0, ASSEMBLY), gathered(e1, e3, o1, o3, 1, ASSEMBLY)
+    else:
+        low_a, high_a = gathered(e0, e1, e2, e3, 0, ASSEMBLY), gathered(e0, e1, e2, e3, 1, ASSEMBLY)
+        low_b, high_b = gathered(o0, o1, o2, o3, 0, ASSEMBLY), gathered(o0, o1, o2, o3, 1, ASSEMBLY)
+    none = tl.zeros((CHUNKS, 4), tl.int32)
+    ones = none + 0x01010101
+    x_low = dot(ones, low_b, dot(ones, low_a, none, False, ASSEMBLY), False, ASSEMBLY)
+    x_high = dot(ones, high_b, dot(ones, high_a, none, True, ASSEMBLY), True, ASSEMBLY)
+    sums = tl.sum(tl.reshape(x_high * 256 + x_low, (CHUNKS, RUNS, 4 // RUNS)), 2)
+
+    out = out_ptr + row * ((17 + RUNS) * C)
+    word = (chunk * 4)[:, None] + tl.arange(0, 4)[None, :]
+    tl.store(out + word, low_a, mask=ok[:, None])
+    tl.store(out + 4 * C + word, low_b, mask=ok[:, None])
+    tl.store(out + 8 * C + word, high_a, mask=ok[:, None])
+    tl.store(out + 12 * C + word, high_b, mask=ok[:, None])
+    tl.store(out + 16 * C + chunk, unit.to(tl.int32, bitcast=True), mask=ok)
+    tl.store(out + 17 * C + (chunk * RUNS)[:, None] + tl.arange(0, RUNS)[None, :], sums, mask=ok[:, None])
+
+
+def digits(x: Tensor, code: str, run: int, norm: Norm | None) -> Tensor:
+    """int32 [num_tokens, C * (17 + 8 / run)] of x [num_tokens, K], normed where there is a norm."""
+    tokens, k = x.shape
+    chunks = -(-k // CODES[code].chunk)
+    out = torch.empty(tokens, chunks * (17 + HALVES // run), dtype=torch.int32, device=x.device)
+    launch(
+        digits_kernel,
+        (-(-chunks // CHUNKS), tokens),
+        *(x, x if norm is None else norm.weight, out, 0.0 if norm is None else float(norm.eps)),
+        K=k,
+        CODE=code,
+        RUN=run,
+        NORM=norm is not None,
+        PADDED=triton.next_power_of_2(k),
+        CHUNKS=CHUNKS,
+        ASSEMBLY=has_ptx(x.device),
+        num_warps=CHUNKS // 32,
+        subnormals=True,
+    )
+    return out
