@@ -268,7 +268,9 @@ def _batch_specs(form: Form, dtype: torch.dtype, card: Card) -> Iterator[KernelS
     p, wide = described(form, HIDDEN, HIDDEN), described(form, 2 * INTERMEDIATE, HIDDEN)
     for tokens in (8, 16, 64, 128) if form.name in MAIN_FORMS else (16, 64):
         x, out = _meta(dtype, tokens, HIDDEN), _meta(dtype, tokens, HIDDEN)
-        call = partial(launch_gemm, x, p, out, PLAIN, gemm_tiles(HIDDEN, HIDDEN, form.code, tokens, card)[0])
+        call = partial(
+            launch_gemm, x, p, out, PLAIN, gemm_tiles(HIDDEN, HIDDEN, form.code, tokens, card, group=form.group)[0]
+        )
         expected = mma if tokens >= 64 else ""
         yield _linear(f"{form.name} M={tokens}", card, call, decode=tokens <= 16, expect_mma=expected)
     if form.name in MAIN_FORMS:

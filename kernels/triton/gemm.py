@@ -2,9 +2,10 @@
 
 W is the left operand, decoded in registers plane by plane; x, transposed, the right one, so eight rows of x fill the
 narrow side of the instruction and weights its wide side. A group scale that covers a whole step of K multiplies the
-float32 sums (nothing is rounded); a smaller one multiplies the decoded weights, which are then rounded to x's type
-(exact for FP4 codes). Sums over K run in steps whose size and order the constants fix, whatever the number of rows; K
-may be cut into SPLIT parts, added in order by the last program to finish.
+float32 sums (nothing is rounded). So do scales and minima of the few groups of a short step, whose sums are kept apart;
+others multiply the decoded weights, which are then rounded to x's type (exact for FP4 codes). Sums over K run in steps
+whose size and order the constants fix, whatever the number of rows; K may be cut into SPLIT parts, added in order by
+the last program to finish.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .activation import gate
-from .codes import group_scale, group_terms, half_value, load_high, spread
+from .codes import group_min, group_scale, group_terms, half_value, load_high, spread
 from .pairs import bf16_pairs, int4_pairs
 
 
@@ -81,6 +82,11 @@ def gemm_kernel(
     AFTER: tl.constexpr = GROUP % (HALVES * PLANES) == 0 and (MIN == "none" or MIN == "zero")  # scale the sums
     # FP4 and FP8 codes with a scale that is itself a narrow float: their product is exact in bfloat16
     NARROW: tl.constexpr = PAIRS and OPERAND == "bf16" and (SCALE == "e4m3" or SCALE == "e8m0")
+    # scale the sums of each group: every group of a step has columns of its own, x being zero in those of the others
+    SMALL: tl.constexpr = HALVES == 16 and (CODE == "int4" or CODE == "int8") and SCALE != "none"
+    GROUPED: tl.constexpr = SMALL and not AFTER and (16 * PLANES % GROUP == 0 or GROUP % (16 * PLANES) == 0)
+    GROUPS_IN_STEP: tl.constexpr = max(HALVES * PLANES // GROUP, 1) if GROUPED else 1
+    COLUMNS: tl.constexpr = GROUPS_IN_STEP * TOKENS
 
     tile = tl.program_id(1)
     t = tl.arange(0, ROWS)
@@ -88,9 +94,12 @@ def gemm_kernel(
         rows = tl.minimum(tile * (ROWS // 2) + t % (ROWS // 2), n - 1) + (t // (ROWS // 2)) * n
     else:
         rows = tl.minimum(tile * ROWS + t, n - 1)
-    tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    token_ok = tokens < m
     lane = tl.arange(0, HALVES)
+    column = tl.arange(0, COLUMNS)
+    tokens = tl.program_id(0) * TOKENS + column % TOKENS
+    x_ok = (tokens < m)[None, :]
+    if GROUPS_IN_STEP > 1:
+        x_ok &= (lane // (HALVES // GROUPS_IN_STEP))[:, None] == (column // TOKENS)[None, :]
     row64 = rows.to(tl.int64)
     low_rows = low_ptr + (row64 * H)[:, None]
     x_rows = x_ptr + (tokens.to(tl.int64) * K)[None, :]
@@ -103,7 +112,7 @@ def gemm_kernel(
         _fetch(low_rows + tl.minimum(line, H - 1)[None, :])
         tl.extra.cuda.gdc_wait()
 
-    acc = tl.zeros((ROWS, TOKENS), tl.float32)
+    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
     for step in tl.range(first, tl.minimum(first + PART, STEPS), num_stages=STAGES):
         half = step * HALVES + lane
         if EVEN:
@@ -112,7 +121,7 @@ def gemm_kernel(
             h = tl.load(low_rows + half[None, :], mask=(half < H)[None, :], other=0)
         high = load_high(high_ptr, row64, half, H, CODE, HIGH)
         place = half // RUN * (RUN * PLANES) + half % RUN
-        if SCALE != "none" and not AFTER:
+        if SCALE != "none" and not AFTER and not GROUPED:
             scale, least = group_terms(
                 scale_ptr, min_ptr, super_ptr, super_min_ptr, row64, step * HALVES,
                 K, PLANES, SCALE, MIN, GROUP, RUN, SCALE_ROWS, HALVES,
@@ -123,18 +132,19 @@ def gemm_kernel(
                 factor = spread(scale, ROWS, HALVES, RUN)
             if MIN != "none":
                 offset = spread(least, ROWS, HALVES, RUN)
-        part = tl.zeros((ROWS, TOKENS), tl.float32)
+        part = tl.zeros((ROWS, COLUMNS), tl.float32)
+        x_sums = tl.zeros((ROWS, COLUMNS), tl.float32)
         for i in tl.static_range(PLANES):
             k = place + i * RUN
             if EVEN:
-                x = tl.load(x_rows + k[:, None], mask=token_ok[None, :], other=0.0)
+                x = tl.load(x_rows + k[:, None], mask=x_ok, other=0.0)
             else:
-                x = tl.load(x_rows + k[:, None], mask=(k < K)[:, None] & token_ok[None, :], other=0.0)
+                x = tl.load(x_rows + k[:, None], mask=(k < K)[:, None] & x_ok, other=0.0)
             if SCALE == "none":
                 w = _exact_operand(h, high, i, CODE, LOW, HIGH, ZERO, OPERAND, PAIRS)
-            elif AFTER:
+            elif AFTER or GROUPED:
                 w = _exact_operand(h, high, i, CODE, LOW, HIGH, ZERO, OPERAND, PAIRS)
-                if MIN == "zero":
+                if AFTER and MIN == "zero":
                     zero = tl.load(min_ptr + row64 * GROUPS + step * (HALVES * PLANES) // GROUP)
                     w = _operand(w - _operand(zero, OPERAND)[:, None], OPERAND)
             elif NARROW:
@@ -144,15 +154,32 @@ def gemm_kernel(
                 if MIN != "none":
                     value += offset
                 w = _operand(value, OPERAND)
-            part = tl.dot(w, _operand(x, OPERAND), part)
+            x = _operand(x, OPERAND)
+            part = tl.dot(w, x, part)
+            if GROUPED and MIN != "none":
+                x_sums = tl.dot(tl.full((ROWS, HALVES), 1.0, x.dtype), x, x_sums)
         if SCALE != "none" and AFTER:
             group = step * (HALVES * PLANES) // GROUP
             index = row64 // SCALE_ROWS * GROUPS + group
             scale = group_scale(scale_ptr, super_ptr, index, row64 * SUPERS + group * GROUP // 256, rows >= 0, SCALE)
             acc += part * scale[:, None]
+        elif GROUPED:
+            group = step * (HALVES * PLANES) // GROUP + tl.arange(0, GROUPS_IN_STEP)[None, :]
+            index = (row64 // SCALE_ROWS * GROUPS)[:, None] + group
+            above = (row64 * SUPERS)[:, None] + group * GROUP // 256
+            there = group * GROUP < K
+            scale = group_scale(scale_ptr, super_ptr, index, above, there, SCALE)
+            acc += part * spread(scale, ROWS, COLUMNS, TOKENS)
+            if MIN != "none":
+                least = group_min(min_ptr, scale_ptr, super_min_ptr, index, above, there, scale, MIN)
+                acc += x_sums * spread(least, ROWS, COLUMNS, TOKENS)
         else:
             acc += part
 
+    if GROUPS_IN_STEP > 1:
+        acc = tl.sum(tl.reshape(acc, (ROWS, GROUPS_IN_STEP, TOKENS)), 1)
+    tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    token_ok = tokens < m
     if SPLIT > 1:
         # [SPLIT, number of tiles, ROWS, TOKENS] partial sums
         spot = tile * tl.num_programs(0) + tl.program_id(0)

@@ -74,7 +74,7 @@ def product(
     card = card_of(x.device)
     own = SMALL_TOKENS if _is_plain(x, p) else SLAB_TOKENS - 1  # rows that a kernel of ours multiplies
     if fixed_order:
-        choice = gemm_tiles(*p.shape, p.code, FIXED_TOKENS, card, whole=True)[0]
+        choice = gemm_tiles(*p.shape, p.code, FIXED_TOKENS, card, whole=True, group=p.group)[0]
     elif tokens <= (own if card.capability >= 80 else ROWS_WITHOUT_TENSOR_CORES):
         choice = _picked(x, p, extras, card)
     else:
@@ -285,7 +285,7 @@ def _picked(x: Tensor, p: Prepared, extras: Extras, card: Card) -> Tile:
         candidates = (*gemm_tiles(n, k, p.code, tokens, card), CUBLAS)
     else:
         shape = Shape("linear_gemm", (n, k, p.code, p.group, tokens, extras.gate))
-        candidates = gemm_tiles(n, k, p.code, tokens, card)
+        candidates = gemm_tiles(n, k, p.code, tokens, card, group=p.group)
     if x.is_meta:  # recorded for a card that need not be there
         return candidates[0]
     return tuner().pick(shape, candidates, None if x.device.type != "cuda" else _trial(x, p, extras))

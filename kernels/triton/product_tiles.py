@@ -26,6 +26,9 @@ FAST_MEMORY = (90, 100, 103)
 FEW_ROWS = ("iq4", "int2", "int3")  # a row of them takes `gemv_kernel` 34 to 52 registers: two at most
 # (rows, warps) of `gemm_kernel`, for a decoding step and for more rows of x
 SMALL = ((16, 1), (32, 2), (64, 4))
+# codes that are exact operands and cheap ones, whose groups are scaled in the sums of a step that has few of them
+GROUPED = ("int4", "int8")
+GROUPED_TILES = ((32, 1), (64, 2), (16, 1))
 LARGE = ((64, 4), (128, 8), (128, 4))
 # most weights a thread of `gemm_kernel` decodes in a step: with more the compiler runs out of registers
 STEP_ELEMENTS = 64
@@ -65,11 +68,14 @@ def gemv_tiles(n: int, k: int, code: str, card: Card, gated: bool = False, fixed
 
 
 @cache
-def gemm_tiles(n: int, k: int, code: str, tokens: int, card: Card, whole: bool = False) -> tuple[Tile, ...]:
+def gemm_tiles(
+    n: int, k: int, code: str, tokens: int, card: Card, whole: bool = False, group: int = 0
+) -> tuple[Tile, ...]:
     """Candidates of `gemm.gemm_kernel`: {"rows", "tokens", "halves", "split", "stages", "warps"}, the best first.
 
     tokens   rows of x, as one of TOKEN_CLASSES; a tile may take fewer
     whole    K is not split
+    group    elements that share a scale; 0 where there is none
     """
     kind = CODES[code]
     halves_in_row = -(-k // kind.chunk) * HALVES
@@ -77,11 +83,15 @@ def gemm_tiles(n: int, k: int, code: str, tokens: int, card: Card, whole: bool =
     tokens = min(tokens, sums // (64 * kind.planes))
     most = 1 if whole else k * (kind.low + kind.high) // (128 * tokens)  # partial sums take half the bytes of W then
     found: list[Tile] = []
-    for rows, warps in SMALL if tokens <= SMALL_TOKENS else LARGE:
-        halves = min(64 if halves_in_row >= 64 else 32, STEP_ELEMENTS * 32 * warps // (rows * kind.planes))
-        if halves < 2 * HALVES or rows * tokens * kind.planes > sums:
+    few = tokens <= SMALL_TOKENS
+    grouped = few and code in GROUPED and 0 < group <= 2 * HALVES * kind.planes
+    for rows, warps in GROUPED_TILES if grouped else SMALL if few else LARGE:
+        widest = 2 * HALVES if grouped else 64 if halves_in_row >= 64 else 32
+        halves = min(widest, STEP_ELEMENTS * 32 * warps // (rows * kind.planes))
+        columns = tokens * max(1, halves * kind.planes // group) if grouped else tokens
+        if halves < 2 * HALVES or rows * columns * kind.planes > sums:
             continue
-        sizes = (s for s in (4, 3, 2) if _shared(rows, tokens, halves, s, code) <= card.shared_bytes)
+        sizes = (s for s in (4, 3, 2) if _shared(rows, columns, halves, s, code) <= card.shared_bytes)
         if (stages := next(sizes, 0)) == 0:
             continue
         enough = WARPS * card.num_sms // warps
@@ -93,8 +103,8 @@ def gemm_tiles(n: int, k: int, code: str, tokens: int, card: Card, whole: bool =
     return tuple(found)
 
 
-def _shared(rows: int, tokens: int, halves: int, stages: int, code: str) -> int:
+def _shared(rows: int, columns: int, halves: int, stages: int, code: str) -> int:
     """Bytes of the steps under way, and of what scales pass through; the sums go out through the same memory."""
     kind = CODES[code]
-    step = rows * halves * (2 + kind.high) + halves * kind.planes * tokens * 2
-    return max(stages * step + rows * halves // 2, rows * tokens * 4)
+    step = rows * halves * (2 + kind.high) + halves * kind.planes * columns * 2
+    return max(stages * step + rows * halves // 2, rows * columns * 4)
