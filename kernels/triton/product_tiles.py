@@ -54,7 +54,7 @@ def gemv_tiles(n: int, k: int, code: str, card: Card, gated: bool = False, fixed
     widest = max(triton.next_power_of_2(-(-k // CODES[code].chunk)), 32)
     most = 2 if code in FEW_ROWS else 8
 
-    def fit(ranked: tuple[tuple[int, int], ...], more: Tile) -> list[Tile]:
+    def fit(ranked: tuple[tuple[int, int], ...], more: dict[str, int]) -> list[Tile]:
         found = [(rows, warps) for rows, warps in ranked if 32 * warps <= widest and 1 + gated <= rows <= most]
         found.sort(key=lambda tile: n // tile[0] < 2 * card.num_sms)  # what leaves multiprocessors idle comes last
         return [{"rows": rows, "chunks": 32 * warps, "warps": warps} | more for rows, warps in found]
