@@ -17,7 +17,6 @@ from .layer_weights import (
     MambaWeights,
     Norm,
     View,
-    product,
 )
 from .recurrent import sigmoid, softplus
 from .state_slots import StateSlots
@@ -123,8 +122,7 @@ def attention(
 
 def attn_out(rms_norm: Callable[..., Tensor], attended: Tensor, x: Tensor, weights: AttentionWeights) -> Tensor:
     """x + post_norm(attended Wᵀ): [num_tokens, hidden], in the place of x."""
-    given = product(weights.out, attended, weights.join)
-    return norm_rows(rms_norm, add_output(rms_norm, x, given, weights.post_norm), weights.sum_norm)
+    return norm_rows(rms_norm, add_output(rms_norm, x, weights.out(attended), weights.post_norm), weights.sum_norm)
 
 
 def latent_attention(
@@ -160,8 +158,7 @@ def latent_attention(
         q[:, head, :rank] = up(rows[:, head, :still].contiguous())
     mixed = reference.latent_attention(q, pages, block_table, cu_query_lens, seq_lens, weights.scale)
     values = [up(mixed[:, head].contiguous()) for head, up in enumerate(weights.v_up)]
-    given = product(weights.out, torch.cat(values, -1), weights.join)
-    return add_output(rms_norm, x, given, weights.post_norm)
+    return add_output(rms_norm, x, weights.out(torch.cat(values, -1)), weights.post_norm)
 
 
 def gated_delta(
@@ -185,15 +182,15 @@ def gated_delta(
     rows = weights.qkvz(normed)
     mixed, z = rows.split([2 * keys + heads * dim, heads * dim], -1)
     b, a = weights.ba(normed).float().chunk(2, -1)
-    mixed = causal_conv(mixed, weights.conv, None, kept.conv, slots, cu_query_lens)
-    q, k, v = (mixed * sigmoid(mixed)).split([keys, keys, heads * dim], -1)
+    mixed = causal_conv(mixed, weights.conv, None, kept.conv, slots, cu_query_lens, True)
+    q, k, v = mixed.split([keys, keys, heads * dim], -1)
     of_keys, of_values = (-1, weights.num_k_heads, weights.k_dim), (-1, heads, dim)
     given = q.reshape(of_keys), k.reshape(of_keys), v.reshape(of_values)
     decay = softplus(a + weights.dt_bias).mul_(weights.decay)
     y = delta_rule(*given, decay, sigmoid(b), kept.state, slots, cu_query_lens, weights.tiled)
     y = norm_rows(rms_norm, y, weights.out_norm).flatten(1)
     gated = silu_mul(torch.cat([z.float(), y], -1)).to(x.dtype)
-    return x.add_(product(weights.out, gated, weights.join))
+    return x.add_(weights.out(gated))
 
 
 def short_conv(
@@ -211,7 +208,7 @@ def short_conv(
     """
     b, c, h = weights.inputs(norm_rows(rms_norm, x, weights.norm)).chunk(3, -1)
     mixed = causal_conv(b * h, weights.conv, weights.bias, kept.conv, slots, cu_query_lens)
-    return x.add_(product(weights.out, (c * mixed).to(x.dtype), weights.join))
+    return x.add_(weights.out((c * mixed).to(x.dtype)))
 
 
 def mamba(
@@ -232,8 +229,8 @@ def mamba(
     heads, dim, groups, size = weights.num_heads, weights.head_dim, weights.num_groups, weights.state_size
     inner, shared = heads * dim, groups * size
     z, mixed, steps = weights.inputs(norm_rows(rms_norm, x, weights.norm)).split([inner, inner + 2 * shared, heads], -1)
-    mixed = causal_conv(mixed, weights.conv, weights.conv_bias, kept.conv, slots, cu_query_lens)
-    values, b, c = mixed.mul_(sigmoid(mixed)).split([inner, shared, shared], -1)
+    mixed = causal_conv(mixed, weights.conv, weights.conv_bias, kept.conv, slots, cu_query_lens, True)
+    values, b, c = mixed.split([inner, shared, shared], -1)
     steps = softplus(steps.float() + weights.dt_bias)
     if weights.steps is not None:
         steps = steps.clamp_(*weights.steps)
@@ -242,4 +239,4 @@ def mamba(
     y += values * weights.skip.unsqueeze(-1)
     gated = silu_mul(torch.cat([z.float(), y.flatten(1)], -1)).unflatten(-1, (groups, -1))
     normed = norm_rows(rms_norm, gated, weights.out_norm).flatten(1) * weights.gain
-    return x.add_(product(weights.out, normed.to(x.dtype), weights.join))
+    return x.add_(weights.out(normed.to(x.dtype)))

@@ -31,7 +31,13 @@ def softplus(x: Tensor) -> Tensor:
 
 
 def causal_conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, slots: Tensor, cu_query_lens: Tensor
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    slots: Tensor,
+    cu_query_lens: Tensor,
+    silu: bool = False,
 ) -> Tensor:
     """y[t] = b + sum over j of w[:, j] * x[t - width + 1 + j], each sequence with what its slot kept of before.
 
@@ -41,6 +47,7 @@ def causal_conv(
     state          float32 [num_slots, channels, width - 1], changed: the last inputs of each sequence
     slots          int64 [num_seqs]
     cu_query_lens  int32 [num_seqs + 1]
+    silu           returns y · sigmoid(y)
     returns        float32 [num_tokens, channels]
     """
     out = torch.empty(x.shape, device=x.device)
@@ -49,12 +56,12 @@ def causal_conv(
         seen = torch.cat([state[slots], wide.unsqueeze(-1)], -1)
         out[:] = _slid(seen, weight, bias).squeeze(-1)
         state[slots] = seen[..., 1:]
-        return out
+        return out.mul_(sigmoid(out)) if silu else out
     for slot, rows in parts(slots, cu_query_lens):
         seen = torch.cat([state[slot], wide[rows].T], -1)
         out[rows] = _slid(seen, weight, bias).T
         state[slot] = seen[..., seen.shape[-1] - state.shape[-1] :]
-    return out
+    return out.mul_(sigmoid(out)) if silu else out
 
 
 def _slid(seen: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -11,6 +11,7 @@ from localllm.kernels.verify.cases import ModelShapes
 from localllm.kernels.verify.trial import layer_kind
 
 from .architectures.facts import ModelFacts
+from .architectures.mixers import GatedDelta, Mamba2, Stateful
 from .model import DecoderLayer
 
 # kinds of layers tried: a mixed quantization can have a dozen, which differ in what products were tried for
@@ -31,7 +32,22 @@ def model_shapes(facts: ModelFacts, ops: OpFacts) -> ModelShapes:
         has_windows=any(window is not None for window in facts.windows),
         softcap=mixer.softcap,
         scale=mixer.scale,
+        states=_state_sizes(facts),
     )
+
+
+def _state_sizes(facts: ModelFacts) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Of the ops that carry a state, as `ModelShapes.states` has them, each once."""
+    found: list[tuple[str, tuple[int, ...]]] = []
+    for mixer in (layer.mixer for layer in facts.layers):
+        if isinstance(mixer, Stateful):
+            found.append(("causal_conv", (mixer.channels, mixer.conv_width)))
+        if isinstance(mixer, GatedDelta):
+            sizes = mixer.num_k_heads, mixer.num_v_heads, mixer.k_dim, mixer.v_dim, int(mixer.tiled)
+            found.append(("delta_rule", sizes))
+        if isinstance(mixer, Mamba2):
+            found.append(("state_space", (mixer.num_heads, mixer.num_groups, mixer.head_dim, mixer.state_size)))
+    return tuple(dict.fromkeys(found))
 
 
 def head_sizes(facts: ModelFacts, shapes: ModelShapes) -> list[ModelShapes]:

@@ -25,6 +25,7 @@ from .narrow import narrow_product
 from .ops import FP4_CAPABILITY, FP8_CAPABILITY
 from .product import PLAIN, Extras, dequantized, launch_gemm, product
 from .product_tiles import gemm_tiles
+from .recurrent import causal_conv, delta_rule, state_space
 from .rms_norm import rms_norm
 from .sampling import sample
 
@@ -155,18 +156,21 @@ def all_specs(capability: int) -> list[KernelSpec]:
 def _op_specs(dtype: torch.dtype, card: Card) -> Iterator[KernelSpec]:
     """One spec for every launch of an op; the splits of attention are merged alike in all of its cases."""
     labels = {"decode_split": "decode", "merge_splits": "merge", "prefill": "prefill"}
+    prompts = ("prefill", "_chunks")
     expected = {
         "decode_split": "" if card.capability < 80 else "v_" if card.capability >= AMD else "mma",
+        "_chunks": "mma.sync",
         "prefill": "v_" if card.capability >= AMD else {90: "wgmma", 75: ""}.get(card.capability, "mma"),
     }
-    for op, label, call in (*_row_calls(dtype), *_page_calls(dtype), *_attention_calls(dtype)):
+    calls = *_row_calls(dtype), *_page_calls(dtype), *_attention_calls(dtype), *_state_calls(dtype, card)
+    for op, label, call in calls:
         for launch in _recorded(card, call):
             kernel = launch.kernel.__name__
             if kernel == "merge_splits" and "sinks" not in label:
                 continue
             name = f"{op}_{labels[kernel]}" if kernel in labels else op
             shape_class = label or f"{kernel.strip('_')} {launch.constexprs.get('PASS', '')}".rstrip()
-            yield KernelSpec(name, "triton", shape_class, launch, kernel != "prefill", expected.get(kernel, ""))
+            yield KernelSpec(name, "triton", shape_class, launch, kernel not in prompts, expected.get(kernel, ""))
 
 
 Call = tuple[str, str, Callable[[], object]]  # op, shape class, the call
@@ -230,6 +234,30 @@ def _attention_calls(dtype: torch.dtype) -> Iterator[Call]:
         more = {"window": 1024, "softcap": 30.0, "sinks": _meta(torch.float32, group * kv_heads)} if extras else {}
         label = f"{kv_format} d{dim} g{group} p{page}{' window softcap sinks' * extras}"
         yield "paged_attention", label, partial(paged_attention, *given, **more, by_token=extras and tokens == 1)
+
+
+def _state_calls(dtype: torch.dtype, card: Card) -> Iterator[Call]:
+    """Qwen3.5 27B, Nemotron-H, LFM2, and sizes that are no powers of two; one token, and a prompt."""
+    slots, bounds = _meta(torch.int64, 1), _meta(torch.int32, 2)
+    for tokens in (1, 512):
+        name = "token" if tokens == 1 else "prompt"
+        for channels, width, silu in ((10240, 4, True), (2048, 3, False)):
+            weight, state = _meta(torch.float32, channels, width), _meta(torch.float32, 1, channels, width - 1)
+            of_conv = (_meta(dtype, tokens, channels), weight, None, state, slots, bounds, silu)
+            yield "causal_conv", f"{channels} x {width} {name}", partial(causal_conv, *of_conv)
+    # single tokens, and on cards that have the products prompts in chunks
+    for count, name in ((1, ""), (512, " prompt"))[: 1 + (80 <= card.capability < AMD)]:
+        for k_heads, heads, k_dim, dim in ((16, 48, 128, 128), (2, 4, 20, 24)):
+            q, v = _meta(torch.float32, count, k_heads, k_dim), _meta(torch.float32, count, heads, dim)
+            rate, state = _meta(torch.float32, count, heads), _meta(torch.float32, 1, heads, dim, k_dim)
+            given = (q, q, v, rate, rate, state, slots, bounds)
+            yield "delta_rule", f"{k_dim} x {dim}{name}", partial(delta_rule, *given)
+        for heads, groups, dim, size in ((128, 8, 64, 128), (4, 2, 10, 20)):
+            x, b = _meta(torch.float32, count, heads, dim), _meta(torch.float32, count, groups, size)
+            steps, decay = _meta(torch.float32, count, heads), _meta(torch.float32, heads)
+            state = _meta(torch.float32, 1, heads, dim, size)
+            given = (x, b, b, steps, decay, state, slots, bounds)
+            yield "state_space", f"{dim} x {size}{name}", partial(state_space, *given)
 
 
 # ---- products

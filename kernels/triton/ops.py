@@ -3,9 +3,9 @@
 Importing this module loads neither Triton nor a kernel: on a machine without a card Triton may be missing.
 
 `triton` takes the fastest kernel for the number of rows; in `triton_invariant` no other row and no chunk of a prompt
-changes a bit, which costs attention its tiles of queries. By permission of the user (`LinearFacts.activations`)
-`triton_fp8_w8a8` and `triton_nvfp4_w4a4` round x for products of many rows; no other product rounds it, and weights of
-every form stay as small as they are stored.
+changes a bit, which costs attention its tiles of queries, and recurrences their chunks. By permission of the user
+(`LinearFacts.activations`) `triton_fp8_w8a8` and `triton_nvfp4_w4a4` round x for products of many rows; no other
+product rounds it, and weights of every form stay as small as they are stored.
 """
 
 from __future__ import annotations
@@ -48,6 +48,17 @@ def _attention_fits(facts: OpFacts, *, whole_chunks: bool = False) -> str | None
         return f"heads of {facts.head_dim}: at most {LARGEST_HEAD}, a multiple of 8"
     if facts.page_size not in PAGE_SIZES:
         return f"pages of {facts.page_size}, not one of {PAGE_SIZES}"
+    return _fits(facts)
+
+
+def _chunks_fit(facts: OpFacts) -> str | None:
+    """None, or why a recurrence must not take several tokens of a prompt at once."""
+    if facts.deterministic:
+        return "a prompt is summed in another order than single tokens"
+    if facts.dtype == "float32":
+        return "rounds factors to TF32, activations are float32"
+    if facts.capability < 80:
+        return "no TF32 below compute capability 8.0"
     return _fits(facts)
 
 
@@ -98,6 +109,12 @@ def _impl(op: str, module: str, fits: Callable[[OpFacts], str | None] = _fits) -
     return (Impl(op, "triton", fits, _lazily(module, op)),)
 
 
+def _recurrence(op: str) -> tuple[Impl, ...]:
+    run = _lazily("recurrent", op)
+    by_token = Impl(op, "triton_invariant", _fits, partial(run, by_token=True))
+    return (Impl(op, "triton", _chunks_fit, run), by_token)
+
+
 def _linear(name: str, fits: Callable[[LinearFacts], str | None], run: Callable[..., Any], rounds: float = 0.0) -> Impl:
     return Impl("linear", name, fits, run, prepare, partial(partial, _lazily("product", "rows")), rounds)
 
@@ -123,6 +140,9 @@ IMPLS: Mapping[str, tuple[Impl, ...]] = {
         Impl("paged_attention", "triton", partial(_attention_fits, whole_chunks=True), _ATTENTION),
         Impl("paged_attention", "triton_invariant", _attention_fits, partial(_ATTENTION, by_token=True)),
     ),
+    "causal_conv": _impl("causal_conv", "recurrent"),
+    "delta_rule": _recurrence("delta_rule"),
+    "state_space": _recurrence("state_space"),
     "attn_in": _impl("attn_in", "segments", _attention_fits),
     "attn_out": _impl("attn_out", "segments"),
     "mlp": _impl("mlp", "segments"),

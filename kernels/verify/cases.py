@@ -34,6 +34,7 @@ class ModelShapes:
     has_windows: bool = False
     softcap: float | None = None
     scale: float = 0.0  # of q·k; 0: head_dim ** -0.5
+    states: tuple[tuple[str, tuple[int, ...]], ...] | None = None  # (op, its sizes) as in `SIZES`; None: a few invented
 
     @property
     def key(self) -> str:
@@ -41,7 +42,8 @@ class ModelShapes:
         f = self.facts
         heads = f"{f.num_heads}/{f.num_kv_heads}x{f.head_dim}.{self.rotated}{'i' if self.interleaved else ''}"
         other = f"{'w' if self.has_windows else ''}{f'c{self.softcap:g}' if self.softcap else ''}"
-        return f"{self.hidden}/{self.intermediate} {heads} p{f.page_size}{other} {f.dtype} {f.kv_format}"
+        key = f"{self.hidden}/{self.intermediate} {heads} p{f.page_size}{other} {f.dtype} {f.kv_format}"
+        return key + "".join(f" {op} {'x'.join(map(str, sizes))}" for op, sizes in self.states or ())
 
 
 Case = tuple[str, tuple[Any, ...]]  # what it is called, and the op's arguments
@@ -181,6 +183,20 @@ def _paged_attention(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
             yield (f"{name}, scales of the checkpoint", (q, scaled, *given, scale, None, shapes.softcap))
 
 
+# of ops that carry a state: channels and width; key heads, value heads, their dimensions, tiled; heads, groups,
+# dimensions, size
+SIZES: dict[str, tuple[tuple[int, ...], ...]] = {
+    "causal_conv": ((70, 4),),
+    "delta_rule": ((2, 4, 20, 24, 0), (2, 4, 20, 24, 1), (2, 2, 128, 132, 0)),
+    "state_space": ((4, 2, 10, 20), (6, 1, 64, 128)),
+}
+
+
+def _sizes(op: str, shapes: ModelShapes) -> Iterator[tuple[int, ...]]:
+    """Those of the model; none where it has no such layer."""
+    return iter(SIZES[op]) if shapes.states is None else (sizes for name, sizes in shapes.states if name == op)
+
+
 def _steps(device: str) -> Iterator[tuple[str, int, Tensor, Tensor]]:
     """(name, tokens, slots, cu_query_lens) of a step in which each sequence decodes, and of one with prompts."""
     for name, lengths in (("one token each", [1, 1, 1]), ("prompts", [5, 1, 70])):
@@ -190,28 +206,29 @@ def _steps(device: str) -> Iterator[tuple[str, int, Tensor, Tensor]]:
 
 
 def _causal_conv(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
-    for name, count, slots, starts in _steps(shapes.facts.device):
-        x, weight = source.normal(count, 70), source.normal(70, 4, dtype=torch.float32)
-        state, bias = source.normal(5, 70, 3, dtype=torch.float32), source.normal(70, dtype=torch.float32)
-        yield (name, (x, weight, None, state, slots, starts))
-        yield (f"{name}, bias", (x, weight, bias, state, slots, starts))
+    for channels, width in _sizes("causal_conv", shapes):
+        for name, count, slots, starts in _steps(shapes.facts.device):
+            x, weight = source.normal(count, channels), source.normal(channels, width, dtype=torch.float32)
+            state = source.normal(5, channels, width - 1, dtype=torch.float32)
+            bias = source.normal(channels, dtype=torch.float32)
+            yield (f"{name}, {channels} x {width}", (x, weight, None, state, slots, starts))
+            yield (f"{name}, {channels} x {width}, bias, silu", (x, weight, bias, state, slots, starts, True))
 
 
 def _delta_rule(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
-    for name, count, slots, starts in _steps(shapes.facts.device):
-        for heads, more, dim in ((2, 2, 20), (2, 1, 128)):
-            q, k = (source.normal(count, heads, dim) for _ in range(2))
-            v = source.normal(count, heads * more, dim + 4)
-            decay, beta = (source.normal(count, heads * more, dtype=torch.float32).abs() for _ in range(2))
-            state = source.normal(5, heads * more, dim + 4, dim, dtype=torch.float32)
-            given = (q, k, v, -decay, beta.clamp(max=1.0), state, slots, starts)
-            for tiled in (False, True):
-                yield (f"{name}, {heads * more}/{heads} x {dim}{', tiled' * tiled}", (*given, tiled))
+    for k_heads, heads, k_dim, dim, tiled in _sizes("delta_rule", shapes):
+        for name, count, slots, starts in _steps(shapes.facts.device):
+            q, k = (source.normal(count, k_heads, k_dim) for _ in range(2))
+            v = source.normal(count, heads, dim)
+            decay, beta = (source.normal(count, heads, dtype=torch.float32).abs() for _ in range(2))
+            state = source.normal(5, heads, dim, k_dim, dtype=torch.float32)
+            given = (q, k, v, -decay, beta.clamp(max=1.0), state, slots, starts, bool(tiled))
+            yield (f"{name}, {heads}/{k_heads} x {k_dim} x {dim}{', tiled' * tiled}", given)
 
 
 def _state_space(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
-    for name, count, slots, starts in _steps(shapes.facts.device):
-        for heads, groups, dim, size in ((4, 2, 10, 20), (6, 1, 64, 128)):
+    for heads, groups, dim, size in _sizes("state_space", shapes):
+        for name, count, slots, starts in _steps(shapes.facts.device):
             x = source.normal(count, heads, dim)
             b, c = (source.normal(count, groups, size) for _ in range(2))
             steps, decay = (source.normal(*shape, dtype=torch.float32).abs() for shape in ((count, heads), (heads,)))

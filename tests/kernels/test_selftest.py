@@ -112,6 +112,15 @@ def test_every_op_has_cases() -> None:
         assert len(list(op_cases(op, SHAPES))) >= 3
 
 
+def test_states_are_tried_in_the_sizes_of_the_model() -> None:
+    """What it does not have is neither tried nor compiled."""
+    shapes = replace(SHAPES, states=(("causal_conv", (12, 3)), ("state_space", (4, 1, 6, 5))))
+    tried = {op: [arguments[0].shape[1:] for _, arguments in op_cases(op, shapes)] for op in RECURRENT}
+    assert set(tried["causal_conv"]) == {(12,)} and set(tried["state_space"]) == {(4, 6)}
+    assert not tried["delta_rule"]
+    assert shapes.key == f"{SHAPES.key} causal_conv 12x3 state_space 4x1x6x5"
+
+
 def weight_of(n: int, k: int) -> Weight:
     codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8)
     return Weight("int4g", (n, k), codes, torch.rand(n, k // 32).half() + 0.1, group_size=32)
