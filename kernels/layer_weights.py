@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -79,6 +79,21 @@ class Linear:
         )
 
 
+class Join(Protocol):
+    """Makes one result of what several ranks give, each with its part of a product."""
+
+    def __call__(self, linear: Linear, x: Tensor) -> Tensor:
+        """The product of what all ranks have of x [num_tokens, K], the same on all."""
+
+    def total(self, given: Tensor) -> Tensor:
+        """The sum of what all ranks give."""
+
+
+def product(linear: Linear, x: Tensor, join: Join | None) -> Tensor:
+    """x Wᵀ + b; of all ranks together where there are some."""
+    return linear(x) if join is None else join(linear, x)
+
+
 @dataclass(frozen=True, slots=True)
 class Norm:
     """An RMSNorm: weight [dim]; with a bias, which may be zeros, a LayerNorm."""
@@ -115,6 +130,7 @@ class AttentionWeights:
     k_is_v: bool = False  # `qkv` has no rows for values: they are what its keys are, before their norm
     reads_only: bool = False  # `qkv` has rows for queries only: another layer stores keys and values
     parallel: bool = False  # what follows reads the residual stream before the output is added to it
+    join: Join | None = None  # of `out`, where ranks have a part each
 
     @property
     def kept(self) -> tuple[int, int, int]:
@@ -139,6 +155,7 @@ class LatentWeights:
     scale: float  # of q·k
     interleaved: bool = False  # RoPE pairs (2j, 2j + 1) instead of (j, j + half)
     post_norm: Norm | None = None  # on the output, before the residual
+    join: Join | None = None  # of `out`, where ranks have a part each
 
     @property
     def kept(self) -> tuple[int, int, int]:
@@ -163,6 +180,7 @@ class DeltaWeights:
     k_dim: int
     v_dim: int
     tiled: bool = False  # value head j goes with key head j % num_k_heads
+    join: Join | None = None  # of `out`, where ranks have a part each
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +192,7 @@ class ConvWeights:
     out: Linear
     conv: Tensor  # float32 [channels, width]
     bias: Tensor | None = None  # float32 [channels]
+    join: Join | None = None  # of `out`, where ranks have a part each
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +225,7 @@ class MambaWeights:
     state_size: int
     conv_bias: Tensor | None = None  # float32 [channels]
     steps: tuple[float, float] | None = None  # what time steps are cut off to
+    join: Join | None = None  # of `out`, where ranks have a part each
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +240,7 @@ class MlpWeights:
     sum_norm: Norm | None = None  # on the residual stream, once the output is added
     scale: float = 1.0  # multiplies the result, residual stream included
     input: InputWeights | None = None  # what follows
+    join: Join | None = None  # of `down`, where ranks have a part each
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +281,7 @@ class ExpertsWeights:
     host: HostExperts | None = None  # those that the CPU computes: here their products are empty
     latent_in: Linear | None = None  # the chosen experts work on what it makes of a row
     latent_out: Linear | None = None  # and it takes their sum back
+    join: Join | None = None  # of the sum, where ranks have a part of every expert
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +291,7 @@ class HeadWeights:
     norm: Norm | None  # None: hidden states as they are
     linear: Linear
     softcap: float | None = None
+    join: Join | None = None  # where ranks have some of the vocabulary each
 
 
 # the fields that all fused segments know

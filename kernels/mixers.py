@@ -17,6 +17,7 @@ from .layer_weights import (
     MambaWeights,
     Norm,
     View,
+    product,
 )
 from .recurrent import sigmoid, softplus
 from .state_slots import StateSlots
@@ -122,7 +123,8 @@ def attention(
 
 def attn_out(rms_norm: Callable[..., Tensor], attended: Tensor, x: Tensor, weights: AttentionWeights) -> Tensor:
     """x + post_norm(attended Wᵀ): [num_tokens, hidden], in the place of x."""
-    return norm_rows(rms_norm, add_output(rms_norm, x, weights.out(attended), weights.post_norm), weights.sum_norm)
+    given = product(weights.out, attended, weights.join)
+    return norm_rows(rms_norm, add_output(rms_norm, x, given, weights.post_norm), weights.sum_norm)
 
 
 def latent_attention(
@@ -158,7 +160,8 @@ def latent_attention(
         q[:, head, :rank] = up(rows[:, head, :still].contiguous())
     mixed = reference.latent_attention(q, pages, block_table, cu_query_lens, seq_lens, weights.scale)
     values = [up(mixed[:, head].contiguous()) for head, up in enumerate(weights.v_up)]
-    return add_output(rms_norm, x, weights.out(torch.cat(values, -1)), weights.post_norm)
+    given = product(weights.out, torch.cat(values, -1), weights.join)
+    return add_output(rms_norm, x, given, weights.post_norm)
 
 
 def gated_delta(
@@ -190,7 +193,7 @@ def gated_delta(
     y = delta_rule(*given, decay, sigmoid(b), kept.state, slots, cu_query_lens, weights.tiled)
     y = norm_rows(rms_norm, y, weights.out_norm).flatten(1)
     gated = silu_mul(torch.cat([z.float(), y], -1)).to(x.dtype)
-    return x.add_(weights.out(gated))
+    return x.add_(product(weights.out, gated, weights.join))
 
 
 def short_conv(
@@ -208,7 +211,7 @@ def short_conv(
     """
     b, c, h = weights.inputs(norm_rows(rms_norm, x, weights.norm)).chunk(3, -1)
     mixed = causal_conv(b * h, weights.conv, weights.bias, kept.conv, slots, cu_query_lens)
-    return x.add_(weights.out((c * mixed).to(x.dtype)))
+    return x.add_(product(weights.out, (c * mixed).to(x.dtype), weights.join))
 
 
 def mamba(
@@ -239,4 +242,4 @@ def mamba(
     y += values * weights.skip.unsqueeze(-1)
     gated = silu_mul(torch.cat([z.float(), y.flatten(1)], -1)).unflatten(-1, (groups, -1))
     normed = norm_rows(rms_norm, gated, weights.out_norm).flatten(1) * weights.gain
-    return x.add_(weights.out(normed.to(x.dtype)))
+    return x.add_(product(weights.out, normed.to(x.dtype), weights.join))

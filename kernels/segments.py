@@ -42,6 +42,7 @@ from .layer_weights import (
     MlpWeights,
     Stepped,
     View,
+    product,
 )
 from .mixers import (
     add_output,
@@ -95,7 +96,7 @@ def mlp(
     plain = {"gelu": reference.gelu, "relu2": reference.relu2}
     activated = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul, **plain}[weights.activation]
     normed = norm_rows(rms_norm, x, weights.norm)  # lives on until the end: the plan counts it
-    out = weights.down(activated(weights.gate_up(normed)))
+    out = product(weights.down, activated(weights.gate_up(normed)), weights.join)
     x = norm_rows(rms_norm, add_output(rms_norm, x, out, weights.post_norm), weights.sum_norm)
     return x if weights.scale == 1.0 else x.mul_(weights.scale)
 
@@ -112,13 +113,17 @@ def experts(
     activations = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul, **plain}
     activate, own = activations[weights.activation], weights.apart
     normed = norm_rows(rms_norm, x, weights.norm)
+
+    def total(given: Tensor) -> Tensor:
+        return given if weights.join is None else weights.join.total(given)
+
     if own is None:
         out = mixture(normed, normed, weights, activate)
-        out = shared(normed, weights, activate, out).to(x.dtype)
+        out = total(shared(normed, weights, activate, out)).to(x.dtype)
     else:
-        out = mixture(normed, norm_rows(rms_norm, x, own.router), weights, activate).to(x.dtype)
+        out = total(mixture(normed, norm_rows(rms_norm, x, own.router), weights, activate)).to(x.dtype)
         out = norm_rows(rms_norm, out, own.after_experts)
-        given = shared(norm_rows(rms_norm, x, own.shared), weights, activate).to(x.dtype)
+        given = total(shared(norm_rows(rms_norm, x, own.shared), weights, activate)).to(x.dtype)
         out = out + norm_rows(rms_norm, given, own.after_shared)
     x = add_output(rms_norm, x, out, weights.post_norm)
     return x if weights.layer_scale == 1.0 else x.mul_(weights.layer_scale)
@@ -232,7 +237,7 @@ def with_images(table: KernelTable, images: Sequence[Any]) -> Callable[..., Tens
 
 def head(rms_norm: Callable[..., Tensor], x: Tensor, weights: HeadWeights) -> Tensor:
     """Logits, float32 [rows, vocab]."""
-    logits = weights.linear(norm_rows(rms_norm, x, weights.norm)).float()
+    logits = product(weights.linear, norm_rows(rms_norm, x, weights.norm), weights.join).float()
     if weights.softcap is None:
         return logits
     return torch.tanh(logits / weights.softcap).mul_(weights.softcap)

@@ -20,6 +20,7 @@ from localllm.kernels.segments import REFERENCES, STATEFUL
 
 from .architectures import Attention, Dense, Experts, GatedDelta, LatentAttention, LayerFacts, OpenModel
 from .architectures.mixers import Mamba2, Paged, ShortConv, Stateful
+from .architectures.sharding import Shard
 from .kv_cache import CacheGroup, KVCache, StateGroup
 from .layers import load_layer
 from .loader import Loading, LoadOptions
@@ -80,7 +81,7 @@ def hessians(source: OpenModel, sequences: Sequence[Sequence[int]], device: str 
     if any(isinstance(layer.mixer, LatentAttention) for layer in facts.layers):
         message = f"{facts.name} has latent attention, which cannot be calibrated"
         raise UnsupportedModel(message, "quantize it with --calib none")
-    loading = Loading(source, facts, LoadOptions(device=device, exact=True, context=max(map(len, sequences))))
+    loading = Loading(source, Shard(facts), LoadOptions(device=device, exact=True, context=max(map(len, sequences))))
     with torch.inference_mode():
         streams = list(_streams(loading, sequences))
         rotations = {rope: loading.rope(rope) for rope in facts.ropes}

@@ -18,6 +18,7 @@ from localllm.kernels.layer_weights import (
     DeltaWeights,
     ExpertsWeights,
     InputWeights,
+    Join,
     LatentWeights,
     Linear,
     MambaWeights,
@@ -87,6 +88,16 @@ class LayerReader:
         """Another tensor of the layer, float32."""
         return self.reader.tensor(self.start + name, self._sizes[name])
 
+    def joined(self, layer_class: str, module: str) -> dict[str, Any]:
+        """A module that takes values back, as "out" or "down", and the "join" of the ranks that have a part of it."""
+        linear = self.linear(layer_class, module)
+        name = "down" if layer_class == "down" else "out"
+        return {name: linear, "join": self.join(module)}
+
+    def join(self, module: str) -> Join | None:
+        """As of `Reader`; of a module that was read."""
+        return self.reader.join(self.start + module)
+
     def made(self, layer_class: str, module: str, matrix: Tensor) -> Linear:
         """A part of a module as a module of its own: its values [N, K]."""
         weight = Weight("dense", (matrix.shape[0], matrix.shape[1]), matrix.contiguous())
@@ -113,7 +124,7 @@ def _attention(layer: LayerReader, facts: Attention) -> AttentionWeights:
     return AttentionWeights(
         norm=layer.norm_if(layer.norms.before_mixer),
         qkv=_in_file_order(layer.linear("qkv", *facts.inputs), facts),
-        out=layer.linear("o", "self_attn.o_proj"),
+        **layer.joined("o", "self_attn.o_proj"),
         num_heads=facts.num_heads,
         num_kv_heads=facts.num_kv_heads,
         head_dim=facts.head_dim,
@@ -168,7 +179,7 @@ def _latent_attention(layer: LayerReader, facts: LatentAttention) -> LatentWeigh
         kv_norm=norm("self_attn.kv_a_layernorm", facts.rank),
         k_up=k_up,
         v_up=v_up,
-        out=layer.linear("o", "self_attn.o_proj"),
+        **layer.joined("o", "self_attn.o_proj"),
         rank=facts.rank,
         turned=facts.rope.dim,
         scale=facts.scale,
@@ -211,7 +222,7 @@ def _gated_delta(layer: LayerReader, facts: GatedDelta) -> DeltaWeights:
         norm=layer.norm_if(layer.norms.before_mixer),
         qkvz=layer.linear("qkvz", *facts.inputs, order=_by_part(heads, parts) if facts.grouped else None),
         ba=layer.linear("ba", *facts.rates, order=_by_part(heads, (ratio, ratio)) if facts.grouped_rates else None),
-        out=layer.linear("o", "linear_attn.out_proj"),
+        **layer.joined("o", "linear_attn.out_proj"),
         conv=layer.vector("linear_attn.conv1d.weight"),
         decay=-decay.exp() if facts.log_decay else decay,
         dt_bias=layer.vector("linear_attn.dt_bias"),
@@ -228,7 +239,7 @@ def _short_conv(layer: LayerReader, facts: ShortConv) -> ConvWeights:
     return ConvWeights(
         norm=layer.norm_if(layer.norms.before_mixer),
         inputs=layer.linear("conv_in", "conv.in_proj"),
-        out=layer.linear("o", "conv.out_proj"),
+        **layer.joined("o", "conv.out_proj"),
         conv=layer.vector("conv.conv.weight"),
         bias=layer.vector("conv.conv.bias") if facts.bias else None,
     )
@@ -240,7 +251,7 @@ def _mamba(layer: LayerReader, facts: Mamba2) -> MambaWeights:
     return MambaWeights(
         norm=layer.norm_if(layer.norms.before_mixer),
         inputs=layer.linear("mamba_in", "mamba.in_proj"),
-        out=layer.linear("o", "mamba.out_proj"),
+        **layer.joined("o", "mamba.out_proj"),
         conv=layer.vector("mamba.conv1d.weight"),
         decay=-decay.exp() if facts.log_decay else decay,
         skip=layer.vector("mamba.D"),
@@ -260,7 +271,7 @@ def _dense(layer: LayerReader, facts: Dense) -> MlpWeights:
     return MlpWeights(
         norm=layer.norm_if(layer.norms.before_ffn),
         gate_up=layer.linear("gate_up", *facts.inputs),
-        down=layer.linear("down", "mlp.down_proj"),
+        **layer.joined("down", "mlp.down_proj"),
         activation=facts.act,
         post_norm=layer.norm_if(layer.norms.after_ffn),
         sum_norm=layer.norm_if(layer.norms.over_ffn),
@@ -297,6 +308,7 @@ def _experts(layer: LayerReader, facts: Experts) -> ExpertsWeights:
         input=layer.input(),
         latent_in=layer.linear("latent", "mlp.latent_in") if facts.latent else None,
         latent_out=layer.linear("latent", "mlp.latent_out") if facts.latent else None,
+        join=layer.join("mlp.experts.0.down_proj"),
     )
 
 

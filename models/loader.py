@@ -28,12 +28,15 @@ from .architectures.facts import layer_views, without_predictor
 from .architectures.layers import Entry as EntryFacts
 from .architectures.layers import InputTable
 from .architectures.names import MTP
+from .architectures.sharding import Shard, column_unit, shard
 from .architectures.vision import GridFacts
 from .kv_cache import cache_groups
 from .kv_scales import read_kv_scales
 from .layers import load_layer
 from .model import Model
+from .parallel import ParallelModel
 from .predictor import load_predictor
+from .ranks import Gathered, VocabularyRows
 from .reader import LoadOptions, Reader
 from .samples import POSITIONS, head_sizes, layer_samples, model_shapes
 from .vision import load_tower
@@ -61,7 +64,10 @@ def load_model(checkpoint: OpenModel, options: LoadOptions | None = None) -> Mod
     options = options or LoadOptions()
     try:
         facts = checkpoint.facts if options.predictor else without_predictor(checkpoint.facts)
-        return Loading(checkpoint, facts, options).model()
+        if options.ranks is None:
+            return Loading(checkpoint, Shard(facts), options).model()
+        found = shard(facts, options.ranks.share, partial(column_unit, checkpoint))
+        return Loading(checkpoint, found, options).model()
     except torch.OutOfMemoryError as error:
         said = str(error).split(". ")[0]
         raise OutOfMemory(
@@ -76,7 +82,7 @@ class Loading(Reader):
     """One load in progress: what has been read, and which implementations were chosen."""
 
     def model(self) -> Model:
-        facts, options = self.facts, self.options
+        facts, options, ranks = self.facts, self.options, self.options.ranks
         self._refuse_unknown_parts()
         shapes = model_shapes(facts, self.op_facts())
         if self.selftest is None:
@@ -85,26 +91,19 @@ class Loading(Reader):
             for smaller in head_sizes(facts, shapes):  # what fails there is passed over everywhere
                 self.selftest.table(smaller, options.disabled)
             table = self.selftest.table(shapes, options.disabled)
-        vocabulary = (facts.vocab_size, facts.hidden_size)
-        rows = self.weight("model.embed_tokens", vocabulary)
-        if facts.tied_embeddings:
-            linear = Linear((self.prepare("lm_head", rows, None),))
-        else:
-            linear = self.linear("lm_head", ("lm_head",), (vocabulary,))
-        embedding = self.embedding(rows, linear if facts.tied_embeddings else None)
-        if facts.entry is not None:
-            embedding = replace(embedding, entry=self.entry(facts.entry))
-        if facts.inputs is not None:
-            inputs = self.inputs(facts.inputs)
-            embedding = replace(embedding, inputs=inputs, nbytes=embedding.nbytes + inputs.nbytes)
-        del rows  # where the head's layout serves both, the canonical table goes
-        layers = [load_layer(self, index) for index in range(facts.num_layers)]
+        embedding, linear = self.tables()
+        layers = [load_layer(self, index) for index in range(*self.span)]
         norm = self.norm("model.norm", facts.hidden_size) if facts.final_norm else None  # it may scale the logits
         norm = norm and replace(norm, weight=norm.weight * facts.logit_scale)
-        head = HeadWeights(norm, linear, facts.logit_softcap)
+        join = (
+            None
+            if ranks is None or not self.shard.vocabulary
+            else Gathered(ranks, tuple(map(len, self.shard.vocabulary)))
+        )
+        head = HeadWeights(norm, linear, facts.logit_softcap, join)
         ropes = [self.rope(rope) for rope in facts.ropes]
         groups = cache_groups(facts, read_kv_scales(self.checkpoint, self.checkpoint.names, facts.num_layers))
-        if self.selftest is not None:
+        if self.selftest is not None and ranks is None:  # fused segments do not know of ranks
             seen, views = layer_views(facts)
             samples = layer_samples(layers, views)
 
@@ -112,17 +111,54 @@ class Loading(Reader):
                 return ropes[seen[view][1]].rows(positions, POSITIONS)
 
             table = self.selftest.segments(shapes, table, samples, embedding, head, turned, options.disabled)
+        if self.selftest is not None:
             self.selftest.save()
         names = {layer_class: "+".join(found) for layer_class, found in self.chosen.items()}
-        model = Model(facts, groups, embedding, layers, head, ropes, table, names | dict(table.ops))
+        parts = facts, groups, embedding, layers, head, ropes, table, names | dict(table.ops)
+        model = Model(*parts) if ranks is None else ParallelModel(*parts, ranks=ranks)
         if facts.predictor is not None:
             model.predictor = load_predictor(self, facts)
         model.projections = [self.projection(one) for one in facts.projections]
+        if ranks is not None and ranks.share.rank:
+            return model  # images are read by rank 0
         if isinstance(facts.vision, GridFacts):
             model.tower = load_grid_tower(self, facts.vision)
         elif facts.vision is not None:
             model.tower = load_tower(self, facts.vision)
         return model
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The layers that this process has."""
+        ranks = self.options.ranks
+        return (0, self.facts.num_layers) if ranks is None else ranks.span(self.facts.num_layers)
+
+    def tables(self) -> tuple[Embedding, Linear]:
+        """The embedding and the head's product; where ranks have layers each, only the first has them."""
+        facts, ranks = self.facts, self.options.ranks
+        if ranks is not None and ranks.share.split == "layers" and ranks.share.rank:
+            return Embedding(weight_rows, 1.0, getattr(torch, self.options.dtype), nbytes=0), Linear(())
+        own = (
+            facts.vocab_size
+            if not self.shard.vocabulary or ranks is None
+            else len(self.shard.vocabulary[ranks.share.rank])
+        )
+        vocabulary = (own, facts.hidden_size)
+        rows = self.weight("model.embed_tokens", vocabulary)
+        if facts.tied_embeddings:
+            linear = Linear((self.prepare("lm_head", rows, None),))
+        else:
+            linear = self.linear("lm_head", ("lm_head",), (vocabulary,))
+        embedding = self.embedding(rows, linear if facts.tied_embeddings else None)
+        if self.shard.vocabulary and ranks is not None:
+            first = self.shard.vocabulary[ranks.share.rank].start
+            embedding = replace(embedding, rows=VocabularyRows(ranks, embedding.rows, first, own), prepared=None)
+        if facts.entry is not None:
+            embedding = replace(embedding, entry=self.entry(facts.entry))
+        if facts.inputs is not None:
+            inputs = self.inputs(facts.inputs)
+            embedding = replace(embedding, inputs=inputs, nbytes=embedding.nbytes + inputs.nbytes)
+        return embedding, linear  # where the head's layout serves both, the canonical table goes
 
     def op_facts(self) -> OpFacts:
         """What decides which implementations of the ops are taken."""

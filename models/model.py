@@ -84,8 +84,9 @@ class Model:
         ropes: Sequence[RopeTable],
         table: KernelTable,
         kernels: Mapping[str, str],
+        span: tuple[int, int] | None = None,
     ) -> None:
-        """`ropes` has a table for each of `facts.ropes`."""
+        """`ropes` has a table for each of `facts.ropes`; `span` says which of the facts' layers `layers` are."""
         self.facts = facts
         self.groups = tuple(groups)
         self.states = state_groups(facts)
@@ -101,8 +102,9 @@ class Model:
         self._ropes = tuple(ropes)
         self._seen, views = layer_views(facts)
         self.adapters: Adapters | None = None  # places for them, made when the first one comes
+        self._span = slice(*span) if span is not None else slice(None)
         self._calls: tuple[LayerCall, ...] = tuple(
-            (layer.mixer, layer.ffn, view) for layer, view in zip(self.layers, views, strict=True)
+            (layer.mixer, layer.ffn, view) for layer, view in zip(self.layers, views[self._span], strict=True)
         )
 
     def forward(
@@ -113,13 +115,26 @@ class Model:
         num_layers   only the first so many, for who wants to know what a step takes and not what it gives
         every_row    all are wanted
         """
-        calls = self._layers(batch, every_row) if num_layers is None else self._calls[:num_layers]
-        views = self._views(batch, [self.turned(rope, batch) for rope in range(len(self._ropes))])
-        kept = cache.layers if num_layers is None else cache.layers[: len(calls)]
         x = self.embedded(batch)
         inputs = self.embedding.layer_inputs(batch.token_ids, x)
         rows = batch.logits_indices
         wanted = None if every_row or rows.shape[0] == x.shape[0] else rows  # they are in order
+        calls = self._layers(batch, every_row) if num_layers is None else self._calls[:num_layers]
+        return self._decoded(x, calls, cache, batch, wanted, inputs)
+
+    def _decoded(
+        self,
+        x: Tensor,
+        calls: tuple[LayerCall, ...],
+        cache: KVCache,
+        batch: ForwardBatch,
+        wanted: Tensor | None,
+        inputs: Tensor | None,
+    ) -> Tensor:
+        """x through the first of its layers."""
+        views = self._views(batch, [self.turned(rope, batch) for rope in range(len(self._ropes))])
+        kept = cache.layers[self._span]
+        kept = kept if len(kept) == len(calls) else kept[: len(calls)]
         lens = batch.cu_query_lens, batch.seq_lens_tensor
         see_each_other = batch.images and self.facts.vision is not None and not self.facts.vision.axes
         decoder = with_images(self.table, batch.images) if see_each_other else self.table.decoder
@@ -135,6 +150,13 @@ class Model:
         layers = self.embedding, self._layers(batch), cache.layers
         given = *layers, views, *where, self.head, finds_best, batch.slots
         return self.table.step(batch.token_ids, batch.positions, *given)
+
+    def new_cache(
+        self, num_pages: Sequence[int], page_size: int, kv_format: str, device: torch.device, num_slots: int = 0
+    ) -> KVCache:
+        """Empty pages and slots for its layers; `num_pages` of each of its groups."""
+        formats = page_size, kv_format, device
+        return KVCache(self.groups, num_pages, *formats, self.states, num_slots, num_layers=self.facts.num_layers)
 
     def hold_adapters(self, device: torch.device, **promises: bool) -> Adapters:
         """Places for adapters, made once, with promises as of `Adapters`; they cost nothing while nobody has one."""

@@ -12,15 +12,18 @@ from torch import Tensor
 
 from localllm.errors import BadModelFile, UnsupportedFormat
 from localllm.kernels import LinearFacts, Weight, choose
-from localllm.kernels.layer_weights import Linear, LinearPart, Module, Norm
+from localllm.kernels.layer_weights import Join, Linear, LinearPart, Module, Norm
 from localllm.kernels.table import implementations
 from localllm.kernels.verify.records import capability_of
 from localllm.kernels.verify.selftest import SelfTest
 from localllm.quant import dequantize, fuse, load_weight, read_dense, reordered
+from localllm.quant.cut import columns_of, rows_of
 from localllm.quant.encode import Target, encode
 
-from .architectures import ModelFacts, OpenModel
+from .architectures import OpenModel
 from .architectures.layers import ROUTERS
+from .architectures.sharding import Cut, Shard, pieces
+from .ranks import Gathered, Ranks, Summed
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +48,16 @@ class LoadOptions:
     disabled: frozenset[str] = frozenset()  # keys ("op:name") of implementations that failed their self-test
     selftest: SelfTest | None = None  # tries every kernel that is chosen, on the shapes of this model; None trusts them
     progress: Callable[[int, int], None] | None = None  # called with (stored bytes done, of how many)
+    ranks: Ranks | None = None  # those that load a part of the model each, this one among them
 
 
 class Reader:
     """One load in progress: what has been read, and which implementations were chosen."""
 
-    def __init__(self, checkpoint: OpenModel, facts: ModelFacts, options: LoadOptions) -> None:
+    def __init__(self, checkpoint: OpenModel, shard: Shard, options: LoadOptions) -> None:
         self.checkpoint = checkpoint
-        self.facts = facts
+        self.facts = shard.facts
+        self.shard = shard
         self.options = options
         self.device = torch.device(options.device)
         self.capability = 0  # of a GPU as 90, 120
@@ -65,6 +70,7 @@ class Reader:
         self.chosen: dict[str, dict[str, None]] = {}
         self.done = 0
         self._counted: set[str] = set()  # modules whose tensors are all in `done`, and single tensors
+        self._joins: dict[str, Join] = {}  # of modules that ranks have by rows though they should have columns
 
     @property
     def context(self) -> int:
@@ -145,14 +151,27 @@ class Reader:
         self, name: str, shape: tuple[int, int], device: torch.device | None = None, order: Tensor | None = None
     ) -> Weight:
         """A linear module as it is stored, or as what linear layers become while loading; `order` as in `linear`."""
+        if name in self.shard.cuts:
+            return self.stored(name, shape, device, order, encodes=True)
         return self.encoded(name, self.stored(name, shape, device, order))
 
     def stored(
-        self, name: str, shape: tuple[int, int], device: torch.device | None = None, order: Tensor | None = None
+        self,
+        name: str,
+        shape: tuple[int, int],
+        device: torch.device | None = None,
+        order: Tensor | None = None,
+        *,
+        encodes: bool = False,
     ) -> Weight:
-        """A linear module as it is stored, on the device."""
-        stored_as = self.checkpoint.names.source(name)
-        stored = load_weight(self.checkpoint, stored_as, self.checkpoint.formats[stored_as], shape)
+        """A linear module as it is stored, on the device; `encodes`: as what it becomes, where ranks divide it."""
+        cut = self.shard.cuts.get(name)
+        stored_as = self.checkpoint.names.source(cut.module or name if cut is not None else name)
+        whole = shape if cut is None else (cut.shape[0], cut.shape[1])
+        stored = load_weight(self.checkpoint, stored_as, self.checkpoint.formats[stored_as], whole)
+        if cut is not None:
+            stored = self.encoded(name, stored) if encodes else stored  # before it is cut: as one process has it
+            stored = self._part(name, stored, cut)
         stored = stored if order is None else self.reordered(stored_as, stored, order)
         weight = self.moved(stored, device or self.device)
         self.count(stored_as)
@@ -160,6 +179,35 @@ class Reader:
             for tensor in self._below.get(stored_as, ()):
                 self.checkpoint.forget(tensor)
         return weight
+
+    def _part(self, name: str, weight: Weight, cut: Cut) -> Weight:
+        """What this rank has of a module. Where columns cannot be cut, as of one whose inputs are in another order, it
+        has rows instead, and products gather both inputs and outputs.
+        """
+        ranks = self.options.ranks
+        assert ranks is not None
+        share, found = ranks.share, weight if not cut.rows else rows_of(weight, cut.rows)
+        if found is not None and cut.columns:
+            weight, found = found, columns_of(found, cut.columns, share.rank)
+            if found is None and ".experts." not in name and all(len(ranges) == 1 for ranges in cut.columns):
+                outputs = pieces(weight.shape[0], share.world, 128)
+                found = rows_of(weight, [outputs[share.rank]])
+                inputs = tuple(len(one) for (one,) in cut.columns)
+                self._joins[name] = Gathered(ranks, tuple(map(len, outputs)), inputs)
+        if found is None:
+            raise UnsupportedFormat(
+                f"{self.checkpoint.path.name}: {name}: numbers stored as {weight.form} that share a scale, or take"
+                f" inputs in another order, cannot be divided among {share.world} ranks",
+                "use another --tensor-parallel, or --split layers",
+            )
+        return found
+
+    def join(self, name: str) -> Join | None:
+        """What makes one result of the ranks' products with a module; None where this process has all of it."""
+        cut, ranks = self.shard.cuts.get(name), self.options.ranks
+        if cut is None or ranks is None:
+            return None
+        return self._joins.get(name) or Summed(ranks)
 
     def encoded(self, name: str, weight: Weight) -> Weight:
         """A module's weight as what linear layers become while loading, if it is one of those."""
@@ -191,10 +239,21 @@ class Reader:
 
     def bias(self, name: str, size: int, device: torch.device, order: Tensor | None = None) -> Tensor | None:
         """A linear module's bias, float32 [size]; None where there is none, or all are zero (as GPTQ files have it)."""
-        stored = f"{self.checkpoint.names.source(name)}.bias"
-        bias = self.vector(stored, size) if stored in self.checkpoint.tensors else None
+        stored, cut = f"{self.checkpoint.names.source(name)}.bias", self.shard.cuts.get(name)
+        bias = None
+        if stored in self.checkpoint.tensors:
+            bias = self.vector(stored, size if cut is None else cut.shape[0])
         if bias is None or not bool(bias.any()):
             return None
+        if cut is not None:
+            join = self._joins.get(name)
+            if isinstance(join, Gathered):
+                assert self.options.ranks is not None
+                bias = bias.split(list(join.outputs))[self.options.ranks.share.rank]
+            elif not cut.adds_bias:
+                return None
+            elif cut.rows:
+                bias = torch.cat([bias[one.start : one.stop] for one in cut.rows])
         return (bias if order is None else bias[order]).to(device)
 
     def norm(self, name: str, size: int) -> Norm:
@@ -207,8 +266,11 @@ class Reader:
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """A tensor that is no linear module, by canonical name: float32 on the device."""
-        stored = self.checkpoint.names.tensor(name)
-        values = read_dense(self.checkpoint, stored).float().reshape(shape).contiguous().to(self.device)
+        stored, cut = self.checkpoint.names.tensor(name), self.shard.cuts.get(name)
+        values = read_dense(self.checkpoint, stored).float().reshape(shape if cut is None else cut.shape)
+        if cut is not None:
+            values = torch.cat([values[one.start : one.stop] for one in cut.rows]).reshape(shape)
+        values = values.contiguous().to(self.device)
         if not self._counted & {stored, stored.rpartition(".")[0]}:  # else it was counted, maybe with its module
             self._counted.add(stored)
             self._advance(self.checkpoint.tensors[stored].nbytes)

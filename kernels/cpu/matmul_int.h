@@ -20,8 +20,9 @@ INLINE void tile_few(const product *p, int64_t tile, int64_t row, const int rows
     const uint8_t *x = p->a->planes + row * x_stride;
     const xblock *meta = p->a->meta + row * meta_stride;
     const vlut table = lut_load(w->table);
-    const uint8_t *fetch = at + (code == CODE_8 && row ? w->tile_bytes : AHEAD(code)); /* the tile is in the cache for later rows */
-    const int64_t step = round_up(w->tile_bytes / blocks, 64);
+    const int64_t ahead = row ? w->tile_bytes : AHEAD(code); /* the tile is in the cache for later rows */
+    const uint8_t *head = at + w->tile_bytes; /* of the next tile: scales, and what comes first of its codes */
+    const int64_t step = row ? 0 : round_up((w->at_codes + ahead) / blocks, 64);
     const uint16_t *half_scale = (const uint16_t *)at, *half_min = (const uint16_t *)(at + w->at_min);
     _Alignas(64) chunk_floats scale, min;
     vf acc[4][NV];
@@ -31,9 +32,8 @@ INLINE void tile_few(const product *p, int64_t tile, int64_t row, const int rows
         int64_t count = blocks - first < CHUNK ? blocks - first : CHUNK;
         if (!half) expand_scales(w, at, first, count, scale, min);
         for (int64_t b = 0; b < count; b++, x += XBYTES, meta++, codes += bytes) {
-            const uint8_t *end = fetch + step;
-            for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(fetch + i, 0, 2); /* so many by themselves, without a loop */
-            for (fetch += bytes; fetch < end; fetch += 64) __builtin_prefetch(fetch, 0, 2);
+            for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(codes + ahead + i, 0, 2);
+            for (const uint8_t *end = head + step; head < end; head += 64) __builtin_prefetch(head, 0, 2);
             for (int v = 0; v < NV; v += COLS) {
                 vi q[8][COLS];
                 block_quads(codes + v * VW * 4, code, table, q);

@@ -54,8 +54,7 @@ def assemble(
     meter = meter or Meter(device)
     counts = [count + spare for count in plan.num_pages]
     num_slots = plan.num_slots + spare
-    formats = plan.page_size, plan.kv, device
-    cache = KVCache(model.groups, counts, *formats, model.states, num_slots, num_layers=model.facts.num_layers)
+    cache = model.new_cache(counts, plan.page_size, plan.kv, device, num_slots)
     drafter = _draft_model(draft, model, plan, device) if draft is not None and plan.draft_pages else None
     meter.note("kv")
     decode = None

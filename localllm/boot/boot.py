@@ -27,6 +27,7 @@ from localllm.kernels.verify.selftest import SelfTest
 from localllm.kernels.verify.tuning import BUDGET_S, Tuned, gpu_seconds, is_measured, tuner
 from localllm.models.architectures.facts import expert_counts
 from localllm.models.model import Model
+from localllm.models.parallel import ParallelModel
 from localllm.plan.plan import Plan
 from localllm.plan.planner import Planner
 from localllm.plan.profiles import MemoryProfile, MemoryProfiles
@@ -39,13 +40,13 @@ COMPILING_THREADS = max(1, min(8, os.cpu_count() or 1))
 ROUNDING = {"fp8": "triton_fp8_w8a8", "nvfp4": "triton_nvfp4_w4a4"}  # the products that round what they multiply, too
 
 
-def first_use(plan: Plan, machine: MachineFacts) -> SelfTest:
-    """The self-test for a load on the plan's device, with the verdicts that are known; tuned tiles are taken."""
-    known = identity(plan.device, machine.driver)
-    if plan.device != "cpu":
-        card = machine.gpus[int(plan.device.removeprefix("cuda:") or 0)]
+def first_use(device: str, machine: MachineFacts) -> SelfTest:
+    """The self-test for a load on a device, with the verdicts that are known; tuned tiles are taken."""
+    known = identity(device, machine.driver)
+    if device != "cpu":
+        card = machine.gpus[int(device.removeprefix("cuda:") or 0)]
         tuner().use(Records("tuning", known, cache_folder()), card.capability)
-    return SelfTest(Records("selftest", known, cache_folder()), compiler(plan.device, COMPILING_THREADS))
+    return SelfTest(Records("selftest", known, cache_folder()), compiler(device, COMPILING_THREADS))
 
 
 def compiler(device: str, threads: int = 1) -> Callable[[Callable[[], object]], None] | None:
@@ -158,6 +159,8 @@ class Boot:
                 "use a smaller --ctx, or close what else uses the memory",
             ) from error
         self._engine.stepper.fault = step_fault()
+        if isinstance(self._model, ParallelModel):
+            self._model.on_lost = self._engine.fail
         graphs = self._engine.runner.graphs
         self._graphs_note = graphs.note if graphs is not None else ""
 

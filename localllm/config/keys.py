@@ -147,6 +147,18 @@ class EngineOptions:
         "where the experts of a mixture lie; device: on the GPU; host: in host memory, computed by the CPU; auto: on"
         " the GPU, and in host memory those that it has no room for",
     )
+    tensor_parallel: int | Auto = _key(
+        or_auto(_whole(1, 8)),
+        1,
+        "cards of this machine that compute one model together, each with a part; auto: as many as it needs; with"
+        " device cpu so many processes",
+    )
+    split: str = _key(
+        choice("tensor", "layers"),
+        "tensor",
+        "what each of several cards has; tensor: a part of every layer, and all compute at once; layers: some of the"
+        " layers, and they take turns",
+    )
     max_parallel: int = _key(_whole(1, 1024), 4, "requests computed side by side")
     ttl_s: float = _key(DURATION, 1800.0, "an unused model is unloaded after this time", "ttl")
     # arguments of the Python API that are not settings

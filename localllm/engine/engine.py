@@ -146,6 +146,14 @@ class Engine:
         """End a request; unknown or finished ids are ignored."""
         self._ask(lambda: self._publisher.abort(request_id))
 
+    def fail(self, error: Exception) -> None:
+        """End every request with an error, and the engine: what it needs is gone."""
+
+        def end() -> None:
+            raise error
+
+        self._ask(end)
+
     def clear_prefix_cache(self) -> None:
         """Forget the prefixes nobody uses; takes effect before the next step."""
         self._ask(self._pages.tree.clear)

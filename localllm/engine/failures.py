@@ -20,7 +20,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_device_lost(error: BaseException) -> bool:
-    """Whether a GPU's context is unusable after this failure: every later call would fail, too."""
+    """Whether a GPU's context is unusable after this failure, or a rank is gone: every later call would fail, too."""
+    if isinstance(error, DeviceError):
+        return True
     from localllm.kernels.verify.trial import is_device_lost as context_is_lost
 
     lost = getattr(torch, "AcceleratorError", ())
@@ -44,6 +46,8 @@ CAUSES = {
 
 def device_lost(error: BaseException) -> DeviceError:
     """The error that ends an engine whose device is unusable, to be raised from `error`."""
+    if isinstance(error, DeviceError):
+        return DeviceError(error.message, error.hint)
     said = (str(error).splitlines() or [type(error).__name__])[0]
     cause = next((f": {cause}" for word, cause in CAUSES.items() if word in said.lower()), "")
     return DeviceError(f"the GPU failed{cause} ({said[:200]})", "restart localllm; `localllm doctor` checks the card")

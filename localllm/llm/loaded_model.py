@@ -195,8 +195,9 @@ class LoadedModel(AdaptedModel):
     def _load_weights(self, device: torch.device) -> None:
         from localllm.boot.boot import first_use
         from localllm.boot.claim import serve_torch
+        from localllm.boot.ranks import load
         from localllm.device import rss_anon_bytes
-        from localllm.models.loader import LoadOptions, load_model
+        from localllm.models.loader import LoadOptions
         from localllm.models.placement import uniform
 
         options = LoadOptions(
@@ -212,13 +213,13 @@ class LoadedModel(AdaptedModel):
             host_experts=uniform(self.facts, self.plan.host_experts),
             predictor=self.plan.speculation in ("auto", "mtp"),
             stream_rows=self.plan.stream_rows,
-            selftest=first_use(self.plan, self.machine),
+            selftest=first_use(self.plan.device, self.machine),
             progress=self._on_weights,
         )
         self._selftest, self._base_bytes = options.selftest, rss_anon_bytes()
         if device.type == "cuda" and self._selftest is not None and not self._selftest.records.items():
             self._notify(LoadProgress("compile", detail="kernels for this card, once; up to a minute"))
-        self._model: Model = load_model(self._checkpoint, options)
+        self._model: Model = load(self._checkpoint, options, self.plan)
         self.adapters = self._no_adapters()
         self._drafter = self._draft.load(options) if self._draft is not None and self.plan.draft_pages else None
         serve_torch(self._model.kernels, self.plan.threads)
@@ -288,10 +289,9 @@ class LoadedModel(AdaptedModel):
 
         kernels, noted = kernel_words(self._model.kernels), self.boot.facts_line
         plan = self.plan
-        threads = f" × {plan.threads} threads" if plan.device == "cpu" else ""
         exact = "" if plan.deterministic else " · not batch-invariant"
         return (
-            f"{Path(self.name).name} · {self.weight_format} · {plan.device}{threads} · {plan.dtype} activations"
+            f"{Path(self.name).name} · {self.weight_format} · {plan.computed_by} · {plan.dtype} activations"
             f" · KV {plan.kv} · ctx {plan.ctx:,} · {kernels}{exact}{f' · {noted}' if noted else ''}{self._adapted}"
         )
 

@@ -86,6 +86,15 @@ def activation_bytes(facts: ModelFacts, rows: int, width: int) -> int:
     return rows * (max(embedding, layers) + turned)
 
 
+def table_bytes(facts: ModelFacts) -> int:
+    """Of the stored embedding: a quantized file keeps it in more bits than its layers."""
+    second, second_bytes = (0, 0) if facts.inputs is None else (facts.inputs.values, facts.inputs.nbytes)
+    per_value = (facts.weight_bytes - second_bytes) / max(1, facts.num_params - second)
+    quantized = QUANTIZED_EMBEDDING if _GGUF.match(facts.stored_format) else 2.0
+    table = facts.vocab_size * facts.hidden_size
+    return int(table * (max(per_value, quantized) if per_value < 1.6 else per_value))
+
+
 def rope_bytes(facts: ModelFacts, ctx: int) -> int:
     """Cosines and sines of every position, twice while a table grows."""
     return sum(-(-ctx // ROPE_BLOCK) * ROPE_BLOCK * rope.dim // 2 * 8 * 2 for rope in facts.ropes)
@@ -171,8 +180,7 @@ class Memory:
         table = facts.vocab_size * facts.hidden_size
         second, second_bytes = (0, 0) if facts.inputs is None else (facts.inputs.values, facts.inputs.nbytes)
         per_value = (facts.weight_bytes - second_bytes) / max(1, facts.num_params - second)
-        quantized = QUANTIZED_EMBEDDING if _GGUF.match(facts.stored_format) else 2.0
-        table_bytes = int(table * (max(per_value, quantized) if per_value < 1.6 else per_value))
+        table_held = table_bytes(facts)
         tables = 1 if facts.tied_embeddings else 2
         inner = facts.num_params - table * tables - second
         if not on_cpu or self.machine.compiler:
@@ -182,16 +190,16 @@ class Memory:
                 layers = min(count_linear_params(facts), inner)
                 held = facts.weight_bytes - int(layers * per_value) + int(layers * TARGET_BYTES[quant])
             elif not on_cpu and DENSE_FORMATS.get(facts.stored_format) == 4 and self.dtype != "float32":
-                held, table_bytes = (held + second_bytes) // 2, table_bytes // 2
-            unread = second_bytes + (0 if facts.tied_embeddings else table_bytes)
+                held, table_held = (held + second_bytes) // 2, table_held // 2
+            unread = second_bytes + (0 if facts.tied_embeddings else table_held)
             return held, int(held * facts.active_share) - unread
         if not quant and facts.stored_format == "bf16" and self.dtype == "bfloat16":
-            held = facts.weight_bytes + (table_bytes if facts.tied_embeddings else 0)
+            held = facts.weight_bytes + (table_held if facts.tied_embeddings else 0)
         elif (quant or facts.stored_format).startswith((*INT4_FORMATS, "int4")):
-            held = int(inner * 0.75) + table * 4 + table_bytes + second_bytes
+            held = int(inner * 0.75) + table * 4 + table_held + second_bytes
         else:
-            held = (inner + table) * 4 + table_bytes + second_bytes
-        return held, held - table_bytes - second_bytes
+            held = (inner + table) * 4 + table_held + second_bytes
+        return held, held - table_held - second_bytes
 
     @cached_property
     def _group_bytes(self) -> tuple[tuple[int | None, int], ...]:

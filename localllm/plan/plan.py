@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 from localllm.errors import DoesNotFit
 from localllm.terminal import GIB, gib
 
 MIN_CTX = 512  # A smaller window is no help to anyone: the plan then says that the model does not fit.
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """What one of several processes has of a model, and takes of its device."""
+
+    device: str
+    weight_bytes: int
+    kv_bytes: int
+    work_bytes: int
+    margin_bytes: int
+    have_bytes: int
+    span: tuple[int, int] = (0, 0)  # its layers, where each rank has whole ones
+
+    @property
+    def need_bytes(self) -> int:
+        return self.weight_bytes + self.kv_bytes + self.work_bytes + self.margin_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +72,8 @@ class Plan:
     quant: str = ""  # what linear layers become while loading; "" keeps them as they are stored
     graph_buckets: tuple[int, ...] = ()  # batch sizes whose decode step is captured as a CUDA graph
     work_terms: tuple[tuple[str, int], ...] = ()  # what `work_bytes` consists of
+    ranks: tuple[RankPlan, ...] = ()  # where several processes compute the model; the bytes above are those of rank 0
+    split: str = "tensor"  # what each has: tensor: a part of every layer; layers: some of the layers
     idle: str = ""  # another usable card, and what it could do
     reasons: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -74,12 +93,21 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return self.need_bytes <= self.have_bytes
+        return all(one.need_bytes <= one.have_bytes for one in self.ranks or (self,))
 
     @property
     def place(self) -> str:
         """For people: where the memory is."""
         return "this machine" if self.device == "cpu" else f"GPU {self.device.removeprefix('cuda:')}"
+
+    @property
+    def computed_by(self) -> str:
+        """For the run summary: cuda:0, cpu × 8 threads, 2 ranks (cuda:0 + cuda:1, layers)."""
+        threads = f" × {self.threads} threads" if self.device == "cpu" else ""
+        if not self.ranks:
+            return self.device + threads
+        devices = " + ".join(dict.fromkeys(rank.device for rank in self.ranks))
+        return f"{len(self.ranks)} ranks ({devices}{threads}{', layers' if self.split == 'layers' else ''})"
 
     def parts(self) -> dict[str, int]:
         return {
@@ -103,6 +131,10 @@ class Plan:
         if self.device != "cpu":
             fixes.append((f"localllm chat {name} --device cpu", "uses RAM, slower"))
         fixes.append(("localllm plan", "which models fit"))
+        worst = max(self.ranks, key=lambda one: one.need_bytes - one.have_bytes, default=None)
+        if worst is not None:
+            of_rank = {f.name: getattr(worst, f.name) for f in fields(worst) if f.name != "span"}
+            return replace(self, ranks=(), **of_rank).error(name)
         sizes = " + ".join(f"{part} {size / GIB:.1f}" for part, size in self.parts().items())
         return DoesNotFit(
             f"{name} needs {gib(self.need_bytes, 1)} at {self.ctx:,} tokens of context,"

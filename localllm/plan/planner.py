@@ -25,6 +25,7 @@ from localllm.plan.placement import Placement, chosen_device, idle_card, room_of
 from localllm.plan.plan import MIN_CTX, Plan
 from localllm.plan.profiles import MemoryProfiles
 from localllm.plan.quality import kl_by_kv
+from localllm.plan.ranks import divided
 from localllm.terminal import GIB, gib
 
 CPU_CTX = 8192  # The CPU's context when none is asked for: reading a longer prompt takes minutes there.
@@ -90,10 +91,18 @@ class Planner:
         planner = self.having(ctx=facts.max_context) if self.options.ctx == "max" else self
         if path:
             planner = replace(planner, measured=replace(self.measured, kl_by_kv=kl_by_kv(path)))
+        if self.options.tensor_parallel not in (1, "auto"):
+            made = divided(planner, facts)
+            assert made is not None
+            return made
         where = chosen_device(self.machine, self.options.device)
         made = planner._on(where, facts, host_experts or 0)
         if where.gpu is None or host_experts is not None or (made.fits and self.options.experts != "host"):
             return made
+        if self.options.tensor_parallel == "auto":
+            several = divided(planner, facts)
+            if several is not None and several.fits:
+                return several
         found = [one for one in [planner._split(where, facts)] if one is not None]
         if not made.fits and self.options.device == "auto":
             why = f"CPU: {gib(made.need_bytes, 1)} are needed, {where.gpu.name} has {gib(made.have_bytes, 1)} free"
@@ -110,7 +119,7 @@ class Planner:
         if not count or where.gpu is None or where.gpu.unified or self.options.experts == "device":
             return None
         have, margin = room_of(self.machine, None, 1.0)
-        formats = [memory for memory, _ in self._formats(where, facts)]
+        formats = [memory for memory, _ in self.formats(where, facts)]
         low = count if self.options.experts == "host" else 1
         for enough in (SPLIT_CTX, USEFUL_CTX):
             wanted = min(facts.max_context, enough)
@@ -147,16 +156,16 @@ class Planner:
     def _on(self, where: Placement, facts: ModelFacts, host_experts: int = 0) -> Plan:
         """The plan for one device: the best formats that leave room for a useful context, else those with most."""
         most: Memory | None = None
-        for memory, enough_ctx in self._formats(where, facts):
+        for memory, enough_ctx in self.formats(where, facts):
             memory = replace(memory, host_experts=host_experts)
             if memory.max_ctx >= enough_ctx:
-                return self._with(memory)
+                return self.with_memory(memory)
             if most is None or memory.max_ctx > most.max_ctx:
                 most = memory
         assert most is not None
-        return self._with(most)
+        return self.with_memory(most)
 
-    def _formats(self, where: Placement, facts: ModelFacts) -> Iterator[tuple[Memory, int]]:
+    def formats(self, where: Placement, facts: ModelFacts) -> Iterator[tuple[Memory, int]]:
         """What is left to choose, and with room for how many tokens nothing smaller is tried.
 
         Best quality first: weights, then KV formats, then prompt tokens of a step.
@@ -188,9 +197,10 @@ class Planner:
             return None
         return without_predictor(self.draft)
 
-    def _with(self, memory: Memory) -> Plan:
+    def with_memory(self, memory: Memory, tightest: Memory | None = None) -> Plan:
+        """The plan of a choice. `tightest`: of the ranks, the one that says how much context there can be."""
         options, machine, facts, where = memory.options, memory.machine, memory.facts, memory.where
-        ctx, why = _context(memory)
+        ctx, why = _context(tightest or memory)
         num_pages, num_slots, work = memory.num_pages(ctx), memory.num_slots(ctx), memory.work_terms(ctx)
         held, read = memory.weights_and_read
         have, margin = memory.have_and_margin

@@ -55,6 +55,8 @@ GIVEN: dict[str, tuple[str, Any]] = {
     "draft": ("smollm2", "smollm2"),
     "adapters": ("poet=poet", ("poet=poet",)),
     "experts": ("host", "host"),
+    "tensor_parallel": ("2", 2),
+    "split": ("layers", "layers"),
     "max_parallel": ("3", 3),
     "ttl_s": ("90s", 90.0),
 }
@@ -62,6 +64,7 @@ GIVEN: dict[str, tuple[str, Any]] = {
 PLANNED: dict[str, Callable[[Plan], Any]] = {
     "gpu_mem": lambda plan: round(plan.have_bytes / CARD.gpus[0].total_bytes, 3),
     "graphs": lambda plan: bool(plan.graph_buckets),
+    "tensor_parallel": lambda plan: max(1, len(plan.ranks)),
     "experts": lambda plan: "host" if plan.host_experts == 8 else "auto",
 }
 """where the plan shows what is not a field of the same name"""
@@ -120,6 +123,8 @@ def test_a_setting_reaches_the_plan(field: str, door: Callable[..., EngineOption
     shown = PLANNED.get(field, lambda plan: getattr(plan, field))
     if field == "deterministic":  # off is what a GPU has anyway
         options = replace(options, device="cpu")
+    if field in ("tensor_parallel", "split"):  # this machine has one card
+        options = replace(options, device="cpu", tensor_parallel=2)
     facts = MIXTURE if field == "experts" else FACTS
     assert shown(Planner(CARD, options).plan(facts)) == GIVEN[field][1]
     assert (
@@ -133,7 +138,8 @@ def test_no_graphs_take_no_memory() -> None:
 
 
 def test_all_settings_reach_a_running_engine(tiny_path: Path) -> None:
-    settings = {field: value for field, (_, value) in GIVEN.items()} | {"ctx": 256, "adapters": ()}
+    changes = {"ctx": 256, "adapters": (), "tensor_parallel": 1}
+    settings = {field: value for field, (_, value) in GIVEN.items()} | changes
     with LLM(tiny_path, **settings) as llm:
         assert llm.options == EngineOptions(**settings)
         assert {field: shown(llm) for field, shown in RUNNING.items()} == {field: settings[field] for field in RUNNING}

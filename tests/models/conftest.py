@@ -17,7 +17,6 @@ from torch import Tensor
 
 from localllm.models.architectures import open_model
 from localllm.models.inputs import AttentionInputs, ForwardBatch
-from localllm.models.kv_cache import KVCache
 from localllm.models.loader import LoadOptions, load_model
 from localllm.models.model import Model
 
@@ -417,9 +416,7 @@ class Paged:
         """Pages are handed out in an order that is not ascending."""
         groups = self.model.groups
         counts = [self.num_pages] * len(groups)
-        states = self.model.states
-        slots = {"states": states, "num_slots": self.num_slots, "num_layers": len(self.model.layers)}
-        self.cache = KVCache(groups, counts, self.page_size, self.kv, **slots)
+        self.cache = self.model.new_cache(counts, self.page_size, self.kv, torch.device("cpu"), self.num_slots)
         self.free = [[(i * 37 + 11) % self.num_pages for i in range(self.num_pages)] for _ in groups]
         assert sorted(self.free[0]) == list(range(self.num_pages))
 

@@ -64,6 +64,11 @@ Draft = Annotated[
 Experts = Annotated[
     str | None, setting("engine.experts", "--experts", meaning="Where a mixture's experts lie: GPU or host memory.")
 ]
+TensorParallel = Annotated[
+    str | None,
+    setting("engine.tensor_parallel", "--tensor-parallel", metavar="N|auto", meaning="Cards that share one model."),
+]
+Split = Annotated[str | None, setting("engine.split", "--split", meaning="What each card has of it.")]
 Parallel = Annotated[int | None, Option(metavar="N", min=1, max=1024, help="Requests side by side.")]
 
 
@@ -96,6 +101,8 @@ class LoadFlags(WindowFlags):
         str | None, setting("engine.speculation", "--speculation", meaning="Guess tokens, check many at a time.")
     ] = None
     draft: Draft = None
+    tensor_parallel: TensorParallel = None
+    split: Split = None
     kv_store: Annotated[
         str | None,
         setting("engine.kv_store", "--kv-store", metavar="SIZE", meaning="Keep pages on the disk, up to this: 8G."),

@@ -1,0 +1,93 @@
+"""The process of a rank other than 0, `python -m localllm.boot.follower FD`: `boot.ranks` starts it and tells it."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+
+from localllm.boot.ranks import identity_of, meet, receive, send, versions
+from localllm.errors import ConfigError, DeviceError, LocalLLMError
+
+
+def end_with(lead: socket.socket) -> None:
+    """End this process when rank 0 is gone, whatever it waits for."""
+    poll = select.poll()
+    poll.register(lead, getattr(select, "POLLRDHUP", select.POLLHUP))
+    poll.poll()
+    os._exit(1)
+
+
+def run(lead: socket.socket) -> None:
+    """Load this rank's part, and do what rank 0 does."""
+    job = receive(lead)
+    import torch
+
+    from localllm.boot.boot import first_use
+    from localllm.boot.claim import claim_card, serve_torch, set_threads
+    from localllm.device import machine
+    from localllm.models.architectures import open_model
+    from localllm.models.architectures.sharding import Share
+    from localllm.models.loader import LoadOptions, load_model
+    from localllm.models.parallel import ParallelModel, follow
+    from localllm.models.ranks import Ranks
+
+    if job["versions"] != versions():
+        raise ConfigError(
+            f"this rank runs localllm {' with torch '.join(versions())}, rank 0 {' with torch '.join(job['versions'])}",
+            "install one version, and start again",
+        )
+    share = Share(**job["share"] | {"span": tuple(job["share"]["span"])})
+    device, here = job["device"], machine()
+    set_threads(job["threads"])
+    if device != "cpu":
+        claim_card(device, here)
+    options = LoadOptions(
+        **job["options"],
+        device=device,
+        selftest=first_use(device, here),
+        ranks=Ranks(share, ordered=job["options"]["deterministic"]),
+    )
+    with open_model(job["path"]) as checkpoint:
+        if identity_of(checkpoint) != job["files"]:
+            raise ConfigError(
+                f"{checkpoint.path.name} is another file than rank 0 reads: it was changed meanwhile",
+                "start again when nothing writes to the model's files",
+            )
+        model = load_model(checkpoint, options)
+    assert isinstance(model, ParallelModel)
+    serve_torch(model.kernels, job["threads"])
+    send(lead, {"ready": share.rank, "weight_bytes": model.weight_bytes})
+    if receive(lead)["do"] != "meet":
+        return
+    meet(share, job["store"], device)
+    follow(model, torch.device(device), lambda: receive(lead))
+
+
+def main(descriptor: int) -> None:
+    """The process; an error that ends it goes to rank 0."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    lead = socket.socket(fileno=descriptor)
+    threading.Thread(target=end_with, args=(lead,), daemon=True).start()
+    try:
+        run(lead)
+    except EOFError:
+        os._exit(1)
+    except BaseException as error:
+        known = (
+            error
+            if isinstance(error, LocalLLMError)
+            else DeviceError(f"{type(error).__name__}: {error}", "see the log")
+        )
+        send(lead, {"error": type(known).__name__, "message": known.message, "hint": known.hint or ""})
+        raise
+    finally:
+        sys.stderr.flush()
+    os._exit(0)  # nothing here has to be put away
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

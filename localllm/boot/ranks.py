@@ -1,0 +1,277 @@
+"""Rank 0 of a model that several processes compute: it starts the others, hears from them, and ends them.
+
+Rank 0 and another one share a socket: messages of JSON behind their length. When a rank ends by itself its system call
+tells a thread here at once; the others are ended with it, and every request with an error that says which it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from localllm import errors
+from localllm._version import __version__
+from localllm.errors import ConfigError, DeviceError, LocalLLMError
+from localllm.models.architectures import OpenModel
+from localllm.models.architectures.sharding import Share
+from localllm.models.loader import LoadOptions, load_model
+from localllm.models.model import Model
+from localllm.models.parallel import Message, ParallelModel
+from localllm.models.ranks import Ranks
+from localllm.plan.plan import Plan
+
+LENGTH_BYTES = 4
+MEET_S = 120.0  # for all ranks to find each other, once each has its weights
+DYING_S = 3.0  # for what a rank says last, and for how it ended
+CLOSING_S = 5.0  # for ranks to end by themselves
+HINT = "start again; `localllm doctor` checks the cards"
+# of `LoadOptions`, what all ranks have alike
+ALIKE = ("dtype", "kv_format", "page_size", "context", "exact", "deterministic", "activations", "weights", "predictor")
+
+
+def send(to: socket.socket, message: Mapping[str, Any]) -> None:
+    """Raises OSError where the other side is gone."""
+    data = json.dumps(message, separators=(",", ":")).encode()
+    to.sendall(len(data).to_bytes(LENGTH_BYTES, "little") + data)
+
+
+def receive(source: socket.socket) -> Message:
+    """The next message. Raises EOFError where the other side is gone."""
+    data = _read(source, int.from_bytes(_read(source, LENGTH_BYTES), "little"))
+    message: Message = json.loads(data)
+    return message
+
+
+def _read(source: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        piece = source.recv(size - len(data))
+        if not piece:
+            raise EOFError
+        data += piece
+    return data
+
+
+def meet(share: Share, store: str, device: str) -> None:
+    """Find the other ranks. They talk over the loopback interface, or as NCCL finds best."""
+    if device == "cpu":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform.startswith("linux") else "lo0")
+    backend = "gloo" if device == "cpu" else "nccl"
+    places = dist.FileStore(store, share.world)
+    limits = timedelta(seconds=MEET_S)
+    dist.init_process_group(backend, store=places, rank=share.rank, world_size=share.world, timeout=limits)
+
+
+def identity_of(checkpoint: OpenModel) -> dict[str, list[int]]:
+    """What tells files from others of the same name."""
+    found = {path: os.stat(path) for path in checkpoint.files}
+    return {str(path): [stat.st_size, stat.st_mtime_ns, stat.st_ino] for path, stat in found.items()}
+
+
+def versions() -> list[str]:
+    """What all ranks must have alike."""
+    return [__version__, torch.__version__]
+
+
+def load(checkpoint: OpenModel, options: LoadOptions, plan: Plan) -> Model:
+    """The model as the plan divides it: one process has all of it, or rank 0 the part that is its own."""
+    if len(plan.ranks) < 2:
+        return load_model(checkpoint, options)
+    if dist.is_initialized():
+        raise ConfigError(
+            "another model of this process is divided among ranks already", "unload it first, or use one card for each"
+        )
+    processes = RankProcesses(checkpoint, options, plan)
+    try:
+        ranks = Ranks(processes.share(0), ordered=plan.deterministic)
+        model = load_model(checkpoint, replace(options, ranks=ranks, progress=processes.watched(options.progress)))
+        assert isinstance(model, ParallelModel)
+        processes.join(model)
+    except BaseException:
+        processes.close()
+        raise
+    return model
+
+
+class RankProcesses:
+    """The processes of all ranks but rank 0: they load beside it."""
+
+    def __init__(self, checkpoint: OpenModel, options: LoadOptions, plan: Plan) -> None:
+        self._plan = plan
+        self._folder = tempfile.TemporaryDirectory(prefix="localllm-ranks-")
+        self._store = str(Path(self._folder.name) / "store")
+        self._closing = False
+        self._ended = threading.Event()  # a rank ended by itself
+        self._failure: LocalLLMError | None = None
+        self._lock = threading.Lock()
+        self._model: ParallelModel | None = None
+        self._sockets: list[socket.socket] = []
+        self._ready: list[threading.Event] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
+        job = {
+            "path": str(checkpoint.path),
+            "files": identity_of(checkpoint),
+            "versions": versions(),
+            "store": self._store,
+            "threads": plan.threads,
+            "options": {f.name: getattr(options, f.name) for f in fields(options) if f.name in ALIKE},
+        }
+        for rank in range(1, len(plan.ranks)):
+            self._start(rank, job | {"share": _plain(self.share(rank)), "device": plan.ranks[rank].device})
+
+    def share(self, rank: int) -> Share:
+        plan = self._plan
+        return Share(rank, len(plan.ranks), plan.split, plan.ranks[rank].span)
+
+    def _start(self, rank: int, job: Message) -> None:
+        ours, theirs = socket.socketpair()
+        log = open(Path(self._folder.name) / f"rank{rank}.log", "wb")  # noqa: SIM115 - the process keeps it
+        with theirs, log:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "localllm.boot.follower", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # Ctrl-C is for rank 0, which ends the others
+            )
+        self._sockets.append(ours)
+        self.processes.append(process)
+        self._ready.append(threading.Event())
+        threading.Thread(target=self._attend, args=(rank, process), name=f"rank {rank}", daemon=True).start()
+        with contextlib.suppress(OSError):  # it ended: `_wait` says so
+            send(ours, job)
+
+    # --- loading ------------------------------------------------------------------------------------------------------
+
+    def watched(self, progress: Callable[[int, int], None] | None) -> Callable[[int, int], None]:
+        """`progress`, which stops the load of rank 0 where another rank has failed."""
+
+        def told(done: int, of: int) -> None:
+            if self._ended.is_set():
+                raise self._why()
+            if progress is not None:
+                progress(done, of)
+
+        return told
+
+    def join(self, model: ParallelModel) -> None:
+        """Wait for the others to have their weights, and meet them. Raises what they failed with."""
+        for is_ready in self._ready:
+            while not is_ready.wait(0.05):
+                if self._ended.is_set():
+                    raise self._why()
+        for source in self._sockets:
+            self._send(source, {"do": "meet"})
+        try:
+            meet(self.share(0), self._store, self._plan.ranks[0].device)
+        except RuntimeError as error:
+            raise self.lost(error) from error
+        model.lead, self._model = self, model
+
+    # --- `models.parallel.Lead` ---------------------------------------------------------------------------------------
+
+    def tell(self, message: Message) -> None:
+        for source in self._sockets:
+            self._send(source, message)
+
+    def _send(self, source: socket.socket, message: Message) -> None:
+        try:
+            send(source, message)
+        except OSError as error:
+            raise self.lost(error) from error
+
+    def lost(self, error: Exception) -> LocalLLMError:
+        if isinstance(error, LocalLLMError) and error is self._failure:
+            return error
+        self._ended.wait(DYING_S if isinstance(error, (OSError, RuntimeError)) else 0)
+        if self._failure is None:
+            said = (str(error).splitlines() or [type(error).__name__])[0][:200]
+            self._fail(DeviceError(f"rank 0 failed in a step of all ranks: {type(error).__name__}: {said}", HINT))
+        return self._why()
+
+    def close(self) -> None:
+        """End them all; safe to call twice."""
+        self._closing = True
+        for source in self._sockets:
+            with contextlib.suppress(OSError):
+                send(source, {"do": "close"})
+        if self._model is not None and dist.is_initialized():
+            self._model = None
+            with contextlib.suppress(RuntimeError):
+                dist.destroy_process_group()
+        ends = time.monotonic() + CLOSING_S * (self._failure is None)
+        for process in self.processes:
+            try:
+                process.wait(max(0.0, ends - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        for source in self._sockets:
+            with contextlib.suppress(OSError):
+                source.shutdown(socket.SHUT_RDWR)  # whoever attends to it hears that it is over
+            source.close()
+        self._folder.cleanup()
+
+    # --- a rank that ends by itself -----------------------------------------------------------------------------------
+
+    def _attend(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        """Hear what a rank says, until it ends."""
+        said: Message = {}
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                said = receive(self._sockets[rank - 1])
+                if "ready" in said:
+                    self._ready[rank - 1].set()
+        code = process.wait()
+        if self._closing:
+            return
+        if "error" not in said:
+            self._fail(self._end_of(rank, process.pid, code))
+            return
+        kind = DeviceError if self._model is not None else getattr(errors, said["error"], DeviceError)
+        self._fail(kind(f"rank {rank}: {said['message']}", said["hint"] or HINT))
+
+    def _end_of(self, rank: int, pid: int, code: int) -> LocalLLMError:
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        with contextlib.suppress(OSError):
+            said = (Path(self._folder.name) / f"rank{rank}.log").read_text(errors="replace").strip().splitlines()
+            how += f": {said[-1][:200]}" if said else ""
+        place = self._plan.ranks[rank].device
+        return DeviceError(f"rank {rank} of {len(self._plan.ranks)} ({place}, process {pid}) {how}", HINT)
+
+    def _fail(self, error: LocalLLMError) -> None:
+        """The first failure ends all other ranks, and with them what waits for them."""
+        with self._lock:
+            if self._failure is not None:
+                return
+            self._failure = error
+        self._ended.set()
+        for process in self.processes:
+            process.kill()
+        if self._model is not None and self._model.on_lost is not None:
+            self._model.on_lost(error)
+
+    def _why(self) -> LocalLLMError:
+        self._ended.wait(DYING_S)
+        return self._failure or DeviceError("a rank ended while the model was loaded", HINT)
+
+
+def _plain(share: Share) -> dict[str, Any]:
+    return {f.name: getattr(share, f.name) for f in fields(share)}

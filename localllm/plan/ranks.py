@@ -1,0 +1,290 @@
+"""A plan for several processes that compute one model together: what each holds, on which card.
+
+Every rank has a plan's terms for its own part (`sharding.shard` says what that is). The context is the largest that all
+of them have room for, and each group has as many pages everywhere, because one scheduler gives them out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Protocol, Self
+
+from localllm.config import EngineOptions
+from localllm.device import GpuFacts, MachineFacts
+from localllm.errors import ConfigError, DeviceError
+from localllm.models.architectures.facts import ModelFacts, count_params, without_predictor
+from localllm.models.architectures.mixers import Paged
+from localllm.models.architectures.sharding import (
+    MOST_RANKS,
+    Share,
+    check_span,
+    check_world,
+    is_even,
+    refusal,
+    shard_facts,
+    spans,
+)
+from localllm.plan.memory import MIB, Memory, table_bytes
+from localllm.plan.placement import Placement, unusable
+from localllm.plan.plan import Plan, RankPlan
+from localllm.terminal import gib
+
+LINK_BYTES = 200 * MIB  # NCCL's buffers and kernels on a card
+# of one sum over cards, whatever its size: a launch and the way through host memory or PCIe. Not measured on cards
+SUM_S = 25e-6
+
+
+class Chooser(Protocol):
+    """What of a `Planner` is asked here."""
+
+    @property
+    def machine(self) -> MachineFacts: ...
+    @property
+    def options(self) -> EngineOptions: ...
+    @property
+    def measured(self) -> Any: ...
+    def having(self, **options: Any) -> Self: ...
+    def formats(self, where: Placement, facts: ModelFacts) -> Iterator[tuple[Memory, int]]: ...
+    def with_memory(self, memory: Memory, tightest: Memory | None = None) -> Plan: ...
+
+
+class Ranks:
+    """The parts of a model on the devices of its ranks."""
+
+    def __init__(self, facts: ModelFacts, places: Sequence[Placement], split: str) -> None:
+        self.places, self.split = tuple(places), split
+        self.whole = without_predictor(facts)
+        world = len(places)
+        if split == "tensor":
+            check_world(facts, world)
+        self.spans = _spans(self.whole, places) if split == "layers" else ((0, 0),) * world
+        for span in self.spans if split == "layers" else ():
+            check_span(self.whole, span)
+        self.facts = tuple(self._part(rank) for rank in range(world))
+
+    def _part(self, rank: int) -> ModelFacts:
+        facts, world = self.whole, len(self.places)
+        if self.split == "tensor":
+            local = shard_facts(facts, Share(rank, world))
+            tables = table_params(facts)
+            params = count_params(local) - tables + tables // world
+            return _sized(local, params, int(facts.weight_bytes * params / max(1, count_params(facts))))
+        first, end = self.spans[rank]
+        local = replace(facts, layers=facts.layers[first:end])
+        tables = min(facts.weight_bytes, table_bytes(facts) * (1 if facts.tied_embeddings else 2))
+        own = count_params(local) - table_params(facts)
+        inner = max(1, count_params(facts) - table_params(facts))
+        held = int((facts.weight_bytes - tables) * own / inner) + tables * (rank == 0)
+        return _sized(local, own + table_params(facts) * (rank == 0), held)
+
+
+def _sized(facts: ModelFacts, params: int, nbytes: int) -> ModelFacts:
+    share = nbytes / max(1, facts.weight_bytes)
+    return replace(facts, num_params=params, weight_bytes=nbytes, decoded_bytes=int(facts.decoded_bytes * share))
+
+
+def table_params(facts: ModelFacts) -> int:
+    """Of embedding and head."""
+    return facts.vocab_size * facts.hidden_size * (1 if facts.tied_embeddings else 2)
+
+
+def _spans(facts: ModelFacts, places: Sequence[Placement]) -> tuple[tuple[int, int], ...]:
+    """Layers for every rank, by the memory of its card; rank 0 has the tables, too."""
+    of_kind = {id(kind): count_params(replace(facts, layers=(kind,))) - table_params(facts) for kind, _ in facts.kinds}
+    sizes = [of_kind[id(layer)] for layer in facts.layers]
+    room = [1.0 if place.gpu is None else float(place.gpu.free_bytes) for place in places]
+    whole = sum(sizes) + table_params(facts)
+    wanted = [whole * one / sum(room) for one in room]
+    wanted[0] = max(wanted[0] - table_params(facts), whole / 1000)
+    return spans(sizes, wanted)
+
+
+def cards(machine: MachineFacts, device: str, world: int) -> list[Placement]:
+    """Where the ranks run: the cards with most free memory, or the CPU. Raises ConfigError or DeviceError."""
+    usable = [(n, gpu) for n, gpu in enumerate(machine.gpus) if not unusable(machine, gpu)]
+    if device == "cpu" or (device == "auto" and not usable):
+        return [Placement("cpu", None)] * world
+    if ":" in device:
+        raise ConfigError(
+            f"{device} is one card, tensor_parallel {world} asks for {world}", "leave --device out, or name no number"
+        )
+    if len(usable) < world:
+        has = f"{len(usable)} usable GPU{'s' * (len(usable) != 1)}"
+        raise DeviceError(f"tensor_parallel {world}: this machine has {has}", "use fewer, or --device cpu")
+    best = sorted(usable, key=lambda pair: -pair[1].free_bytes)[:world]
+    return [Placement(f"cuda:{n}", gpu) for n, gpu in best]
+
+
+def divided(chooser: Chooser, facts: ModelFacts) -> Plan | None:
+    """The plan with as many ranks as the options ask for; None for one rank, or where "auto" needs no more."""
+    options, machine = chooser.options, chooser.machine
+    _check_options(options)
+    if options.tensor_parallel != "auto":
+        places = cards(machine, options.device, options.tensor_parallel)
+        return _with(chooser, Ranks(facts, places, options.split))
+    if options.device == "cpu" or ":" in options.device:
+        return None
+    best: Plan | None = None
+    count = sum(not unusable(machine, gpu) for gpu in machine.gpus)
+    for world in range(2, min(count, MOST_RANKS) + 1):
+        if options.split == "tensor" and (refusal(facts, world) or not is_even(facts, world)):
+            continue
+        if options.split == "layers" and world > facts.num_layers:
+            break
+        best = _with(chooser, Ranks(facts, cards(machine, options.device, world), options.split))
+        if best.fits:
+            return best
+    return best
+
+
+def _check_options(options: EngineOptions) -> None:
+    """Raise ConfigError for what ranks do not do."""
+    asked = {
+        "adapters": "adapters belong to a model on one device",
+        "kv_store": "pages of several ranks are not kept on the disk",
+    }
+    for name, why in asked.items():
+        if getattr(options, name):
+            flag = name.replace("_", "-")
+            raise ConfigError(f"tensor_parallel and {name}: {why}", f"leave out --{flag}, or use --tensor-parallel 1")
+    if options.experts == "host":
+        raise ConfigError(
+            "tensor_parallel and experts host: ranks have a part of every expert", "leave out --experts, or one of both"
+        )
+
+
+def _with(chooser: Chooser, ranks: Ranks) -> Plan:
+    """The best formats that leave every rank room for a useful context, else those with most."""
+    found: tuple[Memory, ...] = ()
+    enough = 0
+    for memories, enough in _choices(chooser, ranks):
+        if not found or _largest(memories) > _largest(found):
+            found = memories
+        if _largest(memories) >= enough:
+            found = memories
+            break
+    tightest = min(found, key=lambda memory: memory.max_ctx)
+    made = chooser.having(graphs=False).with_memory(found[0], tightest)
+    pages = _pages(ranks, found, made.ctx)
+    slots = [memory.num_slots(made.ctx) for memory in found if memory.slot_bytes]
+    num_slots = min(slots, default=0)
+    plans = tuple(_rank_plan(ranks, rank, memory, made.ctx, pages, num_slots) for rank, memory in enumerate(found))
+    pace = _pace(chooser, ranks, found, made.ctx)
+    first = plans[0]
+    made = replace(
+        made,
+        num_pages=pages,
+        num_slots=num_slots,
+        kv_bytes=first.kv_bytes,
+        max_ctx=_largest(found),
+        threads=max(1, made.threads // len(plans)) if first.device == "cpu" else made.threads,
+        ranks=plans,
+        split=ranks.split,
+        idle="",
+        **pace,
+    )
+    return replace(made, reasons=(*_reasons(ranks, made), *made.reasons))
+
+
+def _largest(memories: Sequence[Memory]) -> int:
+    return min(memory.max_ctx for memory in memories)
+
+
+def _choices(chooser: Chooser, ranks: Ranks) -> Iterator[tuple[tuple[Memory, ...], int]]:
+    """As `Chooser.formats`, for all ranks alike."""
+    world = len(ranks.places)
+    on_cpu = ranks.places[0].gpu is None
+    machine = chooser.machine
+    if on_cpu:  # they share its memory
+        machine = replace(
+            machine,
+            ram_total_bytes=machine.ram_total_bytes // world,
+            ram_available_bytes=machine.ram_available_bytes // world,
+        )
+    chooser = chooser.having(graphs=False)  # a captured step knows no other ranks
+    least = min((place.gpu.capability for place in ranks.places if place.gpu is not None), default=0)
+    each = []
+    for place, part in zip(ranks.places, ranks.facts, strict=True):
+        gpu = None if place.gpu is None else replace(place.gpu, capability=least)  # what all of them can
+        each.append(
+            [(replace(one, machine=machine), enough) for one, enough in chooser.formats(place._replace(gpu=gpu), part)]
+        )
+    for found in zip(*each, strict=True):
+        memories = [memory if rank == 0 else replace(memory, draft=None) for rank, (memory, _) in enumerate(found)]
+        yield tuple(memories), found[0][1]
+
+
+def _pages(ranks: Ranks, memories: Sequence[Memory], ctx: int) -> tuple[int, ...]:
+    """Of every cache group of the whole model, what all ranks that have it have room for."""
+    least: dict[object, int] = {}
+    for memory in memories:
+        for key, count in zip(_groups(memory.facts), memory.num_pages(ctx), strict=True):
+            least[key] = min(count, least.get(key, count))
+    if ranks.split == "tensor":
+        return tuple(least.values())
+    return tuple(least[key] for key in _groups(ranks.whole))
+
+
+def _groups(facts: ModelFacts) -> list[object]:
+    """What tells the cache groups of a model apart, in their order. Heads differ among ranks, windows do not."""
+    found: list[object] = []
+    for place, (first, *_) in enumerate(facts.cache_layers):
+        mixer = facts.layers[first].mixer
+        assert isinstance(mixer, Paged)
+        found.append((place, mixer.window) if len(facts.cache_layers) == 1 else (mixer.window, *mixer.kept[1:]))
+    return found
+
+
+def _rank_plan(ranks: Ranks, rank: int, memory: Memory, ctx: int, pages: Sequence[int], num_slots: int) -> RankPlan:
+    by_key = dict(zip(_groups(ranks.facts[rank] if ranks.split == "tensor" else ranks.whole), pages, strict=True))
+    own = zip(_groups(memory.facts), memory.groups(ctx), strict=True)
+    have, margin = memory.have_and_margin
+    kept = sum(group.page_bytes * by_key[key] for key, group in own)
+    work = memory.work_terms(ctx)
+    return RankPlan(
+        device=ranks.places[rank].device,
+        weight_bytes=memory.weights_and_read[0],
+        kv_bytes=kept + num_slots * memory.slot_bytes,
+        work_bytes=sum(work.values()) + LINK_BYTES * (memory.where.gpu is not None),
+        margin_bytes=margin,
+        have_bytes=have,
+        span=ranks.spans[rank],
+    )
+
+
+def _pace(chooser: Chooser, ranks: Ranks, memories: Sequence[Memory], ctx: int) -> dict[str, Any]:
+    """Expected speeds. On the CPU ranks share one memory; where each has some of the layers, they take turns."""
+    speeds = chooser.measured.speeds
+    found = [speeds.expected(memory, ctx) for memory in memories]
+    names = ("decode_tps", "decode_tps_full", "pace", "prefill_tps")
+    if ranks.split == "layers" or ranks.places[0].gpu is None:
+        taken = {name: sum(1 / one[name] if one[name] else 0.0 for one in found) for name in names}
+    else:
+        more = 2 * ranks.whole.num_layers * SUM_S
+        taken = {name: max(1 / one[name] + more if one[name] else 0.0 for one in found) for name in names[:3]}
+        taken["prefill_tps"] = max(1 / one["prefill_tps"] if one["prefill_tps"] else 0.0 for one in found)
+    return {name: 1 / seconds if seconds else 0.0 for name, seconds in taken.items()}
+
+
+def _reasons(ranks: Ranks, made: Plan) -> Iterator[str]:
+    world = len(ranks.places)
+    what = "a part of every layer each" if ranks.split == "tensor" else "some of the layers each"
+    yield f"{world} ranks: {what}; {_sizes(ranks, made)}"
+    if ranks.split == "tensor" and not is_even(ranks.whole, world):
+        yield f"the heads do not divide evenly among {world} ranks: the others wait for the one with most of them"
+    if ranks.places[0].gpu is not None:
+        yield "no CUDA graphs: steps of several ranks are not captured"
+
+
+def _sizes(ranks: Ranks, made: Plan) -> str:
+    parts = []
+    for rank, plan in enumerate(made.ranks):
+        name = "CPU" if ranks.places[rank].gpu is None else _name(ranks.places[rank].gpu, plan.device)
+        layers = f" (layers {plan.span[0]} to {plan.span[1] - 1})" if ranks.split == "layers" else ""
+        parts.append(f"{name}{layers} {gib(plan.need_bytes, 1)} of {gib(plan.have_bytes, 1)}")
+    return ", ".join(parts)
+
+
+def _name(gpu: GpuFacts | None, device: str) -> str:
+    return f"{gpu.name if gpu is not None else ''} ({device})"

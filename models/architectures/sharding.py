@@ -1,0 +1,413 @@
+"""What one of several ranks holds of a model: the facts of its layers, and where the stored modules are cut. No torch.
+
+A rank has some of the heads of every mixer and some of the inner values of every feed-forward layer. It reads rows of
+what makes them and columns of what takes them back, and the ranks add up what these give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from localllm.checkpoint.formats.gguf import CODEBOOK_TYPES
+from localllm.checkpoint.gguf_types import TENSOR_TYPES
+from localllm.errors import ConfigError
+
+from .facts import ModelFacts, without_predictor
+from .layers import Dense, Experts, LayerFacts
+from .mixers import EXPANDED, Attention, GatedDelta, LatentAttention, Mamba2, ShortConv
+from .model import OpenModel
+
+MOST_RANKS = 8
+WIDEST_UNIT = 256  # inner values are cut at multiples of it where that is even: of all groups and blocks there are
+Ranges = tuple[range, ...]
+
+
+@dataclass(frozen=True)
+class Share:
+    """One of several processes that compute a model together.
+
+    split  tensor: it has a part of every layer; layers: it has layers `span` whole
+    """
+
+    rank: int = 0
+    world: int = 1
+    split: str = "tensor"
+    span: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A rank's part of a stored module, or of a vector.
+
+    shape      of the whole
+    rows       those it has; () for all
+    columns    of all ranks; () where each has all. They add up what their products give
+    adds_bias  of what is added up one adds the bias
+    module     what it is a part of, where that has another name
+    """
+
+    shape: tuple[int, ...]
+    rows: Ranges = ()
+    columns: tuple[Ranges, ...] = ()
+    adds_bias: bool = True
+    module: str = ""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What a rank holds: `cuts` by canonical name, of modules and of vectors; what is not there it has whole."""
+
+    facts: ModelFacts
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    vocabulary: tuple[range, ...] = ()  # rows of embedding and head, of every rank
+
+
+class NotDivisible(ConfigError):
+    """A world size that a model does not take."""
+
+
+def pieces(count: int, world: int, unit: int = 1) -> tuple[range, ...]:
+    """`count` things in `world` runs that begin at multiples of `unit`, as equal as can be, the longer ones first."""
+    units = -(-count // unit)
+    share, more = divmod(units, world)
+    starts = [unit * (rank * share + min(rank, more)) for rank in range(world)]
+    return tuple(range(a, min(b, count)) for a, b in zip(starts, (*starts[1:], unit * units), strict=True))
+
+
+def inner_pieces(count: int, world: int, unit: int) -> tuple[range, ...]:
+    """As `pieces`: even ones at the widest multiples of `unit`, which must divide `count` or be 1."""
+    wider = (unit * 2**n for n in range(9, -1, -1))
+    even = (size for size in wider if size <= max(unit, WIDEST_UNIT) and count % (size * world) == 0)
+    return pieces(count, world, next(even, unit))
+
+
+def head_pieces(heads: int, kv_heads: int, world: int) -> tuple[tuple[range, range], ...]:
+    """(query heads, the key-value heads they read) of each rank; () where it cannot be.
+
+    More ranks than key-value heads share these: each keeps a copy.
+    """
+    ratio = heads // kv_heads
+    if world <= kv_heads:
+        return tuple((_times(kv, ratio), kv) for kv in pieces(kv_heads, world))
+    sharing = world // kv_heads
+    if world % kv_heads or sharing > ratio:
+        return ()
+    of_group = pieces(ratio, sharing)
+    places = (divmod(rank, sharing) for rank in range(world))
+    return tuple((_moved(of_group[part], kv * ratio), range(kv, kv + 1)) for kv, part in places)
+
+
+def _times(one: range, size: int) -> range:
+    return range(one.start * size, one.stop * size)
+
+
+def _moved(one: range, by: int) -> range:
+    return range(one.start + by, one.stop + by)
+
+
+def refusal(facts: ModelFacts, world: int) -> str:
+    """Why a model cannot be divided among so many ranks; nothing where it can."""
+    for layer, _ in facts.kinds:
+        found = _mixer_refusal(layer.mixer, world)
+        inner = [] if layer.ffn is None else [layer.ffn.inner, getattr(layer.ffn, "shared_inner", 0)]
+        if not found and any(0 < size < world for size in inner):
+            found = f"a feed-forward layer of {min(inner)} values"
+        if found:
+            return found
+    return "a vocabulary that is smaller" if facts.vocab_size < world else ""
+
+
+def _mixer_refusal(mixer: Any, world: int) -> str:
+    if isinstance(mixer, Attention):
+        if mixer.whole_norms:
+            return "norms over all heads together"
+        return "" if head_pieces(mixer.num_heads, mixer.num_kv_heads, world) else _heads(mixer)
+    if isinstance(mixer, LatentAttention):
+        return "" if world <= mixer.num_heads else f"{mixer.num_heads} heads"
+    if isinstance(mixer, GatedDelta):
+        return "" if world <= mixer.num_k_heads else f"{mixer.num_k_heads} key heads in layers that keep a state"
+    if isinstance(mixer, Mamba2):
+        return "" if world <= mixer.num_groups else f"{mixer.num_groups} group(s) of heads in Mamba-2 layers"
+    return "" if not isinstance(mixer, ShortConv) or world <= mixer.channels else f"{mixer.channels} channels"
+
+
+def _heads(mixer: Attention) -> str:
+    return f"{mixer.num_heads} heads that share {mixer.num_kv_heads} of keys and values"
+
+
+def is_even(facts: ModelFacts, world: int) -> bool:
+    """Whether all ranks have the same number of heads."""
+    mixers = [layer.mixer for layer, _ in facts.kinds]
+    found = (head_pieces(m.num_heads, m.num_kv_heads, world) for m in mixers if isinstance(m, Attention))
+    latent = all(m.num_heads % world == 0 for m in mixers if isinstance(m, LatentAttention))
+    states = all(m.num_k_heads % world == 0 for m in mixers if isinstance(m, GatedDelta))
+    return latent and states and all(len({len(q) for q, _ in ranks}) == 1 for ranks in found)
+
+
+def check_world(facts: ModelFacts, world: int) -> None:
+    """Raise NotDivisible with the numbers that can be."""
+    found = refusal(facts, world)
+    if not found:
+        return
+    others = [str(n) for n in range(2, MOST_RANKS + 1) if not refusal(facts, n)]
+    raise NotDivisible(
+        f"tensor_parallel {world}: {facts.name} has {found}, which {world} ranks cannot divide",
+        f"use --tensor-parallel {' or '.join(others)}, or --split layers" if others else "use --split layers",
+        context={"tensor_parallel": world, "possible": others},
+    )
+
+
+def check_span(facts: ModelFacts, span: tuple[int, int]) -> None:
+    """Raise NotDivisible where one of these layers needs what another rank has."""
+    hint = "use --split tensor, or one card"
+    if facts.inputs is not None:
+        raise NotDivisible(f"split layers: layers of {facts.name} read the tokens' second embedding", hint)
+    for index in range(*span):
+        source = getattr(facts.layers[index].mixer, "shares_kv_with", None)
+        if source is not None and source not in range(*span):
+            raise NotDivisible(f"split layers: layer {index} of {facts.name} reads the pages of layer {source}", hint)
+
+
+def column_unit(checkpoint: OpenModel, module: str) -> int:
+    """How many inputs of a stored module share a scale or a block, as its format says."""
+    stored = checkpoint.formats[checkpoint.names.source(module)]
+    if stored.kind == "gguf":
+        blocks = {name: size for name, size, _ in TENSOR_TYPES.values()}
+        return 1 if stored.label in CODEBOOK_TYPES else blocks[stored.label]
+    if stored.kind == "fp8":
+        scales = checkpoint.tensors[f"{checkpoint.names.source(module)}.{stored.params['scale']}"].shape
+        return 128 if len(scales) > 1 and scales[1] > 1 else 1
+    size = int(stored.params.get("group_size", {"nvfp4": 16, "mxfp4": 32, "mxfp8": 32}.get(stored.kind, 1)))
+    return 2 if size == stored.shape[1] else size  # one scale a row
+
+
+def shard(facts: ModelFacts, share: Share, unit_of: Callable[[str], int] = lambda module: 1) -> Shard:
+    """What a rank holds. Raises NotDivisible.
+
+    unit_of  how many inputs of a module, by canonical name, share a scale: they stay together
+    """
+    facts = without_predictor(facts)
+    if share.split == "layers":
+        check_span(facts, share.span)
+        return Shard(facts)
+    check_world(facts, share.world)
+    cuts: dict[str, Cut] = {}
+    layers: list[LayerFacts] = []
+    known: dict[LayerFacts, LayerFacts] = {}
+    for index, layer in enumerate(facts.layers):
+        start = f"model.layers.{index}."
+
+        def unit(module: str, start: str = start) -> int:
+            return unit_of(start + module)
+
+        local, found = _layer(layer, facts.hidden_size, share, unit)
+        layers.append(known.setdefault(local, local))
+        cuts |= {start + name: replace(cut, module=cut.module and start + cut.module) for name, cut in found.items()}
+    vocabulary = inner_pieces(facts.vocab_size, share.world, 1)
+    whole = facts.vocab_size, facts.hidden_size
+    for module in ("model.embed_tokens", "lm_head"):
+        cuts[module] = Cut(whole, (vocabulary[share.rank],))
+    return Shard(replace(facts, layers=tuple(layers)), cuts, vocabulary)
+
+
+def shard_facts(facts: ModelFacts, share: Share) -> ModelFacts:
+    """The facts of `shard`, with all inner values where they may be cut; its vocabulary is that of the whole."""
+    local = {id(kind): _layer(kind, facts.hidden_size, share, lambda module: 1)[0] for kind, _ in facts.kinds}
+    return replace(facts, layers=tuple(local[id(layer)] for layer in facts.layers))
+
+
+def _layer(
+    layer: LayerFacts, hidden: int, share: Share, unit: Callable[[str], int]
+) -> tuple[LayerFacts, dict[str, Cut]]:
+    mixer, ffn = layer.mixer, layer.ffn
+    cuts: dict[str, Cut] = {}
+    if mixer is not None:
+        mixer, found = _MIXERS[type(mixer)](mixer, hidden, share)
+        cuts |= found
+    if isinstance(ffn, Dense):
+        ffn, found = _dense(ffn, hidden, share, unit)
+        cuts |= found
+    elif isinstance(ffn, Experts):
+        ffn, found = _experts(ffn, hidden, share, unit)
+        cuts |= found
+    return replace(layer, mixer=mixer, ffn=ffn), cuts
+
+
+def _cut(shapes: Mapping[str, tuple[int, ...]], rows: Mapping[str, Iterable[range]]) -> dict[str, Cut]:
+    return {name: Cut(shapes[name], tuple(ranges)) for name, ranges in rows.items() if name in shapes}
+
+
+def _taken_back(
+    shapes: Mapping[str, tuple[int, ...]], module: str, columns: Sequence[Iterable[range]], share: Share
+) -> dict[str, Cut]:
+    return {module: Cut(shapes[module], (), tuple(map(tuple, columns)), share.rank == 0)}
+
+
+def _attention(facts: Attention, hidden: int, share: Share) -> tuple[Attention, dict[str, Cut]]:
+    ranks, dim = head_pieces(facts.num_heads, facts.num_kv_heads, share.world), facts.head_dim
+    queries, kv = ranks[share.rank]
+    wide = dim * (1 + facts.gate)
+    q, k = _times(queries, wide), _times(kv, dim)
+    after_q, after_k = facts.num_heads * wide, facts.num_heads * wide + facts.num_kv_heads * dim
+    rows = {
+        "self_attn.q_proj": [q],
+        "self_attn.k_proj": [k],
+        "self_attn.v_proj": [k],
+        "self_attn.qkv_proj": [q, _moved(k, after_q), _moved(k, after_k)],
+        "self_attn.sinks": [queries],
+    }
+    shapes = facts.linears(hidden)
+    cuts = _cut(shapes | facts.vectors(hidden), rows)
+    cuts |= _taken_back(shapes, "self_attn.o_proj", [[_times(one, dim)] for one, _ in ranks], share)
+    return replace(facts, num_heads=len(queries), num_kv_heads=len(kv)), cuts
+
+
+def _latent(facts: LatentAttention, hidden: int, share: Share) -> tuple[LatentAttention, dict[str, Cut]]:
+    ranks = pieces(facts.num_heads, share.world)
+    heads, shapes = ranks[share.rank], facts.linears(hidden)
+    module = "self_attn.q_b_proj" if facts.query_rank else "self_attn.q_proj"
+    own = {module: [_times(heads, facts.still_dim + facts.rope.dim)]}
+    own[EXPANDED] = [_times(heads, facts.still_dim + facts.value_dim)]
+    cuts = _cut(shapes, own)
+    if facts.by_head:
+        for local, head in enumerate(heads):
+            for kind in "kv":
+                name = f"self_attn.{kind}_b_proj."
+                cuts[f"{name}{local}"] = Cut(shapes[f"{name}{head}"], module=f"{name}{head}")
+    cuts |= _taken_back(shapes, "self_attn.o_proj", [[_times(one, facts.value_dim)] for one in ranks], share)
+    return replace(facts, num_heads=len(heads)), cuts
+
+
+def _gated_delta(facts: GatedDelta, hidden: int, share: Share) -> tuple[GatedDelta, dict[str, Cut]]:
+    ratio = facts.num_v_heads // facts.num_k_heads
+
+    def value_heads(keys: range) -> list[range]:
+        if facts.tiled:
+            return [_moved(keys, turn * facts.num_k_heads) for turn in range(ratio)]
+        return [_times(keys, ratio)]
+
+    ranks = pieces(facts.num_k_heads, share.world)
+    own = ranks[share.rank]
+    heads = value_heads(own)
+    values, keys = [_times(one, facts.v_dim) for one in heads], _times(own, facts.k_dim)
+    of_keys = facts.num_k_heads * facts.k_dim
+    mixed = [keys, _moved(keys, of_keys), *(_moved(one, 2 * of_keys) for one in values)]
+    rows = {
+        "linear_attn.in_proj_qkv": mixed,
+        "linear_attn.in_proj_z": values,
+        "linear_attn.in_proj_qkvz": [_times(own, 2 * facts.k_dim + 2 * ratio * facts.v_dim)],
+        "linear_attn.in_proj_b": heads,
+        "linear_attn.in_proj_a": heads,
+        "linear_attn.in_proj_ba": [_times(own, 2 * ratio)],
+        "linear_attn.conv1d.weight": mixed,
+        "linear_attn.A_log": heads,
+        "linear_attn.dt_bias": heads,
+    }
+    shapes = facts.linears(hidden)
+    cuts = _cut(shapes | facts.vectors(hidden), rows)
+    columns = [[_times(one, facts.v_dim) for one in value_heads(keys)] for keys in ranks]
+    cuts |= _taken_back(shapes, "linear_attn.out_proj", columns, share)
+    return replace(facts, num_k_heads=len(own), num_v_heads=len(own) * ratio), cuts
+
+
+def _mamba(facts: Mamba2, hidden: int, share: Share) -> tuple[Mamba2, dict[str, Cut]]:
+    ranks, of_group = pieces(facts.num_groups, share.world), facts.num_heads // facts.num_groups
+    groups = ranks[share.rank]
+    heads, written = _times(groups, of_group), _times(groups, facts.state_size)
+    values, size = _times(heads, facts.head_dim), facts.num_groups * facts.state_size
+    mixed = [values, _moved(written, facts.inner), _moved(written, facts.inner + size)]
+    steps = _moved(heads, facts.inner + facts.channels)
+    rows = {
+        "mamba.in_proj": [values, *(_moved(one, facts.inner) for one in mixed), steps],
+        "mamba.conv1d.weight": mixed,
+        "mamba.conv1d.bias": mixed,
+        "mamba.norm.weight": [groups if facts.split_norm else values],
+        **{f"mamba.{name}": [heads] for name in ("A_log", "D", "dt_bias")},
+    }
+    shapes = facts.linears(hidden)
+    cuts = _cut(shapes | facts.vectors(hidden), rows)
+    columns = [[_times(one, of_group * facts.head_dim)] for one in ranks]
+    cuts |= _taken_back(shapes, "mamba.out_proj", columns, share)
+    return replace(facts, num_heads=len(heads), num_groups=len(groups)), cuts
+
+
+def _short_conv(facts: ShortConv, hidden: int, share: Share) -> tuple[ShortConv, dict[str, Cut]]:
+    ranks = inner_pieces(facts.channels, share.world, 1)
+    own = ranks[share.rank]
+    rows = {
+        "conv.in_proj": [_moved(own, part * facts.channels) for part in range(3)],
+        "conv.conv.weight": [own],
+        "conv.conv.bias": [own],
+    }
+    shapes = facts.linears(hidden)
+    cuts = _cut(shapes | facts.vectors(hidden), rows)
+    cuts |= _taken_back(shapes, "conv.out_proj", [[one] for one in ranks], share)
+    return replace(facts, channels=len(own)), cuts
+
+
+_MIXERS: dict[type, Callable[[Any, int, Share], tuple[Any, dict[str, Cut]]]] = {
+    Attention: _attention,
+    LatentAttention: _latent,
+    GatedDelta: _gated_delta,
+    Mamba2: _mamba,
+    ShortConv: _short_conv,
+}
+
+
+def _fed(
+    start: str, inputs: Iterable[str], shapes: Mapping[str, tuple[int, ...]], ranks: Sequence[range], share: Share
+) -> dict[str, Cut]:
+    """The cuts of one feed-forward layer; a module that holds gate and up has them one after the other."""
+    own, inner = ranks[share.rank], ranks[-1].stop
+    rows = {start + name: [own, _moved(own, inner)] if "gate_up" in name else [own] for name in inputs}
+    down = f"{start}down_proj"
+    return _cut(shapes, rows) | _taken_back(shapes, down, [[one] for one in ranks], share)
+
+
+def _dense(facts: Dense, hidden: int, share: Share, unit: Callable[[str], int]) -> tuple[Dense, dict[str, Cut]]:
+    ranks = _inner(facts.inner, share, unit("mlp.down_proj"))
+    names = [name.removeprefix("mlp.") for name in facts.inputs]
+    return replace(facts, inner=len(ranks[share.rank])), _fed("mlp.", names, facts.linears(hidden), ranks, share)
+
+
+def _experts(facts: Experts, hidden: int, share: Share, unit: Callable[[str], int]) -> tuple[Experts, dict[str, Cut]]:
+    shapes = facts.linears(hidden)
+    cuts: dict[str, Cut] = {}
+    ranks = _inner(facts.inner, share, unit("mlp.experts.0.down_proj"))
+    for number in range(facts.num_experts):
+        cuts |= _fed(f"mlp.experts.{number}.", facts.inputs, shapes, ranks, share)
+    local = replace(facts, inner=len(ranks[share.rank]))
+    if facts.shared_inner:
+        ranks = _inner(facts.shared_inner, share, unit("mlp.shared_expert.down_proj"))
+        cuts |= _fed("mlp.shared_expert.", facts.shared_inputs, shapes, ranks, share)
+        local = replace(local, shared_inner=len(ranks[share.rank]))
+    return local, cuts
+
+
+def _inner(count: int, share: Share, unit: int) -> tuple[range, ...]:
+    ranks = inner_pieces(count, share.world, unit if count % unit == 0 else 1)
+    if not all(ranks):
+        raise NotDivisible(
+            f"tensor_parallel {share.world}: {count:,} values of a feed-forward layer are stored in blocks of {unit}",
+            f"use --tensor-parallel {count // unit} or less, or --split layers",
+        )
+    return ranks
+
+
+def spans(sizes: Sequence[int], room: Sequence[float]) -> tuple[tuple[int, int], ...]:
+    """Consecutive layers of `sizes` bytes for ranks with so much room: each has at least one, shares as of the room."""
+    world, whole = len(room), sum(sizes) or 1
+    if len(sizes) < world:
+        raise NotDivisible(f"{len(sizes)} layers are fewer than {world} ranks", f"use --tensor-parallel {len(sizes)}")
+    ends: list[int] = []
+    done = at = 0
+    for rank in range(world - 1):
+        wanted = whole * sum(room[: rank + 1]) / (sum(room) or 1)
+        last = len(sizes) - (world - 1 - rank)
+        while at < last and (at <= (ends[-1] if ends else 0) or done + sizes[at] / 2 <= wanted):
+            done += sizes[at]
+            at += 1
+        ends.append(at)
+    return tuple(zip([0, *ends], [*ends, len(sizes)], strict=True))

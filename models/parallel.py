@@ -1,0 +1,262 @@
+"""`ParallelModel`: what one rank has of a model. Rank 0 tells the others what it computes, and all compute it together.
+
+A message is a value that JSON can hold; tensors of a step follow it from rank 0 to all. Where every rank has a part of
+each layer, all of them run the same calls. Where each has some of the layers, a step goes from one to the next, and the
+last gives its rows back to rank 0, which has embedding and head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from localllm.errors import UnsupportedModel
+from localllm.kernels.layer_weights import Stepped
+
+from .inputs import AttentionInputs, ForwardBatch, ImageRows
+from .kv_cache import CacheGroup, KVCache
+from .model import Model
+from .ranks import Ranks
+
+Message = dict[str, Any]
+
+
+class Lead(Protocol):
+    """How rank 0 reaches the others."""
+
+    def tell(self, message: Message) -> None:
+        """Raises what `lost` gives."""
+
+    def lost(self, error: Exception) -> Exception:
+        """What became of the ranks when something that they do together failed: it cannot go on."""
+
+    def close(self) -> None:
+        """End them."""
+
+
+class ParallelModel(Model):
+    """A rank's part of a model, to be called as the whole of it where its rank is 0."""
+
+    def __init__(self, *parts: Any, ranks: Ranks) -> None:
+        super().__init__(*(*parts, ranks.span(parts[0].num_layers)))
+        self.ranks = ranks
+        self.lead: Lead | None = None  # of rank 0
+        self.on_lost: Callable[[Exception], None] | None = None  # whom to tell when a rank ends by itself
+        self._in_stages = ranks.share.split == "layers"
+        own = range(*ranks.span(self.facts.num_layers))
+        self.groups = tuple(_of_layers(group, own) for group in self.groups)
+        self.states = tuple(replace(one, layers=tuple(n for n in one.layers if n in own)) for one in self.states)
+
+    # --- what all ranks do -------------------------------------------------------------------------------------------
+
+    def forward(
+        self, batch: ForwardBatch, cache: KVCache, num_layers: int | None = None, every_row: bool = False
+    ) -> Tensor:
+        with self._together("forward", batch, num_layers=num_layers, every_row=every_row):
+            if not self._in_stages:
+                return super().forward(batch, cache, num_layers, every_row)
+            return self._staged(batch, cache, num_layers, every_row)
+
+    def step(self, batch: ForwardBatch, cache: KVCache, finds_best: bool = False) -> Stepped:
+        if self._in_stages:
+            hidden = self.forward(batch, cache)
+            return hidden, self.table.head(hidden, self.head), None
+        with self._together("step", batch):
+            return super().step(batch, cache)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        if self._in_stages:
+            return super().logits(hidden)
+        with self._together("logits", rows=hidden.shape[0]):
+            return super().logits(self.ranks.told(hidden.contiguous()))
+
+    def new_cache(
+        self, num_pages: Sequence[int], page_size: int, kv_format: str, device: torch.device, num_slots: int = 0
+    ) -> KVCache:
+        formats = {"page_size": page_size, "kv_format": kv_format, "num_slots": num_slots}
+        with self._together("cache", None, num_pages=list(num_pages), **formats):
+            given = self.groups, num_pages, page_size, kv_format, device, self.states, num_slots
+            return _ToldCache(*given, num_layers=self.facts.num_layers).by(self)
+
+    def forget_pages(self) -> None:
+        if self.lead is not None:
+            self.lead.tell({"do": "forget_pages"})
+        super().forget_pages()
+
+    def forget_layers(self) -> None:
+        if self.lead is not None:
+            self.lead.close()
+            self.lead = None
+        super().forget_layers()
+
+    def hold_adapters(self, device: torch.device, **promises: bool) -> Any:
+        raise UnsupportedModel(
+            f"{self.facts.name} is divided among {self.ranks.share.world} ranks, which take no adapters",
+            "use --tensor-parallel 1 with adapters",
+        )
+
+    def _staged(self, batch: ForwardBatch, cache: KVCache, num_layers: int | None, every_row: bool) -> Tensor:
+        ranks, share = self.ranks, self.ranks.share
+        count, rows = batch.positions.shape[0], batch.logits_indices
+        wanted = None if every_row or rows.shape[0] == count else rows
+        alone, last = num_layers is not None, share.rank == share.world - 1  # alone: to see what a step takes
+        hidden = self.facts.hidden_size, self.embedding.dtype, batch.positions.device
+        x = _empty(count, *hidden) if share.rank else self.embedded(batch)
+        if share.rank and not alone:
+            ranks.passed_on(x, share.rank - 1, share.rank)
+        x = self._decoded(x, self._calls[:num_layers], cache, batch, wanted if last or alone else None, None)
+        if alone:
+            return x
+        if not last:
+            ranks.passed_on(x, share.rank, share.rank + 1)
+        result = x if last else _empty(count if wanted is None else wanted.shape[0], *hidden)
+        ranks.passed_on(result, share.world - 1, 0)
+        return result
+
+    @contextmanager
+    def _together(self, do: str, batch: ForwardBatch | None = None, **given: Any) -> Iterator[None]:
+        if self.lead is None:
+            yield
+            return
+        try:
+            if batch is None:
+                self.lead.tell({"do": do, **given})
+            else:
+                self.lead.tell({"do": do, **given, **_described(batch)})
+                _tell_tensors(batch, self.ranks)
+            yield
+        except Exception as error:
+            raise self.lead.lost(error) from error
+
+
+def _empty(count: int, hidden: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(count, hidden, dtype=dtype, device=device)
+
+
+def _of_layers(group: CacheGroup, own: range) -> CacheGroup:
+    readers = {reader: source for reader, source in group.readers.items() if reader in own}
+    return replace(group, layers=tuple(layer for layer in group.layers if layer in own), readers=readers)
+
+
+class _ToldCache(KVCache):
+    """The pages of one rank; what rank 0 does to its own, the others do, too."""
+
+    def by(self, model: ParallelModel) -> _ToldCache:
+        self._model = model
+        return self
+
+    def _tell(self, do: str, *given: Any) -> None:
+        if self._model.lead is not None:
+            self._model.lead.tell({"do": do, "given": given})
+
+    def copy_page(self, group_index: int, src: int, dst: int) -> None:
+        self._tell("copy_page", group_index, src, dst)
+        super().copy_page(group_index, src, dst)
+
+    def copy_slot(self, src: int, dst: int) -> None:
+        self._tell("copy_slot", src, dst)
+        super().copy_slot(src, dst)
+
+    def forget(self, group_index: int, pages: Sequence[int]) -> None:
+        self._tell("forget", group_index, list(pages))
+        super().forget(group_index, pages)
+
+    def forget_slots(self, slots: Sequence[int]) -> None:
+        self._tell("forget_slots", list(slots))
+        super().forget_slots(slots)
+
+
+# --- a step's tensors ---------------------------------------------------------------------------------------------
+
+
+def _integers(batch: ForwardBatch) -> list[Tensor | None]:
+    """What a step has of whole numbers; the same order on both sides."""
+    groups = [part for group in batch.groups for part in (group.block_table, group.slot_mapping)]
+    lens = batch.cu_query_lens, batch.seq_lens_tensor
+    return [batch.token_ids, batch.positions, *lens, batch.logits_indices, batch.slots, batch.image_positions, *groups]
+
+
+def _described(batch: ForwardBatch) -> Message:
+    tensors = _integers(batch)
+    return {
+        "query_lens": batch.query_lens,
+        "seq_lens": batch.seq_lens,
+        "shapes": [None if one is None else list(one.shape) for one in tensors],
+        "wide": [one is not None and one.dtype == torch.int64 for one in tensors],
+        "images": [(one.sequence, one.first, one.position, one.vectors.shape[0]) for one in batch.images],
+    }
+
+
+def _tell_tensors(batch: ForwardBatch, ranks: Ranks) -> None:
+    ranks.told(torch.cat([one.flatten().long() for one in _integers(batch) if one is not None]))
+    for image in batch.images:
+        ranks.told(image.vectors.float().contiguous())
+
+
+def _heard(message: Message, ranks: Ranks, hidden: int, device: torch.device) -> ForwardBatch:
+    """The batch that rank 0 describes, its tensors taken from it."""
+    shapes: list[list[int] | None] = message["shapes"]
+    sizes = [0 if shape is None else math.prod(shape) for shape in shapes]
+    whole = ranks.told(torch.empty(sum(sizes), dtype=torch.int64, device=device))
+    parts = [
+        None if shape is None else (part if wide else part.int()).view(shape)
+        for part, shape, wide in zip(whole.split(sizes), shapes, message["wide"], strict=True)
+    ]
+    token_ids, positions, starts, lens, rows, slots, image_positions, *groups = parts
+    images = tuple(
+        ImageRows(sequence, first, position, ranks.told(torch.empty(count, hidden, device=device)))
+        for sequence, first, position, count in message["images"]
+    )
+    assert token_ids is not None and positions is not None and starts is not None and lens is not None
+    assert rows is not None
+    pairs = zip(groups[::2], groups[1::2], strict=True)
+    return ForwardBatch(
+        token_ids=token_ids,
+        positions=positions,
+        query_lens=tuple(message["query_lens"]),
+        seq_lens=tuple(message["seq_lens"]),
+        cu_query_lens=starts,
+        seq_lens_tensor=lens,
+        logits_indices=rows,
+        groups=tuple(AttentionInputs(table, into) for table, into in pairs if table is not None and into is not None),
+        slots=slots,
+        images=images,
+        image_positions=image_positions,
+    )
+
+
+@torch.inference_mode()
+def follow(model: ParallelModel, device: torch.device, receive: Callable[[], Message]) -> None:
+    """Do what rank 0 does, until it says "close"."""
+    cache: KVCache | None = None
+    while True:
+        message = receive()
+        do = message["do"]
+        if do == "close":
+            return
+        if do == "cache":
+            cache = None  # the previous pages go first
+            formats = message["page_size"], message["kv_format"], device
+            cache = model.new_cache(message["num_pages"], *formats, message["num_slots"])
+        elif do == "forget_pages":
+            cache = None
+            model.forget_pages()
+        elif do == "logits":
+            model.logits(
+                torch.empty(message["rows"], model.facts.hidden_size, dtype=model.embedding.dtype, device=device)
+            )
+        elif do in ("forward", "step"):
+            assert cache is not None
+            batch = _heard(message, model.ranks, model.facts.hidden_size, device)
+            if do == "step":
+                model.step(batch, cache)
+            else:
+                model.forward(batch, cache, message["num_layers"], message["every_row"])
+        else:
+            getattr(cache, do)(*message["given"])

@@ -1,0 +1,176 @@
+"""Models that several processes compute: the answers of one, and what happens when a rank ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localllm import LLM, SamplingParams
+from localllm.config import EngineOptions
+from localllm.device.fake import fake_machine
+from localllm.errors import ConfigError, DeviceError
+from localllm.models.architectures import open_model
+from localllm.plan.planner import Planner
+from localllm.request import Constraint
+
+EXACT = {"device": "cpu", "ctx": 512, "dtype": "float32", "kv": "f32", "max_parallel": 4}
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+PROMPTS = [
+    "The capital of France is",
+    "Once upon a time, in a village by the sea, there lived a girl who could count all the stars. Every night she went"
+    " down to the shore with a lamp and a book, and wrote their names,",
+    "def fibonacci(n):",
+]
+
+
+def pids(llm: LLM) -> list[int]:
+    lead = llm._model.lead  # type: ignore[attr-defined]
+    return [process.pid for process in lead.processes]
+
+
+def ids_of(answers: Any) -> list[list[int]]:
+    return [one.completions[0].token_ids for one in answers]
+
+
+@pytest.fixture(scope="module")
+def alone(smollm2_path: Path) -> dict[str, Any]:
+    """What one process says."""
+    with LLM(smollm2_path, **EXACT) as llm:
+        children = llm.generate(PROMPTS[0], SamplingParams(temperature=0.8, seed=5, n=3, max_tokens=12))
+        return {
+            "greedy": ids_of(llm.generate(PROMPTS, GREEDY)),
+            "n": [one.token_ids for one in children.completions],
+            "score": llm.score(list(range(40, 140))),
+        }
+
+
+@pytest.fixture(scope="module", params=[(2, "tensor"), (3, "tensor"), (3, "layers")], ids=["2", "3", "3-layers"])
+def several(smollm2_path: Path, request: pytest.FixtureRequest) -> Any:
+    world, split = request.param
+    with LLM(smollm2_path, tensor_parallel=world, split=split, debug_invariants=True, **EXACT) as llm:
+        yield llm
+
+
+@pytest.mark.slow
+def test_several_processes_say_what_one_says(several: LLM, alone: dict[str, Any]) -> None:
+    import numpy as np
+
+    assert ids_of(several.generate(PROMPTS, GREEDY)) == alone["greedy"]
+    again = several.generate(PROMPTS, GREEDY)  # from cached prefixes
+    assert ids_of(again) == alone["greedy"]
+    assert several.stats().prefix_hit_tokens > 0
+    children = several.generate(PROMPTS[0], SamplingParams(temperature=0.8, seed=5, n=3, max_tokens=12))
+    assert [one.token_ids for one in children.completions] == alone["n"]
+    found = several.score(list(range(40, 140)))
+    assert float(np.abs(found - alone["score"]).max() / np.abs(alone["score"]).max()) < 1e-5
+    whole = several.plan.ranks
+    assert len(whole) == len(pids(several)) + 1
+    assert f"{len(whole)} ranks" in several.run_summary
+
+
+@pytest.mark.slow
+def test_grammar_abort_and_preemption(several: LLM, alone: dict[str, Any]) -> None:
+    schema = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 9}}, "required": ["city"]}
+    constrained = several.generate(
+        "JSON of a city:", SamplingParams(temperature=0, max_tokens=40), constraint=Constraint("json_schema", schema)
+    )
+    assert set(json.loads(constrained.text)) == {"city"}
+    stream = several.generate(PROMPTS[1], SamplingParams(max_tokens=400, ignore_eos=True), stream=True)
+    next(iter(stream))
+    stream.close()
+    several.engine.clear_prefix_cache()
+    while several.stats().num_running or several.stats().pages_cached:
+        several.engine.clear_prefix_cache()
+        time.sleep(0.05)
+    (pool,) = several.engine.scheduler.pages.pools
+    assert pool.withdraw(pool.num_free - 14)
+    before = several.stats().num_preemptions
+    long = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
+    answers = several.generate(PROMPTS, long)
+    assert several.stats().num_preemptions > before
+    assert [ids[:24] for ids in ids_of(answers)] == alone["greedy"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["busy", "idle"])
+def test_a_rank_that_dies_ends_the_others_and_the_requests(tiny_path: Path, when: str) -> None:
+    with LLM(tiny_path, tensor_parallel=2, **EXACT) as llm:
+        (pid,) = pids(llm)
+        failed: list[Exception] = []
+        first = threading.Event()
+
+        def ask() -> None:
+            try:
+                for _ in llm.generate("a" * 20, SamplingParams(max_tokens=400, ignore_eos=True), stream=True):
+                    first.set()
+            except DeviceError as error:
+                failed.append(error)
+
+        asking = threading.Thread(target=ask)
+        if when == "busy":
+            asking.start()
+            assert first.wait(60)
+        started = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        if when == "idle":
+            while not llm.is_dead:
+                assert time.monotonic() < started + 5
+                time.sleep(0.02)
+            asking.start()
+        asking.join(5)
+        assert not asking.is_alive() and time.monotonic() < started + 5
+        assert len(failed) == 1
+        if when == "busy":
+            assert f"rank 1 of 2 (cpu, process {pid}) was ended by SIGKILL" in str(failed[0])
+        assert llm.is_dead and "rank 1 of 2" in llm.why_dead
+
+
+@pytest.mark.slow
+def test_ranks_end_with_rank_0(tiny_path: Path) -> None:
+    llm = LLM(tiny_path, tensor_parallel=2, **EXACT)
+    (pid,) = pids(llm)
+    llm.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+@pytest.mark.slow
+def test_other_files_and_other_versions_are_refused(
+    tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from localllm.boot import ranks
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks, "versions", lambda: ["0.0.1", "1.0"])
+        with pytest.raises(ConfigError, match="rank 1: this rank runs localllm .*rank 0 0.0.1 with torch 1.0"):
+            LLM(tiny_path, tensor_parallel=2, **EXACT)
+    real = ranks.identity_of
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks, "identity_of", lambda one: {path: [1, 2, 3] for path in real(one)})
+        with pytest.raises(ConfigError, match="rank 1: tiny.gguf is another file than rank 0 reads"):
+            LLM(tiny_path, tensor_parallel=2, **EXACT)
+
+
+# --- the plan ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_ranks_cannot_do_is_refused_by_name(tiny_path: Path) -> None:
+    with open_model(tiny_path) as checkpoint:
+        facts = checkpoint.facts
+    planner = Planner(fake_machine("cpu"), EngineOptions(device="cpu", tensor_parallel=2))
+    made = planner.plan(facts)
+    assert [rank.device for rank in made.ranks] == ["cpu", "cpu"] and made.fits
+    assert sum(rank.weight_bytes for rank in made.ranks) < 1.2 * facts.weight_bytes
+    with pytest.raises(ConfigError, match="4 heads that share 2"):
+        planner.having(tensor_parallel=3).plan(facts)
+    with pytest.raises(ConfigError, match="tensor_parallel and kv_store"):
+        planner.having(kv_store=1 << 30).plan(facts)
+    with pytest.raises(ConfigError, match="2 layers are fewer than 3 ranks"):
+        planner.having(tensor_parallel=3, split="layers").plan(facts)
