@@ -1,9 +1,15 @@
-/* The gated delta rule and Mamba-2: a matrix of every head that goes from token to token. */
+/* The gated delta rule and Mamba-2: a matrix of every head that goes from token to token.
+ *
+ * VW rows of it go through the tokens together, while they lie in the first cache. A row's arithmetic is the same for
+ * any number of tokens: a prompt gives the bits that its tokens give one by one. */
 #ifndef LL_RECURRENT_H
 #define LL_RECURRENT_H
 
 #include "pool.h"
 #include "vec.h"
+
+#define RUN 128                      /* tokens whose keys stay in the second cache until all rows have met them */
+#define ABREAST (VW == 16 ? 8 : 4)   /* rows that share what is loaded of a token */
 
 typedef struct {
     const float *q, *k, *v, *factor, *beta; /* [tokens][heads][dim]; [tokens][v_heads] */
@@ -13,34 +19,118 @@ typedef struct {
     int64_t stride, k_heads, v_heads, k_dim, v_dim, tiled;
 } delta_job;
 
-/* S = factor S; S = S + beta (v - S k) k^T; returns S q, for one row S of the matrix. */
-INLINE float delta_row(float *s, const float *k, const float *q, int64_t dim, float factor, float beta, float v)
+typedef struct {
+    const float *x, *b, *c, *steps, *factor; /* [tokens][heads][dim]; [tokens][groups][size]; [tokens][heads] */
+    float *state, *y;                        /* state: [slots][heads][dim][size], slots `stride` floats apart */
+    const int64_t *slots;
+    const int32_t *starts;
+    int64_t stride, heads, groups, dim, size;
+} space_job;
+
+/* For every row of the matrix a sum over vectors, and one over what is left behind the last whole one. */
+typedef struct {
+    vf of[VW];
+    float rest[VW];
+} row_sums;
+
+/* The sums, row i in lane i. */
+INLINE vf sums_of_rows(row_sums *s)
+{
+    transpose(s->of);
+    UNROLL for (int i = 0; i < VW / 2; i++) s->of[i] = s->of[i] + s->of[i + VW / 2];
+    UNROLL for (int i = 0; i < VW / 4; i++) s->of[i] = s->of[i] + s->of[i + VW / 4];
+#if VW > 4
+    UNROLL for (int i = 0; i < VW / 8; i++) s->of[i] = s->of[i] + s->of[i + VW / 8];
+#endif
+#if VW > 8
+    s->of[0] = s->of[0] + s->of[1];
+#endif
+    return s->of[0] + vf_load(s->rest);
+}
+
+/* S k for `rows` rows from the first on. */
+INLINE void read_rows(const float *s, const float *k, int64_t dim, row_sums *to, int first, const int rows)
 {
     const int64_t whole = dim / VW * VW;
-    vf sum = {0};
-    float rest = 0;
+    vf sum[ABREAST];
+    for (int r = 0; r < rows; r++) sum[r] = vf_set1(0.0f);
+    s += first * dim;
     for (int64_t i = 0; i < whole; i += VW) {
-        const vf grown = vf_load(s + i) * factor;
-        vf_store(s + i, grown);
-        sum += grown * vf_load(k + i);
+        const vf key = vf_load(k + i);
+        for (int r = 0; r < rows; r++) sum[r] = vf_fma(vf_load(s + r * dim + i), key, sum[r]);
     }
-    for (int64_t i = whole; i < dim; i++) {
-        s[i] *= factor;
-        rest += s[i] * k[i];
+    for (int r = 0; r < rows; r++) {
+        float rest = 0.0f;
+        for (int64_t i = whole; i < dim; i++) rest += s[r * dim + i] * k[i];
+        to->of[first + r] = sum[r];
+        to->rest[first + r] = rest;
     }
-    const float missing = (v - (vf_sum(sum) + rest)) * beta;
-    vf read = {0};
-    rest = 0;
+}
+
+/* S = factor S + x k^T, then S q. */
+INLINE void step_rows(float *s, const float *k, const float *q, int64_t dim, float factor, const float *x, row_sums *to, int first,
+                      const int rows)
+{
+    const int64_t whole = dim / VW * VW;
+    const vf grows = vf_set1(factor);
+    vf sum[ABREAST], given[ABREAST];
+    for (int r = 0; r < rows; r++) {
+        sum[r] = vf_set1(0.0f);
+        given[r] = vf_set1(x[first + r]);
+    }
+    s += first * dim;
     for (int64_t i = 0; i < whole; i += VW) {
-        const vf learnt = vf_load(s + i) + vf_load(k + i) * missing;
-        vf_store(s + i, learnt);
-        read += learnt * vf_load(q + i);
+        const vf key = vf_load(k + i), query = vf_load(q + i);
+        for (int r = 0; r < rows; r++) {
+            const vf now = vf_fma(vf_load(s + r * dim + i), grows, key * given[r]);
+            vf_store(s + r * dim + i, now);
+            sum[r] = vf_fma(now, query, sum[r]);
+        }
     }
-    for (int64_t i = whole; i < dim; i++) {
-        s[i] += missing * k[i];
-        rest += s[i] * q[i];
+    for (int r = 0; r < rows; r++) {
+        float rest = 0.0f;
+        for (int64_t i = whole; i < dim; i++) {
+            s[r * dim + i] = s[r * dim + i] * factor + k[i] * x[first + r];
+            rest += s[r * dim + i] * q[i];
+        }
+        to->of[first + r] = sum[r];
+        to->rest[first + r] = rest;
     }
-    return vf_sum(read) + rest;
+}
+
+#define ROWS(CALL)                                                      \
+    do {                                                                \
+        int first = 0;                                                  \
+        for (; first + ABREAST <= count; first += ABREAST) CALL(ABREAST); \
+        for (; first < count; first++) CALL(1);                         \
+    } while (0)
+
+INLINE vf load_some(const float *from, int count)
+{
+    vf x = vf_set1(0.0f);
+    if (count == VW) return vf_load(from);
+    memcpy(&x, from, (size_t)count * 4);
+    return x;
+}
+
+/* `count` rows of head `head` through the tokens [begin, end). */
+static void delta_run(const delta_job *j, float *s, int64_t head, int64_t row, int count, int64_t begin, int64_t end)
+{
+    const int64_t of = j->tiled ? head % j->k_heads : head / (j->v_heads / j->k_heads), dim = j->k_dim;
+    row_sums sums;
+    memset(&sums, 0, sizeof sums);
+    for (int64_t t = begin; t < end; t++) {
+        const int64_t at = t * j->v_heads + head;
+        const float *k = j->k + (t * j->k_heads + of) * dim, *q = j->q + (t * j->k_heads + of) * dim, factor = j->factor[at];
+        float missing[VW];
+#define READ(N) read_rows(s, k, dim, &sums, first, N)
+        ROWS(READ);
+        vf_store(missing, (load_some(j->v + at * j->v_dim + row, count) - sums_of_rows(&sums) * factor) * j->beta[at]);
+#define LEARN(N) step_rows(s, k, q, dim, factor, missing, &sums, first, N)
+        ROWS(LEARN);
+        const vf y = sums_of_rows(&sums);
+        memcpy(j->y + at * j->v_dim + row, &y, (size_t)count * 4);
+    }
 }
 
 /* A task is a value head of a sequence: its tokens in order. */
@@ -48,19 +138,13 @@ static void delta_heads(void *arg, int64_t begin, int64_t end, int thread)
 {
     (void)thread;
     const delta_job *j = arg;
-    const int64_t ratio = j->v_heads / j->k_heads;
     for (int64_t i = begin; i < end; i++) {
-        const int64_t sequence = i / j->v_heads, head = i % j->v_heads;
-        const int64_t of = j->tiled ? head % j->k_heads : head / ratio;
+        const int64_t sequence = i / j->v_heads, head = i % j->v_heads, last = j->starts[sequence + 1];
         float *state = j->state + j->slots[sequence] * j->stride + head * j->v_dim * j->k_dim;
-        for (int64_t t = j->starts[sequence]; t < j->starts[sequence + 1]; t++) {
-            const float *k = j->k + (t * j->k_heads + of) * j->k_dim, *q = j->q + (t * j->k_heads + of) * j->k_dim;
-            const int64_t at = t * j->v_heads + head;
-            const float *v = j->v + at * j->v_dim;
-            float *y = j->y + at * j->v_dim;
-            for (int64_t r = 0; r < j->v_dim; r++)
-                y[r] = delta_row(state + r * j->k_dim, k, q, j->k_dim, j->factor[at], j->beta[at], v[r]);
-        }
+        for (int64_t t = j->starts[sequence]; t < last; t += RUN)
+            for (int64_t row = 0; row < j->v_dim; row += VW)
+                delta_run(j, state + row * j->k_dim, head, row, j->v_dim - row < VW ? (int)(j->v_dim - row) : VW, t,
+                          t + RUN < last ? t + RUN : last);
     }
 }
 
@@ -71,30 +155,21 @@ void ll_delta_rule(const delta_job *job, int64_t sequences)
     pthread_mutex_unlock(&pool.lock);
 }
 
-typedef struct {
-    const float *x, *b, *c, *steps, *factor; /* [tokens][heads][dim]; [tokens][groups][size]; [tokens][heads] */
-    float *state, *y;                        /* state: [slots][heads][dim][size], slots `stride` floats apart */
-    const int64_t *slots;
-    const int32_t *starts;
-    int64_t stride, heads, groups, dim, size;
-} space_job;
-
-/* S = factor S + x b^T; returns S c, for one row S of the matrix. */
-INLINE float space_row(float *s, const float *b, const float *c, int64_t size, float factor, float x)
+static void space_run(const space_job *j, float *s, int64_t head, int64_t row, int count, int64_t begin, int64_t end)
 {
-    const int64_t whole = size / VW * VW;
-    vf sum = {0};
-    float rest = 0;
-    for (int64_t i = 0; i < whole; i += VW) {
-        const vf grown = vf_load(s + i) * factor + vf_load(b + i) * x;
-        vf_store(s + i, grown);
-        sum += grown * vf_load(c + i);
+    const int64_t of = head / (j->heads / j->groups), dim = j->size;
+    row_sums sums;
+    memset(&sums, 0, sizeof sums);
+    for (int64_t t = begin; t < end; t++) {
+        const int64_t at = t * j->heads + head;
+        const float *b = j->b + (t * j->groups + of) * dim, *c = j->c + (t * j->groups + of) * dim, factor = j->factor[at];
+        float given[VW];
+        vf_store(given, load_some(j->x + at * j->dim + row, count) * j->steps[at]);
+#define STEP(N) step_rows(s, b, c, dim, factor, given, &sums, first, N)
+        ROWS(STEP);
+        const vf y = sums_of_rows(&sums);
+        memcpy(j->y + at * j->dim + row, &y, (size_t)count * 4);
     }
-    for (int64_t i = whole; i < size; i++) {
-        s[i] = s[i] * factor + b[i] * x;
-        rest += s[i] * c[i];
-    }
-    return vf_sum(sum) + rest;
 }
 
 /* A task is a head of a sequence: its tokens in order. */
@@ -102,17 +177,13 @@ static void space_heads(void *arg, int64_t begin, int64_t end, int thread)
 {
     (void)thread;
     const space_job *j = arg;
-    const int64_t ratio = j->heads / j->groups;
     for (int64_t i = begin; i < end; i++) {
-        const int64_t sequence = i / j->heads, head = i % j->heads, of = head / ratio;
+        const int64_t sequence = i / j->heads, head = i % j->heads, last = j->starts[sequence + 1];
         float *state = j->state + j->slots[sequence] * j->stride + head * j->dim * j->size;
-        for (int64_t t = j->starts[sequence]; t < j->starts[sequence + 1]; t++) {
-            const float *b = j->b + (t * j->groups + of) * j->size, *c = j->c + (t * j->groups + of) * j->size;
-            const int64_t at = t * j->heads + head;
-            for (int64_t r = 0; r < j->dim; r++)
-                j->y[at * j->dim + r] = space_row(state + r * j->size, b, c, j->size, j->factor[at],
-                                                  j->x[at * j->dim + r] * j->steps[at]);
-        }
+        for (int64_t t = j->starts[sequence]; t < last; t += RUN)
+            for (int64_t row = 0; row < j->dim; row += VW)
+                space_run(j, state + row * j->size, head, row, j->dim - row < VW ? (int)(j->dim - row) : VW, t,
+                          t + RUN < last ? t + RUN : last);
     }
 }
 
