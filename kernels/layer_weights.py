@@ -301,6 +301,7 @@ FUSED_ATTENTION = frozenset(
         *("scale", "window", "softcap", "interleaved", "sinks"),
     )
 )
+FUSED_LATENT = frozenset(field.name for field in fields(LatentWeights))
 FUSED_MLP = frozenset(("norm", "gate_up", "down", "activation", "post_norm"))
 FUSED_EXPERTS = frozenset(
     (

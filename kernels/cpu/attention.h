@@ -58,22 +58,24 @@ static void write_row(const ll_attention_args *a, int64_t token, int64_t head, f
         factor = keep / (sum * keep + expf(sink - now));
     }
     for (int64_t d = 0; d < a->pages.dim; d++) out[d] = acc[d] * factor;
+    if (a->turned && a->pages.format == KV_INT8) hadamard(out, a->pages.dim); /* latents lie there rotated */
 }
 
 static void attention_block(const ll_attention_args *a, const attention_task *t, attention_space *s)
 {
     const int64_t per_kv = a->num_heads / a->pages.num_kv_heads, dim = a->pages.dim, padded = round_up(dim, 16);
+    const int64_t width = key_width(a), wide = key_padded(a);
     const int64_t token0 = a->cu_query_lens[t->seq], seq_len = a->seq_lens[t->seq];
     const int64_t query_len = a->cu_query_lens[t->seq + 1] - token0;
     int64_t low = INT64_MAX, high = 0;
     for (int64_t r = 0; r < t->rows; r++) {
         const int64_t row = t->first_row + r, token = row / per_kv, head = t->kv_head * per_kv + row % per_kv;
         const int64_t position = seq_len - query_len + token;
-        const float *q = a->q + ((token0 + token) * a->num_heads + head) * dim;
-        float *to = s->q + r * padded;
-        memcpy(to, q, (size_t)dim * 4);
+        const float *q = a->q + ((token0 + token) * a->num_heads + head) * width;
+        float *to = s->q + r * wide;
+        memcpy(to, q, (size_t)width * 4);
         if (a->pages.format == KV_INT8) hadamard(to, dim); /* as the keys are */
-        for (int64_t d = 0; d < padded; d++) to[d] = d < dim ? to[d] * a->scale : 0.0f;
+        for (int64_t d = 0; d < wide; d++) to[d] = d < width ? to[d] * a->scale : 0.0f;
         s->high[r] = position;
         s->low[r] = a->window && position >= a->window ? position - a->window + 1 : 0;
         s->total_max[r] = -INFINITY;
@@ -144,8 +146,9 @@ static void merge_split(const ll_attention_args *a, const attention_task *t, int
 static int attention_locked(const ll_attention_args *a)
 {
     const int64_t padded = round_up(a->pages.dim, 16), per_kv = a->num_heads / a->pages.num_kv_heads;
-    if (a->pages.dim > DIM_MAX || a->pages.dim < 1 || per_kv < 1 || per_kv * a->pages.num_kv_heads != a->num_heads) return -2;
-    int64_t most = ROW_FLOATS / padded < ROWS_MAX ? ROW_FLOATS / padded : ROWS_MAX;
+    if (a->pages.dim > DIM_MAX || a->pages.dim < 1 || a->turned > TURNED_MAX || per_kv < 1 || per_kv * a->pages.num_kv_heads != a->num_heads) return -2;
+    int64_t most = (a->turned ? ROW_FLOATS : ROW_FLOATS / 2) / key_padded(a);
+    if (most > ROWS_MAX) most = ROWS_MAX;
     int64_t tasks = 0, floats = 0, numbers = 0;
     attention_task *list = NULL;
     float *partial = NULL;
@@ -154,7 +157,7 @@ static int attention_locked(const ll_attention_args *a)
         for (int64_t seq = 0; seq < a->num_seqs; seq++) {
             const int64_t queries = a->cu_query_lens[seq + 1] - a->cu_query_lens[seq], length = a->seq_lens[seq];
             const int64_t rows = queries * per_kv;
-            numbers += a->pages.num_kv_heads * (queries + FEW_QUERY_ROWS) / FEW_QUERY_ROWS * length * a->pages.dim;
+            numbers += a->pages.num_kv_heads * (queries + FEW_QUERY_ROWS) / FEW_QUERY_ROWS * length * key_width(a);
             for (int64_t head = 0; head < a->pages.num_kv_heads; head++)
                 for (int64_t first = 0; first < rows; first += most) {
                     const int64_t n = rows - first < most ? rows - first : most;

@@ -8,7 +8,8 @@
 
 #define SUB 16   /* keys of a sub-tile: the most that are transposed together */
 #define KEYS 32  /* keys per softmax step */
-#define ROW_FLOATS 8192 /* of accumulators per block of query rows, which share what was made floats of */
+#define ROW_FLOATS 16384 /* of queries per block of query rows, which share what was made floats of; half of it but for latents */
+#define TURNED_MAX 128   /* elements of a key behind a latent */
 #define ROWS_MAX 64
 #define FEW_QUERY_ROWS 8 /* so few rows read the pages themselves */
 
@@ -22,10 +23,11 @@ typedef struct {
     int64_t num_seqs, max_pages, num_heads;
     int64_t window;             /* 0: none */
     float scale, softcap;       /* softcap 0: none */
+    int64_t turned;             /* 0: none. A key is what `k` holds and, behind it, so many elements in `v`; its value is the former */
 } ll_attention_args;
 
 typedef struct {
-    _Alignas(64) float keys[KEYS * DIM_MAX];   /* transposed: [sub-tile][dim][16 keys] */
+    _Alignas(64) float keys[KEYS * (DIM_MAX + TURNED_MAX)]; /* transposed: [sub-tile][dim][16 keys] */
     _Alignas(64) float values[KEYS * DIM_MAX];
     _Alignas(64) float q[ROW_FLOATS];
     _Alignas(64) float acc[ROW_FLOATS];       /* the segment's sums, [rows][padded dim] */
@@ -46,13 +48,18 @@ typedef float tile_weights[4][KEYS]; /* scores, then weights, of four rows */
 
 static const int32_t lane_numbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
+/* Elements of a query and of a key, and as they lie in the space. */
+INLINE int64_t key_width(const ll_attention_args *a) { return a->pages.dim + a->turned; }
+INLINE int64_t key_padded(const ll_attention_args *a) { return round_up(key_width(a), 16); }
+INLINE int64_t v_bytes(const ll_attention_args *a) { return (a->turned ? a->turned : a->pages.dim) * kv_bytes(a->pages.format); }
+
 INLINE int kv_scaled(const int64_t format) { return format == KV_INT8 || format == KV_FP8; }
 
 static void find_keys(const ll_attention_args *a, int64_t seq, int64_t head, int64_t low, int64_t high, tile_keys *keys)
 {
     static const uint8_t zeros[DIM_MAX * 4];
     const kv_pages *p = &a->pages;
-    const int64_t row_bytes = p->dim * kv_bytes(p->format);
+    const int64_t row_bytes = p->dim * kv_bytes(p->format), of_v = v_bytes(a);
     const int32_t *table = a->block_table + seq * a->max_pages;
     for (int u = 0; u < keys->subs; u++) {
         const int64_t first = keys->first + u * SUB;
@@ -63,7 +70,7 @@ static void find_keys(const ll_attention_args *a, int64_t seq, int64_t head, int
             if (page >= 0) {
                 for (int j = 0; j < SUB; j++) {
                     k[j] = p->k + (row + j) * row_bytes;
-                    v[j] = p->v + (row + j) * row_bytes;
+                    v[j] = p->v + (row + j) * of_v;
                 }
                 for (int j = 0; kv_scaled(p->format) && j < SUB; j++) {
                     k_scale[j] = p->k_scales[p->one_scale ? 0 : row + j];
@@ -76,7 +83,7 @@ static void find_keys(const ll_attention_args *a, int64_t seq, int64_t head, int
             const int64_t key = first + j, page = key >= low && key <= high ? table[key / p->page_size] : -1;
             const int64_t row = (page * p->num_kv_heads + head) * p->page_size + key % p->page_size;
             k[j] = page >= 0 ? p->k + row * row_bytes : zeros;
-            v[j] = page >= 0 ? p->v + row * row_bytes : zeros;
+            v[j] = page >= 0 ? p->v + row * of_v : zeros;
             if (!kv_scaled(p->format)) continue;
             k_scale[j] = page >= 0 ? p->k_scales[p->one_scale ? 0 : row] : 0.0f;
             v_scale[j] = page >= 0 ? p->v_scales[p->one_scale ? 0 : row] : 0.0f;
@@ -91,11 +98,9 @@ INLINE void fetch_sub(const ll_attention_args *a, int64_t seq, int64_t head, int
     if (first > high || p->page_size % SUB) return;
     const int64_t page = a->block_table[seq * a->max_pages + first / p->page_size], row_bytes = p->dim * kv_bytes(p->format);
     if (page < 0) return;
-    const int64_t at = ((page * p->num_kv_heads + head) * p->page_size + first % p->page_size) * row_bytes;
-    for (int64_t i = 0; i < SUB * row_bytes; i += 64) {
-        __builtin_prefetch(p->k + at + i, 0, 3);
-        __builtin_prefetch(p->v + at + i, 0, 3);
-    }
+    const int64_t row = (page * p->num_kv_heads + head) * p->page_size + first % p->page_size, of_v = v_bytes(a);
+    for (int64_t i = 0; i < SUB * row_bytes; i += 64) __builtin_prefetch(p->k + row * row_bytes + i, 0, 3);
+    for (int64_t i = 0; i < SUB * of_v; i += 64) __builtin_prefetch(p->v + row * of_v + i, 0, 3);
 }
 
 #define UNROLL _Pragma("GCC unroll 64")
@@ -138,21 +143,33 @@ INLINE void fetch_sub(const ll_attention_args *a, int64_t seq, int64_t head, int
         }                                                                                                     \
     }
 
-/* A tile's keys and values as floats into the space, without their scales. */
+/* Stored rows of VW keys, transposed, times their scales where there are some; zeros up to `end`. */
+INLINE void load_keys(const uint8_t *const *rows, int64_t dim, int64_t end, const float *scales, float *keys, const int64_t format)
+{
+    const vf scale = scales ? vf_load(scales) : vf_set1(1.0f);
+    EACH_DIMENSION(rows, dim, format, { (void)odd; vf_store(keys + d * SUB, key * scale); })
+    for (int64_t d = dim - dim % VW; d < end; d++)
+        for (int j = 0; j < VW; j++) keys[d * SUB + j] = d < dim ? kv_number(rows[j], d, format) * (scales ? scales[j] : 1.0f) : 0.0f;
+}
+
+/* A tile's keys and values as floats into the space: those of latents with their scales, others without. */
 INLINE void load_as(const ll_attention_args *a, const tile_keys *t, attention_space *s, const int64_t format)
 {
-    const int64_t dim = a->pages.dim, padded = round_up(dim, 16), whole = dim - dim % VW;
+    const int64_t dim = a->pages.dim, padded = round_up(dim, 16), wide = key_padded(a), whole = dim - dim % VW;
+    const int latent = a->turned > 0, scaled = latent && kv_scaled(format);
     for (int u = 0; u < t->subs; u++)
         for (int v = 0; v < SUB; v += VW) {
-            float *keys = s->keys + u * SUB * padded + v;
-            EACH_DIMENSION(t->k + u * SUB + v, dim, format, { (void)odd; vf_store(keys + d * SUB, key); })
-            for (int64_t d = whole; d < padded; d++)
-                for (int j = 0; j < VW; j++) keys[d * SUB + j] = d < dim ? kv_number(t->k[u * SUB + v + j], d, format) : 0.0f;
+            const int at = u * SUB + v;
+            float *keys = s->keys + u * SUB * wide + v;
+            load_keys(t->k + at, dim, latent ? dim : wide, scaled ? t->k_scale + at : NULL, keys, format);
+            if (latent) load_keys(t->v + at, a->turned, wide - dim, scaled ? t->v_scale + at : NULL, keys + dim * SUB, format);
         }
     for (int j = 0; j < t->subs * SUB; j++) {
+        const uint8_t *from = latent ? t->k[j] : t->v[j];
+        const float scale = scaled ? t->k_scale[j] : 1.0f;
         float *value = s->values + j * padded;
-        for (int64_t d = 0; d < whole; d += VW) vf_store(value + d, kv_vector(t->v[j], d, format));
-        for (int64_t d = whole; d < padded; d++) value[d] = d < dim ? kv_number(t->v[j], d, format) : 0.0f;
+        for (int64_t d = 0; d < whole; d += VW) vf_store(value + d, kv_vector(from, d, format) * vf_set1(scale));
+        for (int64_t d = whole; d < padded; d++) value[d] = d < dim ? kv_number(from, d, format) * scale : 0.0f;
     }
 }
 
@@ -197,7 +214,7 @@ static __attribute__((noinline)) int soften(const ll_attention_args *a, const ti
 {
     const int64_t padded = round_up(a->pages.dim, 16);
     const vi lane = vi_load(lane_numbers);
-    const int scaled = kv_scaled(a->pages.format), end_key = t->subs * SUB;
+    const int scaled = kv_scaled(a->pages.format) && !a->turned, end_key = t->subs * SUB;
     int live = 0;
     for (int r = 0; r < rows; r++) {
         const vi begin = vi_set1((int32_t)(s->low[row + r] - t->first)), end = vi_set1((int32_t)(s->high[row + r] - t->first));
@@ -285,7 +302,7 @@ INLINE void block_many(const ll_attention_args *a, const tile_keys *t, attention
 {
     _Alignas(64) tile_weights p;
     if (s->high[row + rows - 1] < t->first || s->low[row] >= t->first + KEYS) return; /* of rows in order, none sees a key */
-    scores_many(s, row, round_up(a->pages.dim, 16), p, rows);
+    scores_many(s, row, key_padded(a), p, rows);
     if (soften(a, t, s, row, p, rows)) weigh(a, t, s, row, p, rows, 0, KV_F32);
 }
 
@@ -315,7 +332,7 @@ TILE_ROWS(tile_int8, FEW_INT8)
 /* `rows` rows of the block against the tile. */
 static void attention_tile(const ll_attention_args *a, const tile_keys *t, attention_space *s, int64_t rows)
 {
-    if (rows <= FEW_QUERY_ROWS && a->pages.dim % 16 == 0) {
+    if (rows <= FEW_QUERY_ROWS && a->pages.dim % 16 == 0 && !a->turned) {
         if (a->pages.format == KV_BF16) {
             tile_bf16(a, t, s, rows);
             return;

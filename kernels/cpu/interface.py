@@ -12,7 +12,7 @@ from ..kv_pages import KV_DTYPES, KVPages
 PAGES = struct.Struct("@4P5q")  # `kv_pages`, packed anew for every call, which costs less than a ctypes structure.
 DELTA = struct.Struct("@9P6q")  # `delta_job`
 SPACE = struct.Struct("@9P5q")  # `space_job`
-ATTENTION = struct.Struct("@6P4q2f")  # `ll_attention_args` is PAGES and this.
+ATTENTION = struct.Struct("@6P4q2fq")  # `ll_attention_args` is PAGES and this.
 KV_TARGET = struct.Struct("@P")  # `kv_target` is PAGES and this.
 STEP = struct.Struct("@2q3P")  # `ll_step` is this and a kv_target.
 PASS = struct.Struct("@4q6Pd3P")
@@ -128,6 +128,17 @@ class CExpertsLayer(ctypes.Structure):
     ]
 
 
+class CLatentLayer(ctypes.Structure):
+    """`ll_latent_layer`."""
+
+    _fields_ = [
+        *_each(c_int64, "hidden num_heads rank turned still value interleaved"),
+        *_each(CNorm, "norm q_norm kv_norm post_norm"),
+        *_each(CLinear, "qkv q_up out"),
+        *_each(c_void_p, "k_up v_up"),
+    ]
+
+
 class CHeadLayer(ctypes.Structure):
     """`ll_head_layer`."""
 
@@ -173,6 +184,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ll_attn_in": (c_int64, (c_void_p, c_void_p, c_void_p, c_void_p)),
     "ll_attn_out": (c_int64, (c_void_p, c_void_p, c_int64, c_void_p)),
     "ll_head": (c_int64, (c_void_p, c_void_p, c_int64, c_void_p)),
+    "ll_latent": (c_int64, (c_void_p, c_void_p, c_void_p, c_void_p)),
     "ll_mlp": (c_int64, (c_void_p, c_int64, c_void_p)),
     "ll_experts": (c_int64, (c_void_p, c_int64, c_void_p)),
     "ll_adapt": (c_int64, (c_void_p, c_void_p, c_int64, c_void_p)),
@@ -210,8 +222,8 @@ def declare(lib: ctypes.CDLL) -> None:
         function = getattr(lib, name)
         function.restype = result
         function.argtypes = arguments
-    structs = (CWeight, CAttentionLayer, CMlpLayer, CExpertsLayer, CHeadLayer, CDecoderLayer, CAdapters, CLowRank)
-    sizes = sum(map(ctypes.sizeof, structs))
+    layers = (CAttentionLayer, CMlpLayer, CExpertsLayer, CHeadLayer, CLatentLayer, CDecoderLayer)
+    sizes = sum(map(ctypes.sizeof, (CWeight, *layers, CAdapters, CLowRank)))
     sizes += PAGES.size + ATTENTION.size + STEP.size + PAGES.size + KV_TARGET.size + PASS.size + VIEWS * VIEW.size
     if lib.ll_abi() >> 32 != sizes:
         raise ValueError("the library's structs differ from interface.py")

@@ -10,21 +10,24 @@ from ..layer_weights import (
     FUSED_ATTENTION,
     FUSED_EXPERTS,
     FUSED_HEAD,
+    FUSED_LATENT,
     FUSED_MLP,
     AttentionWeights,
     ExpertsWeights,
     HeadWeights,
+    LatentWeights,
     Linear,
     MlpWeights,
     Norm,
     has_only,
 )
 from .adapters import CpuAdditions
-from .interface import CAttentionLayer, CExpertsLayer, CHeadLayer, CLinear, CMlpLayer, CNorm
+from .interface import CAttentionLayer, CExpertsLayer, CHeadLayer, CLatentLayer, CLinear, CMlpLayer, CNorm
 from .layout import Prepared
 
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 _EXPERT_ACTIVATIONS = ("silu", "gelu_tanh", "swiglu_oai")  # as experts.h numbers them
+LARGEST_HEAD, LARGEST_TURN = 512, 128  # DIM_MAX and TURNED_MAX of C
 _ROUTERS = ("softmax", "softmax_topk", "sigmoid")
 
 
@@ -58,6 +61,41 @@ def attention_layer(w: AttentionWeights) -> Layer | None:
         post_norm=_norm(w.post_norm, kept),
         qkv=qkv,
         out=out,
+    )
+    return Layer(struct, kept)
+
+
+def latent_layer(w: LatentWeights) -> Layer | None:
+    """`ll_latent_layer`."""
+    kept: list[Any] = []
+    qkv, out = _linear(w.qkv, kept), _linear(w.out, kept)
+    q_up = CLinear() if w.q_up is None else _linear(w.q_up, kept)
+    ups = [found for one in (*w.k_up, *w.v_up) if (found := _linear(one, kept)) is not None]
+    heads = len(w.k_up)
+    known = len(ups) == 2 * heads and w.rank <= LARGEST_HEAD and w.turned <= LARGEST_TURN and has_only(w, FUSED_LATENT)
+    if qkv is None or out is None or q_up is None or w.norm is None or not known:
+        return None
+    k_up, v_up = ((CLinear * heads)(*each) for each in (ups[:heads], ups[heads:]))
+    kept += [k_up, v_up]
+    queries = w.qkv if w.q_up is None else w.q_up
+    rows = queries.out_features - (w.rank + w.turned if w.q_up is None else 0)
+    struct = CLatentLayer(
+        hidden=w.norm.weight.shape[0],
+        num_heads=heads,
+        rank=w.rank,
+        turned=w.turned,
+        still=rows // heads - w.turned,
+        value=w.v_up[0].out_features,
+        interleaved=w.interleaved,
+        norm=_norm(w.norm, kept),
+        q_norm=_norm(w.q_norm, kept),
+        kv_norm=_norm(w.kv_norm, kept),
+        post_norm=_norm(w.post_norm, kept),
+        qkv=qkv,
+        q_up=q_up,
+        out=out,
+        k_up=ctypes.addressof(k_up),
+        v_up=ctypes.addressof(v_up),
     )
     return Layer(struct, kept)
 

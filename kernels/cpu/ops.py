@@ -16,8 +16,7 @@ from ..registry import Impl, OpFacts
 from . import linear, segments
 from .build import lib, library
 from .interface import DELTA, KV_TARGET, SPACE, pack_pages
-
-LARGEST_HEAD = 512
+from .layers import LARGEST_HEAD
 
 
 def _fits(facts: OpFacts) -> str | None:
@@ -172,7 +171,10 @@ def state_space(
 
 
 _RECURRENT = (delta_rule, state_space)
-_ROW_WISE = (rms_norm, silu_mul, gelu_tanh_mul, rope, *_RECURRENT, segments.mlp, segments.experts, segments.head)
+_ROW_WISE = (
+    rms_norm, silu_mul, gelu_tanh_mul, rope, *_RECURRENT, segments.mlp, segments.experts, segments.head,
+    segments.latent_attention,
+)  # fmt: skip
 _WITH_PAGES = (
     kv_write, paged_attention, segments.attn_in, segments.attention, segments.attn_out, segments.decoder, segments.step,
 )  # fmt: skip

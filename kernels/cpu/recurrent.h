@@ -98,7 +98,7 @@ INLINE void step_rows(float *s, const float *k, const float *q, int64_t dim, flo
     }
 }
 
-#define ROWS(CALL)                                                      \
+#define EACH_ROW(CALL)                                                  \
     do {                                                                \
         int first = 0;                                                  \
         for (; first + ABREAST <= count; first += ABREAST) CALL(ABREAST); \
@@ -124,10 +124,10 @@ static void delta_run(const delta_job *j, float *s, int64_t head, int64_t row, i
         const float *k = j->k + (t * j->k_heads + of) * dim, *q = j->q + (t * j->k_heads + of) * dim, factor = j->factor[at];
         float missing[VW];
 #define READ(N) read_rows(s, k, dim, &sums, first, N)
-        ROWS(READ);
+        EACH_ROW(READ);
         vf_store(missing, (load_some(j->v + at * j->v_dim + row, count) - sums_of_rows(&sums) * factor) * j->beta[at]);
 #define LEARN(N) step_rows(s, k, q, dim, factor, missing, &sums, first, N)
-        ROWS(LEARN);
+        EACH_ROW(LEARN);
         const vf y = sums_of_rows(&sums);
         memcpy(j->y + at * j->v_dim + row, &y, (size_t)count * 4);
     }
@@ -166,7 +166,7 @@ static void space_run(const space_job *j, float *s, int64_t head, int64_t row, i
         float given[VW];
         vf_store(given, load_some(j->x + at * j->dim + row, count) * j->steps[at]);
 #define STEP(N) step_rows(s, b, c, dim, factor, given, &sums, first, N)
-        ROWS(STEP);
+        EACH_ROW(STEP);
         const vf y = sums_of_rows(&sums);
         memcpy(j->y + at * j->dim + row, &y, (size_t)count * 4);
     }

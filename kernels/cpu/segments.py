@@ -23,6 +23,7 @@ from ..layer_weights import (
     AttentionWeights,
     ExpertsWeights,
     HeadWeights,
+    LatentWeights,
     LayerCache,
     LayerCall,
     Linear,
@@ -46,7 +47,7 @@ from .interface import (
     kv_fields,
     pack_pages,
 )
-from .layers import Layer, attention_layer, experts_layer, head_layer, mlp_layer
+from .layers import Layer, attention_layer, experts_layer, head_layer, latent_layer, mlp_layer
 from .layout import Prepared
 
 _NO_SUCH_ROW = -3  # what `ll_decoder` returns for it
@@ -110,7 +111,7 @@ def run_attention(
         return -2
     places = (t.data_ptr() for t in (q, out, block_table, cu_query_lens, seq_lens))
     more = (0 if sinks is None else sinks.data_ptr(), *block_table.shape, q.shape[1], window or 0)
-    arguments = ATTENTION.pack(*places, *more, scale, softcap or 0.0)
+    arguments = ATTENTION.pack(*places, *more, scale, softcap or 0.0, 0)
     failed: int = lib().ll_attention(pack_pages(pages) + arguments)
     return failed
 
@@ -121,6 +122,29 @@ def attn_out(composed: Callable[..., Tensor], attended: Tensor, x: Tensor, weigh
     if layer is None or x.dtype is not torch.float32 or not (x.is_contiguous() and attended.is_contiguous()):
         return composed(attended, x, weights)
     _check(lib().ll_attn_out(layer.address, attended.data_ptr(), x.shape[0], x.data_ptr()))
+    return x
+
+
+def latent_attention(
+    composed: Callable[..., Tensor],
+    x: Tensor,
+    weights: LatentWeights,
+    pages: KVPages,
+    view: View,
+    cu_query_lens: Tensor,
+    seq_lens: Tensor,
+) -> Tensor:
+    """x + what attention over latents gives of the normed x: [num_tokens, hidden], in the place of x."""
+    layer = _layer_of(weights.qkv, weights, latent_layer)
+    if layer is None or x.dtype is not torch.float32 or not (x.is_contiguous() and _lie_well((view,))):
+        return composed(x, weights, pages, view, cu_query_lens, seq_lens)
+    cos, sin, block_table, slot_mapping = view
+    kept = pack_pages(pages)
+    step = STEP.pack(x.shape[0], cos.shape[1], cos.data_ptr(), sin.data_ptr(), 0) + kept
+    places = 0, 0, block_table.data_ptr(), cu_query_lens.data_ptr(), seq_lens.data_ptr(), 0
+    sizes = *block_table.shape, len(weights.k_up), 0, weights.scale, 0.0, weights.turned
+    step += KV_TARGET.pack(slot_mapping.data_ptr())
+    _check(lib().ll_latent(layer.address, step, kept + ATTENTION.pack(*places, *sizes), x.data_ptr()))
     return x
 
 
