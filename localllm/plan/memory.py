@@ -56,6 +56,7 @@ PREDICTOR_ROWS = 6  # hidden states, of float32, that the head that predicts hol
 WAITING_ROWS = 64  # hidden states of a sequence that wait for it
 MOST_DRAFTS = 32  # guessed tokens that a step checks: each has a row of logits
 CHECKPOINTS = 2  # of a sequence's states that are worth keeping: behind its prompt, and behind its answer
+LARGEST_HEAD = 512  # elements of a key, or of a latent, that attention in C takes
 ROPE_BLOCK = 1024  # positions that a RoPE table grows by
 
 
@@ -373,7 +374,8 @@ class Memory:
             "logits": (3 * self.options.max_parallel + self.num_drafts) * facts.vocab_size * 4,
         }
         # PyTorch's attention gathers keys and values, and holds tiles of scores
-        if facts.gathers or not self.machine.compiler:
+        in_c = self.machine.compiler and facts.causal and all(one.kept[1] <= LARGEST_HEAD for one in facts.attention)
+        if not in_c:
             terms["gathered"] = 4 * ctx * facts.num_kv_heads * facts.head_dim * 4 + 16 * MIB
         return terms
 

@@ -92,7 +92,7 @@ class ModelFacts:
 
     @cached_property
     def gathers(self) -> bool:
-        """Whether there is attention that only PyTorch computes, which gathers what it reads of the pages."""
+        """Whether there is attention that only PyTorch computes on a card, which gathers what it reads of the pages."""
         return not self.causal or any(isinstance(mixer, LatentAttention) for mixer in self.attention)
 
     @cached_property

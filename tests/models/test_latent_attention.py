@@ -8,6 +8,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,7 +65,9 @@ def test_the_plan_counts_latents_and_what_pytorch_gathers(machine: str, loaded: 
     facts = loaded(NAME).facts
     made = Planner(MACHINES[machine]).plan(facts)
     assert made.kv_bytes == sum(made.num_pages) * made.page_size * 3 * 44 * 2
-    assert facts.gathers
+    assert facts.gathers and "gathered" not in dict(made.work_terms)
+    bare = Planner(replace(MACHINES[machine], compiler="")).plan(facts)
+    assert ("gathered" in dict(bare.work_terms)) == (machine == "cpu")
 
 
 @pytest.mark.parametrize(("kv", "allowed"), [("bf16", 0.01), ("fp8", 0.06), ("int8", 0.02)])
@@ -86,6 +89,43 @@ def test_other_pages_stay_close(kv: str, allowed: float, loaded: Callable, paged
     ids = list(range(3, 63))
     whole, parts = (paged(loaded(NAME), kv=kv).all_logits(ids, chunks) for chunks in ([40], [7, 30]))
     assert torch.equal(whole, parts)
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("kv", ["bf16", "int8", *(pytest.param(kv, marks=SLOW) for kv in ("f32", "fp16", "fp8"))])
+def test_c_gives_what_single_ops_give_and_a_prompt_the_bits_of_its_tokens(kv: str, loaded: Callable) -> None:
+    """Two sequences: one whose tokens lie on both sides of what goes through a layer at once, one behind others."""
+    model = loaded(NAME)
+    weights, lens, new = model.layers[0].mixer, (150, 40), (150, 7)
+    draw = torch.Generator().manual_seed(3)
+    pages = KVPages.empty(kv, 13, 1, 16, 34, 10)
+    old = torch.arange(16 * 12 - 1)
+    reference.kv_write(*(torch.randn(191, 1, n, generator=draw) for n in (34, 10)), pages, old)
+    tables = [torch.arange(10), torch.tensor([12, 11, 10, *[-1] * 7])]
+    at = [torch.arange(length - count, length) for length, count in zip(lens, new, strict=True)]
+    slots = [table[where // 16] * 16 + where % 16 for table, where in zip(tables, at, strict=True)]
+    x = torch.randn(sum(new), 45, generator=draw)
+
+    def attended(run: Any, rows: slice, sequences: list[int], ends: list[int], kept: KVPages) -> Tensor:
+        positions, where = torch.cat(at)[rows], torch.cat(slots)[rows]
+        starts = torch.tensor([0, *[rows.stop - rows.start] * (len(sequences) == 1), *[150, 157] * (len(sequences) > 1)])
+        angles = positions[:, None] * 0.1 ** torch.arange(5.0)
+        view = angles.cos(), angles.sin(), torch.stack([tables[i] for i in sequences]).int(), where
+        return run(x[rows].clone(), weights, kept, view, starts.int(), torch.tensor(ends).int())
+
+    def ours(*given: Any) -> Tensor:
+        return cpu.latent_attention(lambda *_: pytest.fail("composed"), *given)
+
+    kept = [KVPages(*(None if part is None else part.clone() for part in pages)) for _ in range(3)]
+    whole = attended(ours, slice(0, 157), [0, 1], list(lens), kept[0])
+    wanted = attended(REFERENCES["latent_attention"], slice(0, 157), [0, 1], list(lens), kept[1])
+    assert difference(whole, wanted) < {"f32": 2e-4, "bf16": 4e-3, "fp16": 1e-3, "int8": 1e-2, "fp8": 2e-2}[kv]
+    parts = [slice(0, 5), slice(5, 120), *(slice(t, t + 1) for t in range(120, 150))]
+    assert torch.equal(torch.cat([attended(ours, part, [0], [part.stop], kept[2]) for part in parts]), whole[:150])
+    assert torch.equal(attended(ours, slice(150, 157), [1], [40], kept[2]), whole[150:])
+    assert torch.equal(kept[2].k, kept[0].k) and torch.equal(kept[2].v, kept[0].v)
 
 
 def test_no_fused_kernel_takes_its_layers(loaded: Callable) -> None:
