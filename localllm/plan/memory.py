@@ -18,6 +18,7 @@ from localllm.models.architectures.facts import (
     expert_counts,
     expert_share,
     kv_bytes_per_token,
+    linear_shapes,
 )
 from localllm.models.architectures.layers import Experts
 from localllm.plan.placement import Placement, room_of
@@ -141,8 +142,17 @@ class Memory:
         """(bytes the loaded weights take, bytes of them that decoding one token reads), on the device."""
         (held, read), (away, read_away) = self._text_and_read, self.host_and_read
         vision, drafter = self.facts.vision, self.drafter
-        held += self.facts.predictor_bytes + (0 if drafter is None else drafter.weights_and_read[0])
+        held += self._predictor_bytes + (0 if drafter is None else drafter.weights_and_read[0])
         return held - away + (0 if vision is None else vision.nbytes), max(0, read - read_away)
+
+    @property
+    def _predictor_bytes(self) -> int:
+        """Of the head that predicts tokens: it is quantized with the model."""
+        facts = self.facts
+        if not self.quant or facts.predictor is None:
+            return facts.predictor_bytes
+        values = sum(n * k for n, k in linear_shapes(facts.predictor, facts.hidden_size).values())
+        return min(facts.predictor_bytes, int(values * TARGET_BYTES[self.quant]))
 
     @cached_property
     def host_and_read(self) -> tuple[int, int]:

@@ -211,6 +211,12 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
             "topk_group": 2,
         },
     ),
+    "qwen3.5-packable": (
+        "qwen3_5_text",
+        {"hidden_size": 64, "intermediate_size": 128, "heads": (4, 2, 32), "num_hidden_layers": 2}
+        | {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 32}
+        | {"linear_value_head_dim": 32, "layer_types": ["linear_attention", "full_attention"]},
+    ),
     "qwen3.5": (
         "qwen3_5_text",
         {"hidden_size": 44, "intermediate_size": 52, "heads": (4, 2, 24), "num_hidden_layers": 3}

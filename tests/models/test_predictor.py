@@ -28,6 +28,8 @@ from localllm.models.model import Model
 from localllm.models.predictor import predict, predicted_logits
 from localllm.plan.memory import WAITING_ROWS
 from localllm.plan.planner import Planner
+from localllm.quality.quantize import quantize
+from localllm.quant.encode import Target
 from localllm.request import Request, SamplingParams
 
 from .test_decode_graphs import answers, engine_of, requests
@@ -117,6 +119,31 @@ def test_its_logits_match_transformers(name: str, tiny: Callable, paged: Any, tm
     with open_model(tmp_path) as checkpoint:
         assert load_model(checkpoint).predictor is None  # nobody asks it
     assert float((found - wanted).abs().max() / wanted.abs().max()) < 1e-4
+
+
+@slow
+@pytest.mark.parametrize("name", ["qwen3.5-packable", "glm4-moe-packable"])
+def test_a_quantized_model_keeps_its_head(name: str, tiny: Callable, paged: Any, tmp_path: Path) -> None:
+    """While loading the head is quantized, too, and planned so; in a folder that is written it stays as it was."""
+    one, head = with_head(tiny(name), name)
+    ids, folder = prompt(40), one.save(tmp_path / "model")
+    wanted = expected_logits(one, head, ids)
+
+    def off(path: Path, options: LoadOptions) -> tuple[float, int]:
+        with open_model(path) as checkpoint:
+            model = load_model(checkpoint, options)
+        found = own_logits(model, paged, ids, [20, 19])
+        assert model.predictor is not None
+        return float((found - wanted).abs().max() / wanted.abs().max()), model.predictor.nbytes
+
+    with open_model(folder) as checkpoint:
+        made = Planner(MACHINES["cpu"], EngineOptions(quant="int8")).plan(checkpoint.facts)
+        bare = Planner(MACHINES["cpu"], EngineOptions(quant="int8", speculation="off")).plan(checkpoint.facts)
+    lost, size = off(folder, LoadOptions(predictor=True, weights="int8"))
+    assert lost < 0.08 and made.weight_bytes - bare.weight_bytes == pytest.approx(size, rel=0.15)
+    quantize(folder, tmp_path / "written", Target("int8"))
+    lost, larger = off(tmp_path / "written", LoadOptions(predictor=True))
+    assert lost < 0.08 and larger > 3 * size
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
