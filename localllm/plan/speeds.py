@@ -53,7 +53,8 @@ _PREFILL = re.compile(r"pp\d+")
 
 def launches_of(facts: ModelFacts, ctx: int) -> int:
     """Kernels that PyTorch starts one by one for a token behind `ctx` others."""
-    return sum(mixer.launches(ctx) for mixer in facts.attention if isinstance(mixer, LatentAttention))
+    mixed = sum(mixer.launches(ctx) for mixer in facts.attention if isinstance(mixer, LatentAttention))
+    return mixed + sum(layer.ffn.launches * times for layer, times in facts.kinds if isinstance(layer.ffn, Experts))
 
 
 def tps_of(bytes_s: float, read_bytes: int, rest_s: float) -> float:

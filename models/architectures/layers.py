@@ -119,6 +119,13 @@ class Experts:
         more = 3 * hidden * self.apart
         return 4 * self.num_experts + 3 * max(self.inner, self.shared_inner) + 2 * hidden + 4 * hidden + more
 
+    @property
+    def launches(self) -> int:
+        """Kernels that PyTorch starts one by one for a token: the host learns the choice, so no graph takes them."""
+        routed = 18 + 6 * (self.groups > 1) + 4 * (self.router == "sigmoid")
+        own = 7 + {"swiglu_oai": 8, "relu2": 2}.get(self.act, 0) + 2 * (self.limit is not None)
+        return routed + self.top_k * own + 5 * bool(self.shared_inner) + 7 * self.shared_gate + 3 * bool(self.latent)
+
 
 @dataclass(frozen=True)
 class Norms:

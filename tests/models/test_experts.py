@@ -13,8 +13,12 @@ from torch import Tensor
 
 from localllm.errors import BadModelFile, UnsupportedModel
 from localllm.kernels.experts import route
+from localllm.kernels.layer_weights import ExpertsWeights, Norm
+from localllm.kernels.segments import composed
 from localllm.models.architectures import Experts, open_model
 from localllm.models.loader import LoadOptions, load_model
+
+from .test_latent_attention import Counting, product
 
 E2M1 = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 LAYERS = "model.layers."
@@ -161,3 +165,35 @@ def test_routers_keep_their_numbers_where_others_are_quantized(tiny: Callable, t
         layer = load_model(checkpoint, LoadOptions(weights="mxfp4")).layers[1].ffn
     assert layer.router.nbytes >= 64 * 64 * 4
     assert layer.down[0].nbytes < 64 * 64
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"top_k": 1},
+        {"top_k": 8, "renormalise": True, "shared_inner": 24, "shared_gate": True},
+        {"top_k": 4, "router": "softmax_topk", "act": "swiglu_oai", "limit": 7.0},
+        {"top_k": 8, "router": "sigmoid", "choice_bias": True, "groups": 4, "group_top_k": 2, "shared_inner": 24},
+        {"top_k": 6, "router": "sigmoid", "act": "relu2", "latent": 16, "shared_inner": 24, "gated": False},
+    ],
+    ids=lambda values: f"{values['top_k']}-{values.get('act', 'silu')}",
+)
+def test_the_plan_counts_what_pytorch_starts(values: dict[str, Any]) -> None:
+    """For one token on a card, where norms and gates are one kernel each."""
+    facts = Experts(**{"num_experts": 16, "inner": 24, **values})
+    wide, size, bf16 = 24 * (1 + facts.gated), facts.latent or 32, torch.bfloat16
+    weights = ExpertsWeights(
+        Norm(torch.ones(32), 1e-6), product(16, 32, bf16), (product(wide, size, bf16),) * 16,
+        (product(size, 24, bf16),) * 16, facts.top_k, facts.router, facts.act, facts.renormalise, facts.scale,
+        torch.ones(16) if facts.choice_bias else None, facts.groups, facts.group_top_k,
+        product(wide, 32, bf16) if facts.shared_inner else None, product(32, 24, bf16) if facts.shared_inner else None,
+        product(1, 32, bf16) if facts.shared_gate else None, facts.limit,
+        latent_in=product(16, 32, bf16) if facts.latent else None,
+        latent_out=product(32, 16, bf16) if facts.latent else None,
+    )  # fmt: skip
+    one = {"rms_norm": lambda x, *_: x + 1, "silu_mul": lambda x: x[:, :24] + 1, "gelu_tanh_mul": None}
+    x = torch.randn(1, 32, dtype=bf16)
+    with torch.no_grad(), Counting() as counted:
+        composed("experts", one)(x, weights)
+    assert facts.launches == pytest.approx(len(counted.started), rel=0.15)

@@ -110,7 +110,9 @@ def test_c_gives_what_single_ops_give_and_a_prompt_the_bits_of_its_tokens(kv: st
 
     def attended(run: Any, rows: slice, sequences: list[int], ends: list[int], kept: KVPages) -> Tensor:
         positions, where = torch.cat(at)[rows], torch.cat(slots)[rows]
-        starts = torch.tensor([0, *[rows.stop - rows.start] * (len(sequences) == 1), *[150, 157] * (len(sequences) > 1)])
+        starts = torch.tensor(
+            [0, *[rows.stop - rows.start] * (len(sequences) == 1), *[150, 157] * (len(sequences) > 1)]
+        )
         angles = positions[:, None] * 0.1 ** torch.arange(5.0)
         view = angles.cos(), angles.sin(), torch.stack([tables[i] for i in sequences]).int(), where
         return run(x[rows].clone(), weights, kept, view, starts.int(), torch.tensor(ends).int())
@@ -135,11 +137,10 @@ def test_no_fused_kernel_takes_its_layers(loaded: Callable) -> None:
     assert cpu.decoder(lambda *_: "", torch.ones(1, 45), model._calls, pages, (), None, None) == ""
 
 
-@pytest.mark.parametrize(("heads", "ctx"), [(8, 100), (20, 4000), (64, 100)])
-def test_the_plan_counts_what_pytorch_starts(heads: int, ctx: int) -> None:
-    """One token behind others: what is no view, and no allocation."""
-    rank, turned, still, width, hidden = 32, 8, 12, 16, 48
-    free = {
+class Counting(TorchDispatchMode):
+    """Notes what PyTorch starts: what is no view, and no allocation."""
+
+    FREE = (
         "empty",
         "new_empty",
         "empty_like",
@@ -148,19 +149,28 @@ def test_the_plan_counts_what_pytorch_starts(heads: int, ctx: int) -> None:
         "detach",
         "alias",
         "_unsafe_view",
-    }
-    started: list[str] = []
+    )
 
-    class Counting(TorchDispatchMode):
-        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if not op.is_view and op.__name__.split(".")[0] not in free:
-                started.append(op.__name__)
-            return op(*args, **(kwargs or {}))
+    def __init__(self) -> None:
+        super().__init__()
+        self.started: list[str] = []
 
-    def product(rows: int, columns: int) -> Linear:
-        impl = SimpleNamespace(run=lambda x, weight, bias: torch.mm(x, weight), name="")
-        return Linear((LinearPart(impl, torch.ones(columns, rows), None, (rows, columns)),))
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not op.is_view and op.__name__.split(".")[0] not in self.FREE:
+            self.started.append(op.__name__)
+        return op(*args, **(kwargs or {}))
 
+
+def product(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Linear:
+    """One kernel."""
+    impl = SimpleNamespace(run=lambda x, weight, bias: torch.mm(x, weight), name="")
+    return Linear((LinearPart(impl, torch.ones(columns, rows, dtype=dtype), None, (rows, columns)),))
+
+
+@pytest.mark.parametrize(("heads", "ctx"), [(8, 100), (20, 4000), (64, 100)])
+def test_the_plan_counts_what_pytorch_starts(heads: int, ctx: int) -> None:
+    """One token behind others."""
+    rank, turned, still, width, hidden = 32, 8, 12, 16, 48
     norm = Norm(torch.ones(hidden), 1e-6)
     weights = LatentWeights(
         norm, product(24 + rank + turned, hidden), product(heads * (still + turned), 24), Norm(torch.ones(24), 1e-6),
@@ -170,11 +180,11 @@ def test_the_plan_counts_what_pytorch_starts(heads: int, ctx: int) -> None:
     pages = KVPages.empty("bf16", ctx // 16 + 1, 1, 16, rank, turned)
     table, at = torch.arange(ctx // 16 + 1).int().unsqueeze(0), torch.tensor([ctx - 1])
     view = torch.ones(1, turned // 2), torch.zeros(1, turned // 2), table, at
-    with torch.no_grad(), Counting():
+    with torch.no_grad(), Counting() as counted:
         lens = torch.tensor([0, 1]).int(), torch.tensor([ctx]).int()
         REFERENCES["latent_attention"](torch.ones(1, hidden), weights, pages, view, *lens)
     facts = LatentAttention(heads, rank, still, width, RopeFacts(1e4, turned), 0.2, query_rank=24)
-    assert facts.launches(ctx) == pytest.approx(len(started), rel=0.25), Counter(started)
+    assert facts.launches(ctx) == pytest.approx(len(counted.started), rel=0.25), Counter(counted.started)
 
 
 @pytest.mark.slow
