@@ -20,6 +20,13 @@ def foreign_gpus(root: Path = Path("/")) -> tuple[str, ...]:
     return tuple(_foreign(root))
 
 
+def why_not(target: str = "") -> str:
+    """Why a card of this AMD architecture, or one of Intel's, is not used."""
+    if target in COMPILED:
+        return "no kernel has run on it yet, they only compile"
+    return "kernels are not made for it" if target else "there are no kernels for it"
+
+
 def _foreign(root: Path) -> Iterator[str]:
     targets = _amd_targets(root)
     for card in sorted((root / "sys/class/drm").glob("card*"), key=lambda path: (len(path.name), path.name)):
@@ -28,7 +35,7 @@ def _foreign(root: Path) -> Iterator[str]:
         if not re.fullmatch(r"card\d+", card.name):
             continue
         if vendor == INTEL and not re.fullmatch(r"[0-9a-f]{4}:00:.*", slot):
-            yield "an Intel GPU is not used: there are no kernels for it"
+            yield f"an Intel GPU is not used: {why_not()}"
         if vendor != AMD:
             continue
         render = next((path.name.removeprefix("renderD") for path in (device / "drm").glob("renderD*")), "")
@@ -36,8 +43,7 @@ def _foreign(root: Path) -> Iterator[str]:
         told = [target or "not known to the compute driver", gib(int(size)) if size.isdigit() else ""]
         name = read(device / "product_name") or "an AMD GPU"
         what = f"{name} ({', '.join(filter(None, told))})"
-        why = "no kernel has run on it yet, they only compile" if target in COMPILED else "kernels are not made for it"
-        yield f"{what} is not used: {why}"
+        yield f"{what} is not used: {why_not(target or 'unknown')}"
 
 
 def _amd_targets(root: Path) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs by the name the driver gives: for cards whose driver does not tell, and for cards that are not here.
+"""GPUs by the name the driver gives: for cards whose driver does not tell, and for cards that are not here.
 
 Sizes and bandwidth that the driver tells at run time count more than this table, gpus.toml, which explains each field.
 """
@@ -25,6 +25,16 @@ class GpuModel(NamedTuple):
     knee_w: int = 0  # 0 where nobody measured it
 
 
+class ForeignModel(NamedTuple):
+    """A card of AMD or Intel, which nothing here runs on."""
+
+    pattern: str
+    name: str
+    target: str  # AMD's architecture, as gfx1100
+    memory_gib: float
+    bandwidth_gbs: float
+
+
 class Generation(NamedTuple):
     """What cards of a compute capability, and of later ones up to the next row, need."""
 
@@ -35,6 +45,7 @@ class Generation(NamedTuple):
 
 _DATA = toml_beside(__file__, "gpus.toml")
 TABLE = tuple(GpuModel(**row) for row in _DATA["model"])
+FOREIGN = tuple(ForeignModel(**row) for row in _DATA["foreign"])
 _GENERATIONS = tuple(Generation(**row) for row in _DATA["generation"])
 
 
@@ -51,6 +62,11 @@ def min_torch_cuda(capability: int) -> str:
 def table_row(name: str) -> GpuModel | None:
     """The row of a card by the driver's name."""
     return next((row for row in TABLE if re.search(row.pattern, name, re.IGNORECASE)), None)
+
+
+def foreign_gpu(text: str) -> ForeignModel | None:
+    """The card of AMD or Intel that somebody means by "7900 XTX" or "mi300x"."""
+    return next((row for row in FOREIGN if re.search(row.pattern, text, re.IGNORECASE)), None)
 
 
 def named_gpu(text: str) -> GpuModel | None:

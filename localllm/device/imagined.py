@@ -10,7 +10,8 @@ from localllm.errors import ConfigError
 from localllm.terminal import GIB, gib
 
 from .facts import GpuFacts, MachineFacts
-from .gpu_table import TABLE, GpuModel, named_gpu
+from .foreign import why_not
+from .gpu_table import TABLE, GpuModel, foreign_gpu, named_gpu
 
 FREE_SHARE = 0.98  # of a card's memory, what is free on one without a screen: a 5090 has 31.4 of 32 GiB to use
 UNKNOWN = GpuModel("", "", capability=89, memory_gib=0, bandwidth_gbs=0)  # a card of which only the memory is named
@@ -33,7 +34,7 @@ def imagined(
     bandwidth   bytes per second of that card's memory
     ram_bytes   RAM, all of it free
 
-    Raises ConfigError for a card that is not in the table, and for a bandwidth without a card.
+    Raises ConfigError for a card of another maker or of none in the table, and for a bandwidth without a card.
     """
     machine = here if ram_bytes is None else replace(here, ram_total_bytes=ram_bytes, ram_available_bytes=ram_bytes)
     if gpu is None and vram_bytes is None:
@@ -67,6 +68,10 @@ def _card(gpu: str | None, vram_bytes: int | None, bandwidth: float | None) -> G
     row = UNKNOWN if gpu is None else named_gpu(gpu)
     if row is None:
         assert gpu is not None
+        if other := foreign_gpu(gpu):
+            what = f"{other.name} ({other.target})" if other.target else other.name
+            hint = f"localllm plan --vram {other.memory_gib}G --bw {other.bandwidth_gbs}"
+            raise ConfigError(f"no plan for {what}: {why_not(other.target)}", hint)
         near = get_close_matches(gpu.upper(), [row.name for row in TABLE], 2, 0.4)
         meant = f"; did you mean {' or '.join(near)}?" if near else ""
         hint = f"localllm plan --gpu {near[0]!r}" if near else "localllm plan --vram 24G --bw 1008"

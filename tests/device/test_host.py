@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import stat
 import threading
@@ -188,5 +189,14 @@ def test_an_imagined_card() -> None:
     assert imagined(here) is here
     with pytest.raises(ConfigError, match="did you mean"):
         imagined(here, gpu="RTX 9090")
+    for name, told in (
+        ("7900 XTX", "AMD RX 7900 XTX (gfx1100): no kernel has run on it yet"),
+        ("mi300x", "AMD Instinct MI300X (gfx942): no kernel has run on it yet"),
+        ("RX7800XT", "AMD RX 7800 XT (gfx1101): kernels are not made for it"),
+        ("Arc B580 12GB", "Intel Arc B580: there are no kernels for it"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(told)) as refused:
+            imagined(here, gpu=name)
+        assert "plan --vram" in refused.value.hint
     with pytest.raises(ConfigError, match="no GPU here"):
         imagined(here, bandwidth=1e12)
