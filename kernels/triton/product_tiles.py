@@ -17,8 +17,8 @@ from .layout import CODES, HALVES
 Tile = Mapping[str, int]
 
 # (rows, warps) of `gemv_kernel`, by how codes are multiplied; more rows spare reading x, fewer leave registers
-FIXED = ((8, 2), (8, 4), (8, 1), (4, 1), (4, 2), (4, 4), (8, 8), (4, 8))
-WIDE = ((4, 2), (8, 4), (4, 1), (8, 2), (2, 2), (8, 8), (4, 4), (8, 1), (2, 1))
+FIXED = ((8, 2), (8, 4), (8, 1), (4, 1), (4, 2), (4, 4))
+WIDE = ((4, 2), (8, 4), (4, 1), (8, 2), (2, 2), (8, 8), (4, 4), (8, 1))
 NARROW = ((4, 2), (4, 1), (2, 2), (2, 1), (4, 4), (2, 4), (1, 1), (1, 2))
 # whose memory delivers weights of four bits faster than they are multiplied in float32; elsewhere the launch that
 # prepares x costs more than it spares

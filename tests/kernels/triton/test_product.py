@@ -295,6 +295,39 @@ def test_x_is_prepared_once_where_memory_is_fast() -> None:
         )
 
 
+def launches_of(call: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Kernels that it would start on an H100, with their constants."""
+    with recording(Card(90, 132)) as launches:
+        call()
+    return [(one.kernel.__name__, dict(one.constexprs)) for one in launches]
+
+
+def test_a_norm_of_several_rows_is_a_launch_of_its_own() -> None:
+    """Each program of the product sees all of every row: the norm in there costs more than a launch."""
+    form = next(form for form in aot_cases.FORMS if form.name == "e4m3 row")
+    weight = aot_cases.described(form, 8192, 4096)
+    extras = Extras(norm=Norm(torch.empty(4096, device="meta"), EPS), gate="silu")
+    for tokens, kernels in (
+        (1, ["gemv_kernel"]),
+        (2, ["_norm_rows", "gemm_kernel"]),
+        (16, ["_norm_rows", "gemm_kernel"]),
+    ):
+        x = torch.empty(tokens, 4096, dtype=torch.bfloat16, device="meta")
+        assert [name for name, _ in launches_of(lambda x=x: product(x, weight, extras))] == kernels
+
+
+def test_a_trial_launches_what_will_run() -> None:
+    """With the norm, the gate and the residual of the product that asks, by the same candidate."""
+    weight = prepare(make("int4g-32", 16, 64))
+    x, norm = torch.zeros(1, 64, dtype=torch.bfloat16), Norm(torch.ones(64), EPS)
+    choice = {"rows": 2, "chunks": 32, "warps": 1}
+    for extras in (Extras(norm=norm, gate="silu"), Extras(residual=torch.zeros(1, 16, dtype=torch.bfloat16))):
+        call = products._trial(x, weight, extras)(choice)
+        ((_, run),) = launches_of(call)
+        wanted = (extras.norm is not None, extras.gate, extras.residual is not None, 2)
+        assert (run["NORM"], run["GATE"], run["RESIDUAL"], run["ROWS"]) == wanted
+
+
 LAUNCHED = """
 import torch
 from localllm.kernels.triton import aot_cases
