@@ -20,16 +20,16 @@ Tile = Mapping[str, int]
 FIXED = ((8, 2), (8, 4), (8, 1), (4, 1), (4, 2), (4, 4))
 WIDE = ((4, 2), (8, 4), (4, 1), (8, 2), (2, 2), (8, 8), (4, 4), (8, 1))
 NARROW = ((4, 2), (4, 1), (2, 2), (2, 1), (4, 4), (2, 4), (1, 1), (1, 2))
+FEW_ROWS = ("iq4", "int2", "int3")  # a row of them takes `gemv_kernel` 34 to 52 registers: two at most
 # whose memory delivers weights of four bits faster than they are multiplied in float32; elsewhere the launch that
 # prepares x costs more than it spares
 FAST_MEMORY = (90, 100, 103)
-FEW_ROWS = ("iq4", "int2", "int3")  # a row of them takes `gemv_kernel` 34 to 52 registers: two at most
 # (rows, warps) of `gemm_kernel`, for a decoding step and for more rows of x
 SMALL = ((16, 1), (32, 2), (64, 4))
-# codes that are exact operands and cheap ones, whose groups are scaled in the sums of a step that has few of them
-GROUPED = ("int4", "int8")
-GROUPED_TILES = ((32, 1), (64, 2), (16, 1))
 LARGE = ((64, 4), (128, 8), (128, 4))
+# those of a decoding step where codes are exact operands, and few groups share a step: their sums are scaled
+GROUPED_TILES = ((32, 1), (64, 2), (16, 1))
+GROUPED = ("int4", "int8")
 # most weights a thread of `gemm_kernel` decodes in a step: with more the compiler runs out of registers
 STEP_ELEMENTS = 64
 TENSOR_MEMORY = 64 * 512  # sums that fit into it on sm_100; Triton 3.6 keeps those of each plane apart, 3.9 does not
