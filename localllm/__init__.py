@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
+    from localllm import program
     from localllm.llm.async_llm import AsyncLLM
     from localllm.llm.llm import LLM
 
     from .request import SamplingParams
 
-__all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__", "program"]
 
 
 def __getattr__(name: str) -> Any:
@@ -29,4 +30,8 @@ def __getattr__(name: str) -> Any:
         from .request import SamplingParams
 
         return SamplingParams
+    if name == "program":
+        from importlib import import_module
+
+        return import_module("localllm.program")
     raise AttributeError(f"module 'localllm' has no attribute {name!r}")

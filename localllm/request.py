@@ -355,6 +355,8 @@ class Request:
     # publish the mean, the first or the last of the prompt's normed hidden states, generate nothing
     pooling: Literal["", "mean", "cls", "last"] = ""
     score_chunk: int = 256  # rows per published piece when `score`
+    # with `prompt_logprobs`: those from this token on, the first of them None; what is before may come from the cache
+    logprobs_from: int = 0
     images: tuple[PromptImage, ...] = ()  # in order; the last token of the prompt is never one of theirs
 
     @property

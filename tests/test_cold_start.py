@@ -24,6 +24,7 @@ CASES = {
     "localllm.doctor": HEAVY,
     "localllm.checkpoint": HEAVY,
     "localllm.models.architectures": HEAVY,
+    "localllm.program": HEAVY,
     "localllm.tui": ENGINE | {"huggingface_hub"},
 }
 # what the first frame of a chat is drawn without

@@ -182,7 +182,7 @@ class RemoteBackend(ChatBackend):
         """The models that are served, with what is told of each. Raises one of FAILURES, or what a refusal means."""
         status, body = self._wire.get("/v1/models")
         if status >= 400:
-            raise _refused(status, body)
+            raise refused(status, body)
         rows = [row for row in json.loads(body)["data"] if isinstance(row.get("id"), str)]
         meta = {row["id"]: row.get("meta") or {} for row in rows}
         self._is_ours = any(row.get("owned_by") == "localllm" for row in rows)
@@ -201,7 +201,7 @@ class RemoteBackend(ChatBackend):
         self.tell(LoadProgress("weights", detail=self._model))
         with self._wire.send("POST", "/tokenize", {"model": self._model, "prompt": ""}) as reply:
             if reply.status >= 400:
-                raise _refused(reply.status, reply.body.read())
+                raise refused(reply.status, reply.body.read())
 
     def _told_to_its_owner(self) -> dict[str, Any]:
         """What runs how; {} where the server keeps it to itself."""
@@ -237,12 +237,12 @@ class RemoteBackend(ChatBackend):
             path = "/v1/completions" if self._continues_text else "/v1/chat/completions"
             with self._wire.send("POST", path, body) as reply:
                 if reply.status >= 400:
-                    raise _refused(reply.status, reply.body.read())
+                    raise refused(reply.status, reply.body.read())
                 with self._lock:
                     self._running[turn] = reply.socket
                     stopped = turn in self._stopped
                 if not stopped:
-                    self._end(turn, self._read(turn, _data(reply.lines()), begin))
+                    self._end(turn, self._read(turn, events_of(reply.lines()), begin))
         except LocalLLMError as error:
             self._fail(turn, error)
         except Exception as error:
@@ -258,10 +258,10 @@ class RemoteBackend(ChatBackend):
         try:
             for chunk in chunks:
                 if error := chunk.get("error"):
-                    raise _meant(str(error.get("message", "the server failed"))[:500], error, "send it again")
+                    raise meant(str(error.get("message", "the server failed"))[:500], error, "send it again")
                 timings = chunk.get("timings") or timings
                 if told := chunk.get("usage"):
-                    usage = _usage(told)
+                    usage = usage_of(told)
                 for choice in chunk.get("choices") or ():
                     delta = choice.get("delta") or {}
                     stop = choice.get("finish_reason") or stop
@@ -311,7 +311,7 @@ class RemoteBackend(ChatBackend):
             self._looking = False
 
 
-def _data(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+def events_of(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
     """The objects of a stream of server-sent events. Raises EOFError where it has no end."""
     for line in lines:
         if line.startswith("data:"):
@@ -331,7 +331,8 @@ def _call(told: Mapping[str, Any]) -> str:
     return json.dumps(made | {"arguments": function.get("arguments") or ""})
 
 
-def _usage(told: Mapping[str, Any]) -> Usage:
+def usage_of(told: Mapping[str, Any]) -> Usage:
+    """The `usage` of an answer."""
     prompt, completion = told.get("prompt_tokens_details") or {}, told.get("completion_tokens_details") or {}
     return Usage(
         int(told.get("prompt_tokens") or 0), int(prompt.get("cached_tokens") or 0),
@@ -339,16 +340,16 @@ def _usage(told: Mapping[str, Any]) -> Usage:
     )  # fmt: skip
 
 
-def _refused(status: int, body: bytes) -> LocalLLMError:
+def refused(status: int, body: bytes) -> LocalLLMError:
     """What a server's refusal means here."""
     try:
         error = json.loads(body)["error"]
-        return _meant(str(error["message"])[:500], error | ({"code": "invalid_api_key"} if status == 401 else {}))
+        return meant(str(error["message"])[:500], error | ({"code": "invalid_api_key"} if status == 401 else {}))
     except (ValueError, KeyError, TypeError):
-        return _meant(f"the server answered {status}", {"code": "invalid_api_key" if status == 401 else ""})
+        return meant(f"the server answered {status}", {"code": "invalid_api_key" if status == 401 else ""})
 
 
-def _meant(message: str, error: Mapping[str, Any], hint: str = "localllm ps") -> LocalLLMError:
+def meant(message: str, error: Mapping[str, Any], hint: str = "localllm ps") -> LocalLLMError:
     """The error of ours that a server's error stands for."""
     made = ServerError(message, hint, param=str(error.get("param") or ""))
     if known := _CODES.get(str(error.get("code") or "")):

@@ -68,8 +68,8 @@ class Wire:
             line: socket.socket = connection.sock
             line.settimeout(timeout)
             connection.request(method, prefix + path, data, headers)
-            response = connection.getresponse()
-            yield Reply(response.status, response, line)
+            with connection.getresponse() as response:  # it keeps the socket open where not all of it is read
+                yield Reply(response.status, response, line)
         finally:
             connection.close()
 

@@ -182,12 +182,12 @@ class KVStore:
     def begin(self, sequence: Sequence) -> None:
         """Before a new sequence is scheduled: where its prompt goes on in files, it waits until they are read."""
         pages = self._pages
-        if self._closed or not pages.caches(sequence) or sequence.wants_all_rows:
+        size, salt, limit = pages.page_size, sequence.cache_salt, sequence.num_cacheable
+        if self._closed or not pages.caches(sequence) or limit < size:
             return
-        size, salt = pages.page_size, sequence.cache_salt
-        known = sequence.cache_key(0, sequence.num_tokens)
-        path = pages.tree.match(known, salt, sequence.num_tokens - 1)
-        last = (sequence.num_tokens - 1) // size
+        known = sequence.cache_key(0, limit)
+        path = pages.tree.match(known, salt, limit)
+        last = limit // size
         keys = [known[at * size : (at + 1) * size] for at in range(len(path), last)]
         parent = path[-1].digest if path else root_digest(salt)
         if not keys or not self.files.has(Name(parent, digest_after(parent, keys[0]))):

@@ -98,11 +98,11 @@ class Pages:
         return [pool.num_available for pool in (*self.pools, *([] if self.slots is None else [self.slots]))]
 
     def attach_prefix(self, sequence: Sequence) -> int:
-        """Give a fresh sequence the longest cached prefix that leaves one token to compute; returns its tokens."""
-        if not self.caches(sequence) or sequence.wants_all_rows:
-            return 0  # where every row is wanted, every row is computed
-        known = sequence.cache_key(0, sequence.num_tokens)
-        path = self.tree.match(known, sequence.cache_salt, sequence.num_tokens - 1)
+        """Give a fresh sequence the longest cached prefix that leaves to compute what it must; returns its tokens."""
+        limit = sequence.num_cacheable
+        if not self.caches(sequence) or not limit:
+            return 0
+        path = self.tree.match(sequence.cache_key(0, limit), sequence.cache_salt, limit)
         if not path:
             return 0
         num_tokens = len(path) * self.page_size

@@ -62,7 +62,8 @@ class Sequence:
         self.stop_reason: int | str | None = None
         self.output_counts: Counter[int] = Counter()
         self.prompt_logprobs: list[TokenLogprob | None] = []
-        self.num_rows_done = 0  # prompt rows that were taken (log-probabilities, pooling), kept through preemption
+        # prompt rows that were taken (log-probabilities, pooling) or are not wanted, kept through preemption
+        self.num_rows_done = request.logprobs_from
         self.pooled: Any = None  # float32 [hidden]: the sum of the rows taken, or the first or last of them
         self.num_preemptions = 0
         self.places: Any = None  # where its drafter finds its tokens again
@@ -119,8 +120,13 @@ class Sequence:
 
     @property
     def wants_all_rows(self) -> bool:
-        """Whether every prompt row is needed (score, pooling, prompt logprobs)."""
+        """Whether every prompt row that is computed is needed (score, pooling, prompt logprobs)."""
         return self.request.only_reads or self.params.prompt_logprobs is not None
+
+    @property
+    def num_cacheable(self) -> int:
+        """Of its tokens those that may come from the cache: one is left to compute, or those whose rows are wanted."""
+        return self.request.logprobs_from if self.wants_all_rows else self.num_tokens - 1
 
     def cache_key(self, start: int, end: int) -> tuple[int, ...]:
         """What the prefix cache knows tokens [start, end) by: their ids, or the image whose tokens they are."""

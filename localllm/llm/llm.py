@@ -204,6 +204,17 @@ class LLM(LoadedModel):
             return np.concatenate(list(pieces))
         return (p[at : at + chunk] for p in pieces for at in range(0, len(p), chunk))
 
+    def begin_logprobs(
+        self, token_ids: Sequence[int], start: int, listener: Callable[[TokenEvent], None]
+    ) -> Callable[[], None]:
+        """Queue token ids for the log-probabilities of those from `start` (1 at least) on, each given all before it.
+
+        What stands before `start` may come from the prefix cache. The last event, in the engine's thread, has them as
+        `prompt_logprobs`, behind one None, or an error. Returns what ends the request early.
+        """
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+        return self.engine.submit(Request(list(token_ids), params, logprobs_from=start - 1), listener).abort
+
     def _scores(self, request: Request) -> Iterator[np.ndarray]:
         stream = self.engine.submit(request)
         try:

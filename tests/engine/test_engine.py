@@ -165,7 +165,8 @@ def run(engine, *requests):
 
 
 def request(tokens, **params):
-    keys = {k: params.pop(k) for k in ("eos_token_ids", "stop_check", "cache_salt", "score", "priority") if k in params}
+    own = ("eos_token_ids", "stop_check", "cache_salt", "score", "priority", "logprobs_from")
+    keys = {k: params.pop(k) for k in own if k in params}
     return Request(list(tokens), SamplingParams(**({"temperature": 0, "max_tokens": 12} | params)), **keys)
 
 
@@ -305,6 +306,17 @@ def test_logprobs_and_prompt_logprobs():
     assert all(p.logprob <= 0 and len(p.top) == 1 for p in prompt[1:])
     assert [p.token_id for p in prompt[1:]] == list(range(1, 10))
     assert tokens[0].usage is None and events[-1].usage.cached_tokens == 0
+
+
+@pytest.mark.parametrize("start", [4, 17, 18])
+def test_what_stands_before_the_wanted_logprobs_comes_from_the_cache(start):
+    prompt = [*range(18), 7, 7]
+    whole = collected(run(make(), request(prompt, prompt_logprobs=1, max_tokens=1))[0])[-1].prompt_logprobs
+    engine = make()
+    run(engine, request(range(18), max_tokens=1))
+    last = collected(run(engine, request(prompt, prompt_logprobs=1, max_tokens=1, logprobs_from=start))[0])[-1]
+    assert last.prompt_logprobs == [None, *whole[start + 1 :]]
+    assert last.usage.cached_tokens == start // PAGE * PAGE
 
 
 def test_score_gives_every_row_once_also_through_preemption():

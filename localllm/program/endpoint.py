@@ -1,0 +1,149 @@
+"""Programs on a server: ours, or another with OpenAI's API and, for `select`, /tokenize as ours and vLLM have it."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from typing import Any
+
+from localllm.backend.over_http import events_of, meant, refused, usage_of
+from localllm.backend.wire import FAILURES, Reply, Wire
+from localllm.errors import Aborted, LocalLLMError, ServerError, ServerGone
+from localllm.request import SamplingParams, Usage
+
+from .calls import Answer, Calls, Prefixes, Sampled, Written, shared_tokens
+from .expressions import Gen
+
+CHARACTERS = 64  # of a piece that is read once: a page of tokens
+_ALWAYS_SENT = ("temperature", "top_p")  # of sampling that was asked for; what every server knows
+_OWN = ("n", "stop", "max_tokens", "logprobs", "prompt_logprobs")  # a program's
+_NAMES = {"include_stop": "include_stop_str_in_output"}
+
+
+class Endpoint:
+    """A server that programs run on, as they do on an `LLM`.
+
+    url    http://host:port, with or without /v1, or unix:/path
+    model  "": the first one that it serves
+    key    sent as a bearer token where the server wants one
+
+    `select` sends every choice with all that is before it; the server reads all of it for each.
+    """
+
+    def __init__(self, url: str, model: str = "", key: str = "") -> None:
+        self._url = url.rstrip("/").removesuffix("/v1")
+        self._wire = Wire(self._url, key)
+        self._asked = model
+        self._prefixes = Prefixes(CHARACTERS)
+
+    def generate(self, written: Written, gen: Gen, how: Sampled, calls: Calls) -> Answer:
+        body = {**self._prompt(written), **_sampling(gen, how), "stream": True}
+        body["stream_options"] = {"include_usage": True}
+        if gen.constraint is not None:
+            kind = {"json_schema": "json", "regex": "regex"}[gen.constraint.kind]
+            body["structured_outputs"] = {kind: gen.constraint.value}
+        key = written.text or json.dumps(written.messages)
+        end_reading = self._prefixes.begin(key)
+        try:
+            path = "/v1/chat/completions" if written.messages else "/v1/completions"
+            with self._reply(path, body, calls) as reply:
+                answer = _read(events_of(reply.lines()), end_reading)
+        finally:
+            end_reading()
+        self._prefixes.add(key + answer.text)
+        return answer
+
+    def score(self, written: Written, choices: Sequence[str], calls: Calls) -> tuple[list[list[float]], Usage]:
+        before, *prompts = (
+            self._tokens(one, calls) for one in (written, *(written.followed_by(choice) for choice in choices))
+        )
+        start = shared_tokens(before, prompts)
+        body = {"model": self.model, "prompt": prompts, "echo": True, "logprobs": 0, "max_tokens": 0}
+        with self._reply("/v1/completions", body, calls) as reply:
+            told = reply.json()
+        rows = [one["logprobs"]["token_logprobs"] for one in sorted(told["choices"], key=lambda one: one["index"])]
+        return [row[start : len(ids)] for row, ids in zip(rows, prompts, strict=True)], usage_of(
+            told.get("usage") or {}
+        )
+
+    @cached_property
+    def model(self) -> str:
+        """The name that is asked for. Raises ServerError."""
+        if self._asked:
+            return self._asked
+        with self._failing():
+            status, body = self._wire.get("/v1/models")
+            if status >= 400:
+                raise refused(status, body)
+            return str(json.loads(body)["data"][0]["id"])
+
+    def _prompt(self, written: Written) -> dict[str, Any]:
+        if not written.messages:
+            return {"model": self.model, "prompt": written.text}
+        body: dict[str, Any] = {"model": self.model, "messages": written.messages}
+        return body | ({"continue_final_message": True, "add_generation_prompt": False} if written.is_open else {})
+
+    def _tokens(self, written: Written, calls: Calls) -> list[int]:
+        body = ({"add_generation_prompt": True} if written.messages else {}) | self._prompt(written)
+        with self._reply("/tokenize", body, calls) as reply:
+            return [int(one) for one in reply.json()["tokens"]]
+
+    @contextmanager
+    def _reply(self, path: str, body: Any, calls: Calls) -> Iterator[Reply]:
+        with self._failing(calls), self._wire.send("POST", path, body) as reply:
+            if reply.status >= 400:
+                raise refused(reply.status, reply.body.read())
+
+            def hang_up() -> None:
+                with suppress(OSError):
+                    reply.socket.shutdown(socket.SHUT_RDWR)
+
+            with calls.running(hang_up):
+                yield reply
+
+    @contextmanager
+    def _failing(self, calls: Calls | None = None) -> Iterator[None]:
+        """Raises ServerGone for what happens to a connection, and to an answer that is none."""
+        try:
+            yield
+        except LocalLLMError:
+            raise
+        except (*FAILURES, EOFError, LookupError, TypeError) as error:
+            if calls is not None and calls.is_stopped:
+                raise Aborted("the program was stopped") from error
+            said = f"no server answers as one at {self._url} ({type(error).__name__})"
+            raise ServerGone(said, "localllm ps") from error
+
+
+def _sampling(gen: Gen, how: Sampled) -> dict[str, Any]:
+    """The fields of a request; those of the server's choice are left out."""
+    usual = SamplingParams()
+    params = gen.params(how.params or usual, how.place)
+    body: dict[str, Any] = {"max_tokens": params.max_tokens, "stop": list(params.stop)}
+    for name in SamplingParams.__slots__:
+        value = getattr(params, name)
+        asked = value != getattr(usual, name) or (how.params is not None and name in _ALWAYS_SENT)
+        if asked and name not in _OWN:
+            body[_NAMES.get(name, name)] = value
+    return body | ({} if gen.temperature is None else {"temperature": gen.temperature})
+
+
+def _read(chunks: Iterator[dict[str, Any]], on_read: Callable[[], None]) -> Answer:
+    """The answer in a stream. Raises ServerError where it says that it failed."""
+    text, reason, usage = "", "", Usage()
+    for chunk in chunks:
+        if error := chunk.get("error"):
+            raise meant(str(error.get("message", "the server failed"))[:500], error, "run it again")
+        usage = usage_of(chunk["usage"]) if chunk.get("usage") else usage
+        for choice in chunk.get("choices") or ():
+            piece = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+            reason = choice.get("finish_reason") or reason
+            if piece or reason:
+                on_read()
+            text += piece
+    if not reason:
+        raise ServerError("the server ended an answer without a reason", "run it again")
+    return Answer(text, reason, usage)
