@@ -29,7 +29,7 @@ def imagined(
 ) -> MachineFacts:
     """This machine with another GPU, or another amount of memory.
 
-    gpu         a card's name: "4090", "RTX 5070 Ti", "h100", with its memory or not: "3060 8GB"
+    gpu         a card's name: "4090", "RTX 5070 Ti", "h100", with its memory or not: "3060 8GB"; several: "2x 3090"
     vram_bytes  its memory; with `gpu` None, a card of unknown make with that much
     bandwidth   bytes per second of that card's memory
     ram_bytes   RAM, all of it free
@@ -43,10 +43,10 @@ def imagined(
         if not machine.gpus:
             raise ConfigError("--bw is the speed of a GPU's memory, and there is no GPU here", "add --vram 24G")
         return replace(machine, gpus=tuple(replace(g, bandwidth=bandwidth, bandwidth_basis="given") for g in here.gpus))
-    card = _card(gpu, vram_bytes, bandwidth)
+    count, gpu = cards_named(gpu)
     return replace(
         machine,
-        gpus=(card,),
+        gpus=(_card(gpu, vram_bytes, bandwidth),) * count,
         gpu_links=(),
         gpu_error="",
         driver="",
@@ -56,8 +56,15 @@ def imagined(
     )
 
 
+def cards_named(gpu: str | None) -> tuple[int, str | None]:
+    """How many cards "2x 3090" or "3090" names, and what one is called."""
+    named = re.fullmatch(r"([1-8]) ?[x×] ?(.+)", gpu or "", re.IGNORECASE)
+    return (int(named[1]), named[2]) if named else (1, gpu)
+
+
 def other_sizes(gpu: str | None) -> tuple[float, ...]:
     """GiB of memory that the card of this name is sold with beside what is taken for it."""
+    _, gpu = cards_named(gpu)
     row = named_gpu(gpu) if gpu else None
     return tuple(row.also_gib) if row else ()
 

@@ -93,5 +93,6 @@ def _power(survey: Survey) -> Advice | None:
 def _second(survey: Survey) -> Advice | None:
     if len(survey.machine.gpus) < 2:
         return None
-    text = "a model runs on one card; the other can hold a second model, or another engine over both"
-    return Advice("cards", text, "localllm doctor --for vllm")
+    count = len(survey.machine.gpus)
+    text = "one card can hold a second model, or all of them share one: plan shows both ways to divide it"
+    return Advice("cards", text, f"localllm plan MODEL --tensor-parallel {count}")

@@ -196,7 +196,7 @@ def gpu_pcie(survey: Survey) -> Check:
 
 @CHECKS.add("gpu.p2p", _no_gpu)
 def gpu_p2p(survey: Survey) -> Check:
-    """How two cards reach each other. This version runs a model on one card; other engines' tensor parallelism asks."""
+    """How two cards reach each other: what tensor parallelism, here and of other engines, asks of them."""
     links = survey.machine.gpu_links
     if not links:
         return skip("one GPU")
@@ -205,11 +205,11 @@ def gpu_p2p(survey: Survey) -> Check:
     data: dict[str, Any] = {"links": [[k.first, k.second, k.path, k.p2p] for k in links]}
     if granted and survey.host.iommu and far.path in ("PHB", "NODE", "SYS"):
         title = f"granted over {far.path} while an IOMMU is on: it may be granted and still hang"
-        detail = "for tensor parallelism of other engines; localllm doctor --deep times a copy"
+        detail = "for tensor parallelism; localllm doctor --deep times a copy"
         return warn(title, detail, "export NCCL_P2P_DISABLE=1", **data)
     if granted:
         return ok(f"granted over {far.path}; --deep times it", **data)
-    detail = "copies between cards go through RAM; one model on one card does not notice"
+    detail = "copies between cards go through RAM: for one model on several cards, --split layers moves least"
     return ok(f"none over {far.path}: {links[0].p2p}", detail, **data)
 
 

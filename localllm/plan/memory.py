@@ -117,6 +117,7 @@ class Memory:
     draft         a smaller model that guesses tokens; it has weights and pages of its own
     host_experts  of each layer, how many the CPU computes in host memory
     adapter_bytes of the adapters that are in memory at once
+    link_bytes    for talking to other ranks
     """
 
     facts: ModelFacts
@@ -131,6 +132,7 @@ class Memory:
     draft: ModelFacts | None = None
     host_experts: int = 0
     adapter_bytes: int = 0
+    link_bytes: int = 0
 
     @cached_property
     def have_and_margin(self) -> tuple[int, int]:
@@ -369,7 +371,7 @@ class Memory:
             terms["activations"] = max(terms["activations"], theirs["activations"]) + rope_bytes(
                 self.drafter.facts, ctx
             )
-        more = {"learned": self.excess_bytes, "adapters": self.adapter_bytes}
+        more = {"learned": self.excess_bytes, "adapters": self.adapter_bytes, "links": self.link_bytes}
         return terms | {name: size for name, size in more.items() if size}
 
     @property

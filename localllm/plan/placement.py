@@ -93,7 +93,7 @@ def idle_card(machine: MachineFacts, device: str) -> str:
     place = f"cuda:{machine.gpus.index(other)}"
     return (
         f"{other.name} ({place}, {gib(other.free_bytes, 1)} free) stays unused: it could run a second model"
-        f" (--device {place}); one model is not split over cards"
+        f" (--device {place}), or share one (--tensor-parallel 2)"
     )
 
 

@@ -184,7 +184,7 @@ def _with(chooser: Chooser, ranks: Ranks) -> Plan:
         idle="",
         **pace,
     )
-    return replace(made, reasons=(*_reasons(ranks, made), *made.reasons))
+    return replace(made, reasons=(*_reasons(chooser.machine, ranks, made), *made.reasons))
 
 
 def _largest(memories: Sequence[Memory]) -> int:
@@ -206,10 +206,10 @@ def _choices(chooser: Chooser, ranks: Ranks) -> Iterator[tuple[tuple[Memory, ...
     least = min((place.gpu.capability for place in ranks.places if place.gpu is not None), default=0)
     each = []
     for place, part in zip(ranks.places, ranks.facts, strict=True):
+        link = 0 if place.gpu is None else LINK_BYTES
         gpu = None if place.gpu is None else replace(place.gpu, capability=least)  # what all of them can
-        each.append(
-            [(replace(one, machine=machine), enough) for one, enough in chooser.formats(place._replace(gpu=gpu), part)]
-        )
+        formats = chooser.formats(place._replace(gpu=gpu), part)
+        each.append([(replace(one, machine=machine, link_bytes=link), enough) for one, enough in formats])
     for found in zip(*each, strict=True):
         memories = [memory if rank == 0 else replace(memory, draft=None) for rank, (memory, _) in enumerate(found)]
         yield tuple(memories), found[0][1]
@@ -246,7 +246,7 @@ def _rank_plan(ranks: Ranks, rank: int, memory: Memory, ctx: int, pages: Sequenc
         device=ranks.places[rank].device,
         weight_bytes=memory.weights_and_read[0],
         kv_bytes=kept + num_slots * memory.slot_bytes,
-        work_bytes=sum(work.values()) + LINK_BYTES * (memory.where.gpu is not None),
+        work_bytes=sum(work.values()),
         margin_bytes=margin,
         have_bytes=have,
         span=ranks.spans[rank],
@@ -267,12 +267,16 @@ def _pace(chooser: Chooser, ranks: Ranks, memories: Sequence[Memory], ctx: int) 
     return {name: 1 / seconds if seconds else 0.0 for name, seconds in taken.items()}
 
 
-def _reasons(ranks: Ranks, made: Plan) -> Iterator[str]:
+def _reasons(machine: MachineFacts, ranks: Ranks, made: Plan) -> Iterator[str]:
     world = len(ranks.places)
+    used = {machine.gpus.index(place.gpu) for place in ranks.places if place.gpu is not None}
+    far = [link for link in machine.gpu_links if {link.first, link.second} <= used and link.p2p != "ok"]
     what = "a part of every layer each" if ranks.split == "tensor" else "some of the layers each"
     yield f"{world} ranks: {what}; {_sizes(ranks, made)}"
     if ranks.split == "tensor" and not is_even(ranks.whole, world):
         yield f"the heads do not divide evenly among {world} ranks: the others wait for the one with most of them"
+    if ranks.split == "tensor" and far:
+        yield f"the cards do not reach each other ({far[0].p2p}): --split layers moves less between them"
     if ranks.places[0].gpu is not None:
         yield "no CUDA graphs: steps of several ranks are not captured"
 

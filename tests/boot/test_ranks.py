@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,13 @@ from localllm.config import EngineOptions
 from localllm.device.fake import fake_machine
 from localllm.errors import ConfigError, DeviceError
 from localllm.models.architectures import open_model
+from localllm.models.architectures.facts import count_params
 from localllm.plan.planner import Planner
 from localllm.request import Constraint
+from localllm.terminal import GIB
 
 EXACT = {"device": "cpu", "ctx": 512, "dtype": "float32", "kv": "f32", "max_parallel": 4}
+TINY = EXACT | {"ctx": 256}
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 PROMPTS = [
     "The capital of France is",
@@ -100,8 +104,8 @@ def test_grammar_abort_and_preemption(several: LLM, alone: dict[str, Any]) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["busy", "idle"])
-def test_a_rank_that_dies_ends_the_others_and_the_requests(tiny_path: Path, when: str) -> None:
-    with LLM(tiny_path, tensor_parallel=2, **EXACT) as llm:
+def test_a_rank_that_dies_ends_the_others_and_the_requests(smollm2_path: Path, when: str) -> None:
+    with LLM(smollm2_path, tensor_parallel=2, **EXACT) as llm:
         (pid,) = pids(llm)
         failed: list[Exception] = []
         first = threading.Event()
@@ -134,7 +138,7 @@ def test_a_rank_that_dies_ends_the_others_and_the_requests(tiny_path: Path, when
 
 @pytest.mark.slow
 def test_ranks_end_with_rank_0(tiny_path: Path) -> None:
-    llm = LLM(tiny_path, tensor_parallel=2, **EXACT)
+    llm = LLM(tiny_path, tensor_parallel=2, **TINY)
     (pid,) = pids(llm)
     llm.close()
     with pytest.raises(ProcessLookupError):
@@ -150,12 +154,12 @@ def test_other_files_and_other_versions_are_refused(
     with monkeypatch.context() as patch:
         patch.setattr(ranks, "versions", lambda: ["0.0.1", "1.0"])
         with pytest.raises(ConfigError, match="rank 1: this rank runs localllm .*rank 0 0.0.1 with torch 1.0"):
-            LLM(tiny_path, tensor_parallel=2, **EXACT)
+            LLM(tiny_path, tensor_parallel=2, **TINY)
     real = ranks.identity_of
     with monkeypatch.context() as patch:
         patch.setattr(ranks, "identity_of", lambda one: {path: [1, 2, 3] for path in real(one)})
         with pytest.raises(ConfigError, match="rank 1: tiny.gguf is another file than rank 0 reads"):
-            LLM(tiny_path, tensor_parallel=2, **EXACT)
+            LLM(tiny_path, tensor_parallel=2, **TINY)
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------------
@@ -174,3 +178,27 @@ def test_what_ranks_cannot_do_is_refused_by_name(tiny_path: Path) -> None:
         planner.having(kv_store=1 << 30).plan(facts)
     with pytest.raises(ConfigError, match="2 layers are fewer than 3 ranks"):
         planner.having(tensor_parallel=3, split="layers").plan(facts)
+    with pytest.raises(DeviceError, match="this machine has 1 usable GPU"):
+        Planner(fake_machine("rtx4090"), EngineOptions(tensor_parallel=2)).plan(facts)
+
+
+def test_cards_share_a_model_that_one_has_no_room_for(tiny_path: Path) -> None:
+    with open_model(tiny_path) as checkpoint:
+        tiny = checkpoint.facts
+    layer = replace(tiny.layers[0], mixer=replace(tiny.attention[0], num_heads=64, num_kv_heads=8, head_dim=128))
+    layer = replace(layer, ffn=replace(layer.ffn, inner=28672))
+    facts = replace(tiny, hidden_size=8192, vocab_size=128256, max_context=32768, layers=(layer,) * 80)
+    facts = replace(facts, num_params=count_params(facts), weight_bytes=36 * GIB, stored_format="Q4_K_M")
+    one = fake_machine("rtx4090")
+    pair = replace(one, gpus=(one.gpus[0], replace(one.gpus[0], index=1, free_bytes=20 * GIB)))
+    assert not Planner(one, EngineOptions(device="cuda")).plan(facts).fits
+    made = Planner(pair, EngineOptions(device="cuda", tensor_parallel="auto")).plan(facts)
+    assert made.fits and [rank.device for rank in made.ranks] == ["cuda:0", "cuda:1"]
+    assert made.split == "tensor" and not made.graph_buckets
+    assert abs(made.ranks[0].weight_bytes - 18 * GIB) < GIB
+    assert all(rank.need_bytes <= rank.have_bytes for rank in made.ranks)
+    halves = Planner(pair, EngineOptions(device="cuda", tensor_parallel=2, split="layers")).plan(facts)
+    (first, end), (start, last) = (rank.span for rank in halves.ranks)
+    assert (first, end, last) == (0, start, 80)
+    assert halves.ranks[0].weight_bytes > halves.ranks[1].weight_bytes  # its card has more room
+    assert halves.decode_tps < made.decode_tps  # they take turns

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -13,11 +13,21 @@ from typer import Option
 
 from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.console import picked
-from localllm.cli.frame.options import Draft, Experts, HardwareFlags, Kv, model_argument, numbers
+from localllm.cli.frame.options import (
+    Draft,
+    Experts,
+    HardwareFlags,
+    Kv,
+    Split,
+    TensorParallel,
+    model_argument,
+    numbers,
+)
 from localllm.cli.names import local, opened
 from localllm.cli.plan_view import FIRST_TOKEN_AT, Row, Sheet, Subject, option_line, show
 from localllm.config import UserConfig
 from localllm.errors import ConfigError, LocalLLMError, UnsupportedModel
+from localllm.terminal import gib
 
 if TYPE_CHECKING:
     from localllm.hub.catalog import Candidate, DownloadLimit
@@ -31,6 +41,7 @@ if TYPE_CHECKING:
     "localllm plan smollm2 --ctx 8k,32k --json",
     "localllm plan llama --gpu 'RTX 5090' --kv fp8",
     "localllm plan qwen --vram 48G --bw 864 -v",
+    "localllm plan llama --gpu '2x 3090'",
 )
 def plan(
     env: Env,
@@ -43,6 +54,8 @@ def plan(
     kv: Kv = None,
     draft: Draft = None,
     experts: Experts = None,
+    tensor_parallel: TensorParallel = None,
+    split: Split = None,
     batch: Annotated[int | None, Option(metavar="N", min=1, max=1024, help="Requests computed side by side.")] = None,
     hardware: HardwareFlags = HardwareFlags(),
     target_tps: Annotated[float, Option(metavar="N", min=0, help="★ is not given below this pace.")] = 0.0,
@@ -59,6 +72,7 @@ def plan(
 
     config = env.settings(
         {"engine.kv": kv, "engine.draft": draft, "engine.experts": experts, "engine.max_parallel": batch}
+        | {"engine.tensor_parallel": tensor_parallel, "engine.split": split}
     )
     windows = numbers("8k,32k" if ctx is None else ctx, "--ctx", 16, "8k,32k", ("auto", "max"))
     planner, imagined = hardware.planner(config)
@@ -74,9 +88,9 @@ def plan(
         advised = _advised(options, models, planner, limit, target_tps)
     star = _star(advised, options, rows if ctx else (), planner)
     shown = subjects if every or quant else _best_files(subjects, options, advised)
-    sheet = Sheet(planner, rows, windows, star, imagined, target_tps, tuple(shown), tuple(_hints(
-        env, models, advised, options, limit, (hardware.gpu if hardware.vram is None else None),
-    )))  # fmt: skip
+    hints = _hints(env, models, advised, options, limit, hardware.gpu if hardware.vram is None else None)
+    words = (*hints, *_splits(shown if models else (), planner))
+    sheet = Sheet(planner, rows, windows, star, imagined, target_tps, tuple(shown), words)
     listed = [_json(row, star is not None and row.subject is star.subject) for row in rows]
     if not env.console.emit("plan/1", {"machine": asdict(planner.machine), "rows": listed}):
         show(env, sheet)
@@ -273,6 +287,29 @@ def _hints(
         yield f"this card is sold with other sizes, too: {listed}"
 
 
+def _splits(subjects: Sequence[Subject], planner: Planner) -> Iterator[str]:
+    """What the first of the models would be on all cards together, by either way to divide it."""
+    from localllm.plan.placement import unusable
+
+    machine, options = planner.machine, planner.options
+    count = min(8, sum(not unusable(machine, gpu) for gpu in machine.gpus))
+    if not subjects or count < 2 or options.tensor_parallel != 1 or options.device == "cpu":
+        return
+    subject = subjects[0]
+    for split in ("tensor", "layers"):
+        asked = f"--tensor-parallel {count} --split {split}"
+        try:
+            made = planner.having(device="cuda", tensor_parallel=count, split=split).plan(
+                subject.facts, subject.path or ""
+            )
+        except LocalLLMError as error:
+            yield f"{subject.shown} {asked}: {error.message}"
+            continue
+        sizes = " + ".join(f"{gib(rank.need_bytes, 1)} of {gib(rank.have_bytes, 1)}" for rank in made.ranks)
+        window = f"context {made.ctx:,}, ≈ {made.decode_tps:.0f} tok/s" if made.fits else "does not fit"
+        yield f"{subject.shown} {subject.quant} {asked}: {window}; {sizes}"
+
+
 def _json(row: Row, star: bool) -> dict[str, Any]:
     from localllm.plan.quality import measured
 
@@ -288,6 +325,7 @@ def _json(row: Row, star: bool) -> dict[str, Any]:
         "need_bytes": made.least_bytes if row.fits else made.need_bytes,
         "least_bytes": made.least_bytes,
         "host": picked(made, "host_experts host_bytes host_read_bytes stream_rows") if made.host_experts else None,
+        "ranks": [asdict(rank) for rank in made.ranks] or None,
         "pool_bytes": pool,
         "batch": made.max_parallel,
         "parts": made.parts() | {"kv": made.kv_bytes - pool},

@@ -175,6 +175,18 @@ class HostExperts(TypedDict):
     stream_rows: Count
 
 
+class Rank(TypedDict):
+    """What one of several cards holds."""
+
+    device: str
+    weight_bytes: Count
+    kv_bytes: Count
+    work_bytes: Count
+    margin_bytes: Count
+    have_bytes: Count
+    span: list[Count]
+
+
 class PlanRow(TypedDict):
     model: str
     quant: str
@@ -195,6 +207,7 @@ class PlanRow(TypedDict):
     least_bytes: NotRequired[Count]
     pool_bytes: NotRequired[Count]
     host: NotRequired[HostExperts | None]
+    ranks: NotRequired[list[Rank] | None]
     needs: NotRequired[str | None]
     prefill_tps: NotRequired[float]
     first_token_s: NotRequired[float]

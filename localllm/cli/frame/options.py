@@ -185,7 +185,7 @@ class SamplingFlags:
 class HardwareFlags:
     """Another machine than this one."""
 
-    gpu: Annotated[str | None, Option(metavar="NAME", help="A card that is not here: 4090, h100.")] = None
+    gpu: Annotated[str | None, Option(metavar="NAME", help="A card that is not here: 4090, 2x 3090.")] = None
     vram: Annotated[str | None, Option(metavar="SIZE", help="A card with so much memory: 24G.")] = None
     bw: Annotated[float | None, Option(metavar="GB/S", min=1, help="Its memory bandwidth: 1008.")] = None
     ram: Annotated[str | None, Option(metavar="SIZE", help="As much RAM as this: 64G.")] = None
@@ -210,7 +210,9 @@ class HardwareFlags:
         )
         planner = Planner.here(config.engine, facts)
         if config.engine.device == "auto":
-            planner = planner.having(device=chosen_device(facts, "auto").device)
+            device = chosen_device(facts, "auto").device
+            several = config.engine.tensor_parallel != 1
+            planner = planner.having(device=device.partition(":")[0] if several else device)
         return planner, facts is not real
 
 
