@@ -7,9 +7,10 @@ sequence with an adapter; all others use the plain ones.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,18 +45,21 @@ class AdapterRows:
     def __init__(self) -> None:
         self.places = np.empty(0, dtype=np.int32)
         self._address = ctypes.c_void_p()
-        self.runs: list[tuple[int, slice]] = []  # (place, rows) for consecutive rows that have one
 
     def set(self, places: np.ndarray) -> None:
-        """int32 [rows]; kept until the next step."""
-        self.places = np.ascontiguousarray(places)
-        self._address.value = self.places.ctypes.data
-        self.runs = []
+        """int32 [rows], contiguous; kept until the next step. The same array says the same."""
+        if places is not self.places:
+            self.places = places
+            self._address.value = places.ctypes.data
+
+    @property
+    def runs(self) -> Iterator[tuple[int, slice]]:
+        """(place, rows) for consecutive rows that have one."""
         start = 0
         for place, rows in groupby(self.places.tolist()):
             end = start + sum(1 for _ in rows)
             if place >= 0:
-                self.runs.append((place, slice(start, end)))
+                yield place, slice(start, end)
             start = end
 
     @property
@@ -67,15 +71,29 @@ class AdapterRows:
 class Additions:
     """What up to MOST_ADAPTERS adapters add to one product, in PyTorch; the reference of all others.
 
-    bias   float32 [N] of the product
-    tiled  a row's result does not depend on the rows beside it
+    bias    float32 [N] of the product
+    tiled   a row's result does not depend on the rows beside it
+    coarse  the product's weights have a byte or less each: so may the updates, where they need not be exact
     """
 
-    def __init__(self, rows: AdapterRows, shape: tuple[int, int], bias: Tensor | None, *, tiled: bool = True) -> None:
-        self.rows, self.shape, self.bias, self.tiled = rows, shape, bias, tiled
+    def __init__(
+        self,
+        rows: AdapterRows,
+        shape: tuple[int, int],
+        bias: Tensor | None,
+        *,
+        tiled: bool = True,
+        coarse: bool = False,
+    ) -> None:
+        self.rows, self.shape, self.bias, self.tiled, self.coarse = rows, shape, bias, tiled, coarse
         self.pieces: list[tuple[LowRank, ...]] = [()] * MOST_ADAPTERS
 
-    def put(self, place: int, pieces: Sequence[LowRank]) -> None:
+    @staticmethod
+    def room(nbytes: int) -> Any:
+        """Memory for all updates of an adapter, where they lie together."""
+        return None
+
+    def put(self, place: int, pieces: Sequence[LowRank], room: Any = None) -> None:
         """From now on rows with this place get these updates."""
         self.pieces[place] = tuple(pieces)
 

@@ -51,7 +51,7 @@ def additions(device: torch.device, deterministic: bool, exact: bool) -> Callabl
     exact   nothing may be rounded below float32
     """
     if device.type == "cpu" and library().reason is None:
-        return partial(CpuAdditions, is_half=not exact)
+        return partial(CpuAdditions, exact=exact)
     return partial(Additions, tiled=deterministic)
 
 

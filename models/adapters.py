@@ -98,7 +98,8 @@ class Adapters:
                 continue
             late = is_last and (part == "ffn" or (isinstance(weights, AttentionWeights) and field.name == "out"))
             shape = (linear.out_features, linear.parts[0].shape[1])
-            added = self._make(self._wanted if late else self._rows, shape, linear.bias)
+            coarse = linear.nbytes < 1.2 * shape[0] * shape[1]  # a byte each, and their scales
+            added = self._make(self._wanted if late else self._rows, shape, linear.bias, coarse=coarse)
             key = number, part, field.name
             self._additions[key] = added
             changed[field.name] = replace(linear, additions=added)
@@ -205,8 +206,13 @@ class Adapters:
 
     def put(self, place: int, weights: AdapterWeights | None) -> None:
         """From now on rows with this place have this adapter; None empties it. Called between steps."""
+        room = None
         for key, added in self._additions.items():
-            added.put(place, () if weights is None else weights.pieces.get(key, ()))
+            if weights is None:
+                added.put(place, ())
+            else:
+                room = room or added.room(weights.nbytes)
+                added.put(place, weights.pieces.get(key, ()), room)
 
     def begin(self, of_tokens: np.ndarray, of_wanted: np.ndarray) -> tuple[LayerCall, ...]:
         """The layers for a step whose tokens, and whose wanted rows, have these places."""

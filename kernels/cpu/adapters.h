@@ -2,7 +2,7 @@
  *
  * Both matrices lie in columns of ADAPTER_WIDE outputs, [outputs / ADAPTER_WIDE][inputs][ADAPTER_WIDE], zeros behind the
  * last: one vector of outputs at a time is summed over the inputs in order, four chains for the first and one for the
- * second, whatever the number of rows. */
+ * second, whatever the number of rows. Those of int8 have a scale an output, which multiplies the sum. */
 #ifndef LL_ADAPTERS_H
 #define LL_ADAPTERS_H
 
@@ -13,12 +13,17 @@
 #define ADAPTER_WIDE 16
 #define ADAPTER_ROWS 4    /* rows of x that share one reading of the matrices */
 #define ADAPTER_CHUNK 256 /* outputs of a task */
+#define ADAPTER_AHEAD 1024 /* bytes of the first matrix that are asked for ahead of use */
+#define ADAPTER_SIDE 4    /* vectors of outputs that are summed side by side */
 #define ADAPTER_ALONE 32768 /* multiply-adds of the second product that are not worth waking other threads */
+
+enum { ADAPTER_FLOAT, ADAPTER_BF16, ADAPTER_INT8 };
 
 typedef struct {
     int64_t rank, at;        /* a multiple of ADAPTER_WIDE; where its inner results begin in a row of those */
     int64_t first, n;        /* its outputs */
     const void *down, *up;   /* [k] -> [rank], [rank] -> [n] */
+    const float *down_scale, *up_scale; /* of int8: [rank], [n] */
     const float *gain, *bias; /* [n] and zeros: first y += gain * (y - bias); NULL: not, or without a bias */
 } ll_low_rank;
 
@@ -27,7 +32,7 @@ typedef struct {
 } ll_adapter_rows;
 
 typedef struct {
-    int64_t k, n, is_half;
+    int64_t k, n, form; /* form: of the matrices */
     int64_t most, ranks, longest, gains; /* of all places: pieces, inner results, outputs of a piece; whether one has gains */
     const ll_adapter_rows *rows;
     int64_t count[ADAPTERS];
@@ -45,12 +50,38 @@ typedef struct {
 
 static int64_t adapters_from; /* the caller holds pool.lock: which of the step's rows is the first of the next product's */
 
-INLINE vf adapter_vector(const void *matrix, int64_t at, const int is_half)
+INLINE int64_t adapter_size(const int form) { return form == ADAPTER_FLOAT ? 4 : form == ADAPTER_BF16 ? 2 : 1; }
+
+INLINE vf adapter_vector(const void *matrix, int64_t at, const int form)
 {
-    return is_half ? vf_bf16((const uint16_t *)matrix + at) : vf_load((const float *)matrix + at);
+    if (form == ADAPTER_INT8) return vf_cvt(vi_i8((const uint8_t *)matrix + at));
+    return form == ADAPTER_BF16 ? vf_bf16((const uint16_t *)matrix + at) : vf_load((const float *)matrix + at);
 }
 
-INLINE void down_as(const ll_low_rank *p, int64_t k, const float *x, float *to, int64_t stride, const int rows, const int is_half)
+/* The same for one row, its chains by name: an array of them is kept in memory. */
+INLINE void down_one(const ll_low_rank *p, int64_t k, const float *x, float *to, const int form)
+{
+    const int64_t size = adapter_size(form);
+    for (int64_t column = 0; column < p->rank; column += VW) {
+        const char *at = (const char *)p->down + (column / ADAPTER_WIDE * ADAPTER_WIDE * k + column % ADAPTER_WIDE) * size;
+        const int64_t step = ADAPTER_WIDE * size;
+        vf a = vf_set1(0.0f), b = a, c = a, d = a;
+        int64_t i = 0;
+        for (; i + 4 <= k; i += 4, at += 4 * step) {
+            __builtin_prefetch(at + ADAPTER_AHEAD, 0, 2);
+            __builtin_prefetch(at + ADAPTER_AHEAD + 64, 0, 2);
+            a = vf_fma(adapter_vector(at, 0, form), vf_set1(x[i]), a);
+            b = vf_fma(adapter_vector(at + step, 0, form), vf_set1(x[i + 1]), b);
+            c = vf_fma(adapter_vector(at + 2 * step, 0, form), vf_set1(x[i + 2]), c);
+            d = vf_fma(adapter_vector(at + 3 * step, 0, form), vf_set1(x[i + 3]), d);
+        }
+        for (; i < k; i++, at += step) a = vf_fma(adapter_vector(at, 0, form), vf_set1(x[i]), a);
+        const vf sum = (a + b) + (c + d);
+        vf_store(to + column, form == ADAPTER_INT8 ? sum * vf_load(p->down_scale + column) : sum);
+    }
+}
+
+INLINE void down_as(const ll_low_rank *p, int64_t k, const float *x, float *to, int64_t stride, const int rows, const int form)
 {
     for (int64_t column = 0; column < p->rank; column += VW) {
         const int64_t start = column / ADAPTER_WIDE * ADAPTER_WIDE * k + column % ADAPTER_WIDE;
@@ -58,16 +89,23 @@ INLINE void down_as(const ll_low_rank *p, int64_t k, const float *x, float *to, 
         for (int r = 0; r < rows; r++)
             for (int c = 0; c < 4; c++) sums[r][c] = vf_set1(0.0f);
         int64_t i = 0;
-        for (; i + 4 <= k; i += 4)
+        for (; i + 4 <= k; i += 4) {
+            const char *ahead = (const char *)p->down + (start + i * ADAPTER_WIDE) * adapter_size(form) + ADAPTER_AHEAD;
+            __builtin_prefetch(ahead, 0, 2);
+            __builtin_prefetch(ahead + 64, 0, 2);
             for (int c = 0; c < 4; c++) {
-                const vf w = adapter_vector(p->down, start + (i + c) * ADAPTER_WIDE, is_half);
+                const vf w = adapter_vector(p->down, start + (i + c) * ADAPTER_WIDE, form);
                 for (int r = 0; r < rows; r++) sums[r][c] = vf_fma(w, vf_set1(x[r * k + i + c]), sums[r][c]);
             }
+        }
         for (; i < k; i++) {
-            const vf w = adapter_vector(p->down, start + i * ADAPTER_WIDE, is_half);
+            const vf w = adapter_vector(p->down, start + i * ADAPTER_WIDE, form);
             for (int r = 0; r < rows; r++) sums[r][0] = vf_fma(w, vf_set1(x[r * k + i]), sums[r][0]);
         }
-        for (int r = 0; r < rows; r++) vf_store(to + r * stride + column, (sums[r][0] + sums[r][1]) + (sums[r][2] + sums[r][3]));
+        for (int r = 0; r < rows; r++) {
+            const vf sum = (sums[r][0] + sums[r][1]) + (sums[r][2] + sums[r][3]);
+            vf_store(to + r * stride + column, form == ADAPTER_INT8 ? sum * vf_load(p->down_scale + column) : sum);
+        }
     }
 }
 
@@ -78,48 +116,81 @@ INLINE vf some_of(const float *from, int64_t count)
     return vf_load(all);
 }
 
-/* Outputs [begin, end) of a piece; `out` is where the piece's begin. */
-INLINE void up_as(const ll_low_rank *p, const float *hidden, int64_t stride, float *out, int64_t n, int64_t begin, int64_t end, const int rows,
-                  const int is_half)
+/* Some vectors of outputs of a piece from `j` on, or the last one, which is not `whole`; `out` is where the piece's begin. */
+INLINE void up_columns(const ll_low_rank *p, const float *hidden, int64_t stride, float *out, int64_t n, int64_t j, const int vectors, const int whole,
+                       const int rows, const int form)
 {
-    for (int64_t j = begin; j < end; j += VW) {
-        const int64_t start = j / ADAPTER_WIDE * ADAPTER_WIDE * p->rank + j % ADAPTER_WIDE, count = end - j < VW ? end - j : VW;
-        vf sums[ADAPTER_ROWS];
-        for (int r = 0; r < rows; r++) {
-            const vf y = count == VW ? vf_load(out + r * n + j) : some_of(out + r * n + j, count);
-            sums[r] = y;
-            if (p->gain) sums[r] = vf_fma(vf_load(p->gain + j), p->bias ? y - vf_load(p->bias + j) : y, y);
+    vf given[ADAPTER_ROWS][ADAPTER_SIDE], sums[ADAPTER_ROWS][ADAPTER_SIDE];
+    const int64_t count = p->n - j < VW ? p->n - j : VW;
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < vectors; c++) {
+            const vf y = whole ? vf_load(out + r * n + j + c * VW) : some_of(out + r * n + j, count);
+            const float *gain = p->gain + j + c * VW, *bias = p->bias + j + c * VW;
+            given[r][c] = y;
+            if (p->gain) given[r][c] = vf_fma(vf_load(gain), p->bias ? y - vf_load(bias) : y, y);
+            sums[r][c] = form == ADAPTER_INT8 ? vf_set1(0.0f) : given[r][c];
         }
-        for (int64_t i = 0; i < p->rank; i++) {
-            const vf w = adapter_vector(p->up, start + i * ADAPTER_WIDE, is_half);
-            for (int r = 0; r < rows; r++) sums[r] = vf_fma(w, vf_set1(hidden[r * stride + i]), sums[r]);
+    for (int64_t i = 0; i < p->rank; i++)
+        for (int c = 0; c < vectors; c++) {
+            const int64_t column = j + c * VW, start = column / ADAPTER_WIDE * ADAPTER_WIDE * p->rank + column % ADAPTER_WIDE;
+            const vf w = adapter_vector(p->up, start + i * ADAPTER_WIDE, form);
+            for (int r = 0; r < rows; r++) sums[r][c] = vf_fma(w, vf_set1(hidden[r * stride + i]), sums[r][c]);
         }
-        for (int r = 0; r < rows; r++) {
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < vectors; c++) {
             float y[VW];
-            vf_store(y, sums[r]);
-            memcpy(out + r * n + j, y, (size_t)count * 4);
+            if (form == ADAPTER_INT8) sums[r][c] = vf_fma(sums[r][c], vf_load(p->up_scale + j + c * VW), given[r][c]);
+            if (whole) vf_store(out + r * n + j + c * VW, sums[r][c]);
+            else vf_store(y, sums[r][c]), memcpy(out + r * n + j, y, (size_t)count * 4);
         }
-    }
 }
 
-static void down_rows(const adapters_job *j, const ll_low_rank *p, int64_t row, int together)
+INLINE void up_as(const ll_low_rank *p, const float *hidden, int64_t stride, float *out, int64_t n, int64_t begin, int64_t end, const int rows,
+                  const int form)
 {
-    const ll_adapters *l = j->l;
-    const float *x = j->x + row * l->k;
-    float *to = j->hidden + row * l->ranks + p->at;
-    if (together) l->is_half ? down_as(p, l->k, x, to, l->ranks, ADAPTER_ROWS, 1) : down_as(p, l->k, x, to, l->ranks, ADAPTER_ROWS, 0);
-    else l->is_half ? down_as(p, l->k, x, to, l->ranks, 1, 1) : down_as(p, l->k, x, to, l->ranks, 1, 0);
+    int64_t j = begin;
+    for (; j + ADAPTER_SIDE * VW <= end; j += ADAPTER_SIDE * VW) up_columns(p, hidden, stride, out, n, j, ADAPTER_SIDE, 1, rows, form);
+    for (; j + VW <= end; j += VW) up_columns(p, hidden, stride, out, n, j, 1, 1, rows, form);
+    if (j < end) up_columns(p, hidden, stride, out, n, j, 1, 0, rows, form);
 }
 
-static void up_rows(const adapters_job *j, const ll_low_rank *p, int64_t row, int together, int64_t begin)
+INLINE void down_form(const adapters_job *j, const ll_low_rank *p, int64_t row, int together, const int form)
+{
+    const int64_t k = j->l->k, ranks = j->l->ranks;
+    float *to = j->hidden + row * ranks + p->at;
+    if (together) down_as(p, k, j->x + row * k, to, ranks, ADAPTER_ROWS, form);
+    else down_one(p, k, j->x + row * k, to, form);
+    if (row) return;
+    const char *up = p->up, *end = up + p->n * p->rank * adapter_size(form);
+    for (; up < end; up += 64) __builtin_prefetch(up, 0, 2);
+}
+
+INLINE void up_form(const adapters_job *j, const ll_low_rank *p, int64_t row, int together, int64_t begin, const int form)
 {
     const ll_adapters *l = j->l;
     const float *from = j->hidden + row * l->ranks + p->at;
     float *out = j->out + row * l->n + p->first;
     const int64_t end = begin + ADAPTER_CHUNK < p->n ? begin + ADAPTER_CHUNK : p->n;
-    if (together)
-        l->is_half ? up_as(p, from, l->ranks, out, l->n, begin, end, ADAPTER_ROWS, 1) : up_as(p, from, l->ranks, out, l->n, begin, end, ADAPTER_ROWS, 0);
-    else l->is_half ? up_as(p, from, l->ranks, out, l->n, begin, end, 1, 1) : up_as(p, from, l->ranks, out, l->n, begin, end, 1, 0);
+    if (together) up_as(p, from, l->ranks, out, l->n, begin, end, ADAPTER_ROWS, form);
+    else up_as(p, from, l->ranks, out, l->n, begin, end, 1, form);
+}
+
+static void down_rows(const adapters_job *j, const ll_low_rank *p, int64_t row, int together)
+{
+    switch (j->l->form) {
+    case ADAPTER_FLOAT: down_form(j, p, row, together, ADAPTER_FLOAT); break;
+    case ADAPTER_BF16: down_form(j, p, row, together, ADAPTER_BF16); break;
+    default: down_form(j, p, row, together, ADAPTER_INT8);
+    }
+}
+
+static void up_rows(const adapters_job *j, const ll_low_rank *p, int64_t row, int together, int64_t begin)
+{
+    switch (j->l->form) {
+    case ADAPTER_FLOAT: up_form(j, p, row, together, begin, ADAPTER_FLOAT); break;
+    case ADAPTER_BF16: up_form(j, p, row, together, begin, ADAPTER_BF16); break;
+    default: up_form(j, p, row, together, begin, ADAPTER_INT8);
+    }
 }
 
 /* Rows from `row` on that go through one adapter together: all of a block, or one. */

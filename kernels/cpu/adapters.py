@@ -15,18 +15,39 @@ from .build import lib
 from .interface import CAdapters, CLowRank
 
 _WIDE = 16  # outputs that lie together
+_LINE, _HUGE = 64, 2 << 20  # bytes of a line of the CPU's caches, and of a huge page
+_FLOAT, _BF16, _INT8 = range(3)  # how matrices are kept
+
+
+class Room:
+    """Memory in huge pages, as the weights have; what is read after one another lies so."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._memory = torch.empty(nbytes + 2 * _HUGE, dtype=torch.uint8)  # what is not written to is not taken
+        lib().ll_advise(self._memory.data_ptr(), self._memory.nbytes)
+        self._at = -self._memory.data_ptr() % _HUGE
+
+    def moved(self, tensor: Tensor | None) -> Tensor | None:
+        """A copy in here; the tensor itself where there is no room left."""
+        if tensor is None or self._at + tensor.nbytes > self._memory.nbytes:
+            return tensor
+        place = self._memory[self._at : self._at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        self._at += -(-tensor.nbytes // _LINE) * _LINE
+        return place.copy_(tensor)
 
 
 class CpuAdditions(Additions):
     """The same in C: single products by `add`, whole layers by their segments, which find `address` in them.
 
-    is_half   matrices are kept in bfloat16
+    exact   matrices are kept in float32; else in bfloat16, or coarsely
     """
 
-    def __init__(self, rows: AdapterRows, shape: tuple[int, int], bias: Tensor | None, *, is_half: bool) -> None:
-        super().__init__(rows, shape, bias)
-        self.is_half = is_half
-        self.struct = CAdapters(k=shape[1], n=shape[0], is_half=is_half, rows=rows.address)
+    def __init__(
+        self, rows: AdapterRows, shape: tuple[int, int], bias: Tensor | None, *, exact: bool, coarse: bool = False
+    ) -> None:
+        super().__init__(rows, shape, bias, coarse=coarse)
+        self._form = _FLOAT if exact else _INT8 if coarse else _BF16
+        self.struct = CAdapters(k=shape[1], n=shape[0], form=self._form, rows=rows.address)
         self.address = ctypes.addressof(self.struct)
         self._kept: list[list[Any]] = [[] for _ in range(MOST_ADAPTERS)]  # what C reads
         self._sizes = [(0, 0, 0, 0)] * MOST_ADAPTERS  # of each place: pieces, inner results, longest, gains
@@ -39,22 +60,27 @@ class CpuAdditions(Additions):
         if not pages_only:
             self.layer = None
 
-    def put(self, place: int, pieces: Sequence[LowRank]) -> None:
+    @staticmethod
+    def room(nbytes: int) -> Room:
+        return Room(nbytes)
+
+    def put(self, place: int, pieces: Sequence[LowRank], room: Room | None = None) -> None:
         kept: list[Any] = []
         structs = (CLowRank * max(1, len(pieces)))()
         at = 0
         for struct, piece in zip(structs, pieces, strict=False):
             rank, n = -(-piece.down.shape[0] // _WIDE) * _WIDE, piece.up.shape[0]
-            packed = (
-                self._columns(piece.down.T),
-                self._columns(F.pad(piece.up.T, (0, 0, 0, rank - piece.up.shape[1]))),
-            )
+            down, down_scale = self._columns(piece.down.T)
+            up, up_scale = self._columns(F.pad(piece.up.T, (0, 0, 0, rank - piece.up.shape[1])))
             gain = None if piece.gain is None else _padded(piece.gain.float() - 1)
             bias = None if gain is None or self.bias is None else _padded(self.bias[piece.first : piece.first + n])
-            kept += (*packed, gain, bias)
+            given = (down, up, down_scale, up_scale, gain, bias)
+            if room is not None:
+                given = tuple(room.moved(tensor) for tensor in given)
+            kept += given
             struct.rank, struct.at, struct.first, struct.n = rank, at, piece.first, n
-            struct.down, struct.up = (matrix.data_ptr() for matrix in packed)
-            struct.gain, struct.bias = (None if vector is None else vector.data_ptr() for vector in (gain, bias))
+            for name, tensor in zip(("down", "up", "down_scale", "up_scale", "gain", "bias"), given, strict=True):
+                setattr(struct, name, None if tensor is None else tensor.data_ptr())
             at += rank
         self._kept[place] = [structs, *kept]
         longest = max((piece.up.shape[0] for piece in pieces), default=0)
@@ -63,11 +89,15 @@ class CpuAdditions(Additions):
         most = (max(sizes) for sizes in zip(*self._sizes, strict=True))
         self.struct.most, self.struct.ranks, self.struct.longest, self.struct.gains = most
 
-    def _columns(self, matrix: Tensor) -> Tensor:
-        """[inputs, outputs] -> [outputs / _WIDE, inputs, _WIDE], zeros behind the last output."""
+    def _columns(self, matrix: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[inputs, outputs] -> [outputs / _WIDE, inputs, _WIDE], zeros behind the last output; scales of int8."""
         inputs, outputs = matrix.shape
-        wide = F.pad(matrix, (0, -outputs % _WIDE)).view(inputs, -1, _WIDE).transpose(0, 1)
-        return wide.to(torch.bfloat16 if self.is_half else torch.float32).contiguous()
+        wide, scale = F.pad(matrix, (0, -outputs % _WIDE)), None
+        if self._form == _INT8:
+            scale = wide.abs().amax(0) / 127
+            wide = (wide / scale.clamp(min=1e-30)).round()
+        dtype = {_FLOAT: torch.float32, _BF16: torch.bfloat16, _INT8: torch.int8}[self._form]
+        return wide.view(inputs, -1, _WIDE).transpose(0, 1).to(dtype).contiguous(), scale
 
     @property
     def nbytes(self) -> int:

@@ -81,14 +81,14 @@ class CLinear(ctypes.Structure):
 class CLowRank(ctypes.Structure):
     """`ll_low_rank`."""
 
-    _fields_ = [*_each(c_int64, "rank at first n"), *_each(c_void_p, "down up gain bias")]
+    _fields_ = [*_each(c_int64, "rank at first n"), *_each(c_void_p, "down up down_scale up_scale gain bias")]
 
 
 class CAdapters(ctypes.Structure):
     """`ll_adapters`; what `rows` points to is one address."""
 
     _fields_ = [
-        *_each(c_int64, "k n is_half most ranks longest gains"),
+        *_each(c_int64, "k n form most ranks longest gains"),
         ("rows", c_void_p),
         ("count", c_int64 * ADAPTERS),
         ("pieces", c_void_p * ADAPTERS),

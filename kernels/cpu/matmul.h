@@ -32,13 +32,16 @@ typedef struct {
 static void part_tiles(void *arg, int64_t begin, int64_t end, int thread)
 {
     parts_job *j = arg;
+    const int64_t down = adapters_down_tasks(&j->added); /* first: what they ask for comes while the tiles are computed */
+    if (begin < down) adapters_down(&j->added, begin, end < down ? end : down, thread);
+    begin = begin > down ? begin - down : 0;
+    end -= down;
     for (int64_t i = 0; i < j->parts && end > 0; i++) {
         const int64_t tasks = j->slabs * j->p[i].w->tiles;
         if (begin < tasks) (j->a[i].exact ? float_tiles : int_tiles)(&j->p[i], begin, end < tasks ? end : tasks, thread);
         begin = begin > tasks ? begin - tasks : 0;
         end -= tasks;
     }
-    if (end > 0) adapters_down(&j->added, begin, end, thread);
 }
 
 /* out = x @ value(w).T (+ bias) (+ residual) for all parts; the caller holds pool.lock. Returns 0, or -1 without memory.

@@ -50,6 +50,7 @@ class BatchBuilder:
         # whose block tables, in which version; one tensor per cache group
         self._tables: tuple[list[tuple[int, int]], list[torch.Tensor]] = ([], [])
         self._states: tuple[list[int], torch.Tensor] = ([], torch.empty(0))  # slots of the last step's sequences
+        self._adapted: tuple[list[int], np.ndarray] = ([], np.empty(0, dtype=np.int32))  # the same of their adapters
         # by number of sequences that decode: `cu_query_lens` and `logits_indices`, which nobody writes to
         self._counts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         # the same, on the CPU, where a step is over before the next one is built
@@ -132,11 +133,14 @@ class BatchBuilder:
             places=None if places is None else (places, places),
         )
 
-    @staticmethod
-    def _places(parts: list[Scheduled]) -> np.ndarray | None:
-        """int32 [num_seqs]: where the adapters are; None where no sequence has one."""
+    def _places(self, parts: list[Scheduled]) -> np.ndarray | None:
+        """int32 [num_seqs]: where the adapters are, the same array while it says the same; None where none is."""
         places = [part.sequence.place for part in parts]
-        return np.array(places, dtype=np.int32) if max(places) >= 0 else None
+        if max(places) < 0:
+            return None
+        if places != self._adapted[0]:
+            self._adapted = places, np.array(places, dtype=np.int32)
+        return self._adapted[1]
 
     def _slots(self, parts: list[Scheduled]) -> torch.Tensor | None:
         """int64 [num_seqs], the same tensor while it says the same; None of a model without states."""

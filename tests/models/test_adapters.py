@@ -17,7 +17,7 @@ from torch import Tensor
 
 from localllm.checkpoint.adapter_file import open_adapter
 from localllm.errors import BadModelFile, ModelNotFound
-from localllm.kernels.adapters import AdapterRows, Additions
+from localllm.kernels.adapters import AdapterRows, Additions, LowRank
 from localllm.models.architectures import open_model
 from localllm.models.loader import LoadOptions, load_model
 
@@ -132,6 +132,34 @@ def test_each_row_goes_through_its_own_adapter(
     assert torch.equal(decoded, torch.cat([alone[0][280:281], alone[1][6:]]))
     wanted = placed.step({0: one[281:], 3: none}, {0: 0, 3: -1}, wanted=[8, 17])
     assert torch.equal(wanted, torch.cat([alone[0][289:], paged(model).all_logits(none, [9])[-1:]]))
+
+
+def test_where_weights_have_few_bits_updates_take_a_byte(tmp_path: Path) -> None:
+    """And are computed as those of float32, but for the rounding of their own numbers."""
+    from localllm.kernels.cpu.adapters import CpuAdditions
+
+    generator = torch.Generator().manual_seed(1)
+    rows, shape = AdapterRows(), (70, 90)
+    pieces = [
+        LowRank(torch.randn(rank, 90, generator=generator), torch.randn(n, rank, generator=generator), first)
+        for rank, n, first in ((4, 33, 0), (21, 37, 33))
+    ]
+    rows.set(np.array([0, 0, 0, 0, -1, 0], dtype=np.int32))
+    x, y = torch.randn(6, 90, generator=generator), torch.randn(6, 70, generator=generator)
+    added, errors, sizes = [], [], []
+    reference = Additions(rows, shape, None)
+    exact, half, coarse = (
+        CpuAdditions(rows, shape, None, exact=exact, coarse=coarse)
+        for exact, coarse in ((True, True), (False, False), (False, True))
+    )
+    for one in (reference, exact, half, coarse):
+        one.put(0, pieces, one.room(1 << 20))
+        added.append(one.add(x, y.clone()) - y)
+        errors.append(float((added[-1] - added[0]).norm() / added[0].norm()))
+        sizes.append(one.nbytes)
+    assert not added[3][4].any() and added[3][5].any()
+    assert errors[1] < 1e-6 < errors[2] < 4e-3 and 2e-3 < errors[3] < 1.2e-2
+    assert sizes[3] < 0.7 * sizes[2] < 0.4 * sizes[1]
 
 
 def test_rows_of_gguf_files_are_in_their_own_order(tiny: Callable, paged: Any, tmp_path: Path) -> None:
