@@ -55,9 +55,10 @@ class KVEvents:
             last["token_ids"] += tokens
             return
         self._events.append(
-            {
+            {  # in the order of vLLM's fields
                 "type": "BlockStored", "block_hashes": [block_hash(node)], "parent_block_hash": above,
                 "token_ids": tokens, "block_size": len(tokens), "lora_id": None, "medium": self._medium,
+                "lora_name": None,
             }
         )  # fmt: skip
 

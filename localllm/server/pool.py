@@ -315,16 +315,20 @@ class ModelPool:
         started, name = time.monotonic(), entry.name
         tell = self._options.on_progress
         llm = self._loader.load(entry.model, machine, lambda phase: tell(name, phase) if tell else None, self._cancel)
-        if self._options.on_loaded is not None:
-            try:
-                self._options.on_loaded(entry.model, llm)
-            except BaseException:
-                llm.close()
-                raise
+        try:
+            self._tell_loaded(entry.model, llm)
+        except BaseException:
+            llm.close()
+            raise
         entry.llm, entry.loaded_at, entry.last_used = llm, time.time(), time.monotonic()
         entry.ttl_s, entry.broken = self._options.ttl_s, ""
         log.info("loaded %s in %.1f s", name, time.monotonic() - started)
         self._set(entry, State.READY)
+
+    def _tell_loaded(self, model: ServedModel, llm: LLM) -> None:
+        """There is a new engine, whose cache is empty."""
+        if self._options.on_loaded is not None:
+            self._options.on_loaded(model, llm)
 
     def _fail(self, entry: PoolEntry, error: LocalLLMError) -> None:
         if not isinstance(error, Aborted):
@@ -361,6 +365,7 @@ class ModelPool:
         assert entry.llm is not None
         try:
             entry.llm.wake()
+            self._tell_loaded(entry.model, entry.llm)
         except Exception as error:
             self._fail(entry, entry.explained("waking", error))
             self._unload(entry)
@@ -393,6 +398,7 @@ class ModelPool:
             try:
                 entry.llm.sleep()
                 entry.llm.wake()
+                self._tell_loaded(entry.model, entry.llm)
             except Exception:
                 log.exception("the engine of %s could not be restarted", entry.name)
                 entry.broken = stopped

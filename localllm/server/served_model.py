@@ -101,7 +101,7 @@ class PoolOptions:
 
     ttl_s: float | None = 1800.0  # an unused model is unloaded after this time; None never
     pinned: tuple[str, ...] = ()  # models that stay, by name
-    # both are called in the loading thread: at every phase of a load, and before the first request is let in
+    # both are called in the loading thread: at every phase of a load; before a new engine gets its first request
     on_progress: Callable[[str, LoadProgress], None] | None = None
     on_loaded: Callable[[ServedModel, LLM], None] | None = None
 

@@ -71,6 +71,9 @@ def serve(
     pin_prefix: Annotated[
         list[Path] | None, Option(metavar="FILE", help="A system prompt whose pages are evicted last.")
     ] = None,
+    kv_events: Annotated[
+        str | None, Option(metavar="tcp://HOST:PORT", help="Publish events of the prefix cache over ZMQ, as vLLM does.")
+    ] = None,
     preload: Annotated[bool, Option("--preload", help="Load the default model at the start.")] = False,
     log_format: Annotated[str, Option(metavar="text|json", help="How requests are logged on stderr.")] = "text",
     engine: EngineFlags = EngineFlags(),
@@ -114,7 +117,7 @@ def serve(
     )
     stays = bool(models) and ttl is None  # a model that was named stays unless a time was given
     pinned = named if stays else tuple(choice.shown for choice in choices[len(models or ()) :])
-    life = _Life(env, options, token, prefixes)
+    life = _Life(env, options, token, prefixes, kv_events)
     pool = new_pool(env, config, offers, pinned, life, default)
     access = _log_requests(env)
     try:
@@ -254,7 +257,10 @@ def api_keys(env: Env, config: UserConfig, given: str | None = None, file: Path 
 class _Life:
     """What is said and noted at the turns of the server's life (`server.run.Hooks`)."""
 
-    def __init__(self, env: Env, options: Any, token: str, prefixes: list[str]) -> None:
+    def __init__(self, env: Env, options: Any, token: str, prefixes: list[str], kv_events: str | None = None) -> None:
+        from localllm.server.kv_publisher import KVPublisher
+
+        self._publisher = KVPublisher(kv_events, insecure=options.insecure) if kv_events else None
         self._env, self._console, self._options = env, env.console, options
         self._token, self._prefixes = token, prefixes
         self._record: Record | None = None
@@ -270,6 +276,8 @@ class _Life:
         """In the loading thread: pin the pages of system prompts; what grammars need, before anybody waits for it."""
         from localllm.server.prefixes import pin_system_prompts
 
+        if self._publisher is not None:
+            self._publisher.attach(offer.name, llm)
         llm.output_rules.prepare()
         pin_system_prompts(llm, self._prefixes)
 
@@ -343,6 +351,9 @@ class _Life:
 
     def end(self) -> None:
         self._close_progress()
+        if self._publisher is not None:
+            self._publisher.close()
+            self._publisher = None
         if self._record is not None:
             self._record.remove()
         if self._options.unix is not None:
