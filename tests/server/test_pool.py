@@ -315,7 +315,8 @@ def test_the_thread_that_loads_outlives_its_errors(make, monkeypatch):
 
 
 def test_unloading_waits_for_the_running_and_a_request_wakes_what_sleeps(make):
-    pool = make(World())
+    told = []
+    pool = make(World(), on_loaded=lambda model, llm: told.append((model.name, llm.is_awake)))
     held = lease(pool, "a")
     gone = pool.unload("a")
     lease(pool, "c").release()  # the thread had time for other work
@@ -329,16 +330,19 @@ def test_unloading_waits_for_the_running_and_a_request_wakes_what_sleeps(make):
     assert pool.loaded()[0].state is State.ASLEEP and not sleeper.llm.is_awake
     again = lease(pool, "b")
     assert again.llm is sleeper.llm and again.llm.log == ["sleep", "wake"]
+    assert told == [("a", True), ("c", True), ("b", True), ("b", True)]
 
 
 def test_a_dead_engine_is_restarted_once(make, monkeypatch):
     """The next request finds a living engine; one that dies again at once is given up."""
-    pool = make(World())
+    told = []
+    pool = make(World(), on_loaded=lambda model, llm: told.append(llm.engine.is_dead))
     first = lease(pool, "a")
     first.llm.engine.is_dead = True
     first.release()
     second = lease(pool, "a")
     assert second.llm.log == ["sleep", "wake"] and not second.llm.engine.is_dead
+    assert told == [False, False]
     second.llm.engine.is_dead = True
     second.release()
     eventually(lambda: lease(pool, "a") and pool.broken)
