@@ -1,6 +1,6 @@
 """What a LoRA adapter costs: decoding with and without one in turns, medians of both, and of their quotient.
 
-    python benchmarks/adapters.py MODEL [--rank 16] [--rounds 15] [--tokens 96] [--dtype float32]
+    python benchmarks/adapters.py MODEL [--rank 16] [--rounds 15] [--tokens 96] [--dtype float32] [--threads 1]
 
 The adapter is random and changes every linear module of attention and feed-forward layers.
 """
@@ -11,6 +11,7 @@ import argparse
 import json
 import statistics
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -46,25 +47,39 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--threads", type=int, default=0)
     asked = parser.parse_args()
     quiet = SamplingParams(temperature=0, max_tokens=asked.tokens, ignore_eos=True)
     with (
         tempfile.TemporaryDirectory() as folder,
-        LLM(asked.model, offline=True, ctx=1024, speculation="off", dtype=asked.dtype) as llm,
+        LLM(
+            asked.model, offline=True, ctx=1024, speculation="off", dtype=asked.dtype, threads=asked.threads or "auto"
+        ) as llm,
     ):
         llm.load_adapter("one", random_adapter(Path(folder), llm.path, asked.rank))
         speeds: dict[str, list[float]] = {"": [], "one": []}
+        spent: dict[str, list[float]] = {
+            "": [],
+            "one": [],
+        }  # CPU time of all threads
         for number in range(asked.rounds + 1):
             for name, found in speeds.items():
+                begun = time.process_time()
                 timing = llm.generate(PROMPT, quiet, adapter=name).timing
-                found += [timing.decode_tps] if number else []  # the first of each warms up
+                if number:  # the first of each warms up
+                    found.append(timing.decode_tps)
+                    spent[name].append((time.process_time() - begun) / asked.tokens * 1000)
         plain, adapted = (statistics.median(found) for found in speeds.values())
         each = [a / b for a, b in zip(speeds["one"], speeds[""], strict=True)]
+        cpu = [a / b for a, b in zip(spent["one"], spent[""], strict=True)]
         row = {
             "model": llm.path.name, "dtype": asked.dtype, "rank": asked.rank, "rounds": asked.rounds,
             "adapter_bytes": sum(one.nbytes for one in llm.adapters.known()), "plain_tps": round(plain, 1),
             "adapter_tps": round(adapted, 1), "cost_percent": round(100 * (plain / adapted - 1), 1),
             "median_of_pairs_percent": round(100 * (1 / statistics.median(each) - 1), 1),
+            "threads": llm.plan.threads, "plain_cpu_ms": round(statistics.median(spent[""]), 2),
+            "adapter_cpu_ms": round(statistics.median(spent["one"]), 2),
+            "cpu_of_pairs_percent": round(100 * (statistics.median(cpu) - 1), 1),
         }  # fmt: skip
         print(json.dumps(row))
 

@@ -74,7 +74,7 @@ class CpuAdditions(Additions):
             up, up_scale = self._columns(F.pad(piece.up.T, (0, 0, 0, rank - piece.up.shape[1])))
             gain = None if piece.gain is None else _padded(piece.gain.float() - 1)
             bias = None if gain is None or self.bias is None else _padded(self.bias[piece.first : piece.first + n])
-            given = (down, up, down_scale, up_scale, gain, bias)
+            given: tuple[Tensor | None, ...] = (down, up, down_scale, up_scale, gain, bias)
             if room is not None:
                 given = tuple(room.moved(tensor) for tensor in given)
             kept += given

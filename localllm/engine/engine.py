@@ -29,6 +29,7 @@ from .kv_store import KVStore
 from .metrics import EngineStats
 from .page_files import PageFiles
 from .pages import Pages, Slots
+from .pins import PinBoard
 from .publisher import Listener, Publisher, RequestStream
 from .runner import Runner
 from .scheduler import Scheduler, SchedulerLimits
@@ -93,6 +94,7 @@ class Engine:
         self._step_started = 0.0
         self._counter = 0
         self.store: KVStore | None = None
+        self.pins = PinBoard(self._pages, self._ask)
         self._events = KVEvents(self._pages.tree, runner.cache.device.type.upper().replace("CUDA", "GPU"))
 
     def keep_on_disk(self, files: PageFiles) -> None:
@@ -157,11 +159,6 @@ class Engine:
     def clear_prefix_cache(self) -> None:
         """Forget the prefixes nobody uses; takes effect before the next step."""
         self._ask(self._pages.tree.clear)
-
-    def pin_prefix(self, token_ids: Many[int]) -> None:
-        """Evict the pages of this prefix (of prompts without a salt) last; takes effect before the next step."""
-        kept = list(token_ids)
-        self._ask(lambda: self._pages.tree.pin(kept))
 
     def watch_pages(self, listener: Listening) -> Callable[[], None]:
         """Tell which pages the prefix cache has and what becomes of them; the result ends that. See `KVEvents`."""

@@ -13,7 +13,10 @@ therefore a node whose first-group page is held by the tree alone has no user be
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -26,8 +29,27 @@ from .page_pool import PagePool
 EVICT_BATCH = 16
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Pin:
+    """A prefix whose full pages are evicted after those of lesser priority; unpinned ones have 0."""
+
+    token_ids: tuple[int, ...]
+    priority: int = 1
+    until: float = math.inf  # on the monotonic clock
+    pin_id: str = ""
+
+
 class Pins(dict[tuple[int, ...], "Pins"]):
-    """Pinned paths: the key of a page -> what is pinned below it."""
+    """Pinned paths: the key of a page -> what is pinned below it. `held`: the pins that this page is of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[Pin] = []
+
+    @property
+    def priority(self) -> int:
+        now = time.monotonic()
+        return max((pin.priority for pin in self.held if pin.until > now), default=0)
 
 
 def root_digest(salt: str) -> bytes:
@@ -69,9 +91,9 @@ class Node:
         return self._digest
 
     @property
-    def rank(self) -> tuple[bool, int]:
-        """Order of eviction: pinned ones last, else the least recently used first."""
-        return self.pins is not None, self.last_used
+    def rank(self) -> tuple[int, int]:
+        """Order of eviction: pinned ones last, by their priority, else the least recently used first."""
+        return (0 if self.pins is None else self.pins.priority), self.last_used
 
 
 class Watcher(Protocol):
@@ -118,18 +140,33 @@ class RadixCache:
             node.pins = self._pins if salt == "" else None
         return node
 
-    def pin(self, token_ids: Sequence[int]) -> None:
-        """Evict the full pages of this prefix, of prompts without a salt, after all others."""
-        size = self.page_size
+    def pin(self, pin: Pin) -> None:
+        """Evict the full pages of this prefix, of prompts without a salt, by the pin's priority."""
         pins, node = self._pins, self._roots.get("")
-        if node is not None:
-            node.pins = pins
-        for start in range(0, len(token_ids) // size * size, size):
-            key = tuple(token_ids[start : start + size])
+        for key in self.keys(pin.token_ids):
             pins = pins.setdefault(key, Pins())
-            node = node.children.get(key) if node is not None else None
+            pins.held.append(pin)
+            node = None if node is None else node.children.get(key)
             if node is not None:
                 node.pins = pins
+
+    def unpin(self, pin: Pin) -> None:
+        """The opposite, for one that was pinned."""
+        above, node = self._pins, self._roots.get("")
+        for key in self.keys(pin.token_ids):
+            pins = above[key]
+            pins.held.remove(pin)
+            node = None if node is None else node.children.get(key)
+            if not pins.held:  # nor is anything below held by another
+                del above[key]
+                if node is not None:
+                    node.pins = None
+            above = pins
+
+    def keys(self, token_ids: Sequence[int]) -> Iterator[tuple[int, ...]]:
+        """Of the full pages of these tokens."""
+        size = self.page_size
+        return (tuple(token_ids[start : start + size]) for start in range(0, len(token_ids) // size * size, size))
 
     def match(self, token_ids: Sequence[int], salt: str, limit: int) -> list[Node]:
         """The nodes of the longest usable prefix of at most `limit` tokens, in order. Touches them, holds nothing."""
@@ -257,7 +294,7 @@ class RadixCache:
         goal = max(num_pages, EVICT_BATCH)
         held = [n for n in self.nodes() if (page := n.pages[group]) is not None and pool.refs[page] == 1]
         for node in sorted(held, key=lambda n: n.rank)[:goal]:
-            if node.pins is not None and freed >= num_pages:
+            if freed >= num_pages and node.rank[0]:
                 break
             page = node.pages[group]
             assert page is not None

@@ -29,7 +29,7 @@ from localllm.server.ollama import library
 from localllm.server.ollama import routes as ollama
 from localllm.server.ollama import schemas as ollama_schemas
 from localllm.server.openai import completions, embeddings, models, responses, responses_schemas
-from localllm.server.other import adapters, kv_events, status, text
+from localllm.server.other import adapters, kv_events, pins, status, text
 from localllm.server.service import Service
 
 
@@ -122,6 +122,9 @@ ROUTES: tuple[Route, ...] = (
     Route("GET", "/metrics", status.metrics, media="text/plain"),
     Route("GET", "/localllm/ps", status.processes, ("models",), for_owner=True),
     Route("GET", "/localllm/kv_events", kv_events.kv_events, media=SSE, streams=SSE, for_owner=True),
+    Route("GET", "/localllm/pins", pins.pins, ("pins",), for_owner=True),
+    Route("POST", "/localllm/pins", pins.pin, ("id", "model", "tokens", "priority", "expires_in_s"), for_owner=True),
+    Route("POST", "/localllm/unpin", pins.unpin, ("id", "deleted"), for_owner=True),
     Route("POST", "/localllm/unload", status.unload, ("model", "done"), for_owner=True),
     Route("POST", "/localllm/park", status.park, ("model", "done"), for_owner=True),
 )

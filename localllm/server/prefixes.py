@@ -21,8 +21,8 @@ def pin_system_prompts(llm: LLM, prompts: Sequence[str]) -> None:
     for text in prompts:
         try:
             prefix = common_prefix(llm, text)
-            if prefix:
-                llm.engine.pin_prefix(prefix)
+            if len(prefix) >= llm.plan.page_size:
+                llm.engine.pins.add(prefix)
                 llm.submit(prefix, SamplingParams(temperature=0, max_tokens=1)).answer()
         except LocalLLMError as error:
             log.warning("a system prompt of %d characters is not pinned: %s", len(text), error.message)

@@ -290,7 +290,7 @@ async def test_what_manages_models_is_absent(client):
         response = await client.request(method, path, json=sent)
         assert response.status_code == 404 and "serve --ollama" in response.json()["error"]
     changing = {route.path for route in ROUTES if route.path.startswith("/localllm/")}
-    assert changing == {f"/localllm/{name}" for name in ("ps", "kv_events", "unload", "park")}  # the owner's
+    assert changing == {f"/localllm/{name}" for name in ("ps", "kv_events", "pins", "unpin", "unload", "park")}
 
 
 def test_nothing_parses_multipart_and_no_files_are_served():
