@@ -70,7 +70,8 @@ def latent_layer(w: LatentWeights) -> Layer | None:
     kept: list[Any] = []
     qkv, out = _linear(w.qkv, kept), _linear(w.out, kept)
     q_up = CLinear() if w.q_up is None else _linear(w.q_up, kept)
-    ups = [found for one in (*w.k_up, *w.v_up) if (found := _linear(one, kept)) is not None]
+    plain = (one for one in (*w.k_up, *w.v_up) if one.additions is None)
+    ups = [found for one in plain if (found := _linear(one, kept)) is not None]
     heads = len(w.k_up)
     known = len(ups) == 2 * heads and w.rank <= LARGEST_HEAD and w.turned <= LARGEST_TURN and has_only(w, FUSED_LATENT)
     if qkv is None or out is None or q_up is None or w.norm is None or not known:
