@@ -30,7 +30,8 @@ class Endpoint:
     model  "": the first one that it serves
     key    sent as a bearer token where the server wants one
 
-    `select` sends every choice with all that is before it; the server reads all of it for each.
+    `select` sends every choice with all that is before it; the server reads all of it for each. Servers drop the space
+    at the end of an answer that `gen` goes on with.
     """
 
     def __init__(self, url: str, model: str = "", key: str = "") -> None:

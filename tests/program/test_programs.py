@@ -89,7 +89,12 @@ def test_a_conversation_is_what_the_template_makes_of_it(llm: LLM) -> None:
     state = talk.run(llm, params=GREEDY)
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     assert state["first"] == llm.chat(messages, SamplingParams(temperature=0, max_tokens=5)).text
-    assert state.messages()[-1] == {"role": "assistant", "content": f"It is {state['second']}."}
+    last = {"role": "assistant", "content": f"It is {state['second']}."}
+    assert state.messages()[-1] == last
+    asked = [*state.messages()[:-1], {"role": "assistant", "content": "It is "}]
+    ids = [*llm.encode_chat(asked, continue_final=True), *llm.tokenizer.encode(" ")]
+    assert state["second"] == llm.generate(ids, SamplingParams(temperature=0, max_tokens=2)).text
+    assert state.get_meta_info("second")["prompt_tokens"] == len(ids)
     assert state.text().startswith("system: Be brief.\n\nuser: Hi\n\nassistant: ")
     assert state.get_meta_info("second")["completion_tokens"] == 2 and "third" not in state
 
