@@ -17,6 +17,7 @@ from localllm.models.architectures.facts import ModelFacts, count_linear_params,
 from localllm.models.architectures.layers import Dense, LayerFacts
 from localllm.models.architectures.mixers import Attention, RopeFacts
 from localllm.models.architectures.names import hf_names
+from localllm.models.architectures.sharding import Shard
 from localllm.models.loader import Loading, LoadOptions
 from localllm.models.model import Model
 
@@ -111,7 +112,7 @@ class RandomLoading(Loading):
     """A load whose weights are drawn instead of read."""
 
     def __init__(self, facts: ModelFacts, form: str, options: LoadOptions) -> None:
-        super().__init__(_NoFile(facts), facts, options)  # type: ignore[arg-type]
+        super().__init__(_NoFile(facts), Shard(facts), options)  # type: ignore[arg-type]
         self._form = form
 
     def weight(
