@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from localllm.errors import UnsupportedModel
+from localllm.errors import LocalLLMError, UnsupportedModel
 from localllm.kernels.layer_weights import Stepped
 
 from .inputs import AttentionInputs, ForwardBatch, ImageRows
@@ -86,7 +86,8 @@ class ParallelModel(Model):
 
     def forget_pages(self) -> None:
         if self.lead is not None:
-            self.lead.tell({"do": "forget_pages"})
+            with suppress(LocalLLMError):  # ranks that are gone hold none
+                self.lead.tell({"do": "forget_pages"})
         super().forget_pages()
 
     def forget_layers(self) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from localllm.errors import BadModelFile, UnsupportedFormat
 from localllm.kernels import LinearFacts, Weight, choose
+from localllm.kernels.dequant import FP8_BLOCK
 from localllm.kernels.layer_weights import Join, Linear, LinearPart, Module, Norm
 from localllm.kernels.table import implementations
 from localllm.kernels.verify.records import capability_of
@@ -190,7 +191,8 @@ class Reader:
         if found is not None and cut.columns:
             weight, found = found, columns_of(found, cut.columns, share.rank)
             if found is None and ".experts." not in name and all(len(ranges) == 1 for ranges in cut.columns):
-                outputs = pieces(weight.shape[0], share.world, 128)
+                n = weight.shape[0]
+                outputs = pieces(n, share.world, FP8_BLOCK if n >= FP8_BLOCK * share.world else 1)
                 found = rows_of(weight, [outputs[share.rank]])
                 inputs = tuple(len(one) for (one,) in cut.columns)
                 self._joins[name] = Gathered(ranks, tuple(map(len, outputs)), inputs)

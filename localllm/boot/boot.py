@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -98,7 +99,9 @@ class Boot:
         self._stale: tuple[int, ...] = ()  # sizes of graphs that hold old tiles
         self._engine: Engine | None = None
         self._hold()
-        known = self._profiles.known(model.facts, planner.machine, self.plan)
+        # what a part takes says nothing of the whole
+        self._facts = replace(model.facts, weight_bytes=plan.weight_bytes) if plan.ranks else model.facts
+        known = self._profiles.known(self._facts, planner.machine, self.plan)
         if known is not None:
             self.profile_note = str(known)
         elif plan.device == "cpu":
@@ -183,7 +186,9 @@ class Boot:
         started = time.monotonic()
         profile = self._measure_gpu()
         self._keep(profile)
-        if not profile.held:
+        if not profile.held and self.plan.ranks:
+            self._shrunk = f"{gib(profile.excess_bytes, 2)} are missing on rank 0; start with a smaller --ctx"
+        elif not profile.held:
             old = self.plan
             new = self._planner.having(device=old.device, quant=old.quant, kv=old.kv).plan(
                 self._model.facts, host_experts=old.host_experts
@@ -205,7 +210,7 @@ class Boot:
         return profile_gpu(self.engine.runner, self.plan, held)
 
     def _keep(self, profile: MemoryProfile) -> None:
-        self._profiles.keep(self._model.facts, self._planner.machine, self.plan, profile)
+        self._profiles.keep(self._facts, self._planner.machine, self.plan, profile)
         self.profile_note = str(profile)  # whoever reads it finds the profile
 
     # --- tiles --------------------------------------------------------------------------------------------------------

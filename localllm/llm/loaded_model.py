@@ -401,7 +401,7 @@ class LoadedModel(AdaptedModel):
         del engine  # what it holds is given back to the card below
         self.boot.release()
         self.adapters.clear()
-        if self.plan.device != "cpu" and self._sleeping is None:
+        if self.plan.device != "cpu" and self._sleeping is None and not self.plan.ranks:
             from localllm.models.sleep import put_to_sleep
 
             self._sleeping = put_to_sleep((self._model, self._drafter))

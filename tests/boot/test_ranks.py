@@ -128,8 +128,9 @@ def test_a_rank_that_dies_ends_the_others_and_the_requests(smollm2_path: Path, w
                 assert time.monotonic() < started + 5
                 time.sleep(0.02)
             asking.start()
-        asking.join(5)
-        assert not asking.is_alive() and time.monotonic() < started + 5
+        asking.join(30)
+        taken = time.monotonic() - started
+        assert not asking.is_alive() and taken < 5, f"{taken:.1f} s"
         assert len(failed) == 1
         if when == "busy":
             assert f"rank 1 of 2 (cpu, process {pid}) was ended by SIGKILL" in str(failed[0])

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from packed_weights import FORMATS, packed_model
 from torch import Tensor
 
 from localllm.errors import LocalLLMError
@@ -110,20 +111,23 @@ def in_layers(num_layers: int, world: int) -> list[Share]:
     return [Share(rank, world, "layers", span) for rank, span in enumerate(found)]
 
 
-def logits_of(path: Path, paged: Any, ids: list[int], ranks: Ranks | None) -> tuple[Tensor, int]:
+def logits_of(path: Path, paged: Any, ids: list[int], weights: str, ranks: Ranks | None) -> tuple[Tensor, int]:
     """Logits of a prompt in chunks and of tokens one by one; and the bytes of the weights."""
     with open_model(path) as checkpoint:
-        model = load_model(checkpoint, LoadOptions(exact=True, ranks=ranks))
+        model = load_model(checkpoint, LoadOptions(exact=True, ranks=ranks, weights=weights))
     if ranks is not None and ranks.share.split == "layers" and ranks.share.rank:
         model.logits = Tensor.float  # type: ignore[method-assign] # rank 0 has the head
     return paged(model, num_slots=9).all_logits(ids, [40, 1, 17]), model.weight_bytes
 
 
-def compare(path: Path, paged: Any, shares: list[Share]) -> list[int]:
-    """The bytes of each rank, and of the whole model, once the logits are the same."""
+def compare(path: Path, paged: Any, shares: list[Share], weights: str = "") -> list[int]:
+    """The bytes of each rank, and of the whole model, once the logits are the same.
+
+    weights   what linear layers become while loading
+    """
     ids = torch.randint(0, 99, (61,), generator=torch.Generator().manual_seed(3)).tolist()
-    whole, nbytes = logits_of(path, paged, ids, None)
-    found = on_all(shares, partial(logits_of, path, paged, ids))
+    whole, nbytes = logits_of(path, paged, ids, weights, None)
+    found = on_all(shares, partial(logits_of, path, paged, ids, weights))
     ours = found[0][0]
     assert float((ours - whole).abs().max() / whole.abs().max()) < 1e-5
     assert torch.equal(ours.argmax(-1), whole.argmax(-1))
@@ -208,3 +212,38 @@ def test_every_architecture_in_layers(name: str, world: int, tiny: Callable, pag
         compare(path, paged, in_layers(num_layers, world))
     except LocalLLMError as error:
         assert name == "gemma4-e2b", error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("kind", ["llama", "phi3"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_stored_format_in_parts(
+    name: str, kind: str, world: int, tiny: Callable, paged: Any, tmp_path: Path
+) -> None:
+    """Inputs of GPTQ in an order of its own cannot be cut, and are gathered."""
+    model = tiny(f"{kind}-packable")
+    tensors, config = packed_model(model, name)
+    folder = model.save(tmp_path / "model", tensors, quantization_config=config)
+    if world == 3:
+        compare(folder, paged, in_layers(3, 3))
+        return
+    first, second, whole = compare(folder, paged, in_parts(2))
+    assert max(first, second) < 0.6 * whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["int8", "int4", "fp8", "nvfp4", "mxfp4"])
+def test_what_is_encoded_while_loading_is_cut_afterwards(
+    weights: str, tiny: Callable, paged: Any, tmp_path: Path
+) -> None:
+    compare(tiny("llama-packable").save(tmp_path / "model"), paged, in_parts(2), weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["F32", "F16", "Q4_0", "Q4_1", "Q8_0", "Q4_K"])
+def test_blocks_of_gguf_stay_whole(kind: str, tmp_path: Path, paged: Any) -> None:
+    """Heads of 64 values cut blocks of 256 in two: those outputs are gathered instead of summed."""
+    path = tiny_models.tiny_gguf(tmp_path / "tiny.gguf", kind, hidden=256)
+    for shares in (in_parts(2), in_layers(2, 2)):
+        compare(path, paged, shares)
