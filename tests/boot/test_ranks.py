@@ -112,7 +112,9 @@ def test_a_rank_that_dies_ends_the_others_and_the_requests(smollm2_path: Path, w
 
         def ask() -> None:
             try:
-                for _ in llm.generate("a" * 20, SamplingParams(max_tokens=400, ignore_eos=True), stream=True):
+                params = SamplingParams(max_tokens=400, ignore_eos=True)
+                for delta in llm.generate("a" * 20, params, stream=True):
+                    failed.extend([delta.error] if delta.error is not None else [])
                     first.set()
             except DeviceError as error:
                 failed.append(error)
