@@ -136,6 +136,7 @@ def latent_attention(
     view: View,
     cu_query_lens: Tensor,
     seq_lens: Tensor,
+    attend: Callable[..., Tensor] = reference.latent_attention,
 ) -> Tensor:
     """x + what attention over latents gives of the normed x: [num_tokens, hidden], in the place of x.
 
@@ -158,7 +159,7 @@ def latent_attention(
     q[..., rank:] = rope(rows[..., still:].contiguous(), cos, sin, weights.interleaved)
     for head, up in enumerate(weights.k_up):
         q[:, head, :rank] = up(rows[:, head, :still].contiguous())
-    mixed = reference.latent_attention(q, pages, block_table, cu_query_lens, seq_lens, weights.scale)
+    mixed = attend(q, pages, block_table, cu_query_lens, seq_lens, weights.scale)
     values = [up(mixed[:, head].contiguous()) for head, up in enumerate(weights.v_up)]
     given = product(weights.out, torch.cat(values, -1), weights.join)
     return add_output(rms_norm, x, given, weights.post_norm)

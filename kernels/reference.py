@@ -117,7 +117,7 @@ def kv_write(k: Tensor, v: Tensor, pages: KVPages, slot_mapping: Tensor) -> None
     page: Tensor | int
     offset: Tensor | int
     page, offset = slot_mapping // page_size, slot_mapping % page_size
-    if slot_mapping.shape[0] == 1:  # a third of the time of indexing with tensors
+    if slot_mapping.shape[0] == 1 and slot_mapping.device.type == "cpu":  # a third of the time of indexing with tensors
         page, offset = divmod(int(slot_mapping), page_size)
     for x, cache, scales in (
         (hadamard(k) if kv_format == "int8" else k, pages.k, pages.k_scales),

@@ -19,6 +19,7 @@ from .activation import gelu_tanh_mul, silu_mul
 from .attention import paged_attention
 from .cards import AMD, CLASSES, Card
 from .heads import kv_write, qk_norm_rope_kv, rope
+from .latent import attend
 from .launch import TYPES, Launch, recording
 from .layout import CODES, HALVES, SUPER, Prepared
 from .narrow import narrow_product
@@ -163,7 +164,7 @@ def _op_specs(dtype: torch.dtype, card: Card) -> Iterator[KernelSpec]:
         "prefill": "v_" if card.capability >= AMD else {90: "wgmma", 75: ""}.get(card.capability, "mma"),
     }
     calls = *_row_calls(dtype), *_page_calls(dtype), *_attention_calls(dtype), *_state_calls(dtype, card)
-    for op, label, call in calls:
+    for op, label, call in (*calls, *_latent_calls(dtype, card)):
         for launch in _recorded(card, call):
             kernel = launch.kernel.__name__
             if kernel == "merge_splits" and "sinks" not in label:
@@ -171,6 +172,19 @@ def _op_specs(dtype: torch.dtype, card: Card) -> Iterator[KernelSpec]:
             name = f"{op}_{labels[kernel]}" if kernel in labels else op
             shape_class = label or f"{kernel.strip('_')} {launch.constexprs.get('PASS', '')}".rstrip()
             yield KernelSpec(name, "triton", shape_class, launch, kernel not in prompts, expected.get(kernel, ""))
+
+
+def _latent_calls(dtype: torch.dtype, card: Card) -> Iterator[Call]:
+    """GLM-4.7 Flash, DeepSeek V2 Lite and V3."""
+    if not 80 <= card.capability < AMD:
+        return
+    table, bounds, lengths = (_meta(torch.int32, *shape) for shape in ((1, 2048), (2,), (1,)))
+    native = TYPES[dtype].removeprefix("*")
+    for kv_format, heads in ((native, 20), (native, 16), ("int8", 20), ("fp8", 128)):
+        empty = KVPages.empty(kv_format, 1, 1, 16, 512, 64)
+        pages = KVPages(*(None if part is None else part.to("meta") for part in empty))
+        given = (_meta(dtype, 1, heads, 576), pages, table, bounds, lengths, 0.1)
+        yield "latent_attention", f"{kv_format} {heads} x 512 + 64", partial(attend, *given)
 
 
 Call = tuple[str, str, Callable[[], object]]  # op, shape class, the call

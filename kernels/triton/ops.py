@@ -51,6 +51,19 @@ def _attention_fits(facts: OpFacts, *, whole_chunks: bool = False) -> str | None
     return _fits(facts)
 
 
+def _latents_fit(facts: OpFacts, *, whole_chunks: bool = False) -> str | None:
+    """None, or why latents in such pages are not for the kernel"""
+    if whole_chunks and facts.deterministic:
+        return "splits the keys of a prompt's tokens otherwise than those of single ones"
+    if facts.capability < 80:
+        return "Triton has no tensor cores below compute capability 8.0"
+    if facts.kv_format == "f32":
+        return "float32 latents take more shared memory than every card has"
+    if facts.page_size not in PAGE_SIZES:
+        return f"pages of {facts.page_size}, not one of {PAGE_SIZES}"
+    return _fits(facts)
+
+
 def _chunks_fit(facts: OpFacts) -> str | None:
     """None, or why a recurrence must not take several tokens of a prompt at once."""
     if facts.deterministic:
@@ -123,6 +136,7 @@ _fp8 = partial(_rounding_fits, activations="fp8", form="fp8")
 _nvfp4 = partial(_rounding_fits, activations="nvfp4", form="fp4g16")
 _PRODUCT = _lazily("product", "linear")
 _NARROW = _lazily("narrow", "narrow_product")
+_LATENTS = _lazily("latent", "latent_attention")
 _ATTENTION = _lazily("attention", "paged_attention")
 IMPLS: Mapping[str, tuple[Impl, ...]] = {
     "linear": (
@@ -143,6 +157,10 @@ IMPLS: Mapping[str, tuple[Impl, ...]] = {
     "causal_conv": _impl("causal_conv", "recurrent"),
     "delta_rule": _recurrence("delta_rule"),
     "state_space": _recurrence("state_space"),
+    "latent_attention": (
+        Impl("latent_attention", "triton", partial(_latents_fit, whole_chunks=True), _LATENTS),
+        Impl("latent_attention", "triton_invariant", _latents_fit, partial(_LATENTS, by_token=True)),
+    ),
     "attn_in": _impl("attn_in", "segments", _attention_fits),
     "attn_out": _impl("attn_out", "segments"),
     "mlp": _impl("mlp", "segments"),

@@ -10,7 +10,7 @@ from localllm.kernels import Impl, OpFacts, Weight
 from localllm.kernels.dense_linear import REFERENCE
 from localllm.kernels.kv_pages import KVPages
 from localllm.kernels.layer_weights import AttentionWeights, Linear, LinearPart, MlpWeights, Norm
-from localllm.kernels.registry import OPS
+from localllm.kernels.registry import OPS, SEGMENTS
 from localllm.kernels.segments import KernelTable
 from localllm.kernels.table import implementations, kernel_table
 
@@ -80,7 +80,7 @@ def test_the_table_of_a_card_computes_what_the_reference_does(device: torch.devi
     ours = kernel_table(FACTS)
     assert {dict(ours.ops)[op] for op in OPS} == {"triton"}
     wrong = frozenset(f"{name}:triton" for name, _ in ours.ops)
-    plain_table = kernel_table(FACTS, wrong | {f"{op}:triton_invariant" for op in OPS})
+    plain_table = kernel_table(FACTS, wrong | {f"{op}:triton_invariant" for op in (*OPS, *SEGMENTS)})
     assert set(dict(plain_table.ops).values()) <= {"torch", "chunked"}
     plain = next(impl for impl in implementations("linear") if impl.name == "triton")
     found, expected = run(ours, plain, device).float(), run(plain_table, REFERENCE, device).float()

@@ -1,0 +1,200 @@
+"""Attention over latents: each query alone against what its sequence has cached, in splits side by side, then a merge.
+
+A key is a token's latent and the piece that turns, its value is the latent: one tile serves both products, so a program
+reads 1,152 bytes a key for a block of query heads, which are the rows of its products. What is split how depends on the
+sequence's own length only, and the merge of `attention_decode` adds splits in the order of their places. Prompts go the
+same way, a token a row: their keys come from the L2 cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..kv_codes import hadamard
+from ..kv_pages import SCALED_FORMATS, KVPages
+from ..layer_weights import LatentWeights, View
+from .attention import AT_ONCE, PART_BYTES
+from .attention_decode import _query_of, _split_tokens, merge_splits
+from .attention_tiles import Splits, side_by_side, splits_of
+from .launch import card_of, interpreting, launch
+
+ROWS, NARROW_ROWS = 32, 16  # most query heads of a program; where registers hold widened codes, too
+KEYS, NARROW_KEYS = 32, 16  # of a tile, 36 KB of 16-bit numbers; of one of codes, which registers widen
+
+
+@triton.jit
+def _widened(codes, operand: tl.constexpr, FORMAT: tl.constexpr):
+    """Numbers of a tile; those of E4M3 divided by 256, as `e4m3.widen_e4m3` has them."""
+    if FORMAT == "fp8":
+        wide = codes.to(tl.int32)
+        return (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.uint16).to(tl.float16, bitcast=True).to(operand)
+    else:
+        return codes.to(operand)
+
+
+@triton.jit(do_not_specialize=["table_width", "num_seqs", "first_token", "num_places"])
+def split_latents(
+    q, latents, pieces, latent_scales, piece_scales, block_table, cu_query_lens, seq_lens, part_sum, part_norm,
+    scale, table_width, num_seqs, first_token, num_places,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, TURNED: tl.constexpr, WIDTH: tl.constexpr,
+    TURNED_WIDTH: tl.constexpr, PAGE: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr, KEYS: tl.constexpr,
+    FIRST: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Every so many'th split of one token's keys for ROWS query heads, as `attention_decode.decode_split` leaves it."""
+    row = tl.program_id(2)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token, seq, length = _query_of(row, cu_query_lens, seq_lens, num_seqs, first_token, True, STEPS)
+    size = _split_tokens(length, FIRST, SPLITS)
+    count = (length + size - 1) // size
+    table = block_table + seq.to(tl.int64) * table_width
+    head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    d = tl.arange(0, WIDTH)
+    e = tl.arange(0, TURNED_WIDTH)
+    n = tl.arange(0, KEYS)
+    SIXTEEN: tl.constexpr = tl.bfloat16 if FORMAT == "bf16" else tl.float16
+    operand: tl.constexpr = tl.float32 if INTERPRET or FORMAT == "f32" else SIXTEEN
+    real = (head < HEADS)[:, None]
+    q_row = q + (token.to(tl.int64) * HEADS + head)[:, None] * (RANK + TURNED)
+    q_still = tl.load(q_row + d[None, :], mask=real & (d < RANK)[None, :], other=0.0).to(operand)
+    q_turned = tl.load(q_row + RANK + e[None, :], mask=real & (e < TURNED)[None, :], other=0.0).to(operand)
+    for place in tl.range(tl.program_id(0), count, tl.num_programs(0), num_stages=1):
+        begin = place * size
+        end = tl.minimum(begin + size, length)
+        acc = tl.zeros([ROWS, WIDTH], tl.float32)
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        norm = tl.zeros([ROWS], tl.float32)
+        for start in tl.range(begin, end, KEYS, num_stages=STAGES):
+            key = start + n
+            seen = key < end
+            slot = tl.load(table + key // PAGE, mask=seen, other=0).to(tl.int64) * PAGE + key % PAGE
+            at = slot[:, None]
+            tile = tl.load(latents + at * RANK + d[None, :], mask=seen[:, None] & (d < RANK)[None, :], other=0)
+            piece = tl.load(pieces + at * TURNED + e[None, :], mask=seen[:, None] & (e < TURNED)[None, :], other=0)
+            tile = _widened(tile, operand, FORMAT)
+            piece = _widened(piece, operand, FORMAT)
+            scores = tl.dot(q_still, tl.trans(tile), input_precision="ieee")
+            if SCALES == "none":
+                scores = tl.dot(q_turned, tl.trans(piece), scores, input_precision="ieee") * scale
+            else:
+                at_scale = slot if SCALES == "token" else slot * 0
+                grown = tl.load(latent_scales + at_scale, mask=seen, other=1.0)
+                turned = tl.load(piece_scales + at_scale, mask=seen, other=0.0)
+                if FORMAT == "fp8":
+                    grown *= 256.0
+                    turned *= 256.0
+                scores *= (grown * scale)[None, :]
+                scores += tl.dot(q_turned, tl.trans(piece), input_precision="ieee") * (turned * scale)[None, :]
+                # the weight of a latent carries its scale, so that it stays within float16
+                spread = tl.log2(tl.where(grown < 1e-30, 1e-30, grown))
+                scores += spread[None, :]
+            scores = tl.where(seen[None, :], scores, float("-inf"))
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            weights = tl.exp2(scores - new_top[:, None])
+            shrink = tl.exp2(top - new_top)
+            top = new_top
+            if SCALES == "none":
+                norm = norm * shrink + tl.sum(weights, 1)
+            else:
+                norm = norm * shrink + tl.sum(weights * tl.exp2(-spread)[None, :], 1)
+            acc = tl.dot(weights.to(operand), tile, acc * shrink[:, None], input_precision="ieee")
+        part = (row.to(tl.int64) * HEADS + head) * num_places + place
+        tl.store(part_norm + part * 2, top, mask=head < HEADS)
+        tl.store(part_norm + part * 2 + 1, norm, mask=head < HEADS)
+        tl.store(part_sum + part[:, None] * RANK + d[None, :], acc, mask=real & (d < RANK)[None, :])
+
+
+def attend(
+    q: Tensor,
+    pages: KVPages,
+    block_table: Tensor,
+    cu_query_lens: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    *,
+    by_token: bool = False,
+) -> Tensor:
+    """As `reference.latent_attention`; nothing is read back from the device.
+
+    by_token   prompts are split as single tokens are: no chunk or batch changes a bit
+    """
+    rank, rotates, dtype = pages.k.shape[3], pages.format == "int8", q.dtype
+    q = torch.cat([hadamard(q[..., :rank]), q[..., rank:].float()], -1) if rotates else q.contiguous()
+    (num_tokens, heads, _), num_seqs, card = q.shape, block_table.shape[0], card_of(q.device)
+    is_narrow = pages.format in SCALED_FORMATS
+    rows = min(NARROW_ROWS if is_narrow else ROWS, max(16, triton.next_power_of_2(heads)))
+    blocks = triton.cdiv(heads, rows)
+    splits = splits_of(blocks, card.num_sms)
+    if not by_token and num_tokens != num_seqs:
+        splits = Splits(splits.first, 1)
+    places = splits.places(block_table.shape[1] * pages.k.shape[2], None)
+    at_once = max(1, min(PART_BYTES // (heads * places * (rank + 2) * 4), 65_535, num_tokens))
+    sums = torch.empty((at_once, heads, places, rank), dtype=torch.float32, device=q.device)
+    norms = torch.empty((at_once, heads, places, 2), dtype=torch.float32, device=q.device)
+    out = torch.empty((num_tokens, heads, rank), dtype=q.dtype, device=q.device)
+    given = (*pages[:2], *(norms if one is None else one for one in pages[2:]))
+    split: dict[str, Any] = {"FIRST": splits.first, "SPLITS": splits.most, "STEPS": 8 if num_seqs < 256 else 20}
+    for first in range(0, num_tokens, at_once):
+        count = min(at_once, num_tokens - first)
+        launch(
+            split_latents,
+            (side_by_side(places, count, blocks, card.num_sms), blocks, count),
+            *(q, *given, block_table, cu_query_lens, seq_lens, sums, norms),
+            *(scale * 1.4426950408889634, block_table.shape[1], num_seqs, first, places),
+            HEADS=heads,
+            ROWS=rows,
+            RANK=rank,
+            TURNED=q.shape[2] - rank,
+            WIDTH=max(16, triton.next_power_of_2(rank)),
+            TURNED_WIDTH=max(16, triton.next_power_of_2(q.shape[2] - rank)),
+            PAGE=pages.k.shape[2],
+            FORMAT=pages.format,
+            SCALES="none" if pages.k_scales is None else "layer" if pages.k_scales.dim() == 1 else "token",
+            KEYS=NARROW_KEYS if is_narrow else KEYS,
+            STAGES=1 if is_narrow else 2,
+            INTERPRET=interpreting(),
+            num_warps=8,
+            **split,
+        )
+        launch(
+            merge_splits,
+            (heads, count),
+            *(sums, norms, norms, norms, out, cu_query_lens, seq_lens, 0, places, num_seqs, first),
+            DIM=rank,
+            PADDED=triton.next_power_of_2(rank),
+            HEADS=heads,
+            PLACES=2 * triton.next_power_of_2(splits.most),
+            AT_ONCE=AT_ONCE,
+            FORMAT="",
+            SCALES="none",
+            BY_TOKEN=True,
+            HAS_WINDOW=False,
+            HAS_SINKS=False,
+            **split,
+        )
+    return hadamard(out).to(dtype) if rotates else out
+
+
+def latent_attention(
+    composed: Callable[..., Tensor],
+    x: Tensor,
+    weights: LatentWeights,
+    pages: KVPages,
+    view: View,
+    cu_query_lens: Tensor,
+    seq_lens: Tensor,
+    *,
+    by_token: bool = False,
+) -> Tensor:
+    """The composed segment around `attend`."""
+    run = partial(attend, by_token=by_token)
+    return composed(x, weights, pages, view, cu_query_lens, seq_lens, attend=run)
