@@ -57,11 +57,23 @@ class ServeOptions(AppOptions):
         object.__setattr__(self, "loopback", self.unix is None and is_loopback(self.host))
 
 
+class Served(Protocol):
+    """Whatever answers: a `Service`, or the door before several of them."""
+
+    is_draining: bool
+
+    @property
+    def num_reserved(self) -> int: ...
+    @property
+    def num_streams(self) -> int: ...
+    def cut_all(self) -> None: ...
+
+
 class Hooks(Protocol):
     """What the command does at the turns of a server's life, in its event loop."""
 
     def listening(self, url: str) -> None: ...  # the address answers; requests get 503 until `ready`
-    def ready(self, url: str, service: Service) -> None: ...  # requests are taken
+    def ready(self, url: str, service: Any) -> None: ...  # requests are taken
     def tick(self) -> None: ...  # a tenth of a second passed
     def draining(self, running: int, again: bool) -> None: ...  # a signal came; `again`: the process ends at once
 
@@ -158,17 +170,8 @@ def serve(pool: ModelPool, options: ServeOptions, hooks: Hooks) -> bool:
     good.
     """
     try:
-        socks = [bind(options)]
-        try:
-            socks += bind_ollama(options, socks[0])
-            _more_files()
+        with listening(options) as socks:
             asyncio.run(_run(socks, pool, options, hooks))
-        finally:
-            for sock in socks:
-                sock.close()
-            if options.unix is not None:
-                with contextlib.suppress(OSError):
-                    options.unix.unlink()
     except BaseException:
         pool.close(LOADING_S)
         raise
@@ -176,6 +179,22 @@ def serve(pool: ModelPool, options: ServeOptions, hooks: Hooks) -> bool:
     for number in SIGNALS:  # all is done: a late one would only end in a traceback
         signal.signal(number, signal.SIG_IGN)
     return freed
+
+
+@contextlib.contextmanager
+def listening(options: ServeOptions) -> Iterator[list[socket.socket]]:
+    """The sockets to answer at, closed after the block. Raises ConfigError or ServerError."""
+    socks = [bind(options)]
+    try:
+        socks += bind_ollama(options, socks[0])
+        _more_files()
+        yield socks
+    finally:
+        for sock in socks:
+            sock.close()
+        if options.unix is not None:
+            with contextlib.suppress(OSError):
+                options.unix.unlink()
 
 
 def _more_files() -> None:
@@ -193,7 +212,7 @@ async def _run(socks: list[socket.socket], pool: ModelPool, options: ServeOption
     server = make_server(service, options)
     url = url_of(socks[0])
     try:
-        with _signals(service, server, hooks):
+        with signals(service, server, hooks):
             hooks.listening(url)
             loading = asyncio.ensure_future(_preload(service, options.preload, server, hooks, url))
             watch = asyncio.ensure_future(_watch(service, server, hooks))
@@ -213,6 +232,11 @@ async def _run(socks: list[socket.socket], pool: ModelPool, options: ServeOption
 
 def make_server(service: Service, options: AppOptions) -> Any:
     """uvicorn's server over our application, our connection class and our signals."""
+    return server_of(create_app(service, options))
+
+
+def server_of(app: Any) -> Any:
+    """The same over any application."""
     import uvicorn
 
     from .protocol import Connection
@@ -220,7 +244,7 @@ def make_server(service: Service, options: AppOptions) -> Any:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     Connection.max_connections = min(Connection.max_connections, max(64, soft - 200))
     config = uvicorn.Config(
-        create_app(service, options), http=Connection, ws="none", h11_max_incomplete_event_size=HEADER_BYTES,
+        app, http=Connection, ws="none", h11_max_incomplete_event_size=HEADER_BYTES,
         log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=round(CUT_S), server_header=False,
         date_header=True, timeout_keep_alive=KEEP_ALIVE_S, backlog=BACKLOG,
     )  # fmt: skip
@@ -258,7 +282,8 @@ async def _preload(service: Service, names: tuple[str, ...], server: Any, hooks:
 
 
 @contextlib.contextmanager
-def _signals(service: Service, server: Any, hooks: Hooks) -> Iterator[None]:
+def signals(service: Served, server: Any, hooks: Hooks) -> Iterator[None]:
+    """SIGINT, SIGTERM and SIGHUP end the server as they should, within the block."""
     loop = asyncio.get_running_loop()
     draining: list[asyncio.Task[None]] = []
 
@@ -282,7 +307,7 @@ def _signals(service: Service, server: Any, hooks: Hooks) -> Iterator[None]:
             signal.signal(number, lambda number, _: drop(number))  # while connections, threads and models are closed
 
 
-async def drain(service: Service, server: Any, drain_s: float) -> None:
+async def drain(service: Served, server: Any, drain_s: float) -> None:
     """Refuse what is new with 503, let what runs end, cut what does not."""
     service.is_draining = True
     loop = asyncio.get_running_loop()

@@ -59,6 +59,11 @@ def test_every_snippet_holds_the_name_as_it_is(name: str) -> None:
     assert f"ANTHROPIC_MODEL={name}" in shlex.split(snippet("claude-code").replace("\\\n", ""))
     assert json.loads(shlex.split(snippet("curl", needs_key=True).replace("\\\n", ""))[-1])["model"] == name
     compile(snippet("python"), "snippet", "exec")
+    (replicas,) = yaml.safe_load(snippet("ray"))["applications"]
+    (same,) = yaml.safe_load(yaml.safe_load(snippet("kuberay"))["spec"]["serveConfigV2"])["applications"]
+    assert (
+        replicas["args"] == same["args"] and same["args"]["model"] == name and same["args"]["engine"] == {"ctx": 8192}
+    )
     assert set(APPS) >= {"opencode", "continue", "open-webui", "llm", "aider", "claude-code", "zed"}
 
 

@@ -1,6 +1,7 @@
 """The application over a tiny random model: in process, and behind real connections."""
 
 import asyncio
+import inspect
 import json
 import os
 import signal
@@ -25,7 +26,23 @@ from localllm.server.openai.schemas import ChatRequest
 from localllm.server.pool import ModelPool
 from localllm.server.run import ServeOptions, bind, make_server
 
+DOOR = os.environ.get("DOOR_URL", "")
+"""Another endpoint, which those tests ask that need nothing but a client: tests/cluster runs them so."""
 CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
+
+
+def pytest_collection_modifyitems(config, items):
+    if DOOR:
+        fit, asking = {"client", "sdk", "claude", "url", "tiny_llm", "roomy"}, {"client", "claude", "url"}
+        away = [one for one in items if not asking & set(one.fixturenames) or not _arguments(one) <= fit]
+        config.hook.pytest_deselected(items=away)
+        items[:] = [item for item in items if item not in away]
+
+
+def _arguments(item):
+    """The fixtures that a test names."""
+    given = getattr(getattr(item, "callspec", None), "params", {})
+    return {name for name in inspect.signature(item.function).parameters if name not in given}
 
 
 @pytest.fixture(scope="session")
@@ -88,17 +105,28 @@ def service(make_service):
 @pytest.fixture
 def make_client(service):
     def make(of=None, **options):
-        app = create_app(of or service, AppOptions(**options))
-        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-        return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000")
+        return client_of(create_app(of or service, AppOptions(**options)))
 
     return make
+
+
+def client_of(app):
+    """Who asks this application, or the other endpoint."""
+    if DOOR:
+        return httpx.AsyncClient(base_url=DOOR, timeout=120)
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000", timeout=60)
 
 
 @pytest.fixture
 async def client(make_client):
     async with make_client() as client:
         yield client
+
+
+def api_of(client):
+    """Where OpenAI's SDK finds what the client asks."""
+    return f"{str(client.base_url).rstrip('/')}/v1"
 
 
 def ask(**fields):

@@ -14,12 +14,12 @@ from localllm.server.errors import ApiError
 from localllm.server.pool import ModelPool
 from localllm.server.served_model import ServedModel
 
-from .conftest import CHAT, ask, events, settled
+from .conftest import CHAT, api_of, ask, events, settled
 
 
 @pytest.fixture
 async def sdk(client):
-    async with openai.AsyncOpenAI(api_key="x", base_url="http://127.0.0.1:8000/v1", http_client=client) as sdk:
+    async with openai.AsyncOpenAI(api_key="x", base_url=api_of(client), http_client=client) as sdk:
         yield sdk
 
 
@@ -235,7 +235,7 @@ async def test_an_error_on_the_way_is_an_event(client, tiny_llm, monkeypatch):
     streamed = events((await client.post(CHAT, json=ask(stream=True))).text)
     error = streamed[-1]["error"]
     assert error["code"] == "does_not_fit" and "0x7f00" not in error["message"] and "/home" not in error["message"]
-    async with openai.AsyncOpenAI(api_key="x", base_url="http://127.0.0.1:8000/v1", http_client=client) as sdk:
+    async with openai.AsyncOpenAI(api_key="x", base_url=api_of(client), http_client=client) as sdk:
         stream = await sdk.chat.completions.create(**ask(stream=True))
         with pytest.raises(openai.APIError, match="memory ran out"):
             async for _ in stream:

@@ -5,12 +5,12 @@ import json
 import openai
 import pytest
 
-from .conftest import TEXT, events
+from .conftest import TEXT, api_of, events
 
 
 @pytest.fixture
 async def sdk(client):
-    async with openai.AsyncOpenAI(api_key="x", base_url="http://127.0.0.1:8000/v1", http_client=client) as sdk:
+    async with openai.AsyncOpenAI(api_key="x", base_url=api_of(client), http_client=client) as sdk:
         yield sdk
 
 

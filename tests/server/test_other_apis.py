@@ -17,14 +17,14 @@ from localllm.server.generation import without_oldest
 from localllm.server.ollama.routes import _capabilities
 from localllm.server.served_model import ServedModel
 
-from .conftest import CHAT, MESSAGES, RESPONSES, named_events
+from .conftest import CHAT, DOOR, MESSAGES, RESPONSES, api_of, named_events
 
 HELLO = [{"role": "user", "content": "hello there"}]
 
 
 @pytest.fixture
 async def sdk(client):
-    async with openai.AsyncOpenAI(api_key="x", base_url="http://127.0.0.1:8000/v1", http_client=client) as sdk:
+    async with openai.AsyncOpenAI(api_key="x", base_url=api_of(client), http_client=client) as sdk:
         yield sdk
 
 
@@ -236,8 +236,9 @@ def test_the_store_forgets_the_oldest():
 @pytest.fixture
 async def claude(service):
     transport = httpx2.ASGITransport(app=create_app(service, AppOptions()), raise_app_exceptions=False)
-    client = httpx2.AsyncClient(transport=transport)
-    async with anthropic.AsyncAnthropic(api_key="x", base_url="http://127.0.0.1:8000", http_client=client) as sdk:
+    client = httpx2.AsyncClient(transport=None if DOOR else transport)
+    address = DOOR or "http://127.0.0.1:8000"
+    async with anthropic.AsyncAnthropic(api_key="x", base_url=address, http_client=client) as sdk:
         yield sdk
 
 

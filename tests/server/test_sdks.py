@@ -8,7 +8,7 @@ import openai
 import pydantic
 import pytest
 
-from .conftest import live_server
+from .conftest import DOOR, live_server
 
 GO = [{"role": "user", "content": "a point"}]
 
@@ -32,8 +32,11 @@ ITS_TOOL = {"name": "Point", "input_schema": Point.model_json_schema()}
 
 
 @pytest.fixture(scope="module")
-def url(roomy_pool):
-    with live_server(roomy_pool) as live:
+def url(request):
+    if DOOR:
+        yield DOOR
+        return
+    with live_server(request.getfixturevalue("roomy_pool")) as live:
         yield live.url
 
 

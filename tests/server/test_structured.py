@@ -17,7 +17,7 @@ from localllm.server.errors import ApiError
 from localllm.server.openai.reading import read_chat
 from localllm.server.openai.schemas import ChatRequest
 
-from .conftest import CHAT, MESSAGES, RESPONSES, TEXT, ask, events
+from .conftest import CHAT, MESSAGES, RESPONSES, TEXT, ask, client_of, events
 
 SCHEMA = {
     "type": "object",
@@ -43,8 +43,7 @@ def roomy(roomy_pool):
 
 @pytest.fixture
 async def client(roomy):
-    transport = httpx.ASGITransport(app=create_app(roomy, AppOptions()), raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000", timeout=60) as client:
+    async with client_of(create_app(roomy, AppOptions())) as client:
         yield client
 
 

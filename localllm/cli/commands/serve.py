@@ -7,6 +7,7 @@ import secrets
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -44,6 +45,7 @@ MIN_KEY = 8  # Characters of an API key: a shorter one is a typing error.
     "localllm serve smollm2 --port 8001 --alias gpt-4o-mini",
     "localllm serve --ollama              # also for programs that look for Ollama",
     "localllm serve qwen --host 0.0.0.0 --api-key-file ~/.localllm.key",
+    "localllm serve qwen --ray --replicas 1-4   # one endpoint over several replicas",
 )
 def serve(
     env: Env,
@@ -76,6 +78,10 @@ def serve(
     ] = None,
     preload: Annotated[bool, Option("--preload", help="Load the default model at the start.")] = False,
     log_format: Annotated[str, Option(metavar="text|json", help="How requests are logged on stderr.")] = "text",
+    ray: Annotated[
+        bool, Option("--ray", help="Replicas in Ray: on this machine, or in the cluster at `--ray HOST:PORT`.")
+    ] = False,
+    replicas: Annotated[str | None, Option(metavar="N|MIN-MAX", help="How many, with --ray.")] = None,
     engine: EngineFlags = EngineFlags(),
 ) -> int:
     """Serve models over HTTP: the APIs of OpenAI, Anthropic and Ollama, metrics and health.
@@ -88,9 +94,12 @@ def serve(
     flags = {"server.host": host, "server.port": port, "engine.max_parallel": parallel, "engine.ttl": ttl}
     config = engine.config(env, flags, strict=True)  # a server runs as it was told, or not
     from localllm import server
+    from localllm.cli.replicas import FleetLife, address_in, serve_replicas
     from localllm.cli.served_models import HubLibrary
 
     console = env.console
+    alone = {"--ollama": ollama, "--pin": bool(pin), "--kv-events": bool(kv_events)}
+    models, address = address_in(models or [], replicas, alone, ray=ray)
     keys = api_keys(env, config, api_key, api_key_file)
     token = secrets.token_urlsafe(24)  # lets the owner in, see `processes.Running`
     prefixes = [read_text(path, "--pin-prefix") for path in pin_prefix or ()]
@@ -118,10 +127,14 @@ def serve(
     stays = bool(models) and ttl is None  # a model that was named stays unless a time was given
     pinned = named if stays else tuple(choice.shown for choice in choices[len(models or ()) :])
     life = _Life(env, options, token, prefixes, kv_events)
-    pool = new_pool(env, config, offers, pinned, life, default)
+    if address:
+        fleet = FleetLife(life, env.console, choices[0].shown)
+        run = partial(serve_replicas, config, options, choices[0], prefixes, fleet, (address, replicas or "1", alias))
+    else:
+        run = partial(server.serve, new_pool(env, config, offers, pinned, life, default), options, life)
     access = _log_requests(env)
     try:
-        freed = server.serve(pool, options, life)
+        freed = run()
     except ServerError as error:
         if unix or f"port {options.port}:" not in error.message:
             raise
@@ -338,8 +351,13 @@ class _Life:
         if self._progress is not None:
             self._progress.tick()
         cut_log()
-        if self._record is not None and self._service is not None:
-            self._record.update(tuple(row.name for row in self._service.pool.loaded()))
+        if self._service is not None:
+            self.note(tuple(row.name for row in self._service.pool.loaded()))
+
+    def note(self, models: tuple[str, ...]) -> None:
+        """Tell `ps` what is loaded."""
+        if self._record is not None:
+            self._record.update(models)
 
     def draining(self, running: int, again: bool) -> None:
         self._close_progress()

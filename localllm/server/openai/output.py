@@ -10,10 +10,18 @@ from typing import Any
 from localllm.llm.llm import LLM
 from localllm.request import FinishReason, Timing, TokenLogprob, Usage
 
+_tag = ""
+
+
+def tag_ids(tag: str) -> None:
+    """From now on ids begin with this, so that whoever stands before several servers knows whose they are."""
+    global _tag
+    _tag = tag
+
 
 def new_id(prefix: str) -> str:
     """chatcmpl-…, cmpl-…; an underscore at the end of the prefix is kept: resp_…"""
-    return f"{prefix}{'' if prefix.endswith('_') else '-'}{uuid.uuid4().hex}"
+    return f"{prefix}{'' if prefix.endswith('_') else '-'}{_tag}{uuid.uuid4().hex[len(_tag) :]}"
 
 
 def finish_name(reason: FinishReason | None, *, has_tool_calls: bool = False) -> str | None:

@@ -1,0 +1,179 @@
+"""Which replica a request goes to: the one that has the pages of its beginning, else the one with the least to do.
+
+A request's text is cut at the ends of its messages, and every `PIECE` characters in longer ones; each cut has the
+digest of all text before it. The next request of a conversation begins with the text of the one before, so it has the
+same cuts and finds the replica that they were noted for. Nothing here knows Ray.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import islice
+from typing import Any
+
+PIECE = 1024  # characters, some 16 pages
+MAX_NOTED = 200_000  # cuts that are remembered, the last ones
+MAX_CUTS = 4096  # of a request: what is behind them is not looked at
+MAX_HOLDERS = 4  # replicas that a cut is remembered for
+TAG_CHARS = 8
+# fields of a message that a model reads; the others say how to treat it
+READ = ("text", "content", "arguments", "input", "output", "tool_calls", "function", "image_url", "source")
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """What a request begins with.
+
+    cuts   (characters up to here, their digest), ascending
+    own    a match of so many characters is this conversation's; a shorter one may be a system prompt that many have
+    maker  the tag of the replica that keeps what the request names, such as an earlier response
+    """
+
+    cuts: tuple[tuple[int, bytes], ...] = ()
+    own: int = 0
+    maker: str = ""
+
+    @property
+    def size(self) -> int:
+        return self.cuts[-1][0] if self.cuts else 0
+
+
+def tag_of(replica: str) -> str:
+    """A replica in the ids that it gives to what it keeps."""
+    return blake2b(replica.encode(), digest_size=TAG_CHARS // 2).hexdigest()
+
+
+def prefix_of(path: str, body: bytes) -> Prefix:
+    """Of any route's request; nothing is known of a body that is no JSON object, and its route refuses it."""
+    try:
+        fields = json.loads(body) if body else {}
+    except (ValueError, RecursionError):
+        fields = None
+    if not isinstance(fields, dict):
+        return Prefix(maker=_tag_in(path))
+    turns = list(islice(_turns(fields), MAX_CUTS))
+    maker = _tag_in(path) or _maker(fields)
+    first = next((number for number, (role, _) in enumerate(turns) if role not in ("system", "developer")), 0)
+    cuts: list[tuple[int, bytes]] = []
+    digest, size, own = b"", 0, 0
+    for number, (role, text) in enumerate(turns):
+        for start in range(0, len(text) or 1, PIECE):
+            piece = text[start : start + PIECE]
+            size += len(piece) + 1
+            digest = blake2b(f"{role}\0{piece}".encode("utf-8", "replace"), digest_size=12, key=digest).digest()
+            cuts.append((size, digest))
+            if len(cuts) == MAX_CUTS:
+                return Prefix(tuple(cuts), own or (size + 1) // 2, maker)
+        if number == first:
+            own = size
+    return Prefix(tuple(cuts), own if len(turns) > 1 or "prompt" not in fields else (size + 1) // 2, maker)
+
+
+def _turns(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(role, text) in the order in which a model reads them, whatever the API."""
+    for name in ("system", "instructions"):
+        if fields.get(name):
+            yield "system", "".join(_texts(fields[name]))
+    for name in ("messages", "input"):
+        value = fields.get(name)
+        for item in value if isinstance(value, list) else [value] if value else ():
+            role = item.get("role") if isinstance(item, dict) else None
+            yield str(role or name), "".join(_texts(item))
+    if fields.get("prompt"):
+        yield "prompt", "".join(_texts(fields["prompt"]))
+
+
+def _texts(value: Any, depth: int = 8) -> Iterator[str]:
+    """What a model reads of a message: its texts and the arguments of calls."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list) and depth:
+        for item in value:
+            yield from _texts(item, depth - 1)
+    elif isinstance(value, int):  # token ids
+        yield f"{value} "
+    elif isinstance(value, dict) and depth:
+        for name in READ:
+            if name in value:
+                yield from _texts(value[name], depth - 1)
+
+
+def _maker(fields: Mapping[str, Any]) -> str:
+    """The tag in the first id that names something kept: a response, an item of one, a call that waits for consent."""
+    items = fields.get("input")
+    named = [fields.get("previous_response_id")]
+    for item in items if isinstance(items, list) else ():
+        if isinstance(item, dict):
+            named += [item.get("approval_request_id"), item.get("id") if item.get("type") == "item_reference" else None]
+    return next((tag for name in named if isinstance(name, str) and (tag := _tag_in(name))), "")
+
+
+def _tag_in(name: str) -> str:
+    """`abcd1234` of `/v1/responses/resp_abcd1234…` and of `msg_abcd1234…`; "" of other names."""
+    head, mark, tail = name.rpartition("_")
+    tag = tail[:TAG_CHARS]
+    return tag if mark and len(tag) == TAG_CHARS and all(c in "0123456789abcdef" for c in tag) and head else ""
+
+
+class Fleet:
+    """The replicas that take requests, as this process's router knows them; its thread is not the door's."""
+
+    running: frozenset[str] = frozenset()
+
+
+class Affinity:
+    """What was sent where. Used from one thread.
+
+    spare  how many more requests than the least loaded replica has one may have and still get those of its
+           conversations: with more, reading a conversation again costs less than waiting
+    """
+
+    def __init__(self, spare: int, max_noted: int = MAX_NOTED) -> None:
+        self._spare, self._max_noted = spare, max_noted
+        self._holders: OrderedDict[bytes, list[str]] = OrderedDict()  # by cut, the last one first
+
+    def rank(self, prefix: Prefix, loads: Mapping[str, int]) -> list[str]:
+        """The replicas of `loads` (requests that each has), the best first."""
+        made = [name for name in loads if prefix.maker and tag_of(name) == prefix.maker]
+        key = self._key(prefix)
+        rest = sorted(loads, key=lambda name: (loads[name], _draw(key, name)))
+        chosen = made or self._holding(prefix, loads)
+        return [*chosen, *(name for name in rest if name not in chosen)]
+
+    def _holding(self, prefix: Prefix, loads: Mapping[str, int]) -> list[str]:
+        """The replica that holds enough of it and is not too busy, if there is one."""
+        for size, digest in reversed(prefix.cuts):
+            if size < prefix.own and 2 * size < prefix.size:
+                break
+            holders = [name for name in self._holders.get(digest, ()) if name in loads]
+            if holders:
+                best = min(holders, key=loads.__getitem__)
+                return [best] if loads[best] - min(loads.values()) < self._spare else []
+        return []
+
+    def note(self, prefix: Prefix, replica: str) -> None:
+        """The request was sent there: its pages will be there."""
+        for _, digest in prefix.cuts:
+            holders = self._holders.pop(digest, [])
+            self._holders[digest] = [replica, *(name for name in holders if name != replica)][:MAX_HOLDERS]
+        while len(self._holders) > self._max_noted:
+            self._holders.popitem(last=False)
+
+    def keep(self, replicas: Collection[str]) -> None:
+        """Only these are left."""
+        gone = {name for holders in self._holders.values() for name in holders}.difference(replicas)
+        if gone:
+            left = ((cut, [name for name in holders if name not in gone]) for cut, holders in self._holders.items())
+            self._holders = OrderedDict((cut, holders) for cut, holders in left if holders)
+
+    def _key(self, prefix: Prefix) -> bytes:
+        """The same for all requests of a conversation: every door breaks ties alike."""
+        return next((digest for size, digest in prefix.cuts if size >= prefix.own), b"")
+
+
+def _draw(key: bytes, name: str) -> bytes:
+    return blake2b(name.encode(), key=key, digest_size=8).digest()

@@ -1,0 +1,230 @@
+"""Replicas as a Ray Serve application: how many, with what of a machine, and how they come and go."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from localllm.config import EngineOptions
+from localllm.errors import ConfigError, ServerError
+from localllm.server.middleware import AppOptions
+from localllm.server.service import ServiceOptions
+
+try:
+    import ray
+    from ray import serve
+    from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+except ImportError as error:
+    raise ConfigError("replicas need Ray Serve, which is not installed", "pip install 'localllm[cluster]'") from error
+
+from .door import Door
+from .replica import Replica, ReplicaOptions
+
+NAME = "localllm"  # of the application
+SPARE_CALLS = 64  # requests of a replica beside those that generate: models, tokens, metrics
+DRAIN_S = 600  # for the answers of a replica that is replaced or not needed any more
+START_TRIES = 3  # Ray gives up when a busy machine takes 30 seconds to start it
+LOADS = 2  # how often a model that cannot be loaded is tried
+LOCAL = "local"
+OBJECT_BYTES = 256 << 20  # for bodies above 100 kB, while they are on their way
+
+
+@dataclass(frozen=True, slots=True)
+class FleetOptions:
+    """How many replicas, and what each gets of a machine."""
+
+    least: int = 1
+    most: int = 1
+    gpus: float = 0
+    cpus: float = 1
+    # a replica is added when there are more requests than all compute side by side for so long
+    scale_up_s: float = 10
+    scale_down_s: float = 300  # and one ends when it was not needed for so long
+
+
+def replicas_of(text: str) -> tuple[int, int]:
+    """`2` or `1-4`. Raises ConfigError."""
+    least, dash, most = text.partition("-")
+    try:
+        low, high = int(least), int(most if dash else least)
+    except ValueError:
+        low = high = 0
+    if not 1 <= low <= high <= 1000:
+        raise ConfigError(f"--replicas is {text!r}: expected a number or a range", "--replicas 2, or --replicas 1-4")
+    return low, high
+
+
+def deployment(options: ReplicaOptions, fleet: FleetOptions) -> Any:
+    """The replicas, bound to what they load."""
+    parallel = options.service.parallel
+    scaling: dict[str, Any] = {"num_replicas": fleet.least}
+    if fleet.most > fleet.least:
+        scaling = {
+            "num_replicas": None,
+            "autoscaling_config": AutoscalingConfig(
+                min_replicas=fleet.least, max_replicas=fleet.most, target_ongoing_requests=parallel,
+                upscale_delay_s=fleet.scale_up_s, downscale_delay_s=fleet.scale_down_s,
+                look_back_period_s=max(2.0, min(30.0, fleet.scale_up_s)),
+            ),
+        }  # fmt: skip
+    router = RequestRouterConfig(
+        request_router_class="localllm.cluster.router.AffinityRouter", request_router_kwargs={"spare": parallel}
+    )
+    return serve.deployment(Replica).options(
+        name="Replica", max_ongoing_requests=parallel + options.service.max_queue + SPARE_CALLS,
+        ray_actor_options={"num_cpus": fleet.cpus, "num_gpus": fleet.gpus}, request_router_config=router,
+        graceful_shutdown_timeout_s=DRAIN_S, graceful_shutdown_wait_loop_s=1, max_constructor_retry_count=LOADS,
+        **scaling,
+    ).bind(options)  # fmt: skip
+
+
+# --- for `localllm serve --ray` ---------------------------------------------------------------------------------------
+
+
+def connect(address: str) -> str:
+    """Be a client of the cluster at `address`, or of one that is started here (`local`); its address.
+
+    Raises ServerError where nothing answers.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # else 15: a replica would get what other programs leave
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # what it says else is in Ray's own logs
+    shared: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": NAME}
+    if address != LOCAL:
+        try:
+            return str(ray.init(address=address, **shared).address_info["gcs_address"])
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            hint = "ray status there; RAY_AUTH_MODE=token where it asks for its token"
+            raise ServerError(f"no Ray cluster lets us in at {address}", hint) from error
+    for left in range(START_TRIES, 0, -1):
+        try:
+            context = ray.init(
+                address=LOCAL, _node_ip_address="127.0.0.1", include_dashboard=False, num_cpus=os.cpu_count(),
+                object_store_memory=OBJECT_BYTES, **shared,
+            )  # fmt: skip
+            return str(context.address_info["gcs_address"])
+        except Exception as error:
+            ray.shutdown()
+            if left == 1:
+                raise ServerError(f"Ray could not be started: {error}", "its log is below /tmp/ray") from error
+    raise AssertionError
+
+
+def share_of(fleet: FleetOptions, engine: EngineOptions, *, is_local: bool) -> tuple[FleetOptions, EngineOptions]:
+    """What each replica gets: a card where the cluster has some, else its share of the cores; and its threads."""
+    resources = ray.cluster_resources()
+    if engine.device != "cpu" and resources.get("GPU"):
+        return replace(fleet, gpus=1), engine
+    cores = resources.get("CPU", 1) / fleet.most
+    if is_local and engine.threads == "auto":
+        engine = replace(engine, threads=max(1, int(cores)))
+    return replace(fleet, cpus=int(cores) if cores >= 1 else round(cores, 3)), engine
+
+
+def deploy(options: ReplicaOptions, fleet: FleetOptions) -> Any:
+    """Start the replicas, or replace those that run by ones of these options, one after the other. A handle of them,
+    for streams.
+
+    Raises ServerError with the cause when they cannot start.
+    """
+    try:
+        handle = serve.run(deployment(options, fleet), name=NAME, route_prefix=None)
+        return handle.options(stream=True)  # which from now on hears which replicas there are
+    except RuntimeError as error:
+        application = serve.status().applications.get(NAME)
+        causes = [one.message for one in application.deployments.values()] if application is not None else []
+        raise ServerError(f"the replicas could not start: {_cause(' '.join(causes) or str(error))}") from error
+
+
+def _cause(text: str) -> str:
+    """The last line of a traceback."""
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no cause is known")
+
+
+def is_deployed() -> bool:
+    """Whether the cluster has replicas of ours already. Starts Serve where it does not run."""
+    serve.start(proxy_location="Disabled")
+    return NAME in serve.status().applications
+
+
+def leave(*, ends_replicas: bool) -> None:
+    """Be no client any more; a cluster that was started here ends with it."""
+    if ends_replicas:
+        serve.delete(NAME, _blocking=False)
+    ray.shutdown()
+
+
+# --- for `serve run localllm.cluster:app` and Serve's own config files ------------------------------------------------
+
+ARGS = (
+    "model",
+    "names",
+    "replicas",
+    "gpus",
+    "cpus",
+    "parallel",
+    "max_queue",
+    "api_key_file",
+    "insecure",
+    "cors",
+    "engine",
+)
+
+
+def application(args: Mapping[str, Any]) -> Any:
+    """Door and replicas behind Ray's own proxy. Raises ConfigError for what is not in `ARGS`."""
+    if unknown := sorted(set(args) - set(ARGS)):
+        raise ConfigError(f"there is no argument {unknown[0]}", f"use {', '.join(ARGS)}")
+    if not args.get("model"):
+        raise ConfigError("no model is named", "args: {model: qwen3-8b}")
+    engine = dict(args.get("engine") or {})
+    if unknown := sorted(set(engine) - {field.name for field in fields(EngineOptions)}):
+        raise ConfigError(f"engine has no setting {unknown[0]}", "docs/configuration.md lists them")
+    if not args.get("api_key_file") and args.get("insecure") is not True:
+        raise ConfigError(
+            "the cluster's proxy can be reached from the network, and no API key is set",
+            "api_key_file: /etc/localllm/keys, or insecure: true if you mean it",
+        )
+    least, most = replicas_of(str(args.get("replicas", 1)))
+    try:
+        engine["max_parallel"] = int(args.get("parallel", EngineOptions().max_parallel))
+        queue = int(args.get("max_queue", ServiceOptions().max_queue))
+        fleet = FleetOptions(least, most, float(args.get("gpus", 0)), float(args.get("cpus", 1)))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"an argument is no number: {error}", "parallel: 4") from None
+    options = EngineOptions(**engine)
+    service = ServiceOptions(options.max_parallel, queue, adapters=options.adapter_paths)
+    names = tuple(args.get("names") or ())
+    replicas = deployment(ReplicaOptions(str(args["model"]), names, options, service), fleet)
+    entry: Any = _Ingress  # Ray's decorators made a deployment of it
+    return entry.bind(replicas, args.get("api_key_file"), tuple(args.get("cors") or ()))
+
+
+def _keys(path: str | None) -> tuple[str, ...]:
+    if path is None:
+        return ()
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"api_key_file: {path} cannot be read: {error.strerror}", "mount the secret there") from None
+    keys = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
+    if not keys:
+        raise ConfigError(f"api_key_file: {path} holds no keys", "write one key per line into it")
+    return keys
+
+
+@serve.deployment(name="Door", max_ongoing_requests=2048, graceful_shutdown_timeout_s=DRAIN_S)
+@serve.ingress()
+class _Ingress:
+    """The door behind Ray's proxy."""
+
+    def __init__(self, handle: Any, api_key_file: str | None, origins: tuple[str, ...]) -> None:
+        self._door = Door(AppOptions(loopback=False, api_keys=_keys(api_key_file), origins=origins))
+        self._door.handle = handle.options(stream=True)
+
+    def __serve_build_asgi_app__(self) -> Any:
+        return self._door.app

@@ -1,0 +1,79 @@
+"""What `connect ray` prints is what Ray reads, and what the application takes; what it does not take is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+
+from localllm.cli.commands.connect import APPS, Server, snippet
+from localllm.errors import ConfigError
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray uses what others have deprecated
+pytest.importorskip("ray", reason="ray is not installed: pip install -c constraints.txt -e '.[cluster]'")
+SERVER = Server("http://127.0.0.1:8000", "qwen3-8b", 8192, True)
+
+
+def test_ray_reads_what_connect_prints() -> None:
+    from ray.serve.schema import ServeDeploySchema
+
+    plain = yaml.safe_load(snippet(APPS["ray"], SERVER))
+    service = yaml.safe_load(snippet(APPS["kuberay"], SERVER))
+    assert (service["apiVersion"], service["kind"]) == ("ray.io/v1", "RayService")
+    assert set(service["spec"]) == {"serveConfigV2", "rayClusterConfig"}
+    for config in (plain, yaml.safe_load(service["spec"]["serveConfigV2"])):
+        (read,) = ServeDeploySchema.model_validate(config).applications
+        assert (read.import_path, read.route_prefix) == ("localllm.cluster:app", "/")
+    groups = [service["spec"]["rayClusterConfig"]["headGroupSpec"]]
+    groups += service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    for group in groups:
+        (container,) = group["template"]["spec"]["containers"]
+        assert {mount["name"] for mount in container["volumeMounts"]} == {"keys", "models"}
+        assert {volume["name"] for volume in group["template"]["spec"]["volumes"]} == {"keys", "models"}
+
+
+def test_the_application_is_made_of_it() -> None:
+    from localllm.cluster import app
+
+    made = app(yaml.safe_load(snippet(APPS["ray"], SERVER))["applications"][0]["args"])
+    door = made._bound_deployment
+    assert door.name == "Door"
+    replicas = door.init_args[0]._bound_deployment
+    assert replicas.name == "Replica"
+    assert replicas.ray_actor_options == {"num_cpus": 4.0, "num_gpus": 1.0}
+    scaling = replicas._deployment_config.autoscaling_config
+    assert (scaling.min_replicas, scaling.max_replicas, scaling.target_ongoing_requests) == (1, 4, 8)
+    (options,) = replicas.init_args
+    assert (options.model, options.engine.ctx, options.service.parallel) == ("qwen3-8b", 8192, 8)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"modle": "x"}, "there is no argument modle"),
+        ({"model": ""}, "no model is named"),
+        ({"engine": {"contex": 1}}, "engine has no setting contex"),
+        ({"engine": {"kv": "int3"}}, "engine.kv"),
+        ({"replicas": "4-1"}, "--replicas is '4-1'"),
+        ({"replicas": 0}, "--replicas is '0'"),
+        ({"gpus": "many"}, "no number"),
+        ({"insecure": False}, "no API key is set"),
+    ],
+)
+def test_what_it_does_not_take_is_named(wrong: dict[str, Any], said: str) -> None:
+    from localllm.cluster import app
+
+    with pytest.raises(ConfigError, match=said):
+        app({"model": "smollm2", "insecure": True} | wrong)
+
+
+def test_keys_that_cannot_be_read_end_the_door(tmp_path: Any) -> None:
+    from localllm.cluster.deployment import _keys
+
+    (tmp_path / "keys").write_text("# none\n")
+    for path, said in (("nowhere", "cannot be read"), ("keys", "holds no keys")):
+        with pytest.raises(ConfigError, match=said):
+            _keys(str(tmp_path / path))
+    (tmp_path / "keys").write_text("# clients\nthe-first-key\n")
+    assert _keys(str(tmp_path / "keys")) == ("the-first-key",)
