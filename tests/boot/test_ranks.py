@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -16,6 +18,7 @@ import pytest
 from localllm import LLM, SamplingParams
 from localllm.config import EngineOptions
 from localllm.device.fake import fake_machine
+from localllm.device.imagined import imagined
 from localllm.errors import ConfigError, DeviceError
 from localllm.models.architectures import open_model
 from localllm.models.architectures.facts import count_params
@@ -205,3 +208,29 @@ def test_cards_share_a_model_that_one_has_no_room_for(tiny_path: Path) -> None:
     assert (first, end, last) == (0, start, 80)
     assert halves.ranks[0].weight_bytes > halves.ranks[1].weight_bytes  # its card has more room
     assert halves.decode_tps < made.decode_tps  # they take turns
+
+
+def test_cards_that_are_not_here_can_be_several() -> None:
+    pair = imagined(fake_machine("rtx4090"), gpu="2x 3090")
+    assert [gpu.name for gpu in pair.gpus] == ["NVIDIA RTX 3090"] * 2
+    assert len(imagined(fake_machine("cpu"), gpu="3090 24GB").gpus) == 1
+    with pytest.raises(ConfigError, match="no known GPU"):
+        imagined(fake_machine("cpu"), gpu="9x 3090")
+
+
+@pytest.mark.slow
+def test_ranks_end_when_rank_0_is_killed(tiny_path: Path) -> None:
+    code = (
+        "import sys, time; from localllm import LLM; llm = LLM(sys.argv[1], device='cpu', ctx=256, tensor_parallel=2);"
+        " print(llm._model.lead.processes[0].pid, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(tiny_path)], stdout=subprocess.PIPE, text=True) as lead:
+        assert lead.stdout is not None
+        pid = int(lead.stdout.readline())
+        lead.kill()
+    ends = time.monotonic() + 5
+    with pytest.raises((ProcessLookupError, FileNotFoundError)):
+        while Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
+            assert time.monotonic() < ends
+            time.sleep(0.02)
+        raise ProcessLookupError
