@@ -91,9 +91,9 @@ def decode_registers(cap: int, kv_format: str, head_dim: int, group: int) -> int
     """Most registers a thread may take; 0 leaves it to the compiler, which spills one rather than give up a warp."""
     if cap < 80 or kv_format not in SCALED_FORMATS or head_dim > 128:
         return 0
-    if cap == 90 and (columns_of(group) > 8 or kv_format == "int8"):  # with fewer Triton 3.6 spills some
-        return 136 if columns_of(group) == 8 else 192
-    return 128 if columns_of(group) == 8 else 168
+    if columns_of(group) > 8:
+        return 192 if cap in (80, 90) else 168  # with fewer Triton 3.6 spills some, as with 128 for int8
+    return 136 if cap == 90 and kv_format == "int8" else 128
 
 
 def columns_of(group: int, cap: int = 0) -> int:
