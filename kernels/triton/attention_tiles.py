@@ -93,7 +93,7 @@ def decode_registers(cap: int, kv_format: str, head_dim: int, group: int) -> int
         return 0
     if columns_of(group) > 8:
         return 192 if cap in (80, 90) else 168  # with fewer Triton 3.6 spills some, as with 128 for int8
-    return 136 if cap == 90 and kv_format == "int8" else 128
+    return 136 if cap in (90, 100) and kv_format == "int8" else 128
 
 
 def columns_of(group: int, cap: int = 0) -> int:
