@@ -11,6 +11,7 @@ import logging
 import random
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Many
@@ -44,6 +45,17 @@ IDLE_S = 0.002  # between looks whether a paused request may go on
 
 
 IdleJob = Callable[[Callable[[], bool]], bool]  # (has it to stop?) -> is it finished?
+
+
+def asker(wake: threading.Condition, inbox: deque[Callable[[], None]]) -> Callable[[Callable[[], None]], None]:
+    """What has something done by the engine's thread, before the next step, and does not hold the engine."""
+
+    def ask(call: Callable[[], None]) -> None:
+        with wake:
+            inbox.append(call)
+            wake.notify()
+
+    return ask
 
 
 class Engine:
@@ -86,6 +98,7 @@ class Engine:
         self._streams = self._publisher.streams
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
+        self._ask = asker(self._wake, self._inbox)
         self._closing = False
         self._dead: Exception | None = None
         self.between_steps: Callable[[], None] | None = None  # dropped where it fails
@@ -99,7 +112,13 @@ class Engine:
 
     def keep_on_disk(self, files: PageFiles) -> None:
         """Have a prefix found again by a later engine. Before `start`."""
-        self.store = KVStore(files, self.runner.cache, self._pages, self._ask, self.when_idle)
+        engine = weakref.ref(self)  # nothing that it holds may hold it: its pages go with its last reference
+
+        def when_idle(job: IdleJob) -> None:
+            if (alive := engine()) is not None:
+                alive.when_idle(job)
+
+        self.store = KVStore(files, self.runner.cache, self._pages, self._ask, when_idle)
 
     # --- called from any thread --------------------------------------------------------------------------------------
 
@@ -164,12 +183,6 @@ class Engine:
         """Tell which pages the prefix cache has and what becomes of them; the result ends that. See `KVEvents`."""
         self._ask(lambda: self._events.add(listener))
         return lambda: self._ask(lambda: self._events.drop(listener))
-
-    def _ask(self, call: Callable[[], None]) -> None:
-        """Have something done by the engine's thread, before the next step."""
-        with self._wake:
-            self._inbox.append(call)
-            self._wake.notify()
 
     def when_idle(self, job: IdleJob) -> None:
         """Run `job` in the engine's thread when there is nothing else to do, after the first answer.

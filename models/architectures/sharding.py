@@ -64,10 +64,6 @@ class Shard:
     vocabulary: tuple[range, ...] = ()  # rows of embedding and head, of every rank
 
 
-class NotDivisible(ConfigError):
-    """A world size that a model does not take."""
-
-
 def pieces(count: int, world: int, unit: int = 1) -> tuple[range, ...]:
     """`count` things in `world` runs that begin at multiples of `unit`, as equal as can be, the longer ones first."""
     units = -(-count // unit)
@@ -147,12 +143,12 @@ def is_even(facts: ModelFacts, world: int) -> bool:
 
 
 def check_world(facts: ModelFacts, world: int) -> None:
-    """Raise NotDivisible with the numbers that can be."""
+    """Raise ConfigError with the numbers that can be."""
     found = refusal(facts, world)
     if not found:
         return
     others = [str(n) for n in range(2, MOST_RANKS + 1) if not refusal(facts, n)]
-    raise NotDivisible(
+    raise ConfigError(
         f"tensor_parallel {world}: {facts.name} has {found}, which {world} ranks cannot divide",
         f"use --tensor-parallel {' or '.join(others)}, or --split layers" if others else "use --split layers",
         context={"tensor_parallel": world, "possible": others},
@@ -160,14 +156,14 @@ def check_world(facts: ModelFacts, world: int) -> None:
 
 
 def check_span(facts: ModelFacts, span: tuple[int, int]) -> None:
-    """Raise NotDivisible where one of these layers needs what another rank has."""
+    """Raise ConfigError where one of these layers needs what another rank has."""
     hint = "use --split tensor, or one card"
     if facts.inputs is not None:
-        raise NotDivisible(f"split layers: layers of {facts.name} read the tokens' second embedding", hint)
+        raise ConfigError(f"split layers: layers of {facts.name} read the tokens' second embedding", hint)
     for index in range(*span):
         source = getattr(facts.layers[index].mixer, "shares_kv_with", None)
         if source is not None and source not in range(*span):
-            raise NotDivisible(f"split layers: layer {index} of {facts.name} reads the pages of layer {source}", hint)
+            raise ConfigError(f"split layers: layer {index} of {facts.name} reads the pages of layer {source}", hint)
 
 
 def column_unit(checkpoint: OpenModel, module: str) -> int:
@@ -184,7 +180,7 @@ def column_unit(checkpoint: OpenModel, module: str) -> int:
 
 
 def shard(facts: ModelFacts, share: Share, unit_of: Callable[[str], int] = lambda module: 1) -> Shard:
-    """What a rank holds. Raises NotDivisible.
+    """What a rank holds. Raises ConfigError.
 
     unit_of  how many inputs of a module, by canonical name, share a scale: they stay together
     """
@@ -389,7 +385,7 @@ def _experts(facts: Experts, hidden: int, share: Share, unit: Callable[[str], in
 def _inner(count: int, share: Share, unit: int) -> tuple[range, ...]:
     ranks = inner_pieces(count, share.world, unit if count % unit == 0 else 1)
     if not all(ranks):
-        raise NotDivisible(
+        raise ConfigError(
             f"tensor_parallel {share.world}: {count:,} values of a feed-forward layer are stored in blocks of {unit}",
             f"use --tensor-parallel {count // unit} or less, or --split layers",
         )
@@ -400,7 +396,7 @@ def spans(sizes: Sequence[int], room: Sequence[float]) -> tuple[tuple[int, int],
     """Consecutive layers of `sizes` bytes for ranks with so much room: each has at least one, shares as of the room."""
     world, whole = len(room), sum(sizes) or 1
     if len(sizes) < world:
-        raise NotDivisible(f"{len(sizes)} layers are fewer than {world} ranks", f"use --tensor-parallel {len(sizes)}")
+        raise ConfigError(f"{len(sizes)} layers are fewer than {world} ranks", f"use --tensor-parallel {len(sizes)}")
     ends: list[int] = []
     done = at = 0
     for rank in range(world - 1):

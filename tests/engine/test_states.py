@@ -203,10 +203,10 @@ def test_checkpoints_go_before_the_pages_they_belong_to():
     for prompt in prompts:
         answers(engine, [request(prompt, max_tokens=2)])
     tree = engine._pages.tree
-    kept = [node for node in tree._nodes() if node.slot is not None]
+    kept = [node for node in tree.nodes() if node.slot is not None]
     assert len(kept) == 3 and tree.num_nodes == 4 * 6
     answers(engine, [request([*range(20)] * 3, max_tokens=2)])
-    first = [node.key[0] for node in tree._nodes() if node.slot is not None]
+    first = [node.key[0] for node in tree.nodes() if node.slot is not None]
     assert sorted(first) == [2, 3, 12] and tree.num_nodes == 4 * 6 + 3  # one slot was the last sequence's own
 
 

@@ -15,10 +15,9 @@ import torch
 from packed_weights import FORMATS, packed_model
 from torch import Tensor
 
-from localllm.errors import LocalLLMError
+from localllm.errors import ConfigError, LocalLLMError
 from localllm.models.architectures import open_model
 from localllm.models.architectures.sharding import (
-    NotDivisible,
     Share,
     head_pieces,
     inner_pieces,
@@ -158,7 +157,7 @@ def test_heads_and_inner_values_are_cut_so_that_nothing_is_lost() -> None:
     assert spans([1, 1, 1, 9], [1, 1]) == ((0, 3), (3, 4))
     assert spans([1] * 12, [3, 1]) == ((0, 9), (9, 12))
     assert spans([1] * 3, [1, 1, 1]) == ((0, 1), (1, 2), (2, 3))
-    with pytest.raises(NotDivisible):
+    with pytest.raises(ConfigError):
         spans([1], [1, 1])
 
 
@@ -169,7 +168,7 @@ def test_a_model_in_parts_gives_the_same(tmp_path: Path, paged: Any) -> None:
     compare(path, paged, in_layers(2, 2))
     with open_model(path) as checkpoint:
         assert "4 heads that share 2" in refusal(checkpoint.facts, 3)
-        with pytest.raises(NotDivisible, match="3 ranks cannot divide") as caught:
+        with pytest.raises(ConfigError, match="3 ranks cannot divide") as caught:
             load_model(checkpoint, LoadOptions(ranks=Ranks(Share(0, 3))))
     assert "2 or 4" in str(caught.value.hint)
 
@@ -193,7 +192,7 @@ def test_every_architecture_in_parts(name: str, world: int, tiny: Callable, page
     with open_model(path) as checkpoint:
         why = refusal(checkpoint.facts, world)
     if why:
-        with pytest.raises(NotDivisible, match="ranks cannot divide"):
+        with pytest.raises(ConfigError, match="ranks cannot divide"):
             compare(path, paged, in_parts(world))
         return
     compare(path, paged, in_parts(world))
