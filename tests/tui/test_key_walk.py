@@ -121,7 +121,7 @@ async def walked(
 async def test_any_keys_lead_back_to_the_prompt(
     size: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await walked(size, 80, SIZES.index(size), tmp_path, monkeypatch, 0.8)
+    await walked(size, 50, SIZES.index(size), tmp_path, monkeypatch, 0.8)
 
 
 @pytest.mark.slow

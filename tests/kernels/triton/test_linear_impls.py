@@ -179,7 +179,7 @@ def attention_weights(device: torch.device, impl: Impl, **more: Any) -> Attentio
     return AttentionWeights(Norm(torch.rand(32).to(device), 1e-5), out, out, 2, 1, 32, 1.0, **more)
 
 
-@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("tokens", [pytest.param(1, marks=pytest.mark.slow), 5])
 def test_fused_segments(tokens: int, device: torch.device) -> None:
     impl, post = IMPLS["triton"], Norm(torch.rand(32).to(device), 1e-5)
     x, attended = (torch.randn(tokens, width).bfloat16().to(device) for width in (32, 64))
