@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[3]
 TESTED = "3.9"
 """the Triton of constraints.txt"""
 PARTS = 170
-"""the default run compiles one in so many kernels: about ten, over all cards from sm_80 on, which have more than that"""
+"""the default run compiles one in so many kernels: about ten, over all cards from sm_80 on, which have more"""
 
 CACHE = ROOT / ".cache" / f"triton-{triton.__version__}-kernels"
 SLABS = """
