@@ -214,7 +214,7 @@ def expanded_modules(facts: ModelFacts) -> dict[str, tuple[int, int]]:
 
 def expert_counts(facts: ModelFacts) -> tuple[int, int]:
     """(experts of a layer, how many of them a token goes through), of the layer that has most; (0, 0) for none."""
-    found = ((layer.ffn.num_experts, layer.ffn.top_k) for layer in facts.layers if isinstance(layer.ffn, Experts))
+    found = ((layer.ffn.num_experts, layer.ffn.top_k) for layer, _ in facts.kinds if isinstance(layer.ffn, Experts))
     return max(found, default=(0, 0))
 
 

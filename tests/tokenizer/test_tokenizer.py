@@ -31,7 +31,8 @@ FILES = {
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 
-@pytest.fixture(scope="module", params=FILES)
+# the larger vocabulary takes seconds to load
+@pytest.fixture(scope="module", params=["smollm2", pytest.param("gemma3-270m", marks=pytest.mark.slow)])
 def real(request: pytest.FixtureRequest) -> tuple[str, Tokenizer]:
     path = models_dir() / FILES[request.param]
     if not path.exists():
