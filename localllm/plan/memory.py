@@ -118,6 +118,7 @@ class Memory:
     host_experts  of each layer, how many the CPU computes in host memory
     adapter_bytes of the adapters that are in memory at once
     link_bytes    for talking to other ranks
+    table_share   of embedding and head, the rows that a rank has
     """
 
     facts: ModelFacts
@@ -133,6 +134,7 @@ class Memory:
     host_experts: int = 0
     adapter_bytes: int = 0
     link_bytes: int = 0
+    table_share: float = 1.0
 
     @cached_property
     def have_and_margin(self) -> tuple[int, int]:
@@ -190,10 +192,10 @@ class Memory:
         beside the stored table; int4 goes through torch's own product.
         """
         facts, quant, on_cpu = self.facts, self.quant, self.where.device == "cpu"
-        table = facts.vocab_size * facts.hidden_size
+        table = int(facts.vocab_size * facts.hidden_size * self.table_share)
         second, second_bytes = (0, 0) if facts.inputs is None else (facts.inputs.values, facts.inputs.nbytes)
         per_value = (facts.weight_bytes - second_bytes) / max(1, facts.num_params - second)
-        table_held = table_bytes(facts)
+        table_held = int(table_bytes(facts) * self.table_share)
         tables = 1 if facts.tied_embeddings else 2
         inner = facts.num_params - table * tables - second
         if not on_cpu or self.machine.compiler:
@@ -243,9 +245,8 @@ class Memory:
         if self.draft is None or not self.num_drafts:
             return None
         rows = min(self.rows, CATCH_UP)
-        return replace(
-            self, facts=self.draft, draft=None, quant="", rows=rows, excess_bytes=0, host_experts=0, adapter_bytes=0
-        )
+        own = replace(self, draft=None, quant="", rows=rows, excess_bytes=0, host_experts=0, adapter_bytes=0)
+        return replace(own, facts=self.draft, table_share=1.0)
 
     @property
     def draft_slots(self) -> int:

@@ -205,11 +205,14 @@ def _choices(chooser: Chooser, ranks: Ranks) -> Iterator[tuple[tuple[Memory, ...
     chooser = chooser.having(graphs=False)  # a captured step knows no other ranks
     least = min((place.gpu.capability for place in ranks.places if place.gpu is not None), default=0)
     each = []
-    for place, part in zip(ranks.places, ranks.facts, strict=True):
+    for rank, (place, part) in enumerate(zip(ranks.places, ranks.facts, strict=True)):
+        tables = 1 / world if ranks.split == "tensor" else float(rank == 0)
         link = 0 if place.gpu is None else LINK_BYTES
         gpu = None if place.gpu is None else replace(place.gpu, capability=least)  # what all of them can
         formats = chooser.formats(place._replace(gpu=gpu), part)
-        each.append([(replace(one, machine=machine, link_bytes=link), enough) for one, enough in formats])
+        each.append(
+            [(replace(one, machine=machine, link_bytes=link, table_share=tables), enough) for one, enough in formats]
+        )
     for found in zip(*each, strict=True):
         memories = [memory if rank == 0 else replace(memory, draft=None) for rank, (memory, _) in enumerate(found)]
         yield tuple(memories), found[0][1]

@@ -210,6 +210,21 @@ def test_cards_share_a_model_that_one_has_no_room_for(tiny_path: Path) -> None:
     assert halves.decode_tps < made.decode_tps  # they take turns
 
 
+def test_cards_that_take_turns_read_what_one_would(tiny_path: Path) -> None:
+    """An embedding of its own is not read for a token, and lies on one card only."""
+    with open_model(tiny_path) as checkpoint:
+        tiny = checkpoint.facts
+    layer = replace(tiny.layers[0], mixer=replace(tiny.attention[0], num_heads=32, num_kv_heads=8, head_dim=128))
+    layer = replace(layer, ffn=replace(layer.ffn, inner=12288))
+    facts = replace(tiny, hidden_size=4096, vocab_size=151936, tied_embeddings=False, layers=(layer,) * 36)
+    facts = replace(facts, num_params=count_params(facts), weight_bytes=6 * GIB, stored_format="awq")
+    one, pair = imagined(fake_machine("cpu"), gpu="3090"), imagined(fake_machine("cpu"), gpu="2x 3090")
+    alone = Planner(one, EngineOptions(device="cuda")).plan(facts).pace
+    for split, least, most in (("layers", 0.95, 1.02), ("tensor", 1.05, 2.0)):
+        made = Planner(pair, EngineOptions(device="cuda", tensor_parallel=2, split=split)).plan(facts)
+        assert least * alone < made.pace < most * alone, split
+
+
 def test_cards_that_are_not_here_can_be_several() -> None:
     pair = imagined(fake_machine("rtx4090"), gpu="2x 3090")
     assert [gpu.name for gpu in pair.gpus] == ["NVIDIA RTX 3090"] * 2
