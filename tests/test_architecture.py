@@ -59,7 +59,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "backend": {"llm", "doctor", "interface"},
     "program": {"llm", "backend"},
     "server": {"llm", "chat", "config", "device"},
-    "cluster": {"server", "llm", "config"},
     "conversation": {"interface", "history", "config", "sandbox"},
     "tui": {"interface", "conversation", "history", "config"},
 }

@@ -68,9 +68,9 @@ def serve_replicas(
     fleet: tuple[str, str, list[str] | None],
 ) -> bool:  # fmt: skip
     """Serve until a signal; `prompts` are pinned, `fleet` is the address, how many, other names. True: all is freed."""
-    from localllm.cluster.deployment import FleetOptions, replicas_of
-    from localllm.cluster.replica import ReplicaOptions
-    from localllm.cluster.run import serve
+    from localllm.server.cluster.deployment import FleetOptions, replicas_of
+    from localllm.server.cluster.replica import ReplicaOptions
+    from localllm.server.cluster.run import serve
 
     address, count, aliases = fleet
     names = (model.shown, *(aliases or ()))

@@ -27,7 +27,7 @@ from localllm.server.pool import ModelPool
 from localllm.server.run import ServeOptions, bind, make_server
 
 DOOR = os.environ.get("DOOR_URL", "")
-"""Another endpoint, which those tests ask that need nothing but a client: tests/cluster runs them so."""
+"""Another endpoint, which those tests ask that need nothing but a client: tests/server/cluster runs them so."""
 CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 
 

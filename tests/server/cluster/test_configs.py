@@ -24,7 +24,7 @@ def test_ray_reads_what_connect_prints() -> None:
     assert set(service["spec"]) == {"serveConfigV2", "rayClusterConfig"}
     for config in (plain, yaml.safe_load(service["spec"]["serveConfigV2"])):
         (read,) = ServeDeploySchema.model_validate(config).applications
-        assert (read.import_path, read.route_prefix) == ("localllm.cluster:app", "/")
+        assert (read.import_path, read.route_prefix) == ("localllm.server.cluster:app", "/")
     groups = [service["spec"]["rayClusterConfig"]["headGroupSpec"]]
     groups += service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
     for group in groups:
@@ -34,7 +34,7 @@ def test_ray_reads_what_connect_prints() -> None:
 
 
 def test_the_application_is_made_of_it() -> None:
-    from localllm.cluster import app
+    from localllm.server.cluster import app
 
     made = app(yaml.safe_load(snippet(APPS["ray"], SERVER))["applications"][0]["args"])
     door = made._bound_deployment
@@ -62,14 +62,14 @@ def test_the_application_is_made_of_it() -> None:
     ],
 )
 def test_what_it_does_not_take_is_named(wrong: dict[str, Any], said: str) -> None:
-    from localllm.cluster import app
+    from localllm.server.cluster import app
 
     with pytest.raises(ConfigError, match=said):
         app({"model": "smollm2", "insecure": True} | wrong)
 
 
 def test_keys_that_cannot_be_read_end_the_door(tmp_path: Any) -> None:
-    from localllm.cluster.deployment import _keys
+    from localllm.server.cluster.deployment import _keys
 
     (tmp_path / "keys").write_text("# none\n")
     for path, said in (("nowhere", "cannot be read"), ("keys", "holds no keys")):

@@ -72,7 +72,7 @@ def deployment(options: ReplicaOptions, fleet: FleetOptions) -> Any:
             ),
         }  # fmt: skip
     router = RequestRouterConfig(
-        request_router_class="localllm.cluster.router.AffinityRouter", request_router_kwargs={"spare": parallel}
+        request_router_class="localllm.server.cluster.router.AffinityRouter", request_router_kwargs={"spare": parallel}
     )
     return serve.deployment(Replica).options(
         name="Replica", max_ongoing_requests=parallel + options.service.max_queue + SPARE_CALLS,
@@ -158,7 +158,7 @@ def leave(*, ends_replicas: bool) -> None:
     ray.shutdown()
 
 
-# --- for `serve run localllm.cluster:app` and Serve's own config files ------------------------------------------------
+# --- for `serve run localllm.server.cluster:app` and Serve's own config files ------------------------------------
 
 ARGS = (
     "model",

@@ -80,7 +80,7 @@ class Endpoint:
 @pytest.fixture(scope="module")
 def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
     """RAY_ADDRESS names a cluster to use instead of starting one."""
-    sys.path.append(str(HERE.parents[1] / "checkpoint"))
+    sys.path.append(str(HERE.parents[2] / "checkpoint"))
     import tiny_models
 
     folder = tmp_path_factory.mktemp("ray")
@@ -101,10 +101,10 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
 
 def conformance(endpoint: Endpoint, *names: str) -> None:
     """The server's own tests, asked of the endpoint."""
-    files = [str(HERE.parents[1] / "server" / f"test_{name}.py") for name in names]
+    files = [str(HERE.parents[1] / f"test_{name}.py") for name in names]
     environment = dict(os.environ) | {"DOOR_URL": endpoint.url}
     command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", *files]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=HERE.parents[2])
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=HERE.parents[3])
     assert run.returncode == 0, run.stdout[-6000:]
 
 
@@ -131,8 +131,8 @@ class Door:
         import ray
         from ray import serve
 
-        from localllm.cluster import deployment
-        from localllm.cluster.door import Door as Before
+        from localllm.server.cluster import deployment
+        from localllm.server.cluster.door import Door as Before
         from localllm.server.middleware import AppOptions
 
         if not ray.is_initialized():
@@ -142,8 +142,8 @@ class Door:
         self.door.handle = serve.get_app_handle(deployment.NAME).options(stream=True)
 
     def deploy(self, path: Path, **fleet: Any) -> None:
-        from localllm.cluster.replica import ReplicaOptions
         from localllm.config import EngineOptions
+        from localllm.server.cluster.replica import ReplicaOptions
         from localllm.server.service import ServiceOptions
 
         engine = EngineOptions(max_parallel=8, ctx=4096, threads=1)
@@ -151,7 +151,7 @@ class Door:
         self.deployment.deploy(options, self.deployment.FleetOptions(cpus=0.5, **fleet))
 
     async def client(self, **more: Any) -> httpx.AsyncClient:
-        from localllm.cluster.affinity import Fleet
+        from localllm.server.cluster.affinity import Fleet
 
         while not Fleet.running:
             await asyncio.sleep(0.05)
@@ -270,9 +270,9 @@ async def test_a_conversation_goes_where_its_pages_are(
     endpoint: Endpoint, cluster: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from localllm import LLM
-    from localllm.cluster import door as of_door
-    from localllm.cluster.affinity import Prefix
     from localllm.server import AppOptions, Service, ServiceOptions, create_app
+    from localllm.server.cluster import door as of_door
+    from localllm.server.cluster.affinity import Prefix
     from localllm.server.pool import ModelPool
 
     with LLM(endpoint.roomy, max_parallel=8, ctx=4096) as llm:

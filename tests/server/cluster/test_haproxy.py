@@ -19,13 +19,13 @@ import pytest
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).resolve()
-DOCS = HERE.parents[2] / "docs" / "scaling.md"
+DOCS = HERE.parents[3] / "docs" / "scaling.md"
 HAPROXY = shutil.which("haproxy") or shutil.which("haproxy", path="/usr/sbin")
 
 
 def server_tests() -> Any:
     """The module with `Served`, the command in a process of its own."""
-    spec = importlib.util.spec_from_file_location("server_conftest", HERE.parents[1] / "server" / "conftest.py")
+    spec = importlib.util.spec_from_file_location("server_conftest", HERE.parents[1] / "conftest.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from localllm.cluster.affinity import MAX_CUTS, PIECE, Affinity, Prefix, prefix_of, tag_of
+from localllm.server.cluster.affinity import MAX_CUTS, PIECE, Affinity, Prefix, prefix_of, tag_of
 
 CHAT, TEXT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
 IDLE = {"a": 0, "b": 0, "c": 0}
