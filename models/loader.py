@@ -113,9 +113,9 @@ class Loading(Reader):
             table = self.selftest.segments(shapes, table, samples, embedding, head, turned, options.disabled)
         if self.selftest is not None:
             self.selftest.save()
-        names = {layer_class: "+".join(found) for layer_class, found in self.chosen.items()}
-        parts = facts, groups, embedding, layers, head, ropes, table, names | dict(table.ops)
+        parts = facts, groups, embedding, layers, head, ropes, table
         model = Model(*parts) if ranks is None else ParallelModel(*parts, ranks=ranks)
+        model.kernels = {layer_class: "+".join(found) for layer_class, found in self.chosen.items()} | model.kernels
         if facts.predictor is not None:
             model.predictor = load_predictor(self, facts)
         model.projections = [self.projection(one) for one in facts.projections]

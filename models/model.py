@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -83,7 +83,6 @@ class Model:
         head: HeadWeights,
         ropes: Sequence[RopeTable],
         table: KernelTable,
-        kernels: Mapping[str, str],
         span: tuple[int, int] | None = None,
     ) -> None:
         """`ropes` has a table for each of `facts.ropes`; `span` says which of the facts' layers `layers` are."""
@@ -94,8 +93,8 @@ class Model:
         self.layers = tuple(layers)
         self.head = head
         self.table = table
-        # what runs what, for the run summary: layer class or op -> names of implementations
-        self.kernels = dict(kernels)
+        # what runs what, for the run summary: op -> name of its implementation; the loader adds the layer classes
+        self.kernels = dict(table.ops)
         self.tower: Tower | GridTower | None = None  # what reads images: the loader puts it here
         self.predictor: Predictor | None = None  # the head that predicts the token after next, as well
         self.projections: Sequence[tuple[Tensor, Tensor | None, str]] = ()  # what pooled vectors go through

@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from localllm.backend.wire import FAILURES, Wire
 from localllm.errors import LocalLLMError, ModelNotFound, ServerError, ServerGone
 from localllm.interface import ChatBackend, Check, Delta, Done, Facts, Failed, ModelChoice, Prefill, Turn
 from localllm.request import Constraint, FinishReason, LoadProgress, Timing, Usage, text_of
+from localllm.wire import FAILURES, Wire, events_of, meant, refused, usage_of
 
 log = logging.getLogger(__name__)
 
@@ -30,10 +30,6 @@ _CONSTRAINTS = {
     "json_schema": "json", "json_object": "json_object", "regex": "regex", "grammar": "grammar", "choice": "choice",
 }  # fmt: skip
 _SAMPLE = re.compile(r"^([a-zA-Z_:]+)(?:\{([^}]*)\})? ([0-9.eE+-]+)$", re.MULTILINE)
-_CODES = {
-    "context_length_exceeded": "E901", "model_not_found": "E301", "invalid_api_key": "E401", "invalid_value": "E202",
-    "invalid_json_schema": "E203", "does_not_fit": "E501", "engine_dead": "E601", "constraint_unmet": "E1001",
-}  # fmt: skip
 
 
 class RemoteBackend(ChatBackend):
@@ -311,51 +307,11 @@ class RemoteBackend(ChatBackend):
             self._looking = False
 
 
-def events_of(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
-    """The objects of a stream of server-sent events. Raises EOFError where it has no end."""
-    for line in lines:
-        if line.startswith("data:"):
-            text = line[5:].strip()
-            if text == "[DONE]":
-                return
-            value = json.loads(text)
-            if isinstance(value, dict):
-                yield value
-    raise EOFError("the stream broke off")
-
-
 def _call(told: Mapping[str, Any]) -> str:
     """A piece of a call, as `Delta` has it."""
     function = told.get("function") or {}
     made = {"index": int(told.get("index") or 0), "id": told.get("id"), "name": function.get("name")}
     return json.dumps(made | {"arguments": function.get("arguments") or ""})
-
-
-def usage_of(told: Mapping[str, Any]) -> Usage:
-    """The `usage` of an answer."""
-    prompt, completion = told.get("prompt_tokens_details") or {}, told.get("completion_tokens_details") or {}
-    return Usage(
-        int(told.get("prompt_tokens") or 0), int(prompt.get("cached_tokens") or 0),
-        int(told.get("completion_tokens") or 0), int(completion.get("reasoning_tokens") or 0),
-    )  # fmt: skip
-
-
-def refused(status: int, body: bytes) -> LocalLLMError:
-    """What a server's refusal means here."""
-    try:
-        error = json.loads(body)["error"]
-        return meant(str(error["message"])[:500], error | ({"code": "invalid_api_key"} if status == 401 else {}))
-    except (ValueError, KeyError, TypeError):
-        return meant(f"the server answered {status}", {"code": "invalid_api_key" if status == 401 else ""})
-
-
-def meant(message: str, error: Mapping[str, Any], hint: str = "localllm ps") -> LocalLLMError:
-    """The error of ours that a server's error stands for."""
-    made = ServerError(message, hint, param=str(error.get("param") or ""))
-    if known := _CODES.get(str(error.get("code") or "")):
-        made.exit_code, made.number = int(known[1:-2]), int(known[-2:])
-        made.hint = {"E401": "`export LOCALLLM_API_KEY=…`", "E901": "shorten it"}.get(known, made.hint)
-    return made
 
 
 def _from_metrics(facts: Facts, text: str) -> Facts:

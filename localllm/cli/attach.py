@@ -100,7 +100,7 @@ ASK_S = 2.0  # how long a server may take to tell about itself
 
 def ask(one: Running, method: str, path: str, body: Any = None, timeout: float = ASK_S) -> dict[str, Any] | None:
     """What a running server answers its owner; None when it does not, or refuses."""
-    from localllm.backend.wire import FAILURES, Wire
+    from localllm.wire import FAILURES, Wire
 
     try:
         with Wire(one.url, one.token).send(method, path, body, timeout) as reply:

@@ -9,10 +9,9 @@ from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import Any
 
-from localllm.backend.over_http import events_of, meant, refused, usage_of
-from localllm.backend.wire import FAILURES, Reply, Wire
 from localllm.errors import Aborted, LocalLLMError, ServerError, ServerGone
 from localllm.request import SamplingParams, Usage
+from localllm.wire import FAILURES, Reply, Wire, events_of, meant, refused, usage_of
 
 from .calls import Answer, Calls, Prefixes, Sampled, Written, shared_tokens
 from .expressions import Gen

@@ -332,7 +332,7 @@ def allocating_model(facts: ModelFacts) -> Model:
     embedding = Embedding(lambda ids: torch.empty(len(ids), hidden), 1.0, bf16, 0)
     rope = RopeTable(torch.ones(facts.ropes[0].dim // 2))
     rope.reserve(2048)
-    return Model(facts, cache_groups(facts), embedding, layers, HeadWeights(one, linear(1000)), [rope], table, {})
+    return Model(facts, cache_groups(facts), embedding, layers, HeadWeights(one, linear(1000)), [rope], table)
 
 
 @pytest.mark.parametrize("inner", [768, 100])

@@ -1,17 +1,27 @@
-"""Requests to a server, with the standard library's client: a larger one costs `run` 80 ms before its first token."""
+"""Requests to an OpenAI-compatible server, and what its answers mean.
+
+With the standard library's client: a larger one costs `run` 80 ms before its first token.
+"""
 
 from __future__ import annotations
 
 import http.client
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from localllm.errors import LocalLLMError, ServerError
+from localllm.request import Usage
+
 CONNECT_S = 5.0
 FAILURES = (OSError, http.client.HTTPException, ValueError)  # of a server that does not answer, or not as one
+_CODES = {
+    "context_length_exceeded": "E901", "model_not_found": "E301", "invalid_api_key": "E401", "invalid_value": "E202",
+    "invalid_json_schema": "E203", "does_not_fit": "E501", "engine_dead": "E601", "constraint_unmet": "E1001",
+}  # fmt: skip
 
 
 class Reply(NamedTuple):
@@ -86,3 +96,43 @@ class Wire:
             raise ValueError("no host in the address")
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         return kind(parts.hostname, parts.port, timeout=CONNECT_S), parts.path.rstrip("/")
+
+
+def events_of(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    """The objects of a stream of server-sent events. Raises EOFError where it has no end."""
+    for line in lines:
+        if line.startswith("data:"):
+            text = line[5:].strip()
+            if text == "[DONE]":
+                return
+            value = json.loads(text)
+            if isinstance(value, dict):
+                yield value
+    raise EOFError("the stream broke off")
+
+
+def usage_of(told: Mapping[str, Any]) -> Usage:
+    """The `usage` of an answer."""
+    prompt, completion = told.get("prompt_tokens_details") or {}, told.get("completion_tokens_details") or {}
+    return Usage(
+        int(told.get("prompt_tokens") or 0), int(prompt.get("cached_tokens") or 0),
+        int(told.get("completion_tokens") or 0), int(completion.get("reasoning_tokens") or 0),
+    )  # fmt: skip
+
+
+def refused(status: int, body: bytes) -> LocalLLMError:
+    """What a server's refusal means here."""
+    try:
+        error = json.loads(body)["error"]
+        return meant(str(error["message"])[:500], error | ({"code": "invalid_api_key"} if status == 401 else {}))
+    except (ValueError, KeyError, TypeError):
+        return meant(f"the server answered {status}", {"code": "invalid_api_key" if status == 401 else ""})
+
+
+def meant(message: str, error: Mapping[str, Any], hint: str = "localllm ps") -> LocalLLMError:
+    """The error of ours that a server's error stands for."""
+    made = ServerError(message, hint, param=str(error.get("param") or ""))
+    if known := _CODES.get(str(error.get("code") or "")):
+        made.exit_code, made.number = int(known[1:-2]), int(known[-2:])
+        made.hint = {"E401": "`export LOCALLLM_API_KEY=…`", "E901": "shorten it"}.get(known, made.hint)
+    return made
