@@ -198,7 +198,7 @@ def test_neighbours_with_odd_wishes_do_not_disturb():
     victim = list(range(10))
     reference = alone(victim)
     engine = make()
-    for _ in range(20):
+    for _ in range(10):
         attackers = [
             request([rng.randrange(VOCAB)] * 3, logit_bias={rng.randrange(VOCAB): 100.0}, temperature=1, seed=1),
             request([rng.randrange(VOCAB)] * 5, repetition_penalty=3.0, presence_penalty=2.0, frequency_penalty=-2.0),
@@ -362,7 +362,7 @@ def test_a_window_smaller_than_a_page_without_full_attention_leaks_nothing():
     runner = Runner(FakeModel(groups), FakeCache(groups), VOCAB)
     engine = ready(Engine(runner, [30], 200, SchedulerLimits(4, 7), check_invariants=True))
     rng = random.Random(3)
-    for _ in range(25):
+    for _ in range(10):
         prompts = [[rng.randrange(3) for _ in range(rng.randrange(1, 30))] for _ in range(4)]
         streams = [engine.submit(request(p, max_tokens=rng.randrange(1, 20))) for p in prompts]
         drain(engine)
@@ -470,7 +470,7 @@ def test_random_faults_leak_nothing():
             raise rng.choice([MemoryError(), RuntimeError("x"), torch.OutOfMemoryError("out of memory")])
 
     engine = make(fault=fault, num_pages=24)
-    for _ in range(30):
+    for _ in range(15):
         streams = [engine.submit(request(rng.choice(PROMPTS), n=rng.choice([1, 1, 3]))) for _ in range(5)]
         if rng.random() < 0.3:
             rng.choice(streams).abort()

@@ -172,7 +172,7 @@ def spoil_keys(case: Case, count: int) -> None:
                 case.pages.k[page, :, offset] = 0x7F
 
 
-@pytest.mark.parametrize("spoilt", ["a query", "32 keys", "one key"])
+@pytest.mark.parametrize("spoilt", ["a query", pytest.param("32 keys", marks=pytest.mark.slow), "one key"])
 @pytest.mark.parametrize("name", CASES)
 def test_nan_is_never_lost(isa: str, name: str, spoilt: str) -> None:
     """One NaN among the scores that a row sees makes all of the row NaN: sampling looks for it."""

@@ -189,7 +189,9 @@ def test_one_noisy_bench_changes_no_choice(tmp_path: Path) -> None:
         assert hw == "cpu" or made.best.model != calm.best.model  # a mixture that reads little is the best at any pace
 
 
-@pytest.mark.parametrize("hw", ["rtx3060", "rtx4090", "gb10", "cpu"])
+@pytest.mark.parametrize(
+    "hw", ["rtx3060", "cpu", *(pytest.param(hw, marks=pytest.mark.slow) for hw in ("rtx4090", "gb10"))]
+)
 def test_all_places_recommend_the_same_model(empty_home: Path, hw: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The home screen, `plan`, `doctor`, and what a family's name becomes for `chat` and `pull`."""
     from localllm.config import UserConfig

@@ -95,6 +95,7 @@ def test_a_busy_server_drains(tiny_path, tmp_path):
             break
         if response.status_code != 200:
             refused.append((response.status_code, response.json()["error"]["code"], "retry-after" in response.headers))
+            break
     assert served.process.wait(40) == 0
     streams.join(60)
     assert len(streams.texts) == 8

@@ -66,6 +66,7 @@ def launched(x: torch.Tensor, prepared: products.Prepared, extras: Extras = prod
 
 
 FORMS = ["int4g-32", "int4g-whole", "int4g-zeros-64", "gguf-Q4_K", "fp4g16", "fp4g32"]
+QUICK = [form if form in FORMS[::2] else pytest.param(form, marks=pytest.mark.slow) for form in FORMS]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -76,8 +77,8 @@ def test_bfloat16_keeps_its_bits(form: str, device: torch.device) -> None:
     assert error(launched(x, prepare(on(device, weight))), exact_product(x, weight)) < 1e-6
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("largest", [1.0, 300.0])
+@pytest.mark.parametrize("form", QUICK)
+@pytest.mark.parametrize("largest", [pytest.param(1.0, marks=pytest.mark.slow), 300.0])
 def test_what_is_rounded(form: str, largest: float, device: torch.device) -> None:
     """Also beside elements hundreds of times larger; 1,152 columns: the last round of the loop is part empty."""
     weight = make(form, 5, 1280 if form == "gguf-Q4_K" else 1152)

@@ -35,7 +35,20 @@ def smallest_k(form: str) -> int:
     return SMALLEST_K.get(form, SMALLEST_K.get(form.partition("-")[0], 64))
 
 
-@pytest.mark.parametrize("form", FORMS)
+QUICK = (
+    "dense-bf16",
+    "int4g-whole",
+    "int4g-zeros-64",
+    "int8-32",
+    "fp4g16",
+    "fp8-block",
+    "fp8mx",
+    "gguf-Q4_K",
+    "gguf-Q6_K",
+)
+
+
+@pytest.mark.parametrize("form", [*QUICK, *(pytest.param(f, marks=pytest.mark.slow) for f in FORMS if f not in QUICK)])
 def test_one_row(form: str, device: torch.device) -> None:
     """Also into float32, where nothing but the order of the sum is left, or what 16-bit fixed point cuts off of x."""
     weight = make(form, 5, smallest_k(form))
@@ -147,7 +160,10 @@ def test_dense_rows(form: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
-@pytest.mark.parametrize("form", ["int4g-zeros-64", "fp4g16", "dense-bf16", "gguf-Q6_K"])
+@pytest.mark.parametrize(
+    "form",
+    ["int4g-zeros-64", "dense-bf16", *(pytest.param(form, marks=pytest.mark.slow) for form in ("fp4g16", "gguf-Q6_K"))],
+)
 def test_norm_gate_and_residual(form: str, tokens: int, device: torch.device) -> None:
     n, k = 12, smallest_k(form)
     weight, gain = make(form, n, k), torch.rand(k)
@@ -231,8 +247,8 @@ def test_cublas_is_a_candidate_of_dense_weights(device: torch.device, monkeypatc
 
 @pytest.mark.parametrize(
     "form",
-    ["dense-bf16", "int4g-32", "int8-row"]
-    + [pytest.param(form, marks=pytest.mark.slow) for form in ("fp8-row", "gguf-Q4_K", "fp4g16", "fp4g32")],
+    ["dense-bf16", "int8-row"]
+    + [pytest.param(form, marks=pytest.mark.slow) for form in ("int4g-32", "fp8-row", "gguf-Q4_K", "fp4g16", "fp4g32")],
 )
 def test_candidates_agree_on_made_up_weights(form: str, device: torch.device) -> None:
     """What the tuner compares is finite, not zero, and the same by every way to compute it."""

@@ -131,7 +131,7 @@ def test_damaged_rows_are_marked(device: torch.device) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("vocab", [300, 38 * 512 - 7])
+@pytest.mark.parametrize("vocab", [300, pytest.param(38 * 512 - 7, marks=pytest.mark.slow)])
 def test_rows_of_nothing_but_nan_give_a_token_all_the_same(device: torch.device, vocab: int) -> None:
     """The next step looks it up before anybody reads that it is none: it must be one of the vocabulary."""
     logits = torch.full((4, vocab), torch.nan).to(device)
