@@ -67,6 +67,7 @@ def mean_kl(reference, other, rows):
     return total / count
 
 
+@pytest.mark.slow
 def test_defaults_cost_little_smollm2(exact_smollm2, smollm2):
     assert mean_kl(exact_smollm2, smollm2, golden("smollm2")[:3]) <= 0.002
 
