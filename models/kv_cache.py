@@ -184,6 +184,12 @@ class KVCache:
             for first, last in runs:
                 _give_back(part[first:last])
 
+    def touch(self, group_index: int, pages: Sequence[int]) -> None:
+        """Write to pages that hold nothing, so that they take the memory that they have."""
+        rows = torch.tensor(pages, device=self.device)
+        for part in self.parts(group_index):
+            part[rows] = 1
+
     def copy_page(self, group_index: int, src: int, dst: int) -> None:
         """Copy what page `src` holds into page `dst`, in every layer of the group (copy on write)."""
         for part in self.parts(group_index):

@@ -264,7 +264,7 @@ class Model:
         """So many layers from the first on have one of each kind of cache among them, and a feed-forward layer."""
         kinds = [group.layers for group in self.groups] + [group.layers for group in self.states]
         feeding = next((index for index, layer in enumerate(self.layers) if layer.ffn is not None), 0)
-        return 1 + max(*map(min, kinds), feeding)
+        return 1 + max([feeding, *(min(layers) - (self._span.start or 0) for layers in kinds if layers)])
 
     @property
     def weight_bytes(self) -> int:

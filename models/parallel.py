@@ -16,13 +16,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from localllm.errors import LocalLLMError, UnsupportedModel
+from localllm.errors import LocalLLMError, OutOfMemory, UnsupportedModel
 from localllm.kernels.layer_weights import Stepped
 
 from .inputs import AttentionInputs, ForwardBatch, ImageRows
 from .kv_cache import CacheGroup, KVCache
 from .model import Model
 from .ranks import Ranks
+from .sleep import SleepingWeights, put_to_sleep
 
 Message = dict[str, Any]
 
@@ -32,6 +33,9 @@ class Lead(Protocol):
 
     def tell(self, message: Message) -> None:
         """Raises what `lost` gives."""
+
+    def ask(self, message: Message) -> list[Message]:
+        """Tell, and what each of the others answers. Raises what `lost` gives."""
 
     def lost(self, error: Exception) -> Exception:
         """What became of the ranks when something that they do together failed: it cannot go on."""
@@ -88,6 +92,7 @@ class ParallelModel(Model):
         if self.lead is not None:
             with suppress(LocalLLMError):  # ranks that are gone hold none
                 self.lead.tell({"do": "forget_pages"})
+        self.on_lost = None  # it belongs to the engine that had the pages
         super().forget_pages()
 
     def forget_layers(self) -> None:
@@ -111,7 +116,8 @@ class ParallelModel(Model):
         x = _empty(count, *hidden) if share.rank else self.embedded(batch)
         if share.rank and not alone:
             ranks.passed_on(x, share.rank - 1, share.rank)
-        x = self._decoded(x, self._calls[:num_layers], cache, batch, wanted if last or alone else None, None)
+        calls = self._calls if num_layers is None else self._calls[: max(num_layers, self.num_kinds)]
+        x = self._decoded(x, calls, cache, batch, wanted if last or alone else None, None)
         if alone:
             return x
         if not last:
@@ -155,6 +161,10 @@ class _ToldCache(KVCache):
     def _tell(self, do: str, *given: Any) -> None:
         if self._model.lead is not None:
             self._model.lead.tell({"do": do, "given": given})
+
+    def touch(self, group_index: int, pages: Sequence[int]) -> None:
+        self._tell("touch", group_index, list(pages))
+        super().touch(group_index, pages)
 
     def copy_page(self, group_index: int, src: int, dst: int) -> None:
         self._tell("copy_page", group_index, src, dst)
@@ -232,32 +242,109 @@ def _heard(message: Message, ranks: Ranks, hidden: int, device: torch.device) ->
     )
 
 
-@torch.inference_mode()
-def follow(model: ParallelModel, device: torch.device, receive: Callable[[], Message]) -> None:
-    """Do what rank 0 does, until it says "close"."""
-    cache: KVCache | None = None
-    while True:
-        message = receive()
-        do = message["do"]
-        if do == "close":
-            return
+class Follower:
+    """A rank other than 0: it does what rank 0 does.
+
+    receive  the next message
+    answer   sends one to rank 0
+    peak     makes a call, and says how much memory was held at most meanwhile
+    """
+
+    def __init__(
+        self,
+        model: ParallelModel,
+        device: torch.device,
+        receive: Callable[[], Message],
+        answer: Callable[[Message], None],
+        peak: Callable[[torch.device, Callable[[], None]], int],
+    ) -> None:
+        self._model, self._device = model, device
+        self._receive, self._answer, self._peak = receive, answer, peak
+        self._cache: KVCache | None = None
+        self._sleeping: SleepingWeights | None = None
+
+    @torch.inference_mode()
+    def run(self) -> Message:
+        """Until rank 0 ends it, or what it watches: the message that says so."""
+        while True:
+            message = self._receive()
+            if message["do"] in ("close", "watched"):
+                return message
+            if message["do"] == "watch":
+                ended = self._watch()
+                if ended["do"] == "close":
+                    return ended
+            else:
+                self._follow(message)
+
+    def _watch(self) -> Message:
+        """Do what comes, and answer how much memory was held at most."""
+        ended: list[Message] = []
+        peak, cache = self._peak(self._device, lambda: ended.append(self.run())), self._cache
+        assert cache is not None
+        left = sum(count * cache.page_bytes(group) for group, count in enumerate(ended[0].get("left", ())))
+        self._answer({"weights": self._model.weight_bytes, "kv": cache.nbytes, "peak": peak + left})
+        return ended[0]
+
+    def _follow(self, message: Message) -> None:
+        do, model, device = message["do"], self._model, self._device
         if do == "cache":
-            cache = None  # the previous pages go first
+            self._cache = None  # the previous pages go first
             formats = message["page_size"], message["kv_format"], device
-            cache = model.new_cache(message["num_pages"], *formats, message["num_slots"])
+            self._cache = model.new_cache(message["num_pages"], *formats, message["num_slots"])
         elif do == "forget_pages":
-            cache = None
+            self._cache = None
             model.forget_pages()
+        elif do == "sleep":
+            self._sleeping = put_to_sleep(model)
+            self._answer({"nbytes": self._sleeping.nbytes})
+        elif do == "wake":
+            self._answer(self._wake())
         elif do == "logits":
-            model.logits(
-                torch.empty(message["rows"], model.facts.hidden_size, dtype=model.embedding.dtype, device=device)
-            )
+            size = message["rows"], model.facts.hidden_size
+            model.logits(torch.empty(size, dtype=model.embedding.dtype, device=device))
         elif do in ("forward", "step"):
-            assert cache is not None
+            assert self._cache is not None
             batch = _heard(message, model.ranks, model.facts.hidden_size, device)
             if do == "step":
-                model.step(batch, cache)
+                model.step(batch, self._cache)
             else:
-                model.forward(batch, cache, message["num_layers"], message["every_row"])
+                model.forward(batch, self._cache, message["num_layers"], message["every_row"])
         else:
-            getattr(cache, do)(*message["given"])
+            getattr(self._cache, do)(*message["given"])
+
+    def _wake(self) -> Message:
+        """What rank 0 is told: nothing, or why there is no room. It may ask again."""
+        try:
+            if self._sleeping is not None:
+                self._sleeping.wake()
+        except (RuntimeError, MemoryError) as error:
+            return {"failed": (str(error).splitlines() or [type(error).__name__])[0]}
+        self._sleeping = None
+        return {}
+
+
+class SleepingRanks:
+    """The weights of every rank in the host's memory."""
+
+    def __init__(self, model: ParallelModel, *others: Model | None) -> None:
+        lead, model.lead = model.lead, None  # its processes are nothing to be walked through
+        assert lead is not None
+        self._lead = lead
+        try:
+            self.others_nbytes = [one["nbytes"] for one in lead.ask({"do": "sleep"})]
+            self._own = put_to_sleep((model, *others))
+        finally:
+            model.lead = lead
+
+    def wake(self) -> None:
+        """As `SleepingWeights.wake`. Raises OutOfMemory for another rank, too; it can be tried again."""
+        self._own.wake()
+        for rank, answer in enumerate(self._lead.ask({"do": "wake"}), 1):
+            if said := answer.get("failed"):
+                raise OutOfMemory(f"rank {rank} has no room for its weights: {said}", "close what uses its card")
+
+
+def asleep(model: Model, *others: Model | None) -> SleepingWeights | SleepingRanks:
+    """The weights of models in host memory until they wake, on all ranks of the first."""
+    return SleepingRanks(model, *others) if isinstance(model, ParallelModel) else put_to_sleep((model, *others))

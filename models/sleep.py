@@ -27,6 +27,10 @@ class SleepingWeights:
     def __init__(self, pairs: list[tuple[UntypedStorage, UntypedStorage]]) -> None:
         self._pairs = pairs  # (storage on the device, now empty; its bytes on the host)
 
+    @property
+    def nbytes(self) -> int:
+        return sum(host.nbytes() for _, host in self._pairs)
+
     def wake(self) -> None:
         """Take the device memory again and copy everything back. Raises torch's out-of-memory error."""
         for storage, host in self._pairs:

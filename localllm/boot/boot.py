@@ -10,7 +10,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -31,7 +30,7 @@ from localllm.models.model import Model
 from localllm.models.parallel import ParallelModel
 from localllm.plan.plan import Plan
 from localllm.plan.planner import Planner
-from localllm.plan.profiles import MemoryProfile, MemoryProfiles
+from localllm.plan.profiles import MemoryProfile, MemoryProfiles, of_ranks
 from localllm.terminal import gib
 from localllm.testing import step_fault
 
@@ -100,7 +99,7 @@ class Boot:
         self._engine: Engine | None = None
         self._hold()
         # what a part takes says nothing of the whole
-        self._facts = replace(model.facts, weight_bytes=plan.weight_bytes) if plan.ranks else model.facts
+        self._facts = of_ranks(model.facts, len(plan.ranks), plan.split) if plan.ranks else model.facts
         known = self._profiles.known(self._facts, planner.machine, self.plan)
         if known is not None:
             self.profile_note = str(known)
@@ -174,7 +173,8 @@ class Boot:
         self._keep(profile)
         if not profile.held:
             pages = self.engine.scheduler.pages
-            share = profile.excess_bytes / max(1, self.plan.kv_bytes)
+            kept = self.plan.kv_bytes if profile.rank is None else self.plan.ranks[profile.rank].kv_bytes
+            share = profile.excess_bytes / max(1, kept)
             longest = -(-self.plan.ctx // self.plan.page_size) + 1  # a full context must stay possible
             taken = [
                 pool.withdraw(min(int(share * pool.num_pages), max(0, pool.num_pages - longest)))
@@ -187,7 +187,8 @@ class Boot:
         profile = self._measure_gpu()
         self._keep(profile)
         if not profile.held and self.plan.ranks:
-            self._shrunk = f"{gib(profile.excess_bytes, 2)} are missing on rank 0; start with a smaller --ctx"
+            missing = f"{gib(profile.excess_bytes, 2)} are missing on rank {profile.rank}"
+            self._shrunk = f"{missing}; the next start plans for it"
         elif not profile.held:
             old = self.plan
             new = self._planner.having(device=old.device, quant=old.quant, kv=old.kv).plan(

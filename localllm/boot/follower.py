@@ -9,8 +9,10 @@ import socket
 import sys
 import threading
 
-from localllm.boot.ranks import identity_of, meet, receive, send, versions
-from localllm.errors import ConfigError, DeviceError, LocalLLMError
+from localllm.boot.ranks import RAN_OUT, RAN_OUT_HINT, identity_of, meet, receive, send, versions
+from localllm.engine.failures import is_out_of_memory
+from localllm.errors import ConfigError, DeviceError, LocalLLMError, OutOfMemory
+from localllm.models.parallel import Message
 
 
 def end_with(lead: socket.socket) -> None:
@@ -28,11 +30,12 @@ def run(lead: socket.socket) -> None:
 
     from localllm.boot.boot import first_use
     from localllm.boot.claim import claim_card, serve_torch, set_threads
+    from localllm.boot.memory_meter import peak_of
     from localllm.device import machine
     from localllm.models.architectures import open_model
     from localllm.models.architectures.sharding import Share
     from localllm.models.loader import LoadOptions, load_model
-    from localllm.models.parallel import ParallelModel, follow
+    from localllm.models.parallel import Follower, ParallelModel
     from localllm.models.ranks import Ranks
 
     if job["versions"] != versions():
@@ -64,7 +67,19 @@ def run(lead: socket.socket) -> None:
     if receive(lead)["do"] != "meet":
         return
     meet(share, job["store"], device)
-    follow(model, torch.device(device), lambda: receive(lead))
+
+    def answer(message: Message) -> None:
+        send(lead, {"answer": message})
+
+    Follower(model, torch.device(device), lambda: receive(lead), answer, peak_of).run()
+
+
+def _known(error: BaseException) -> LocalLLMError:
+    if isinstance(error, LocalLLMError):
+        return error
+    if is_out_of_memory(error):
+        return OutOfMemory(RAN_OUT, RAN_OUT_HINT)
+    return DeviceError(f"{type(error).__name__}: {error}", "see the log")
 
 
 def main(descriptor: int) -> None:
@@ -77,11 +92,7 @@ def main(descriptor: int) -> None:
     except EOFError:
         os._exit(1)
     except BaseException as error:
-        known = (
-            error
-            if isinstance(error, LocalLLMError)
-            else DeviceError(f"{type(error).__name__}: {error}", "see the log")
-        )
+        known = _known(error)
         send(lead, {"error": type(known).__name__, "message": known.message, "hint": known.hint or ""})
         raise
     finally:

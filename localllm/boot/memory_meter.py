@@ -53,6 +53,15 @@ def gpu_peak(device: torch.device, call: Callable[[], None]) -> int:
     return torch.cuda.max_memory_allocated(device) - before
 
 
+def peak_of(device: torch.device, call: Callable[[], None]) -> int:
+    """Of a call: on a GPU as `gpu_peak`; on the CPU all anonymous memory of the process."""
+    if device.type == "cuda":
+        return gpu_peak(device, call)
+    with Peak() as peak:
+        call()
+    return peak.highest
+
+
 class Peak:
     """The highest `rss_anon_bytes` while a block runs."""
 

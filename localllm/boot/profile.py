@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import replace
 from functools import partial
+from typing import Self
 
 import torch
 
@@ -25,17 +26,20 @@ from localllm.engine.pages import Pages
 from localllm.engine.runner import Runner
 from localllm.engine.scheduler import Scheduled, Step
 from localllm.engine.sequence import Sequence
+from localllm.errors import DeviceError
 from localllm.kernels.verify.trial import LINEAR_TOKENS
+from localllm.models.model import Model
+from localllm.models.parallel import Message, ParallelModel
 from localllm.plan.memory import GRAPH_BYTES
 from localllm.plan.plan import Plan
-from localllm.plan.profiles import MemoryProfile, Term
+from localllm.plan.profiles import MemoryProfile, Term, farthest
 from localllm.request import Request, SamplingParams
 
 log = logging.getLogger(__name__)
 
 # for touching pages on a CPU; the rest of very many pages is counted, since a page's bytes are known exactly
 TOUCH_S = 6.0
-PAGES_AT_ONCE = 256
+BYTES_AT_ONCE = 16 << 20
 
 
 class WorstSteps:
@@ -123,8 +127,29 @@ class WorstSteps:
             draw.results()
 
 
+class Watch:
+    """While a block runs, what each of the other ranks holds at most; one process has none.
+
+    left   of each group, pages that are counted without being touched
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._lead = model.lead if isinstance(model, ParallelModel) else None
+        self.left: list[int] = []
+        self.found: list[Message] = []
+
+    def __enter__(self) -> Self:
+        if self._lead is not None:
+            self._lead.tell({"do": "watch"})
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._lead is not None:
+            self.found = self._lead.ask({"do": "watched", "left": self.left})
+
+
 def profile_gpu(runner: Runner, plan: Plan, held: Mapping[str, int]) -> MemoryProfile:
-    """Run the worst steps now.
+    """Run the worst steps now. Raises DeviceError where several ranks run out of memory in them.
 
     held   what torch's allocator took for "weights", "kv", "tables" and "graphs"
     """
@@ -138,6 +163,7 @@ def profile_gpu(runner: Runner, plan: Plan, held: Mapping[str, int]) -> MemoryPr
         Term("tables", planned["tables"], held.get("tables", 0)),
         Term("graphs", planned["graphs"] - GRAPH_BYTES * len(plan.graph_buckets), held.get("graphs", 0)),
     ]
+    others: list[list[Message]] = []  # of every step, what the other ranks say
     failure = ""
     eager = WorstSteps(runner, plan, worst.pages, num_layers=1 << 30, slots=worst.slots)  # every layer, without graphs
     steps: tuple[tuple[str, Callable[[], None]], ...] = (
@@ -147,14 +173,39 @@ def profile_gpu(runner: Runner, plan: Plan, held: Mapping[str, int]) -> MemoryPr
     )
     for name, step in steps:
         try:
-            terms.append(Term(name, planned.get(name, 0), gpu_peak(device, step)))
+            with Watch(runner.model) as watch:
+                terms.append(Term(name, planned.get(name, 0), gpu_peak(device, step)))
+            others.append(watch.found)
         except Exception as error:
-            if not is_out_of_memory(error):
+            if isinstance(error, DeviceError) or not is_out_of_memory(error):
                 raise
             torch.cuda.empty_cache()
             failure = f"memory ran out in the worst step of {name}"
             break
-    return MemoryProfile(tuple(terms), "cuda", time.monotonic() - started, failure)
+    own = MemoryProfile(tuple(terms), "cuda", time.monotonic() - started, failure)
+    each = zip(*others, strict=True)  # of every other rank, what it says of the steps
+    names = [name for name, _ in steps]
+    theirs = [_of_rank(plan.of_rank(rank), said, names) for rank, said in enumerate(each, 1)]
+    return _of_all([own, *theirs])
+
+
+def _of_rank(plan: Plan, said: Many[Message], steps: Many[str]) -> MemoryProfile:
+    """What another rank with a GPU has measured; its tables are made in the first of the steps."""
+    planned = dict(plan.work_terms)
+    terms = [Term("weights", plan.weight_bytes, said[0]["weights"]), Term("kv", plan.kv_bytes, said[0]["kv"])]
+    for step, one in zip(steps, said, strict=True):
+        terms.append(Term(step, planned.get(step, 0), one["peak"]))
+    return MemoryProfile((*terms, Term("tables", planned["tables"], 0)), "cuda", 0.0)
+
+
+def _of_all(profiles: list[MemoryProfile]) -> MemoryProfile:
+    """The one that decides, with its rank where there are several."""
+    if len(profiles) == 1:
+        return profiles[0]
+    named = [replace(one, rank=rank, seconds=profiles[0].seconds) for rank, one in enumerate(profiles)]
+    for one in named:
+        log.info("rank %s: %s", one.rank, one)
+    return farthest(named)
 
 
 def warm_up(runner: Runner, plan: Plan) -> None:
@@ -210,8 +261,8 @@ class CpuProfiler:
             log.info("the plan is not profiled: others took the memory that it counts on")
             return True
         try:
-            with Peak() as peak:
-                untouched = self._touch(free, must_stop)
+            with Peak() as peak, Watch(self._runner.model) as watch:
+                untouched = self._touch(free, watch.left, must_stop)
                 for slot in slots:
                     self._cache.copy_slot(-1, slot)
                 if untouched is None or not self._steps(free, slots, must_stop):
@@ -220,7 +271,7 @@ class CpuProfiler:
             for group, pages in enumerate(free):
                 self._cache.forget(group, pages)
             self._cache.forget_slots(slots)
-        profile = self._profile(peak.highest + untouched, time.monotonic() - started)
+        profile = self._profile(peak.highest + untouched, watch.found, time.monotonic() - started)
         if not profile.held and self._failed is None:
             self._failed = profile  # something else in this process may have taken memory just then: once more
             return False
@@ -235,20 +286,23 @@ class CpuProfiler:
             len(pages) >= min(rows, count) for pages, count in zip(free, self._plan.num_pages, strict=True)
         )
 
-    def _touch(self, free: list[list[int]], must_stop: Callable[[], bool]) -> int | None:
-        """Write to every free page; bytes that were left out to save time, None when it had to stop."""
+    def _touch(self, free: list[list[int]], left: list[int], must_stop: Callable[[], bool]) -> int | None:
+        """Write to every free page; bytes that were left out to save time, None when it had to stop.
+
+        left   takes how many pages of each group these are
+        """
         ends = time.monotonic() + TOUCH_S
-        left = 0
         for group, pages in enumerate(free):
-            for part in self._cache.parts(group):
-                for rows in torch.tensor(pages).split(PAGES_AT_ONCE):
-                    if must_stop():
-                        return None
-                    if time.monotonic() > ends:
-                        left += rows.numel() * part[0].nbytes
-                    else:
-                        part[rows] = 1
-        return left
+            left.append(0)
+            count = max(1, BYTES_AT_ONCE // max(1, self._cache.page_bytes(group)))
+            for at in range(0, len(pages), count):
+                if must_stop():
+                    return None
+                if time.monotonic() > ends:
+                    left[group] = len(pages) - at
+                    break
+                self._cache.touch(group, pages[at : at + count])
+        return sum(count * self._cache.page_bytes(group) for group, count in enumerate(left))
 
     def _steps(self, free: list[list[int]], slots: list[int], must_stop: Callable[[], bool]) -> bool:
         worst = WorstSteps(self._runner, self._plan, free, self._runner.model.num_kinds, slots)
@@ -261,7 +315,7 @@ class CpuProfiler:
         del left
         return True
 
-    def _profile(self, peak_bytes: int, seconds: float) -> MemoryProfile:
+    def _profile(self, peak_bytes: int, others: Many[Message], seconds: float) -> MemoryProfile:
         plan, pages, program = self._plan, self._cache.nbytes, dict(self._plan.work_terms)["program"]
         weights = self._runner.model.weight_bytes + self._draft[0]
         terms = (
@@ -270,4 +324,10 @@ class CpuProfiler:
             Term("program", program, self._program_bytes),
             Term("work", plan.work_bytes - program, peak_bytes - self._base_bytes - weights - pages),
         )
-        return MemoryProfile(terms, "cpu", seconds)
+        profiles = [MemoryProfile(terms, "cpu", seconds)]
+        for rank, said in enumerate(others, 1):
+            part, kept = plan.of_rank(rank), (said["weights"], said["kv"])
+            planned, taken = (part.weight_bytes, part.kv_bytes, part.work_bytes), (*kept, said["peak"] - sum(kept))
+            named = zip(("weights", "kv", "work"), planned, taken, strict=True)
+            profiles.append(MemoryProfile(tuple(Term(*one) for one in named), "cpu", seconds))
+        return _of_all(profiles)

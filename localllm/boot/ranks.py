@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from datetime import timedelta
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ import torch.distributed as dist
 
 from localllm import errors
 from localllm._version import __version__
+from localllm.engine.failures import is_out_of_memory
 from localllm.errors import ConfigError, DeviceError, LocalLLMError
 from localllm.models.architectures import OpenModel
 from localllm.models.architectures.sharding import Share
@@ -41,6 +43,8 @@ MEET_S = 120.0  # for all ranks to find each other, once each has its weights
 DYING_S = 3.0  # for what a rank says last, and for how it ended
 CLOSING_S = 5.0  # for ranks to end by themselves
 HINT = "start again; `localllm doctor` checks the cards"
+RAN_OUT = "memory ran out in a step that all ranks compute together, which cannot be repeated with less"
+RAN_OUT_HINT = "start again with a smaller --ctx or --parallel, or close what else uses the memory"
 # of `LoadOptions`, what all ranks have alike
 ALIKE = ("dtype", "kv_format", "page_size", "context", "exact", "deterministic", "activations", "weights", "predictor")
 
@@ -123,6 +127,7 @@ class RankProcesses:
         self._model: ParallelModel | None = None
         self._sockets: list[socket.socket] = []
         self._ready: list[threading.Event] = []
+        self._answers: list[SimpleQueue[Message | None]] = []  # None: there will be none
         self.processes: list[subprocess.Popen[bytes]] = []
         job = {
             "path": str(checkpoint.path),
@@ -154,6 +159,7 @@ class RankProcesses:
         self._sockets.append(ours)
         self.processes.append(process)
         self._ready.append(threading.Event())
+        self._answers.append(SimpleQueue())
         threading.Thread(target=self._attend, args=(rank, process), name=f"rank {rank}", daemon=True).start()
         with contextlib.suppress(OSError):  # it ended: `_wait` says so
             send(ours, job)
@@ -191,6 +197,18 @@ class RankProcesses:
         for source in self._sockets:
             self._send(source, message)
 
+    def ask(self, message: Message) -> list[Message]:
+        self.tell(message)
+        if self._ended.is_set():
+            raise self._why()
+        return [self._answer_of(rank) for rank in range(1, len(self._plan.ranks))]
+
+    def _answer_of(self, rank: int) -> Message:
+        found = self._answers[rank - 1].get()
+        if found is None:
+            raise self._why()
+        return found
+
     def _send(self, source: socket.socket, message: Message) -> None:
         try:
             send(source, message)
@@ -201,7 +219,9 @@ class RankProcesses:
         if isinstance(error, LocalLLMError) and error is self._failure:
             return error
         self._ended.wait(DYING_S if isinstance(error, (OSError, RuntimeError)) else 0)
-        if self._failure is None:
+        if self._failure is None and is_out_of_memory(error):
+            self._fail(DeviceError(f"rank 0: {RAN_OUT}", RAN_OUT_HINT))
+        elif self._failure is None:
             said = (str(error).splitlines() or [type(error).__name__])[0][:200]
             self._fail(DeviceError(f"rank 0 failed in a step of all ranks: {type(error).__name__}: {said}", HINT))
         return self._why()
@@ -239,6 +259,8 @@ class RankProcesses:
                 said = receive(self._sockets[rank - 1])
                 if "ready" in said:
                     self._ready[rank - 1].set()
+                if "answer" in said:
+                    self._answers[rank - 1].put(said["answer"])
         code = process.wait()
         if self._closing:
             return
@@ -263,6 +285,8 @@ class RankProcesses:
                 return
             self._failure = error
         self._ended.set()
+        for answers in self._answers:
+            answers.put(None)
         for process in self.processes:
             process.kill()
         if self._model is not None and self._model.on_lost is not None:

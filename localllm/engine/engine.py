@@ -348,7 +348,8 @@ class Engine:
             if self._dead is None:
                 self._publisher.finish(sequence, FinishReason.ABORT)
             else:
-                error = DeviceError(f"the engine stopped: {self._dead}", "restart localllm; see the log")
+                hint = self._dead.hint if isinstance(self._dead, DeviceError) else ""
+                error = DeviceError(f"the engine stopped: {self._dead}", hint or "restart localllm; see the log")
                 self._publisher.fail(sequence, error)
         self._publisher.publish()
         self._events.end()

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from localllm.llm.draft import Draft
     from localllm.models.architectures import ModelFacts
     from localllm.models.loader import Model
+    from localllm.models.parallel import SleepingRanks
     from localllm.models.sleep import SleepingWeights
     from localllm.plan.plan import Plan
     from localllm.tokenizer.tokenizer import Tokenizer
@@ -82,7 +83,7 @@ class LoadedModel(AdaptedModel):
         self._doubts = tuple(filter(None, (self._checkpoint.doubt, self._checkpoint.unread, flaw)))
         self._template: ChatTemplate | None = None
         self._engine: Engine | None = None
-        self._sleeping: SleepingWeights | None = None
+        self._sleeping: SleepingWeights | SleepingRanks | None = None
         self._meter: PowerMeter | None = None
         self.keeps_pace = False  # whether the pace of its answers is kept for the next plan
         try:
@@ -401,10 +402,10 @@ class LoadedModel(AdaptedModel):
         del engine  # what it holds is given back to the card below
         self.boot.release()
         self.adapters.clear()
-        if self.plan.device != "cpu" and self._sleeping is None and not self.plan.ranks:
-            from localllm.models.sleep import put_to_sleep
+        if self.plan.device != "cpu" and self._sleeping is None:
+            from localllm.models.parallel import asleep
 
-            self._sleeping = put_to_sleep((self._model, self._drafter))
+            self._sleeping = asleep(self._model, self._drafter)
 
     def wake(self) -> None:
         """Be ready again after `sleep`. Raises OutOfMemory when the memory is taken."""

@@ -21,6 +21,7 @@ class RankPlan:
     margin_bytes: int
     have_bytes: int
     span: tuple[int, int] = (0, 0)  # its layers, where each rank has whole ones
+    work_terms: tuple[tuple[str, int], ...] = ()  # what `work_bytes` consists of
 
     @property
     def need_bytes(self) -> int:
@@ -121,6 +122,11 @@ class Plan:
         """The same with the work in its terms."""
         return {"weights": self.weight_bytes, "kv": self.kv_bytes, **dict(self.work_terms), "margin": self.margin_bytes}
 
+    def of_rank(self, rank: int) -> Plan:
+        """What one of the ranks takes, as if it were alone."""
+        one = self.ranks[rank]
+        return replace(self, ranks=(), **{f.name: getattr(one, f.name) for f in fields(one) if f.name != "span"})
+
     def error(self, name: str) -> DoesNotFit:
         """The refusal, with both numbers and commands that would work."""
         fixes: list[tuple[str, str]] = []
@@ -131,10 +137,9 @@ class Plan:
         if self.device != "cpu":
             fixes.append((f"localllm chat {name} --device cpu", "uses RAM, slower"))
         fixes.append(("localllm plan", "which models fit"))
-        worst = max(self.ranks, key=lambda one: one.need_bytes - one.have_bytes, default=None)
-        if worst is not None:
-            of_rank = {f.name: getattr(worst, f.name) for f in fields(worst) if f.name != "span"}
-            return replace(self, ranks=(), **of_rank).error(name)
+        if self.ranks:
+            each = [one.need_bytes - one.have_bytes for one in self.ranks]
+            return self.of_rank(each.index(max(each))).error(name)
         sizes = " + ".join(f"{part} {size / GIB:.1f}" for part, size in self.parts().items())
         return DoesNotFit(
             f"{name} needs {gib(self.need_bytes, 1)} at {self.ctx:,} tokens of context,"

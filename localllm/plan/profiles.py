@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,12 +48,14 @@ class MemoryProfile:
 
     kind      cpu | cuda
     failure   what ran out of memory, where something did
+    rank      of several that compute the model together, the one that was farthest above its plan
     """
 
     terms: tuple[Term, ...]
     kind: str
     seconds: float
     failure: str = ""
+    rank: int | None = None
 
     @property
     def total(self) -> Term:
@@ -72,12 +75,24 @@ class MemoryProfile:
     def __str__(self) -> str:
         _, planned, taken = self.total
         verdict = "profiled" if self.held else "the plan did not hold"
+        verdict += "" if self.rank is None else f", rank {self.rank}" if self.held else f" on rank {self.rank}"
         if self.failure:
             return f"{verdict}: {self.failure}"
         said = gib(planned, 2).removesuffix(" GiB")
         if taken < planned or gib(taken, 2) == gib(planned, 2):
             return f"{verdict}: {gib(taken, 2)} of {said} planned"
         return f"{verdict}: {gib(taken, 2)}, {100 * self.total.error:.1f} % above the {said} planned"
+
+
+def farthest(profiles: Iterable[MemoryProfile]) -> MemoryProfile:
+    """Of the ranks' profiles the one that decides: the largest shortfall, or the least that is left."""
+    return max(profiles, key=lambda one: (not one.held, one.total.measured_bytes - one.total.planned_bytes))
+
+
+def of_ranks(facts: ModelFacts, world: int, split: str) -> ModelFacts:
+    """What stands for a model that ranks divide: the same for the whole of it and for each part."""
+    name = f"{facts.name} {facts.hidden_size} in {world} by {split}"
+    return replace(facts, name=name, num_params=0, weight_bytes=0)
 
 
 class MemoryProfiles:

@@ -28,6 +28,7 @@ from localllm.models.architectures.sharding import (
 from localllm.plan.memory import MIB, Memory, table_bytes
 from localllm.plan.placement import Placement, unusable
 from localllm.plan.plan import Plan, RankPlan
+from localllm.plan.profiles import of_ranks
 from localllm.terminal import gib
 
 LINK_BYTES = 200 * MIB  # NCCL's buffers and kernels on a card
@@ -203,6 +204,8 @@ def _choices(chooser: Chooser, ranks: Ranks) -> Iterator[tuple[tuple[Memory, ...
             ram_available_bytes=machine.ram_available_bytes // world,
         )
     chooser = chooser.having(graphs=False)  # a captured step knows no other ranks
+    profiles, device = chooser.measured.profiles, ranks.places[0].device
+    learned = profiles.excess_bytes(of_ranks(ranks.whole, world, ranks.split), machine, device) if profiles else 0
     least = min((place.gpu.capability for place in ranks.places if place.gpu is not None), default=0)
     each = []
     for rank, (place, part) in enumerate(zip(ranks.places, ranks.facts, strict=True)):
@@ -211,7 +214,10 @@ def _choices(chooser: Chooser, ranks: Ranks) -> Iterator[tuple[tuple[Memory, ...
         gpu = None if place.gpu is None else replace(place.gpu, capability=least)  # what all of them can
         formats = chooser.formats(place._replace(gpu=gpu), part)
         each.append(
-            [(replace(one, machine=machine, link_bytes=link, table_share=tables), enough) for one, enough in formats]
+            [
+                (replace(one, machine=machine, link_bytes=link, table_share=tables, excess_bytes=learned), enough)
+                for one, enough in formats
+            ]
         )
     for found in zip(*each, strict=True):
         memories = [memory if rank == 0 else replace(memory, draft=None) for rank, (memory, _) in enumerate(found)]
@@ -253,6 +259,7 @@ def _rank_plan(ranks: Ranks, rank: int, memory: Memory, ctx: int, pages: Sequenc
         margin_bytes=margin,
         have_bytes=have,
         span=ranks.spans[rank],
+        work_terms=tuple(work.items()),
     )
 
 

@@ -152,7 +152,7 @@ def test_a_profile_that_fails_is_repeated_once(monkeypatch: pytest.MonkeyPatch) 
     job, _ = cpu_profiler(planned(), found)
     takes = iter([900 * MIB, 800 * MIB])
     real = CpuProfiler._profile
-    monkeypatch.setattr(CpuProfiler, "_profile", lambda self, peak, seconds: real(self, peak + next(takes), seconds))
+    monkeypatch.setattr(CpuProfiler, "_profile", lambda self, peak, *rest: real(self, peak + next(takes), *rest))
     assert not job(lambda: False) and not found
     assert job(lambda: False)
     assert not found[0].held and found[0].excess_bytes < 850 * MIB

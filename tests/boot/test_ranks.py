@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import re
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 
 from localllm import LLM, SamplingParams
+from localllm.boot import profile
+from localllm.boot.boot import Boot
 from localllm.config import EngineOptions
 from localllm.device.fake import fake_machine
 from localllm.device.imagined import imagined
-from localllm.errors import ConfigError, DeviceError
+from localllm.errors import ConfigError, DeviceError, OutOfMemory
 from localllm.models.architectures import open_model
 from localllm.models.architectures.facts import count_params
-from localllm.plan.planner import Planner
+from localllm.models.model import Model
+from localllm.models.parallel import SleepingRanks, asleep
+from localllm.models.sleep import tensors_of
+from localllm.plan.memory import MIB
+from localllm.plan.plan import Plan
+from localllm.plan.planner import Measured, Planner
+from localllm.plan.profiles import MemoryProfile, Term, farthest
 from localllm.request import Constraint
 from localllm.terminal import GIB
 
@@ -168,6 +182,101 @@ def test_other_files_and_other_versions_are_refused(
             LLM(tiny_path, tensor_parallel=2, **TINY)
 
 
+@pytest.mark.slow
+def test_every_rank_measures_what_it_takes(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest shortfall decides: it is named, pages are given up for it, and the next plan counts it on all."""
+    done, keep, of_rank = threading.Event(), Boot._keep, Plan.of_rank
+    monkeypatch.setattr(Boot, "_keep", lambda self, profile: (keep(self, profile), done.set()))
+    with LLM(tiny_path, tensor_parallel=2, **TINY) as llm:
+        llm.generate("a", SamplingParams(max_tokens=2))
+        assert done.wait(60)
+        assert re.search("profiled, rank [01]: ", llm.run_summary)
+    monkeypatch.setattr(Plan, "of_rank", lambda self, rank: replace(of_rank(self, rank), work_bytes=40 * MIB))
+    done.clear()
+    with LLM(tiny_path, tensor_parallel=2, **TINY, prefill_budget=100) as llm:  # another plan: it is measured anew
+        llm.generate("a", SamplingParams(max_tokens=2))
+        assert done.wait(60)
+        assert "the plan did not hold on rank 1: " in llm.run_summary
+        assert any("on rank 1" in said and "the next start plans for it" in said for said in llm.boot.warnings)
+        before, after = (
+            [dict(rank.work_terms).get("learned", 0) for rank in planner.plan(llm.facts).ranks]
+            for planner in (replace(llm._planner, measured=Measured()), Planner.here(llm.options))
+        )
+        assert before == [0, 0] and after[0] == after[1] > 30 * MIB
+
+
+@pytest.mark.slow
+def test_ranks_with_cards_measure_every_worst_step(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on cards, of which this machine has none: rank 0 says that it takes nothing."""
+    monkeypatch.setattr(profile, "gpu_peak", lambda device, call: call() or 0)
+    terms = (("activations", MIB), ("logits", MIB), ("tables", 0), ("graphs", 0))
+    with LLM(tiny_path, tensor_parallel=2, **TINY) as llm, torch.inference_mode():
+        ranks = tuple(replace(one, work_terms=terms) for one in llm.plan.ranks)
+        plan = replace(llm.plan, work_terms=terms, ranks=ranks)
+        found = profile.profile_gpu(llm.engine.runner, plan, {"weights": 0, "kv": 0})
+        assert found.rank == 1 and not found.held
+        measured = {term.name: term.measured_bytes for term in found.terms}
+        assert measured["kv"] == llm.engine.runner.cache.nbytes
+        assert min(measured["activations"], measured["logits"]) > 50 * MIB  # on the CPU, all of the process
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_ranks_sleep_and_wake_together(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(tiny_path, tensor_parallel=2, **TINY) as llm:
+        said = ids_of([llm.generate("Once", GREEDY)])
+        held = weakref.ref(llm.engine)
+        llm.sleep()
+        gc.collect()
+        assert held() is None
+        sleeping = asleep(llm._model, None)
+        weights = llm._model.embedding.rows
+        assert not any(tensor.untyped_storage().nbytes() for tensor in tensors_of(weights))
+        assert isinstance(sleeping, SleepingRanks) and min(sleeping.others_nbytes) > 1000
+        with monkeypatch.context() as patch:
+            lead = llm._model.lead  # type: ignore[attr-defined]
+            patch.setattr(type(lead), "ask", lambda self, message: [{"failed": "CUDA out of memory"}])
+            with pytest.raises(OutOfMemory, match="rank 1 has no room for its weights: CUDA out of memory"):
+                sleeping.wake()
+        sleeping.wake()
+        llm.wake()
+        assert ids_of([llm.generate("Once", GREEDY)]) == said
+
+
+@pytest.mark.slow
+def test_memory_that_runs_out_before_ranks_compute_makes_steps_smaller(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCALLLM_FAULT", "step:1:oom")
+    prompt = [1 + number % 50 for number in range(100)]
+    with LLM(tiny_path, tensor_parallel=2, **TINY) as llm:
+        assert llm.generate(prompt, GREEDY).completions[0].token_ids
+        assert "prompts in chunks of 50" in llm.engine.pressure.note and not llm.is_dead
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_memory_that_runs_out_while_ranks_compute_ends_them(
+    smollm2_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank may wait for another one inside a sum: the step cannot be repeated."""
+    with LLM(smollm2_path, tensor_parallel=2, **EXACT) as llm:
+        (pid,) = pids(llm)
+        llm.generate("a", SamplingParams(max_tokens=1))
+        if rank:
+            used = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.prlimit(pid, resource.RLIMIT_AS, (used, used))
+        else:
+            monkeypatch.setattr(Model, "forward", Mock(side_effect=MemoryError))
+        started = time.monotonic()
+        with pytest.raises(DeviceError, match=f"rank {rank}: memory ran out in a step") as found:
+            llm.generate([5 + number % 40 for number in range(480)], SamplingParams(max_tokens=4))
+        assert "smaller --ctx" in str(found.value.hint) and time.monotonic() - started < 10
+        assert llm.is_dead and f"rank {rank}: memory ran out" in llm.why_dead
+
+
 # --- the plan ---------------------------------------------------------------------------------------------------------
 
 
@@ -223,6 +332,16 @@ def test_cards_that_take_turns_read_what_one_would(tiny_path: Path) -> None:
     for split, least, most in (("layers", 0.95, 1.02), ("tensor", 1.05, 2.0)):
         made = Planner(pair, EngineOptions(device="cuda", tensor_parallel=2, split=split)).plan(facts)
         assert least * alone < made.pace < most * alone, split
+
+
+def test_the_rank_farthest_above_its_plan_decides() -> None:
+    def of(rank: int, planned: int, taken: int) -> MemoryProfile:
+        return MemoryProfile((Term("work", planned * MIB, taken * MIB),), "cuda", 1.0, rank=rank)
+
+    assert farthest([of(0, 100, 90), of(1, 100, 95)]).rank == 1
+    assert farthest([of(0, 1000, 1020), of(1, 100, 110), of(2, 100, 115)]).rank == 2  # 2 % is within what holds
+    assert str(of(2, 100, 115)).startswith("the plan did not hold on rank 2: ")
+    assert str(of(0, 100, 90)).startswith("profiled, rank 0: ")
 
 
 def test_cards_that_are_not_here_can_be_several() -> None:

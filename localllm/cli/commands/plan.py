@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from localllm.plan import fit
     from localllm.plan.planner import Planner
 
+RANK = "device weight_bytes kv_bytes work_bytes margin_bytes have_bytes span"
+
 
 @command(
     "localllm plan",
@@ -325,7 +327,7 @@ def _json(row: Row, star: bool) -> dict[str, Any]:
         "need_bytes": made.least_bytes if row.fits else made.need_bytes,
         "least_bytes": made.least_bytes,
         "host": picked(made, "host_experts host_bytes host_read_bytes stream_rows") if made.host_experts else None,
-        "ranks": [asdict(rank) for rank in made.ranks] or None,
+        "ranks": [picked(rank, RANK) for rank in made.ranks] or None,
         "pool_bytes": pool,
         "batch": made.max_parallel,
         "parts": made.parts() | {"kv": made.kv_bytes - pool},
