@@ -154,10 +154,10 @@ class EngineOptions:
         " device cpu so many processes",
     )
     split: str = _key(
-        choice("tensor", "layers"),
-        "tensor",
+        choice("auto", "tensor", "layers"),
+        "auto",
         "what each of several cards has; tensor: a part of every layer, and all compute at once; layers: some of the"
-        " layers, and they take turns",
+        " layers, and they take turns; auto: what answers sooner, by the link between them",
     )
     max_parallel: int = _key(_whole(1, 1024), 4, "requests computed side by side")
     ttl_s: float = _key(DURATION, 1800.0, "an unused model is unloaded after this time", "ttl")

@@ -60,7 +60,17 @@ def running(ids: Iterable[str], survey: Survey) -> Iterator[Check]:
 
 
 # what --deep adds, where there is something to measure
-MEASURED = ("bw.ram", "disk.read", "gemm.cpu", "bw.vram", "gemm.tflops", "bw.h2d", "p2p.copy", "kernel.selftest")
+MEASURED = (
+    "bw.ram",
+    "disk.read",
+    "gemm.cpu",
+    "bw.vram",
+    "gemm.tflops",
+    "bw.h2d",
+    "p2p.copy",
+    "ranks.link",
+    "kernel.selftest",
+)
 
 
 def wanted(only: Collection[str] = ()) -> list[str]:

@@ -7,8 +7,14 @@ rates bytes or operations per second.
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localllm.sandbox.child_loop import serve
@@ -18,6 +24,8 @@ if TYPE_CHECKING:
 
 COPY_BYTES = 512 << 20
 HOST_BYTES = 256 << 20
+HIDDEN, ROWS = 4096, 512  # of a model of 8B, and of a prompt's step
+LINK_S = 170.0  # for all ranks together: each imports torch
 MEASURE_S = 0.4  # how long each rate is measured, at least three times
 
 
@@ -80,6 +88,61 @@ def peer_copy(first: str, second: str, size: int = HOST_BYTES) -> dict[str, Any]
     return {"bytes_s": speed, "whole": bool(torch.equal(target.cpu(), source.cpu()))}
 
 
+def link_rates(devices: list[str]) -> dict[str, float]:
+    """What a rank on each of these devices, all in processes of their own, waits for sums over all of them."""
+    with tempfile.TemporaryDirectory(prefix="localllm-link-") as folder:
+        command = [sys.executable, "-P", "-m", __spec__.name, str(Path(folder) / "store"), *devices]
+        ranks = [
+            subprocess.Popen(
+                [*command, str(rank)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
+            for rank in range(len(devices))
+        ]
+        try:
+            said, errors = ranks[0].communicate(timeout=LINK_S)
+            if ranks[0].returncode:
+                raise RuntimeError((errors.decode(errors="replace").strip().splitlines() or ["a rank ended"])[-1])
+            found: dict[str, float] = json.loads(said)
+            return found
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.communicate()
+
+
+def link_rank(store: str, devices: list[str], number: int) -> dict[str, float]:
+    """One of the ranks: they gather as `models.ranks` does, and add up."""
+    import torch
+    import torch.distributed as dist
+
+    device, world = devices[number], len(devices)
+    on_cpu = device == "cpu"
+    if on_cpu:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform.startswith("linux") else "lo0")
+        torch.set_num_threads(1)
+    else:
+        torch.cuda.set_device(device)
+    places, limit = dist.FileStore(store, world), timedelta(seconds=LINK_S)
+    dist.init_process_group("gloo" if on_cpu else "nccl", store=places, rank=number, world_size=world, timeout=limit)
+    finish = finisher(device)
+
+    def seconds(rows: int, times: int) -> float:
+        given = torch.ones(rows, HIDDEN, device=device, dtype=torch.float32 if on_cpu else torch.bfloat16)
+        parts, taken = [torch.empty_like(given) for _ in range(world)], []
+        for _ in range(times + 3):
+            began = time.perf_counter()
+            dist.all_gather(parts, given)
+            sum(parts[1:], parts[0].float())
+            finish()
+            taken.append(time.perf_counter() - began)
+        return min(taken[3:])  # what disturbs one makes it slower
+
+    one, many = seconds(1, 300), seconds(ROWS, 20)
+    nbytes = (ROWS - 1) * HIDDEN * (4 if on_cpu else 2)
+    dist.destroy_process_group()
+    return {"sum_s": one, "bytes_s": nbytes / max(many - one, 1e-9)}
+
+
 def selftest(device: str, capability: int, dtype: str) -> dict[str, Any]:
     """Every kernel that a model of usual proportions would use, against its reference: 8B on a GPU, 0.6B on a CPU."""
     from localllm.kernels import OpFacts
@@ -106,6 +169,7 @@ JOBS: dict[str, Callable[..., Any]] = {
     "transfer": transfer_rates,
     "matmul": matmul_rate,
     "peer": peer_copy,
+    "link": link_rates,
     "selftest": selftest,
 }
 
@@ -121,4 +185,7 @@ def _answer(request: bytes) -> bytes:
 
 
 if __name__ == "__main__":
-    serve(_answer)
+    if len(sys.argv) > 1:
+        print(json.dumps(link_rank(sys.argv[1], sys.argv[2:-1], int(sys.argv[-1]))))
+    else:
+        serve(_answer)

@@ -22,6 +22,7 @@ from localllm.device.facts import PCIE_LANE, MachineFacts
 from localllm.errors import InternalError
 from localllm.hub.local import scan
 from localllm.interface import Check
+from localllm.plan import speeds
 from localllm.sandbox.child import Child, ChildDied, ChildLate
 
 from .finding import HARDWARE, SOFTWARE, STORAGE, Survey, fail, ok, skip, warn
@@ -112,6 +113,9 @@ def _probes(machine: MachineFacts) -> Iterator[Probe]:
     for link in machine.gpu_links if machine.torch_cuda else ():
         between = f"copy between GPU {link.first} and GPU {link.second}"
         yield Probe("p2p.copy", between, partial(_peer, first=link.first, second=link.second))
+    devices = [f"cuda:{n}" for n in range(len(machine.gpus))] if machine.torch_cuda and len(machine.gpus) > 1 else []
+    between = "sums over all cards" if devices else "sums over two processes on the CPU"
+    yield Probe("ranks.link", between, partial(_link, machine=machine, devices=devices or ["cpu", "cpu"]))
     against = partial(_selftest, machine=machine)
     yield Probe("kernel.selftest", "kernels against their reference", against, SOFTWARE, "localllm doctor -vv")
 
@@ -163,6 +167,16 @@ def _peer(child: Measurements, first: int, second: int) -> Check:
         title = f"{name}: what arrived is not what was sent"
         return fail(title, "iommu=off on the kernel's command line", fix, **told)
     return ok(f"{name}: {told['bytes_s'] / 1e9:.1f} GB/s, arrived whole", **told)
+
+
+def _link(child: Measurements, machine: MachineFacts, devices: list[str]) -> Check:
+    """What `--tensor-parallel` waits for; the next plan takes it."""
+    told = child.ask("link", devices, limit_s=180.0)
+    link = speeds.Link(told["sum_s"], told["bytes_s"])
+    cards = machine.gpus if devices[0] != "cpu" else ()
+    speeds.remember_link(speeds.link_name(machine, cards), link)
+    where = f"{len(devices)} {'cards' if cards else 'processes on the CPU'}"
+    return ok(f"{where}: a sum takes {1e6 * link.sum_s:.0f} µs, {link.bytes_s / 1e9:.1f} GB/s of large ones", **told)
 
 
 def _selftest(child: Measurements, machine: MachineFacts) -> Check:

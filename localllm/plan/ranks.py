@@ -12,7 +12,7 @@ from typing import Any, Protocol, Self
 
 from localllm.config import EngineOptions
 from localllm.device import GpuFacts, MachineFacts
-from localllm.errors import ConfigError, DeviceError
+from localllm.errors import ConfigError, DeviceError, LocalLLMError
 from localllm.models.architectures.facts import ModelFacts, count_params, without_predictor
 from localllm.models.architectures.mixers import Paged
 from localllm.models.architectures.sharding import (
@@ -29,11 +29,11 @@ from localllm.plan.memory import MIB, Memory, table_bytes
 from localllm.plan.placement import Placement, unusable
 from localllm.plan.plan import Plan, RankPlan
 from localllm.plan.profiles import of_ranks
+from localllm.plan.speeds import Link, link_name
 from localllm.terminal import gib
 
 LINK_BYTES = 200 * MIB  # NCCL's buffers and kernels on a card
-# of one sum over cards, whatever its size: a launch and the way through host memory or PCIe. Not measured on cards
-SUM_S = 25e-6
+ANSWER = (1000, 300)  # tokens of a prompt and of its answer, for which the quicker split is taken
 
 
 class Chooser(Protocol):
@@ -123,20 +123,54 @@ def divided(chooser: Chooser, facts: ModelFacts) -> Plan | None:
     _check_options(options)
     if options.tensor_parallel != "auto":
         places = cards(machine, options.device, options.tensor_parallel)
-        return _with(chooser, Ranks(facts, places, options.split))
+        return _quickest(chooser, facts, places)
     if options.device == "cpu" or ":" in options.device:
         return None
     best: Plan | None = None
     count = sum(not unusable(machine, gpu) for gpu in machine.gpus)
     for world in range(2, min(count, MOST_RANKS) + 1):
-        if options.split == "tensor" and (refusal(facts, world) or not is_even(facts, world)):
-            continue
-        if options.split == "layers" and world > facts.num_layers:
-            break
-        best = _with(chooser, Ranks(facts, cards(machine, options.device, world), options.split))
-        if best.fits:
-            return best
+        uneven = refusal(facts, world) or not is_even(facts, world)
+        splits = [one for one in _splits(options) if not (uneven if one == "tensor" else world > facts.num_layers)]
+        if splits:
+            best = _quickest(chooser, facts, cards(machine, options.device, world), splits)
+            if best.fits:
+                return best
     return best
+
+
+def _splits(options: EngineOptions) -> tuple[str, ...]:
+    return ("tensor", "layers") if options.split == "auto" else (options.split,)
+
+
+def _quickest(chooser: Chooser, facts: ModelFacts, places: Sequence[Placement], splits: Sequence[str] = ()) -> Plan:
+    """Of the ways to divide a model the one that fits and answers soonest. Raises what is against the first."""
+    found: list[Plan] = []
+    refused: LocalLLMError | None = None
+    for split in splits or _splits(chooser.options):
+        try:
+            found.append(_with(chooser, Ranks(facts, places, split)))
+        except LocalLLMError as error:
+            refused = refused or error
+    if not found:
+        assert refused is not None
+        raise refused
+    best = max(found, key=lambda one: (one.fits, -_answer_s(one)))
+    if len(found) < 2:
+        return (
+            best
+            if refused is None
+            else replace(best, reasons=(*best.reasons, f"split {best.split}: {refused.message}"))
+        )
+    times = ", ".join(f"{one.split} ≈ {_answer_s(one):.2g} s" for one in found)
+    why = f"split {best.split}: {ANSWER[0]:,} tokens and an answer of {ANSWER[1]} take {times}"
+    return replace(best, reasons=(*best.reasons, why))
+
+
+def _answer_s(made: Plan) -> float:
+    prompt, answer = ANSWER
+    return (prompt / made.prefill_tps if made.prefill_tps else 0.0) + (
+        answer / made.decode_tps if made.decode_tps else 0.0
+    )
 
 
 def _check_options(options: EngineOptions) -> None:
@@ -179,13 +213,19 @@ def _with(chooser: Chooser, ranks: Ranks) -> Plan:
         num_slots=num_slots,
         kv_bytes=first.kv_bytes,
         max_ctx=_largest(found),
-        threads=max(1, made.threads // len(plans)) if first.device == "cpu" else made.threads,
+        threads=_threads(ranks, made.threads),
         ranks=plans,
         split=ranks.split,
         idle="",
         **pace,
     )
-    return replace(made, reasons=(*_reasons(chooser.machine, ranks, made), *made.reasons))
+    return replace(made, reasons=(*_reasons(chooser, ranks, made), *made.reasons))
+
+
+def _threads(ranks: Ranks, threads: int) -> int:
+    """Of a rank on the CPU: those that compute at once share the cores."""
+    at_once = len(ranks.places) if ranks.split == "tensor" and ranks.places[0].gpu is None else 1
+    return max(1, threads // at_once)
 
 
 def _largest(memories: Sequence[Memory]) -> int:
@@ -265,28 +305,47 @@ def _rank_plan(ranks: Ranks, rank: int, memory: Memory, ctx: int, pages: Sequenc
 
 def _pace(chooser: Chooser, ranks: Ranks, memories: Sequence[Memory], ctx: int) -> dict[str, Any]:
     """Expected speeds. On the CPU ranks share one memory; where each has some of the layers, they take turns."""
-    speeds = chooser.measured.speeds
-    found = [speeds.expected(memory, ctx) for memory in memories]
+    found = [chooser.measured.speeds.expected(memory, ctx) for memory in memories]
     names = ("decode_tps", "decode_tps_full", "pace", "prefill_tps")
-    if ranks.split == "layers" or ranks.places[0].gpu is None:
-        taken = {name: sum(1 / one[name] if one[name] else 0.0 for one in found) for name in names}
-    else:
-        more = 2 * ranks.whole.num_layers * SUM_S
-        taken = {name: max(1 / one[name] + more if one[name] else 0.0 for one in found) for name in names[:3]}
-        taken["prefill_tps"] = max(1 / one["prefill_tps"] if one["prefill_tps"] else 0.0 for one in found)
-    return {name: 1 / seconds if seconds else 0.0 for name, seconds in taken.items()}
+    in_turn = ranks.split == "layers" or ranks.places[0].gpu is None
+    times = {name: [1 / one[name] if one[name] else 0.0 for one in found] for name in names}
+    taken = {name: sum(each) if in_turn else max(each) for name, each in times.items()}
+    link, rows = link_of(chooser, ranks.places), memories[0].rows
+    moved = ranks.whole.hidden_size * (4 if memories[0].dtype == "float32" else 2)
+    count = len(ranks.places) if ranks.split == "layers" else 2 * ranks.whole.num_layers
+    more = {name: count * link.seconds(moved) for name in names} | {
+        "prefill_tps": count * link.seconds(rows * moved) / rows
+    }
+    return {name: 1 / (seconds + more[name]) if seconds else 0.0 for name, seconds in taken.items()}
 
 
-def _reasons(machine: MachineFacts, ranks: Ranks, made: Plan) -> Iterator[str]:
-    world = len(ranks.places)
-    used = {machine.gpus.index(place.gpu) for place in ranks.places if place.gpu is not None}
-    far = [link for link in machine.gpu_links if {link.first, link.second} <= used and link.p2p != "ok"]
+def link_of(chooser: Chooser, places: Sequence[Placement]) -> Link:
+    """What is between the ranks, measured or assumed."""
+    gpus = [place.gpu for place in places if place.gpu is not None]
+    kind = "cpu" if not gpus else "far" if _far(chooser.machine, places) else "cuda"
+    found: Link = chooser.measured.speeds.link(link_name(chooser.machine, gpus), kind)
+    return found
+
+
+def _far(machine: MachineFacts, places: Sequence[Placement]) -> str:
+    """Why two of the cards do not reach each other; nothing where all do."""
+    used = {machine.gpus.index(place.gpu) for place in places if place.gpu is not None}
+    far = (link.p2p for link in machine.gpu_links if {link.first, link.second} <= used and link.p2p != "ok")
+    return next(far, "")
+
+
+def _reasons(chooser: Chooser, ranks: Ranks, made: Plan) -> Iterator[str]:
+    world, link = len(ranks.places), link_of(chooser, ranks.places)
+    far = _far(chooser.machine, ranks.places)
     what = "a part of every layer each" if ranks.split == "tensor" else "some of the layers each"
     yield f"{world} ranks: {what}; {_sizes(ranks, made)}"
     if ranks.split == "tensor" and not is_even(ranks.whole, world):
         yield f"the heads do not divide evenly among {world} ranks: the others wait for the one with most of them"
     if ranks.split == "tensor" and far:
-        yield f"the cards do not reach each other ({far[0].p2p}): --split layers moves less between them"
+        yield f"the cards do not reach each other ({far}): --split layers moves less between them"
+    basis = "measured" if link.is_measured else "assumed; `localllm doctor --deep` measures it"
+    taken = f"{1e6 * link.sum_s:.0f} µs for a sum over the ranks, {link.bytes_s / 1e9:.1f} GB/s of large ones"
+    yield f"link: {taken}, {basis}"
     if ranks.places[0].gpu is not None:
         yield "no CUDA graphs: steps of several ranks are not captured"
 

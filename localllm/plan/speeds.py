@@ -13,12 +13,13 @@ import json
 import math
 import re
 import statistics
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from localllm import paths
-from localllm.device import MachineFacts
+from localllm.device import GpuFacts, MachineFacts
 from localllm.device.gpu_table import table_row
 from localllm.models.architectures.facts import ModelFacts, expert_counts, expert_share
 from localllm.models.architectures.layers import Experts
@@ -88,10 +89,36 @@ class Measurement:
 
 
 @dataclass(frozen=True, slots=True)
+class Link:
+    """How ranks reach each other.
+
+    sum_s    that adding up what each has takes, however little it is
+    bytes_s  of what is added up, beyond that
+    """
+
+    sum_s: float
+    bytes_s: float
+    is_measured: bool = False
+
+    def seconds(self, nbytes: float) -> float:
+        """For one sum of so much."""
+        return self.sum_s + nbytes / self.bytes_s
+
+
+# between processes: 100 to 400 us on two EPYC cores; between cards that reach each other or not: not measured
+ASSUMED_LINKS = {"cpu": Link(200e-6, 1e9), "cuda": Link(25e-6, 10e9), "far": Link(40e-6, 5e9)}
+
+
+@dataclass(frozen=True, slots=True)
 class Speeds:
     """Measurements of one machine, newest first."""
 
     measured: tuple[Measurement, ...] = ()
+    links: tuple[tuple[str, Link], ...] = ()  # between what, as `link_name` says it
+
+    def link(self, name: str, kind: str) -> Link:
+        """As measured, or what is assumed for a kind."""
+        return dict(self.links).get(name) or ASSUMED_LINKS[kind]
 
     def bytes_s(self, facts: ModelFacts, device: str) -> float | None:
         """Weights read per second: the median of models stored alike, else of all."""
@@ -245,7 +272,32 @@ def load(machine: MachineFacts, folder: Path | None = None) -> Speeds:
         files = sorted((f for f in place.glob("*.json") if f.is_file()), key=lambda f: f.stat().st_mtime, reverse=True)
     except OSError:
         return Speeds()
-    return Speeds(tuple(one for file in files[:MAX_FILES] if (one := _read(file, machine))))
+    return Speeds(tuple(one for file in files[:MAX_FILES] if (one := _read(file, machine))), tuple(_links()))
+
+
+def link_name(machine: MachineFacts, gpus: Iterable[GpuFacts]) -> str:
+    """What is between cards of this kind; without any, between processes on this CPU."""
+    return " + ".join(sorted({gpu.name for gpu in gpus})) or f"{machine.cpu.name} x {machine.cpu.cores_usable}"
+
+
+def remember_link(name: str, link: Link) -> None:
+    """Keep what was measured for the next plan."""
+    kept = {at: [one.sum_s, one.bytes_s] for at, one in _links()} | {name: [link.sum_s, link.bytes_s]}
+    with contextlib.suppress(OSError):
+        paths.replace_file(_links_file(), json.dumps({"links": kept}))
+
+
+def _links_file() -> Path:
+    return paths.data_dir() / "links.json"
+
+
+def _links() -> Iterator[tuple[str, Link]]:
+    kept = paths.read_json(_links_file(), MAX_FILE_BYTES).get("links")
+    for name, numbers in kept.items() if isinstance(kept, dict) else ():
+        with contextlib.suppress(ValueError, TypeError):
+            sum_s, bytes_s = map(float, numbers)
+            if 0 < sum_s < 1 and 0 < bytes_s < math.inf:
+                yield name, Link(sum_s, bytes_s, is_measured=True)
 
 
 def _read(file: Path, machine: MachineFacts) -> Measurement | None:

@@ -21,7 +21,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from localllm import LLM, SamplingParams
+from localllm import LLM, SamplingParams, paths
 from localllm.boot import profile
 from localllm.boot.boot import Boot
 from localllm.config import EngineOptions
@@ -29,10 +29,11 @@ from localllm.device.fake import fake_machine
 from localllm.device.imagined import imagined
 from localllm.errors import ConfigError, DeviceError, OutOfMemory
 from localllm.models.architectures import open_model
-from localllm.models.architectures.facts import count_params
+from localllm.models.architectures.facts import ModelFacts, count_params
 from localllm.models.model import Model
 from localllm.models.parallel import SleepingRanks, asleep
 from localllm.models.sleep import tensors_of
+from localllm.plan import speeds
 from localllm.plan.memory import MIB
 from localllm.plan.plan import Plan
 from localllm.plan.planner import Measured, Planner
@@ -297,13 +298,19 @@ def test_what_ranks_cannot_do_is_refused_by_name(tiny_path: Path) -> None:
         Planner(fake_machine("rtx4090"), EngineOptions(tensor_parallel=2)).plan(facts)
 
 
-def test_cards_share_a_model_that_one_has_no_room_for(tiny_path: Path) -> None:
+@pytest.fixture(scope="module")
+def large(tiny_path: Path) -> ModelFacts:
+    """70B."""
     with open_model(tiny_path) as checkpoint:
         tiny = checkpoint.facts
     layer = replace(tiny.layers[0], mixer=replace(tiny.attention[0], num_heads=64, num_kv_heads=8, head_dim=128))
     layer = replace(layer, ffn=replace(layer.ffn, inner=28672))
     facts = replace(tiny, hidden_size=8192, vocab_size=128256, max_context=32768, layers=(layer,) * 80)
-    facts = replace(facts, num_params=count_params(facts), weight_bytes=36 * GIB, stored_format="Q4_K_M")
+    return replace(facts, num_params=count_params(facts), weight_bytes=36 * GIB, stored_format="Q4_K_M")
+
+
+def test_cards_share_a_model_that_one_has_no_room_for(large: ModelFacts) -> None:
+    facts = large
     one = fake_machine("rtx4090")
     pair = replace(one, gpus=(one.gpus[0], replace(one.gpus[0], index=1, free_bytes=20 * GIB)))
     assert not Planner(one, EngineOptions(device="cuda")).plan(facts).fits
@@ -332,6 +339,36 @@ def test_cards_that_take_turns_read_what_one_would(tiny_path: Path) -> None:
     for split, least, most in (("layers", 0.95, 1.02), ("tensor", 1.05, 2.0)):
         made = Planner(pair, EngineOptions(device="cuda", tensor_parallel=2, split=split)).plan(facts)
         assert least * alone < made.pace < most * alone, split
+
+
+def test_the_link_decides_what_ranks_have(empty_home: Path, large: ModelFacts) -> None:
+    pair = imagined(fake_machine("cpu"), gpu="2x 3090")
+    options = EngineOptions(device="cuda", tensor_parallel=2)
+
+    def split() -> tuple[str, str]:
+        made = Planner.here(options, pair).plan(large)
+        return made.split, next(reason for reason in made.reasons if reason.startswith("link: "))
+
+    assert split()[0] == "tensor" and "assumed" in split()[1]
+    name = speeds.link_name(pair, pair.gpus)
+    speeds.remember_link(name, speeds.Link(5e-3, 1e8))
+    assert split() == ("layers", "link: 5000 µs for a sum over the ranks, 0.1 GB/s of large ones, measured")
+    made = Planner.here(replace(options, split="tensor"), pair).plan(large)
+    assert made.split == "tensor" and made.decode_tps < 1 / (2 * large.num_layers * 5e-3)
+    speeds.remember_link("another", speeds.Link(1e-6, 1e9))
+    speeds.remember_link(name, speeds.Link(1e-5, 1e10))
+    assert split()[0] == "tensor" and len(speeds.load(pair).links) == 2
+    for damaged in ('{"links": {"a": [1]}}', '{"links": 3}', '{"links": {"a": [-1, 1]}}', "["):
+        (paths.data_dir() / "links.json").write_text(damaged)
+        assert speeds.load(pair).links == ()
+
+
+def test_heads_that_do_not_divide_leave_the_layers(large: ModelFacts) -> None:
+    trio = imagined(fake_machine("cpu"), gpu="3x 3090")
+    layer = replace(large.layers[0], mixer=replace(large.attention[0], num_kv_heads=2))
+    facts = replace(large, layers=(layer,) * 80)
+    made = Planner(trio, EngineOptions(device="cuda", tensor_parallel=3)).plan(facts)
+    assert made.split == "layers" and any("heads" in reason for reason in made.reasons)
 
 
 def test_the_rank_farthest_above_its_plan_decides() -> None:

@@ -20,6 +20,7 @@ from localllm.doctor.model import model_checks, resolve_quietly
 from localllm.doctor.probes import Measurements, ProbeError, deep_checks, disk_read, read_file
 from localllm.doctor.rules import match_machine
 from localllm.interface import Check
+from localllm.plan import speeds
 from localllm.plan.planner import Planner
 
 CPU = Survey(MACHINES["cpu"], fake_host("cpu"))
@@ -169,6 +170,7 @@ GOOD = {
     "matmul": 2e14,
     "transfer": {"h2d": 50e9, "d2h": 48e9, "h2d_pageable": 12e9},
     "peer": {"bytes_s": 20e9, "whole": True},
+    "link": {"sum_s": 30e-6, "bytes_s": 9e9},
     "selftest": {"run": 9, "failures": [], "seconds": 1.0},
 }
 
@@ -192,6 +194,9 @@ def test_what_is_measured_is_judged(monkeypatch: pytest.MonkeyPatch, empty_home:
     assert "GPU 1: 1,600 GB/s, 89% of 1,792 GB/s" in good["bw.vram"].title
     assert "20.0 GB/s, arrived whole" in good["p2p.copy"].title
     assert any("GPU 0 and GPU 1" in line for line in told)
+    assert good["ranks.link"].title == "2 cards: a sum takes 30 µs, 9.0 GB/s of large ones"
+    cards = speeds.link_name(MACHINES["rtx5090x2"], MACHINES["rtx5090x2"].gpus)
+    assert speeds.load(MACHINES["rtx5090x2"]).link(cards, "far") == speeds.Link(30e-6, 9e9, is_measured=True)
     bad, _ = measured(
         monkeypatch, "rtx5090x2", copy=0.5e12, transfer={"h2d": 3e9, "d2h": 3e9, "h2d_pageable": 2e9},
         peer={"bytes_s": 20e9, "whole": False}, selftest={"run": 9, "failures": ["rope:triton failed"], "seconds": 1},
@@ -205,6 +210,7 @@ def test_what_is_measured_is_judged(monkeypatch: pytest.MonkeyPatch, empty_home:
     assert broken["bw.vram"].status == "fail"
     assert broken["bw.h2d"].status == "ok", "the next one is measured all the same"
     cpu, _ = measured(monkeypatch, "cpu")
+    assert cpu["ranks.link"].title.startswith("2 processes on the CPU: ")
     assert "bw.vram" not in cpu and cpu["bw.ram"].title.startswith("40.0 GB/s")
 
 
@@ -214,6 +220,8 @@ def test_the_child_answers_fails_and_hangs() -> None:
         assert child.ask("matmul", "cpu", "float32", 64) > 1e6
         assert child.ask("peer", "cpu", "cpu", 1 << 16)["whole"] is True
         assert child.ask("copy", "cpu", 1 << 20) > 1e6
+        link = child.ask("link", ["cpu", "cpu"], limit_s=180)
+        assert 0 < link["sum_s"] < 1 and link["bytes_s"] > 1e6
         assert set(child.ask("transfer", "cpu", 1 << 20)) == {"h2d_pageable"}
         kernels = child.ask("selftest", "cpu", 0, "float32")
         assert kernels["run"] and kernels["failures"] == []
