@@ -5,12 +5,13 @@ A token's result does not depend on the other tokens: its experts are summed in 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from .layer_weights import ExpertsWeights
+from .layer_weights import ExpertsWeights, Linear, LinearPart
 from .recurrent import sigmoid
 
 SIGMOID_SLOPE = 1.702  # of swiglu_oai
@@ -108,3 +109,74 @@ def shared(
     if weights.shared_gate is not None:
         given = given * sigmoid(weights.shared_gate(x))
     return given if total is None else total.add_(given)
+
+
+class Stack:
+    """Products of a layer's experts whose weights come to lie one behind the other, where their layout allows it.
+
+    Each is copied into its place when it comes, so that never more than one lies in memory twice.
+    """
+
+    def __init__(self, count: int) -> None:
+        """count   of experts; 0: none lies behind another"""
+        self._count = count
+        self._linears: list[Linear] = []
+        self._whole: dict[str, Tensor] = {}
+
+    def add(self, linear: Linear) -> None:
+        """The next expert's."""
+        if self._count and not self._linears and _stacks(linear):
+            self._whole = {
+                name: part.new_empty((self._count * part.shape[0], *part.shape[1:]))
+                for name, part in _tensors(linear).items()
+            }
+        parts = _tensors(linear) if self._whole and _stacks(linear) else {}
+        if self._whole and not self._is_alike(linear, parts):  # what lies in the stack gets its own memory again
+            self._linears = [_with(one, {k: t.clone() for k, t in _tensors(one).items()}) for one in self._linears]
+            self._whole = {}
+        if self._whole:
+            at = len(self._linears)
+            places = {name: self._whole[name][at * len(part) : (at + 1) * len(part)] for name, part in parts.items()}
+            for name, part in parts.items():
+                places[name].copy_(part)
+            linear = _with(linear, places)
+        self._linears.append(linear)
+
+    def _is_alike(self, linear: Linear, parts: Mapping[str, Tensor]) -> bool:
+        if not self._linears:
+            return True
+        first, kinds = self._linears[0].parts[0], {k: (t.shape, t.dtype) for k, t in _tensors(self._linears[0]).items()}
+        if {k: (t.shape, t.dtype) for k, t in parts.items()} != kinds or linear.parts[0].impl is not first.impl:
+            return False
+        others = zip(first.prepared, linear.parts[0].prepared, strict=True)
+        return all(a == b for a, b in others if not isinstance(a, Tensor))
+
+    def finished(self) -> tuple[tuple[Linear, ...], LinearPart | None]:
+        """The products, and all of them as one; None where each has memory of its own."""
+        if not self._whole:
+            return tuple(self._linears), None
+        part = self._linears[0].parts[0]
+        shape = (self._count * part.shape[0], part.shape[1])
+        whole = dict(self._whole)
+        bias = whole.pop("bias", None)
+        return tuple(self._linears), replace(
+            part, prepared=part.prepared._replace(shape=shape, **whole), bias=bias, shape=shape
+        )
+
+
+def _stacks(linear: Linear) -> bool:
+    return len(linear.parts) == 1 and linear.additions is None and getattr(linear.parts[0].prepared, "stacks", False)
+
+
+def _tensors(linear: Linear) -> dict[str, Tensor]:
+    """The tensors of a product with one part, by name."""
+    part = linear.parts[0]
+    found = {name: value for name, value in part.prepared._asdict().items() if isinstance(value, Tensor)}
+    return found if part.bias is None else found | {"bias": part.bias}
+
+
+def _with(linear: Linear, tensors: Mapping[str, Tensor]) -> Linear:
+    """The same product with other tensors."""
+    (part,) = linear.parts
+    prepared = part.prepared._replace(**{name: value for name, value in tensors.items() if name != "bias"})
+    return replace(linear, parts=(replace(part, prepared=prepared, bias=tensors.get("bias")),))

@@ -282,6 +282,8 @@ class ExpertsWeights:
     latent_in: Linear | None = None  # the chosen experts work on what it makes of a row
     latent_out: Linear | None = None  # and it takes their sum back
     join: Join | None = None  # of the sum, where ranks have a part of every expert
+    # `gate_up` and `down` of all experts as one product each, where their weights lie one behind the other
+    stacked: tuple[LinearPart, LinearPart] | None = None
 
 
 @dataclass(frozen=True, slots=True)

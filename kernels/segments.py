@@ -107,8 +107,12 @@ def experts(
     gelu_tanh_mul: Callable[..., Tensor],
     x: Tensor,
     weights: ExpertsWeights,
+    mix: Callable[..., Tensor] = mixture,
 ) -> Tensor:
-    """x + post_norm(sum of the chosen experts of the normed x): [num_tokens, hidden], in the place of x."""
+    """x + post_norm(sum of the chosen experts of the normed x): [num_tokens, hidden], in the place of x.
+
+    mix   what stands for `experts.mixture`
+    """
     plain = {"swiglu_oai": swiglu_oai, "relu2": reference.relu2}
     activations = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul, **plain}
     activate, own = activations[weights.activation], weights.apart
@@ -118,10 +122,10 @@ def experts(
         return given if weights.join is None else weights.join.total(given)
 
     if own is None:
-        out = mixture(normed, normed, weights, activate)
+        out = mix(normed, normed, weights, activate)
         out = total(shared(normed, weights, activate, out)).to(x.dtype)
     else:
-        out = total(mixture(normed, norm_rows(rms_norm, x, own.router), weights, activate)).to(x.dtype)
+        out = total(mix(normed, norm_rows(rms_norm, x, own.router), weights, activate)).to(x.dtype)
         out = norm_rows(rms_norm, out, own.after_experts)
         given = total(shared(norm_rows(rms_norm, x, own.shared), weights, activate)).to(x.dtype)
         out = out + norm_rows(rms_norm, given, own.after_shared)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels import Weight
+from localllm.kernels.experts import Stack
 from localllm.kernels.layer_weights import (
     ApartNorms,
     AttentionWeights,
@@ -283,7 +284,12 @@ def _dense(layer: LayerReader, facts: Dense) -> MlpWeights:
 def _experts(layer: LayerReader, facts: Experts) -> ExpertsWeights:
     bias = "mlp.gate.e_score_correction_bias"
     shared = [f"mlp.shared_expert.{name}" for name in facts.shared_inputs]
-    gate_up, down = zip(*(_expert(layer, facts, number) for number in range(facts.num_experts)), strict=True)
+    count = 0 if layer.host else facts.num_experts  # what some lie elsewhere of is no stack
+    stacks = Stack(count), Stack(count)
+    for number in range(facts.num_experts):
+        for stack, linear in zip(stacks, _expert(layer, facts, number), strict=True):
+            stack.add(linear)
+    (gate_up, all_gate_up), (down, all_down) = (stack.finished() for stack in stacks)
     return ExpertsWeights(
         norm=layer.norm(APART_NORMS[0]) if facts.apart else layer.norm_if(layer.norms.before_ffn),
         router=layer.linear("router", "mlp.gate"),
@@ -309,6 +315,7 @@ def _experts(layer: LayerReader, facts: Experts) -> ExpertsWeights:
         latent_in=layer.linear("latent", "mlp.latent_in") if facts.latent else None,
         latent_out=layer.linear("latent", "mlp.latent_out") if facts.latent else None,
         join=layer.join("mlp.experts.0.down_proj"),
+        stacked=None if all_gate_up is None or all_down is None else (all_gate_up, all_down),
     )
 
 

@@ -21,6 +21,19 @@ def gate(x, GELU: tl.constexpr):
     return x / (1.0 + tl.exp2(tl.minimum(x * -1.4426950408889634, 126.0)))
 
 
+@triton.jit
+def gated(first, second, GATE: tl.constexpr, LIMIT: tl.constexpr):
+    """What a gated layer makes of gate and up, float32; LIMIT cuts both off, 0 does not. NaN stays."""
+    if LIMIT > 0.0:
+        first = tl.where(first > LIMIT, LIMIT, first)
+        second = tl.where(second > LIMIT, LIMIT, tl.where(second < -LIMIT, -LIMIT, second))
+    if GATE == "swiglu_oai":
+        y = first / (1.0 + tl.exp2(tl.minimum(first * -2.4554669595930157, 126.0))) * (second + 1.0)
+    else:
+        y = gate(first, GATE == "gelu_tanh") * second
+    return y
+
+
 @triton.jit(do_not_specialize=["num_blocks"])
 def _gated(
     gate_up, out, dim, num_blocks, BLOCK: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr

@@ -13,18 +13,19 @@ import torch
 from torch import Tensor
 
 from ..kv_pages import KVPages
-from ..layer_weights import Norm
+from ..layer_weights import ExpertsWeights, Linear, Norm
 from ..sampling import SamplingInputs
 from .activation import gelu_tanh_mul, silu_mul
 from .attention import paged_attention
 from .cards import AMD, CLASSES, Card
+from .experts import routed, summed
 from .heads import kv_write, qk_norm_rope_kv, rope
 from .latent import attend
 from .launch import TYPES, Launch, recording
 from .layout import CODES, HALVES, SUPER, Prepared
 from .narrow import narrow_product
 from .ops import FP4_CAPABILITY, FP8_CAPABILITY
-from .product import PLAIN, Extras, dequantized, launch_gemm, product
+from .product import PLAIN, Extras, Pairs, Tiles, dequantized, expert_product, launch_gemm, product
 from .product_tiles import gemm_tiles
 from .recurrent import causal_conv, delta_rule, state_space
 from .rms_norm import rms_norm
@@ -138,7 +139,7 @@ def all_specs(capability: int) -> list[KernelSpec]:
     """Every kernel that would be launched on such a card."""
     dtype = torch.float16 if capability < 80 else torch.bfloat16
     card = Card(capability, CLASSES[capability].num_sms)
-    found = list(_op_specs(dtype, card))
+    found = [*_op_specs(dtype, card), *_expert_specs(dtype, card)]
     for form in FORMS:
         if capability >= AMD and form.name not in MAIN_FORMS:
             continue
@@ -318,6 +319,48 @@ def _batch_specs(form: Form, dtype: torch.dtype, card: Card) -> Iterator[KernelS
     if form.name in MAIN_FORMS:
         gated = partial(product, _meta(dtype, 16, HIDDEN), wide, Extras(gate="silu"))
         yield _linear(f"{form.name} M=16 gated", card, gated, decode=True)
+
+
+# Qwen3 30B-A3B; gpt-oss 20B: number of experts, top-k, hidden, intermediate, form, router, gate
+MIXTURES = (
+    (128, 8, 2048, 768, "int4 g128", "softmax", "silu"),
+    (128, 8, 2048, 768, "int4 sub", "sigmoid", "silu"),
+    (128, 8, 2048, 768, "e2m1 e4m3", "softmax", "silu"),
+    (128, 8, 2048, 768, "bf16", "softmax", "silu"),
+    (32, 4, 2880, 2880, "e2m1 e8m0", "softmax_topk", "swiglu_oai"),
+)
+
+
+def _expert_specs(dtype: torch.dtype, card: Card) -> Iterator[KernelSpec]:
+    """Routing, and products of a token's experts and of a few tokens' in tiles."""
+    forms = {form.name: form for form in FORMS}
+    if not 80 <= card.capability < AMD:
+        yield KernelSpec("experts", "triton", "token", reason="experts are called one by one there")
+        return
+    for count, top_k, hidden, inner, name, router, gate in MIXTURES:
+        up, down = described(forms[name], count * 2 * inner, hidden), described(forms[name], count * hidden, inner)
+        bias = _meta(torch.float32, count) if router == "sigmoid" else None
+        weights = ExpertsWeights(None, Linear(()), (), (), top_k, router, gate, choice_bias=bias)
+        biases = (_meta(torch.float32, len(up.low)), _meta(torch.float32, len(down.low)))
+        both = biases if gate == "swiglu_oai" else (None, None)
+        limit = 7.0 if gate == "swiglu_oai" else 0.0
+
+        def run(tokens: int, size: int, given: Any = (weights, count, up, down, both, gate, limit)) -> None:
+            """`size` pairs in a tile; 0: one by one."""
+            weights, count, up, down, (of_up, of_down), gate, limit = given
+            chosen, shares = routed(_meta(dtype, tokens, count), weights)
+            tiles = Tiles(size, _meta(torch.int32, 9 * size), _meta(torch.int32, 9)) if size else None
+            pairs, x = Pairs(chosen, count, tiles), _meta(dtype, tokens, up.shape[1])
+            made = expert_product(x, up, of_up, pairs, gate=gate, limit=limit)
+            summed(expert_product(made, down, of_down, pairs), shares, _meta(torch.float32, *x.shape))
+
+        for tokens, size in ((1, 0), (8, 8), (512, 64)):
+            label = f"{name} {count} x {inner} {f'tiles of {size}' if size else 'token'}"
+            for launch in _recorded(card, partial(run, tokens, size)):
+                kernel = launch.kernel.__name__.strip("_")
+                if kernel != "digits_kernel" and (not size or kernel == "gemm_kernel"):
+                    place = " gated" * (launch.constexprs.get("GATE", "") != "")
+                    yield KernelSpec("experts", "triton", f"{label} {kernel}{place}", launch, size < 64)
 
 
 def _rounding_specs(card: Card) -> Iterator[KernelSpec]:

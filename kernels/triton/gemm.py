@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .activation import gate
+from .activation import gated
 from .codes import group_min, group_scale, group_terms, half_value, load_high, spread
 from .pairs import bf16_pairs, int4_pairs
 
@@ -63,14 +63,18 @@ def _fetch(places):
 @triton.jit(do_not_specialize=["m"])
 def gemm_kernel(
     x_ptr, low_ptr, high_ptr, scale_ptr, min_ptr, super_ptr, super_min_ptr, row_scale_ptr, bias_ptr, residual_ptr,
-    out_ptr, partial_ptr, counter_ptr, m, n,
+    place_ptr, expert_ptr, out_ptr, partial_ptr, counter_ptr, m, n,
     K: tl.constexpr, CODE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALE: tl.constexpr, MIN: tl.constexpr,
     ZERO: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, SCALE_ROWS: tl.constexpr, ROW_SCALE: tl.constexpr,
-    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATE: tl.constexpr, OPERAND: tl.constexpr, PAIRS: tl.constexpr,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, HALVES: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATE: tl.constexpr, LIMIT: tl.constexpr, SHARE: tl.constexpr,
+    OPERAND: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, HALVES: tl.constexpr,
+    SPLIT: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: ROWS outputs (ROWS / 2 where gated) of TOKENS rows of x, over one of SPLIT parts of K."""
+    """One program: ROWS outputs (ROWS / 2 where gated) of TOKENS rows of x, over one of SPLIT parts of K.
+
+    SHARE   not 0: W has the rows of many experts, one behind the other; the tile is of the expert in expert_ptr, none
+            below 0, its outputs are those in place_ptr, none below 0, and so many outputs share a row of x
+    """
     PLANES: tl.constexpr = 16 // LOW
     CHUNK: tl.constexpr = 8 * PLANES
     H: tl.constexpr = (K + CHUNK - 1) // CHUNK * 8
@@ -97,14 +101,26 @@ def gemm_kernel(
     lane = tl.arange(0, HALVES)
     column = tl.arange(0, COLUMNS)
     tokens = tl.program_id(0) * TOKENS + column % TOKENS
-    x_ok = (tokens < m)[None, :]
+    if SHARE > 0:
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
+        expert = tl.load(expert_ptr + tl.program_id(0))
+        if expert < 0:
+            return
+        rows += expert * (2 * n if GATE != "" else n)
+        pairs = tl.load(place_ptr + tokens)
+        x_ok = (pairs >= 0)[None, :]
+        tokens = tl.maximum(pairs, 0) // SHARE
+    else:
+        x_ok = (tokens < m)[None, :]
     if GROUPS_IN_STEP > 1:
         x_ok &= (lane // (HALVES // GROUPS_IN_STEP))[:, None] == (column // TOKENS)[None, :]
     row64 = rows.to(tl.int64)
     low_rows = low_ptr + (row64 * H)[:, None]
     x_rows = x_ptr + (tokens.to(tl.int64) * K)[None, :]
     first = tl.program_id(2) * PART
-    if PDL:
+    if PDL and SHARE == 0:
         tl.extra.cuda.gdc_launch_dependents()
         # weights do not wait for the kernel before: what the first two steps read of them is on its way meanwhile
         LINES: tl.constexpr = (2 * HALVES + _LINE - 1) // _LINE
@@ -179,7 +195,11 @@ def gemm_kernel(
     if GROUPS_IN_STEP > 1:
         acc = tl.sum(tl.reshape(acc, (ROWS, GROUPS_IN_STEP, TOKENS)), 1)
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    token_ok = tokens < m
+    if SHARE > 0:
+        tokens = tl.load(place_ptr + tokens)
+        token_ok = tokens >= 0
+    else:
+        token_ok = tokens < m
     if SPLIT > 1:
         # [SPLIT, number of tiles, ROWS, TOKENS] partial sums
         spot = tile * tl.num_programs(0) + tl.program_id(0)
@@ -205,7 +225,7 @@ def gemm_kernel(
         acc += tl.load(bias_ptr + rows).to(tl.float32)[:, None]
     if GATE != "":
         g, up = tl.split(tl.permute(tl.reshape(acc, (2, ROWS // 2, TOKENS)), (1, 2, 0)))
-        y = gate(g, GATE == "gelu_tanh") * up
+        y = gated(g, up, GATE, LIMIT)
         outputs = tile * (ROWS // 2) + tl.arange(0, ROWS // 2)
     else:
         y = acc

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .activation import gate
+from .activation import gated
 from .codes import add_part, end_factor, group_min, group_scale
 from .fixed import fixed_part
 
@@ -88,15 +88,18 @@ def _activations(
 @triton.jit
 def gemv_kernel(
     x_ptr, low_ptr, high_ptr, scale_ptr, min_ptr, super_ptr, super_min_ptr, row_scale_ptr, bias_ptr, norm_ptr,
-    residual_ptr, out_ptr, n, eps,
+    residual_ptr, expert_ptr, out_ptr, n, eps,
     K: tl.constexpr, CODE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALE: tl.constexpr, MIN: tl.constexpr,
     ZERO: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, SCALE_ROWS: tl.constexpr, ROW_SCALE: tl.constexpr,
-    BIAS: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GATE: tl.constexpr, ROWS: tl.constexpr,
-    CHUNKS: tl.constexpr, FIXED: tl.constexpr, PDL: tl.constexpr,
+    BIAS: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GATE: tl.constexpr,
+    LIMIT: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, FIXED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS outputs (ROWS / 2 where gated) of row `program_id(1)` of x.
 
     FIXED   "" in float32; "assembly" or "plain" in whole numbers: x_ptr is what `digits` wrote, its norm is in there
+    SHARE   not 0: W has the rows of many experts, one behind the other; output `program_id(1)` is by expert_ptr's, and
+            so many outputs share a row of x
     """
     PLANES: tl.constexpr = 16 // LOW
     CHUNK: tl.constexpr = 8 * PLANES
@@ -115,15 +118,20 @@ def gemv_kernel(
         rows = tl.program_id(0) * ROWS + t
         row_ok = rows < n
     lane = tl.arange(0, CHUNKS)
+    source = token // SHARE if SHARE > 0 else token
     if FIXED != "":
-        x_row = x_ptr + token.to(tl.int64) * (C * (17 + RUNS))
+        x_row = x_ptr + source.to(tl.int64) * (C * (17 + RUNS))
     else:
-        x_row = x_ptr + token.to(tl.int64) * K
+        x_row = x_ptr + source.to(tl.int64) * K
 
     if PDL:  # what follows may ask for its weights, too
         tl.extra.cuda.gdc_launch_dependents()
+    if SHARE > 0:
+        if PDL:  # which weights is not known before
+            tl.extra.cuda.gdc_wait()
+        rows += tl.load(expert_ptr + token) * (2 * n if GATE != "" else n)
     w_next, high_next = _load_words(low_ptr, high_ptr, row_ok, rows, 0, C, HIGH, ROWS, CHUNKS)
-    if PDL:
+    if PDL and SHARE == 0:
         tl.extra.cuda.gdc_wait()
 
     acc = tl.zeros((ROWS, CHUNKS, RUNS), tl.float32)
@@ -177,9 +185,11 @@ def gemv_kernel(
         y += tl.load(bias_ptr + rows, mask=row_ok, other=0.0).to(tl.float32)
     if GATE != "":
         g, up = tl.split(tl.trans(tl.reshape(y, (2, ROWS // 2))))
-        y = gate(g, GATE == "gelu_tanh") * up
+        y = gated(g, up, GATE, LIMIT)
         rows = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
         row_ok = rows < n
+    elif SHARE > 0:
+        rows = tl.program_id(0) * ROWS + t
     place = token.to(tl.int64) * n + rows
     if RESIDUAL:
         y += tl.load(residual_ptr + place, mask=row_ok, other=0.0).to(tl.float32)

@@ -137,6 +137,12 @@ class Prepared(NamedTuple):
         return run_of(self.code, self.group)
 
     @property
+    def stacks(self) -> bool:
+        """Whether several like it may lie one behind the other as one weight with all their rows."""
+        alone = self.perm is None and self.pre_scale is None and not self.is_float32
+        return alone and self.shape[0] % self.scale_rows == 0
+
+    @property
     def is_float32(self) -> bool:
         """Stored as float32, which keeps its bits and runs in torch."""
         return self.low.dtype == torch.float32

@@ -164,5 +164,6 @@ IMPLS: Mapping[str, tuple[Impl, ...]] = {
     "attn_in": _impl("attn_in", "segments", _attention_fits),
     "attn_out": _impl("attn_out", "segments"),
     "mlp": _impl("mlp", "segments"),
+    "experts": _impl("experts", "experts"),
     "head": _impl("head", "segments"),
 }

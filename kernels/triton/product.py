@@ -50,6 +50,22 @@ class Extras(NamedTuple):
 PLAIN = Extras()
 
 
+class Tiles(NamedTuple):
+    """Pairs sorted by expert, in tiles of one expert each."""
+
+    size: int  # pairs in a tile
+    places: Tensor  # int32 [num_tiles * size]: the pair, or -1
+    experts: Tensor  # int32 [num_tiles]: the expert, or -1
+
+
+class Pairs(NamedTuple):
+    """Tokens with the experts they go to; `tiles` None: multiplied one by one."""
+
+    chosen: Tensor  # int32 [num_tokens, top_k]
+    num_experts: int
+    tiles: Tiles | None
+
+
 def product(
     x: Tensor, p: Prepared, extras: Extras = PLAIN, *, out: Tensor | None = None, fixed_order: bool = False
 ) -> Tensor:
@@ -136,8 +152,34 @@ def _constants(p: Prepared) -> dict[str, Any]:
     }
 
 
-def launch_gemv(x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Tile) -> None:
-    """`gemv.gemv_kernel` for x [num_tokens, K], a row at a time."""
+def expert_product(
+    x: Tensor, p: Prepared, bias: Tensor | None, pairs: Pairs, *, gate: str = "", limit: float = 0.0
+) -> Tensor:
+    """Rows of x times the weights of their experts: [num_tokens * top_k, N] (N / 2 where gated), dtype of x.
+
+    x      [num_tokens, K], or [num_tokens * top_k, K]
+    p      the weights of all experts, one behind the other; so `bias`
+    gate   as of `Extras`, or swiglu_oai; `limit` cuts gate and up off, 0 does not
+    """
+    x, count = x.contiguous(), pairs.chosen.numel()
+    n = p.shape[0] // pairs.num_experts
+    out = torch.empty(count, n // (2 if gate else 1), dtype=x.dtype, device=x.device)
+    card, given = card_of(x.device), (x, p, out, Extras(bias, gate=gate))
+    if pairs.tiles is None:
+        fixed = is_fixed(p.code, p.run, card)
+        choice = gemv_tiles(n * count, p.shape[1], p.code, card, bool(gate), fixed)[0]
+        launch_gemv(*given, choice, pairs, limit)
+    else:
+        choice = gemm_tiles(n, p.shape[1], p.code, pairs.tiles.size, card, whole=True, group=p.group)[0]
+        assert choice["tokens"] == pairs.tiles.size
+        launch_gemm(*given, choice, pairs, limit)
+    return out
+
+
+def launch_gemv(
+    x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Tile, pairs: Pairs | None = None, limit: float = 0.0
+) -> None:
+    """`gemv.gemv_kernel` for x [num_tokens, K], a row at a time; `pairs` as of `expert_product`."""
     high = p.low if p.high is None else p.high
     bias, norm, residual, gate = extras
     outputs = choice["rows"] // (2 if gate else 1)
@@ -146,17 +188,19 @@ def launch_gemv(x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Til
         x, norm = digits(x, p.code, p.run, norm), None
     launch(
         gemv.gemv_kernel,
-        (-(-out.shape[1] // outputs), x.shape[0]),
+        (-(-out.shape[1] // outputs), out.shape[0]),
         *(x, p.low.view(torch.int32)),
         # the high bits that go with a word of two halves: a byte for int5, two for int6 and int3
         high.view(torch.int16) if p.high is not None and p.code != "int5" else high,
         *_scales(p),
-        *(p.low if part is None else part for part in (bias, norm and norm.weight, residual)),
+        *(p.low if part is None else part for part in (bias, norm and norm.weight, residual, pairs and pairs.chosen)),
         *(out, out.shape[1], 0.0 if norm is None else float(norm.eps)),
         BIAS=bias is not None,
         NORM=norm is not None,
         RESIDUAL=residual is not None,
         GATE=gate,
+        LIMIT=limit,
+        SHARE=0 if pairs is None else out.shape[0] // x.shape[0],
         ROWS=choice["rows"],
         CHUNKS=choice["chunks"],
         FIXED="" if not fixed else "assembly" if has_ptx(x.device) else "plain",
@@ -166,12 +210,16 @@ def launch_gemv(x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Til
     )
 
 
-def launch_gemm(x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Tile) -> None:
-    """`gemm.gemm_kernel` for x [num_tokens, K]; knows no norm."""
+def launch_gemm(
+    x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Tile, pairs: Pairs | None = None, limit: float = 0.0
+) -> None:
+    """`gemm.gemm_kernel` for x [num_tokens, K]; knows no norm. `pairs` as of `expert_product`, in tiles."""
     rows, tokens, split = choice["rows"], choice["tokens"], choice["split"]
     bias, _, residual, gate = extras
     outputs = rows // (2 if gate else 1)
-    grid = (-(-x.shape[0] // tokens), -(-out.shape[1] // outputs), split)
+    tiles = None if pairs is None else pairs.tiles
+    across = -(-x.shape[0] // tokens) if tiles is None else tiles.experts.shape[0]
+    grid = (across, -(-out.shape[1] // outputs), split)
     partial_sums, counter = x, p.low
     if split > 1:
         partial_sums = torch.empty(grid[0] * grid[1] * split * rows * tokens, dtype=torch.float32, device=x.device)
@@ -182,11 +230,16 @@ def launch_gemm(x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Til
         gemm.gemm_kernel,
         grid,
         *(x, p.low, p.low if p.high is None else p.high, *_scales(p)),
-        *(p.low if part is None else part for part in (bias, residual)),
+        *(
+            p.low if part is None else part
+            for part in (bias, residual, *((None, None) if tiles is None else tiles[1:]))
+        ),
         *(out, partial_sums, counter, x.shape[0], out.shape[1]),
         BIAS=bias is not None,
         RESIDUAL=residual is not None,
         GATE=gate,
+        LIMIT=limit,
+        SHARE=0 if pairs is None else out.shape[0] // x.shape[0],
         OPERAND="f32" if interpreting() and x.dtype != torch.float16 else NATIVE[x.dtype],
         PAIRS=has_ptx(x.device),
         ROWS=rows,

@@ -359,7 +359,7 @@ def shares(sizes: Sequence[int], width: int) -> list[int]:
 
 def formulas(row: Row, sheet: Sheet) -> list[str]:
     """Every term of a row in bytes, and where the speed comes from."""
-    from localllm.plan.speeds import LAUNCH_S, launches_of
+    from localllm.plan.speeds import LAUNCH_S
 
     made, facts = row.plan, row.subject.facts
     assert made is not None
@@ -378,8 +378,8 @@ def formulas(row: Row, sheet: Sheet) -> list[str]:
         beside = " + the time of the experts in host memory"
         read = f"a token reads {made.host_read_bytes:,} B of them"
         lines.append(f"  {made.host_experts} experts a layer = {made.host_bytes:,} B in host memory; {read}")
-    if made.device != "cpu" and (launches := launches_of(facts, 0)):
-        beside += f" + {launches:,} launches × {LAUNCH_S['cuda'] * 1e6:.0f} µs, more with the context"
+    if made.device != "cpu" and made.launches:
+        beside += f" + {made.launches:,} launches × {LAUNCH_S['cuda'] * 1e6:.0f} µs, more with the context"
     if made.bandwidth:
         lines.append(
             f"  decode = 1 / ({made.read_bytes:,} B / ({made.eta:.2f} × {made.bandwidth / 1e9:,.0f} GB/s)"

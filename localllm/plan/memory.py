@@ -354,6 +354,15 @@ class Memory:
         return (*(1 << n for n in range((most - 1).bit_length())), most)
 
     @property
+    def captures(self) -> bool:
+        """Whether a graph takes a whole decode step along: before sm_80, and where a batch must not change an answer,
+        the host learns what a router chose, and latents have no kernel of their own.
+        """
+        gpu = self.where.gpu
+        there = gpu is not None and gpu.capability >= 80 and self.options.deterministic is not True
+        return there and bool(self.graph_buckets)
+
+    @property
     def num_drafts(self) -> int:
         """Guessed tokens that a step checks at most."""
         none = self.facts.pooling or self.options.speculation == "off"

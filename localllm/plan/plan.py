@@ -60,6 +60,7 @@ class Plan:
     eta: float = 0.0  # share of the memory bandwidth behind the estimate
     bandwidth: float = 0.0  # bytes per second of the device's memory, 0 when not known
     read_bytes: int = 0  # weights read for one token
+    launches: int = 0  # kernels that are started one by one for a token at the start of the context
     # pages one sequence takes at full context, and the slots that are there at least; `kv_bytes` holds those of all
     # that may run or be kept for reuse
     sequence_bytes: int = 0

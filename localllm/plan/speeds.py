@@ -53,7 +53,7 @@ _PREFILL = re.compile(r"pp\d+")
 
 
 def launches_of(facts: ModelFacts, ctx: int) -> int:
-    """Kernels that PyTorch starts one by one for a token behind `ctx` others."""
+    """Kernels that PyTorch starts one by one for a token behind `ctx` others, where no graph takes them along."""
     mixed = sum(mixer.launches(ctx) for mixer in facts.attention if isinstance(mixer, LatentAttention))
     return mixed + sum(layer.ffn.launches * times for layer, times in facts.kinds if isinstance(layer.ffn, Experts))
 
@@ -150,9 +150,10 @@ class Speeds:
         steady = self.steady_eta(name, bandwidth, kind)
         read = memory.weights_and_read[1] + 2 * memory.slot_bytes  # states are read and written
         full = read + memory.sequence_bytes(ctx)
+        first, last = (0 if memory.captures else launches_of(facts, behind) for behind in (0, ctx))
         start, end, pace = (
-            tps_of(share * bandwidth, count, rest_s_of(facts.num_layers, launches_of(facts, behind), kind))
-            for share, count, behind in ((eta, read, 0), (eta, full, ctx), (steady, read, 0))
+            tps_of(share * bandwidth, count, rest_s_of(facts.num_layers, launches, kind))
+            for share, count, launches in ((eta, read, first), (eta, full, last), (steady, read, first))
         )
         if memory.host_experts:  # what was measured here was measured with all of them on the card
             measured = None
@@ -161,6 +162,7 @@ class Speeds:
         if measured:
             start, end = measured, measured * end / start if start else end
         found = {"decode_tps": start, "decode_tps_full": end, "basis": basis, "eta": eta, "bandwidth": bandwidth}
+        found["launches"] = first
         return found | {"pace": pace or start, "prefill_tps": self._prefill(memory, name)}
 
     def _prefill(self, memory: Memory, name: str) -> float:
@@ -245,7 +247,7 @@ def subject(facts: ModelFacts, made: Plan, machine: MachineFacts) -> dict[str, A
         "format": stored_format,
         "stored_bytes": stored_bytes,
         "layers": facts.num_layers,
-        "launches": launches_of(facts, 0),
+        "launches": made.launches,
         "read_bytes": made.read_bytes,
         "kv": made.kv,
         "ctx": made.ctx,

@@ -121,7 +121,7 @@ class Experts:
 
     @property
     def launches(self) -> int:
-        """Kernels that PyTorch starts one by one for a token: the host learns the choice, so no graph takes them."""
+        """Kernels that PyTorch starts one by one for a token where the host learns what is chosen."""
         routed = 18 + 6 * (self.groups > 1) + 4 * (self.router == "sigmoid")
         own = 7 + {"swiglu_oai": 8, "relu2": 2}.get(self.act, 0) + 2 * (self.limit is not None)
         return routed + self.top_k * own + 5 * bool(self.shared_inner) + 7 * self.shared_gate + 3 * bool(self.latent)

@@ -354,7 +354,10 @@ def test_launches_of_latent_attention_take_time_on_a_card() -> None:
     """The same bytes are read in either case."""
     usual = LayerFacts(Attention(20, 1, 288, RopeFacts(1e6, 64)), Dense(10_240))
     facts = model(layers=(replace(usual, mixer=latents()),) * 47, max_context=32_768)
-    made, other = (plan(one, MACHINES["rtx4090"]) for one in (facts, model(layers=(usual,) * 47, max_context=32_768)))
+    plain = model(layers=(usual,) * 47, max_context=32_768)
+    assert plan(facts, MACHINES["rtx4090"]).pace == plan(plain, MACHINES["rtx4090"]).pace, "a graph takes them along"
+    without = EngineOptions(graphs=False)
+    made, other = (plan(one, MACHINES["rtx4090"], without) for one in (facts, plain))
     assert launches_of(facts, 0) == 47 * 130 and made.read_bytes == other.read_bytes
     assert 1 / made.pace - 1 / other.pace == pytest.approx(launches_of(facts, 0) * LAUNCH_S["cuda"])
     full = 1 / made.decode_tps_full - 1 / other.decode_tps_full

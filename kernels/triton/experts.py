@@ -1,0 +1,202 @@
+"""Mixtures of experts without a word from the host: routing, products of the chosen experts, and their sum.
+
+Every kernel has a fixed grid whatever the router chooses, so a CUDA graph can hold the step. The weights of a layer's
+experts are one `Prepared`, expert after expert; a kernel finds its rows by the expert's number, which it reads on the
+card. A pair is a token with one of its experts. Few pairs are multiplied one by one (`gemv`), each reading its
+expert's weights. More are sorted by expert and padded to whole tiles (`gemm`), so that an expert is read once for all
+its tokens. A pair's result is rounded to x's type, as the reference has it, and a token's are summed in the order of
+its experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..experts import cut_off, route
+from ..layer_weights import ExpertsWeights, LinearPart
+from .launch import card_of, launch, wait_for_previous
+from .product import Pairs, Tiles, expert_product
+from .product_tiles import TOKEN_CLASSES
+from .segments import FUSED
+
+FEW_PAIRS = 32  # so many are multiplied one by one; not measured
+LARGEST_TILE = 64  # pairs of one expert in a tile
+BLOCK = 1024
+_GATES = ("silu", "gelu_tanh", "swiglu_oai")
+
+
+def experts(composed: Callable[..., Tensor], x: Tensor, weights: ExpertsWeights) -> Tensor:
+    """x + post_norm(sum of the chosen experts of the normed x): [num_tokens, hidden], in the place of x."""
+    if weights.stacked is None or weights.host is not None or not _known(x, *weights.stacked):
+        return composed(x, weights)
+    if any(one.additions is not None for each in (weights.gate_up, weights.down) for one in each):
+        return composed(x, weights)
+    return composed(x, weights, mix=mixture)
+
+
+def _known(x: Tensor, *parts: LinearPart) -> bool:
+    """Whether products of many pairs run here, too."""
+    return all(part.impl.name in FUSED for part in parts) and card_of(x.device).capability >= 80
+
+
+def mixture(x: Tensor, asked: Tensor, weights: ExpertsWeights, activate: Callable[[Tensor], Tensor]) -> Tensor:
+    """As `experts.mixture`, for weights that are `stacked`: float32 [num_tokens, hidden]."""
+    chosen, shares = routed(weights.router(asked), weights)
+    seen = x if weights.latent_in is None else weights.latent_in(x)
+    total = torch.empty(seen.shape, dtype=torch.float32, device=x.device)
+    step = _tokens_at_once(seen, weights)
+    for first in range(0, seen.shape[0], step):
+        part = slice(first, first + step)
+        given = _given(seen[part], chosen[part], weights, activate)
+        summed(given, shares[part], total[part])
+    return total if weights.latent_out is None else weights.latent_out(total.to(x.dtype)).float()
+
+
+def _tokens_at_once(x: Tensor, weights: ExpertsWeights) -> int:
+    """So many that their pairs take no more memory than the plan counts (`Experts.work`): a part of a long prompt."""
+    assert weights.stacked is not None
+    down = weights.stacked[1].shape[1]
+    gated = weights.activation in _GATES
+    held = weights.top_k * (down + x.shape[1] + (0 if gated else 2 * down))
+    return max(1, min(x.shape[0], x.shape[0] * (3 * down + 4 * x.shape[1]) // held))
+
+
+def _given(x: Tensor, chosen: Tensor, weights: ExpertsWeights, activate: Callable[[Tensor], Tensor]) -> Tensor:
+    """What each pair's expert gives: [num_tokens * top_k, hidden], dtype of x."""
+    assert weights.stacked is not None
+    gate_up, down = weights.stacked
+    count = len(weights.down)
+    tiles = None if chosen.numel() <= FEW_PAIRS else sorted_by_expert(chosen, count)
+    pairs = Pairs(chosen, count, tiles)
+    gate = weights.activation if weights.activation in _GATES else ""
+    hidden = expert_product(x, gate_up.prepared, gate_up.bias, pairs, gate=gate, limit=weights.limit or 0.0)
+    if not gate:
+        hidden = activate(hidden if weights.limit is None else cut_off(hidden, weights.limit))
+    return expert_product(hidden, down.prepared, down.bias, pairs)
+
+
+def sorted_by_expert(chosen: Tensor, num_experts: int) -> Tiles:
+    """Pairs in tiles of one expert each, on the device alone: as many tiles as any choice could need.
+
+    chosen   int32 [num_tokens, top_k]
+    """
+    # where launches are recorded to be compiled nothing was routed: what lies in memory must not be used as it is
+    flat = chosen.flatten().long().clamp(0, num_experts - 1)
+    count = flat.shape[0]
+    each = count / min(num_experts, count)
+    size = next(one for one in TOKEN_CLASSES if one >= min(each, LARGEST_TILE))
+    most = count // size + min(num_experts, count)
+    of_expert = torch.zeros(num_experts, dtype=torch.int64, device=flat.device).scatter_add_(
+        0, flat, torch.ones_like(flat)
+    )
+    padded = (of_expert + size - 1) // size * size
+    ends = padded.cumsum(0)
+    order = flat.argsort(stable=True)
+    experts = flat[order]
+    inside = torch.arange(count, device=flat.device) - (of_expert.cumsum(0) - of_expert)[experts]
+    places = torch.full((most * size,), -1, dtype=torch.int32, device=flat.device)
+    places.scatter_(0, (ends - padded)[experts] + inside, order.int())
+    firsts = torch.arange(0, most * size, size, device=flat.device)
+    found = torch.searchsorted(ends, firsts, right=True)
+    return Tiles(size, places, torch.where(found < num_experts, found, -1).int())
+
+
+@triton.jit(do_not_specialize=["num_experts"])
+def _route_kernel(
+    logits_ptr, bias_ptr, scale_ptr, chosen_ptr, share_ptr, num_experts, factor,
+    TOP_K: tl.constexpr, SLOTS: tl.constexpr, EXPERTS: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
+    SCALES: tl.constexpr, NORMED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: the experts of a token and what each counts; of equal ones the first."""
+    wait_for_previous(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, EXPERTS)
+    ok = e < num_experts
+    logits = tl.load(logits_ptr + token * num_experts + e, mask=ok, other=float("-inf")).to(tl.float32)
+    broken = tl.max(tl.where(logits != logits, 1, 0), 0) > 0
+    scores = logits
+    if KIND == "softmax":
+        scores = tl.exp(logits - tl.max(logits, 0))
+        scores = scores / tl.sum(scores, 0)
+    elif KIND == "sigmoid":
+        scores = 1.0 / (1.0 + tl.exp(-logits))
+    wanted = scores
+    if BIAS:
+        wanted += tl.load(bias_ptr + e, mask=ok, other=0.0)
+    wanted = tl.where(ok & (wanted == wanted), wanted, float("-inf"))
+    slot = tl.arange(0, SLOTS)
+    chosen = tl.zeros((SLOTS,), tl.int32)
+    shares = tl.zeros((SLOTS,), tl.float32)
+    for i in tl.static_range(TOP_K):
+        best = tl.minimum(tl.argmax(wanted, 0), num_experts - 1)
+        chosen = tl.where(slot == i, best, chosen)
+        shares = tl.where(slot == i, tl.sum(tl.where(e == best, scores, 0.0), 0), shares)
+        wanted = tl.where(e == best, float("-inf"), wanted)
+    there = slot < TOP_K
+    if KIND == "softmax_topk":
+        shares = tl.where(there, tl.exp(shares - tl.max(tl.where(there, shares, float("-inf")), 0)), 0.0)
+        shares = shares / tl.sum(shares, 0)
+    elif NORMED:
+        shares = shares / (tl.sum(shares, 0) + 1e-20)
+    if SCALES:
+        shares *= tl.load(scale_ptr + chosen, mask=there, other=0.0)
+    shares = tl.where(broken, float("nan"), shares * factor)
+    tl.store(chosen_ptr + token * TOP_K + slot, chosen, mask=there)
+    tl.store(share_ptr + token * TOP_K + slot, shares, mask=there)
+
+
+def routed(logits: Tensor, weights: ExpertsWeights) -> tuple[Tensor, Tensor]:
+    """As `experts.route`, the experts as int32: [num_tokens, top_k] both.
+
+    logits   [num_tokens, num_experts]
+    """
+    if weights.groups > 1:
+        chosen, shares = route(logits.float(), weights)
+        return chosen.int(), shares
+    tokens, count = logits.shape
+    logits = logits.contiguous()
+    chosen = torch.empty(tokens, weights.top_k, dtype=torch.int32, device=logits.device)
+    shares = torch.empty(tokens, weights.top_k, dtype=torch.float32, device=logits.device)
+    bias, scales = weights.choice_bias, weights.expert_scales
+    launch(
+        _route_kernel,
+        (tokens,),
+        *(logits, shares if bias is None else bias, shares if scales is None else scales, chosen, shares),
+        *(count, float(weights.scale)),
+        TOP_K=weights.top_k,
+        SLOTS=triton.next_power_of_2(weights.top_k),
+        EXPERTS=triton.next_power_of_2(count),
+        KIND=weights.router_kind,
+        BIAS=bias is not None,
+        SCALES=scales is not None,
+        NORMED=weights.renormalise,
+        num_warps=1,
+    )
+    return chosen, shares
+
+
+@triton.jit(do_not_specialize=["dim"])
+def _sum_kernel(given_ptr, share_ptr, out_ptr, dim, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """One program: BLOCK numbers of a token."""
+    wait_for_previous(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ok = d < dim
+    total = tl.zeros((BLOCK,), tl.float32)
+    for i in tl.static_range(TOP_K):
+        pair = token * TOP_K + i
+        total += tl.load(given_ptr + pair * dim + d, mask=ok, other=0.0).to(tl.float32) * tl.load(share_ptr + pair)
+    tl.store(out_ptr + token * dim + d, total, mask=ok)
+
+
+def summed(given: Tensor, shares: Tensor, out: Tensor) -> None:
+    """Each token's results, weighed: given [num_tokens * top_k, hidden], shares [num_tokens, top_k], out float32."""
+    tokens, top_k = shares.shape
+    constants: dict[str, Any] = {"TOP_K": top_k, "BLOCK": BLOCK}
+    launch(_sum_kernel, (tokens, -(-out.shape[1] // BLOCK)), given, shares, out, out.shape[1], **constants)

@@ -1,0 +1,156 @@
+"""Mixtures of experts whose routing stays on the card, against the segment composed of references."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from localllm.kernels import experts as reference
+from localllm.kernels.dense_linear import REFERENCE
+from localllm.kernels.dequant import dequantize
+from localllm.kernels.layer_weights import ExpertsWeights, Linear, LinearPart, Norm
+from localllm.kernels.segments import REFERENCES
+from localllm.kernels.table import implementations
+from localllm.kernels.triton import experts as triton_experts
+from localllm.kernels.weight import Weight
+
+from .weights import make, on
+
+HIDDEN, INNER, EXPERTS, TOP_K = 64, 32, 9, 3
+SOFTMAX = {"router_kind": "softmax", "activation": "silu"}
+KINDS: dict[str, dict[str, Any]] = {
+    "softmax": SOFTMAX,
+    "raw": SOFTMAX | {"renormalise": False, "scale": 2.5, "activation": "gelu_tanh"},
+    "chosen": {"router_kind": "softmax_topk", "activation": "swiglu_oai", "limit": 0.5, "biases": True},
+    "sigmoid": SOFTMAX | {"router_kind": "sigmoid", "choice_bias": True, "shared": 38, "expert_scales": True},
+    "grouped": SOFTMAX | {"router_kind": "sigmoid", "groups": 3, "group_top_k": 2},
+    "without a gate": SOFTMAX | {"activation": "relu2"},
+}
+
+
+def linear(weight: Weight, device: torch.device, name: str = "triton", bias: Tensor | None = None) -> Linear:
+    impl = next(one for one in implementations("linear") if one.name == name)
+    given = None if bias is None else bias.to(device)
+    return Linear((LinearPart(impl, impl.prepare(on(device, weight)), given, weight.shape),))
+
+
+class Both(NamedTuple):
+    """A mixture in Triton, and the same in PyTorch."""
+
+    ours: ExpertsWeights
+    plain: ExpertsWeights
+
+
+def mixture(kind: str, device: torch.device, form: str = "dense-f16", hidden: int = HIDDEN) -> Both:
+    options = dict(KINDS[kind])
+    biased, shared = options.pop("biases", False), options.pop("shared", 0)
+    gates = 1 if options["activation"] == "relu2" else 2
+    for name in ("choice_bias", "expert_scales"):
+        if options.get(name):
+            options[name] = torch.linspace(0.4, 1.3, EXPERTS).to(device)
+    inner = hidden if form.startswith("gguf") else INNER
+    stacks, plain = (reference.Stack(EXPERTS), reference.Stack(EXPERTS)), ([], [])
+    for _ in range(EXPERTS):
+        for stack, same, (n, k) in zip(stacks, plain, ((gates * inner, hidden), (hidden, inner)), strict=True):
+            weight, bias = make(form, n, k), torch.randn(n) if biased else None
+            stack.add(linear(weight, device, bias=bias))
+            same.append(linear(Weight("dense", (n, k), dequantize(weight).float()), device, REFERENCE.name, bias))
+    (gate_up, all_gate_up), (down, all_down) = (stack.finished() for stack in stacks)
+    assert all_gate_up is not None and all_down is not None
+    router = Weight("dense", (EXPERTS, hidden), torch.randn(EXPERTS, hidden))
+    if shared:
+        options["shared_gate_up"] = linear(make("dense-f32", 2 * shared, hidden), device, REFERENCE.name)
+        options["shared_down"] = linear(make("dense-f32", hidden, shared), device, REFERENCE.name)
+    made = ExpertsWeights(
+        norm=Norm(torch.linspace(0.5, 1.5, hidden).to(device), 1e-6),
+        router=linear(router, device, REFERENCE.name, torch.randn(EXPERTS) if biased else None),
+        gate_up=gate_up,
+        down=down,
+        top_k=TOP_K,
+        stacked=(all_gate_up, all_down),
+        **options,
+    )
+    return Both(made, replace(made, gate_up=tuple(plain[0]), down=tuple(plain[1]), stacked=None))
+
+
+def composed(x: Tensor, weights: ExpertsWeights, **how: Any) -> Tensor:
+    assert "mix" in how, "this mixture must stay on the card"
+    return REFERENCES["experts"](x, weights, **how)
+
+
+def check(made: Both, tokens: int, device: torch.device, tolerance: float = 4e-3) -> None:
+    hidden = made.ours.down[0].out_features
+    x = torch.randn(tokens, hidden).half().to(device)
+    wanted = REFERENCES["experts"](x.clone(), made.plain) - x
+    found = triton_experts.experts(composed, x.clone(), made.ours) - x
+    assert float((found - wanted).double().norm() / wanted.double().norm()) < tolerance
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("tokens", [1, slow(2), slow(20)])
+@pytest.mark.parametrize("kind", ["chosen", *(slow(kind) for kind in KINDS if kind != "chosen")])
+def test_what_is_chosen_on_the_card_is_what_the_reference_chooses(kind: str, tokens: int, device: torch.device) -> None:
+    check(mixture(kind, device), tokens, device)
+
+
+FORMS = ("int4g-32", "fp4g16", "fp4g32", "fp8-row", "gguf-Q4_K", "gguf-Q6_K")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [1, 14])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form(form: str, tokens: int, device: torch.device) -> None:
+    check(mixture("softmax", device, form, 256 if form.startswith("gguf") else HIDDEN), tokens, device)
+
+
+def test_many_pairs_go_in_tiles_and_in_parts(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_experts, "FEW_PAIRS", 4)
+    monkeypatch.setattr(triton_experts, "_tokens_at_once", lambda x, weights: 2)
+    check(mixture("softmax", device), 3, device)  # two tokens in tiles, one without
+
+
+@pytest.mark.parametrize("count", [1, 7, 500])
+def test_every_pair_has_one_place_in_a_tile_of_its_expert(count: int) -> None:
+    chosen = torch.randint(0, EXPERTS, (count, TOP_K), dtype=torch.int32)
+    chosen[:, 0] = 4
+    tiles = triton_experts.sorted_by_expert(chosen, EXPERTS)
+    places = tiles.places.view(-1, tiles.size)
+    assert places[places >= 0].sort()[0].tolist() == list(range(count * TOP_K))
+    for tile, expert in zip(places, tiles.experts.tolist(), strict=True):
+        inside = tile[tile >= 0]
+        assert (expert >= 0) is bool(inside.numel()), "tiles without an expert are empty, others are not"
+        assert (chosen.flatten()[inside] == expert).all() and inside.tolist() == sorted(inside.tolist())
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
+def test_the_router_takes_the_first_of_equals_and_loses_no_nan(device: torch.device) -> None:
+    weights = mixture("softmax", device).ours
+    logits = torch.zeros(4, EXPERTS)
+    logits[1, 7], logits[2, 3], logits[3] = 2.0, torch.nan, torch.nan
+    chosen, shares = triton_experts.routed(logits.to(device), weights)
+    assert chosen[0].tolist() == [0, 1, 2] and chosen[1].tolist() == [7, 0, 1]
+    assert shares[:2].sum(1).tolist() == pytest.approx([1, 1]) and shares[2:].isnan().all()
+    assert bool(((chosen >= 0) & (chosen < EXPERTS)).all())
+
+
+def test_experts_that_are_stored_unlike_stay_apart(device: torch.device) -> None:
+    weights = [make("fp8-row", 6, 64) for _ in range(4)]
+    weights[2].qweight.view(torch.uint8)[1, 1] = 0x7F  # NaN: this one alone gets a factor of its own
+    for given in (weights, [make("int4g-32", 6, 64), make("dense-f16", 6, 64)], [make("fp8-block", 6, 128)] * 2):
+        stack = reference.Stack(len(given))
+        for weight in given:
+            stack.add(linear(weight, device))
+        linears, whole = stack.finished()
+        x = torch.randn(3, given[0].shape[1]).half().to(device)
+        for one, weight in zip(linears, given, strict=True):
+            assert torch.equal(one(x).isnan(), linear(weight, device)(x).isnan())
+            assert torch.allclose(one(x), linear(weight, device)(x), equal_nan=True)
+        alike = len({tuple(sorted(linear(w, device).parts[0].prepared._asdict())) for w in given}) == 1
+        assert whole is None or alike
