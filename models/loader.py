@@ -1,7 +1,8 @@
 """`load_model`: a checkpoint -> `Model`, one linear layer at a time: read, canonical form, choose, prepare, free.
 
-So memory holds the prepared weights and the tensors of one layer class at any time. Nothing of the model stays in the
+So memory holds the prepared weights and the tensors of one layer class at any time. Nothing of the model stays in its
 mapped files: one that is cut or written over while the model runs would end the process with SIGBUS, or change answers.
+(`packed` maps a file of our own, which nobody writes to in its place.)
 What is missing or has the wrong shape is a `BadModelFile`; tensors nobody asked for are ignored, unless they are known
 to change the result.
 """
@@ -23,7 +24,7 @@ from localllm.kernels.table import kernel_table
 from localllm.kernels.verify.selftest import KernelCrash
 from localllm.quant import dequantize, load_weight
 
-from .architectures import OpenModel, RopeFacts
+from .architectures import ModelFacts, OpenModel, RopeFacts
 from .architectures.facts import layer_views, without_predictor
 from .architectures.layers import Entry as EntryFacts
 from .architectures.layers import InputTable
@@ -34,6 +35,7 @@ from .kv_cache import cache_groups
 from .kv_scales import read_kv_scales
 from .layers import load_layer
 from .model import Model
+from .packed import PackFailed
 from .parallel import ParallelModel
 from .predictor import load_predictor
 from .ranks import Gathered, VocabularyRows
@@ -65,7 +67,7 @@ def load_model(checkpoint: OpenModel, options: LoadOptions | None = None) -> Mod
     try:
         facts = checkpoint.facts if options.predictor else without_predictor(checkpoint.facts)
         if options.ranks is None:
-            return Loading(checkpoint, Shard(facts), options).model()
+            return _load_whole(checkpoint, facts, options)
         found = shard(facts, options.ranks.share, partial(column_unit, checkpoint))
         return Loading(checkpoint, found, options).model()
     except torch.OutOfMemoryError as error:
@@ -76,6 +78,21 @@ def load_model(checkpoint: OpenModel, options: LoadOptions | None = None) -> Mod
         ) from error
     except KernelCrash as error:
         raise DeviceError(str(error), "start again: that kernel is left out from now on") from error
+
+
+def _load_whole(checkpoint: OpenModel, facts: ModelFacts, options: LoadOptions) -> Model:
+    """In this process alone; once more from the start where the file of repacked weights cannot be finished."""
+    packed = options.packed
+    try:
+        return Loading(checkpoint, Shard(facts), options).model()
+    except PackFailed as error:
+        failure = str(error)
+    finally:
+        if packed is not None:
+            packed.close()
+    assert packed is not None
+    packed.give_up(failure)
+    return Loading(checkpoint, Shard(facts), options).model()
 
 
 class Loading(Reader):
@@ -103,6 +120,8 @@ class Loading(Reader):
         head = HeadWeights(norm, linear, facts.logit_softcap, join)
         ropes = [self.rope(rope) for rope in facts.ropes]
         groups = cache_groups(facts, read_kv_scales(self.checkpoint, self.checkpoint.names, facts.num_layers))
+        if options.packed is not None:
+            options.packed.finish()
         if self.selftest is not None and ranks is None:  # fused segments do not know of ranks
             seen, views = layer_views(facts)
             samples = layer_samples(layers, views)
@@ -143,10 +162,14 @@ class Loading(Reader):
             if not self.shard.vocabulary or ranks is None
             else len(self.shard.vocabulary[ranks.share.rank])
         )
-        vocabulary = (own, facts.hidden_size)
-        rows = self.weight("model.embed_tokens", vocabulary)
-        if facts.tied_embeddings:
-            linear = Linear((self.prepare("lm_head", rows, None),))
+        vocabulary, table = (own, facts.hidden_size), "model.embed_tokens"
+        kept = self.kept("lm_head", table, (table,), (vocabulary,)) if facts.tied_embeddings else None
+        rows = self.weight(table, vocabulary) if kept is None else None
+        if kept is not None or rows is None:
+            linear = Linear(kept or ())
+        elif facts.tied_embeddings:
+            linear = Linear((self.prepare("lm_head", rows, None, table),))
+            self.release((table,))
         else:
             linear = self.linear("lm_head", ("lm_head",), (vocabulary,))
         embedding = self.embedding(rows, linear if facts.tied_embeddings else None)
@@ -175,14 +198,17 @@ class Loading(Reader):
             deterministic=options.deterministic,
         )
 
-    def embedding(self, weight: Weight, head: Linear | None) -> Embedding:
-        """The embedding; it reads rows of the tied head's prepared weight where that is possible."""
+    def embedding(self, weight: Weight | None, head: Linear | None) -> Embedding:
+        """The embedding; it reads rows of the tied head's prepared weight where that is possible, and always of one
+        that comes without its canonical form.
+        """
         dtype = getattr(torch, self.options.dtype)
         if head is not None:
             part = head.parts[0]
             shared = part.impl.rows(part.prepared)
             if shared is not None:
                 return Embedding(shared, self.facts.embedding_scale, dtype, nbytes=0, prepared=part.prepared)
+        assert weight is not None
         weight = self.owned(weight)
         if is_plain_table(weight):  # one launch where there is nothing to scale
             rows = partial(reference.embedding, table=weight.qweight, scale=self.facts.embedding_scale, dtype=dtype)

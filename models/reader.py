@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from localllm.errors import BadModelFile, UnsupportedFormat
 from localllm.kernels import LinearFacts, Weight, choose
+from localllm.kernels.cpu import layout as cpu_layout
 from localllm.kernels.dequant import FP8_BLOCK
 from localllm.kernels.layer_weights import Join, Linear, LinearPart, Module, Norm
 from localllm.kernels.table import implementations
@@ -24,6 +25,7 @@ from localllm.quant.encode import Target, encode
 from .architectures import OpenModel
 from .architectures.layers import ROUTERS
 from .architectures.sharding import Cut, Shard, pieces
+from .packed import Packed, PackedPart
 from .ranks import Gathered, Ranks, Summed
 
 
@@ -49,6 +51,7 @@ class LoadOptions:
     disabled: frozenset[str] = frozenset()  # keys ("op:name") of implementations that failed their self-test
     selftest: SelfTest | None = None  # tries every kernel that is chosen, on the shapes of this model; None trusts them
     progress: Callable[[int, int], None] | None = None  # called with (stored bytes done, of how many)
+    packed: Packed | None = None  # on a CPU: where weights are kept as its kernels read them
     ranks: Ranks | None = None  # those that load a part of the model each, this one among them
 
 
@@ -98,43 +101,84 @@ class Reader:
         order     int64 [N]: which row of a single module gives each output
         """
         device = torch.device("cpu") if on_host else self.device
-        weights = [self.weight(name, shape, device, order) for name, shape in zip(names, shapes, strict=True)]
+        key = "" if on_host else "+".join(names)
+        parts = self.kept(layer_class, key, names, shapes)
+        if parts is None:
+            weights = [self.weight(name, shape, device, order) for name, shape in zip(names, shapes, strict=True)]
+            whole = fuse(weights)
+            found = weights if whole is None else [whole]
+            parts = tuple(self.prepare(layer_class, weight, None, key) for weight in found)
+            self.release(names)
         biases = [self.bias(name, shape[0], device, order) for name, shape in zip(names, shapes, strict=True)]
         sources = map(self.checkpoint.names.source, names)
         modules = tuple(Module((*pair,), shape[0], order) for *pair, shape in zip(names, sources, shapes, strict=True))
-        whole = fuse(weights)
-        if whole is None:
-            parts = zip(weights, biases, strict=True)
-            return Linear(tuple(self.prepare(layer_class, weight, bias) for weight, bias in parts), modules)
+        if len(parts) == len(names):
+            return Linear(tuple(replace(part, bias=bias) for part, bias in zip(parts, biases, strict=True)), modules)
         bias = None
         if any(b is not None for b in biases):
             pairs = zip(biases, shapes, strict=True)
             bias = torch.cat([torch.zeros(n, device=device) if part is None else part for part, (n, _) in pairs])
-        return Linear((self.prepare(layer_class, whole, bias),), modules)
+        return Linear((replace(parts[0], bias=bias),), modules)
 
-    def prepare(self, layer_class: str, weight: Weight, bias: Tensor | None) -> LinearPart:
-        """Choose the implementation for a canonical weight, where it lies, and let it repack it."""
-        own = weight.qweight.device.type == self.device.type
-        facts = LinearFacts(
+    def release(self, names: Sequence[str]) -> None:
+        """Take what was read of these modules out of this process's memory: it stays in the system's page cache."""
+        for name in names:
+            for tensor in self._below.get(self.checkpoint.names.source(name), ()):
+                self.checkpoint.forget(tensor, cached=False)
+
+    def kept(
+        self, layer_class: str, key: str, names: Sequence[str], shapes: Sequence[tuple[int, int]]
+    ) -> tuple[LinearPart, ...] | None:
+        """What was prepared from these modules for an earlier load, without biases; None where it has to be read."""
+        packed, parts = self.options.packed, []
+        for one in packed.parts(key) or () if packed is not None and key else ():
+            facts = self._linear_facts(one, "cpu")
+            impl = choose(implementations("linear"), facts, self.disabled).impl
+            proven = self.selftest is None or self.selftest.linear_known(impl, facts, one.has)
+            if impl.prepare is not cpu_layout.prepare or not proven:
+                return None
+            parts.append(LinearPart(impl, one.prepared, None, one.shape))
+        if not parts or sum(part.shape[0] for part in parts) != sum(n for n, _ in shapes):
+            return None
+        for part in parts:
+            self.chosen.setdefault(layer_class, {})[part.impl.name] = None
+        for name in names:
+            self.count(self.checkpoint.names.source(name))
+        return tuple(parts)
+
+    def prepare(self, layer_class: str, weight: Weight, bias: Tensor | None, key: str = "") -> LinearPart:
+        """Choose the implementation for a canonical weight, where it lies, and let it repack it.
+
+        key   under which it is kept for later loads, where they are
+        """
+        facts, packed = self._linear_facts(weight, weight.qweight.device.type), self.options.packed
+        while True:
+            impl = choose(implementations("linear"), facts, self.disabled).impl
+            keeps = bool(key) and packed is not None and packed.writes and impl.prepare is cpu_layout.prepare
+            prepare = packed.prepare if packed is not None and keeps else impl.prepare
+            # the codes, nearly all of the bytes, are repacked almost always: they are copied only where they were kept
+            prepared = self.owned(prepare(self.owned(weight, but="qweight")))
+            if self.selftest is None or self.selftest.linear_passed(impl, facts, weight, prepared):
+                break
+        if packed is not None and keeps:
+            packed.keep(key, facts, weight, prepared)
+        self.chosen.setdefault(layer_class, {})[impl.name] = None
+        return LinearPart(impl, prepared, bias, weight.shape)
+
+    def _linear_facts(self, weight: Weight | PackedPart, device: str) -> LinearFacts:
+        own = device == self.device.type
+        return LinearFacts(
             form=weight.form,
             shape=weight.shape,
             group_size=weight.group_size,
             block_type=weight.block_type,
-            device=weight.qweight.device.type,
+            device=device,
             capability=self.capability if own else 0,
             dtype=self.options.dtype if own else "float32",
             exact=self.options.exact,
             deterministic=self.options.deterministic,
             activations=self.options.activations if own else "",
         )
-        while True:
-            impl = choose(implementations("linear"), facts, self.disabled).impl
-            # the codes, nearly all of the bytes, are repacked almost always: they are copied only where they were kept
-            prepared = self.owned(impl.prepare(self.owned(weight, but="qweight")))
-            if self.selftest is None or self.selftest.linear_passed(impl, facts, weight, prepared):
-                break
-        self.chosen.setdefault(layer_class, {})[impl.name] = None
-        return LinearPart(impl, prepared, bias, weight.shape)
 
     def owned(self, weight: Any, but: str = "") -> Any:
         """A weight, canonical or prepared, with copies of its tensors that are views of the mapped files."""

@@ -191,6 +191,11 @@ def lib() -> ctypes.CDLL:
     return loaded.lib
 
 
+def layout_name() -> str:
+    """Changes with whatever could change how weights lie in memory: instruction set, sources."""
+    return f"{library().isa}-{platform.machine().lower()}-{_source_hash()}"
+
+
 def _compiler() -> tuple[str, ...]:
     """The command of a C compiler: $CC, the system's, or the one in the ziglang wheel; () without one."""
     named = shlex.split(os.environ.get("CC", ""))

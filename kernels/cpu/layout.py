@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -48,6 +49,10 @@ class Prepared:
         self.layer: tuple[Any, Any] | None = None
         self.decoder: Any = None  # the same for a whole model: its layers and their pages as C knows them
 
+    def move(self, data: Tensor) -> None:
+        """The same tiles lie here from now on."""
+        self.data, self.struct.data = data, data.data_ptr()
+
     def forget(self, pages_only: bool = False) -> None:
         """Let go of what `segments` keeps here."""
         self.decoder = None
@@ -66,7 +71,8 @@ class Arena:
     SIZE = 32 << 20
     ALIGN = 64
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = SIZE) -> None:
+        self._size = size
         self._piece: weakref.ref[torch.UntypedStorage] | None = None
         self._used = 0
         # two models may be loaded at once, in two threads: their weights would share bytes
@@ -77,7 +83,7 @@ class Arena:
         with self._lock:
             storage = self._piece() if self._piece is not None else None
             if storage is None or self._used + count > storage.nbytes():
-                piece = torch.empty(max(self.SIZE, count + self.ALIGN), dtype=torch.uint8)
+                piece = torch.empty(max(self._size, count + self.ALIGN), dtype=torch.uint8)
                 storage = piece.untyped_storage()
                 lib().ll_advise(piece.data_ptr(), piece.numel())
                 self._piece, self._used = weakref.ref(storage), -piece.data_ptr() % self.ALIGN
@@ -91,21 +97,25 @@ def _arena() -> Arena:
     return Arena()
 
 
-def prepare(weight: Weight) -> Prepared:
-    """Repacks a canonical weight, exactly. Raises ValueError for what `fits` refuses."""
+# what a struct points to beside its tiles
+KEPT = {"row_scale": torch.float32, "perm": torch.int32, "pre_scale": torch.float32}
+
+
+def prepare(weight: Weight, take: Callable[[int], Tensor] | None = None) -> Prepared:
+    """Repacks a canonical weight, exactly, into what `take` gives for so many bytes (aligned to 64; None: an arena).
+
+    Raises ValueError for what `fits` refuses.
+    """
     struct = CWeight(n=weight.shape[0], k=weight.shape[1], group=32)
     kind, codes, scales, mins = _describe(weight, struct)
     kept: list[Tensor] = []
-    for name, tensor, dtype in (
-        ("row_scale", weight.global_scale if weight.form == "fp4g16" else _row_scale(weight), torch.float32),
-        ("perm", weight.perm, torch.int32),
-        ("pre_scale", weight.pre_scale, torch.float32),
-    ):
+    row_scale = weight.global_scale if weight.form == "fp4g16" else _row_scale(weight)
+    for name, tensor in zip(KEPT, (row_scale, weight.perm, weight.pre_scale), strict=True):
         if tensor is not None:
-            kept.append(tensor.contiguous().to(dtype, copy=True))  # never a view of the file
+            kept.append(tensor.contiguous().to(KEPT[name], copy=True))  # never a view of the file
             setattr(struct, name, kept[-1].data_ptr())
     library = lib()
-    data = _arena().take(library.ll_layout(ctypes.addressof(struct)))
+    data = (take or _arena().take)(library.ll_layout(ctypes.addressof(struct)))
     struct.data = data.data_ptr()
     codes = codes.contiguous()
     scales, mins = _padded(scales, struct), _padded(mins, struct)
@@ -119,6 +129,28 @@ def prepare(weight: Weight) -> Prepared:
     if library.ll_pack(ctypes.addressof(struct), ctypes.addressof(source)):
         raise MemoryError("no memory to repack a weight")
     return Prepared(struct, data, tuple(kept))
+
+
+def kept_of(prepared: Prepared) -> dict[str, Tensor]:
+    """What is kept beside the tiles, by name."""
+    return dict(zip((name for name in KEPT if getattr(prepared.struct, name)), prepared.kept, strict=True))
+
+
+def stored_struct(prepared: Prepared) -> bytes:
+    """The struct without its addresses: with the tiles and `kept_of`, all that `revived` needs."""
+    struct = CWeight.from_buffer_copy(prepared.struct)
+    for name in ("data", *KEPT):
+        setattr(struct, name, None)
+    return bytes(struct)
+
+
+def revived(struct: bytes, data: Tensor, kept: Mapping[str, Tensor]) -> Prepared:
+    """A weight that was repacked by the same library. Its memory is only read."""
+    made = CWeight.from_buffer_copy(struct)
+    made.data = data.data_ptr()
+    for name, part in kept.items():
+        setattr(made, name, part.data_ptr())
+    return Prepared(made, data, tuple(kept.values()))
 
 
 def _describe(w: Weight, struct: CWeight) -> tuple[int, Tensor, Tensor | None, Tensor | None]:

@@ -26,6 +26,14 @@ from .records import Records
 from .sampling_trial import SampleOp, sampler_error
 from .trial import NotBuilt, SegmentTrial, ends_kind, is_device_lost, layer_kind, linear_error, op_error
 
+OPTIONAL = ("zeros", "mins", "perm", "pre_scale")  # tensors of a `Weight`
+
+
+def _linear_key(facts: LinearFacts, has: Sequence[str]) -> str:
+    n, k = facts.shape
+    key = f"{facts.form}{facts.block_type} {n}x{k} g{facts.group_size} {facts.dtype}{' exact' * facts.exact}"
+    return key + "".join(f" +{name}" for name in has)
+
 
 @dataclass(frozen=True, slots=True)
 class Failure:
@@ -71,12 +79,13 @@ class SelfTest:
         """Whether `impl` multiplies with what it prepared as the canonical `weight` says."""
         if impl is PLAIN["linear"][-1]:
             return True
-        n, k = facts.shape
-        key = f"{facts.form}{facts.block_type} {n}x{k} g{facts.group_size} {facts.dtype}{' exact' * facts.exact}"
-        key += "".join(
-            f" +{name}" for name in ("zeros", "mins", "perm", "pre_scale") if getattr(weight, name) is not None
-        )
-        return self._passed(impl.key, key, partial(linear_error, impl, facts, weight, prepared))
+        has = tuple(name for name in OPTIONAL if getattr(weight, name) is not None)
+        return self._passed(impl.key, _linear_key(facts, has), partial(linear_error, impl, facts, weight, prepared))
+
+    def linear_known(self, impl: Impl, facts: LinearFacts, has: Sequence[str]) -> bool:
+        """Whether `linear_passed` was true before for a weight that has these tensors of OPTIONAL."""
+        known = self.records.get(f"{impl.key} {_linear_key(facts, has)}")
+        return known is not None and not known.get("reason") and impl.key not in self.disabled
 
     def segments(
         self,

@@ -48,10 +48,12 @@ class Checkpoint:
     def maps(self, address: int) -> bool:
         return any(file.holds(address) for file in self.files.values())
 
-    def forget(self, name: str) -> None:
-        """Let the system drop a tensor's bytes from its page cache; who wants them again reads them from disk."""
+    def forget(self, name: str, *, cached: bool = True) -> None:
+        """Give a tensor's bytes back; with `cached` the system may drop them from its page cache, too: who wants them
+        again reads them from disk.
+        """
         info = self.tensors[name]
-        self.files[info.file].forget(info.offset, info.nbytes)
+        self.files[info.file].forget(info.offset, info.nbytes, cached=cached)
 
     @property
     def nbytes(self) -> int:

@@ -128,13 +128,17 @@ class MappedFile:
     def _cut(self, size: int) -> BadModelFile:
         return bad(self.path, f"was cut from {self.size:,} to {size:,} bytes while it was read", offset=size)
 
-    def forget(self, offset: int, nbytes: int) -> None:
-        """Drop whole system pages of a range from this map and from the page cache: a hint, which may do nothing."""
+    def forget(self, offset: int, nbytes: int, *, cached: bool = True) -> None:
+        """Drop whole system pages of a range from this map, and from the page cache where `cached`: a hint, which may
+        do nothing.
+        """
         first = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
         length = (offset + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
         if length <= 0 or self.data is None or not hasattr(os, "posix_fadvise"):
             return
         self.buffer.madvise(mmap.MADV_DONTNEED, first, length)
+        if not cached:
+            return
         with contextlib.suppress(OSError):
             descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
             try:

@@ -65,6 +65,7 @@ class Job:
     stream: bool = False
     show_thinking: bool = False
     stats: bool = False
+    trace: bool = False  # tell how long each phase of the start took
     markdown: bool = False
     strict: bool = False
 

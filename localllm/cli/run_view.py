@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localllm.cli.frame.console import Console
@@ -36,6 +40,34 @@ def timing_json(timing: Timing) -> dict[str, float]:
         "draft_tokens": timing.draft_tokens,
         "accepted_tokens": timing.accepted_tokens,
     }
+
+
+class StartTrace:
+    """How long each phase of a start took, from the process's own begin to the first token."""
+
+    def __init__(self) -> None:
+        self._begun: list[tuple[str, float]] = [("start", process_begun())]
+
+    def phase(self, phase: LoadProgress) -> None:
+        if phase.name != self._begun[-1][0]:
+            self._begun.append((phase.name, time.monotonic()))
+
+    def line(self, timing: Timing) -> str:
+        """'start 0.46 s, resolve 0.06 s, import 1.37 s, weights 0.05 s, first token 0.54 s, in all 2.48 s'."""
+        names, begins = zip(*self._begun, strict=True)
+        took = [end - begin for begin, end in pairwise(begins)]
+        parts = [*zip(names, took, strict=False), ("first token", timing.ttft_s), ("in all", sum(took) + timing.ttft_s)]
+        return ", ".join(f"{name} {seconds:.2f} s" for name, seconds in parts)
+
+
+def process_begun() -> float:
+    """When this process began, on the monotonic clock; now, where the system does not say."""
+    now = time.monotonic()
+    try:
+        began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        return now - max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began)
+    except (OSError, ValueError, AttributeError):
+        return now
 
 
 class RunEvents:

@@ -131,6 +131,12 @@ class EngineOptions:
         "pages of prompts and answers are kept on the disk, up to this size, so that a chat that goes on after a"
         " restart is not read again; who can read the disk can learn what was said; 0 keeps none",
     )
+    packed_store: int = _key(
+        SIZE,
+        32 << 30,
+        "weights of large models are kept on the disk as the CPU reads them, up to this size, so that the next start"
+        " repacks nothing; the longest unused go first; 0 keeps none",
+    )
     speculation: str = _key(
         choice("auto", "off", "ngram", "draft", "mtp"),
         "auto",

@@ -82,7 +82,7 @@ class Draft:
         with self._naming():
             context = min(options.context, self.facts.max_context)
             own = replace(options, weights="", context=context, host_experts=(), stream_rows=0, predictor=False)
-            return load_model(self._checkpoint, own)
+            return load_model(self._checkpoint, replace(own, packed=None))
 
     def close(self) -> None:
         """Nothing reads the files from here on. Safe to call twice."""

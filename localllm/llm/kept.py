@@ -1,4 +1,4 @@
-"""What kept pages of keys and values depend on, beside their tokens: the model's files, its formats, this version."""
+"""What is kept on the disk for the next start, by what it depends on: pages of keys and values, repacked weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from hashlib import blake2b
 from pathlib import Path
 
 from localllm._version import __version__
-from localllm.models.architectures import ModelFacts
+from localllm.checkpoint.packed_file import packed_dir
+from localllm.engine.page_files import PageFiles, store_dir
+from localllm.kernels.cpu.build import library
+from localllm.models.architectures import ModelFacts, OpenModel
+from localllm.models.kv_cache import KVCache
+from localllm.models.packed import LEAST_BYTES, Packed
 from localllm.plan.plan import Plan
 
 SAMPLES, SAMPLE_BYTES = 64, 4096
@@ -39,3 +44,19 @@ def identity(model: bytes, facts: ModelFacts, plan: Plan, page_bytes: Iterable[i
         plan.ctx if by_context else 0,
     )  # fmt: skip
     return blake2b(repr(parts).encode(), digest_size=16).digest()
+
+
+def page_files(
+    files: Iterable[Path], facts: ModelFacts, plan: Plan, cache: KVCache, weight_format: str, limit: int
+) -> PageFiles:
+    """Where pages of keys and values are kept that such a cache can take."""
+    sizes = [*(cache.page_bytes(group) for group in range(len(cache.groups))), cache.slot_bytes()]
+    return PageFiles(store_dir(), identity(model_digest(files), facts, plan, sizes, weight_format), limit)
+
+
+def packed_weights(checkpoint: OpenModel, plan: Plan, limit: int) -> Packed | None:
+    """Where the weights of a model lie as the CPU reads them; None where no file is worth it, or none is wanted."""
+    if plan.device != "cpu" or plan.ranks or not limit or checkpoint.nbytes < LEAST_BYTES or library().lib is None:
+        return None
+    name = blake2b(model_digest(checkpoint.files) + plan.quant.encode(), digest_size=16).hexdigest()
+    return Packed(packed_dir() / f"{name}.packed", tuple(checkpoint.files), checkpoint.nbytes, limit)

@@ -83,6 +83,7 @@ class LoadedModel(AdaptedModel):
         self._doubts = tuple(filter(None, (self._checkpoint.doubt, self._checkpoint.unread, flaw)))
         self._template: ChatTemplate | None = None
         self._engine: Engine | None = None
+        self._mapped_bytes = 0  # of weights that no memory of this process holds
         self._sleeping: SleepingWeights | SleepingRanks | None = None
         self._meter: PowerMeter | None = None
         self.keeps_pace = False  # whether the pace of its answers is kept for the next plan
@@ -198,9 +199,11 @@ class LoadedModel(AdaptedModel):
         from localllm.boot.claim import serve_torch
         from localllm.boot.ranks import load
         from localllm.device import rss_anon_bytes
+        from localllm.llm.kept import packed_weights
         from localllm.models.loader import LoadOptions
         from localllm.models.placement import uniform
 
+        packed = packed_weights(self._checkpoint, self.plan, self.options.packed_store)
         options = LoadOptions(
             device=str(device),
             dtype=self.plan.dtype,
@@ -216,11 +219,15 @@ class LoadedModel(AdaptedModel):
             stream_rows=self.plan.stream_rows,
             selftest=first_use(self.plan.device, self.machine),
             progress=self._on_weights,
+            packed=packed,
         )
         self._selftest, self._base_bytes = options.selftest, rss_anon_bytes()
         if device.type == "cuda" and self._selftest is not None and not self._selftest.records.items():
             self._notify(LoadProgress("compile", detail="kernels for this card, once; up to a minute"))
         self._model: Model = load(self._checkpoint, options, self.plan)
+        if packed is not None:
+            self._mapped_bytes = packed.mapped_bytes
+            self._doubts += tuple(filter(None, (packed.note,)))
         self.adapters = self._no_adapters()
         self._drafter = self._draft.load(options) if self._draft is not None and self.plan.draft_pages else None
         serve_torch(self._model.kernels, self.plan.threads)
@@ -241,7 +248,7 @@ class LoadedModel(AdaptedModel):
             self._selftest,
             draft=self._drafter,
             adapters=self.adapters,
-            base_bytes=self._base_bytes,
+            base_bytes=self._base_bytes - self._mapped_bytes,
             program_bytes=self._base_bytes - self._start_bytes,
         )
         self.plan = self.boot.plan
@@ -252,15 +259,11 @@ class LoadedModel(AdaptedModel):
 
     def _keep_on_disk(self, engine: Engine) -> None:
         """Where the options say so, what is computed is found again by the next process, and after a sleep."""
-        if not self.options.kv_store or not self.plan.prefix_cache or self.facts.pooling:
-            return
-        from localllm.engine.page_files import PageFiles, store_dir
-        from localllm.llm.kept import identity, model_digest
+        if self.options.kv_store and self.plan.prefix_cache and not self.facts.pooling:
+            from localllm.llm.kept import page_files
 
-        cache = engine.runner.cache
-        sizes = [*(cache.page_bytes(group) for group in range(len(cache.groups))), cache.slot_bytes()]
-        model = identity(model_digest(self._checkpoint.files), self.facts, self.plan, sizes, self.weight_format)
-        engine.keep_on_disk(PageFiles(store_dir(), model, self.options.kv_store))
+            parts = self._checkpoint.files, self.facts, self.plan, engine.runner.cache, self.weight_format
+            engine.keep_on_disk(page_files(*parts, self.options.kv_store))
 
     def _on_weights(self, done: int, total: int) -> None:
         """Tell of every whole percent, not of every tensor."""
@@ -306,7 +309,8 @@ class LoadedModel(AdaptedModel):
 
     def state(self) -> Facts:
         """Plain data for status lines: of the plan, and the engine's counters by their names."""
-        stats, plan = self.stats(), self.plan
+        stats, plan, store = self.stats(), self.plan, self.engine.store
+        kept = "" if store is None else store.files.note
         return Facts(
             model=self.name,
             run_summary=self.run_summary,
@@ -326,14 +330,9 @@ class LoadedModel(AdaptedModel):
             embeds=bool(self.facts.pooling),
             times_kernels=self.boot.is_tuning,
             sampling=tuple((name, value, why) for name, (value, why) in self.sampling.items()),
-            warnings=(*plan.warnings, *self._doubts, *self.boot.warnings, *self._store_notes),
+            warnings=(*plan.warnings, *self._doubts, *self.boot.warnings, *filter(None, (kept,))),
             **{f.name: getattr(stats, f.name) for f in fields(Facts) if hasattr(stats, f.name)},
         )
-
-    @property
-    def _store_notes(self) -> tuple[str, ...]:
-        store = self.engine.store
-        return (store.files.note,) if store is not None and store.files.note else ()
 
     def live_state(self) -> Facts:
         """The same with what the process or its share of the card holds now, and what the card draws."""
@@ -342,7 +341,7 @@ class LoadedModel(AdaptedModel):
 
         state = self.state()
         if not state.device.startswith("cuda"):
-            return replace(state, held_bytes=rss_anon_bytes())
+            return replace(state, held_bytes=rss_anon_bytes() + self._mapped_bytes)
         import torch
 
         if self._meter is None:

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from localllm.checkpoint.packed_file import PackedWriter, packed_dir
+
 from .conftest import LOCALLLM, Invoke, schema, valid
 
 HUB_SERVER = Path(__file__).parents[1] / "hub/hub_server.py"
@@ -121,6 +123,22 @@ def test_rm_clears_what_is_kept_of_conversations(invoke: Invoke, empty_home: Pat
     done = valid(invoke("rm", "--kv-store", "-y", "--json").stdout, "rm-1")
     assert done["removed"] and not folder.exists()
     assert invoke("rm", "--kv-store").exit_code == 0
+
+
+def test_rm_takes_the_repacked_weights_of_a_model_along(invoke: Invoke, models: Path) -> None:
+    assert invoke("rm", "--packed", "--partial").exit_code == 2
+    (source,) = (models / "smollm2").glob("*.gguf")
+    folder = packed_dir()
+    for name, files in (("own", [str(source)]), ("other", [__file__])):
+        writer = PackedWriter(folder / f"{name}.packed", 1, 1 << 30)
+        writer.write(memoryview(bytes(64)))
+        writer.finish({"files": files}, lambda address, size: b"")
+    dry = valid(invoke("rm", "smollm2", "-n", "--json").stdout, "rm-1")
+    assert [path for path in dry["paths"] if "own.packed" in path]
+    assert invoke("rm", "smollm2", "-y").exit_code == 0
+    assert [path.name for path in folder.iterdir()] == ["other.packed"]
+    assert invoke("rm", "--packed", "-y").exit_code == 0
+    assert not list(folder.iterdir())
 
 
 def test_plan(invoke: Invoke, models: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import time
@@ -21,7 +22,8 @@ from .conftest import LOCALLLM, Invoke, process, schema, valid
 
 
 def test_the_answer_alone_is_on_stdout(invoke: Invoke) -> None:
-    result = invoke("run", "fake", "hello", "there", "--stats")
+    result = invoke("run", "fake", "hello", "there", "--stats", "--trace")
+    assert re.search(r"\[start \d+\.\d\d s, .*first token \d\.\d\d s, in all \d+\.\d\d s\]", result.stderr)
     assert result.stdout == "hello there\n"
     assert "tok/s" in result.stderr
 

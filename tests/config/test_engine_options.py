@@ -51,6 +51,7 @@ GIVEN: dict[str, tuple[str, Any]] = {
     "deterministic": ("off", False),
     "prefix_cache": ("off", False),
     "kv_store": ("4GiB", 4 * GIB),
+    "packed_store": ("4GiB", 4 * GIB),
     "speculation": ("ngram", "ngram"),
     "draft": ("smollm2", "smollm2"),
     "adapters": ("poet=poet", ("poet=poet",)),
@@ -118,7 +119,13 @@ def test_this_file_knows_every_setting() -> None:
 def test_a_setting_reaches_the_plan(field: str, door: Callable[..., EngineOptions], tmp_path: Path) -> None:
     options = door(field, GIVEN[field][0], tmp_path)
     assert options == replace(EngineOptions(), **{field: GIVEN[field][1]})
-    if field in ("ttl_s", "kv_store", "draft", "adapters"):  # the last two reach the plan with their files
+    if field in (
+        "ttl_s",
+        "kv_store",
+        "packed_store",
+        "draft",
+        "adapters",
+    ):  # the last two reach the plan with their files
         return
     shown = PLANNED.get(field, lambda plan: getattr(plan, field))
     if field == "deterministic":  # off is what a GPU has anyway

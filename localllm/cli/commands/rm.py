@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial as bound
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,30 +18,46 @@ if TYPE_CHECKING:
     from localllm.hub import Removal
 
 
-@command("localllm rm smollm2", "localllm rm org/repo:Q4_K_M -y", "localllm rm --partial", "localllm rm --kv-store")
+@command(
+    "localllm rm smollm2",
+    "localllm rm org/repo:Q4_K_M -y",
+    "localllm rm --partial",
+    "localllm rm --kv-store",
+    "localllm rm --packed",
+)
 def rm(
     env: Env,
     models: Annotated[list[str] | None, model_argument("MODEL...", "Names as `ls` shows them.")] = None,
     dry_run: Annotated[bool, Option("-n", "--dry-run", help="Only say what would be removed.")] = False,
     partial: Annotated[bool, Option("--partial", help="Remove what interrupted downloads left.")] = False,
     kv_store: Annotated[bool, Option("--kv-store", help="Remove the pages of conversations kept on the disk.")] = False,
+    packed: Annotated[bool, Option("--packed", help="Remove the repacked weights kept on the disk.")] = False,
     quantized_only: Annotated[
         bool, Option("--quantized-only", help="Only what `quantize` made of these models, not they themselves.")
     ] = False,
 ) -> int:
-    """Remove models, left-over parts of downloads, or kept pages. Says who else uses the files, and asks first."""
+    """Remove models, left-over parts of downloads, or what is kept on the disk. Says who else uses the files, and asks.
+
+    With a model go its repacked weights.
+    """
     from localllm import hub
 
     console = env.console
-    if partial + kv_store + bool(models) != 1:
-        raise ConfigError("rm takes names, --partial or --kv-store", "localllm rm NAME, or localllm rm --partial")
+    if partial + kv_store + packed + bool(models) != 1:
+        raise ConfigError(
+            "rm takes names, --partial, --kv-store or --packed", "localllm rm NAME, or localllm rm --partial"
+        )
 
     def remove(dry_run: bool) -> list[hub.Removal]:
         if partial:
             return [hub.remove_partials(dry_run=dry_run)]
         if kv_store:
             return [_kept_pages(dry_run)]
-        return [hub.remove(name, dry_run=dry_run, derived_only=quantized_only) for name in models or ()]
+        if packed:
+            return [_packed_weights(dry_run)]
+        each = [bound(hub.remove, name, derived_only=quantized_only) for name in models or ()]
+        sources = [path for one in each for path in one(dry_run=True).paths]
+        return [_packed_weights(dry_run, sources), *(one(dry_run=dry_run) for one in each)]
 
     planned = remove(dry_run=True)
     total = sum(item.num_bytes for item in planned)
@@ -64,6 +82,16 @@ def rm(
     }
     console.emit("rm/1", fields)
     return 0
+
+
+def _packed_weights(dry_run: bool, models: Sequence[Path] | None = None) -> Removal:
+    """The files of `engine.packed_store` that were made from these files, or all."""
+    from localllm.checkpoint.packed_file import of_models, remove, stored_packs
+    from localllm.hub import Removal
+
+    found = stored_packs() if models is None else of_models(models)
+    gone = [one for one in found if dry_run or remove(one.path)]
+    return Removal((), tuple(one.path for one in gone), sum(one.num_bytes for one in gone), done=not dry_run)
 
 
 def _kept_pages(dry_run: bool) -> Removal:

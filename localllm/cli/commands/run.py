@@ -25,7 +25,7 @@ from localllm.cli.question import (
     messages_of,
     shortened,
 )
-from localllm.cli.run_view import RunEvents, Text, timing_json, usage_json
+from localllm.cli.run_view import RunEvents, StartTrace, Text, timing_json, usage_json
 from localllm.cli.session import Sampling, follow, open_backend, stats_line, wait_ready
 from localllm.cli.start import preset_of, think_of, typed_or_else
 from localllm.cli.tools import answered, connect_for_run, toolbox_for_run
@@ -34,7 +34,7 @@ from localllm.conversation.answer import Answer
 from localllm.conversation.tools import as_values
 from localllm.errors import ConfigError, ConstraintUnmet, LocalLLMError
 from localllm.interface import ChatBackend, ChatEvent, Facts
-from localllm.request import Message, Usage
+from localllm.request import LoadProgress, Message, Usage
 from localllm.terminal import clean_line, dumb
 
 if TYPE_CHECKING:
@@ -95,6 +95,7 @@ def run(
         bool | None, Option("--stream/--no-stream", help="Print as it is made; with --json one event a line.")
     ] = None,
     stats: Annotated[bool | None, Option("--stats/--no-stats", help="Speeds on stderr.")] = None,
+    trace: Annotated[bool, Option("--trace", help="Seconds of each phase of the start on stderr.")] = False,
     raw: Annotated[bool, Option("--raw", help="No Markdown styles on a terminal.")] = False,
     hide_thinking: Annotated[
         bool | None, Option("--hide-thinking/--show-thinking", help="Leave reasoning out.")
@@ -135,6 +136,7 @@ def run(
         stream=bool(stream) if stream is not None else console.out_tty and samples == 1 and language is None,
         show_thinking=language is None and (console.out_tty if hide_thinking is None else not hide_thinking),
         stats=stats if stats is not None else console.out_tty,
+        trace=trace,
         markdown=console.out_tty and not raw and not dumb() and console.colored(console.stdout),
         strict=strict,
     )
@@ -164,11 +166,17 @@ def answer(env: Env, config: UserConfig, model: str | None, job: Job) -> int:
     console = env.console
     choice, attached = placed(env, config, _place(env, job), model)
     events = RunEvents(console) if console.as_json and job.stream else None
-    progress = env.progress(choice.shown)
+    progress, started = env.progress(choice.shown), StartTrace()
+
+    def on_phase(phase: LoadProgress) -> None:
+        started.phase(phase)
+        if events is not None:
+            events.phase(phase)
+
     how: dict[str, Any] = {"completes": True, "constraint": job.constraint, "attached": attached}
     with open_backend(env, config, job.sampling, **how) as backend:
         backend.start(choice.name)
-        facts, load_s = wait_ready(backend, progress, events.phase if events else None)
+        facts, load_s = wait_ready(backend, progress, on_phase)
         if events is not None:
             events.ready(facts)
         for warning in facts.warnings:
@@ -181,6 +189,8 @@ def answer(env: Env, config: UserConfig, model: str | None, job: Job) -> int:
         shown = answers if job.extract is None else _extracted(answers, job.extract)
         if isinstance(view, Text):
             view.close(shown)
+        if job.trace:
+            console.say(console.style(f"[{started.line(answers[0].timing)}]", "dim", err=True))
         if console.as_json and events is None:
             console.emit("run/1", envelope(choice, job, facts, shown, load_s))
         elif job.stats and not console.as_json:

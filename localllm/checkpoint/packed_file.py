@@ -1,0 +1,259 @@
+"""Repacked weights in a file of the cache folder, which the next start maps instead of repacking. Bytes and names only.
+
+A file is data, a header in JSON, and a tail that says where the header begins. It is written under another name, by the
+one process that holds its lock, and moved into place when it is whole; nothing is ever written to a file in its place,
+so a process may map it while another replaces or removes it. The header's checksum covers the data, too: after a power
+cut a name can stand for bytes that were never written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import mmap
+import os
+import shutil
+import stat
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from localllm.paths import cache_dir
+
+VERSION = 1  # counts up with every change of what the bytes mean
+ALIGN = 4096
+SPARE_BYTES = 2 << 30  # that stay free on the disk
+_MAGIC = b"LLMPACK\0"
+_TAIL = struct.Struct("<8sIQQ16s")  # magic, version, header at, its bytes, its digest
+
+Checksums = Callable[[int, int], bytes]
+"""(address, bytes) -> what differs when they do"""
+
+
+class Unusable(Exception):
+    """Why a file is passed over, in words that end a sentence; `is_damaged`: it is of no use to anybody."""
+
+    def __init__(self, reason: str, *, is_damaged: bool = True) -> None:
+        super().__init__(reason)
+        self.is_damaged = is_damaged
+
+
+class Stored(NamedTuple):
+    """A file of the folder."""
+
+    path: Path
+    num_bytes: int
+    used: float  # when, on the wall clock
+    files: tuple[Path, ...]  # of the model; () where the file cannot be read
+
+
+def packed_dir() -> Path:
+    """Where they lie."""
+    return cache_dir() / "packed"
+
+
+class PackedFile:
+    """A file that is whole, mapped for reading."""
+
+    def __init__(self, path: Path, layout: str, checksums: Checksums) -> None:
+        """Raises Unusable, and FileNotFoundError where there is none.
+
+        layout     what the bytes are laid out for: another one is another CPU's, or another version's
+        """
+        try:
+            descriptor = _open(path)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise Unusable(f"cannot be read: {error.strerror}", is_damaged=False) from error
+        try:
+            self.header, self.size = _header(descriptor)
+            if self.header.get("layout") != layout:
+                raise Unusable("is of another CPU or version")
+            self.data = _mapped(descriptor, self.size)
+        except OSError as error:
+            raise Unusable(f"cannot be read: {error.strerror}", is_damaged=False) from error
+        finally:
+            os.close(descriptor)
+        if _sum(checksums, self.data) != self.header.get("sum"):
+            raise Unusable("is damaged")
+        with contextlib.suppress(OSError):
+            os.utime(path)
+
+    @property
+    def entries(self) -> dict[str, Any]:
+        return dict(self.header["entries"])
+
+
+class PackedWriter:
+    """A file on its way into the folder."""
+
+    def __init__(self, path: Path, num_bytes: int, limit: int) -> None:
+        """Raises Unusable where the folder or the disk has no room for about `num_bytes`, or another process writes."""
+        self._path, self._part = path, path.with_suffix(".part")
+        self._at, self._file = 0, -1
+        if num_bytes > limit:
+            raise Unusable(f"would take {num_bytes:,} bytes, the limit is {limit:,}")
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_room(path.parent, limit - num_bytes, keep=path)
+            if shutil.disk_usage(path.parent).free < num_bytes + SPARE_BYTES:
+                raise Unusable("has no room: the disk is nearly full")
+            self._file = os.open(self._part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise Unusable(_why(error)) from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.stat(self._part).st_ino != os.fstat(self._file).st_ino:
+                raise BlockingIOError  # it was moved into its place meanwhile, and may be mapped
+            os.ftruncate(self._file, 0)
+        except OSError as error:
+            os.close(self._file)
+            raise Unusable("is written by another process", is_damaged=False) from error
+
+    def write(self, data: memoryview) -> int:
+        """Where these bytes lie in the file. Raises Unusable."""
+        at, self._at = self._at, self._at + -(-data.nbytes // ALIGN) * ALIGN
+        self._write(data, at)
+        return at
+
+    def _write(self, data: memoryview, at: int) -> None:
+        done = 0
+        try:
+            while done < data.nbytes:
+                done += os.pwrite(self._file, data[done:], at + done)
+        except OSError as error:
+            raise Unusable(_why(error)) from error
+
+    def finish(self, header: dict[str, Any], checksums: Checksums) -> np.ndarray:
+        """Move the file into its place; the bytes, mapped. Raises Unusable."""
+        try:
+            os.ftruncate(self._file, self._at)
+            data = _mapped(self._file, self._at)
+            header = header | {"sum": _sum(checksums, data)}
+            text = json.dumps(header, separators=(",", ":")).encode()
+            tail = _TAIL.pack(_MAGIC, VERSION, self._at, len(text), blake2b(text, digest_size=16).digest())
+            self._write(memoryview(text + tail), self._at)
+            os.replace(self._part, self._path)
+        except OSError as error:
+            raise Unusable(_why(error)) from error
+        self.close()
+        return data
+
+    def close(self) -> None:
+        """Remove what is not finished."""
+        file, self._file = self._file, -1
+        if file < 0:
+            return
+        with contextlib.suppress(OSError):
+            if os.stat(self._part).st_ino == os.fstat(file).st_ino:
+                self._part.unlink()
+        os.close(file)
+
+
+def stored_packs(folder: Path | None = None) -> list[Stored]:
+    """All files, and what killed processes left, the longest unused first."""
+    return sorted(_scan(folder or packed_dir()), key=lambda one: one.used)
+
+
+def of_models(paths: Iterable[Path]) -> list[Stored]:
+    """The files that were made from one of these."""
+    real = {os.path.realpath(path) for path in paths}
+    return [one for one in stored_packs() if real & set(map(os.path.realpath, one.files))]
+
+
+def make_room(folder: Path, num_bytes: int, keep: Path | None = None) -> None:
+    """Remove files until the others have so many bytes: those whose model is gone or that nobody finished, and then
+    the longest unused.
+    """
+    found = [one for one in stored_packs(folder) if one.path != keep]
+    left = sum(one.num_bytes for one in found)
+    for one in sorted(found, key=_is_wanted):
+        if left <= num_bytes and _is_wanted(one):
+            return
+        if remove(one.path):
+            left -= one.num_bytes
+
+
+def _is_wanted(one: Stored) -> bool:
+    return one.path.suffix != ".part" and all(path.exists() for path in one.files)
+
+
+def remove(path: Path) -> bool:
+    """Whether it is gone; what another process writes right now stays. Who has mapped a file keeps its bytes."""
+    try:
+        if path.suffix == ".part":
+            with open(path, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink(missing_ok=True)
+    except OSError:
+        return False
+    return True
+
+
+def _scan(folder: Path) -> Iterator[Stored]:
+    for path in [*folder.glob("*.packed"), *folder.glob("*.part")]:
+        try:
+            found = path.lstat()
+            files: tuple[Path, ...] = ()
+            with contextlib.suppress(Unusable), contextlib.closing(_Descriptor(path)) as file:
+                files = tuple(map(Path, _header(file.number)[0].get("files", ())))
+            yield Stored(path, found.st_size, found.st_mtime, files)
+        except OSError:
+            continue  # another process removed it
+
+
+class _Descriptor:
+    def __init__(self, path: Path) -> None:
+        self.number = _open(path)
+
+    def close(self) -> None:
+        os.close(self.number)
+
+
+def _open(path: Path) -> int:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file")
+    return descriptor
+
+
+def _header(descriptor: int) -> tuple[dict[str, Any], int]:
+    """(the header, bytes of data). Raises Unusable."""
+    size = os.fstat(descriptor).st_size
+    tail = os.pread(descriptor, _TAIL.size, max(0, size - _TAIL.size))
+    if len(tail) < _TAIL.size or not tail.startswith(_MAGIC):
+        raise Unusable("is cut off")
+    _, version, at, length, digest = _TAIL.unpack(tail)
+    if version != VERSION:
+        raise Unusable("is of another version")
+    text = os.pread(descriptor, length, at) if at + length + _TAIL.size == size else b""
+    if blake2b(text, digest_size=16).digest() != digest:
+        raise Unusable("is damaged")
+    return dict(json.loads(text)), at
+
+
+def _mapped(descriptor: int, size: int) -> np.ndarray:
+    """uint8 [size], which keeps the map alive. Reading it from a disk brings huge pages where the system can."""
+    if not size:
+        raise Unusable("is empty")
+    found = mmap.mmap(descriptor, size, access=mmap.ACCESS_READ)
+    with contextlib.suppress(OSError, AttributeError):
+        found.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(found, dtype=np.uint8)
+
+
+def _sum(checksums: Checksums, data: np.ndarray) -> str:
+    return blake2b(checksums(data.ctypes.data, data.nbytes), digest_size=16).hexdigest()
+
+
+def _why(error: OSError) -> str:
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return "has no room: the disk is full" if full else f"cannot be written: {error.strerror}"
