@@ -38,6 +38,7 @@ SPEED = (  # model, format, KV; the lines of the issue come first
     ("8B", "int4", "fp8"),
     ("8B", "nvfp4", "fp8"),
     ("8B", "bf16", "bf16"),
+    ("30B-A3B", "int4", "fp8"),
     ("0.6B", "bf16", "bf16"),
 )
 PARTS = ("check", "speed", "rivals", "grid")
@@ -48,7 +49,8 @@ Three calls of ten minutes, most valuable first; rows go to benchmarks/results/g
 1. python benchmarks/gpu.py check --minutes 9.5 --file .cache/pieces
    ops       each implementation of each op in the heads of seven models, KV bf16, fp16, int8 and fp8
    products  {forms} forms of weights x {shapes} shapes, one row to a prompt, every implementation that fits
-   models    self-test, then graphs and steps ahead = eager over {same} tokens; bf16, fp8, int4, nvfp4, and the file
+   models    self-test, then graphs and steps ahead = eager over {same} tokens; bf16, fp8, int4, nvfp4, and the file;
+             the same of mixtures: layers of Qwen3-30B-A3B in bf16, int4 and nvfp4
    start     first ever start (line: 60 s) and one with kernels cached (8 s)
 2. python benchmarks/gpu.py speed --minutes 9.5 --out FILE
    {speed}
@@ -221,7 +223,7 @@ def run_part(part: str, place: Place, options: argparse.Namespace, report: Repor
         if options.llama_bench:
             rivals.llama_cpp(*options.llama_bench)
     else:
-        sizes = [name for name in SIZES if name != "tiny"]
+        sizes = [name for name in SIZES if "tiny" not in name]
         models = [(size, form, kv) for size in sizes for form in FORMATS for kv in ("bf16", "fp8")]
         for model in models if not place.is_dry else models[:1]:
             timed.model(*model, timed.grid, 60)

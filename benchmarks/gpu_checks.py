@@ -14,6 +14,7 @@ from gpu_place import Place
 from gpu_rows import generate
 
 from localllm.kernels import Impl, LinearFacts, OpFacts, Weight
+from localllm.kernels.layer_weights import ExpertsWeights
 from localllm.kernels.registry import OPS
 from localllm.kernels.table import implementations
 from localllm.kernels.verify.cases import ModelShapes
@@ -165,9 +166,9 @@ def sampling(place: Place) -> Found:
         yield f"sample {vocab}", sampler_error(sample, vocab, place.device)
 
 
-def whole(place: Place, form: str, kv: str) -> Found:
+def whole(place: Place, form: str, kv: str, size: str = "0.6B") -> Found:
     """A small model: every kernel it chooses, its fused segments, then graphs and steps ahead against eager steps."""
-    facts = gpu_models.facts_of(place.model("0.6B"), form, num_layers=4 if not place.is_dry else 1)
+    facts = gpu_models.facts_of(place.model(size), form, num_layers=4 if not place.is_dry else 1)
     # what depends on the rows beside it: the same steps with the same rows, so one request after the other
     # what does not: whatever the steps are
     for deterministic in (False, True):
@@ -175,6 +176,9 @@ def whole(place: Place, form: str, kv: str) -> Found:
         model = gpu_models.load(facts, form, place.kv(kv), place, deterministic=deterministic, selftest=test)
         yield f"self-test of {facts.name}, KV {kv}, {what}", "; ".join(str(failure) for failure in test.failures)
         yield f"graphs of {facts.name}, {what}", compared(model, place, place.kv(kv), deterministic)
+        apart = any(isinstance(layer.ffn, ExpertsWeights) and not layer.ffn.stacked for layer in model.layers)
+        if not deterministic and (apart or model.kernels.get("experts", "triton") != "triton"):
+            yield f"routing of {facts.name}", f"by the host: {dict(model.kernels)}, {apart=}"
         ours = [name for name in model.kernels.values() if "triton" in name]
         yield f"kernels of {facts.name}, {what}", "" if ours else f"none of ours: {dict(model.kernels)}"
 
@@ -212,6 +216,8 @@ def groups(place: Place, file: str = "") -> dict[str, Callable[[], Found]]:
     models = (("bf16", "bf16"), ("fp8", "fp8"), ("int4", "int8"), ("nvfp4", "fp8"))
     for form, kv in models[:1] if place.is_dry else models:
         found[f"model {form}"] = partial(whole, place, form, kv)
+    for form, kv in models[:1] if place.is_dry else (models[0], models[2], models[3]):
+        found[f"mixture {form}"] = partial(whole, place, form, kv, "30B-A3B")
     if file:
         found["file"] = partial(from_file, place, joined(Path(file)))
     return found

@@ -11,10 +11,10 @@ from gpu_place import Place
 from torch import Tensor
 
 from localllm.kernels import Weight
-from localllm.kernels.layer_weights import Norm
+from localllm.kernels.layer_weights import ExpertsWeights, Norm
 from localllm.kernels.verify.selftest import SelfTest
 from localllm.models.architectures.facts import ModelFacts, count_linear_params, count_params, kv_bytes_per_token
-from localllm.models.architectures.layers import Dense, LayerFacts
+from localllm.models.architectures.layers import Dense, Experts, LayerFacts
 from localllm.models.architectures.mixers import Attention, RopeFacts
 from localllm.models.architectures.names import hf_names
 from localllm.models.architectures.sharding import Shard
@@ -25,13 +25,16 @@ VOCAB = 151_936
 SIZES: dict[str, tuple[int, int, int, int, int, bool]] = {
     # hidden, intermediate, layers, heads, KV heads, head and embedding are one
     "tiny": (32, 32, 1, 1, 1, True),  # for a rehearsal
+    "tiny mixture": (32, 32, 1, 1, 1, True),
     "0.6B": (1024, 3072, 28, 16, 8, True),
     "1.7B": (2048, 6144, 28, 16, 8, True),
     "4B": (2560, 9728, 36, 32, 8, True),
     "8B": (4096, 12288, 36, 32, 8, False),
     "14B": (5120, 17408, 40, 40, 8, False),
     "32B": (5120, 25600, 64, 64, 8, False),
+    "30B-A3B": (2048, 768, 48, 32, 4, False),
 }
+MIXTURES = {"30B-A3B": (128, 8), "tiny mixture": (4, 2)}  # experts of a layer, and those of a token
 # format of the linear layers -> bytes a weight; head and embedding are bfloat16 in all of them
 FORMATS = {"bf16": 2.0, "fp8": 1.0, "int4": 0.5 + 2 / 128, "nvfp4": 0.5 + 1 / 16}
 STD = 0.02
@@ -40,12 +43,12 @@ INT4_GROUP = 128
 
 def vocab_size(size: str) -> int:
     """Rows of the embedding."""
-    return VOCAB if size != "tiny" else 32
+    return VOCAB if "tiny" not in size else 32
 
 
 def head_dim(size: str) -> int:
     """Of queries, keys and values."""
-    return 128 if size != "tiny" else 32
+    return 128 if "tiny" not in size else 32
 
 
 def facts_of(size: str, form: str, num_layers: int | None = None) -> ModelFacts:
@@ -53,6 +56,7 @@ def facts_of(size: str, form: str, num_layers: int | None = None) -> ModelFacts:
     hidden, inner, layers, heads, kv_heads, tied = SIZES[size]
     dim = head_dim(size)
     attention = Attention(heads, kv_heads, dim, RopeFacts(1e6, dim), dim**-0.5, qk_norm=True)
+    ffn = Experts(*MIXTURES[size], inner) if size in MIXTURES else Dense(inner)
     facts = ModelFacts(
         architecture="qwen3",
         source_architecture="Qwen3ForCausalLM",
@@ -61,7 +65,7 @@ def facts_of(size: str, form: str, num_layers: int | None = None) -> ModelFacts:
         vocab_size=vocab_size(size),
         max_context=40_960,
         rms_norm_eps=1e-6,
-        layers=(LayerFacts(attention, Dense(inner)),) * (num_layers or layers),
+        layers=(LayerFacts(attention, ffn),) * (num_layers or layers),
         tied_embeddings=tied,
         stored_format={"int4": "compressed-tensors"}.get(form, form),
     )
@@ -149,8 +153,12 @@ def load(
 
 
 def read_bytes(model: Model) -> int:
-    """Bytes of weights that one decoding step reads: all but rows of the embedding."""
-    return sum(layer.nbytes for layer in model.layers) + model.head.linear.nbytes
+    """Bytes of weights that one decoding step reads: all but rows of the embedding and experts that are not chosen."""
+    idle = 0.0
+    for weights in (layer.ffn for layer in model.layers if isinstance(layer.ffn, ExpertsWeights)):
+        others = 1 - weights.top_k / len(weights.down)
+        idle += others * sum(one.nbytes for one in (*weights.gate_up, *weights.down))
+    return sum(layer.nbytes for layer in model.layers) + model.head.linear.nbytes - int(idle)
 
 
 def kv_bytes(facts: ModelFacts, kv: str, tokens: int) -> int:

@@ -161,8 +161,8 @@ class Rehearsal(Place):
         as_on_card()
 
     def model(self, size: str) -> str:
-        """One size stands for all."""
-        return "tiny"
+        """One size stands for all, and one for mixtures."""
+        return "tiny mixture" if "-A" in size else "tiny"
 
     def form(self, wanted: str) -> str:
         """The interpreter needs a second for what multiplies 64 rows of four-bit codes: `check products` has them."""
