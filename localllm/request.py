@@ -116,6 +116,9 @@ RANGES = {
     "min_tokens": Range(0, MAX_INT32, "no stop of any kind before this many tokens", whole=True),
     "logprobs": Range(0, 20, "the chosen token and the k most likely; raw, before penalties", whole=True),
     "prompt_logprobs": Range(0, 20, "the same for every prompt token; the prefix cache is not read", whole=True),
+    "prompt_logprobs_from": Range(
+        0, MAX_INT32, "the first prompt token that has them; earlier ones may be cached", whole=True
+    ),
 }
 _BIAS = Range(-100, 100, "added to the logit of a token")
 
@@ -152,6 +155,7 @@ class SamplingParams:
     n: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    prompt_logprobs_from: int = 0
     include_stop: bool = False  # keep the stop string in the text
 
     def check(self, vocab_size: int) -> None:
@@ -355,8 +359,6 @@ class Request:
     # publish the mean, the first or the last of the prompt's normed hidden states, generate nothing
     pooling: Literal["", "mean", "cls", "last"] = ""
     score_chunk: int = 256  # rows per published piece when `score`
-    # with `prompt_logprobs`: those from this token on, the first of them None; what is before may come from the cache
-    logprobs_from: int = 0
     images: tuple[PromptImage, ...] = ()  # in order; the last token of the prompt is never one of theirs
 
     @property

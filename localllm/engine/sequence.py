@@ -63,7 +63,7 @@ class Sequence:
         self.output_counts: Counter[int] = Counter()
         self.prompt_logprobs: list[TokenLogprob | None] = []
         # prompt rows that were taken (log-probabilities, pooling) or are not wanted, kept through preemption
-        self.num_rows_done = request.logprobs_from
+        self.num_rows_done = self._first_row
         self.pooled: Any = None  # float32 [hidden]: the sum of the rows taken, or the first or last of them
         self.num_preemptions = 0
         self.places: Any = None  # where its drafter finds its tokens again
@@ -124,9 +124,14 @@ class Sequence:
         return self.request.only_reads or self.params.prompt_logprobs is not None
 
     @property
+    def _first_row(self) -> int:
+        """That is wanted of its prompt: the one before the first token that has a log-probability."""
+        return max(0, min(self.params.prompt_logprobs_from, len(self.request.prompt_token_ids)) - 1)
+
+    @property
     def num_cacheable(self) -> int:
         """Of its tokens those that may come from the cache: one is left to compute, or those whose rows are wanted."""
-        return self.request.logprobs_from if self.wants_all_rows else self.num_tokens - 1
+        return self._first_row if self.wants_all_rows else self.num_tokens - 1
 
     def cache_key(self, start: int, end: int) -> tuple[int, ...]:
         """What the prefix cache knows tokens [start, end) by: their ids, or the image whose tokens they are."""

@@ -212,8 +212,8 @@ class LLM(LoadedModel):
         What stands before `start` may come from the prefix cache. The last event, in the engine's thread, has them as
         `prompt_logprobs`, behind one None, or an error. Returns what ends the request early.
         """
-        params = SamplingParams(max_tokens=1, prompt_logprobs=0)
-        return self.engine.submit(Request(list(token_ids), params, logprobs_from=start - 1), listener).abort
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, prompt_logprobs_from=start)
+        return self.engine.submit(Request(list(token_ids), params), listener).abort
 
     def _scores(self, request: Request) -> Iterator[np.ndarray]:
         stream = self.engine.submit(request)

@@ -129,6 +129,11 @@ class Prefixes:
 
         return end
 
+    def was_read(self, prompt: Sequence[Any]) -> bool:
+        """But for its last piece."""
+        with self._changed:
+            return self._read.issuperset(self._names(prompt)[:-1])
+
     def add(self, prompt: Sequence[Any]) -> None:
         """It was read, or made by the model."""
         with self._changed:

@@ -18,7 +18,7 @@ from .expressions import Gen
 
 CHARACTERS = 64  # of a piece that is read once: a page of tokens
 _ALWAYS_SENT = ("temperature", "top_p")  # of sampling that was asked for; what every server knows
-_OWN = ("n", "stop", "max_tokens", "logprobs", "prompt_logprobs")  # a program's
+_OWN = ("n", "stop", "max_tokens", "logprobs", "prompt_logprobs", "prompt_logprobs_from")  # a program's
 _NAMES = {"include_stop": "include_stop_str_in_output"}
 
 
@@ -29,8 +29,8 @@ class Endpoint:
     model  "": the first one that it serves
     key    sent as a bearer token where the server wants one
 
-    `select` sends every choice with all that is before it; the server reads all of it for each. Servers drop the space
-    at the end of an answer that `gen` goes on with.
+    `select` sends every choice with all that is before it. Ours reads that once; vLLM, which does not know
+    `logprobs_from`, for each. Servers drop the space at the end of an answer that `gen` goes on with.
     """
 
     def __init__(self, url: str, model: str = "", key: str = "") -> None:
@@ -61,13 +61,29 @@ class Endpoint:
             self._tokens(one, calls) for one in (written, *(written.followed_by(choice) for choice in choices))
         )
         start = shared_tokens(before, prompts)
+        key = written.text or json.dumps(written.messages)
+        end_reading = self._prefixes.begin(key)
+        try:  # the first reads what the others find
+            asked = [prompts] if self._prefixes.was_read(key) else [prompts[:1], prompts[1:]]
+            rows: list[list[float]] = []
+            usages: list[Usage] = []
+            for some in filter(None, asked):
+                told, usage = self._scored(some, start, calls)
+                rows += told
+                usages.append(usage)
+                end_reading()
+        finally:
+            end_reading()
+        total = Usage(sum(one.prompt_tokens for one in usages), sum(one.cached_tokens for one in usages))
+        return [row[start : len(ids)] for row, ids in zip(rows, prompts, strict=True)], total
+
+    def _scored(self, prompts: list[list[int]], start: int, calls: Calls) -> tuple[list[list[float]], Usage]:
+        """Of each prompt the log-probabilities of its tokens; those before `start` are not wanted."""
         body = {"model": self.model, "prompt": prompts, "echo": True, "logprobs": 0, "max_tokens": 0}
-        with self._reply("/v1/completions", body, calls) as reply:
+        with self._reply("/v1/completions", body | {"logprobs_from": start}, calls) as reply:
             told = reply.json()
-        rows = [one["logprobs"]["token_logprobs"] for one in sorted(told["choices"], key=lambda one: one["index"])]
-        return [row[start : len(ids)] for row, ids in zip(rows, prompts, strict=True)], usage_of(
-            told.get("usage") or {}
-        )
+        choices = sorted(told["choices"], key=lambda one: one["index"])
+        return [one["logprobs"]["token_logprobs"] for one in choices], usage_of(told.get("usage") or {})
 
     @cached_property
     def model(self) -> str:

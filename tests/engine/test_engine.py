@@ -165,7 +165,7 @@ def run(engine, *requests):
 
 
 def request(tokens, **params):
-    own = ("eos_token_ids", "stop_check", "cache_salt", "score", "priority", "logprobs_from")
+    own = ("eos_token_ids", "stop_check", "cache_salt", "score", "priority")
     keys = {k: params.pop(k) for k in own if k in params}
     return Request(list(tokens), SamplingParams(**({"temperature": 0, "max_tokens": 12} | params)), **keys)
 
@@ -314,7 +314,8 @@ def test_what_stands_before_the_wanted_logprobs_comes_from_the_cache(start):
     whole = collected(run(make(), request(prompt, prompt_logprobs=1, max_tokens=1))[0])[-1].prompt_logprobs
     engine = make()
     run(engine, request(range(18), max_tokens=1))
-    last = collected(run(engine, request(prompt, prompt_logprobs=1, max_tokens=1, logprobs_from=start))[0])[-1]
+    scored = request(prompt, prompt_logprobs=1, max_tokens=1, prompt_logprobs_from=start + 1)
+    last = collected(run(engine, scored)[0])[-1]
     assert last.prompt_logprobs == [None, *whole[start + 1 :]]
     assert last.usage.cached_tokens == start // PAGE * PAGE
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
-from localllm import SamplingParams
+from localllm import LLM, SamplingParams
 from localllm.errors import LocalLLMError, ServerError, ServerGone
 from localllm.program import Endpoint, assistant, function, gen, select, user
+from localllm.server.pool import ModelPool
+
+from .conftest import live_server
 
 GREEDY = SamplingParams(temperature=0)
 
@@ -38,6 +42,36 @@ def test_a_server_gives_what_the_model_gives(live, tiny_llm, program):
     if program is talk:
         scores = [state.get_meta_info(name)["logprobs"] for state in (here, there)]
         assert scores[1] == pytest.approx(scores[0], abs=1e-4)
+
+
+@pytest.mark.slow
+def test_the_pages_example_of_dspy(smollm2_path, capsys):
+    pytest.importorskip("dspy")
+    page = Path(__file__).parents[2] / "docs/programs.md"
+    code = page.read_text().split("## DSPy")[1].split("```python\n")[1].split("```")[0]
+    with LLM(smollm2_path, ctx=2048) as llm, live_server(ModelPool.holding(llm, ("smollm2",))) as live:
+        here = code.replace("http://127.0.0.1:8000", live.url)
+        exec(compile(here, "page", "exec", dont_inherit=True), {"__name__": "page"})
+    assert capsys.readouterr().out == "good\n"
+
+
+@pytest.mark.slow
+def test_select_reads_what_is_before_the_choices_once(live, tiny_llm):
+    choices = [" sun", " moon", " sky", " sea"]
+
+    @function
+    def choose(s, beginning):
+        s += beginning + "the sea and the sky and the sun and the moon " * 4 + select("chosen", choices)
+
+    for number in (1, 2):  # from nothing, and with a beginning that is in the cache
+        states = [choose.run(model, "one") for model in (tiny_llm, Endpoint(live.url))]
+        assert states[0]["chosen"] == states[1]["chosen"]
+        told = [state.get_meta_info("chosen")["logprobs"] for state in states]
+        assert told[1] == pytest.approx(told[0], abs=1e-4)
+        tiny_llm.engine.clear_prefix_cache()
+        tokens = choose.run(Endpoint(live.url), "two" * number).tokens
+        length = tokens.computed + tokens.reused
+        assert tokens.reused >= 0.6 * length, tokens
 
 
 @pytest.mark.slow

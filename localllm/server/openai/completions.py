@@ -247,7 +247,8 @@ class CompletionRendering(OpenAIRendering):
         entries: list[TokenLogprob | None] = list(delta.logprobs) if self.generates else []
         ids = [e.token_id for e in delta.logprobs] if self.generates else []
         if body.echo and delta.prompt_logprobs:
-            entries, ids = [*delta.prompt_logprobs, *entries], [*prompt, *ids]
+            cached = [None] * (len(prompt) - len(delta.prompt_logprobs))
+            entries, ids = [*cached, *delta.prompt_logprobs, *entries], [*prompt, *ids]
         if body.logprobs is not None and entries:
             logprobs = self.names.completion(entries, ids, self._lengths[index])
             self._lengths[index] += sum(map(len, logprobs["tokens"]))

@@ -125,6 +125,7 @@ def read_completion(body: CompletionRequest) -> Generation:
         "max_tokens": max(1, limit),  # scoring only: the one token generated is dropped
         "logprobs": body.logprobs,
         "prompt_logprobs": body.logprobs if body.echo else None,
+        "prompt_logprobs_from": body.logprobs_from or 0,
     }
     made = replace(made, sampling={**made.sampling, **sampling}, generates=body.max_tokens != 0)
     return with_constraints(made, body)

@@ -171,5 +171,6 @@ class CompletionRequest(Sampled):
     max_tokens: Annotated[StrictInt, ranged("max_tokens", ge=0)] | None = None
     logprobs: Annotated[StrictInt, ranged("logprobs", le=5)] | None = None
     echo: StrictBool | None = None
+    logprobs_from: Annotated[StrictInt, ranged("prompt_logprobs_from")] | None = None
     best_of: Annotated[StrictInt, Field(ge=1, le=20)] | None = None
     suffix: StrictStr | None = None
