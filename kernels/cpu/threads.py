@@ -18,7 +18,7 @@ def usable_cores(sys_root: Path = Path("/sys"), proc_root: Path = Path("/proc"))
         return max(1, os.cpu_count() or 1)
     cores = {_core_of(sys_root, cpu) for cpu in allowed}
     quota = _cgroup_quota(sys_root, proc_root)
-    return max(1, min(len(cores), math.ceil(quota) if quota else len(cores)))
+    return max(1, min(len(cores), math.floor(quota) if quota else len(cores)))
 
 
 def _core_of(sys_root: Path, cpu: int) -> str:

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 
 from localllm.boot.assembly import assemble
+from localllm.boot.claim import confined
 from localllm.boot.memory_meter import Meter
 from localllm.boot.profile import CpuProfiler, profile_gpu, warm_up
 from localllm.device import MachineFacts
@@ -117,9 +118,14 @@ class Boot:
 
     @property
     def engine(self) -> Engine:
-        """Not started by this class."""
+        """It runs from `start` on."""
         assert self._engine is not None, "asleep"
         return self._engine
+
+    def start(self) -> None:
+        """Run the engine in a thread of its own, on the plan's CPUs."""
+        with confined(self.plan):
+            self.engine.start()
 
     @property
     def weight_bytes(self) -> int:
@@ -144,15 +150,16 @@ class Boot:
         self._engine = None  # the previous pages go first
         self._meter = Meter(torch.device(self.plan.device))
         try:
-            self._engine = assemble(
-                self._model,
-                self.plan,
-                draft=self._draft,
-                adapters=self._adapters,
-                meter=self._meter,
-                selftest=self._selftest,
-                check_invariants=self._planner.options.debug_invariants,
-            )
+            with confined(self.plan):
+                self._engine = assemble(
+                    self._model,
+                    self.plan,
+                    draft=self._draft,
+                    adapters=self._adapters,
+                    meter=self._meter,
+                    selftest=self._selftest,
+                    check_invariants=self._planner.options.debug_invariants,
+                )
         except (MemoryError, RuntimeError) as error:
             if "out of memory" not in str(error).lower() and not isinstance(error, MemoryError):
                 raise

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import platform
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -17,6 +21,8 @@ from localllm.plan.plan import Plan
 from localllm.terminal import gib
 
 HEAVY = ("qkv", "o", "gate_up", "down", "lm_head", "paged_attention")  # the layer classes that need several threads
+SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  # the system call's number; libnuma is not everywhere
+MPOL_DEFAULT, MPOL_INTERLEAVE = 0, 3
 LOADING_THREADS = 8  # threads that turn stored formats into ours on the host while a model goes to a card
 
 
@@ -132,6 +138,42 @@ def set_threads(count: int) -> None:
     lib = library().lib
     if lib is not None:
         lib.ll_threads(count)
+
+
+@contextmanager
+def confined(plan: Plan) -> Iterator[None]:
+    """This thread and those that it starts use the plan's CPUs and spread their memory over its nodes.
+
+    This thread has its CPUs back at the end. Where the system refuses, all CPUs and the nearest memory are used.
+    """
+    if plan.ranks or not (plan.cpus or plan.nodes):
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    with suppress(OSError):  # a CPU set was made smaller meanwhile
+        os.sched_setaffinity(0, plan.cpus or before)
+    is_spread = bool(plan.nodes) and spread_memory(plan.nodes)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            os.sched_setaffinity(0, before)
+        if is_spread:
+            spread_memory(())
+
+
+def spread_memory(nodes: Iterable[int]) -> bool:
+    """Have pages that this thread writes first lie on these nodes in turn; () for the nearest. False where refused."""
+    numbers = tuple(nodes)
+    if (call := SET_MEMPOLICY.get(platform.machine())) is None:
+        return False
+    mask = (ctypes.c_ulong * 16)()
+    bits = 8 * ctypes.sizeof(ctypes.c_ulong)
+    for number in numbers:
+        mask[number // bits] |= 1 << number % bits
+    mode = MPOL_INTERLEAVE if numbers else MPOL_DEFAULT
+    given = (ctypes.byref(mask), ctypes.c_ulong(16 * bits)) if numbers else (None, ctypes.c_ulong(0))
+    return ctypes.CDLL(None).syscall(ctypes.c_long(call), ctypes.c_int(mode), *given) == 0
 
 
 def serve_torch(kernels: Mapping[str, str], count: int) -> None:

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from localllm import errors
 from localllm._version import __version__
+from localllm.boot.claim import confined
 from localllm.engine.failures import is_out_of_memory
 from localllm.errors import ConfigError, DeviceError, LocalLLMError
 from localllm.models.architectures import OpenModel
@@ -96,7 +97,8 @@ def versions() -> list[str]:
 def load(checkpoint: OpenModel, options: LoadOptions, plan: Plan) -> Model:
     """The model as the plan divides it: one process has all of it, or rank 0 the part that is its own."""
     if len(plan.ranks) < 2:
-        return load_model(checkpoint, options)
+        with confined(plan):
+            return load_model(checkpoint, options)
     if dist.is_initialized():
         raise ConfigError(
             "another model of this process is divided among ranks already", "unload it first, or use one card for each"

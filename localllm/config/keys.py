@@ -122,7 +122,7 @@ class EngineOptions:
     kv: str = _key(choice("auto", "bf16", "fp16", "f32", "int8", "fp8"), "auto", "how keys and values are stored")
     gpu_mem: float = _key(within(Range(0.05, 1, "")), 0.92, "largest share of a GPU's memory to use")
     graphs: bool = _key(FLAG, True, "replay decode steps as CUDA graphs")
-    threads: int | Auto = _key(or_auto(_whole(1, 1024)), "auto", "CPU threads; auto is the usable cores")
+    threads: int | Auto = _key(or_auto(_whole(1, 1024)), "auto", "CPU threads; auto is one for each usable core")
     deterministic: bool | Auto = _key(or_auto(FLAG), "auto", "a batch never changes an answer; auto: on the CPU")
     prefix_cache: bool = _key(FLAG, True, "keep pages of finished prompts for the next one that starts alike")
     kv_store: int = _key(

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from .cgroup import cpu_quota
+from .cores import cores, memory_nodes
 from .facts import CpuFacts
 from .procfs import read
 
@@ -29,17 +30,20 @@ def cpu_facts(root: Path = Path("/")) -> CpuFacts:
     allowed = _allowed()
     quota = cpu_quota(root)
     whole = max(1, math.floor(quota)) if quota else len(allowed)
-    cores = max(1, min(len({_core_of(root, cpu) for cpu in allowed}), whole))
+    physical = cores(allowed, root)
+    usable = max(1, min(len(physical), whole))
     return CpuFacts(
         name=_name(info),
         isa=_isa(frozenset(flags)),
         flags=flags,
-        cores_usable=cores,
+        cores_usable=usable,
         cpus_usable=max(1, min(len(allowed), whole)),
         cpus_total=os.cpu_count() or 1,
+        cores=physical,
+        nodes=memory_nodes(root),
         quota=quota,
         cache_bytes=_last_cache(root),
-        bandwidth=min(cores * CORE_BYTES_S, SOCKET_BYTES_S),
+        bandwidth=min(usable * CORE_BYTES_S, SOCKET_BYTES_S),
     )
 
 
@@ -71,13 +75,6 @@ def _allowed() -> frozenset[int]:
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
-
-
-def _core_of(root: Path, cpu: int) -> tuple[str, ...]:
-    """Names the physical core of a logical CPU; the CPU itself where /sys does not say."""
-    topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
-    package, core = read(topology / "physical_package_id"), read(topology / "core_id")
-    return (package, core) if package and core else (f"cpu{cpu}",)
 
 
 def _last_cache(root: Path) -> int:

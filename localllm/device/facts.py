@@ -5,6 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+EFFICIENT = 0.8  # cores below this speed count as efficient ones; those of one kind differ by less
+
+
+@dataclass(frozen=True, slots=True)
+class Core:
+    """A physical core."""
+
+    cpus: tuple[int, ...]  # its logical CPUs, those that this process may use
+    speed: float = 1.0  # of the fastest core's, as the kernel rates it
+    efficient: bool = False  # of the slower kind, on a machine that has two
+    node: int = 0  # the memory node beside it
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNode:
+    """Memory that is nearer to some cores than to others."""
+
+    index: int
+    total_bytes: int
+    free_bytes: int
+    near: tuple[int, ...] = ()  # the nodes of its socket, itself among them
+
 
 @dataclass(frozen=True, slots=True)
 class CpuFacts:
@@ -16,6 +38,8 @@ class CpuFacts:
     cores_usable: int = 1  # physical cores within the affinity mask and the cgroup's quota, at least 1
     cpus_usable: int = 1  # the same counted in logical CPUs
     cpus_total: int = 1  # logical CPUs of the machine
+    cores: tuple[Core, ...] = ()  # those within the affinity mask; () where nobody looked
+    nodes: tuple[MemoryNode, ...] = ()  # () where there is one
     quota: float = 0.0  # CPUs' worth of time a cgroup allows; 0 is no limit
     cache_bytes: int = 0  # last-level cache
     bandwidth: float = 0.0  # bytes per second all usable cores read from memory

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from localllm.config import load_config
+from localllm.errors import ConfigError
 from localllm.interface import Check
+from localllm.plan.cores import EACH_CORE, chosen_threads, over_quota
 from localllm.terminal import GIB, gib
 
 from .finding import HARDWARE, Checks, Survey, ok, warn
@@ -38,7 +41,18 @@ def cpu_cores(survey: Survey) -> Check:
         title = f"a control group allows {cpu.quota:g} of a CPU: expect long pauses"
         return warn(title, fix="docker update --cpus 4 CONTAINER", **data)
     title = f"{cpu.cores_usable} cores usable of {cpu.cpus_total} logical CPUs{limit}"
-    return ok(title, **data)
+    chosen = chosen_threads(cpu, _threads_wanted())
+    if stopped := over_quota(cpu, chosen.count):
+        return warn(title, stopped, "localllm config set engine.threads auto", **data)
+    is_told = cpu.cores and chosen.why != EACH_CORE
+    return ok(title, "; ".join(chosen.reasons) if is_told else "", threads=chosen.count, **data)
+
+
+def _threads_wanted() -> int | str:
+    try:
+        return load_config().engine.threads
+    except ConfigError:  # `config.valid` says so
+        return "auto"
 
 
 @CHECKS.add("cpu.governor", lambda survey: "" if survey.host.governor else "the kernel does not report it")
@@ -89,5 +103,7 @@ def swap(survey: Survey) -> Check:
 def numa(survey: Survey) -> Check:
     """Memory that is nearer to some cores than to others."""
     nodes = survey.host.numa_nodes
+    if survey.machine.cpu.nodes:
+        return ok(f"{nodes} memory nodes", chosen_threads(survey.machine.cpu).placement, nodes=nodes)
     detail = "numactl --cpunodebind=0 --membind=0 localllm ... keeps a model on the CPU beside its memory"
     return ok(f"{nodes} memory nodes", detail, nodes=nodes)

@@ -255,7 +255,7 @@ class LoadedModel(AdaptedModel):
         self._engine = self.boot.engine
         self._kv_bytes = self.boot.kv_bytes
         self._keep_on_disk(self._engine)
-        self._engine.start()
+        self.boot.start()
 
     def _keep_on_disk(self, engine: Engine) -> None:
         """Where the options say so, what is computed is found again by the next process, and after a sleep."""

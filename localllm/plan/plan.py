@@ -76,6 +76,8 @@ class Plan:
     work_terms: tuple[tuple[str, int], ...] = ()  # what `work_bytes` consists of
     ranks: tuple[RankPlan, ...] = ()  # where several processes compute the model; the bytes above are those of rank 0
     split: str = "tensor"  # what each has: tensor: a part of every layer; layers: some of the layers
+    cpus: tuple[int, ...] = ()  # that the threads may use; () for all that this process may
+    nodes: tuple[int, ...] = ()  # over which their memory is spread; () for the node of who writes it first
     idle: str = ""  # another usable card, and what it could do
     reasons: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()

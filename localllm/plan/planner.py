@@ -20,6 +20,7 @@ from localllm.device import machine as this_machine
 from localllm.errors import ConfigError, LocalLLMError
 from localllm.models.architectures.facts import ModelFacts, expert_counts, without_predictor
 from localllm.plan import speeds
+from localllm.plan.cores import Threads, chosen_threads, over_quota, whole_quota
 from localllm.plan.memory import DENSE_FORMATS, TARGET_BYTES, Memory
 from localllm.plan.placement import Placement, chosen_device, idle_card, room_of
 from localllm.plan.plan import MIN_CTX, Plan
@@ -205,6 +206,7 @@ class Planner:
         held, read = memory.weights_and_read
         have, margin = memory.have_and_margin
         pace = self.measured.speeds.expected(memory, ctx)
+        threads = _threads(memory, ctx)
         made = Plan(
             device=where.device,
             dtype=memory.dtype,
@@ -216,7 +218,9 @@ class Planner:
             num_slots=num_slots - bool(num_slots and memory.graph_buckets),
             max_parallel=options.max_parallel,
             prefill_budget=memory.rows if facts.causal else ctx,
-            threads=max(1, machine.cpu.cores_usable) if options.threads == "auto" else options.threads,
+            threads=threads.count,
+            cpus=threads.cpus,
+            nodes=threads.nodes,
             deterministic=where.gpu is None if options.deterministic == "auto" else options.deterministic,
             prefix_cache=options.prefix_cache and facts.causal,
             speculation=_speculation(memory),
@@ -240,7 +244,7 @@ class Planner:
             graph_buckets=memory.graph_buckets,
             work_terms=tuple(work.items()),
             idle=idle_card(machine, where.device),
-            reasons=(*_reasons(memory, why, self.measured.kl_by_kv), *_divided(memory, pace)),
+            reasons=(*_reasons(memory, why, self.measured.kl_by_kv), *_divided(memory, pace), *threads.reasons),
         )
         return replace(made, warnings=tuple(_warnings(facts, machine, made, where.gpu)))
 
@@ -249,6 +253,16 @@ def _adapter_bytes(options: EngineOptions) -> int:
     """What the named adapters take, of those that are in memory at once the largest. Raises what opening them does."""
     sizes = sorted(open_adapter(path).nbytes for path in options.adapter_paths.values())
     return sum(sizes[-MOST_RESIDENT:])
+
+
+def _threads(memory: Memory, ctx: int) -> Threads:
+    """What computes on the CPU, if anything does."""
+    if memory.where.gpu is not None and not memory.host_experts:
+        return replace(
+            chosen_threads(memory.machine.cpu, memory.options.threads), placement="", cpus=(), nodes=(), why=""
+        )
+    held = memory.host_and_read[0] or memory.weights_and_read[0] + memory.page_bytes(ctx)
+    return chosen_threads(memory.machine.cpu, memory.options.threads, held)
 
 
 def _check(facts: ModelFacts, options: EngineOptions) -> None:
@@ -399,5 +413,7 @@ def _warnings(facts: ModelFacts, machine: MachineFacts, made: Plan, gpu: GpuFact
         facts.vocab_size * facts.hidden_size * 4
     ):
         yield "no C compiler: weights are kept as float32, slower and larger; install gcc (`localllm doctor`)"
+    if made.device == "cpu" and (stopped := over_quota(machine.cpu, made.threads)):
+        yield f"{stopped}; use --threads {whole_quota(machine.cpu)}"
     if made.device == "cpu" and machine.cpu.isa == "generic":
         yield f"{machine.cpu.name or 'this CPU'} has neither AVX2 nor NEON: expect a few tokens per second"

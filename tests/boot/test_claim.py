@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from localllm.boot.claim import check_card, check_room, runs_code_of
+from localllm.boot.claim import check_card, check_room, confined, runs_code_of, spread_memory
 from localllm.device import GpuProcess
 from localllm.device.fake import MACHINES
 from localllm.errors import DeviceError, OutOfMemory
@@ -74,10 +77,29 @@ def test_a_card_that_somebody_took_since_it_was_planned_is_named_with_him() -> N
     machine, gib = MACHINES["rtx5090"], 1 << 30
     card = replace(CARD, free_bytes=20 * gib, processes=(GpuProcess(7, gib, "xorg"),))
     planned = replace(machine, gpus=(card,))
-    plan: Any = SimpleNamespace(device="cuda:0", need_bytes=18 * gib, margin_bytes=gib)
-    check_room(plan, planned, planned)
+    made: Any = SimpleNamespace(device="cuda:0", need_bytes=18 * gib, margin_bytes=gib)
+    check_room(made, planned, planned)
     taken = replace(card, free_bytes=4 * gib, processes=(*card.processes, GpuProcess(99, 16 * gib, "blender")))
     with pytest.raises(OutOfMemory, match=r"had 20.0 GiB free .* has 4.0 GiB now: blender 99 has 16.0 GiB$"):
-        check_room(plan, planned, replace(machine, gpus=(taken,)))
+        check_room(made, planned, replace(machine, gpus=(taken,)))
     with pytest.raises(DeviceError, match="now the driver does not show it"):
-        check_room(plan, planned, replace(machine, gpus=()))
+        check_room(made, planned, replace(machine, gpus=()))
+
+
+def plan(cpus: tuple[int, ...], nodes: tuple[int, ...] = ()) -> Any:
+    return SimpleNamespace(cpus=cpus, nodes=nodes, ranks=())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sets of CPUs are Linux's")
+def test_threads_started_within_stay_on_the_plans_cpus() -> None:
+    before = os.sched_getaffinity(0)
+    first = min(before)
+    with ThreadPoolExecutor(1) as pool:
+        with confined(plan((first,), (0,))):
+            assert os.sched_getaffinity(0) == {first}
+            assert pool.submit(os.sched_getaffinity, 0).result() == {first}
+        assert os.sched_getaffinity(0) == before
+        assert pool.submit(os.sched_getaffinity, 0).result() == {first}, "the engine's thread stays where it began"
+    with confined(plan((4095,))):  # no such CPU
+        assert os.sched_getaffinity(0) == before
+    assert not spread_memory((1023,)), "no such node"

@@ -406,7 +406,7 @@ def test_cores_that_may_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert usable_cores(sys_root, proc) == 3  # two cores of two threads, and one nobody describes
     files(proc, {"self/cgroup": "0::/user/me\n"})
     files(sys_root, {"fs/cgroup/user/cpu.max": "150000 100000\n", "fs/cgroup/user/me/cpu.max": "max 100000\n"})
-    assert usable_cores(sys_root, proc) == 2
+    assert usable_cores(sys_root, proc) == 1  # one more would be stopped in each period
     files(sys_root, {"fs/cgroup/user/me/cpu.max": "10000 100000\n"})
     assert usable_cores(sys_root, proc) == 1
     files(proc, {"self/cgroup": "4:cpu,cpuacct:/me\n3:memory:/me\n"})
