@@ -341,3 +341,11 @@ def test_latents_are_explained_as_what_is_kept() -> None:
     _, kept = _model_lines(cast(Any, row))
     assert kept == "KV = 47 layers × (512 + 64) values in bf16: 1,152 B a layer and token"
     assert _attention(facts) == "20 heads over latents of 512 values, and 64 that turn"
+
+
+@pytest.mark.slow
+def test_both_splits_are_shown_with_a_link_that_is_assumed(invoke: Invoke, empty_home: Path) -> None:
+    told = invoke("plan", "llama3.3-70b", "--gpu", "2x 3090", env={"LOCALLLM_FAKE_HW": "cpu"})
+    lines = [line for line in (told.stdout + told.stderr).splitlines() if "--tensor-parallel 2 --split" in line]
+    assert [line.split("--split ")[1].split(":")[0] for line in lines] == ["tensor", "layers"]
+    assert all(line.endswith("; link assumed") for line in lines)
