@@ -31,7 +31,7 @@ LOCALLLM = [str(Path(sys.executable).with_name("localllm")), "run"]
 OPTIONS = ["--stream", "--temp", "0", "--max-tokens", "32", "--attach-to", "off", "--json", "hi"]
 LINES = {"first": 6.0, "second": 2.5}  # seconds, for a model of 4B
 PHASES = ("resolve", "import", "weights", "ready")  # when each began, in seconds from the command
-STATUS_S = 0.01
+STATUS_S = 0.05
 
 
 def start(model: str, home: Path, keeps: bool) -> dict[str, float]:
