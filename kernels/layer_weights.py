@@ -303,7 +303,12 @@ FUSED_ATTENTION = frozenset(
         *("scale", "window", "softcap", "interleaved", "sinks"),
     )
 )
-FUSED_LATENT = frozenset(field.name for field in fields(LatentWeights))
+FUSED_LATENT = frozenset(
+    (
+        *("norm", "qkv", "q_up", "q_norm", "kv_norm", "k_up", "v_up", "out", "rank", "turned", "scale"),
+        *("interleaved", "post_norm"),
+    )
+)
 FUSED_MLP = frozenset(("norm", "gate_up", "down", "activation", "post_norm"))
 FUSED_EXPERTS = frozenset(
     (
