@@ -125,7 +125,7 @@ def _route_kernel(
         scores = tl.exp(logits - tl.max(logits, 0))
         scores = scores / tl.sum(scores, 0)
     elif KIND == "sigmoid":
-        scores = 1.0 / (1.0 + tl.exp(-logits))
+        scores = 1.0 / (1.0 + tl.exp(tl.minimum(-logits, 88.0)))
     wanted = scores
     if BIAS:
         wanted += tl.load(bias_ptr + e, mask=ok, other=0.0)

@@ -31,7 +31,7 @@ CHUNK_ROWS = 32  # rows of a state that a program takes through chunks
 
 @triton.jit
 def _sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
+    return 1.0 / (1.0 + tl.exp(tl.minimum(-x, 88.0)))
 
 
 @triton.jit(do_not_specialize=["num_seqs"])
