@@ -332,7 +332,7 @@ class SleepingRanks:
         assert lead is not None
         self._lead = lead
         try:
-            self.others_nbytes = [one["nbytes"] for one in lead.ask({"do": "sleep"})]
+            lead.ask({"do": "sleep"})
             self._own = put_to_sleep((model, *others))
         finally:
             model.lead = lead

@@ -29,6 +29,7 @@ from localllm.plan.plan import Plan
 
 # share of the memory bandwidth that decoding reaches: gemma3-270m 0.78 on two EPYC cores that read 27 GB/s
 ETA = {"cpu": 0.7, "cuda": 0.75}
+MIXED_ETA = 0.5  # the same of a mixture on a card: many small products; not measured
 # time per layer and token that no bandwidth explains: calls, norms, small products
 LAYER_S = {"cpu": 30e-6, "cuda": 40e-6}
 # a kernel that PyTorch starts by itself, where no fused one and no graph takes it along: assumed, not measured
@@ -131,23 +132,25 @@ class Speeds:
         wanted = model_key(facts)
         return next((m.tps for m in self.measured if m.device == device and m.model == wanted), None)
 
-    def steady_eta(self, device: str, bandwidth: float, kind: str) -> float:
-        """The share of the bandwidth to choose with: a median in which the default votes, too, and every measured
+    def steady_eta(self, device: str, bandwidth: float, assumed: float) -> float:
+        """The share of the bandwidth to choose with: a median in which what is assumed votes, too, and every measured
         model once, with its best bench, because what disturbs a bench makes it slower.
         """
         best: dict[tuple[str, int, str, int], float] = {}
         for m in self.measured:
             if m.device == device and m.bytes_s and bandwidth:
                 best[m.model] = max(best.get(m.model, 0.0), m.bytes_s / bandwidth)
-        return statistics.median([*best.values(), *[ETA[kind]] * DEFAULT_VOTES])
+        return statistics.median([*best.values(), *[assumed] * DEFAULT_VOTES])
 
     def expected(self, memory: Memory, ctx: int) -> dict[str, Any]:
         """Fields of `Plan`: the pace at the start and the end of a context, measured or estimated from bandwidth."""
         facts, kind, gpu = memory.facts, memory.where.kind, memory.where.gpu
         bandwidth, name = (gpu.bandwidth, gpu.name) if gpu else (memory.machine.cpu.bandwidth, "cpu")
         reached, measured = self.bytes_s(facts, name), self.tps(facts, name)
-        eta = reached / bandwidth if reached and bandwidth else ETA[kind]
-        steady = self.steady_eta(name, bandwidth, kind)
+        is_mixed = kind == "cuda" and any(isinstance(layer.ffn, Experts) for layer, _ in facts.kinds)
+        assumed = MIXED_ETA if is_mixed else ETA[kind]
+        eta = reached / bandwidth if reached and bandwidth else assumed
+        steady = self.steady_eta(name, bandwidth, assumed)
         read = memory.weights_and_read[1] + 2 * memory.slot_bytes  # states are read and written
         full = read + memory.sequence_bytes(ctx)
         first, last = (0 if memory.captures else launches_of(facts, behind) for behind in (0, ctx))

@@ -73,7 +73,7 @@ def alone(smollm2_path: Path) -> dict[str, Any]:
         }
 
 
-@pytest.fixture(scope="module", params=[(2, "tensor"), (3, "tensor"), (3, "layers")], ids=["2", "3", "3-layers"])
+@pytest.fixture(scope="class", params=[(2, "tensor"), (3, "tensor"), (3, "layers")], ids=["2", "3", "3-layers"])
 def several(smollm2_path: Path, request: pytest.FixtureRequest) -> Any:
     world, split = request.param
     with LLM(smollm2_path, tensor_parallel=world, split=split, debug_invariants=True, **EXACT) as llm:
@@ -81,43 +81,46 @@ def several(smollm2_path: Path, request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.mark.slow
-def test_several_processes_say_what_one_says(several: LLM, alone: dict[str, Any]) -> None:
-    import numpy as np
+class TestSeveralProcesses:
+    """One divided model at a time can be in a process: the last of these ends before other tests begin theirs."""
 
-    assert ids_of(several.generate(PROMPTS, GREEDY)) == alone["greedy"]
-    again = several.generate(PROMPTS, GREEDY)  # from cached prefixes
-    assert ids_of(again) == alone["greedy"]
-    assert several.stats().prefix_hit_tokens > 0
-    children = several.generate(PROMPTS[0], SamplingParams(temperature=0.8, seed=5, n=3, max_tokens=12))
-    assert [one.token_ids for one in children.completions] == alone["n"]
-    found = several.score(list(range(40, 140)))
-    assert float(np.abs(found - alone["score"]).max() / np.abs(alone["score"]).max()) < 1e-5
-    whole = several.plan.ranks
-    assert len(whole) == len(pids(several)) + 1
-    assert f"{len(whole)} ranks" in several.run_summary
+    def test_several_processes_say_what_one_says(self, several: LLM, alone: dict[str, Any]) -> None:
+        import numpy as np
 
+        assert ids_of(several.generate(PROMPTS, GREEDY)) == alone["greedy"]
+        again = several.generate(PROMPTS, GREEDY)  # from cached prefixes
+        assert ids_of(again) == alone["greedy"]
+        assert several.stats().prefix_hit_tokens > 0
+        children = several.generate(PROMPTS[0], SamplingParams(temperature=0.8, seed=5, n=3, max_tokens=12))
+        assert [one.token_ids for one in children.completions] == alone["n"]
+        found = several.score(list(range(40, 140)))
+        assert float(np.abs(found - alone["score"]).max() / np.abs(alone["score"]).max()) < 1e-5
+        whole = several.plan.ranks
+        assert len(whole) == len(pids(several)) + 1
+        assert f"{len(whole)} ranks" in several.run_summary
 
-@pytest.mark.slow
-def test_grammar_abort_and_preemption(several: LLM, alone: dict[str, Any]) -> None:
-    schema = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 9}}, "required": ["city"]}
-    constrained = several.generate(
-        "JSON of a city:", SamplingParams(temperature=0, max_tokens=40), constraint=Constraint("json_schema", schema)
-    )
-    assert set(json.loads(constrained.text)) == {"city"}
-    stream = several.generate(PROMPTS[1], SamplingParams(max_tokens=400, ignore_eos=True), stream=True)
-    next(iter(stream))
-    stream.close()
-    several.engine.clear_prefix_cache()
-    while several.stats().num_running or several.stats().pages_cached:
+    def test_grammar_abort_and_preemption(self, several: LLM, alone: dict[str, Any]) -> None:
+        schema = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 9}}, "required": ["city"]}
+        constrained = several.generate(
+            "JSON of a city:",
+            SamplingParams(temperature=0, max_tokens=40),
+            constraint=Constraint("json_schema", schema),
+        )
+        assert set(json.loads(constrained.text)) == {"city"}
+        stream = several.generate(PROMPTS[1], SamplingParams(max_tokens=400, ignore_eos=True), stream=True)
+        next(iter(stream))
+        stream.close()
         several.engine.clear_prefix_cache()
-        time.sleep(0.05)
-    (pool,) = several.engine.scheduler.pages.pools
-    assert pool.withdraw(pool.num_free - 14)
-    before = several.stats().num_preemptions
-    long = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
-    answers = several.generate(PROMPTS, long)
-    assert several.stats().num_preemptions > before
-    assert [ids[:24] for ids in ids_of(answers)] == alone["greedy"]
+        while several.stats().num_running or several.stats().pages_cached:
+            several.engine.clear_prefix_cache()
+            time.sleep(0.05)
+        (pool,) = several.engine.scheduler.pages.pools
+        assert pool.withdraw(pool.num_free - 14)
+        before = several.stats().num_preemptions
+        long = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
+        answers = several.generate(PROMPTS, long)
+        assert several.stats().num_preemptions > before
+        assert [ids[:24] for ids in ids_of(answers)] == alone["greedy"]
 
 
 @pytest.mark.slow
