@@ -1,8 +1,7 @@
 """The weights of one model as the CPU's kernels read them, kept in a file: found there, or written while they load.
 
-Weights that come from the file stay in it: the system's page cache holds them once, for all processes. What is read is
-what was repacked, bit by bit. Whatever is wrong with the file or its folder, the model loads without it, and `note`
-says so.
+What is read is what was repacked, bit by bit; it lies in memory once. Whatever is wrong with the file or its folder,
+the model loads without it, and `note` says so.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class Packed:
 
     def __init__(self, path: Path, files: Sequence[Path], nbytes: int, limit: int) -> None:
         self.note = ""  # what is wrong, for people
-        self.mapped_bytes = 0  # weights that lie in the file and in no memory of this process
+        self.read_bytes = 0  # of weights that came out of the file
         self._files = [str(file.absolute()) for file in files]
         self._data: np.ndarray | None = None
         self._entries: dict[str, Any] = {}
@@ -67,7 +66,7 @@ class Packed:
         try:
             found = PackedFile(path, layout_name(), checksums)
             self._data, self._entries = found.data, found.entries
-            self.mapped_bytes = found.size
+            self.read_bytes = found.size
             return
         except FileNotFoundError:
             pass
@@ -101,7 +100,7 @@ class Packed:
         return PackedPart(entry["form"], (n, k), entry["group"], entry["type"], tuple(entry["has"]), prepared)
 
     def _view(self, at: int, nbytes: int) -> Tensor:
-        """uint8 [nbytes], a view of the file: it is never written to, and keeps the map alive."""
+        """uint8 [nbytes], a view of what was read: it is never written to, and keeps that alive."""
         data = self._data
         assert data is not None and 0 <= at <= at + nbytes <= data.nbytes, (at, nbytes)
         # torch.from_numpy warns about read-only memory; a ctypes array is the same memory without a flag
@@ -152,7 +151,7 @@ class Packed:
             writer.close()
         for prepared, at in self._written:
             prepared.move(self._view(at, prepared.data.numel()))
-        self.mapped_bytes = self._data.nbytes
+        self.read_bytes = self._data.nbytes
         self._written = []
 
     def close(self) -> None:

@@ -83,7 +83,6 @@ class LoadedModel(AdaptedModel):
         self._doubts = tuple(filter(None, (self._checkpoint.doubt, self._checkpoint.unread, flaw)))
         self._template: ChatTemplate | None = None
         self._engine: Engine | None = None
-        self._mapped_bytes = 0  # of weights that no memory of this process holds
         self._sleeping: SleepingWeights | SleepingRanks | None = None
         self._meter: PowerMeter | None = None
         self.keeps_pace = False  # whether the pace of its answers is kept for the next plan
@@ -221,12 +220,12 @@ class LoadedModel(AdaptedModel):
             progress=self._on_weights,
             packed=packed,
         )
-        self._selftest, self._base_bytes = options.selftest, rss_anon_bytes()
+        read = 0 if packed is None else packed.read_bytes  # weights that are in memory already
+        self._selftest, self._base_bytes = options.selftest, rss_anon_bytes() - read
         if device.type == "cuda" and self._selftest is not None and not self._selftest.records.items():
             self._notify(LoadProgress("compile", detail="kernels for this card, once; up to a minute"))
         self._model: Model = load(self._checkpoint, options, self.plan)
         if packed is not None:
-            self._mapped_bytes = packed.mapped_bytes
             self._doubts += tuple(filter(None, (packed.note,)))
         self.adapters = self._no_adapters()
         self._drafter = self._draft.load(options) if self._draft is not None and self.plan.draft_pages else None
@@ -248,7 +247,7 @@ class LoadedModel(AdaptedModel):
             self._selftest,
             draft=self._drafter,
             adapters=self.adapters,
-            base_bytes=self._base_bytes - self._mapped_bytes,
+            base_bytes=self._base_bytes,
             program_bytes=self._base_bytes - self._start_bytes,
         )
         self.plan = self.boot.plan
@@ -341,7 +340,7 @@ class LoadedModel(AdaptedModel):
 
         state = self.state()
         if not state.device.startswith("cuda"):
-            return replace(state, held_bytes=rss_anon_bytes() + self._mapped_bytes)
+            return replace(state, held_bytes=rss_anon_bytes())
         import torch
 
         if self._meter is None:

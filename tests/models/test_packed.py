@@ -74,10 +74,10 @@ def test_the_second_load_reads_what_the_first_repacked(
 ) -> None:
     plain = load_model(open_model(source))
     first, kept = load(source, tmp_path)
-    assert not kept.note and kept.mapped_bytes > 0
+    assert not kept.note and kept.read_bytes > 0
     monkeypatch.setattr(layout, "_describe", None)  # nothing is repacked from here on
     second, again = load(source, tmp_path)
-    assert not again.note and again.mapped_bytes == kept.mapped_bytes
+    assert not again.note and again.read_bytes == kept.read_bytes
     assert len(tiles(plain)) > 10
     assert tiles(plain) == tiles(first) == tiles(second)
     assert first.kernels == second.kernels == plain.kernels
@@ -116,7 +116,7 @@ def test_a_file_that_is_wrong_is_made_anew_and_said(
     model, kept = load(source, tmp_path)
     assert "made anew" in kept.note and tiles(model) == expected
     model, kept = load(source, tmp_path)
-    assert not kept.note and kept.mapped_bytes and tiles(model) == expected
+    assert not kept.note and kept.read_bytes and tiles(model) == expected
 
 
 @pytest.mark.slow
@@ -137,7 +137,7 @@ def test_a_disk_that_fills_while_it_is_written(
     monkeypatch.setattr(os, "pwrite", pwrite)
     monkeypatch.setattr(os, "replace", replaced)
     model, kept = load(source, tmp_path)
-    assert "the disk is full" in kept.note and not kept.mapped_bytes
+    assert "the disk is full" in kept.note and not kept.read_bytes
     assert list(tmp_path.iterdir()) == []
     assert tiles(model) == tiles(load_model(open_model(source)))
 
@@ -146,7 +146,7 @@ def test_a_disk_that_fills_while_it_is_written(
 def test_another_process_that_writes_is_not_waited_for(source: Path, tmp_path: Path) -> None:
     other = packed_file.PackedWriter(tmp_path / "a.packed", 1, 1 << 30)
     model, kept = load(source, tmp_path)
-    assert "another process" in kept.note and not kept.mapped_bytes
+    assert "another process" in kept.note and not kept.read_bytes
     other.close()
     assert tiles(model) == tiles(load(source, tmp_path)[0])
 
