@@ -2,7 +2,7 @@
 
     python benchmarks/loading.py MODEL.gguf ... [--json FILE] [--repeat 3]
 
-For each model in turns: nothing is kept (`off`), the start that writes the file (`first`), and one that maps it
+For each model in turns: nothing is kept (`off`), the start that writes the file (`first`), and one that reads it
 (`second`). All read from the page cache; the file lies in a folder of its own, which is removed. A row holds medians:
 seconds to the first byte of the answer, CPU seconds until then, the most anonymous memory, tokens a second of 32.
 """
@@ -36,7 +36,7 @@ STATUS_S = 0.05
 
 def start(model: str, home: Path, keeps: bool) -> dict[str, float]:
     """One command."""
-    limit = {} if keeps else {"LOCALLLM_ENGINE_PACKED_STORE": "0"}
+    limit = {"LOCALLLM_ENGINE_PACKED_STORE": "32G" if keeps else "0"}
     environment = os.environ | limit | {"LOCALLLM_HOME": str(home), "LOCALLLM_CACHE": str(cache_folder().parent)}
     begun, peak, ends = time.monotonic(), [0], threading.Event()
     with subprocess.Popen(

@@ -133,9 +133,9 @@ class EngineOptions:
     )
     packed_store: int = _key(
         SIZE,
-        32 << 30,
+        0,
         "weights of large models are kept on the disk as the CPU reads them, up to this size, so that the next start"
-        " repacks nothing; the longest unused go first; 0 keeps none",
+        " repacks nothing and takes less memory; the start that writes them takes longer; 0 keeps none",
     )
     speculation: str = _key(
         choice("auto", "off", "ngram", "draft", "mtp"),
