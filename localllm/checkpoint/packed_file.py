@@ -263,7 +263,7 @@ def _read(descriptor: int, size: int) -> np.ndarray:
         for _ in pool.map(read, range(0, size, PIECE)):
             pass
     data = np.frombuffer(memory, dtype=np.uint8)
-    data.flags.writeable = False
+    data.setflags(write=False)
     return data
 
 
