@@ -110,6 +110,7 @@ def test_every_form(form: str, tokens: int, device: torch.device) -> None:
     check(mixture("softmax", device, form, 256 if form.startswith("gguf") else HIDDEN), tokens, device)
 
 
+@pytest.mark.slow
 def test_many_pairs_go_in_tiles_and_in_parts(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_experts, "FEW_PAIRS", 4)
     monkeypatch.setattr(triton_experts, "_tokens_at_once", lambda x, weights: 2)
