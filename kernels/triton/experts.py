@@ -27,6 +27,7 @@ from .segments import FUSED
 
 FEW_PAIRS = 32  # so many are multiplied one by one; not measured
 LARGEST_TILE = 64  # pairs of one expert in a tile
+TOGETHER = 256  # tokens whose pairs take little memory, whatever the plan counts
 BLOCK = 1024
 _GATES = ("silu", "gelu_tanh", "swiglu_oai")
 
@@ -64,7 +65,7 @@ def _tokens_at_once(x: Tensor, weights: ExpertsWeights) -> int:
     down = weights.stacked[1].shape[1]
     gated = weights.activation in _GATES
     held = weights.top_k * (down + x.shape[1] + (0 if gated else 2 * down))
-    return max(1, min(x.shape[0], x.shape[0] * (3 * down + 4 * x.shape[1]) // held))
+    return max(TOGETHER, x.shape[0] * (3 * down + 4 * x.shape[1]) // held)
 
 
 def _given(x: Tensor, chosen: Tensor, weights: ExpertsWeights, activate: Callable[[Tensor], Tensor]) -> Tensor:
