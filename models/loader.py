@@ -2,7 +2,6 @@
 
 So memory holds the prepared weights and the tensors of one layer class at any time. Nothing of the model stays in its
 mapped files: one that is cut or written over while the model runs would end the process with SIGBUS, or change answers.
-(`packed` maps a file of our own, which nobody writes to in its place.)
 What is missing or has the wrong shape is a `BadModelFile`; tensors nobody asked for are ignored, unless they are known
 to change the result.
 """

@@ -144,7 +144,7 @@ def test_the_router_takes_the_first_of_equals_and_loses_no_nan(device: torch.dev
 def test_experts_that_are_stored_unlike_stay_apart(device: torch.device) -> None:
     weights = [make("fp8mx", 6, 64) for _ in range(4)]
     weights[2].qweight.view(torch.uint8)[1, 1] = 0x7F  # NaN: this one alone gets a factor of its own
-    for given in (weights, [make("int4g-32", 6, 64), make("dense-f16", 6, 64)], [make("fp8-block", 6, 128)] * 2):
+    for given in (weights, [make("int4g-32", 6, 64), make("dense-f16", 6, 64)], [make("fp8-block", 6, 256)] * 2):
         stack = reference.Stack(len(given))
         for weight in given:
             stack.add(linear(weight, device))
