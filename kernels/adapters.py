@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -18,7 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 MOST_ADAPTERS = 8  # in memory at once
-_TILE = 16  # rows that are multiplied at once where a row may not depend on its neighbours
+# rows that are multiplied at once where a row may not depend on its neighbours; and the least rank then: MKL on Zen 4
+# multiplies matrices of fewer than 12 rows by another routine, in which a row's place changes its last bit
+_TILE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ class Additions:
 
     def put(self, place: int, pieces: Sequence[LowRank], room: Any = None) -> None:
         """From now on rows with this place get these updates."""
-        self.pieces[place] = tuple(pieces)
+        self.pieces[place] = tuple(map(_widened, pieces) if self.tiled else pieces)
 
     @property
     def nbytes(self) -> int:
@@ -122,6 +124,12 @@ class Additions:
         count = x.shape[0]
         padded = F.pad(x, (0, 0, 0, -count % _TILE))
         return torch.cat([F.linear(tile, matrix) for tile in padded.split(_TILE)])[:count]
+
+
+def _widened(piece: LowRank) -> LowRank:
+    """The same update with a rank of at least _TILE."""
+    more = max(0, _TILE - piece.down.shape[0])
+    return replace(piece, down=F.pad(piece.down, (0, 0, 0, more)), up=F.pad(piece.up, (0, more)))
 
 
 def _gained(y: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
