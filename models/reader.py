@@ -28,6 +28,8 @@ from .architectures.sharding import Cut, Shard, pieces
 from .packed import Packed, PackedPart
 from .ranks import Gathered, Ranks, Summed
 
+SCRATCH_BYTES = 32 << 20  # at least: that much is mapped by itself, and given back whole
+
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
@@ -74,6 +76,7 @@ class Reader:
         self.chosen: dict[str, dict[str, None]] = {}
         self.done = 0
         self._counted: set[str] = set()  # modules whose tensors are all in `done`, and single tensors
+        self._scratch = torch.empty(0, dtype=torch.uint8)  # codes of a weight that is repacked at once
         self._joins: dict[str, Join] = {}  # of modules that ranks have by rows though they should have columns
 
     @property
@@ -105,7 +108,7 @@ class Reader:
         parts = self.kept(layer_class, key, names, shapes)
         if parts is None:
             weights = [self.weight(name, shape, device, order) for name, shape in zip(names, shapes, strict=True)]
-            whole = fuse(weights)
+            whole = fuse(weights, self._take if device.type == "cpu" else None)
             found = weights if whole is None else [whole]
             parts = tuple(self.prepare(layer_class, weight, None, key) for weight in found)
             self.release(names)
@@ -119,6 +122,18 @@ class Reader:
             pairs = zip(biases, shapes, strict=True)
             bias = torch.cat([torch.zeros(n, device=device) if part is None else part for part, (n, _) in pairs])
         return Linear((replace(parts[0], bias=bias),), modules)
+
+    def _take(self, count: int) -> Tensor:
+        """uint8 [count], which the next call uses again: `owned` copies what is to stay."""
+        if count > self._scratch.numel():
+            self._scratch = torch.empty(0, dtype=torch.uint8)  # the smaller one goes first
+            self._scratch = torch.empty(max(count, SCRATCH_BYTES), dtype=torch.uint8)
+        return self._scratch[:count]
+
+    def _is_lent(self, tensor: Tensor) -> bool:
+        """Whether its memory is a mapped file's, or the scratch's."""
+        start, address = self._scratch.data_ptr(), tensor.data_ptr()
+        return self.checkpoint.maps(address) or start <= address < start + self._scratch.numel()
 
     def release(self, names: Sequence[str]) -> None:
         """Take what was read of these modules out of this process's memory: it stays in the system's page cache."""
@@ -181,7 +196,8 @@ class Reader:
         )
 
     def owned(self, weight: Any, but: str = "") -> Any:
-        """A weight, canonical or prepared, with copies of its tensors that are views of the mapped files."""
+        """A weight, canonical or prepared, with copies of its tensors that are views of the mapped files, or of the
+        scratch."""
         if not isinstance(weight, tuple) or not hasattr(weight, "_asdict"):
             return weight
         views = {
@@ -189,7 +205,7 @@ class Reader:
             for name, part in weight._asdict().items()
             if isinstance(part, Tensor) and name != but and part.device.type == "cpu" and part.layout is torch.strided
         }
-        copies = {name: part.clone() for name, part in views.items() if self.checkpoint.maps(part.data_ptr())}
+        copies = {name: part.clone() for name, part in views.items() if self._is_lent(part)}
         return weight._replace(**copies) if copies else weight  # type: ignore[attr-defined]
 
     def weight(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,10 @@ from localllm.kernels import Weight
 from localllm.kernels.dequant import FP8_BLOCK
 
 
-def fuse(weights: Sequence[Weight]) -> Weight | None:
+def fuse(weights: Sequence[Weight], take: Callable[[int], Tensor] | None = None) -> Weight | None:
     """The weights stacked along N, exactly; None where that cannot be: form, K, groups or input order differ.
+
+    take   gives uint8 [count] for the codes, on their device; None: memory of their own
 
     NVFP4 keeps its global scale per row; per-tensor FP8 scales become scales per row.
     """
@@ -33,7 +35,11 @@ def fuse(weights: Sequence[Weight]) -> Weight | None:
     if any(part is None and any(getattr(w, name) is not None for w in weights) for name, part in parts.items()):
         return None
     shape = (sum(w.shape[0] for w in weights), first.shape[1])
-    return first._replace(shape=shape, qweight=torch.cat([w.qweight for w in weights]), **parts)
+    codes = [w.qweight for w in weights]
+    if take is None:
+        return first._replace(shape=shape, qweight=torch.cat(codes), **parts)
+    stacked = take(sum(map(_nbytes, codes))).view(first.qweight.dtype).view(-1, *first.qweight.shape[1:])
+    return first._replace(shape=shape, qweight=torch.cat(codes, out=stacked), **parts)
 
 
 def reordered(weight: Weight, order: Tensor) -> Weight | None:
@@ -58,6 +64,10 @@ def reordered(weight: Weight, order: Tensor) -> Weight | None:
 def _kind(weight: Weight) -> tuple[object, ...]:
     """What must be equal for one product of both."""
     return weight.form, weight.shape[1], weight.group_size, weight.block_type, weight.qweight.dtype
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _same_input(a: Tensor | None, b: Tensor | None) -> bool:
