@@ -23,7 +23,7 @@ from localllm.kernels.table import kernel_table
 from localllm.kernels.verify.selftest import KernelCrash
 from localllm.quant import dequantize, load_weight
 
-from .architectures import ModelFacts, OpenModel, RopeFacts
+from .architectures import OpenModel, RopeFacts
 from .architectures.facts import layer_views, without_predictor
 from .architectures.layers import Entry as EntryFacts
 from .architectures.layers import InputTable
@@ -34,7 +34,6 @@ from .kv_cache import cache_groups
 from .kv_scales import read_kv_scales
 from .layers import load_layer
 from .model import Model
-from .packed import PackFailed
 from .parallel import ParallelModel
 from .predictor import load_predictor
 from .ranks import Gathered, VocabularyRows
@@ -66,7 +65,7 @@ def load_model(checkpoint: OpenModel, options: LoadOptions | None = None) -> Mod
     try:
         facts = checkpoint.facts if options.predictor else without_predictor(checkpoint.facts)
         if options.ranks is None:
-            return _load_whole(checkpoint, facts, options)
+            return Loading(checkpoint, Shard(facts), options).model()
         found = shard(facts, options.ranks.share, partial(column_unit, checkpoint))
         return Loading(checkpoint, found, options).model()
     except torch.OutOfMemoryError as error:
@@ -77,21 +76,6 @@ def load_model(checkpoint: OpenModel, options: LoadOptions | None = None) -> Mod
         ) from error
     except KernelCrash as error:
         raise DeviceError(str(error), "start again: that kernel is left out from now on") from error
-
-
-def _load_whole(checkpoint: OpenModel, facts: ModelFacts, options: LoadOptions) -> Model:
-    """In this process alone; once more from the start where the file of repacked weights cannot be finished."""
-    packed = options.packed
-    try:
-        return Loading(checkpoint, Shard(facts), options).model()
-    except PackFailed as error:
-        failure = str(error)
-    finally:
-        if packed is not None:
-            packed.close()
-    assert packed is not None
-    packed.give_up(failure)
-    return Loading(checkpoint, Shard(facts), options).model()
 
 
 class Loading(Reader):
@@ -119,8 +103,6 @@ class Loading(Reader):
         head = HeadWeights(norm, linear, facts.logit_softcap, join)
         ropes = [self.rope(rope) for rope in facts.ropes]
         groups = cache_groups(facts, read_kv_scales(self.checkpoint, self.checkpoint.names, facts.num_layers))
-        if options.packed is not None:
-            options.packed.finish()
         if self.selftest is not None and ranks is None:  # fused segments do not know of ranks
             seen, views = layer_views(facts)
             samples = layer_samples(layers, views)

@@ -1,4 +1,4 @@
-"""The weights of one model as the CPU's kernels read them, kept in a file: found there, or written while they load.
+"""The weights of one model as the CPU's kernels read them, kept in a file: found there, or written while nobody waits.
 
 What is read is what was repacked, bit by bit; it lies in memory once. Whatever is wrong with the file or its folder,
 the model loads without it, and `note` says so.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,6 @@ from localllm.kernels.cpu.build import layout_name, lib
 from localllm.kernels.verify.selftest import OPTIONAL
 
 log = logging.getLogger(__name__)
-
-LEAST_BYTES = 256 << 20  # A smaller model is repacked in less time than a file of it is worth.
-STAGE_BYTES = 64 << 20
-
-
-class PackFailed(Exception):
-    """The file could not be written to its end: what was repacked into it has to be repacked again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,20 +46,23 @@ class Packed:
     files   those files
     nbytes  about how large it becomes
     limit   bytes that all such files may have together
+    ahead   the file, where somebody reads it already
     """
 
-    def __init__(self, path: Path, files: Sequence[Path], nbytes: int, limit: int) -> None:
+    def __init__(
+        self, path: Path, files: Sequence[Path], nbytes: int, limit: int, ahead: PackedFile | None = None
+    ) -> None:
         self.note = ""  # what is wrong, for people
         self.read_bytes = 0  # of weights that came out of the file
+        self._path = path
         self._files = [str(file.absolute()) for file in files]
         self._data: np.ndarray | None = None
         self._entries: dict[str, Any] = {}
         self._writer: PackedWriter | None = None
-        self._written: list[tuple[layout.Prepared, int]] = []
-        self._stage = torch.empty(0, dtype=torch.uint8)
+        self._waiting: deque[tuple[str, dict[str, Any], layout.Prepared]] = deque()
         try:
-            found = PackedFile(path, layout_name(), checksums)
-            self._data, self._entries = found.data, found.entries
+            found = ahead or PackedFile(path)
+            self._data, self._entries = found.check(layout_name(), checksums), found.entries
             self.read_bytes = found.size
             return
         except FileNotFoundError:
@@ -75,17 +72,18 @@ class Packed:
             if error.is_damaged:
                 remove(path)
         try:
-            self._writer = PackedWriter(path, nbytes, limit)
+            self._writer = PackedWriter(path, nbytes, limit, checksums)
         except Unusable as error:
-            self._pass_over(path, error)
+            self._pass_over(error)
 
-    def _pass_over(self, path: Path, error: Unusable) -> None:
-        self.note = f"repacked weights are not kept, every start takes longer: {path} {error}"
+    def _pass_over(self, error: Unusable) -> None:
+        self.close()
+        self.note = f"repacked weights are not kept, every start takes longer: {self._path} {error}"
         log.info("%s", self.note)
 
     @property
     def writes(self) -> bool:
-        """Whether what is repacked now goes into the file."""
+        """Whether the file is still to be written, with what is repacked."""
         return self._writer is not None
 
     def parts(self, key: str) -> tuple[PackedPart, ...] | None:
@@ -108,64 +106,44 @@ class Packed:
         memory.owner = data  # type: ignore[attr-defined]
         return torch.frombuffer(memory, dtype=torch.uint8)
 
-    def prepare(self, weight: Weight) -> layout.Prepared:
-        """As `layout.prepare`, in memory that the next call uses again: to be given to `keep` before."""
-        return layout.prepare(weight, self._take)
-
-    def _take(self, count: int) -> Tensor:
-        if count > self._stage.numel():
-            self._stage = torch.empty(0, dtype=torch.uint8)  # the smaller one goes first
-            self._stage = layout.Arena(max(count, STAGE_BYTES)).take(max(count, STAGE_BYTES))
-        return self._stage[:count]
-
     def keep(self, key: str, facts: LinearFacts, weight: Weight, prepared: layout.Prepared) -> None:
-        """Write one weight; several under one name in the order of the calls. Raises PackFailed."""
-        assert self._writer is not None
-        try:
-            at = self._writer.write(memoryview(prepared.data.numpy()))
-            kept = {
-                name: (self._writer.write(memoryview(part.view(torch.uint8).numpy())), part.nbytes)
-                for name, part in layout.kept_of(prepared).items()
-            }
-        except Unusable as error:
-            raise PackFailed(str(error)) from error
-        self._written.append((prepared, at))
-        self._entries.setdefault(key, []).append({
+        """What `write` writes; several under one name in the order of the calls."""
+        entry = {
             "form": facts.form, "shape": facts.shape, "group": facts.group_size, "type": facts.block_type,
             "has": [name for name in OPTIONAL if getattr(weight, name) is not None],
-            "struct": layout.stored_struct(prepared).hex(), "data": (at, prepared.data.numel()), "kept": kept,
-        })  # fmt: skip
+            "struct": layout.stored_struct(prepared).hex(),
+        }  # fmt: skip
+        self._waiting.append((key, entry, prepared))
 
-    def finish(self) -> None:
-        """The file is whole: all that was written is read from it from here on. Raises PackFailed."""
-        writer, self._writer = self._writer, None
+    def write(self, must_stop: Callable[[], bool] = lambda: False) -> bool:
+        """Write what is kept, one weight after another until `must_stop`; whether nothing is left to do.
+
+        What goes wrong ends it: `note` says so.
+        """
+        writer = self._writer
         if writer is None:
-            return
-        self._stage = torch.empty(0, dtype=torch.uint8)
+            return True
         try:
-            header = {"layout": layout_name(), "files": self._files, "entries": self._entries}
-            self._data = writer.finish(header, checksums)
+            while self._waiting:
+                if must_stop():
+                    return False
+                key, entry, prepared = self._waiting.popleft()
+                entry["data"] = writer.write(prepared.data.numpy())
+                kept = layout.kept_of(prepared).items()
+                entry["kept"] = {name: writer.write(part.view(torch.uint8).numpy()) for name, part in kept}
+                self._entries.setdefault(key, []).append(entry)
+            writer.finish({"layout": layout_name(), "files": self._files, "entries": self._entries})
         except Unusable as error:
-            raise PackFailed(str(error)) from error
-        finally:
-            writer.close()
-        for prepared, at in self._written:
-            prepared.move(self._view(at, prepared.data.numel()))
-        self.read_bytes = self._data.nbytes
-        self._written = []
+            self._pass_over(error)
+        self.close()
+        return True
 
     def close(self) -> None:
         """Leave nothing of a file that is not finished."""
         writer, self._writer = self._writer, None
-        self._stage = torch.empty(0, dtype=torch.uint8)
+        self._waiting.clear()
         if writer is not None:
             writer.close()
-
-    def give_up(self, reason: str) -> None:
-        """Read and write nothing from here on."""
-        self.close()
-        self._data, self._entries, self._written = None, {}, []
-        self.note = f"repacked weights are not kept, every start takes longer: the file {reason}"
 
 
 def checksums(address: int, nbytes: int) -> bytes:

@@ -170,9 +170,8 @@ class Reader:
         while True:
             impl = choose(implementations("linear"), facts, self.disabled).impl
             keeps = bool(key) and packed is not None and packed.writes and impl.prepare is cpu_layout.prepare
-            prepare = packed.prepare if packed is not None and keeps else impl.prepare
             # the codes, nearly all of the bytes, are repacked almost always: they are copied only where they were kept
-            prepared = self.owned(prepare(self.owned(weight, but="qweight")))
+            prepared = self.owned(impl.prepare(self.owned(weight, but="qweight")))
             if self.selftest is None or self.selftest.linear_passed(impl, facts, weight, prepared):
                 break
         if packed is not None and keeps:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -48,10 +48,6 @@ class Prepared:
         # what `segments` keeps here: a layer's weights, and the layer as C knows it
         self.layer: tuple[Any, Any] | None = None
         self.decoder: Any = None  # the same for a whole model: its layers and their pages as C knows them
-
-    def move(self, data: Tensor) -> None:
-        """The same tiles lie here from now on."""
-        self.data, self.struct.data = data, data.data_ptr()
 
     def forget(self, pages_only: bool = False) -> None:
         """Let go of what `segments` keeps here."""
@@ -101,8 +97,8 @@ def _arena() -> Arena:
 KEPT = {"row_scale": torch.float32, "perm": torch.int32, "pre_scale": torch.float32}
 
 
-def prepare(weight: Weight, take: Callable[[int], Tensor] | None = None) -> Prepared:
-    """Repacks a canonical weight, exactly, into what `take` gives for so many bytes (aligned to 64; None: an arena).
+def prepare(weight: Weight) -> Prepared:
+    """Repacks a canonical weight, exactly.
 
     Raises ValueError for what `fits` refuses.
     """
@@ -115,7 +111,7 @@ def prepare(weight: Weight, take: Callable[[int], Tensor] | None = None) -> Prep
             kept.append(tensor.contiguous().to(KEPT[name], copy=True))  # never a view of the file
             setattr(struct, name, kept[-1].data_ptr())
     library = lib()
-    data = (take or _arena().take)(library.ll_layout(ctypes.addressof(struct)))
+    data = _arena().take(library.ll_layout(ctypes.addressof(struct)))
     struct.data = data.data_ptr()
     codes = codes.contiguous()
     scales, mins = _padded(scales, struct), _padded(mins, struct)

@@ -17,6 +17,7 @@ import os
 import shutil
 import stat
 import struct
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
@@ -27,7 +28,7 @@ import numpy as np
 
 from localllm.paths import cache_dir
 
-VERSION = 1  # counts up with every change of what the bytes mean
+VERSION = 2  # counts up with every change of what the bytes mean
 ALIGN = 4096
 PIECE = 32 << 20  # that a thread reads at a time
 SPARE_BYTES = 2 << 30  # that stay free on the disk
@@ -61,13 +62,11 @@ def packed_dir() -> Path:
 
 
 class PackedFile:
-    """A file that is whole, in memory."""
+    """A file on its way into memory, which threads of its own read from the start on; `check` waits for them."""
 
-    def __init__(self, path: Path, layout: str, checksums: Checksums) -> None:
-        """Raises Unusable, and FileNotFoundError where there is none.
-
-        layout     what the bytes are laid out for: another one is another CPU's, or another version's
-        """
+    def __init__(self, path: Path) -> None:
+        """Raises Unusable, and FileNotFoundError where there is none."""
+        self._path = path
         try:
             descriptor = _open(path)
         except FileNotFoundError:
@@ -76,29 +75,57 @@ class PackedFile:
             raise Unusable(f"cannot be read: {error.strerror}", is_damaged=False) from error
         try:
             self.header, self.size = _header(descriptor)
-            if self.header.get("layout") != layout:
-                raise Unusable("is of another CPU or version")
-            self.data = _read(descriptor, self.size)
-        except OSError as error:
-            raise Unusable(f"cannot be read: {error.strerror}", is_damaged=False) from error
-        finally:
+            self._reading = _Reading(descriptor, self.size)
+        except BaseException:
             os.close(descriptor)
-        if _sum(checksums, self.data) != self.header.get("sum"):
+            raise
+
+    def check(self, layout: str, checksums: Checksums) -> np.ndarray:
+        """uint8 [size], what was written. Raises Unusable.
+
+        layout     what the bytes are laid out for: another one is another CPU's, or another version's
+        """
+        if self.header.get("layout") != layout:
+            self.close()
+            raise Unusable("is of another CPU or version")
+        data = self._reading.data()
+        digest = blake2b(digest_size=16)
+        for at, nbytes in self.header["pieces"]:
+            if not 0 <= at <= at + nbytes <= data.nbytes:
+                raise Unusable("is damaged")
+            digest.update(checksums(data.ctypes.data + at, nbytes))
+        if digest.hexdigest() != self.header.get("sum"):
             raise Unusable("is damaged")
         with contextlib.suppress(OSError):
-            os.utime(path)
+            os.utime(self._path)
+        return data
+
+    def close(self) -> None:
+        """Read no more of it. Safe to call twice, and after `check`."""
+        self._reading.close()
 
     @property
     def entries(self) -> dict[str, Any]:
         return dict(self.header["entries"])
 
 
+def read_ahead(path: Path) -> PackedFile | None:
+    """The file, while its reader is not ready for it yet; None where there is none that can be read: who is ready then
+    will find out why.
+    """
+    try:
+        return PackedFile(path)
+    except (FileNotFoundError, Unusable):
+        return None
+
+
 class PackedWriter:
     """A file on its way into the folder."""
 
-    def __init__(self, path: Path, num_bytes: int, limit: int) -> None:
+    def __init__(self, path: Path, num_bytes: int, limit: int, checksums: Checksums) -> None:
         """Raises Unusable where the folder or the disk has no room for about `num_bytes`, or another process writes."""
         self._path, self._part = path, path.with_suffix(".part")
+        self._checksums, self._sum, self._pieces = checksums, blake2b(digest_size=16), list[tuple[int, int]]()
         self._at, self._file = 0, -1
         if num_bytes > limit:
             raise Unusable(f"would take {num_bytes:,} bytes, the limit is {limit:,}")
@@ -119,11 +146,13 @@ class PackedWriter:
             os.close(self._file)
             raise Unusable("is written by another process", is_damaged=False) from error
 
-    def write(self, data: memoryview) -> int:
-        """Where these bytes lie in the file. Raises Unusable."""
+    def write(self, data: np.ndarray) -> tuple[int, int]:
+        """(where these bytes lie in the file, their number); uint8, contiguous. Raises Unusable."""
         at, self._at = self._at, self._at + -(-data.nbytes // ALIGN) * ALIGN
-        self._write(data, at)
-        return at
+        self._write(data.data, at)
+        self._sum.update(self._checksums(data.ctypes.data, data.nbytes))
+        self._pieces.append((at, data.nbytes))
+        return at, data.nbytes
 
     def _write(self, data: memoryview, at: int) -> None:
         done = 0
@@ -133,20 +162,17 @@ class PackedWriter:
         except OSError as error:
             raise Unusable(_why(error)) from error
 
-    def finish(self, header: dict[str, Any], checksums: Checksums) -> np.ndarray:
-        """Move the file into its place; its bytes, in memory. Raises Unusable."""
+    def finish(self, header: dict[str, Any]) -> None:
+        """Move the file into its place. Raises Unusable."""
+        header = header | {"pieces": self._pieces, "sum": self._sum.hexdigest()}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        tail = _TAIL.pack(_MAGIC, VERSION, self._at, len(text), blake2b(text, digest_size=16).digest())
         try:
-            os.ftruncate(self._file, self._at)
-            data = _read(self._file, self._at)
-            header = header | {"sum": _sum(checksums, data)}
-            text = json.dumps(header, separators=(",", ":")).encode()
-            tail = _TAIL.pack(_MAGIC, VERSION, self._at, len(text), blake2b(text, digest_size=16).digest())
             self._write(memoryview(text + tail), self._at)
             os.replace(self._part, self._path)
         except OSError as error:
             raise Unusable(_why(error)) from error
         self.close()
-        return data
 
     def close(self) -> None:
         """Remove what is not finished."""
@@ -242,33 +268,48 @@ def _header(descriptor: int) -> tuple[dict[str, Any], int]:
     return dict(json.loads(text)), at
 
 
-def _read(descriptor: int, size: int) -> np.ndarray:
-    """uint8 [size] in huge pages, where the system has them: decoding from the file's own pages took 14 % longer."""
-    if not size:
-        raise Unusable("is empty")
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError, AttributeError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = memoryview(memory)
+class _Reading:
+    """A file's first bytes on their way into huge pages, where the system has them: decoding from the file's own pages
+    took 14 % longer.
+    """
 
-    def read(at: int) -> None:
-        end = min(at + PIECE, size)
-        while at < end:
-            done = os.preadv(descriptor, [whole[at:end]], at)
-            if not done:
-                raise Unusable("is cut off")
-            at += done
+    def __init__(self, descriptor: int, size: int) -> None:
+        """Closes the descriptor when it is done with it. Raises Unusable."""
+        if not size:
+            raise Unusable("is empty")
+        self._descriptor, self._size, self._ends = descriptor, size, False
+        self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError, AttributeError):
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self._pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1))
+        self._pieces = [self._pool.submit(self._read, at) for at in range(0, size, PIECE)]
+        weakref.finalize(self, os.close, descriptor)
 
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        for _ in pool.map(read, range(0, size, PIECE)):
-            pass
-    data = np.frombuffer(memory, dtype=np.uint8)
-    data.setflags(write=False)
-    return data
+    def _read(self, at: int) -> None:
+        end = min(at + PIECE, self._size)
+        with memoryview(self._memory) as whole:
+            while at < end and not self._ends:
+                done = os.preadv(self._descriptor, [whole[at:end]], at)
+                if not done:
+                    raise Unusable("is cut off")
+                at += done
 
+    def data(self) -> np.ndarray:
+        """uint8 [size], read-only. Raises Unusable."""
+        try:
+            for piece in self._pieces:
+                piece.result()
+        except OSError as error:
+            raise Unusable(f"cannot be read: {error.strerror}", is_damaged=False) from error
+        finally:
+            self.close()
+        data = np.frombuffer(self._memory, dtype=np.uint8)
+        data.setflags(write=False)
+        return data
 
-def _sum(checksums: Checksums, data: np.ndarray) -> str:
-    return blake2b(checksums(data.ctypes.data, data.nbytes), digest_size=16).hexdigest()
+    def close(self) -> None:
+        self._ends = True
+        self._pool.shutdown(cancel_futures=True)
 
 
 def _why(error: OSError) -> str:

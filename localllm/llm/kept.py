@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from localllm._version import __version__
-from localllm.checkpoint.packed_file import packed_dir
-from localllm.engine.page_files import PageFiles, store_dir
-from localllm.kernels.cpu.build import library
-from localllm.models.architectures import ModelFacts, OpenModel
-from localllm.models.kv_cache import KVCache
-from localllm.models.packed import LEAST_BYTES, Packed
-from localllm.plan.plan import Plan
+from localllm.checkpoint.packed_file import PackedFile, packed_dir, read_ahead
+
+if TYPE_CHECKING:  # what is read ahead is found before torch is imported
+    from localllm.engine.page_files import PageFiles
+    from localllm.models.architectures import ModelFacts, OpenModel
+    from localllm.models.kv_cache import KVCache
+    from localllm.models.packed import Packed
+    from localllm.plan.plan import Plan
 
 SAMPLES, SAMPLE_BYTES = 64, 4096
+LEAST_BYTES = 256 << 20  # A smaller model is repacked in less time than a file of it is worth.
 
 
 def model_digest(files: Iterable[Path]) -> bytes:
@@ -50,13 +53,55 @@ def page_files(
     files: Iterable[Path], facts: ModelFacts, plan: Plan, cache: KVCache, weight_format: str, limit: int
 ) -> PageFiles:
     """Where pages of keys and values are kept that such a cache can take."""
+    from localllm.engine.page_files import PageFiles, store_dir
+
     sizes = [*(cache.page_bytes(group) for group in range(len(cache.groups))), cache.slot_bytes()]
     return PageFiles(store_dir(), identity(model_digest(files), facts, plan, sizes, weight_format), limit)
 
 
-def packed_weights(checkpoint: OpenModel, plan: Plan, limit: int) -> Packed | None:
-    """Where the weights of a model lie as the CPU reads them; None where no file is worth it, or none is wanted."""
-    if plan.device != "cpu" or plan.ranks or not limit or checkpoint.nbytes < LEAST_BYTES or library().lib is None:
-        return None
-    name = blake2b(model_digest(checkpoint.files) + plan.quant.encode(), digest_size=16).hexdigest()
-    return Packed(packed_dir() / f"{name}.packed", tuple(checkpoint.files), checkpoint.nbytes, limit)
+class KeptWeights:
+    """A model's repacked weights on the disk: read while torch is imported, written behind the first answer."""
+
+    def __init__(self, checkpoint: OpenModel, plan: Plan, limit: int) -> None:
+        """Nothing is kept of small models, and of those that are divided or on a card; `limit`: bytes of all files."""
+        self._checkpoint, self._limit = checkpoint, limit
+        self._path: Path | None = None
+        self._ahead: PackedFile | None = None
+        self._packed: Packed | None = None
+        if plan.device == "cpu" and not plan.ranks and limit and checkpoint.nbytes >= LEAST_BYTES:
+            name = blake2b(model_digest(checkpoint.files) + plan.quant.encode(), digest_size=16).hexdigest()
+            self._path = packed_dir() / f"{name}.packed"
+            self._ahead = read_ahead(self._path)
+
+    def open(self) -> Packed | None:
+        """For the loader; None where nothing is kept, or the CPU's kernels cannot be built."""
+        from localllm.kernels.cpu.build import library
+        from localllm.models.packed import Packed
+
+        if self._path is not None and library().lib is not None:
+            parts = self._path, tuple(self._checkpoint.files), self._checkpoint.nbytes, self._limit
+            self._packed, self._ahead = Packed(*parts, self._ahead), None
+        return self._packed
+
+    @property
+    def note(self) -> str:
+        """What is wrong, for people."""
+        return "" if self._packed is None else self._packed.note
+
+    def write(self, must_stop: Callable[[], bool]) -> bool:
+        """An idle job (`Engine.when_idle`)."""
+        return self._packed is None or self._packed.write(must_stop)
+
+    def close(self, answered: bool) -> None:
+        """Write what no idle moment was left for, as after a single answer; without one the file goes."""
+        ahead, self._ahead = self._ahead, None
+        packed, self._packed = self._packed, None
+        if ahead is not None:
+            ahead.close()
+        if packed is None:
+            return
+        try:
+            if answered:
+                packed.write()
+        finally:
+            packed.close()

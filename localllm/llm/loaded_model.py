@@ -58,6 +58,7 @@ class LoadedModel(AdaptedModel):
         **settings: Any,
     ) -> None:
         from localllm.device import rss_anon_bytes
+        from localllm.llm.kept import KeptWeights
         from localllm.models.architectures import open_model
         from localllm.plan.planner import Planner
 
@@ -77,6 +78,7 @@ class LoadedModel(AdaptedModel):
         self.plan: Plan = self._planner.plan(self.facts, self.path)  # what runs how, in bytes, with reasons
         if not self.plan.fits:
             raise self.plan.error(self.name)
+        self._kept = KeptWeights(self._checkpoint, self.plan, self.options.packed_store)
         # as stored, or what the linear layers became while loading
         self.weight_format = self.plan.quant or self.facts.stored_format
         flaw = self.facts.predictor_flaw if self.plan.speculation == "auto" else ""
@@ -198,11 +200,10 @@ class LoadedModel(AdaptedModel):
         from localllm.boot.claim import serve_torch
         from localllm.boot.ranks import load
         from localllm.device import rss_anon_bytes
-        from localllm.llm.kept import packed_weights
         from localllm.models.loader import LoadOptions
         from localllm.models.placement import uniform
 
-        packed = packed_weights(self._checkpoint, self.plan, self.options.packed_store)
+        packed = self._kept.open()
         options = LoadOptions(
             device=str(device),
             dtype=self.plan.dtype,
@@ -225,8 +226,6 @@ class LoadedModel(AdaptedModel):
         if device.type == "cuda" and self._selftest is not None and not self._selftest.records.items():
             self._notify(LoadProgress("compile", detail="kernels for this card, once; up to a minute"))
         self._model: Model = load(self._checkpoint, options, self.plan)
-        if packed is not None:
-            self._doubts += tuple(filter(None, (packed.note,)))
         self.adapters = self._no_adapters()
         self._drafter = self._draft.load(options) if self._draft is not None and self.plan.draft_pages else None
         serve_torch(self._model.kernels, self.plan.threads)
@@ -254,6 +253,7 @@ class LoadedModel(AdaptedModel):
         self._engine = self.boot.engine
         self._kv_bytes = self.boot.kv_bytes
         self._keep_on_disk(self._engine)
+        self._engine.when_idle(self._kept.write)
         self.boot.start()
 
     def _keep_on_disk(self, engine: Engine) -> None:
@@ -309,7 +309,7 @@ class LoadedModel(AdaptedModel):
     def state(self) -> Facts:
         """Plain data for status lines: of the plan, and the engine's counters by their names."""
         stats, plan, store = self.stats(), self.plan, self.engine.store
-        kept = "" if store is None else store.files.note
+        kept = "" if store is None else store.files.note, self._kept.note
         return Facts(
             model=self.name,
             run_summary=self.run_summary,
@@ -329,7 +329,7 @@ class LoadedModel(AdaptedModel):
             embeds=bool(self.facts.pooling),
             times_kernels=self.boot.is_tuning,
             sampling=tuple((name, value, why) for name, (value, why) in self.sampling.items()),
-            warnings=(*plan.warnings, *self._doubts, *self.boot.warnings, *filter(None, (kept,))),
+            warnings=(*plan.warnings, *self._doubts, *self.boot.warnings, *filter(None, kept)),
             **{f.name: getattr(stats, f.name) for f in fields(Facts) if hasattr(stats, f.name)},
         )
 
@@ -423,6 +423,7 @@ class LoadedModel(AdaptedModel):
 
                 speeds.remember(self.facts, self.plan, self.machine, tps)
             engine.close()
+        self._kept.close(answered=engine is not None and engine.stats().num_output_tokens > 0)
         self._checkpoint.close()
         self._sleeping = None
         boot, model = self.__dict__.pop("boot", None), self.__dict__.pop("_model", None)

@@ -9,6 +9,7 @@ import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
 from localllm.checkpoint import packed_file
@@ -32,30 +33,34 @@ def checksums(address: int, num_bytes: int) -> bytes:
 
 
 def written(path: Path, data: bytes = WORDS, source: Path = Path(__file__), layout: str = LAYOUT) -> Path:
-    writer = PackedWriter(path, len(data), LIMIT)
-    assert writer.write(memoryview(data)) == 0
-    assert writer.write(memoryview(b"more")) % packed_file.ALIGN == 0
-    mapped = writer.finish({"layout": layout, "files": [str(source)], "entries": {"a": [1]}}, checksums)
-    assert mapped[: len(data)].tobytes() == data
+    writer = PackedWriter(path, len(data), LIMIT, checksums)
+    assert writer.write(array(data)) == (0, len(data))
+    assert writer.write(array(b"more"))[0] % packed_file.ALIGN == 0
+    writer.finish({"layout": layout, "files": [str(source)], "entries": {"a": [1]}})
     return path
+
+
+def array(data: bytes) -> np.ndarray:
+    return np.frombuffer(data, dtype=np.uint8)
 
 
 def why(path: Path, layout: str = LAYOUT) -> str:
     with pytest.raises(Unusable) as caught:
-        PackedFile(path, layout, checksums)
+        PackedFile(path).check(layout, checksums)
     return str(caught.value)
 
 
 def test_what_is_written_is_found(tmp_path: Path) -> None:
-    found = PackedFile(written(tmp_path / "packed/a.packed"), LAYOUT, checksums)
-    assert found.data[: len(WORDS)].tobytes() == WORDS
+    found = PackedFile(written(tmp_path / "packed/a.packed"))
+    data = found.check(LAYOUT, checksums)
+    assert data[: len(WORDS)].tobytes() == WORDS
     assert found.entries == {"a": [1]}
-    assert not found.data.flags.writeable
+    assert not data.flags.writeable
     assert stat_mode(tmp_path / "packed") == 0o700 and stat_mode(found_path := tmp_path / "packed/a.packed") == 0o600
     assert [one.path for one in of_models([Path(__file__)])] == []  # that folder is another one
     assert [one.files for one in stored_packs(found_path.parent)] == [(Path(__file__),)]
     with pytest.raises(FileNotFoundError):
-        PackedFile(tmp_path / "none", LAYOUT, checksums)
+        PackedFile(tmp_path / "none")
 
 
 def stat_mode(path: Path) -> int:
@@ -76,7 +81,7 @@ def test_a_file_that_is_wrong_says_what_is(tmp_path: Path, monkeypatch: pytest.M
     assert why(path) == "is damaged"
     path.write_bytes(whole)
     with monkeypatch.context() as patch:
-        patch.setattr(packed_file, "VERSION", 2)
+        patch.setattr(packed_file, "VERSION", 77)
         assert why(path) == "is of another version"
     path.unlink()
     os.mkfifo(path)
@@ -92,14 +97,14 @@ def test_a_file_that_is_wrong_says_what_is(tmp_path: Path, monkeypatch: pytest.M
 def test_a_disk_that_refuses_leaves_nothing(
     code: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer = PackedWriter(tmp_path / "a.packed", 1, LIMIT)
+    writer = PackedWriter(tmp_path / "a.packed", 1, LIMIT, checksums)
 
     def refuse(*_: Any) -> int:
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "pwrite", refuse)
     with pytest.raises(Unusable, match=said):
-        writer.write(memoryview(b"x"))
+        writer.write(array(b"x"))
     writer.close()
     writer.close()
     assert list(tmp_path.iterdir()) == []
@@ -107,46 +112,47 @@ def test_a_disk_that_refuses_leaves_nothing(
 
 def test_no_room_and_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Unusable, match="the limit is 10"):
-        PackedWriter(tmp_path / "a.packed", 11, 10)
+        PackedWriter(tmp_path / "a.packed", 11, 10, checksums)
     (tmp_path / "file").touch()
     with pytest.raises(Unusable, match="cannot be written"):
-        PackedWriter(tmp_path / "file/a.packed", 1, LIMIT)
+        PackedWriter(tmp_path / "file/a.packed", 1, LIMIT, checksums)
 
     class Usage(NamedTuple):
         free: int = packed_file.SPARE_BYTES
 
     monkeypatch.setattr(packed_file.shutil, "disk_usage", lambda folder: Usage())
     with pytest.raises(Unusable, match="nearly full"):
-        PackedWriter(tmp_path / "a.packed", 1, LIMIT)
+        PackedWriter(tmp_path / "a.packed", 1, LIMIT, checksums)
 
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(Path, "mkdir", refuse)
     with pytest.raises(Unusable, match="Read-only file system"):
-        PackedWriter(tmp_path / "a.packed", 1, LIMIT)
+        PackedWriter(tmp_path / "a.packed", 1, LIMIT, checksums)
 
 
 def test_one_process_writes_and_who_maps_a_file_keeps_it(tmp_path: Path) -> None:
     path = tmp_path / "a.packed"
-    first = PackedWriter(path, 1, LIMIT)
+    first = PackedWriter(path, 1, LIMIT, checksums)
     with pytest.raises(Unusable, match="another process") as caught:
-        PackedWriter(path, 1, LIMIT)
+        PackedWriter(path, 1, LIMIT, checksums)
     assert not caught.value.is_damaged
     assert not remove(path.with_suffix(".part"))  # it is being written
-    first.write(memoryview(b"first"))
-    mapped = first.finish({"files": []}, checksums)
+    first.write(array(b"first"))
+    first.finish({"layout": LAYOUT, "files": []})
+    found = PackedFile(path)
     written(path)  # replaced, and then removed, under the eyes of who has the first one
     assert remove(path)
-    assert mapped[:5].tobytes() == b"first"
+    assert found.check(LAYOUT, checksums)[:5].tobytes() == b"first"
 
 
 def test_what_a_killed_process_left_is_taken_over(tmp_path: Path) -> None:
-    killed = PackedWriter(tmp_path / "a.packed", 1, LIMIT)
-    killed.write(memoryview(WORDS * 3))
+    killed = PackedWriter(tmp_path / "a.packed", 1, LIMIT, checksums)
+    killed.write(array(WORDS * 3))
     os.close(killed._file)  # as the system does
-    found = PackedFile(written(tmp_path / "a.packed"), LAYOUT, checksums)
-    assert found.data[: len(WORDS)].tobytes() == WORDS
+    found = PackedFile(written(tmp_path / "a.packed")).check(LAYOUT, checksums)
+    assert found[: len(WORDS)].tobytes() == WORDS
     assert [path.name for path in tmp_path.iterdir()] == ["a.packed"]
 
 
@@ -159,12 +165,12 @@ def test_the_longest_unused_goes_first_and_before_it_what_has_no_model(tmp_path:
         os.utime(path, (1000 - age, 1000 - age) if name != "orphan" else None)
     size = path.stat().st_size
     os.utime(tmp_path / "used.packed", (1, 1))
-    PackedFile(tmp_path / "used.packed", LAYOUT, checksums)  # to use it makes it the youngest
+    PackedFile(tmp_path / "used.packed").check(LAYOUT, checksums)  # to use it makes it the youngest
 
     def left() -> set[str]:
         return {one.path.stem for one in stored_packs(tmp_path)}
 
-    os.close(PackedWriter(tmp_path / "killed.packed", 1, LIMIT)._file)
+    os.close(PackedWriter(tmp_path / "killed.packed", 1, LIMIT, checksums)._file)
     assert "killed" in left()
     make_room(tmp_path, 100 * size)
     assert left() == {"new", "used", "old"}

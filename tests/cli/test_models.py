@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from localllm.checkpoint.packed_file import PackedWriter, packed_dir
@@ -130,9 +131,9 @@ def test_rm_takes_the_repacked_weights_of_a_model_along(invoke: Invoke, models: 
     (source,) = (models / "smollm2").glob("*.gguf")
     folder = packed_dir()
     for name, files in (("own", [str(source)]), ("other", [__file__])):
-        writer = PackedWriter(folder / f"{name}.packed", 1, 1 << 30)
-        writer.write(memoryview(bytes(64)))
-        writer.finish({"files": files}, lambda address, size: b"")
+        writer = PackedWriter(folder / f"{name}.packed", 1, 1 << 30, lambda address, size: b"")
+        writer.write(np.zeros(64, np.uint8))
+        writer.finish({"files": files})
     dry = valid(invoke("rm", "smollm2", "-n", "--json").stdout, "rm-1")
     assert [path for path in dry["paths"] if "own.packed" in path]
     assert invoke("rm", "smollm2", "-y").exit_code == 0

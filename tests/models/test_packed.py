@@ -23,7 +23,6 @@ from localllm.models import packed
 from localllm.models.architectures import open_model
 from localllm.models.loader import LoadOptions, Model, load_model
 from localllm.models.packed import Packed
-from localllm.models.sleep import tensors_of
 
 from .test_gguf_models import write_gguf
 
@@ -45,7 +44,9 @@ def source(request: pytest.FixtureRequest, tiny: Callable, tmp_path_factory: pyt
 def load(source: Path, folder: Path, selftest: SelfTest | None = None) -> tuple[Model, Packed]:
     with open_model(source) as checkpoint:
         kept = Packed(folder / "a.packed", [source], checkpoint.nbytes, 1 << 30)
-        return load_model(checkpoint, LoadOptions(packed=kept, selftest=selftest)), kept
+        model = load_model(checkpoint, LoadOptions(packed=kept, selftest=selftest))
+    kept.write()
+    return model, kept
 
 
 def tiles(model: Model) -> list[bytes]:
@@ -74,10 +75,10 @@ def test_the_second_load_reads_what_the_first_repacked(
 ) -> None:
     plain = load_model(open_model(source))
     first, kept = load(source, tmp_path)
-    assert not kept.note and kept.read_bytes > 0
+    assert not kept.note and not kept.read_bytes
     monkeypatch.setattr(layout, "_describe", None)  # nothing is repacked from here on
     second, again = load(source, tmp_path)
-    assert not again.note and again.read_bytes == kept.read_bytes
+    assert not again.note and again.read_bytes > 0
     assert len(tiles(plain)) > 10
     assert tiles(plain) == tiles(first) == tiles(second)
     assert first.kernels == second.kernels == plain.kernels
@@ -144,7 +145,7 @@ def test_a_disk_that_fills_while_it_is_written(
 
 @pytest.mark.slow
 def test_another_process_that_writes_is_not_waited_for(source: Path, tmp_path: Path) -> None:
-    other = packed_file.PackedWriter(tmp_path / "a.packed", 1, 1 << 30)
+    other = packed_file.PackedWriter(tmp_path / "a.packed", 1, 1 << 30, packed.checksums)
     model, kept = load(source, tmp_path)
     assert "another process" in kept.note and not kept.read_bytes
     other.close()
@@ -174,12 +175,39 @@ def test_a_kernel_without_a_verdict_is_tried_on_what_is_stored(
 
 
 @pytest.mark.slow
-def test_no_tensor_of_the_model_is_in_the_stage(source: Path, tmp_path: Path) -> None:
-    """The memory in which weights are repacked one after another is given back."""
-    model, kept = load(source, tmp_path)
-    assert not kept._stage.numel()
-    biggest = max(tensor.untyped_storage().nbytes() for tensor in tensors_of(model))
-    assert biggest < packed.STAGE_BYTES
+def test_writing_stops_between_weights_and_goes_on(source: Path, tmp_path: Path) -> None:
+    """A request that comes in waits for one weight at most; who gives up leaves nothing."""
+    for ends in (False, True):
+        with open_model(source) as checkpoint:
+            kept = Packed(tmp_path / "a.packed", [source], checkpoint.nbytes, 1 << 30)
+            model = load_model(checkpoint, LoadOptions(packed=kept))
+        calls = iter(range(1_000))
+        assert not kept.write(lambda calls=calls: next(calls) == 2)
+        if ends:
+            kept.close()
+            assert list(tmp_path.iterdir()) == []
+        assert kept.write() and kept.write()
+        assert (tmp_path / "a.packed").exists() is not ends
+        if not ends:
+            assert tiles(load(source, tmp_path)[0]) == tiles(model)
+            (tmp_path / "a.packed").unlink()
+
+
+@pytest.mark.slow
+def test_a_file_that_is_read_ahead_is_the_same(source: Path, tmp_path: Path) -> None:
+    expected = tiles(load(source, tmp_path)[0])
+    path = tmp_path / "a.packed"
+    ahead = packed_file.read_ahead(path)
+    assert ahead is not None
+    path.unlink()  # what is read already stays
+    with open_model(source) as checkpoint:
+        kept = Packed(path, [source], checkpoint.nbytes, 1 << 30, ahead)
+        assert kept.read_bytes and tiles(load_model(checkpoint, LoadOptions(packed=kept))) == expected
+    assert packed_file.read_ahead(path) is None
+    load(source, tmp_path)
+    nobody_asks = packed_file.read_ahead(path)
+    assert nobody_asks is not None
+    nobody_asks.close()
 
 
 @pytest.mark.slow
