@@ -135,7 +135,7 @@ class EngineOptions:
         SIZE,
         0,
         "weights of large models are kept on the disk as the CPU reads them, up to this size, so that the next start"
-        " repacks nothing and takes less memory; the start that writes them takes longer; 0 keeps none",
+        " repacks nothing; they are written in an idle moment, or at the end of a command; 0 keeps none",
     )
     speculation: str = _key(
         choice("auto", "off", "ngram", "draft", "mtp"),
