@@ -213,10 +213,11 @@ def decoder(
     return x
 
 
-def with_images(table: KernelTable, images: Sequence[Any]) -> Callable[..., Tensor]:
+def with_images(table: KernelTable, images: Sequence[Any], windowed: bool = False) -> Callable[..., Tensor]:
     """`decoder` for a step with rows of images, each of which sees all of its image; other rows come out as always.
 
-    images  `models.inputs.ImageRows`
+    images    `models.inputs.ImageRows`
+    windowed  in layers with a window only
     """
 
     def attention(
@@ -229,7 +230,7 @@ def with_images(table: KernelTable, images: Sequence[Any]) -> Callable[..., Tens
     ) -> Tensor:
         out = table.attention(q, weights, pages, block_table, cu_query_lens, seq_lens)
         how = (weights.scale, weights.window, weights.softcap, weights.sinks)
-        for image in images:
+        for image in () if windowed and weights.window is None else images:
             rows = slice(image.first, image.first + image.vectors.shape[0])
             seen = reference.image_attention(q[rows], pages, block_table[image.sequence], image.position, *how)
             out[rows] = seen.flatten(1).to(out.dtype)

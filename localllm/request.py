@@ -286,9 +286,9 @@ class PromptImage:
     end: int
     pixels: Any  # numpy uint8 [height, width, 3], as the model's tower takes it; None once `vectors` are there
     digest: bytes  # of the pixels and their shape
-    # rows and columns of its tokens where positions count them, and a token sees only those before it; None: positions
-    # count the tokens, which all see each other
+    # rows and columns of its tokens where positions count them; None: positions count the tokens
     grid: tuple[int, int] | None = None
+    causal: bool = False  # a token sees only those before it: the image may be computed in pieces
     vectors: Any = None  # what the tower made of them: kept as long as the request
 
     @property

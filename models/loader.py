@@ -29,7 +29,7 @@ from .architectures.layers import Entry as EntryFacts
 from .architectures.layers import InputTable
 from .architectures.names import MTP
 from .architectures.sharding import Shard, column_unit, shard
-from .architectures.vision import GridFacts
+from .architectures.vision import GridFacts, ImageFacts, PatchFacts, PooledFacts
 from .kv_cache import cache_groups
 from .kv_scales import read_kv_scales
 from .layers import load_layer
@@ -41,6 +41,7 @@ from .reader import LoadOptions, Reader
 from .samples import POSITIONS, head_sizes, layer_samples, model_shapes
 from .vision import load_tower
 from .vision_grid import load_grid_tower
+from .vision_pooled import AnyTower, load_patches, load_pooled_tower
 
 __all__ = ["LoadOptions", "Loading", "load_model"]
 
@@ -121,11 +122,16 @@ class Loading(Reader):
         model.projections = [self.projection(one) for one in facts.projections]
         if ranks is not None and ranks.share.rank:
             return model  # images are read by rank 0
-        if isinstance(facts.vision, GridFacts):
-            model.tower = load_grid_tower(self, facts.vision)
-        elif facts.vision is not None:
-            model.tower = load_tower(self, facts.vision)
+        model.tower = None if facts.vision is None else self.tower(facts.vision)
         return model
+
+    def tower(self, facts: ImageFacts) -> AnyTower:
+        """What makes vectors of images."""
+        if isinstance(facts, GridFacts):
+            return load_grid_tower(self, facts)
+        if isinstance(facts, PooledFacts):
+            return load_pooled_tower(self, facts)
+        return load_patches(self, facts) if isinstance(facts, PatchFacts) else load_tower(self, facts)
 
     @property
     def span(self) -> tuple[int, int]:

@@ -34,8 +34,7 @@ from .adapters import Adapters
 from .architectures.facts import ModelFacts, layer_views
 from .inputs import ForwardBatch
 from .kv_cache import CacheGroup, KVCache, state_groups
-from .vision import Tower
-from .vision_grid import GridTower
+from .vision_pooled import AnyTower
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +94,7 @@ class Model:
         self.table = table
         # what runs what, for the run summary: op -> name of its implementation; the loader adds the layer classes
         self.kernels = dict(table.ops)
-        self.tower: Tower | GridTower | None = None  # what reads images: the loader puts it here
+        self.tower: AnyTower | None = None  # what reads images: the loader puts it here
         self.predictor: Predictor | None = None  # the head that predicts the token after next, as well
         self.projections: Sequence[tuple[Tensor, Tensor | None, str]] = ()  # what pooled vectors go through
         self._ropes = tuple(ropes)
@@ -115,7 +114,7 @@ class Model:
         every_row    all are wanted
         """
         x = self.embedded(batch)
-        inputs = self.embedding.layer_inputs(batch.token_ids, x)
+        inputs = self.embedding.layer_inputs(self._ids_for_layers(batch), x)
         rows = batch.logits_indices
         wanted = None if every_row or rows.shape[0] == x.shape[0] else rows  # they are in order
         calls = self._layers(batch, every_row) if num_layers is None else self._calls[:num_layers]
@@ -135,8 +134,9 @@ class Model:
         kept = cache.layers[self._span]
         kept = kept if len(kept) == len(calls) else kept[: len(calls)]
         lens = batch.cu_query_lens, batch.seq_lens_tensor
-        see_each_other = batch.images and self.facts.vision is not None and not self.facts.vision.axes
-        decoder = with_images(self.table, batch.images) if see_each_other else self.table.decoder
+        vision = self.facts.vision
+        kind = vision.bidirectional if batch.images and vision is not None else ""
+        decoder = with_images(self.table, batch.images, kind == "windowed") if kind else self.table.decoder
         return decoder(x, calls, kept, views, *lens, wanted, batch.slots, inputs)
 
     def step(self, batch: ForwardBatch, cache: KVCache, finds_best: bool = False) -> Stepped:
@@ -175,6 +175,15 @@ class Model:
         for image in batch.images:
             x[image.first : image.first + image.vectors.shape[0]] = image.vectors.to(x.dtype)
         return x
+
+    def _ids_for_layers(self, batch: ForwardBatch) -> Tensor:
+        """The ids by which layers' own inputs are looked up: tokens of images have no row there, and take the pad's."""
+        if not batch.images or self.facts.inputs is None:
+            return batch.token_ids
+        ids = batch.token_ids.clone()
+        for image in batch.images:
+            ids[image.first : image.first + image.vectors.shape[0]] = self.facts.inputs.pad
+        return ids
 
     def turned(self, number: int, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         """Cosines and sines of a step's tokens by one of `facts.ropes`."""

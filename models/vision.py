@@ -13,7 +13,7 @@ from torch.nn import functional
 from localllm.kernels.layer_weights import Linear, Norm
 from localllm.kernels.reference import rms_norm
 
-from .architectures.facts import VisionFacts
+from .architectures.vision import VisionFacts
 from .reader import Reader
 
 

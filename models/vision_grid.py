@@ -72,7 +72,7 @@ class GridTower:
     def _attended(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[patches, 3 * hidden] -> [patches, hidden]"""
         q, k, v = qkv.view(qkv.shape[0], 3, self.facts.num_heads, -1).unbind(1)
-        q, k, v = (one.transpose(0, 1)[None] for one in (_turned(q, cos, sin), _turned(k, cos, sin), v))
+        q, k, v = (one.transpose(0, 1)[None] for one in (turned(q, cos, sin), turned(k, cos, sin), v))
         mixed = functional.scaled_dot_product_attention(q, k, v)[0]
         return mixed.transpose(0, 1).reshape(qkv.shape[0], -1)
 
@@ -85,8 +85,8 @@ class GridTower:
         return sum(one.nbytes for one in (*linears, self.fc1, self.fc2)) + sum(one.nbytes for one in own)
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """[patches, heads, head_dim], pairs (j, j + head_dim / 2)"""
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [patches, heads, head_dim] turned by its pairs (j, j + head_dim / 2); cos and sin [patches, 1, head_dim / 2]"""
     first, second = x.float().chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 

@@ -61,7 +61,7 @@ def refuse_pictures(documents: Iterable[Document], facts: Facts) -> None:
     if found and facts.model and (facts.image_tokens == 0 or not facts.has_chat_template):
         raise ConfigError(
             f"{clean_line(found[0].name)} is a picture, and {clean_line(facts.model)} reads text only",
-            "use a model with an image tower in safetensors files (Gemma 3, Qwen3.5), or leave the picture out",
+            "use a model with an image tower in safetensors files (Gemma 3 and 4, Qwen3.5), or leave the picture out",
         )
 
 

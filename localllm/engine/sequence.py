@@ -147,7 +147,7 @@ class Sequence:
     def whole_images(self, start: int, count: int) -> int:
         """So many of `count` tokens from `start` on, or more, that no image is cut whose tokens see each other."""
         for image in self.request.images:
-            if image.grid is None and image.start < start + count < image.end:
+            if not image.causal and image.start < start + count < image.end:
                 return image.start - start if image.start > start else image.end - start
         return count
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from localllm.chat.template import RenderedPrompt, encode_chat
 from localllm.errors import ContextTooLong, InvalidRequest
-from localllm.models.architectures.vision import GridFacts, VisionFacts
+from localllm.models.architectures.vision import ImageFacts
 from localllm.request import PromptImage, PromptTokens, open_image
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _DATA = re.compile(r"data:image/[\w.+-]{1,40};base64,")
 
 
 def take_images(
-    messages: Sequence[Mapping[str, Any]], vision: VisionFacts | GridFacts | None, max_context: int
+    messages: Sequence[Mapping[str, Any]], vision: ImageFacts | None, max_context: int
 ) -> tuple[Sequence[Mapping[str, Any]], list[np.ndarray]]:
     """Messages as templates take them, and the pixels of their images in order.
 
@@ -46,7 +46,7 @@ def take_images(
         number, at, _ = found[0]
         raise InvalidRequest(
             "Content of type 'image_url' is not supported: this model reads text",
-            "use a model with an image tower in safetensors files: Gemma 3, Qwen3.5 (mmproj files are not read)",
+            "use a model with an image tower in safetensors files: Gemma 3 and 4, Qwen3.5 (mmproj files are not read)",
             param=f"messages[{number}].content[{at}]",
         )
     _check_room(len(found), len(found) * vision.least_tokens, max_context)
@@ -58,7 +58,8 @@ def take_images(
             raise InvalidRequest("an image stands in a message that is not the user's", "put it there", param=where)
         url = part["image_url"].get("url") if isinstance(part.get("image_url"), Mapping) else part.get("image_url")
         pixels.append(read_image(decoded(url, where), vision, where))
-        total += num_tokens(vision, pixels[-1])
+        height, width, _ = pixels[-1].shape
+        total += vision.num_tokens(width, height)
         _check_room(len(pixels), total, max_context)
     shaped = [dict(message) for message in messages]
     for number, at, _ in found:
@@ -78,12 +79,6 @@ def _check_room(count: int, tokens: int, max_context: int) -> None:
         )
 
 
-def num_tokens(vision: VisionFacts | GridFacts, pixels: np.ndarray) -> int:
-    """Tokens of an image as `read_image` gives it."""
-    grid = vision.grid(pixels.shape[1], pixels.shape[0])
-    return vision.tokens if grid is None else grid[0] * grid[1]
-
-
 def decoded(url: Any, where: str) -> bytes:
     """The file in a data: URL. Raises InvalidRequest."""
     match = _DATA.match(url) if isinstance(url, str) else None
@@ -100,7 +95,7 @@ def decoded(url: Any, where: str) -> bytes:
         raise InvalidRequest("an image is not valid base64", "encode the whole file", param=where) from error
 
 
-def read_image(data: bytes, vision: VisionFacts | GridFacts, where: str = "image") -> np.ndarray:
+def read_image(data: bytes, vision: ImageFacts, where: str = "image") -> np.ndarray:
     """A file's first image as uint8 [height, width, 3], of the size that the tower takes.
 
     Raises what `open_image` raises, and InvalidRequest for one that the tower cannot take.
@@ -117,7 +112,7 @@ def read_image(data: bytes, vision: VisionFacts | GridFacts, where: str = "image
 
 
 def encode_with_images(
-    tokenizer: Tokenizer, rendered: RenderedPrompt, vision: VisionFacts | GridFacts, pixels: Sequence[np.ndarray]
+    tokenizer: Tokenizer, rendered: RenderedPrompt, vision: ImageFacts, pixels: Sequence[np.ndarray]
 ) -> PromptTokens:
     """As `encode_chat`, with each image's tokens where the template has put its mark."""
     ids = encode_chat(tokenizer, _opened(tokenizer, rendered, vision, len(pixels)))
@@ -130,17 +125,15 @@ def encode_with_images(
         one = pixels[len(images)]
         height, width, _ = one.shape
         digest = blake2b(repr((height, width)).encode() + one.tobytes(), digest_size=16).digest()
-        count = num_tokens(vision, one)
-        images.append(PromptImage(len(made), len(made) + count, one, digest, vision.grid(width, height)))
+        count, grid = vision.num_tokens(width, height), vision.grid(width, height)
+        images.append(PromptImage(len(made), len(made) + count, one, digest, grid, not vision.bidirectional))
         made += [token] * count
     made.images = tuple(images)
     return made
 
 
-def _opened(
-    tokenizer: Tokenizer, rendered: RenderedPrompt, vision: VisionFacts | GridFacts, count: int
-) -> RenderedPrompt:
-    """The prompt with one image token for every mark that is the template's own."""
+def _opened(tokenizer: Tokenizer, rendered: RenderedPrompt, vision: ImageFacts, count: int) -> RenderedPrompt:
+    """The prompt with one image token, and what belongs around it, for every mark that is the template's own."""
     mark = tokenizer.decode([vision.mark], skip_special=False)
     places = [
         match.span()
@@ -151,10 +144,8 @@ def _opened(
         raise InvalidRequest(
             f"the model's template places {len(places)} of {count} images", "use a chat template that knows of images"
         )
-    if isinstance(vision, GridFacts):
-        return rendered
-    token, end = (tokenizer.decode([one], skip_special=False) for one in (vision.image_token, vision.end_token))
-    full, pieces, at = f"\n\n{mark}{token}{end}\n\n", [], 0
+    placed = (one if isinstance(one, str) else tokenizer.decode([one], skip_special=False) for one in vision.placed)
+    full, pieces, at = "".join(placed), [], 0
     for first, last in places:
         pieces += [rendered[at:first], full]
         at = last

@@ -16,7 +16,7 @@ from localllm.checkpoint.text_modules import Projection
 
 from .layers import Entry, Experts, InputTable, LayerFacts
 from .mixers import EXPANDED, Attention, LatentAttention, Paged, RopeFacts, Stateful
-from .vision import GridFacts, VisionFacts
+from .vision import ImageFacts
 
 KV_BYTES = {"f32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "int8": 1, "fp8": 1}
 
@@ -58,7 +58,7 @@ class ModelFacts:
     entry: Entry | None = None
     inputs: InputTable | None = None  # where layers have inputs of their own
     final_norm: bool = True  # whether a norm follows the last layer: of the kind that the layers have
-    vision: VisionFacts | GridFacts | None = None  # what reads images; None: the model reads text only
+    vision: ImageFacts | None = None  # what reads images; None: the model reads text only
     decoded_bytes: int = 0  # what those of them take on top that are decoded to bfloat16 while loading
 
     @property

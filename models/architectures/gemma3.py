@@ -6,15 +6,16 @@ import math
 from dataclasses import replace
 
 from localllm.checkpoint import Checkpoint
-from localllm.checkpoint.fields import MAX_LAYERS, MAX_VOCAB, Fields
+from localllm.checkpoint.fields import MAX_LAYERS, MAX_VOCAB
 
 from .architecture import Architecture
-from .facts import ModelFacts, VisionFacts, repeated
+from .facts import ModelFacts, repeated
 from .gguf import GgufConfig
-from .hf import HfConfig
+from .hf import HfConfig, below
 from .layers import LayerFacts, Norms
 from .mixers import RopeFacts
 from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
+from .vision import VisionFacts
 
 FULL_EVERY = 6  # five windowed layers, then one that sees all: files often leave the pattern out
 FULL_THETA, LOCAL_THETA, EPS = 1_000_000.0, 10_000.0, 1e-6
@@ -51,7 +52,7 @@ class Gemma3(Architecture):
     """What attention and the feed-forward layer give is normed once more before it is added."""
 
     name = "gemma3"
-    label = "Gemma 3 (text), EmbeddingGemma"
+    label = "Gemma 3, EmbeddingGemma"
     hf_types = {"gemma3_text": DEFAULTS}
     hf_wrappers = {"gemma3": "gemma3_text"}
     hf_classes = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "Gemma3TextModel")
@@ -108,8 +109,7 @@ def _vision(config: HfConfig) -> VisionFacts | None:
     stated, parts = config.top.raw("vision_config"), config.names.parts
     if not isinstance(stated, dict) or not parts:
         return None
-    start = "vision_config."
-    top, own = config.top, Fields(config.top.path, {start + key: value for key, value in stated.items()}, start)
+    top, own = config.top, below(config.top, "vision_config")
     facts = VisionFacts(
         num_layers=own.integer("num_hidden_layers", 1, MAX_LAYERS, 12),
         hidden=own.integer("hidden_size", 1, 1 << 14, 768),

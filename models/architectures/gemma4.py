@@ -1,4 +1,4 @@
-"""Gemma 4 (text): heads of two sizes, values made of the keys, norms without weights, scaled layers.
+"""Gemma 4: heads of two sizes, values made of the keys, norms without weights, scaled layers.
 
 E2B and E4B: layers with an input of their own, the last of which read the keys and values of earlier ones. 26B-A4B: a
 mixture of experts beside every dense feed-forward layer.
@@ -18,6 +18,7 @@ from .architecture import Architecture
 from .config import Config
 from .facts import ModelFacts
 from .gemma3 import GGUF_NORMS, NORMS
+from .gemma4_vision import gemma4_parts, gemma4_vision
 from .gguf import GgufConfig
 from .hf import HfConfig, object_of
 from .layers import Dense, Experts, InputTable, LayerFacts, LayerInput
@@ -41,6 +42,7 @@ DEFAULTS = {
     "hidden_activation": "gelu_pytorch_tanh",
 }
 PER_LAYER = {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262_144}
+UNIFIED = {"sliding_window": 1024, "max_position_embeddings": 262_144, "use_bidirectional_attention": "vision"}
 EXPERT_NAMES = {f"mlp.experts.{{}}.{name}_proj": f"experts.{{}}.{name}_proj" for name in ("gate", "up", "down")}
 SHARED_NAMES = {f"mlp.shared_expert.{name}_proj": f"mlp.{name}_proj" for name in ("gate", "up", "down")}
 ROUTER_NAMES = {
@@ -70,10 +72,10 @@ class Gemma4(Architecture):
     """Windowed layers have small heads; those that see all have few large ones, of which a quarter turns."""
 
     name = "gemma4"
-    label = "Gemma 4 (text)"
+    label = "Gemma 4"
     hf_types = {
         "gemma4_text": DEFAULTS | PER_LAYER,
-        "gemma4_unified_text": DEFAULTS | {"sliding_window": 1024, "max_position_embeddings": 262_144},
+        "gemma4_unified_text": DEFAULTS | UNIFIED,
     }
     hf_wrappers = {"gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text"}
     hf_classes = ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration")
@@ -113,7 +115,7 @@ class Gemma4(Architecture):
             keeping=keeping,
             inputs=_inputs(config),
         )
-        return stack.facts(config, config.context)
+        return replace(stack.facts(config, config.context), vision=gemma4_vision(config))
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         keys = config.keys
@@ -144,7 +146,8 @@ class Gemma4(Architecture):
             return replace(found, top={**found.top, **GGUF_TOP})
         found = hf_names(checkpoint.tensors, EXPERT_NAMES | SHARED_NAMES | ROUTER_NAMES)
         start = found.top["model.norm"].removesuffix("norm")
-        return replace(found, top={**found.top, **{name: start + name.removeprefix("model.") for name in GGUF_TOP}})
+        top = {**found.top, **{name: start + name.removeprefix("model.") for name in GGUF_TOP}}
+        return replace(found, top=top, parts=gemma4_parts(checkpoint))
 
 
 _KINDS = ("full", "sliding")
@@ -209,9 +212,10 @@ def _inputs(config: HfConfig) -> InputTable | None:
     keys, name = config.keys, "hidden_size_per_layer_input"
     off = name in config.given.values and config.given.raw(name) is None
     size = 0 if off else keys.integer(name, 0, MAX_HIDDEN, 0)
-    return (
-        InputTable(keys.integer("vocab_size_per_layer_input", 1, MAX_VOCAB), size, config.num_layers) if size else None
-    )
+    if not size:
+        return None
+    rows = keys.integer("vocab_size_per_layer_input", 1, MAX_VOCAB)
+    return InputTable(rows, size, config.num_layers, pad=keys.integer("pad_token_id", 0, rows - 1, 0))
 
 
 def _gguf_scales(config: GgufConfig) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from localllm.checkpoint import Checkpoint
 from localllm.checkpoint.fields import MAX_CONTEXT, MAX_HEAD_DIM, MAX_LAYERS, MAX_VOCAB, Fields
-from localllm.checkpoint.json_file import MAX_CONFIG_BYTES
+from localllm.checkpoint.json_file import MAX_CONFIG_BYTES, read_json_object
 from localllm.checkpoint.mapped_file import read_small, shown
 
 from .config import SAMPLING, Config
@@ -22,6 +22,7 @@ from .mixers import RopeFacts
 from .names import NameMap
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 _TEMPLATE = re.compile(rb'"chat_template"\s*+:\s*+(?!null)')
 
 
@@ -259,6 +260,19 @@ def object_of(fields: Fields, key: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise fields.fail(key, f"is {shown(repr(value))}, an object is expected")
     return value
+
+
+def below(fields: Fields, key: str) -> Fields:
+    """The object under `key`, an empty one where there is none, with its place in the messages."""
+    start = f"{fields.prefix}{key}."
+    return Fields(fields.path, {start + name: value for name, value in object_of(fields, key).items()}, start)
+
+
+def image_processor(checkpoint: Checkpoint) -> Fields:
+    """What the file of the processor says of images; nothing where there is no such file."""
+    path = next((file for name in _PROCESSORS if (file := checkpoint.path / name).is_file()), None)
+    fields = Fields(path or checkpoint.path / _PROCESSORS[0], {} if path is None else read_json_object(path))
+    return below(fields, "image_processor") if isinstance(fields.raw("image_processor"), dict) else fields
 
 
 def source_of(top: Fields) -> str:

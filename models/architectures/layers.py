@@ -175,6 +175,7 @@ class InputTable:
     size: int  # of what one layer gets
     num_layers: int
     nbytes: int = 0  # stored, of the embedding: of which a token reads a row
+    pad: int = 0  # the row of tokens that have none of their own: those of images
 
     @property
     def width(self) -> int:

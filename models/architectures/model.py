@@ -24,6 +24,7 @@ from .names import NameMap
 _TOWER = re.compile(
     r"(^|\.)(vision_tower|vision_model|visual|audio_tower|vision_embed_tokens|vision_encoder|embed_vision|embed_audio)\."
 )
+_SOUND = re.compile(r"(^|\.)(audio_tower|embed_audio)\.")
 
 
 def open_model(path: Path | str) -> OpenModel:
@@ -113,10 +114,12 @@ class OpenModel(Checkpoint):
 
     @property
     def unread(self) -> str:
-        """The tower that is not computed, so that only the text part runs; "" where there is none."""
-        found = () if self.facts.vision is not None else (_TOWER.search(name) for name in self.tensors)
+        """A tower that is not computed, so that only the rest runs; "" where there is none."""
+        sees = self.facts.vision is not None
+        found = ((_SOUND if sees else _TOWER).search(name) for name in self.tensors)
         tower = next((match[2] for match in found if match is not None), "")
-        return f"{tower} is not computed: the model reads text only" if tower else ""
+        reads = "text and images" if sees else "text only"
+        return f"{tower} is not computed: the model reads {reads}" if tower else ""
 
     def _check(self, facts: ModelFacts) -> None:
         """Raise for the first tensor that is missing or of another shape."""

@@ -50,7 +50,7 @@ class Qwen3_5(Architecture):
     """Attention turns a quarter of each head, norms queries and keys, and has a gate behind every query."""
 
     name = "qwen3_5"
-    label = "Qwen3.5, 3.6 and 3.8 (dense, text)"
+    label = "Qwen3.5, 3.6 and 3.8 (dense)"
     hf_types = {"qwen3_5_text": DEFAULTS}
     hf_wrappers = {"qwen3_5": "qwen3_5_text"}
     hf_classes: ClassVar[tuple[str, ...]] = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
@@ -128,7 +128,7 @@ class Qwen3_5Moe(Qwen3_5):
     """The same with a mixture of experts behind every mixer, and a shared expert with a gate of its own."""
 
     name = "qwen3_5_moe"
-    label = "Qwen3.5 and 3.6 MoE (text)"
+    label = "Qwen3.5 and 3.6 MoE"
     hf_types = {
         "qwen3_5_moe_text": DEFAULTS
         | {"num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512}

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from localllm.checkpoint import Checkpoint
-from localllm.checkpoint.fields import MAX_LAYERS, MAX_VOCAB, Fields
-from localllm.checkpoint.json_file import read_json_object
+from localllm.checkpoint.fields import MAX_LAYERS, MAX_VOCAB
 
-from .hf import HfConfig, object_of
+from .hf import HfConfig, below, image_processor, object_of
 from .mixers import RopeFacts
 from .vision import MAX_IMAGE_TOKENS, GridFacts
 
 _END = "patch_embed.proj.weight"
 _SECTIONS = [11, 11, 10]  # pairs that turn by time, row and column
-_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 MIN_PIXELS, MAX_PIXELS = 1 << 16, 1 << 24  # what files without a processor's configuration mean
 SHARE = 0.5  # mean and deviation of a colour, where they are not stated
 
@@ -32,7 +29,7 @@ def grid_vision(config: HfConfig, rope: RopeFacts) -> GridFacts | None:
     stated, start = config.top.raw("vision_config"), config.names.parts.get("vision.")
     if not isinstance(stated, dict) or start is None:
         return None
-    own = _inner(config.top, "vision_config")
+    own = below(config.top, "vision_config")
     if own.raw("deepstack_visual_indexes") or own.text("hidden_act", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
         return None  # layers that add to the decoder's, another function: the text part runs
     hidden, heads = own.integer("hidden_size", 4, 1 << 14, 1152), own.integer("num_heads", 1, 1 << 10, 16)
@@ -43,7 +40,7 @@ def grid_vision(config: HfConfig, rope: RopeFacts) -> GridFacts | None:
     if math.isqrt(places) ** 2 != places:
         raise own.fail("num_position_embeddings", f"is {places}, no square number")
     factor = patch * merge
-    parameters = _inner(own, "rope_parameters")
+    parameters = below(own, "rope_parameters")
     pixels, mean, std = _processing(config.checkpoint)
     facts = GridFacts(
         num_layers=own.integer("depth", 1, MAX_LAYERS, 27),
@@ -70,12 +67,6 @@ def grid_vision(config: HfConfig, rope: RopeFacts) -> GridFacts | None:
     return facts if is_known else None
 
 
-def _inner(fields: Fields, key: str) -> Fields:
-    """The object under `key`; an empty one where there is none."""
-    start = f"{fields.prefix}{key}."
-    return Fields(fields.path, {start + name: value for name, value in object_of(fields, key).items()}, start)
-
-
 def _axes(config: HfConfig, rope: RopeFacts) -> tuple[int, ...]:
     """By which axis each pair turns: every third by row and by column, or one section after the other."""
     values = object_of(config.given, "rope_scaling") | object_of(config.given, "rope_parameters")
@@ -90,12 +81,8 @@ def _axes(config: HfConfig, rope: RopeFacts) -> tuple[int, ...]:
 
 def _processing(checkpoint: Checkpoint) -> tuple[tuple[int, int], Any, Any]:
     """(the least and the most pixels), means and deviations of the colours, as the processor's file says."""
-    path = next((file for name in _PROCESSORS if (file := checkpoint.path / name).is_file()), None)
-    values: Mapping[str, Any] = {} if path is None else read_json_object(path)
-    inner = values.get("image_processor")
-    values = inner if isinstance(inner, dict) else values
-    fields = Fields(path or checkpoint.path / _PROCESSORS[0], values)
-    size = _inner(fields, "size")
+    fields = image_processor(checkpoint)
+    size = below(fields, "size")
     least = size.integer("shortest_edge", 1, 1 << 30, fields.integer("min_pixels", 1, 1 << 30, MIN_PIXELS))
     most = size.integer("longest_edge", 1, 1 << 30, fields.integer("max_pixels", 1, 1 << 30, MAX_PIXELS))
     colours = []

@@ -1,13 +1,18 @@
-"""What a tower that reads images is, in numbers: one square for every image (SigLIP), or an image's own size."""
+"""What reads images, in numbers: as one square (SigLIP), or in their own proportions, with a tower or without."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 MAX_IMAGE_TOKENS = 2048  # of an image: larger ones are made smaller, whatever the model could take
 MAX_RATIO = 200  # of an image's sides
+BOUNDS = ("input_min", "input_max", "output_min", "output_max")
+LAYER_NORMS = (
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+)  # fmt: skip
+Bidirectional = Literal["", "windowed", "all"]  # the layers in which an image's tokens see each other
 
 
 @dataclass(frozen=True)
@@ -29,12 +34,22 @@ class VisionFacts:
     end_token: int
     nbytes: int = 0  # stored bytes of tower and projector
     resampling: ClassVar[str] = "BILINEAR"  # how Pillow resizes an image for it
-    axes: ClassVar[tuple[int, ...]] = ()  # positions count on through an image, whose tokens see each other
+    axes: ClassVar[tuple[int, ...]] = ()  # positions count on through an image
+    bidirectional: ClassVar[Bidirectional] = "all"
 
     @property
     def mark(self) -> int:
         """The token that the template writes for an image."""
         return self.begin_token
+
+    @property
+    def placed(self) -> tuple[int | str, ...]:
+        """What takes the place of the mark: texts and tokens."""
+        return "\n\n", self.begin_token, self.image_token, self.end_token, "\n\n"
+
+    def num_tokens(self, width: int, height: int) -> int:
+        """Of an image that was resized."""
+        return self.tokens
 
     @property
     def least_tokens(self) -> int:
@@ -86,8 +101,31 @@ class VisionFacts:
         return self.side**2 * 4 * (4 * self.hidden + max(4 * self.hidden, 2 * self.inner)) + 9 * self.image_size**2 * 4
 
 
+class Proportional:
+    """What keeps an image's proportions."""
+
+    patch_size: int  # pixels of a side
+    merge: int  # patches of a side that become one vector
+    image_token: int  # stands for a vector, and what the template writes for an image
+    resampling: ClassVar[str] = "BICUBIC"
+
+    @property
+    def factor(self) -> int:
+        """Pixels of a side of what becomes one vector."""
+        return self.patch_size * self.merge
+
+    @property
+    def mark(self) -> int:
+        """The token that the template writes for an image."""
+        return self.image_token
+
+    def num_tokens(self, width: int, height: int) -> int:
+        """Of an image that was resized."""
+        return width // self.factor * (height // self.factor)
+
+
 @dataclass(frozen=True)
-class GridFacts:
+class GridFacts(Proportional):
     """A tower that keeps an image's proportions (Qwen): patches with interpolated positions and rotary ones by row and
     column, layers that all see each other, then squares of `merge` patches a side made into one vector. In the decoder
     an image's tokens are as causal as text, and positions count its rows and columns.
@@ -112,12 +150,7 @@ class GridFacts:
     axes: tuple[int, ...]
     eps: float = 1e-6
     nbytes: int = 0  # stored bytes
-    resampling: ClassVar[str] = "BICUBIC"
-
-    @property
-    def factor(self) -> int:
-        """Pixels of a side of what becomes one vector."""
-        return self.patch_size * self.merge
+    bidirectional: ClassVar[Bidirectional] = ""
 
     @property
     def tokens(self) -> int:
@@ -130,9 +163,9 @@ class GridFacts:
         return max(1, self.min_pixels // self.factor**2)
 
     @property
-    def mark(self) -> int:
-        """The token that the template writes for an image."""
-        return self.image_token
+    def placed(self) -> tuple[int | str, ...]:
+        """What takes the place of the mark: itself."""
+        return (self.image_token,)
 
     def fitted(self, width: int, height: int) -> tuple[int, int]:
         """The size that an image is resized to. Raises ValueError for one that is far too long."""
@@ -185,3 +218,140 @@ class GridFacts:
         """
         patches = self.tokens * self.merge**2
         return patches * 4 * (4 * self.hidden + max(6 * self.hidden, 2 * self.inner)) + 9 * self.max_pixels * 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetFacts(Proportional):
+    """What resizes an image of any proportions to as many tokens as a budget has room for (Gemma 4)."""
+
+    hidden: int
+    patch_size: int  # pixels of a side
+    merge: int  # patches of a side that become one vector
+    tokens: int  # the budget
+    places: int  # rows, and columns, that the table of positions knows
+    outputs: int  # elements of a vector: the decoder's hidden size
+    eps: float
+    image_token: int  # stands for a vector, and what the template writes for an image
+    begin_token: int
+    end_token: int
+    bidirectional: Bidirectional
+    nbytes: int = 0  # stored bytes of tower and projector
+    axes: ClassVar[tuple[int, ...]] = ()
+
+    @property
+    def least_tokens(self) -> int:
+        """Of the image that fills the budget worst: one nearly as high as two rows of vectors."""
+        return max(1, self.tokens // 2)
+
+    @property
+    def placed(self) -> tuple[int | str, ...]:
+        """What takes the place of the mark."""
+        return self.begin_token, self.image_token, self.end_token
+
+    def fitted(self, width: int, height: int) -> tuple[int, int]:
+        """The size that an image is resized to, small ones are enlarged."""
+        scale = math.sqrt(self.tokens * self.factor**2 / (width * height))
+        across, down = (math.floor(scale * side / self.factor) for side in (width, height))
+        if not down:
+            across, down = min(width // height, self.tokens), 1
+        elif not across:
+            across, down = 1, min(height // width, self.tokens)
+        return across * self.factor, down * self.factor
+
+    def grid(self, width: int, height: int) -> tuple[int, int] | None:
+        """Positions do not know of rows and columns."""
+        return None
+
+    @property
+    def _pixel_work(self) -> int:
+        """Bytes of the largest image's pixels and their copies, float32."""
+        return 9 * self.tokens * self.factor**2 * 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class PooledFacts(BudgetFacts):
+    """A tower whose patches have a learned position by row and one by column, and rotary ones; layers with four norms
+    that all see each other; squares of `merge` patches a side averaged, normed and projected.
+    """
+
+    num_layers: int
+    inner: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    theta: float  # of the rotary positions
+    clipped: bool  # inputs and outputs of the layers' products are held within stored bounds
+    standardized: bool  # a stored mean and deviation are taken out of what was averaged
+
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """(N, K) of the linear modules, by canonical name."""
+        shapes = {"vision.patch_embedder.input_proj": (self.hidden, 3 * self.patch_size**2)}
+        for index in range(self.num_layers):
+            shapes |= {f"{name}.linear": shape for name, shape in self._of_layer(index).items()}
+        return shapes | {"projector.embedding_projection": (self.outputs, self.hidden)}
+
+    def _of_layer(self, index: int) -> dict[str, tuple[int, int]]:
+        start = f"vision.encoder.layers.{index}."
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return {
+            f"{start}self_attn.q_proj": (q, self.hidden),
+            f"{start}self_attn.k_proj": (kv, self.hidden),
+            f"{start}self_attn.v_proj": (kv, self.hidden),
+            f"{start}self_attn.o_proj": (self.hidden, q),
+            f"{start}mlp.gate_proj": (self.inner, self.hidden),
+            f"{start}mlp.up_proj": (self.inner, self.hidden),
+            f"{start}mlp.down_proj": (self.hidden, self.inner),
+        }
+
+    def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of the other tensors; `hidden` is the decoder's size."""
+        own = self.hidden
+        shapes: dict[str, tuple[int, ...]] = {"vision.patch_embedder.position_embedding_table": (2, self.places, own)}
+        for index in range(self.num_layers):
+            start = f"vision.encoder.layers.{index}."
+            shapes |= {f"{start}{name}.weight": (own,) for name in LAYER_NORMS}
+            shapes |= {f"{start}self_attn.{name}_norm.weight": (self.head_dim,) for name in "qk"}
+            if self.clipped:
+                shapes |= {f"{name}.{bound}": () for name in self._of_layer(index) for bound in BOUNDS}
+        if self.standardized:
+            shapes |= {"vision.std_bias": (own,), "vision.std_scale": (own,)}
+        return shapes
+
+    @property
+    def work(self) -> int:
+        """Bytes that the largest image takes while it is computed: attention's inputs and their turned copies, or the
+        feed-forward layer's, float32, and the pixels.
+        """
+        heads = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        patches, copies = self.tokens * self.merge**2, 3 + self.clipped
+        return patches * 4 * (3 * self.hidden + copies * max(heads, self.inner)) + self._pixel_work
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchFacts(BudgetFacts):
+    """No tower: squares of pixels, each of `merge` patches a side, are normed, projected, told their row and column,
+    and projected once more.
+    """
+
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """(N, K) of the linear modules, by canonical name."""
+        return {
+            "vision.patch_dense": (self.hidden, 3 * self.factor**2),
+            "projector.embedding_projection": (self.outputs, self.hidden),
+        }
+
+    def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of the other tensors, biases included; `hidden` is the decoder's size."""
+        norms = {"patch_ln1": 3 * self.factor**2, "patch_ln2": self.hidden, "pos_norm": self.hidden}
+        shapes = {f"vision.{name}.{end}": (size,) for name, size in norms.items() for end in ("weight", "bias")}
+        return shapes | {
+            "vision.patch_dense.bias": (self.hidden,), "vision.pos_embedding": (self.places, 2, self.hidden)
+        }  # fmt: skip
+
+    @property
+    def work(self) -> int:
+        """Bytes that the largest image takes while it is computed, float32."""
+        return self.tokens * 4 * (4 * self.hidden + self.outputs) + self._pixel_work
+
+
+ImageFacts = VisionFacts | GridFacts | PooledFacts | PatchFacts

@@ -109,7 +109,7 @@ def test_vectors_match_transformers(pictured: Pictured, model: Any) -> None:
 
 def prompt_images() -> tuple[PromptImage, ...]:
     rows = zip(STARTS, GRIDS, strict=True)
-    return tuple(PromptImage(at, at + grid[0] * grid[1], None, b"", grid) for at, grid in rows)
+    return tuple(PromptImage(at, at + grid[0] * grid[1], None, b"", grid, causal=True) for at, grid in rows)
 
 
 @dataclass
