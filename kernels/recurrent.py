@@ -1,6 +1,6 @@
 """Ops over tokens in order that carry a state from step to step, in plain PyTorch: see `reference`.
 
-The tokens of a step's sequences lie end to end. Every sequence has at least one; where there are as many tokens as
+The tokens of a step's sequences lie end to end. A sequence may have none; where there are as many tokens as
 sequences each has one, and nothing is asked of the device about their lengths.
 """
 

@@ -171,6 +171,7 @@ def decoder(
     wanted: Tensor | None = None,
     slots: Tensor | None = None,
     inputs: Tensor | None = None,
+    state_starts: Tensor | None = None,
 ) -> Tensor:
     """All layers of a forward pass: [num_tokens, hidden], in the place of x.
 
@@ -178,7 +179,9 @@ def decoder(
     wanted   int64 [num_rows], ascending, of every sequence none or its last tokens: the result has these rows only, and
              the last layer computes no more than that of the others but their keys and values
     inputs   [num_tokens, layers, size]: what each token has for each layer, where layers take it in
+    state_starts  int32 [len(slots) + 1], in place of `cu_query_lens` for layers with states: sequences may be empty
     """
+    starts = cu_query_lens if state_starts is None else state_starts
     stateful = {"gated_delta": gated_delta, "short_conv": short_conv, "mamba": mamba}
 
     def fed(x: Tensor, ffn: MlpWeights | ExpertsWeights | None, number: int, rows: Tensor | None) -> Tensor:
@@ -207,7 +210,7 @@ def decoder(
             if isinstance(weights, LatentWeights):
                 x = latent_attention(x, weights, of_layer, views[view], cu_query_lens, seq_lens)
             elif weights is not None:
-                x = stateful[STATEFUL[type(weights)]](x, weights, of_layer, slots, cu_query_lens)
+                x = stateful[STATEFUL[type(weights)]](x, weights, of_layer, slots, starts)
             x = x if rows is None else x[rows]
         x = fed(x, ffn, number, rows) if x.shape[0] else x
     return x

@@ -41,6 +41,8 @@ class ForwardBatch:
     logits_indices: Tensor
     groups: tuple[AttentionInputs, ...]  # per cache group
     slots: Tensor | None = None  # int64 [num_seqs]: where the sequences' states are; None where no layer keeps one
+    # int32 [len(slots) + 1]: where sequences begin for layers with states, if each token is one of its own elsewhere
+    state_starts: Tensor | None = None
     images: tuple[ImageRows, ...] = ()
     image_positions: Tensor | None = None  # int64 [2, num_tokens]: by rows and columns, where images have them
     # int32: where the adapter of every token is, -1 for none, and the same of `logits_indices`; None: no token has one

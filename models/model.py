@@ -137,7 +137,8 @@ class Model:
         vision = self.facts.vision
         kind = vision.bidirectional if batch.images and vision is not None else ""
         decoder = with_images(self.table, batch.images, kind == "windowed") if kind else self.table.decoder
-        return decoder(x, calls, kept, views, *lens, wanted, batch.slots, inputs)
+        apart = {} if batch.state_starts is None else {"state_starts": batch.state_starts}
+        return decoder(x, calls, kept, views, *lens, wanted, batch.slots, inputs, **apart)
 
     def step(self, batch: ForwardBatch, cache: KVCache, finds_best: bool = False) -> Stepped:
         """`forward` and `logits` of a batch whose every token's logits are wanted, valid until the next step; the first

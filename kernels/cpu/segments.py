@@ -187,11 +187,12 @@ def decoder(
     wanted: Tensor | None = None,
     slots: Tensor | None = None,
     inputs: Tensor | None = None,
+    state_starts: Tensor | None = None,
 ) -> Tensor:
     """All layers of a forward pass in one call; arguments as in `segments.decoder`, pages contiguous."""
     plan = _decoder_plan(layers, pages) if len(views) <= VIEWS else None
     if plan is None or x.dtype is not torch.float32 or not (x.is_contiguous() and _lie_well(views)):
-        return composed(x, layers, pages, views, cu_query_lens, seq_lens, wanted, slots, inputs)
+        return composed(x, layers, pages, views, cu_query_lens, seq_lens, wanted, slots, inputs, state_starts)
     num_rows, rows = (0, 0) if wanted is None else (wanted.shape[0], wanted.data_ptr() or _NO_ROWS)
     sizes = len(layers), x.shape[0], seq_lens.shape[0], num_rows
     head = PASS.pack(*sizes, cu_query_lens.data_ptr(), seq_lens.data_ptr(), rows, *_LAYERS_ONLY)

@@ -155,11 +155,14 @@ def _walk(
     ok = (d < V_DIM)[:, None] & (n < K_DIM)[None, :]
     place = tl.load(slots + seq) * slot_stride + head * (V_DIM * K_DIM)
     place = state + place + d[:, None] * K_DIM + n[None, :]
+    first = tl.load(cu_query_lens + seq).to(tl.int64)
+    count = tl.load(cu_query_lens + seq + 1) - first
+    if count == 0:
+        return
     kept = tl.load(place, mask=ok, other=0.0)
     key = _key_head(head, V_HEADS, K_HEADS, TILED) * K_DIM + n[None, :]
     inside = (n < K_DIM)[None, :]
-    first = tl.load(cu_query_lens + seq).to(tl.int64)
-    for token in range(tl.load(cu_query_lens + seq + 1) - first):
+    for token in range(count):
         t = first + token
         k_row = tl.load(k + t * k_stride + key, mask=inside, other=0.0).to(tl.float32)
         q_row = tl.load(q + t * q_stride + key, mask=inside, other=0.0).to(tl.float32)
@@ -205,11 +208,13 @@ def _chunks(
     ok = (d < V_DIM)[:, None] & (n < K_DIM)[None, :]
     place = tl.load(slots + seq) * slot_stride + head * (V_DIM * K_DIM)
     place = state + place + d[:, None] * K_DIM + n[None, :]
+    first = tl.load(cu_query_lens + seq).to(tl.int64)
+    count = (tl.load(cu_query_lens + seq + 1) - first).to(tl.int32)
+    if count == 0:
+        return
     kept = tl.load(place, mask=ok, other=0.0)
     key = _key_head(head, V_HEADS, K_HEADS, TILED) * K_DIM + n[None, :]
     i = tl.arange(0, CHUNK)
-    first = tl.load(cu_query_lens + seq).to(tl.int64)
-    count = (tl.load(cu_query_lens + seq + 1) - first).to(tl.int32)
     v += first * v_stride + head * V_DIM
     k += first * k_stride
     q += first * q_stride

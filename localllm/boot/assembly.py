@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from localllm.boot.memory_meter import Meter
 from localllm.engine.adapters import Residents
-from localllm.engine.cuda_graph import Captured, CudaCapture, DecodeGraphs, Run
+from localllm.engine.cuda_graph import Captured, CudaCapture, DecodeGraphs, Run, shapes_of
 from localllm.engine.decode_inputs import DecodeInputs
 from localllm.engine.device_sampler import DeviceSampler
 from localllm.engine.draft_model import DraftModel
@@ -57,22 +57,13 @@ def assemble(
     cache = model.new_cache(counts, plan.page_size, plan.kv, device, num_slots)
     drafter = _draft_model(draft, model, plan, device) if draft is not None and plan.draft_pages else None
     meter.note("kv")
-    decode = None
+    runner = Runner(model, cache, model.facts.vocab_size, sampler=_sampler(model, plan, device, selftest))
+    head = _head(model, plan, runner)
     if plan.graph_buckets:
-        model.reserve_positions(plan.ctx)
-        sizes = plan.graph_buckets[-1], plan.ctx, plan.page_size
-        inputs = DecodeInputs(*sizes, plan.num_pages, device, plan.num_slots if model.states else -1)
-        meter.note("tables")
-        decode = DecodeGraphs(model, cache, inputs, plan.graph_buckets, capture or CudaCapture())
-    runner = Runner(model, cache, model.facts.vocab_size, decode, _sampler(model, plan, device, selftest))
-    meter.settle()
-    runner.capture()
-    if decode is not None:
-        meter.note("graphs", reserved=True)
+        _capture(runner, plan, head, drafter, capture or CudaCapture(), meter)
     whole = not model.facts.causal
     budgets = {"drafts": plan.num_drafts, "num_slots": plan.num_slots}
     limits = SchedulerLimits(plan.max_parallel, plan.prefill_budget, whole=whole, **budgets)
-    head = _head(model, plan, runner)
     engine = Engine(
         runner, plan.num_pages, plan.ctx, limits, prefix_cache=plan.prefix_cache, check_invariants=check_invariants,
         largest_context=min(plan.max_ctx, model.facts.max_context),
@@ -82,6 +73,49 @@ def assemble(
     if plan.host_experts and not plan.deterministic:  # both sides round otherwise
         engine.between_steps = Mover(model)
     return engine
+
+
+def _capture(
+    runner: Runner,
+    plan: Plan,
+    head: HeadDrafter | None,
+    drafter: DraftModel | None,
+    capture: Callable[[Run], Captured],
+    meter: Meter,
+) -> None:
+    """Graphs of the model's decode steps and of what guesses for it; what is not captured is said by the model's."""
+    meter.settle()  # what the sampler took is not theirs
+    decode = runner.graphs = _graphs(runner, plan, (plan.num_pages, plan.num_slots, plan.ctx), capture)
+    drafting = None
+    if drafter is not None:
+        given = plan.draft_pages, plan.draft_slots, drafter.max_context
+        drafting = drafter.runner.graphs = _graphs(drafter.runner, plan, given, capture)
+    meter.note("tables")
+    meter.settle()
+    runner.capture()
+    failures = {}
+    if drafter is not None and drafting is not None:
+        drafter.runner.capture()
+        failures["the draft model"] = drafting.failure
+    if head is not None:
+        sizes = sorted({shape.rows for shape in decode.shapes})
+        failures["the head that guesses"] = head.capture(decode.inputs, sizes, capture)
+    for what, failure in failures.items():
+        decode.failure = decode.failure or (failure and f"{what}, {failure}")
+    meter.note("graphs", reserved=True)
+
+
+def _graphs(
+    runner: Runner, plan: Plan, pages: tuple[Sequence[int], int, int], capture: Callable[[Run], Captured]
+) -> DecodeGraphs:
+    """Of a model. `pages`: those that it knows of in each cache group, slots, and tokens that a sequence may have."""
+    model, (num_pages, num_slots, ctx) = runner.model, pages
+    model.reserve_positions(ctx)
+    shapes = shapes_of(plan.graph_buckets, plan.guess_buckets, bool(model.states))
+    most = max(shape.rows for shape in shapes)
+    scratch_slot = num_slots if model.states else -1
+    inputs = DecodeInputs(most, ctx, plan.page_size, num_pages, runner.cache.device, scratch_slot)
+    return DecodeGraphs.of(model, runner.cache, inputs, shapes, capture)
 
 
 def _speculation(
@@ -104,7 +138,9 @@ def _head(model: Model, plan: Plan, runner: Runner) -> HeadDrafter | None:
 
 
 def _draft_model(draft: Model, model: Model, plan: Plan, device: torch.device) -> DraftModel:
-    cache = KVCache(draft.groups, plan.draft_pages, plan.page_size, plan.kv, device, draft.states, plan.draft_slots)
+    spare = 1 if plan.graph_buckets else 0
+    counts, num_slots = [count + spare for count in plan.draft_pages], plan.draft_slots + spare
+    cache = KVCache(draft.groups, counts, plan.page_size, plan.kv, device, draft.states, num_slots)
     longest = min(plan.ctx, draft.facts.max_context)
     share = draft.weight_bytes / max(1, model.weight_bytes)
     runner = Runner(draft, cache, draft.facts.vocab_size)
@@ -123,4 +159,5 @@ def _sampler(model: Model, plan: Plan, device: torch.device, selftest: SelfTest 
     vocab = model.facts.vocab_size
     if selftest is not None and not selftest.sampler_passed("triton", sample, vocab, str(device)):
         return None
-    return DeviceSampler(sample, plan.max_parallel, vocab, device)
+    rows = max((*plan.graph_buckets, *plan.guess_buckets), default=0)
+    return DeviceSampler(sample, plan.max_parallel, vocab, device, rows)

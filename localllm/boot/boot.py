@@ -20,6 +20,7 @@ from localllm.boot.memory_meter import Meter
 from localllm.boot.profile import CpuProfiler, profile_gpu, warm_up
 from localllm.device import MachineFacts
 from localllm.engine.adapters import Residents
+from localllm.engine.cuda_graph import Shape
 from localllm.engine.engine import Engine
 from localllm.errors import OutOfMemory
 from localllm.kernels.cpu.build import cache_folder, library
@@ -96,7 +97,7 @@ class Boot:
         self.is_tuning = False  # right now, in the engine's thread, in an idle moment
         self._tuning_left_s = BUDGET_S
         self._compile_ahead = compiler(plan.device)
-        self._stale: tuple[int, ...] = ()  # sizes of graphs that hold old tiles
+        self._stale: tuple[Shape, ...] = ()  # graphs that hold old tiles
         self._engine: Engine | None = None
         self._hold()
         # what a part takes says nothing of the whole
@@ -284,7 +285,8 @@ class Boot:
         self.tuned += tuned
         if not any(one.us < one.first_us for one in tuned):
             return False
-        waits, self._stale = bool(self._stale), self.plan.graph_buckets
+        graphs = self.engine.runner.graphs
+        waits, self._stale = bool(self._stale), () if graphs is None else graphs.shapes
         return bool(self._stale) and not waits
 
     # --- words -------------------------------------------------------------------------------------------------------

@@ -122,7 +122,10 @@ class WorstSteps:
         first = step.scheduled[0]
         step.scheduled[0] = replace(first, num_tokens=first.num_tokens + len(drafts), drafts=drafts)
         output = self._runner.forward(step, num_layers=self._num_layers)
+        # a step that is not captured has computed them all before any is sampled
+        held = output.logits(list(range(len(sequences) + len(drafts)))) if drafts else None
         draw = self._runner.sample(output, list(range(len(sequences))), sequences)
+        del held
         if waits:
             draw.results()
 
@@ -161,14 +164,18 @@ def profile_gpu(runner: Runner, plan: Plan, held: Mapping[str, int]) -> MemoryPr
         Term("weights", plan.weight_bytes, held["weights"]),
         Term("kv", plan.kv_bytes, held["kv"]),
         Term("tables", planned["tables"], held.get("tables", 0)),
-        Term("graphs", planned["graphs"] - GRAPH_BYTES * len(plan.graph_buckets), held.get("graphs", 0)),
+        Term(
+            "graphs",
+            planned["graphs"] - GRAPH_BYTES * (len(plan.graph_buckets) + len(plan.guess_buckets)),
+            held.get("graphs", 0),
+        ),
     ]
     others: list[list[Message]] = []  # of every step, what the other ranks say
     failure = ""
     eager = WorstSteps(runner, plan, worst.pages, num_layers=1 << 30, slots=worst.slots)  # every layer, without graphs
     steps: tuple[tuple[str, Callable[[], None]], ...] = (
         ("activations", eager.prefill),
-        ("logits", partial(worst.check_guesses if plan.num_drafts else eager.decode, plan.max_parallel)),
+        ("logits", partial(eager.check_guesses if plan.num_drafts else eager.decode, plan.max_parallel)),
         *((f"graph of {size}", partial(worst.decode, size)) for size in plan.graph_buckets),
     )
     for name, step in steps:

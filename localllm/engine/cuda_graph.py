@@ -1,15 +1,20 @@
-"""Decode steps captured as CUDA graphs, one per batch bucket, and replayed: no launch costs, no Python in between.
+"""Decode steps captured as CUDA graphs, one per number of tokens, and replayed: no launch costs, no Python in between.
 
-A graph reads fixed input buffers (`DecodeInputs`) and leaves hidden states and logits in fixed outputs. Eager mode
-stays the oracle: what is not captured, or cannot be, runs there, and `failure` says why.
+A graph reads fixed input buffers (`DecodeInputs`) and leaves its results in fixed outputs. Attention takes every token
+as a sequence of its own, so a step with guessed tokens is a decode step of more rows; only layers that keep states need
+graphs that know which tokens follow each other (`Shape.several`). Eager mode stays the oracle: what is not captured, or
+cannot be, runs there, and `failure` says why.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +25,7 @@ from localllm.models.model import Model
 
 from .decode_inputs import DecodeInputs
 from .sampled_tokens import SampledTokens
-from .scheduler import Step
+from .scheduler import Scheduled
 
 log = logging.getLogger(__name__)
 
@@ -29,13 +34,28 @@ Run = Callable[[], tuple[Tensor, ...]]
 Captured = tuple[tuple[Tensor, ...], Callable[[], None]]  # (outputs, replay)
 
 
+class Shape(NamedTuple):
+    """What a graph has room for.
+
+    rows     tokens
+    several  some sequences have several of them, and layers keep states: at least one sequence less than tokens
+    """
+
+    rows: int
+    several: bool = False
+
+
+def shapes_of(sizes: Iterable[int], guess_sizes: Iterable[int], keeps_states: bool) -> tuple[Shape, ...]:
+    """Of decode steps of so many sequences, and of steps with guesses of so many tokens."""
+    return tuple(sorted({*map(Shape, sizes), *(Shape(size, keeps_states) for size in guess_sizes)}))
+
+
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """One captured graph."""
+    """One captured graph: `outputs` are what `DecodeGraphs` was told to compute, a row a token."""
 
-    size: int
-    hidden: Tensor
-    logits: Tensor
+    shape: Shape
+    outputs: tuple[Tensor, ...]
     replay: Callable[[], None]
 
 
@@ -64,27 +84,44 @@ class CudaCapture:
 
 
 class DecodeGraphs:
-    """The graphs of one model.
+    """The graphs of one model, or of its head.
 
-    sizes    batch sizes to capture, ascending
+    compute  from a batch, in fixed memory, to a row of each output for every token
+    shapes   what to capture
     capture  `CudaCapture()`, or what tests have in its place
     """
 
     def __init__(
         self,
+        compute: Callable[[ForwardBatch], tuple[Tensor, ...]],
+        inputs: DecodeInputs,
+        shapes: tuple[Shape, ...],
+        capture: Callable[[Run], Captured],
+    ) -> None:
+        self._compute = compute
+        self.inputs = inputs
+        self.shapes = shapes
+        self.capture_run = capture
+        self._knows_sequences = any(shape.several for shape in shapes)
+        self.buckets: tuple[Bucket, ...] = ()  # what was captured, ascending
+        self.failure = ""  # why a bucket was not captured; larger ones take its steps, or they run eagerly
+
+    @classmethod
+    def of(
+        cls,
         model: Model,
         cache: KVCache,
         inputs: DecodeInputs,
-        sizes: tuple[int, ...],
+        shapes: tuple[Shape, ...],
         capture: Callable[[Run], Captured],
-    ) -> None:
-        self._model = model
-        self._cache = cache
-        self._inputs = inputs
-        self._sizes = sizes
-        self.capture_run = capture
-        self.buckets: tuple[Bucket, ...] = ()  # what was captured, ascending
-        self.failure = ""  # why a bucket was not captured; it and larger ones run eagerly
+    ) -> DecodeGraphs:
+        """Of a whole model: hidden states before the last norm, and logits."""
+
+        def compute(batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+            hidden = model.forward(batch, cache)
+            return hidden, model.logits(hidden)
+
+        return cls(compute, inputs, shapes, capture)
 
     @contextmanager
     def noting(self, what: str) -> Iterator[None]:
@@ -97,7 +134,8 @@ class DecodeGraphs:
 
     @property
     def captured(self) -> tuple[int, ...]:
-        return tuple(bucket.size for bucket in self.buckets)
+        """Tokens of each graph, ascending."""
+        return tuple(sorted({bucket.shape.rows for bucket in self.buckets}))
 
     @property
     def note(self) -> str:
@@ -108,47 +146,52 @@ class DecodeGraphs:
         return f"graphs {','.join(map(str, self.captured))}"
 
     @torch.inference_mode()
-    def capture(self, left: tuple[int, ...] | None = None, stop: Callable[[], bool] = lambda: False) -> tuple[int, ...]:
+    def capture(
+        self, left: tuple[Shape, ...] | None = None, stop: Callable[[], bool] = lambda: False
+    ) -> tuple[Shape, ...]:
         """Capture buckets anew, the largest first: the smaller ones fit into its memory. Failures are noted.
 
         left   which; None: all
         stop   asked before each: what is left then keeps the graph it had
 
-        Returns the sizes that are left.
+        Returns the shapes that are left.
         """
-        waiting = sorted(self._sizes if left is None else left, reverse=True)
-        if len(waiting) == len(self._sizes):
+        waiting = sorted(self.shapes if left is None else left, reverse=True)
+        if len(waiting) == len(self.shapes):
             self.failure = ""
-        self._inputs.load(())
         while waiting and not stop():
-            size = waiting.pop(0)
-            self.buckets = tuple(bucket for bucket in self.buckets if bucket.size != size)  # its memory goes first
-            batch = self._inputs.batch(size)
-
-            def run(batch: ForwardBatch = batch) -> tuple[Tensor, Tensor]:
-                hidden = self._model.forward(batch, self._cache)
-                return hidden, self._model.logits(hidden)
-
-            with self.noting(f"batch {size}"):
-                (hidden, logits), replay = self.capture_run(run)
-                kept = (*self.buckets, Bucket(size, hidden, logits, replay))
-                self.buckets = tuple(sorted(kept, key=lambda bucket: bucket.size))
+            shape = waiting.pop(0)
+            self.buckets = tuple(bucket for bucket in self.buckets if bucket.shape != shape)  # its memory goes first
+            self.inputs.load((), rows=shape.rows)
+            batch = self.inputs.batch(*shape)
+            with self.noting(f"batch {shape.rows}"):
+                outputs, replay = self.capture_run(partial(self._compute, batch))
+                kept = (*self.buckets, Bucket(shape, outputs, replay))
+                self.buckets = tuple(sorted(kept, key=lambda bucket: bucket.shape))
         return tuple(waiting)
 
-    def takes(self, step: Step) -> bool:
-        """Whether a step is one token for each of no more sequences than the largest graph has, without adapters."""
-        return (
-            bool(self.buckets)
-            and len(step.scheduled) <= self.buckets[-1].size
-            and all(part.num_tokens == 1 and part.sequence.place < 0 for part in step.scheduled)
-        )
+    def bucket(self, parts: Many[Scheduled]) -> Bucket | None:
+        """The smallest graph for a step of sequences that decode, none with an adapter; None where there is none."""
+        rows = sum(part.num_tokens for part in parts)
+        several = self._knows_sequences and rows > len(parts)
+        for part in parts:
+            if part.sequence.place >= 0 or part.num_tokens > 1 and part.start < part.sequence.num_prompt_tokens:
+                return None
+        fitting = (one for one in self.buckets if one.shape.rows >= rows and one.shape.several == several)
+        return next(fitting, None)
 
-    def forward(self, step: Step, before: SampledTokens | None = None) -> Bucket:
-        """The bucket whose first rows are the step's, valid until the next forward.
+    def replay(
+        self,
+        bucket: Bucket,
+        parts: Many[Scheduled],
+        before: SampledTokens | None = None,
+        ids: Many[int] | Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        """The outputs of the bucket, whose first rows are the parts' tokens, valid until the next replay of any.
 
         before   gives tokens that are not known yet
+        ids      to read in place of the parts' own tokens
         """
-        bucket = next(bucket for bucket in self.buckets if bucket.size >= len(step.scheduled))
-        self._inputs.load(step.scheduled, before)
+        self.inputs.load(parts, before, bucket.shape.rows, ids)
         bucket.replay()
-        return bucket
+        return bucket.outputs

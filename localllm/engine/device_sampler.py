@@ -7,6 +7,7 @@ the others do not notice.
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Many
 from operator import attrgetter
 
 import numpy as np
@@ -33,7 +34,7 @@ from localllm.kernels.sampling import (
 from localllm.kernels.token_choice import NotANumber
 from localllm.request import TokenLogprob
 
-from .cuda_graph import Bucket, Captured, Run
+from .cuda_graph import Bucket, Captured, Run, Shape
 from .sampled_tokens import RowResult, SampledTokens, ToHost, from_host
 from .sampler import banned_stops, counts_tokens, sample_row, token_logprob
 from .sequence import Sequence
@@ -55,50 +56,74 @@ def has_device_form(sequence: Sequence) -> bool:
     )
 
 
-class DeviceSampler:
-    """Draws tokens for up to `most` rows at once; more go through in pieces."""
+def can_look_ahead(sequence: Sequence) -> bool:
+    """Whether what it wishes of the tokens behind its next one does not depend on that one."""
+    params = sequence.params
+    return (
+        has_device_form(sequence)
+        and sequence.token_mask is None
+        and not counts_tokens(params)
+        and sequence.num_output_tokens >= params.min_tokens
+    )
 
-    def __init__(self, op: SampleOp, most: int, vocab_size: int, device: torch.device) -> None:
+
+class DeviceSampler:
+    """Draws tokens for up to `most` sequences at once; more go through in pieces.
+
+    rows   of the largest graph, where that is more
+    """
+
+    def __init__(self, op: SampleOp, most: int, vocab_size: int, device: torch.device, rows: int = 0) -> None:
         self._op = op
         self._most = most
         self._vocab = vocab_size
         self._device = device
-        self.inputs = SamplingInputs.empty(most, most, vocab_size, device)
-        self._numbers = np.array([IDLE_NUMBERS] * most, dtype=np.float32)
-        self._integers = np.array([IDLE_INTEGERS] * most, dtype=np.int64)
+        rows = max(most, rows)
+        self.inputs = SamplingInputs.empty(rows, most, vocab_size, device)
+        self._numbers = self._idle_numbers = np.array([IDLE_NUMBERS] * rows, dtype=np.float32)
+        self._integers = self._idle_integers = np.array([IDLE_INTEGERS] * rows, dtype=np.int64)
         # per row of the history: the sequence counted there, and how many tokens it will have
         self._slots: list[tuple[int, int]] = [(0, 0)] * most
-        # by size of the bucket, with cuts or without: what its graph leaves, and what runs it
-        self._graphs: dict[tuple[int, bool], tuple[Sampled, Callable[[], None]]] = {}
+        # by shape of the bucket, with cuts or without: what its graph leaves, and what runs it
+        self._graphs: dict[tuple[Shape, bool], tuple[Sampled, Callable[[], None]]] = {}
 
     def capture(self, buckets: tuple[Bucket, ...], capture: Callable[[Run], Captured]) -> None:
         """A graph for every bucket's logits, with cuts and without. Raises what the capture raises."""
         self._graphs = {}
-        self._load([], [])
+        self._load([], [], [])
         found = {}
-        for bucket in sorted(buckets, key=lambda one: -one.size):
+        for bucket in sorted(buckets, key=lambda one: one.shape, reverse=True):
             for cuts in (True, False):
 
-                def run(logits: Tensor = bucket.logits, cuts: bool = cuts) -> tuple[Tensor, ...]:
+                def run(logits: Tensor = bucket.outputs[1], cuts: bool = cuts) -> tuple[Tensor, ...]:
                     return tuple(self._op(logits, self.inputs, cuts))
 
                 outputs, replay = capture(run)
-                found[bucket.size, cuts] = Sampled(*outputs), replay
+                found[bucket.shape, cuts] = Sampled(*outputs), replay
         self._graphs = found
 
-    def sample(self, logits: Tensor, rows: list[int], sequences: list[Sequence], bucket: int = 0) -> SampledTokens:
+    def sample(
+        self,
+        logits: Tensor,
+        rows: list[int],
+        sequences: list[Sequence],
+        shape: Shape | None = None,
+        ahead: Many[int] = (),
+    ) -> SampledTokens:
         """One token for each of `sequences`.
 
         logits   float32 [n, vocab]
         rows     the row of each sequence; several may share one
-        bucket   size of the graph that `logits` are the output of, else 0
+        shape    of the graph that `logits` are the output of, None for none
+        ahead    of each, how many tokens come before this one that it does not have yet (`can_look_ahead`); () for none
         """
-        if bucket and len(set(rows)) == len(rows) and (bucket, True) in self._graphs:
-            return self._piece(logits, rows, sequences, bucket)
-        pieces = [
-            self._piece(self._chosen(logits, rows[at : at + self._most]), None, sequences[at : at + self._most], 0)
-            for at in range(0, len(sequences), self._most)
-        ]
+        ahead = ahead or [0] * len(sequences)
+        if shape is not None and len(set(rows)) == len(rows) and (shape, True) in self._graphs:
+            return self._piece(logits, rows, sequences, ahead, shape)
+        pieces = []
+        for at in range(0, len(sequences), self._most):
+            here = slice(at, at + self._most)
+            pieces.append(self._piece(self._chosen(logits, rows[here]), None, sequences[here], ahead[here]))
         if len(pieces) == 1:
             return pieces[0]
         return SampledTokens(sequences, lambda: [result for piece in pieces for result in piece.results()])
@@ -110,12 +135,19 @@ class DeviceSampler:
             return logits[first : first + len(rows)]
         return logits.index_select(0, from_host(rows, torch.int64, self._device))
 
-    def _piece(self, logits: Tensor, rows: list[int] | None, sequences: list[Sequence], bucket: int) -> SampledTokens:
+    def _piece(
+        self,
+        logits: Tensor,
+        rows: list[int] | None,
+        sequences: list[Sequence],
+        ahead: Many[int],
+        shape: Shape | None = None,
+    ) -> SampledTokens:
         places = list(range(len(sequences))) if rows is None else rows
         here = [has_device_form(s) and not isinstance(s.mask_row, Exception) for s in sequences]
-        cuts = self._load([p if ok else -1 for p, ok in zip(places, here, strict=True)], sequences)
-        if bucket:
-            out, replay = self._graphs[bucket, cuts]
+        cuts = self._load([p if ok else -1 for p, ok in zip(places, here, strict=True)], sequences, ahead)
+        if shape is not None:
+            out, replay = self._graphs[shape, cuts]
             replay()
         else:
             out = self._op(logits, self.inputs, cuts)
@@ -165,14 +197,14 @@ class DeviceSampler:
 
     # --- buffers -----------------------------------------------------------------------------------------------------
 
-    def _load(self, places: list[int], sequences: list[Sequence]) -> bool:
+    def _load(self, places: list[int], sequences: list[Sequence], ahead: Many[int]) -> bool:
         """Write the wishes of rows into the buffers, -1 for none; whether any of them cuts."""
-        numbers = np.array([IDLE_NUMBERS] * self._most, dtype=np.float32)
-        integers = np.array([IDLE_INTEGERS] * self._most, dtype=np.int64)
+        numbers, integers = self._idle_numbers.copy(), self._idle_integers.copy()
         mine = {s.number for s in sequences}
-        for place, sequence in zip(places, sequences, strict=True):
+        for place, sequence, more in zip(places, sequences, ahead, strict=True):
             if place >= 0:
                 self._row(numbers[place], integers[place], place, sequence, mine)
+                integers[place, POSITION] += more
         if not np.array_equal(numbers, self._numbers):
             self._numbers = numbers
             self.inputs.numbers.copy_(from_host(numbers, torch.float32, self._device), non_blocking=True)

@@ -60,7 +60,7 @@ class DraftModel:
         windows = [group.window for group in cache.groups]
         self.pages = Pages(num_pages, windows, cache.page_size, not self._keeps_states, slots)
         self._num_sequences = num_sequences
-        self._max_context = max_context
+        self.max_context = max_context
         self._known_ids, self._vocab_size = runner.vocab_size, vocab_size
         self._shadows: dict[int, _Shadow] = {}  # by the sequence's number, the one asked for longest ago first
 
@@ -110,7 +110,7 @@ class DraftModel:
             if id(shadow) not in wanted or not count:
                 continue
             end = own.num_tokens + wanted[id(shadow)]
-            if end > self._max_context or not self._has_room(own, end, shadows):
+            if end > self.max_context or not self._has_room(own, end, shadows):
                 continue
             left -= count
             yield shadow, count

@@ -7,8 +7,10 @@ one of a page that is shared is of the sequence that wrote it last: a guess may 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -17,6 +19,8 @@ from localllm.models.inputs import ForwardBatch, ImageRows
 from localllm.models.predictor import predict, predicted_logits
 
 from .batch import BatchBuilder
+from .cuda_graph import Captured, DecodeGraphs, Run, shapes_of
+from .decode_inputs import DecodeInputs
 from .runner import Runner
 from .sampled_tokens import from_host
 from .scheduler import Scheduled, Step
@@ -71,6 +75,8 @@ class HeadDrafter:
         self._model, self._cache, self._vocab_size = runner.model, runner.cache, vocab_size
         cache = runner.cache
         self._builder = BatchBuilder(len(cache.groups), cache.page_size, cache.device)
+        self._graphs: DecodeGraphs | None = None
+        self._hidden = torch.empty(0)  # what they read, float32 [tokens, hidden]
 
     def hear(self, step: Step, hidden: Tensor) -> None:
         """A step was computed. `hidden`: of all of its tokens, before the last norm, valid until the next step."""
@@ -108,28 +114,34 @@ class HeadDrafter:
             heard.settle(sequence)
             if heard.known and heard.at + heard.known == sequence.num_tokens - 1:
                 asked.append((sequence, count))
-        hidden = self._read([sequence for sequence, _ in asked])
+        if not asked:
+            return [()] * len(sequences)
+        hidden, best = self._read([sequence for sequence, _ in asked], guesses=True)
         assert self._model.predictor is not None
         size, group = self._cache.page_size, self._model.predictor.view[0]
-        while asked:
-            best = predicted_logits(self._model, hidden)[:, : self._vocab_size].argmax(-1).tolist()
-            left, parts, ids, rows = [], [], [], []
-            for row, ((sequence, count), token) in enumerate(zip(asked, best, strict=True)):
-                guesses = found[sequence.number]
-                guesses.append(token)
-                place = sequence.num_tokens - 2 + len(guesses)
-                if len(guesses) < count and place < len(sequence.block_tables[group]) * size:
-                    left.append((sequence, count))
-                    parts.append(Scheduled(sequence, place, 1))
-                    ids.append(token)
-                    rows.append(row)
-            asked = left
-            if asked:
-                hidden = predict(self._model, self._cache, self._batch(parts, ids), hidden[rows], None)
+        rounds = [(asked, best)]  # tokens stay on the device until the last ones are computed
+        while True:
+            depth = len(rounds)
+            ahead = depth - 2  # of the last token: where the next pass reads
+            rows = [
+                row
+                for row, (sequence, count) in enumerate(asked)
+                if depth < count and sequence.num_tokens + ahead < len(sequence.block_tables[group]) * size
+            ]
+            if not rows:
+                break
+            asked = [asked[row] for row in rows]
+            parts = [Scheduled(sequence, sequence.num_tokens + ahead, 1) for sequence, _ in asked]
+            hidden, best = self._pass(parts, _rows(best, rows), _rows(hidden, rows), guesses=True)
+            rounds.append((asked, best))
+        tokens = iter(torch.cat([best for _, best in rounds]).tolist())
+        for of_round, _ in rounds:
+            for sequence, _ in of_round:
+                found[sequence.number].append(next(tokens))
         return [tuple(found[sequence.number]) for sequence in sequences]
 
-    def _read(self, sequences: Many[Sequence]) -> Tensor:
-        """Read what was heard of these, as far as the token behind is known: hidden states after the last of each."""
+    def _read(self, sequences: Many[Sequence], guesses: bool = False) -> tuple[Tensor, Tensor]:
+        """Read what was heard of these, as far as the token behind is known. Returns as `_pass` does."""
         parts: list[Scheduled] = []
         ids: list[int] = []
         rows: list[Tensor] = []
@@ -143,12 +155,50 @@ class HeadDrafter:
                 del heard.rows[:count]
                 heard.at, heard.known = heard.at + count, heard.known - count
         if not parts:
-            return torch.empty(0)
-        batch = self._batch(parts, ids)
-        last = batch.cu_query_lens[1:].long() - 1
-        return predict(self._model, self._cache, batch, self._model.normed(torch.stack(rows)), last)
+            return torch.empty(0), torch.empty(0)
+        return self._pass(parts, ids, self._model.normed(torch.stack(rows)), guesses)
 
-    def _batch(self, parts: list[Scheduled], ids: list[int]) -> ForwardBatch:
+    def _pass(
+        self, parts: list[Scheduled], ids: list[int] | Tensor, hidden: Tensor, guesses: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Read tokens `ids` at the places of `parts` with the hidden states before them.
+
+        Returns what stands for the hidden state behind each part, [parts, hidden], valid until the next pass, and where
+        `guesses` are wanted the likeliest tokens, int64 [parts].
+        """
+        ends = list(accumulate(part.num_tokens for part in parts))
+        last = [end - 1 for end in ends]
+        behind_prompts = all(part.start + 1 >= part.sequence.num_prompt_tokens for part in parts)
+        bucket = self._graphs.bucket(parts) if self._graphs is not None and behind_prompts else None
+        if self._graphs is not None and bucket is not None:
+            self._hidden[: hidden.shape[0]].copy_(hidden)
+            states, best = self._graphs.replay(bucket, parts, ids=ids)
+            return _rows(states, last), _rows(best, last).clone()
+        batch = self._batch(parts, ids)
+        wanted = from_host(last, torch.int64, self._cache.device)
+        states = predict(self._model, self._cache, batch, hidden, wanted)
+        return states, self._best(states) if guesses else torch.empty(0)
+
+    def _best(self, states: Tensor) -> Tensor:
+        return predicted_logits(self._model, states)[:, : self._vocab_size].argmax(-1)
+
+    def capture(self, inputs: DecodeInputs, sizes: Many[int], capture: Callable[[Run], Captured]) -> str:
+        """Capture passes of so many tokens, from now on replayed; returns why one could not be, "" for none.
+
+        inputs   those of the model's own graphs, or others
+        """
+        self._hidden = torch.zeros((inputs.most, self._model.facts.hidden_size), device=self._cache.device)
+
+        def compute(batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+            hidden = self._hidden[: batch.token_ids.shape[0]]
+            states = predict(self._model, self._cache, batch, hidden, None)
+            return states, self._best(states)
+
+        self._graphs = DecodeGraphs(compute, inputs, shapes_of(sizes, (), False), capture)
+        self._graphs.capture()
+        return self._graphs.failure
+
+    def _batch(self, parts: list[Scheduled], ids: list[int] | Tensor) -> ForwardBatch:
         """At the places of `parts`, the tokens behind them."""
         batch = self._builder.build(Step(parts))
         images, row = [], 0
@@ -160,5 +210,11 @@ class HeadDrafter:
                     vectors = image.vectors[first - image.start : end - image.start]
                     images.append(ImageRows(index, row + first - part.start - 1, first, vectors))
             row += part.num_tokens
-        tokens = from_host(ids, torch.int64, self._cache.device)
+        tokens = ids if isinstance(ids, Tensor) else from_host(ids, torch.int64, self._cache.device)
         return replace(batch, token_ids=tokens, images=tuple(images))
+
+
+def _rows(values: Tensor, rows: list[int]) -> Tensor:
+    if rows == list(range(len(rows))):
+        return values[: len(rows)]
+    return values.index_select(0, from_host(rows, torch.int64, values.device))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Many
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -13,8 +15,8 @@ from localllm.models.inputs import ForwardBatch
 from localllm.models.kv_cache import KVCache
 from localllm.models.model import Model
 
-from .batch import BatchBuilder
-from .cuda_graph import DecodeGraphs
+from .batch import BatchBuilder, row_range
+from .cuda_graph import DecodeGraphs, Shape
 from .device_sampler import DeviceSampler
 from .failures import is_device_lost
 from .sampled_tokens import SampledTokens
@@ -32,7 +34,8 @@ class ForwardOutput:
     hidden  [num_rows, hidden], before the last norm
     ready   float32 [num_rows, vocab] where a graph or a step has computed the logits, too; then all of it is valid only
             until the next forward
-    bucket  size of that graph, else 0
+    shape   of that graph, None without one
+    places  of the wanted rows in `hidden` and `ready`, those of a sequence side by side; None: all rows are wanted
     best    int64 [num_rows], where it is known: the first place of the largest logit of each row, -1 where one is NaN
     """
 
@@ -41,18 +44,25 @@ class ForwardOutput:
         model: Model,
         hidden: Tensor,
         ready: Tensor | None = None,
-        bucket: int = 0,
+        shape: Shape | None = None,
+        places: list[int] | None = None,
         best: Tensor | None = None,
     ) -> None:
         self._model = model
         self._hidden = hidden
         self.ready = ready
-        self.bucket = bucket
+        self.shape = shape
+        self._places = places
         self._best = best
+
+    def places(self, rows: list[int]) -> list[int]:
+        """Where wanted rows are in `ready`."""
+        return rows if self._places is None else [self._places[row] for row in rows]
 
     def logits(self, rows: list[int]) -> Tensor:
         """float32 [len(rows), vocab]"""
         source = self._hidden if self.ready is None else self.ready
+        rows = self.places(rows)
         picked = source if rows == list(range(source.shape[0])) else source[rows]
         return self._model.logits(picked) if self.ready is None else picked
 
@@ -65,13 +75,15 @@ class ForwardOutput:
 
     def normed(self, start: int, end: int) -> Tensor:
         """Rows [start, end) after the last norm, float32 [rows, hidden]."""
-        return self._model.normed(self._hidden[start:end])
+        (first,) = self.places([start])
+        return self._model.normed(self._hidden[first : first + end - start])
 
     def pieces(self, start: int, end: int, vocab_size: int) -> Iterator[Tensor]:
         """Logits of rows [start, end), in order, in pieces of at most LOGIT_BYTES."""
         step = max(1, LOGIT_BYTES // (4 * vocab_size))
-        for at in range(start, end, step):
-            piece = slice(at, min(at + step, end))
+        (first,) = self.places([start])
+        for at in range(first, first + end - start, step):
+            piece = slice(at, min(at + step, first + end - start))
             yield self._model.logits(self._hidden[piece]) if self.ready is None else self.ready[piece]
 
 
@@ -105,8 +117,10 @@ class Runner:
         self.listener: Listener | None = None  # is told the hidden states of every token
         self.builder = BatchBuilder(len(cache.groups), cache.page_size, cache.device)
 
-    def capture(self, left: tuple[int, ...] | None = None, stop: Callable[[], bool] = lambda: False) -> tuple[int, ...]:
-        """Capture decode steps (`DecodeGraphs.capture`), and sampling from their logits; returns the sizes left.
+    def capture(
+        self, left: tuple[Shape, ...] | None = None, stop: Callable[[], bool] = lambda: False
+    ) -> tuple[Shape, ...]:
+        """Capture decode steps (`DecodeGraphs.capture`), and sampling from their logits; returns the shapes left.
 
         `graphs.failure` says what could not be captured.
         """
@@ -133,10 +147,14 @@ class Runner:
         return output
 
     def _forward(self, step: Step, before: SampledTokens | None, num_layers: int | None) -> ForwardOutput:
-        if self.graphs is not None and num_layers is None and self.graphs.takes(step):
-            bucket, count = self.graphs.forward(step, before), len(step.scheduled)
-            self._tell(step, bucket.hidden[:count])
-            return ForwardOutput(self.model, bucket.hidden[:count], bucket.logits[:count], bucket.size)
+        parts = step.scheduled
+        bucket = None if self.graphs is None or num_layers is not None else self.graphs.bucket(parts)
+        if self.graphs is not None and bucket is not None:
+            hidden, logits = self.graphs.replay(bucket, parts, before)
+            starts = list(accumulate((part.num_tokens for part in parts), initial=0))
+            self._tell(step, hidden[: starts.pop()])
+            wanted = [row for part, start in zip(parts, starts, strict=True) for row in row_range(part, start)]
+            return ForwardOutput(self.model, hidden, logits, bucket.shape, wanted)
         self._see(step)
         batch = self.builder.build(step)
         if before is not None:
@@ -187,12 +205,18 @@ class Runner:
                     image.vectors = self.model.image_vectors(torch.from_numpy(image.pixels))
                     image.pixels = None
 
-    def sample(self, output: ForwardOutput, rows: list[int], sequences: list[Sequence]) -> SampledTokens:
-        """One token for each of `sequences`, from the rows of `output` that are theirs."""
+    def samples_ahead(self, output: ForwardOutput) -> bool:
+        """Whether rows behind guessed tokens are best sampled with the others: it takes one replay."""
+        return self.sampler is not None and output.shape is not None
+
+    def sample(
+        self, output: ForwardOutput, rows: list[int], sequences: list[Sequence], ahead: Many[int] = ()
+    ) -> SampledTokens:
+        """One token for each of `sequences`, from the rows of `output` that are theirs; `ahead` of `DeviceSampler`."""
         if not sequences:
             return SampledTokens([], list)
         if self.sampler is None:
             return sample_batch(output.logits(rows), sequences, output.best(rows))
-        if output.bucket and output.ready is not None:
-            return self.sampler.sample(output.ready, rows, sequences, output.bucket)
+        if output.shape is not None and output.ready is not None:
+            return self.sampler.sample(output.ready, output.places(rows), sequences, output.shape, ahead)
         return self.sampler.sample(output.logits(rows), list(range(len(rows))), sequences)

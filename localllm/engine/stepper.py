@@ -16,6 +16,7 @@ from localllm.errors import LocalLLMError, OutOfMemory
 from localllm.request import FinishReason, TokenEvent
 
 from .batch import row_range
+from .device_sampler import can_look_ahead
 from .failures import device_lost, explained, is_device_lost, is_out_of_memory
 from .masks import MaskFiller
 from .metrics import EngineStats
@@ -41,6 +42,8 @@ class PendingStep:
     masks: Future[None] | None = None
     # by number of a sequence with guessed tokens: its part, and the row that its first token is sampled from
     drafted: dict[int, tuple[Scheduled, int]] = field(default_factory=dict)
+    # the same of those whose other rows are sampled at once, behind the first ones of all: what came of them
+    behind: dict[int, list[RowResult]] = field(default_factory=dict)
     error: Exception | None = None  # why it came to nothing
 
 
@@ -102,7 +105,9 @@ class Stepper:
         if self.speculation is None:
             return
         try:
-            self._scheduler.add_drafts(step, self.speculation.choose(step, self._scheduler.limits.drafts))
+            more = sum(part.num_tokens - 1 for part in step.scheduled)  # what a grammar forced, or is read again
+            most = max(0, self._scheduler.limits.drafts - more)
+            self._scheduler.add_drafts(step, self.speculation.choose(step, most))
             step.drafter = self.speculation.name
         except Exception as error:
             if is_device_lost(error):
@@ -172,7 +177,15 @@ class Stepper:
                 row += count
             if pending.masks is None:
                 self.masks.fill(sequences)
-            pending.sampled = self.runner.sample(pending.output, rows, sequences)
+            ahead = [0] * len(sequences)
+            for part, first in pending.drafted.values() if self.runner.samples_ahead(pending.output) else ():
+                if can_look_ahead(part.sequence):
+                    pending.behind[part.sequence.number] = []
+                    for number in range(1, len(part.drafts) + 1):
+                        sequences.append(part.sequence)
+                        rows.append(first + number)
+                        ahead.append(number)
+            pending.sampled = self.runner.sample(pending.output, rows, sequences, ahead)
         except Exception as error:
             pending.error = error
         for sequence in sequences:
@@ -189,6 +202,10 @@ class Stepper:
             return
         assert pending.sampled is not None
         sequences = pending.sampled.sequences
+        count = len(sequences) - sum(len(pending.drafted[number][0].drafts) for number in pending.behind)
+        for sequence, result in zip(sequences[count:], results[count:], strict=True):
+            pending.behind[sequence.number].append(result)
+        del sequences[count:], results[count:]
         self._scheduler.commit(pending.step)
         self.pressure.count_good()
         self.stats.step_tokens.observe(sum(part.num_tokens for part in pending.step.scheduled))
@@ -277,16 +294,23 @@ class Stepper:
             if num_right < len(new):
                 self._scheduler.end_drafts(part, num_right)
                 break
-            self.masks.fill([sequence])
-            try:
-                result = self.runner.sample(pending.output, [row + num_right], [sequence]).results()[0]
-            except Exception as error:
-                result = error
-            sequence.mask_row = None
+            if sequence.number in pending.behind:
+                result = pending.behind[sequence.number][num_right - 1]
+            else:
+                result = self._sample_one(pending.output, row + num_right, sequence)
             self._advance(sequence, result, now, is_fed=False)
         self._count(
             sequence, len(part.drafts), _num_equal(sequence.token_ids[before:], part.drafts), pending.step.drafter
         )
+
+    def _sample_one(self, output: ForwardOutput, row: int, sequence: Sequence) -> RowResult:
+        self.masks.fill([sequence])
+        try:
+            return self.runner.sample(output, [row], [sequence]).results()[0]
+        except Exception as error:
+            return error
+        finally:
+            sequence.mask_row = None
 
     def _count(self, sequence: Sequence, checked: int, right: int, drafter: str) -> None:
         stats = self.stats

@@ -56,6 +56,9 @@ CATCH_UP = 512  # tokens that a draft model computes at once
 PREDICTOR_ROWS = 6  # hidden states, of float32, that the head that predicts holds for a token of a prompt
 WAITING_ROWS = 64  # hidden states of a sequence that wait for it
 MOST_DRAFTS = 32  # guessed tokens that a step checks: each has a row of logits
+CROWD = 8  # sequences in a step from which on nothing is guessed
+# tokens of captured steps with guesses: up to 16 a product is a decoding step's (`kernels.triton.product_tiles`)
+GUESS_BUCKETS = (2, 4, 8, 16)
 CHECKPOINTS = 2  # of a sequence's states that are worth keeping: behind its prompt, and behind its answer
 LARGEST_HEAD = 512  # elements of a key, or of a latent, that attention in C takes
 ROPE_BLOCK = 1024  # positions that a RoPE table grows by
@@ -275,7 +278,8 @@ class Memory:
 
     @property
     def draft_state_bytes(self) -> int:
-        return 0 if self.drafter is None else self.draft_slots * self.drafter.slot_bytes
+        idle = bool(self.graph_buckets and self.draft_slots)
+        return 0 if self.drafter is None else (self.draft_slots + idle) * self.drafter.slot_bytes
 
     @property
     def least_slots(self) -> int:
@@ -353,6 +357,13 @@ class Memory:
         most = self.options.max_parallel
         return (*(1 << n for n in range((most - 1).bit_length())), most)
 
+    @cached_property
+    def guess_buckets(self) -> tuple[int, ...]:
+        """Of captured steps with guesses, less `graph_buckets` where no layer keeps a state: it has both."""
+        if not (self.graph_buckets and self.num_drafts):
+            return ()
+        return tuple(size for size in GUESS_BUCKETS if self.slot_bytes or size not in self.graph_buckets)
+
     @property
     def captures(self) -> bool:
         """Whether a graph takes a whole decode step along: before sm_80, and where a batch must not change an answer,
@@ -364,9 +375,10 @@ class Memory:
 
     @property
     def num_drafts(self) -> int:
-        """Guessed tokens that a step checks at most."""
-        none = self.facts.pooling or self.options.speculation == "off"
-        return 0 if none else MOST_DRAFTS
+        """Guessed tokens that a step checks at most: with graphs as many as the largest has room for."""
+        if self.facts.pooling or self.options.speculation == "off":
+            return 0
+        return GUESS_BUCKETS[-1] - min(self.options.max_parallel, CROWD) if self.graph_buckets else MOST_DRAFTS
 
     def work_terms(self, ctx: int) -> dict[str, int]:
         """What a step holds at most beside weights and pages, by name."""
@@ -377,10 +389,12 @@ class Memory:
             rows = PREDICTOR_ROWS * min(self.rows, ctx) + WAITING_ROWS * self.options.max_parallel
             terms["activations"] += rows * 4 * self.facts.hidden_size
         if self.drafter is not None:
-            theirs = self.drafter.work_terms(min(ctx, self.drafter.facts.max_context))
-            terms["activations"] = max(terms["activations"], theirs["activations"]) + rope_bytes(
-                self.drafter.facts, ctx
-            )
+            theirs = self.drafter.work_terms(self.draft_ctx(ctx))
+            terms["activations"] = max(terms["activations"], theirs["activations"])
+            if "graphs" in theirs:
+                terms["graphs"], terms["tables"] = (terms[name] + theirs[name] for name in ("graphs", "tables"))
+            else:
+                terms["activations"] += rope_bytes(self.drafter.facts, ctx)
         more = {"learned": self.excess_bytes, "adapters": self.adapter_bytes, "links": self.link_bytes}
         return terms | {name: size for name, size in more.items() if size}
 
@@ -403,17 +417,22 @@ class Memory:
 
     def _work_on_gpu(self, ctx: int) -> dict[str, int]:
         facts, parallel, vocab = self.facts, self.options.max_parallel, self.facts.vocab_size
-        outputs = sum(size * (vocab * 4 + facts.hidden_size * 2) for size in self.graph_buckets)
-        merged = parallel * facts.num_heads * DECODE_SPLITS * (facts.head_dim + 2) * 4
-        block_tables = len(self._group_bytes) * parallel * -(-ctx // self.options.page_size) * 4
-        decoding = activation_bytes(facts, parallel, 2) + merged
-        sampled = parallel * (vocab * (2 + 4) + SAMPLED_BYTES)  # 16-bit logits, and what sampling makes of them
-        sampler = parallel * (vocab * 4 + vocab // 8 + SAMPLER_ROW_BYTES)  # tokens counted, masks, biases
-        captured = outputs + decoding + sampled + GRAPH_BYTES * len(self.graph_buckets) if self.graph_buckets else 0
+        buckets = (*self.graph_buckets, *self.guess_buckets)
+        rows = max((parallel, *buckets))  # of the largest graph
+        outputs = sum(buckets) * (vocab * 4 + facts.hidden_size * 2)
+        merged = facts.num_heads * DECODE_SPLITS * (facts.head_dim + 2) * 4  # of a row
+        block_tables = len(self._group_bytes) * rows * -(-ctx // self.options.page_size) * 4
+        computed = vocab * (2 + 4) + SAMPLED_BYTES  # of a row: 16-bit logits, and what sampling makes of them
+        decoding = activation_bytes(facts, parallel, 2) + parallel * (merged + computed)
+        sampler = parallel * vocab * 4 + rows * (vocab // 8 + SAMPLER_ROW_BYTES)  # tokens counted, masks, biases
+        captured = outputs + activation_bytes(facts, rows, 2) + rows * (merged + computed)
+        captured = captured + GRAPH_BYTES * len(buckets) if buckets else 0
+        if buckets and facts.predictor is not None:  # what it reads, and what it gives
+            captured += GRAPH_BYTES + (2 * rows + sum(buckets)) * facts.hidden_size * 4
         terms = {
             "context": CONTEXT_BYTES,
-            "activations": activation_bytes(facts, min(self.rows, ctx), 2) + max(merged, SPLIT_PART_BYTES),
-            "logits": decoding + sampled + (parallel + self.num_drafts) * vocab * 4 + self.num_drafts * vocab * 2,
+            "activations": activation_bytes(facts, min(self.rows, ctx), 2) + max(parallel * merged, SPLIT_PART_BYTES),
+            "logits": decoding + (parallel + self.num_drafts) * vocab * 4 + self.num_drafts * vocab * 2,
             "graphs": captured + sampler,
             "tables": rope_bytes(facts, ctx) + block_tables,
         }

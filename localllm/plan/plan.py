@@ -73,6 +73,7 @@ class Plan:
     stream_rows: int = 0  # one with so many rows of a step is computed on the device all the same; 0: none is
     quant: str = ""  # what linear layers become while loading; "" keeps them as they are stored
     graph_buckets: tuple[int, ...] = ()  # batch sizes whose decode step is captured as a CUDA graph
+    guess_buckets: tuple[int, ...] = ()  # tokens of steps with guesses that are captured as well
     work_terms: tuple[tuple[str, int], ...] = ()  # what `work_bytes` consists of
     ranks: tuple[RankPlan, ...] = ()  # where several processes compute the model; the bytes above are those of rank 0
     split: str = "tensor"  # what each has: tensor: a part of every layer; layers: some of the layers

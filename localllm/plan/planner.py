@@ -242,6 +242,7 @@ class Planner:
             stream_rows=speeds.stream_rows(memory),
             quant=memory.quant,
             graph_buckets=memory.graph_buckets,
+            guess_buckets=memory.guess_buckets,
             work_terms=tuple(work.items()),
             idle=idle_card(machine, where.device),
             reasons=(*_reasons(memory, why, self.measured.kl_by_kv), *_divided(memory, pace), *threads.reasons),

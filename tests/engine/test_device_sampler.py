@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from localllm.engine.cuda_graph import Bucket
+from localllm.engine.cuda_graph import Bucket, Shape
 from localllm.engine.device_sampler import DeviceSampler, has_device_form
 from localllm.engine.failures import explained
 from localllm.engine.sampler import sample
@@ -134,7 +134,7 @@ def test_damaged_weights_are_named() -> None:
 def test_captured_buckets_sample_the_rows_that_are_left() -> None:
     """A step that ran ahead: one of its sequences ended meanwhile, a row of the bucket is empty."""
     logits = torch.empty(4, VOCAB)
-    bucket = Bucket(4, logits, logits, lambda: None)
+    bucket = Bucket(Shape(4), (logits, logits), lambda: None)
     device, direct = sampler(most=4), sampler(most=4)
     device.capture((bucket,), rerun)
     sequences = [
@@ -146,7 +146,7 @@ def test_captured_buckets_sample_the_rows_that_are_left() -> None:
         logits.copy_(torch.randn(4, VOCAB))
         live = [sequences[row] for row in rows]
         expected = direct.sample(logits[rows], list(range(len(rows))), live).results()
-        sampled = device.sample(logits[:3], rows, live, bucket=4)
+        sampled = device.sample(logits[:3], rows, live, Shape(4))
         assert sampled.results() == expected
         ids = torch.zeros(4, dtype=torch.int64)
         from localllm.engine.scheduler import Scheduled

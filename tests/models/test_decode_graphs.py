@@ -17,13 +17,14 @@ from localllm.boot.assembly import assemble
 from localllm.boot.memory_meter import Meter
 from localllm.config import EngineOptions
 from localllm.device.fake import MACHINES
-from localllm.engine.cuda_graph import Captured, CudaCapture, DecodeGraphs, Run
+from localllm.engine.cuda_graph import Captured, CudaCapture, DecodeGraphs, Run, Shape, shapes_of
 from localllm.engine.decode_inputs import DecodeInputs
 from localllm.engine.device_sampler import DeviceSampler
+from localllm.engine.draft_model import DraftModel
 from localllm.engine.drafter import Guess
 from localllm.engine.engine import Engine
 from localllm.engine.runner import Runner
-from localllm.engine.scheduler import SchedulerLimits
+from localllm.engine.scheduler import Scheduled, SchedulerLimits, Step
 from localllm.engine.sequence import Sequence
 from localllm.engine.speculation import Speculation
 from localllm.kernels.sampling import sample as reference
@@ -69,6 +70,7 @@ def engine_of(
     where: str = "cpu",
     kv: str = "f32",
     parallel: int = 5,
+    guesses: tuple[int, ...] = (),
 ) -> Engine:
     """An engine, with graphs of these sizes; one page more than it knows of is the scratch page."""
     count = [PAGES] * len(model.groups)
@@ -77,10 +79,13 @@ def engine_of(
     cache = KVCache(model.groups, [n + 1 for n in count], PAGE, kv, where, *sizes_of_states)
     graphs = None
     if sizes:
-        inputs = DecodeInputs(sizes[-1], CONTEXT, PAGE, count, where, slots or -1)
-        graphs = DecodeGraphs(model, cache, inputs, sizes, capture)
+        most = max(*sizes, *guesses)
+        inputs = DecodeInputs(most, CONTEXT, PAGE, count, where, slots or -1)
+        graphs = DecodeGraphs.of(model, cache, inputs, shapes_of(sizes, guesses, bool(slots)), capture)
         graphs.capture()
-    sampler = DeviceSampler(_op(where), parallel, model.facts.vocab_size, torch.device(where)) if device else None
+    sampler = None
+    if device:
+        sampler = DeviceSampler(_op(where), parallel, model.facts.vocab_size, torch.device(where), max((0, *guesses)))
     if sampler is not None and graphs is not None:
         sampler.capture(graphs.buckets, capture)
     runner = Runner(model, cache, model.facts.vocab_size, graphs, sampler)
@@ -159,6 +164,35 @@ def test_guesses_change_no_token(loaded: Callable[[str], Model], name: str, form
     assert stats.num_steps < 0.8 * stats.num_output_tokens
 
 
+SEVERAL = [*product(["qwen3", "glm4-moe-lite", "lfm2", "nemotron-h", "mistral", "gemma3"], [False, True])]
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [("gemma3", True), ("qwen3.5", True), *(pytest.param(*case, marks=pytest.mark.slow) for case in SEVERAL)],
+)
+def test_steps_with_guesses_are_replayed(loaded: Callable[[str], Model], name: str, device: bool) -> None:
+    """No step of sequences that decode is launched eagerly, and no token is another one; states go back and forth."""
+    model = loaded(name)
+    expected = answers(engine_of(model, device=device), requests(1))  # the host's random numbers are others
+    engine = engine_of(model, (1, 2, 4, 5), True, device=device, guesses=(2, 4, 8, 16, 64))
+    engine.stepper.speculation = Speculation(Told(requests(1), expected), "always", goes_back=bool(model.states))
+    built: list[bool] = []
+    build = engine.runner.builder.build
+
+    def noting(step: Step) -> Any:
+        built.append(all(part.start >= part.sequence.num_prompt_tokens for part in step.scheduled))
+        return build(step)
+
+    engine.runner.builder.build = noting
+    for _ in range(2):  # then with pages from the prefix tree
+        assert answers(engine, requests(1)) == expected
+    assert built and not any(built)
+    stats = engine.stats()
+    assert 0.3 * stats.num_draft_tokens < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert stats.num_steps < 0.9 * stats.num_output_tokens
+
+
 def test_a_model_with_states_has_slots_for_those_before_guesses(loaded: Callable[[str], Model]) -> None:
     options = EngineOptions(ctx=CONTEXT, max_parallel=3, kv="f32", speculation="ngram")
     model = loaded("qwen3.5")
@@ -230,9 +264,46 @@ def test_an_assembled_engine_has_graphs_a_spare_page_and_runs_the_plan(
     assert answers(broken, requests(5)) == answers(engine_of(model), requests(5))
 
 
+@pytest.mark.parametrize("name", ["gemma3", pytest.param("qwen3.5", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fails", ["", pytest.param("draft", marks=pytest.mark.slow)])
+def test_a_draft_model_has_graphs_of_its_own(loaded: Callable[[str], Model], name: str, fails: str) -> None:
+    """It is the model itself, so that all it guesses is right; what cannot be captured is said, and launched."""
+    model = loaded(name)
+    options = EngineOptions(ctx=CONTEXT, max_parallel=3, kv="f32", speculation="draft", prefill_budget=24)
+    made = replace(
+        Planner(MACHINES["cpu"], options, draft=model.facts).plan(model.facts),
+        graph_buckets=(1, 2, 3),
+        guess_buckets=(2, 4, 8, 16, 35) if model.states else (4, 8, 16, 35),
+    )
+    shapes: list[int] = []
+
+    def capture(run: Run) -> Captured:
+        if run.func.__name__ == "compute":
+            shapes.append(run.args[0].token_ids.shape[0])
+            if fails and shapes.count(35) == 2 and shapes[-1] == 16:
+                raise RuntimeError("no room")
+        return rerun(run)
+
+    engine = assemble(model, made, draft=model, capture=capture, check_invariants=True)
+    speculation = engine.stepper.speculation
+    assert speculation is not None
+    drafter = speculation._sources[0].paid
+    assert isinstance(drafter, DraftModel) and engine.runner.graphs is not None
+    assert ("the draft model, batch 16: RuntimeError: no room" in engine.runner.graphs.note) == bool(fails)
+    eager: list[list[Scheduled]] = []
+    for builder in (engine.runner.builder, drafter.runner.builder):
+        builder.build = lambda step, build=builder.build: eager.append(step.scheduled) or build(step)
+    asked = [replace(one, params=replace(one.params, temperature=0)) for one in requests(1) if one.params.n == 1]
+    assert answers(engine, asked) == answers(engine_of(model), asked)
+    behind = [parts for parts in eager if all(part.start >= part.sequence.num_prompt_tokens for part in parts)]
+    assert eager and (len(behind) <= 2 if fails else not behind)
+    stats = engine.stats()
+    assert stats.num_accepted_tokens == stats.num_draft_tokens > 40
+
+
 def test_a_capture_that_fails_is_named_and_its_sizes_run_eagerly(loaded: Callable[[str], Model]) -> None:
-    def capture(run):
-        if run.__defaults__[0].token_ids.shape[0] >= 4:
+    def capture(run: Run) -> Captured:
+        if run.args[0].token_ids.shape[0] >= 4:
             raise RuntimeError("operation not permitted when stream is capturing")
         return rerun(run)
 
@@ -246,14 +317,14 @@ def test_a_capture_that_fails_is_named_and_its_sizes_run_eagerly(loaded: Callabl
 def test_a_request_does_not_wait_until_all_graphs_are_captured_again(loaded: Callable[[str], Model]) -> None:
     engine = engine_of(loaded("qwen3"), (1, 2, 4), True)
     graphs = engine.runner.graphs
-    before = {bucket.size: bucket for bucket in graphs.buckets}
+    before = {bucket.shape: bucket for bucket in graphs.buckets}
     questions = iter([False, True])
     left = engine.runner.capture(None, lambda: next(questions))
-    assert left == (2, 1) and graphs.captured == (1, 2, 4)
-    assert [before[bucket.size] is bucket for bucket in graphs.buckets] == [True, True, False]
+    assert left == (Shape(2), Shape(1)) and graphs.captured == (1, 2, 4)
+    assert [before[bucket.shape] is bucket for bucket in graphs.buckets] == [True, True, False]
     assert answers(engine, requests(2)) == answers(engine_of(loaded("qwen3")), requests(2))
     assert engine.runner.capture(left) == () and graphs.captured == (1, 2, 4)
-    assert not any(before[bucket.size] is bucket for bucket in graphs.buckets)
+    assert not any(before[bucket.shape] is bucket for bucket in graphs.buckets)
 
 
 @pytest.mark.gpu

@@ -32,7 +32,7 @@ from localllm.quality.quantize import quantize
 from localllm.quant.encode import Target
 from localllm.request import Request, SamplingParams
 
-from .test_decode_graphs import answers, engine_of, requests
+from .test_decode_graphs import answers, engine_of, requests, rerun
 from .test_gguf_models import write_gguf
 
 OURS = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "post_norm": "norm"}
@@ -283,27 +283,38 @@ def copying(one: Any) -> Any:
     return replace(one, tensors=tensors)
 
 
-MANY = [(name, form) for name in ("qwen3.5", *OTHERS) for form in ("eager", "graphs", "preempted")]
-QUICK = ("qwen3.5", "preempted")
+FORMS = ("eager", "graphs", "preempted", "graphs, preempted")
+MANY = [(name, form) for name in ("qwen3.5", *OTHERS) for form in FORMS]
+QUICK = [("qwen3.5", "preempted"), ("qwen3.5", "graphs")]
 
 
 @pytest.mark.parametrize(
-    ("name", "form"), [QUICK, *(pytest.param(*case, marks=slow) for case in MANY if case != QUICK)]
+    ("name", "form"), [*QUICK, *(pytest.param(*case, marks=slow) for case in MANY if case not in QUICK)]
 )
 def test_guesses_change_no_token_and_do_not_depend_on_company(
     name: str, form: str, tiny: Callable, paged: Any, tmp_path: Path
 ) -> None:
-    """Chunks, batches, new pages, the prefix tree, preemption, right and wrong guesses, states that go back."""
+    """Chunks, batches, new pages, the prefix tree, preemption, right and wrong guesses, states that go back.
+
+    With graphs, all that is computed behind a prompt is replayed.
+    """
     model = loaded_head(copying(with_head(tiny(name), name)[0]), tmp_path)
-    sizes = (1, 2, 4) if form == "graphs" else ()
     asked = requests(1)
-    expected = answers(engine_of(model, sizes), asked)
-    engine = engine_of(model, sizes, ahead=form == "graphs")
-    checked = Checked(engine, 3)
-    if form == "preempted":
+    expected = answers(engine_of(model), asked)
+    captured = form.startswith("graphs")
+    engine = engine_of(model, *((1, 2, 4, 5), True) if captured else (), guesses=(2, 4, 8, 16, 64) if captured else ())
+    checked, eager = Checked(engine, 3), []
+    if captured:
+        assert checked.capture(engine.runner.graphs.inputs, (1, 2, 4, 8, 16, 64), rerun) == ""
+        for builder in (engine.runner.builder, checked._builder):
+            build = builder.build
+            builder.build = lambda step, build=build: eager.append(step.scheduled) or build(step)
+    if "preempted" in form:
         engine.scheduler.limits = replace(engine.scheduler.limits, preempt_every=7)
-    for _ in range(1 + (form != "preempted")):
+    for _ in range(1 + ("preempted" not in form)):
         assert answers(engine, asked) == expected
+    assert bool(eager) == captured
+    assert not any(all(part.start >= part.sequence.num_prompt_tokens for part in parts) for parts in eager)
     stats = engine.stats()
     assert 0.1 * stats.num_draft_tokens < stats.num_accepted_tokens < stats.num_draft_tokens
     assert engine.runner.listener is checked and len(checked.seen) > 20
