@@ -69,9 +69,10 @@ def compare(ours: Callable[..., Tensor], theirs: Callable[..., Tensor], made: Ma
 
 
 DECODING, PROMPTS = [1, 1, 1], [2, 1, 5]
+GUESSES = [3, 2, 0]  # as a captured step has them: what no sequence fills is one of its own, and others are empty
 
 
-@pytest.mark.parametrize("lengths", [DECODING, pytest.param(PROMPTS, marks=SLOW), pytest.param([40, 3], marks=SLOW)])
+@pytest.mark.parametrize("lengths", [DECODING, GUESSES, *(pytest.param(one, marks=SLOW) for one in (PROMPTS, [40, 3]))])
 def test_causal_conv(lengths: list[int], device: torch.device) -> None:
     """Tiles of 16 tokens: 40 and 3 begin and end inside of some, and are shorter than the filter."""
     compare(recurrent.causal_conv, plain.causal_conv, of_conv(lengths, device))
@@ -85,18 +86,18 @@ def test_causal_conv_of_other_widths(width: int, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("tiled", [pytest.param(False, marks=SLOW), True])
-@pytest.mark.parametrize("lengths", [DECODING[:1], pytest.param(PROMPTS, marks=SLOW)])
+@pytest.mark.parametrize("lengths", [DECODING[:1], GUESSES, pytest.param(PROMPTS, marks=SLOW)])
 def test_delta_rule_token_by_token(lengths: list[int], tiled: bool, device: torch.device) -> None:
     compare(partial(recurrent.delta_rule, by_token=True), plain.delta_rule, of_delta(lengths, device, tiled))
 
 
-@pytest.mark.parametrize("lengths", [DECODING[:1], pytest.param(PROMPTS, marks=SLOW)])
+@pytest.mark.parametrize("lengths", [DECODING[:1], *(pytest.param(one, marks=SLOW) for one in (GUESSES, PROMPTS))])
 def test_state_space_token_by_token(lengths: list[int], device: torch.device) -> None:
     compare(partial(recurrent.state_space, by_token=True), plain.state_space, of_space(lengths, device))
 
 
 @SLOW
-@pytest.mark.parametrize("lengths", [[37, 1], [5], [2, 70, 3]], ids=str)
+@pytest.mark.parametrize("lengths", [[37, 1], [5], [2, 70, 3], GUESSES], ids=str)
 @pytest.mark.parametrize("op", ["delta_rule", "state_space"])
 def test_prompts_in_chunks(op: str, lengths: list[int], device: torch.device) -> None:
     made = (of_delta if op == "delta_rule" else of_space)(lengths, device)
