@@ -44,7 +44,9 @@ LINES = {"smollm2": {"pp512": 3.0, "tg128": 2.0}, "gemma3-270m": {"pp512": 2.0, 
 SIZES = (("qwen3-1.7b", "Q4_K_M"), ("qwen3-4b", "Q4_K_M"), ("qwen3-1.7b", "Q4_0"), ("qwen3-1.7b", "Q8_0"))
 SIZES += (("qwen3-0.6b", "Q4_K_M"), ("llama-1b", "Q4_K_M"))
 LARGE = (("qwen3-8b", "Q4_K_M"),)
+TODAY = (("qwen3.5-4b", "Q4_K_M"), ("qwen3-30b-a3b", "Q4_K_M"), ("gpt-oss-20b", "MXFP4"))
 SIZE_CTX, DEPTH = 2048, 4096
+FAR = ((DEPTH, "int8"), (8192, ""))  # of the first shape
 SIZE_TESTS = {
     "pp256": "prefill 256",
     "pp1024": "prefill 1,024",
@@ -128,7 +130,7 @@ def main() -> int:
     parser.add_argument(
         "--folder", type=Path, default=Path("/tmp/localllm-shapes"), help="of files with random weights"
     )
-    parser.add_argument("--large", action="store_true", help="sizes: 8B, too")
+    parser.add_argument("--large", action="store_true", help="sizes: 8B, mixtures of experts and a hybrid, too")
     parser.add_argument("--shapes", nargs="*", help="sizes: these alone, as in qwen3-1.7b-Q4_K_M")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeat", type=int, default=7)
@@ -146,16 +148,19 @@ def main() -> int:
 
 
 @contextmanager
-def engines(bench: Bench, model: str, streams: int, ctx: int = CTX) -> Iterator[tuple[LLM, list[tuple[str, Engine]]]]:
-    """Our engine and its peers on one file."""
+def engines(
+    bench: Bench, model: str, streams: int, ctx: int = CTX, kv: str = ""
+) -> Iterator[tuple[LLM, list[tuple[str, Engine]]]]:
+    """Our engine and its peers on one file; `kv`: "int8", or each as it is made."""
     threads = bench.options.threads
     pythons = {"llama.cpp": bench.options.peer_python, "ik_llama.cpp": bench.options.ik_python}
     with ExitStack() as stack:
-        llm = stack.enter_context(LLM(model, ctx=ctx, threads=threads, max_parallel=max(STREAMS), device="cpu"))
+        more = {"kv": kv} if kv else {}
+        llm = stack.enter_context(LLM(model, ctx=ctx, threads=threads, max_parallel=max(STREAMS), device="cpu", **more))
         named: list[tuple[str, Engine]] = [("localllm", OurEngine(llm))]
         for name, python in pythons.items():
             if python or name == "llama.cpp":
-                peer = Peer(name, llm.path, threads=threads, ctx=ctx, streams=streams, python=python)
+                peer = Peer(name, llm.path, threads=threads, ctx=ctx, streams=streams, kv=kv, python=python)
                 named.append((name, stack.enter_context(closing(peer))))
                 bench.kept.setdefault("peers", {})[name] = peer.versions
         bench.kept["cpu"] = llm.machine.cpu.name
@@ -187,9 +192,10 @@ def compare(bench: Bench) -> None:
 def sizes(bench: Bench) -> None:
     """Random weights at the shapes people run; the memory's read bandwidth is measured in the same turns."""
     repeat, threads = max(1, bench.options.repeat // 2), bench.options.threads
-    for shape, form in (*SIZES, *(LARGE if bench.options.large else ())):
+    for shape, form in (*SIZES, *LARGE, *TODAY):
         name = f"{shape}-{form}"
-        if bench.options.shapes and name not in bench.options.shapes:
+        wanted = name in bench.options.shapes if bench.options.shapes else (shape, form) in SIZES
+        if not (wanted or (bench.options.large and (shape, form) not in SIZES)):
             continue
         path = bench.options.folder / f"{name}.gguf"
         if not path.exists():
@@ -210,7 +216,8 @@ def sizes(bench: Bench) -> None:
             return engine.decode([words(llm, rng, depth) for _ in range(streams)], tokens)
 
         with engines(bench, str(path), 8, SIZE_CTX) as (llm, named):
-            bench.kept.setdefault("bytes", {})[name] = llm.facts.weight_bytes
+            active = llm.facts.weight_bytes * llm.facts.active_share
+            bench.kept.setdefault("bytes", {})[name] = round(active)  # that a token reads
             for count in (256, 1024):
                 runs = [(n, partial(prefill, e, count=count, llm=llm)) for n, e in named]
                 bench.row(f"{name} pp{count}", runs, repeat)
@@ -219,9 +226,11 @@ def sizes(bench: Bench) -> None:
                 able = [pair for pair in named if streams == 1 or pair[0] != "ik_llama.cpp"]
                 runs = [(n, partial(decode, e, streams=streams, depth=8, tokens=tokens, llm=llm)) for n, e in able]
                 bench.row(f"{name} {test}", [*runs, ("read GB/s", bandwidth)], repeat)
-        with engines(bench, str(path), 1, DEPTH + 64) as (llm, named):
-            runs = [(n, partial(decode, e, streams=1, depth=DEPTH, tokens=32, llm=llm)) for n, e in named]
-            bench.row(f"{name} tg32 @{DEPTH}", [*runs, ("read GB/s", bandwidth)], max(1, repeat // 2))
+        for depth, kv in ((DEPTH, ""), *(FAR if (shape, form) == SIZES[0] else ())):
+            with engines(bench, str(path), 1, depth + 64, kv) as (llm, named):
+                row = " ".join([name, "tg32", f"@{depth}", *filter(None, (kv,))])
+                runs = [(n, partial(decode, e, streams=1, depth=depth, tokens=32, llm=llm)) for n, e in named]
+                bench.row(row, [*runs, ("read GB/s", bandwidth)], max(1, repeat // 2))
 
 
 def start(bench: Bench) -> None:
@@ -321,7 +330,7 @@ def render(kept: dict[str, Any]) -> None:
 def sizes_table(kept: dict[str, Any]) -> str:
     """Markdown: tokens a second of the three engines at real shapes, ours as multiples of the others'."""
     rows, lines = kept["rows"], []
-    for shape, form in (*SIZES, *LARGE):
+    for shape, form in (*SIZES, *LARGE, *TODAY):
         for test, shown in SIZE_TESTS.items():
             found = {engine: median(runs) for engine, runs in rows.get(f"{shape}-{form} {test}", {}).items()}
             if "llama.cpp" not in found:

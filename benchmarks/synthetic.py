@@ -22,7 +22,7 @@ LOGIT_SCALE = 2.5  # standard deviation of the logits: a real model is about as 
 
 
 class Shape(NamedTuple):
-    """Sizes of a llama or a qwen3."""
+    """Sizes of a llama, a qwen3, a mixture of experts or a hybrid."""
 
     hidden: int = HIDDEN
     intermediate: int = INTERMEDIATE
@@ -33,6 +33,13 @@ class Shape(NamedTuple):
     arch: str = "llama"
     tied: bool = False  # the embedding is the output matrix
     context: int = 4096
+    experts: int = 0
+    top_k: int = 0
+    expert_inner: int = 0
+    full_every: int = 0  # a hybrid: how often a layer has attention; the others have gated delta rules
+    key_heads: int = 16
+    value_heads: int = 32
+    state: int = 128  # inputs of their heads
 
 
 REAL = {
@@ -41,6 +48,10 @@ REAL = {
     "qwen3-4b": Shape(2560, 9728, 36, 32, 8, 128, "qwen3", True, 32_768),
     "qwen3-8b": Shape(4096, 12_288, 36, 32, 8, 128, "qwen3", False, 32_768),
     "llama-1b": Shape(2048, 8192, 16, 32, 8, 64, "llama", True, 32_768),
+    "qwen3.5-4b": Shape(2560, 9216, 32, 16, 4, 256, "qwen35", True, 32_768, full_every=4),
+    # half of its layers
+    "qwen3-30b-a3b": Shape(2048, 6144, 24, 32, 4, 128, "qwen3moe", False, 32_768, 128, 8, 768),
+    "gpt-oss-20b": Shape(2880, 2880, 24, 64, 8, 64, "gpt-oss", False, 32_768, 32, 4, 2880),
 }
 
 
@@ -49,61 +60,134 @@ def write_model(
 ) -> Path:
     """A model of some three million weights, its matrices random blocks of `block_type`.
 
-    block_type      or "Q4_K_M": Q4_K with Q6_K where llama.cpp's mixture has it
+    block_type      or "Q4_K_M": Q4_K with Q6_K where llama.cpp's mixture has it; "MXFP4": of experts, Q8_0 elsewhere
     shape           other sizes
     vocabulary_of   a GGUF file whose tokenizer it has
     """
-    random = np.random.default_rng(seed)
-    writer = gguf.GGUFWriter(path, shape.arch)
-    writer.add_block_count(shape.layers)
-    writer.add_context_length(shape.context)
-    writer.add_embedding_length(shape.hidden)
-    writer.add_feed_forward_length(shape.intermediate)
-    writer.add_head_count(shape.heads)
-    writer.add_head_count_kv(shape.kv_heads)
-    writer.add_key_length(shape.head_dim)
-    writer.add_value_length(shape.head_dim)
-    writer.add_rope_dimension_count(shape.head_dim)
-    writer.add_rope_freq_base(10_000.0)
-    writer.add_layer_norm_rms_eps(1e-5)
-    vocab = add_vocabulary(writer, vocabulary_of)
-    mixed = block_type == "Q4_K_M"
-    usual, better = ("Q4_K", "Q6_K") if mixed else (block_type, block_type)
-
-    def matrix(name: str, rows: int, columns: int, size: float = 1.0, kind: str = usual) -> None:
-        values = blocks(random, kind, rows, columns, size * columns**-0.5)
-        writer.add_tensor(f"{name}.weight", values, raw_dtype=gguf.GGMLQuantizationType[kind])
-
-    def norm(name: str, width: int = shape.hidden) -> None:
-        weight = random.uniform(0.5, 1.5, width).astype(np.float32)
-        weight[:4] *= 8  # outlier channels, as trained models have them
-        writer.add_tensor(f"{name}.weight", weight)
-
+    written = _Writer(path, block_type, seed, shape)
+    vocab = add_vocabulary(written.file, vocabulary_of)
+    written.sizes()
     # as large as an embedding, or as small as an output matrix
-    matrix("token_embd", vocab, shape.hidden, LOGIT_SCALE if shape.tied else 16.0, better)
+    written.matrix("token_embd", vocab, shape.hidden, LOGIT_SCALE if shape.tied else 16.0, written.better)
     for layer in range(shape.layers):
-        base, eighth = f"blk.{layer}", shape.layers // 8
-        more = layer < eighth or layer >= 7 * shape.layers // 8 or (layer - eighth) % 3 == 2
-        norm(f"{base}.attn_norm")
-        matrix(f"{base}.attn_q", shape.heads * shape.head_dim, shape.hidden)
-        matrix(f"{base}.attn_k", shape.kv_heads * shape.head_dim, shape.hidden)
-        matrix(f"{base}.attn_v", shape.kv_heads * shape.head_dim, shape.hidden, kind=better if more else usual)
-        matrix(f"{base}.attn_output", shape.hidden, shape.heads * shape.head_dim)
-        norm(f"{base}.ffn_norm")
-        matrix(f"{base}.ffn_gate", shape.intermediate, shape.hidden)
-        matrix(f"{base}.ffn_up", shape.intermediate, shape.hidden)
-        matrix(f"{base}.ffn_down", shape.hidden, shape.intermediate, kind=better if more else usual)
-        if shape.arch == "qwen3":
-            norm(f"{base}.attn_q_norm", shape.head_dim)
-            norm(f"{base}.attn_k_norm", shape.head_dim)
-    norm("output_norm")
+        written.layer(layer)
+    written.norm("output_norm")
     if not shape.tied:
-        matrix("output", vocab, shape.hidden, LOGIT_SCALE, better)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+        written.matrix("output", vocab, shape.hidden, LOGIT_SCALE, written.better)
+    written.file.write_header_to_file()
+    written.file.write_kv_data_to_file()
+    written.file.write_tensors_to_file()
+    written.file.close()
     return path
+
+
+class _Writer:
+    """One file on its way."""
+
+    def __init__(self, path: Path, block_type: str, seed: int, shape: Shape) -> None:
+        self.file, self.shape = gguf.GGUFWriter(path, shape.arch), shape
+        self.random = np.random.default_rng(seed)
+        self.usual, self.better = ("Q4_K", "Q6_K") if block_type == "Q4_K_M" else (block_type, block_type)
+        self.of_experts = self.usual
+        if block_type == "MXFP4" and shape.experts:
+            self.usual = self.better = "Q8_0"
+
+    def sizes(self) -> None:
+        s, w = self.shape, self.file
+        w.add_block_count(s.layers)
+        w.add_context_length(s.context)
+        w.add_embedding_length(s.hidden)
+        w.add_feed_forward_length(s.intermediate)
+        w.add_head_count(s.heads)
+        w.add_head_count_kv(s.kv_heads)
+        w.add_key_length(s.head_dim)
+        w.add_value_length(s.head_dim)
+        w.add_rope_dimension_count(s.head_dim // 4 if s.full_every else s.head_dim)
+        w.add_rope_freq_base(10_000.0)
+        w.add_layer_norm_rms_eps(1e-5)
+        if s.experts:
+            w.add_expert_count(s.experts)
+            w.add_expert_used_count(s.top_k)
+            w.add_expert_feed_forward_length(s.expert_inner)
+        if s.arch == "gpt-oss":
+            w.add_sliding_window(128)
+        if s.full_every:
+            w.add_full_attention_interval(s.full_every)
+            w.add_rope_dimension_sections([s.head_dim // 32 + 3, s.head_dim // 32 + 3, s.head_dim // 32 + 2, 0])
+            w.add_ssm_conv_kernel(4)
+            w.add_ssm_state_size(s.state)
+            w.add_ssm_group_count(s.key_heads)
+            w.add_ssm_time_step_rank(s.value_heads)
+            w.add_ssm_inner_size(s.value_heads * s.state)
+
+    def matrix(self, name: str, rows: int, columns: int, size: float = 1.0, kind: str = "", experts: int = 0) -> None:
+        kind = kind or self.usual
+        values = blocks(self.random, kind, max(experts, 1) * rows, columns, size * columns**-0.5)
+        stored = values.reshape(experts, rows, -1) if experts else values
+        self.file.add_tensor(f"{name}.weight", stored, raw_dtype=gguf.GGMLQuantizationType[kind])
+
+    def norm(self, name: str, width: int = 0) -> None:
+        weight = self.random.uniform(0.5, 1.5, width or self.shape.hidden).astype(np.float32)
+        weight[:4] *= 8  # outlier channels, as trained models have them
+        self.file.add_tensor(f"{name}.weight", weight)
+
+    def vector(self, name: str, *dims: int, deviation: float = 0.01) -> None:
+        self.file.add_tensor(name, (self.random.standard_normal(dims) * deviation).astype(np.float32))
+
+    def layer(self, layer: int) -> None:
+        s, base, eighth = self.shape, f"blk.{layer}", self.shape.layers // 8
+        more = layer < eighth or layer >= 7 * s.layers // 8 or (layer - eighth) % 3 == 2
+        self.norm(f"{base}.attn_norm")
+        if s.full_every and (layer + 1) % s.full_every:
+            self.delta_rule(base)
+        else:
+            self.attention(base, self.better if more else self.usual)
+        self.norm(f"{base}.{'post_attention_norm' if s.full_every or s.arch == 'gpt-oss' else 'ffn_norm'}")
+        if s.experts:
+            self.experts(base, self.better if more and self.of_experts == self.usual else self.of_experts)
+        else:
+            self.matrix(f"{base}.ffn_gate", s.intermediate, s.hidden)
+            self.matrix(f"{base}.ffn_up", s.intermediate, s.hidden)
+            self.matrix(f"{base}.ffn_down", s.hidden, s.intermediate, kind=self.better if more else self.usual)
+
+    def attention(self, base: str, of_values: str) -> None:
+        s = self.shape
+        rows = {"q": s.heads * s.head_dim, "k": s.kv_heads * s.head_dim, "v": s.kv_heads * s.head_dim}
+        for name, count in rows.items():
+            gated = 2 if name == "q" and s.full_every else 1
+            self.matrix(f"{base}.attn_{name}", gated * count, s.hidden, kind=of_values if name == "v" else "")
+        self.matrix(f"{base}.attn_output", s.hidden, rows["q"])
+        if s.arch == "gpt-oss":
+            for name, count in (rows | {"output": s.hidden}).items():
+                self.vector(f"{base}.attn_{name}.bias", count)
+            self.vector(f"{base}.attn_sinks.weight", s.heads)
+        elif s.arch != "llama":
+            self.norm(f"{base}.attn_q_norm", s.head_dim)
+            self.norm(f"{base}.attn_k_norm", s.head_dim)
+
+    def delta_rule(self, base: str) -> None:
+        s = self.shape
+        values, inputs = s.value_heads * s.state, (2 * s.key_heads + s.value_heads) * s.state
+        self.matrix(f"{base}.attn_qkv", inputs, s.hidden)
+        self.matrix(f"{base}.attn_gate", values, s.hidden)
+        self.matrix(f"{base}.ssm_alpha", s.value_heads, s.hidden, kind="Q8_0")
+        self.matrix(f"{base}.ssm_beta", s.value_heads, s.hidden, kind="Q8_0")
+        self.matrix(f"{base}.ssm_out", s.hidden, values)
+        self.vector(f"{base}.ssm_conv1d.weight", inputs, 4, deviation=0.5)
+        self.vector(f"{base}.ssm_dt.bias", s.value_heads, deviation=1.0)
+        self.file.add_tensor(f"{base}.ssm_a", -self.random.uniform(0.5, 8, s.value_heads).astype(np.float32))
+        self.norm(f"{base}.ssm_norm", s.state)
+
+    def experts(self, base: str, of_down: str) -> None:
+        s = self.shape
+        self.vector(f"{base}.ffn_gate_inp.weight", s.experts, s.hidden, deviation=s.hidden**-0.5)
+        for name in ("gate", "up"):
+            self.matrix(f"{base}.ffn_{name}_exps", s.expert_inner, s.hidden, kind=self.of_experts, experts=s.experts)
+        self.matrix(f"{base}.ffn_down_exps", s.hidden, s.expert_inner, kind=of_down, experts=s.experts)
+        if s.arch == "gpt-oss":
+            self.vector(f"{base}.ffn_gate_inp.bias", s.experts)
+            for name, rows in (("gate", s.expert_inner), ("up", s.expert_inner), ("down", s.hidden)):
+                self.vector(f"{base}.ffn_{name}_exps.bias", s.experts, rows)
 
 
 def add_vocabulary(writer: gguf.GGUFWriter, source: Path | None) -> int:
@@ -139,6 +223,10 @@ def blocks(random: np.random.Generator, block_type: str, rows: int, columns: int
     if block_type == "NVFP4":  # E4M3 scales: a number's magnitude moves them by eight steps a power of two
         middle = 64 + round(8 * np.log2(deviation / 7.0))
         data[:, :, :4] = np.clip(random.integers(middle - 8, middle + 8, (rows, columns // elements, 4)), 1, 126)
+        return data.reshape(rows, -1)
+    if block_type == "MXFP4":  # a power of two each
+        middle = 127 + round(np.log2(deviation / 3.0))
+        data[:, :, 0] = random.integers(middle - 1, middle + 2, (rows, columns // elements))
         return data.reshape(rows, -1)
     scales = random.uniform(0.5, 1.5, (rows, columns // elements, 1))
 

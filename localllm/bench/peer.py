@@ -27,9 +27,17 @@ class Peer:
     """A child that loads the model and answers lines of JSON. Raises ConfigError when it fails."""
 
     def __init__(
-        self, name: str, path: Path, *, threads: int, ctx: int, streams: int = 1, python: str | None = None
+        self,
+        name: str,
+        path: Path,
+        *,
+        threads: int,
+        ctx: int,
+        streams: int = 1,
+        kv: str = "",
+        python: str | None = None,
     ) -> None:
-        """`python` is the interpreter that has the peer's package; ours without one."""
+        """`python` is the interpreter that has the peer's package; ours without one. `kv`: "int8", or as it is made."""
         self.name = name
         self._python = python or sys.executable
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the child
@@ -49,7 +57,7 @@ class Peer:
                 f"{self._python} does not start: {error.strerror}", "--peer-python PATH of an interpreter"
             ) from error
         try:
-            facts = self.ask(do="load", path=str(path), threads=threads, ctx=ctx, streams=streams)
+            facts = self.ask(do="load", path=str(path), threads=threads, ctx=ctx, streams=streams, kv=kv)
         except BaseException:
             self.close()
             raise

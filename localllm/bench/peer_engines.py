@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 BATCH = 512
+Q8_0 = 8  # a type of ggml
 
 
 class LlamaCpp:
     """One model and one context. Tokens are decoded as llama-bench does it: no sampling, the next token is given."""
 
-    def __init__(self, path: str, threads: int, ctx: int, streams: int) -> None:
+    def __init__(self, path: str, threads: int, ctx: int, streams: int, kv: str = "") -> None:
         self.api = self.open()
         self.api.llama_backend_init()
         options = self.api.llama_model_default_params()
@@ -32,6 +33,10 @@ class LlamaCpp:
         settings.n_batch = settings.n_ubatch = BATCH
         settings.n_threads = settings.n_threads_batch = threads
         self.prepare(settings)
+        if kv == "int8":
+            settings.type_k = settings.type_v = Q8_0
+            if hasattr(settings, "flash_attn_type"):
+                settings.flash_attn_type = 1  # values of eight bits need it
         self.context = self.api.llama_init_from_model(self.model, settings)
         if not self.context:
             raise RuntimeError(f"this llama.cpp has no context of {ctx} tokens for {streams} streams")
@@ -137,7 +142,7 @@ class IkLlamaCpp(LlamaCpp):
 class Transformers:
     """One model, run eagerly with its own cache. Quantized GGUF files become float32, as transformers does it."""
 
-    def __init__(self, path: str, threads: int, ctx: int, streams: int) -> None:
+    def __init__(self, path: str, threads: int, ctx: int, streams: int, kv: str = "") -> None:
         import torch
         import transformers
 
