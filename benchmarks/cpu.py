@@ -46,13 +46,17 @@ SIZES += (("qwen3-0.6b", "Q4_K_M"), ("llama-1b", "Q4_K_M"))
 LARGE = (("qwen3-8b", "Q4_K_M"),)
 TODAY = (("qwen3.5-4b", "Q4_K_M"), ("qwen3-30b-a3b", "Q4_K_M"), ("gpt-oss-20b", "MXFP4"))
 SIZE_CTX, DEPTH = 2048, 4096
-FAR = ((DEPTH, "int8"), (8192, ""))  # of the first shape
+FAR = ((DEPTH, "int8"), (8192, "auto"))  # of the first shape
 SIZE_TESTS = {
     "pp256": "prefill 256",
+    "pp256 int8": "prefill 256, `--activations int8`",
     "pp1024": "prefill 1,024",
     "tg64": "decode",
     f"tg32 @{DEPTH}": f"decode at {DEPTH:,} tokens",
+    f"tg32 @{DEPTH} int8": f"decode at {DEPTH:,} tokens, `--kv int8`",
+    "tg32 @8192": "decode at 8,192 tokens",
     "tg32 x8": "eight streams",
+    "tg32 x8 int8": "eight streams, `--activations int8`",
 }
 STREAMS_LINE, HOG_LINE = 2.5, 0.4
 DEPTHS = (0, 512, 1024, 2048, 4096, 7936)
@@ -149,18 +153,20 @@ def main() -> int:
 
 @contextmanager
 def engines(
-    bench: Bench, model: str, streams: int, ctx: int = CTX, kv: str = ""
+    bench: Bench, model: str, streams: int, ctx: int = CTX, **settings: str
 ) -> Iterator[tuple[LLM, list[tuple[str, Engine]]]]:
-    """Our engine and its peers on one file; `kv`: "int8", or each as it is made."""
+    """Our engine with these settings and its peers on one file; `kv`: "int8" holds for them, too."""
     threads = bench.options.threads
     pythons = {"llama.cpp": bench.options.peer_python, "ik_llama.cpp": bench.options.ik_python}
     with ExitStack() as stack:
-        more = {"kv": kv} if kv else {}
-        llm = stack.enter_context(LLM(model, ctx=ctx, threads=threads, max_parallel=max(STREAMS), device="cpu", **more))
+        ours = {"ctx": ctx, "threads": threads, "max_parallel": max(STREAMS), "device": "cpu"} | settings
+        llm = stack.enter_context(LLM(model, **ours))
         named: list[tuple[str, Engine]] = [("localllm", OurEngine(llm))]
         for name, python in pythons.items():
             if python or name == "llama.cpp":
-                peer = Peer(name, llm.path, threads=threads, ctx=ctx, streams=streams, kv=kv, python=python)
+                peer = Peer(
+                    name, llm.path, threads=threads, ctx=ctx, streams=streams, kv=settings.get("kv", ""), python=python
+                )
                 named.append((name, stack.enter_context(closing(peer))))
                 bench.kept.setdefault("peers", {})[name] = peer.versions
         bench.kept["cpu"] = llm.machine.cpu.name
@@ -226,9 +232,14 @@ def sizes(bench: Bench) -> None:
                 able = [pair for pair in named if streams == 1 or pair[0] != "ik_llama.cpp"]
                 runs = [(n, partial(decode, e, streams=streams, depth=8, tokens=tokens, llm=llm)) for n, e in able]
                 bench.row(f"{name} {test}", [*runs, ("read GB/s", bandwidth)], repeat)
-        for depth, kv in ((DEPTH, ""), *(FAR if (shape, form) == SIZES[0] else ())):
-            with engines(bench, str(path), 1, depth + 64, kv) as (llm, named):
-                row = " ".join([name, "tg32", f"@{depth}", *filter(None, (kv,))])
+        with engines(bench, str(path), 8, SIZE_CTX, activations="int8") as (llm, named):
+            runs = [(n, partial(prefill, e, count=256, llm=llm)) for n, e in named]
+            bench.row(f"{name} pp256 int8", runs, repeat)
+            runs = [(n, partial(decode, e, streams=8, depth=8, tokens=32, llm=llm)) for n, e in named[:2]]
+            bench.row(f"{name} tg32 x8 int8", runs, repeat)
+        for depth, kv in ((DEPTH, "auto"), *(FAR if (shape, form) == SIZES[0] else ())):
+            with engines(bench, str(path), 1, depth + 64, kv=kv) as (llm, named):
+                row = " ".join([name, "tg32", f"@{depth}", *([kv] * (kv != "auto"))])
                 runs = [(n, partial(decode, e, streams=1, depth=depth, tokens=32, llm=llm)) for n, e in named]
                 bench.row(row, [*runs, ("read GB/s", bandwidth)], max(1, repeat // 2))
 

@@ -1,4 +1,4 @@
-/* What a product reads of its inputs: per row and block of 32 either 16-bit integers with one scale, or the floats. */
+/* What a product reads of its inputs: per row and block of 32 integers of 16 or 8 bits with one scale, or the floats. */
 #ifndef LL_ACTIVATIONS_H
 #define LL_ACTIVATIONS_H
 
@@ -12,11 +12,15 @@ static int amx_on; /* after its self-test */
 #define LL_AMX 0
 #endif
 #define AMX_ROWS 16
-/* Integers as `plane_block`, `pair_block` and `digit_block` write them. */
-enum { X_PLANES, X_PAIRS, X_DIGITS };
-INLINE int64_t x_bytes(int form) { return form == X_DIGITS ? 2 * XBYTES : XBYTES; }
+/* Integers as `plane_block`, `pair_block` and `digit_block` write them; of 8 bits, one signed byte each. */
+enum { X_PLANES, X_PAIRS, X_DIGITS, X_BYTES };
+INLINE int64_t x_bytes(int form) { return form == X_DIGITS ? 2 * XBYTES : form == X_BYTES ? BLOCK : XBYTES; }
+
+/* What products take: numbers as they are, or rounded. */
+enum { TAKE_INT16, TAKE_FLOATS, TAKE_INT8 };
 
 #define X_MAX 32512.0f /* 127 * 256: the high byte stays within a signed byte after rounding */
+INLINE float x_max(int form) { return form == X_BYTES ? 127.0f : X_MAX; }
 
 /* One block's numbers beside the planes. With mins: sums[h] = float sum of half h; else start[h] = -zero_offset * sum. */
 typedef struct {
@@ -93,7 +97,7 @@ INLINE void quantize_block(const float *x, uint8_t *planes, xblock *meta, int fo
         bad |= a > 0x7f7fffff; /* infinite or NaN */
     }
     const float peak = vf_hmax(top);
-    float scale = peak / X_MAX, inverse = X_MAX / peak;
+    float scale = peak / x_max(form), inverse = x_max(form) / peak;
     if (!(peak > 1e-30f)) scale = inverse = 0.0f;
     if (vi_sum(bad)) { /* nothing sensible can come out: let it be NaN */
         scale = f32_bits(0x7fc00000);
@@ -109,7 +113,8 @@ INLINE void quantize_block(const float *x, uint8_t *planes, xblock *meta, int fo
         }
         sums[h] = vi_sum(total);
     }
-    if (form == X_DIGITS) digit_block(q, planes, halves);
+    if (form == X_BYTES) for (int i = 0; i < BLOCK; i++) planes[i] = (uint8_t)q[i];
+    else if (form == X_DIGITS) digit_block(q, planes, halves);
     else if (form == X_PAIRS) pair_block(q, planes);
     else plane_block(q, planes);
     if (halves == 1) sums[0] += sums[1];
@@ -167,10 +172,10 @@ static void quantize_blocks(const float *x, uint8_t *planes, xblock *meta, int f
         return;
     }
     const vi some = (vf)largest > vf_set1(1e-30f);
-    const vf scale = vf_select(some, (vf)largest / vf_set1(X_MAX), vf_set1(0.0f));
+    const vf scale = vf_select(some, (vf)largest / vf_set1(x_max(form)), vf_set1(0.0f));
     _Alignas(64) float inverses[16], scales[16];
     _Alignas(64) int32_t told[2][16];
-    vf_store(inverses, vf_select(some, vf_set1(X_MAX) / (vf)largest, vf_set1(0.0f)));
+    vf_store(inverses, vf_select(some, vf_set1(x_max(form)) / (vf)largest, vf_set1(0.0f)));
     vf_store(scales, scale);
     for (int b = 0; b < MANY_BLOCKS; b++) {
         const vf inverse = vf_set1(inverses[b]);
@@ -182,6 +187,10 @@ static void quantize_blocks(const float *x, uint8_t *planes, xblock *meta, int f
             continue;
         }
         const __m512i all = _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16((__m512i)first)), _mm512_cvtepi32_epi16((__m512i)second), 1);
+        if (form == X_BYTES) {
+            _mm256_storeu_si256((void *)(planes + b * BLOCK), _mm512_cvtepi16_epi8(all));
+            continue;
+        }
         if (form == X_PAIRS) {
             _mm512_storeu_si512(planes + b * x_bytes(form), _mm512_shufflelo_epi16(_mm512_shufflehi_epi16(all, 0xd8), 0xd8));
             continue;

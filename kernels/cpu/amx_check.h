@@ -20,7 +20,7 @@ static int amx_allowed(void)
 }
 
 /* A product of random numbers, with tiles and without. */
-static int amx_agrees(int64_t code, int64_t group, int64_t zero)
+static int amx_agrees(int64_t code, int64_t group, int64_t zero, int64_t takes)
 {
     enum { N = 64, K = 160, M = 37 };
     ll_weight w = {.n = N, .k = K, .code = code, .scale_kind = NUM_F32, .min_kind = NUM_NONE, .zero_offset = zero, .group = group};
@@ -36,7 +36,7 @@ static int amx_agrees(int64_t code, int64_t group, int64_t zero)
     w.data = data;
     for (int on = 0; same && on < 2; on++) {
         amx_on = on;
-        same = linear_into(&w, x, M, NULL, out + on * M * N, 0) == 0;
+        same = linear_into(&w, x, M, NULL, out + on * M * N, takes) == 0;
     }
     amx_on = 0;
     same = same && !memcmp(out, out + M * N, sizeof(float) * M * N);
@@ -53,7 +53,10 @@ int64_t ll_amx(void)
     int64_t on = 0;
 #if LL_AMX
     pthread_mutex_lock(&pool.lock);
-    amx_on = on = amx_allowed() && amx_agrees(CODE_8, 32, 32) && amx_agrees(CODE_5, 32, 16) && amx_agrees(CODE_4, 32, 8) && amx_agrees(CODE_6, 16, 32);
+    on = amx_allowed();
+    for (int64_t takes = TAKE_INT16; on && takes <= TAKE_INT8; takes += TAKE_INT8)
+        on = amx_agrees(CODE_8, 32, 32, takes) && amx_agrees(CODE_5, 32, 16, takes) && amx_agrees(CODE_4, 32, 8, takes) && amx_agrees(CODE_6, 16, 32, takes);
+    amx_on = on;
     pthread_mutex_unlock(&pool.lock);
 #endif
     return on;

@@ -60,8 +60,8 @@ static int run_products(const one_product *each, int64_t count)
             for (int64_t part = 0, at = 0; part < o->op->parts; at += o->op->weight[part++]->n) {
                 const ll_weight *w = o->op->weight[part];
                 const int64_t i = job.count++;
-                job.a[i] = (activations){.x = o->x, .m = o->m, .exact = o->op->exact[part] || code_is_float(w->code)};
-                job.a[i].form = x_form(w, o->m);
+                job.a[i] = (activations){.x = o->x, .m = o->m, .exact = o->op->takes[part] == TAKE_FLOATS || code_is_float(w->code)};
+                job.a[i].form = x_form(w, o->m, o->op->takes[part]);
                 job.p[i] = (product){w, &job.a[i], o->op->bias[part], NULL, o->out + at, o->op->n, 0};
                 job.first[i + 1] = (i ? job.first[i] : 0) + (o->m + SLAB - 1) / SLAB * w->tiles;
                 bytes += activation_bytes(w, &job.a[i]);

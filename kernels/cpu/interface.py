@@ -34,6 +34,12 @@ class Number:
     NONE, F32, F16, BF16, SUB8, ZERO8 = range(6)
 
 
+class Take:
+    """What a product takes its inputs as (activations.h): rounded, or as they are."""
+
+    INT16, FLOATS, INT8 = range(3)
+
+
 class From:
     """What stored rows look like (pack.h)."""
 
@@ -73,7 +79,7 @@ class CLinear(ctypes.Structure):
     _fields_ = [
         *_each(c_int64, "parts n"),
         *_each(c_void_p * PARTS, "weight bias"),
-        ("exact", c_int64 * PARTS),
+        ("takes", c_int64 * PARTS),
         ("adapters", c_void_p),
     ]
 

@@ -24,6 +24,7 @@ from ..layer_weights import (
 from .adapters import CpuAdditions
 from .interface import CAttentionLayer, CExpertsLayer, CHeadLayer, CLatentLayer, CLinear, CMlpLayer, CNorm
 from .layout import Prepared
+from .linear import TAKES
 
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 _EXPERT_ACTIVATIONS = ("silu", "gelu_tanh", "swiglu_oai")  # as experts.h numbers them
@@ -195,7 +196,7 @@ def _linear(linear: Linear, kept: list[Any]) -> CLinear | None:
             return None
         kept.append(part.prepared)
         struct.weight[index] = part.prepared.address
-        struct.exact[index] = part.impl.name == "c_float32"
+        struct.takes[index] = TAKES[part.impl.name]
         if part.bias is not None:
             bias = part.bias.float().contiguous()
             kept.append(bias)

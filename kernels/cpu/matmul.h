@@ -18,7 +18,7 @@ typedef struct {
     int64_t parts, n; /* n: outputs of all parts */
     const ll_weight *weight[PARTS];
     const float *bias[PARTS];
-    int64_t exact[PARTS];
+    int64_t takes[PARTS]; /* TAKE_INT16, ... */
     const ll_adapters *adapters; /* NULL: none */
 } ll_linear_op;
 
@@ -52,8 +52,8 @@ static int linear_parts(const ll_linear_op *op, const float *x, int64_t m, const
     int64_t at = 0, bytes = 0, tasks = 0;
     for (int64_t i = 0; i < op->parts; i++) {
         const ll_weight *w = op->weight[i];
-        job.a[i] = (activations){.x = x, .m = m, .exact = op->exact[i] || code_is_float(w->code)};
-        job.a[i].form = x_form(w, m);
+        job.a[i] = (activations){.x = x, .m = m, .exact = op->takes[i] == TAKE_FLOATS || code_is_float(w->code)};
+        job.a[i].form = x_form(w, m, op->takes[i]);
         job.p[i] = (product){w, &job.a[i], op->bias[i], residual ? residual + at : NULL, out + at, op->n, 0};
         bytes += activation_bytes(w, &job.a[i]);
         tasks += job.slabs * w->tiles;
@@ -80,14 +80,14 @@ static int linear_parts(const ll_linear_op *op, const float *x, int64_t m, const
 static int gates(const ll_linear_op *op, int64_t m)
 {
     const ll_weight *w = op->weight[0];
-    return op->parts == 1 && !op->adapters && !op->exact[0] && !code_is_float(w->code) && !few_rows(w, m) && w->n % (2 * TILE) == 0;
+    return op->parts == 1 && !op->adapters && op->takes[0] != TAKE_FLOATS && !code_is_float(w->code) && !few_rows(w, m) && w->n % (2 * TILE) == 0;
 }
 
 /* out [m][n / 2] = act(gate) * up of x, for what `gates`. */
 static int linear_gated(const ll_linear_op *op, const float *x, int64_t m, int gelu, float *out)
 {
     const ll_weight *w = op->weight[0];
-    activations a = {.x = x, .m = m, .form = x_form(w, m)};
+    activations a = {.x = x, .m = m, .form = x_form(w, m, op->takes[0])};
     uint8_t *memory = scratch(0, activation_bytes(w, &a));
     if (!memory) return -1;
     prepare_activations(w, &a, memory);
@@ -96,16 +96,16 @@ static int linear_gated(const ll_linear_op *op, const float *x, int64_t m, int g
     return 0;
 }
 
-static int linear_into(const ll_weight *w, const float *x, int64_t m, const float *bias, float *out, int exact)
+static int linear_into(const ll_weight *w, const float *x, int64_t m, const float *bias, float *out, int64_t takes)
 {
-    const ll_linear_op op = {1, w->n, {w}, {bias}, {exact}, NULL};
+    const ll_linear_op op = {1, w->n, {w}, {bias}, {takes}, NULL};
     return linear_parts(&op, x, m, NULL, out);
 }
 
-int64_t ll_linear(const ll_weight *w, const float *x, int64_t m, const float *bias, float *out, int64_t exact)
+int64_t ll_linear(const ll_weight *w, const float *x, int64_t m, const float *bias, float *out, int64_t takes)
 {
     pthread_mutex_lock(&pool.lock);
-    int failed = linear_into(w, x, m, bias, out, (int)exact);
+    int failed = linear_into(w, x, m, bias, out, takes);
     pthread_mutex_unlock(&pool.lock);
     return failed;
 }

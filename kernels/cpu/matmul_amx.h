@@ -9,6 +9,9 @@
 
 #include "product.h"
 
+/* What tiles hold of x: digits as bfloat16, two planes of bytes, or one. */
+enum { AMX_PLANES, AMX_DIGITS, AMX_BYTES };
+
 #if LL_AMX
 #define AMX_GROUPS 8              /* groups of inputs unpacked at a time: 16 KiB of bfloat16 */
 #define AMX_GROUP (AMX_ROWS * PLANE) /* bytes of one: [pairs of inputs][32 lanes][2]; of 16 inputs it is there twice, for both digits */
@@ -69,9 +72,9 @@ static void widen_digits(const ll_weight *w, const uint8_t *codes, int64_t count
 
 /* Tiles 0..3: sums, of digits 0 and 1 for both halves of the columns, of bytes the high ones in 0 and 2, the low ones in 1
  * and 3. 4, 5: digits or bytes of 16 rows of x. 6, 7: codes, [pairs or quads][16 lanes]. */
-static void amx_configure(int digits, int halves)
+static void amx_configure(int held, int halves)
 {
-    const int rows = digits ? AMX_ROWS : 8 / halves;
+    const int rows = held == AMX_DIGITS ? AMX_ROWS : 8 / halves;
     tile_config c = {.palette = 1};
     for (int t = 0; t < 8; t++) {
         c.rows[t] = (uint8_t)(t < 6 ? AMX_ROWS : rows);
@@ -83,11 +86,11 @@ static void amx_configure(int digits, int halves)
 typedef uint32_t amx_sums[4][AMX_ROWS][16];
 
 /* Sums of one group of AMX_ROWS rows. */
-INLINE void amx_dots(const chunk *k, const uint8_t *x, int64_t group, const int digits, const int halves, amx_sums to)
+INLINE void amx_dots(const chunk *k, const uint8_t *x, int64_t group, const int held, const int halves, amx_sums to)
 {
     _tile_zero(0);
     _tile_zero(1);
-    if (digits) {
+    if (held == AMX_DIGITS) {
         const uint8_t *codes = k->codes + group * AMX_GROUP;
         x += group * (2 * XBYTES / halves);
         _tile_loadd(4, x, k->x_stride);
@@ -106,7 +109,17 @@ INLINE void amx_dots(const chunk *k, const uint8_t *x, int64_t group, const int 
     }
     const int quads = 8 / halves;
     const uint8_t *codes = k->codes + group * quads * PLANE;
-    x += group / halves * XBYTES + group % halves * 4 * quads;
+    x += group / halves * (held == AMX_BYTES ? BLOCK : XBYTES) + group % halves * 4 * quads;
+    if (held == AMX_BYTES) {
+        _tile_loadd(4, x, k->x_stride);
+        _tile_loadd(6, codes, PLANE);
+        _tile_loadd(7, codes + 64, PLANE);
+        _tile_dpbsud(0, 4, 6);
+        _tile_dpbsud(1, 4, 7);
+        _tile_stored(0, to[0], 64);
+        _tile_stored(1, to[1], 64);
+        return;
+    }
     _tile_zero(2);
     _tile_zero(3);
     _tile_loadd(4, x, k->x_stride);
@@ -124,7 +137,7 @@ INLINE void amx_dots(const chunk *k, const uint8_t *x, int64_t group, const int 
 }
 
 /* Adds a group's sums times its scales to those of four rows. */
-INLINE void amx_finish(const chunk *k, int64_t row, int64_t group, amx_sums sums, int at, const int digits, const int halves, const int has_min)
+INLINE void amx_finish(const chunk *k, int64_t row, int64_t group, amx_sums sums, int at, const int held, const int halves, const int has_min)
 {
     const int64_t h = group % halves;
     const xblock *meta = k->meta + row * k->meta_stride + group / halves;
@@ -137,8 +150,11 @@ INLINE void amx_finish(const chunk *k, int64_t row, int64_t group, amx_sums sums
     for (int r = 0; r < 4; r++, meta += k->meta_stride, part += TILE) {
         for (int c = 0; c < 2; c++) {
             vf sum, acc = vf_load(part + c * VW);
-            if (digits) {
+            if (held == AMX_DIGITS) {
                 sum = vf_load((const float *)sums[c][at + r]);
+            } else if (held == AMX_BYTES) {
+                const vi dot = vi_load(sums[c][at + r]);
+                sum = vf_cvt(has_min ? dot : dot + vi_set1(meta->start[h]));
             } else {
                 vdot dot = {vi_load(sums[2 * c][at + r]), vi_load(sums[2 * c + 1][at + r])};
                 if (!has_min) dot.lo = dot.lo + vi_set1(meta->start[h]);
@@ -152,27 +168,27 @@ INLINE void amx_finish(const chunk *k, int64_t row, int64_t group, amx_sums sums
 }
 
 /* While four rows of a group are finished, tiles compute the next group. */
-INLINE void chunk_amx(const chunk *k, int64_t rows, const int digits, const int halves, const int has_min)
+INLINE void chunk_amx(const chunk *k, int64_t rows, const int held, const int halves, const int has_min)
 {
     _Alignas(64) amx_sums sums[2];
     const int64_t groups = k->count * halves, steps = rows / AMX_ROWS * groups;
-    amx_dots(k, k->x, 0, digits, halves, sums[0]);
+    amx_dots(k, k->x, 0, held, halves, sums[0]);
     for (int64_t step = 0, row = 0, group = 0; step < steps; step++) {
         const int64_t next_group = group + 1 < groups ? group + 1 : 0, next_row = next_group ? row : row + AMX_ROWS;
-        if (step + 1 < steps) amx_dots(k, k->x + next_row * k->x_stride, next_group, digits, halves, sums[(step + 1) & 1]);
-        for (int i = 0; i < AMX_ROWS; i += 4) amx_finish(k, row + i, group, sums[step & 1], i, digits, halves, has_min);
+        if (step + 1 < steps) amx_dots(k, k->x + next_row * k->x_stride, next_group, held, halves, sums[(step + 1) & 1]);
+        for (int i = 0; i < AMX_ROWS; i += 4) amx_finish(k, row + i, group, sums[step & 1], i, held, halves, has_min);
         row = next_row;
         group = next_group;
     }
 }
 
 /* The first rows, as many as whole tiles hold; returns how many. Digits fill their last tile, and rows past the end of part are written. */
-static int64_t chunk_amx_rows(const chunk *k, int64_t rows, int digits, int halves, int has_min)
+static int64_t chunk_amx_rows(const chunk *k, int64_t rows, int held, int halves, int has_min)
 {
-    rows = digits ? round_up(rows, AMX_ROWS) : rows - rows % AMX_ROWS;
+    rows = held == AMX_DIGITS ? round_up(rows, AMX_ROWS) : rows - rows % AMX_ROWS;
     if (!amx_on || !rows) return 0;
-    amx_configure(digits, halves);
-    switch (digits * 4 + (halves == 2) * 2 + !!has_min) {
+    amx_configure(held, halves);
+    switch (held * 4 + (halves == 2) * 2 + !!has_min) {
     case 0: chunk_amx(k, rows, 0, 1, 0); break;
     case 1: chunk_amx(k, rows, 0, 1, 1); break;
     case 2: chunk_amx(k, rows, 0, 2, 0); break;
@@ -180,7 +196,11 @@ static int64_t chunk_amx_rows(const chunk *k, int64_t rows, int digits, int halv
     case 4: chunk_amx(k, rows, 1, 1, 0); break;
     case 5: chunk_amx(k, rows, 1, 1, 1); break;
     case 6: chunk_amx(k, rows, 1, 2, 0); break;
-    default: chunk_amx(k, rows, 1, 2, 1); break;
+    case 7: chunk_amx(k, rows, 1, 2, 1); break;
+    case 8: chunk_amx(k, rows, 2, 1, 0); break;
+    case 9: chunk_amx(k, rows, 2, 1, 1); break;
+    case 10: chunk_amx(k, rows, 2, 2, 0); break;
+    default: chunk_amx(k, rows, 2, 2, 1); break;
     }
     _tile_release();
     return rows;
@@ -205,7 +225,7 @@ static void tile_digits(const product *p, int64_t tile, int64_t row, int64_t row
         expand_scales(w, at, first, count, scale, min);
         const chunk k = {codes, scale, min, count, p->a->planes + row * p->a->x_stride + first * x_bytes(X_DIGITS),
                          p->a->meta + row * p->a->meta_stride + first, p->a->x_stride, p->a->meta_stride, part};
-        chunk_amx_rows(&k, rows, 1, halves, has_min);
+        chunk_amx_rows(&k, rows, AMX_DIGITS, halves, has_min);
         const uint8_t *next = at + w->at_codes + (first + count) * w->block_bytes;
         for (int64_t i = 0; i < step * w->block_bytes; i += 64) __builtin_prefetch(next + i, 0, 2);
     }
@@ -213,9 +233,9 @@ static void tile_digits(const product *p, int64_t tile, int64_t row, int64_t row
 #else
 static int digits_are_exact(const ll_weight *w) { return (void)w, 0; }
 static void tile_digits(const product *p, int64_t tile, int64_t row, int64_t rows, float *part) { (void)p, (void)tile, (void)row, (void)rows, (void)part; }
-static int64_t chunk_amx_rows(const chunk *k, int64_t rows, int digits, int halves, int has_min)
+static int64_t chunk_amx_rows(const chunk *k, int64_t rows, int held, int halves, int has_min)
 {
-    (void)k, (void)rows, (void)digits, (void)halves, (void)has_min;
+    (void)k, (void)rows, (void)held, (void)halves, (void)has_min;
     return 0;
 }
 #endif

@@ -1,4 +1,4 @@
-/* Products of integer codes with activations of 16 bits. */
+/* Products of integer codes with activations of 16 bits, or of 8. */
 #ifndef LL_MATMUL_INT_H
 #define LL_MATMUL_INT_H
 
@@ -9,9 +9,10 @@
 
 typedef float chunk_floats[CHUNK * 2 * TILE];
 
-/* One tile against `rows` rows of x. `half` says that scales and mins are float16, one a block: they are read in place. */
+/* One tile against `rows` rows of x. `half` says that scales and mins are float16, one a block: they are read in place;
+ * `one`: x has 8 bits. */
 INLINE void tile_few(const product *p, int64_t tile, int64_t row, const int rows, const int code, const int halves, const int has_min,
-                     const int half)
+                     const int half, const int one)
 {
     const ll_weight *w = p->w;
     const uint8_t *at = w->data + tile * w->tile_bytes, *codes = at + w->at_codes;
@@ -31,7 +32,7 @@ INLINE void tile_few(const product *p, int64_t tile, int64_t row, const int rows
     for (int64_t first = 0; first < blocks; first += CHUNK) {
         int64_t count = blocks - first < CHUNK ? blocks - first : CHUNK;
         if (!half) expand_scales(w, at, first, count, scale, min);
-        for (int64_t b = 0; b < count; b++, x += XBYTES, meta++, codes += bytes) {
+        for (int64_t b = 0; b < count; b++, x += one ? BLOCK : XBYTES, meta++, codes += bytes) {
             for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(codes + ahead + i, 0, 2);
             for (const uint8_t *end = head + step; head < end; head += 64) __builtin_prefetch(head, 0, 2);
             for (int v = 0; v < NV; v += COLS) {
@@ -45,12 +46,12 @@ INLINE void tile_few(const product *p, int64_t tile, int64_t row, const int rows
                         vdot d[COLS];
                         for (int c = 0; c < COLS; c++) d[c] = dot_start(has_min ? 0 : m->start[h]);
                         for (int j = h * 4; j < (halves == 1 ? 8 : h * 4 + 4); j++)
-                            for (int c = 0; c < COLS; c++) dot_quad(&d[c], q[j][c], x + r * x_stride, j);
+                            for (int c = 0; c < COLS; c++) (one ? dot_bytes : dot_quad)(&d[c], q[j][c], x + r * x_stride, j);
                         for (int c = 0; c < COLS; c++) {
                             const int64_t lane = (b * halves + h) * TILE + (v + c) * VW;
                             const int64_t place = (first + b) * TILE + (v + c) * VW;
                             vf to = acc[r][v + c];
-                            to = vf_fma(dot_value(d[c]), (half ? vf_f16(half_scale + place) : vf_load(scale + lane)) * vf_set1(m->scale), to);
+                            to = vf_fma(one ? dot_value_of_bytes(d[c]) : dot_value(d[c]), (half ? vf_f16(half_scale + place) : vf_load(scale + lane)) * vf_set1(m->scale), to);
                             if (has_min) to = vf_fma(half ? vf_f16(half_min + place) : vf_load(min + lane), vf_set1(m->sums[h]), to);
                             acc[r][v + c] = to;
                         }
@@ -70,7 +71,7 @@ INLINE void tile_few(const product *p, int64_t tile, int64_t row, const int rows
 
 #define ROWS (VW == 8 ? 4 : 6)
 
-INLINE void chunk_int(const chunk *k, int64_t row, const int rows, const int halves, const int has_min)
+INLINE void chunk_int(const chunk *k, int64_t row, const int rows, const int halves, const int has_min, const int one)
 {
     const uint8_t *x = k->x + row * k->x_stride;
     const xblock *meta = k->meta + row * k->meta_stride;
@@ -82,14 +83,22 @@ INLINE void chunk_int(const chunk *k, int64_t row, const int rows, const int hal
         for (int64_t b = 0; b < k->count; b++) {
             for (int h = 0; h < halves; h++) {
                 wide_dot sum[ROWS][COLS];
+                vdot bytes[ROWS][COLS];
                 for (int r = 0; r < rows; r++)
-                    for (int c = 0; c < COLS; c++) sum[r][c] = wide_start(MANY_PAIRS || has_min ? 0 : meta[r * k->meta_stride + b].start[h]);
+                    for (int c = 0; c < COLS; c++) {
+                        const int32_t start = has_min ? 0 : meta[r * k->meta_stride + b].start[h];
+                        if (one) bytes[r][c] = dot_start(start);
+                        else sum[r][c] = wide_start(MANY_PAIRS ? 0 : start);
+                    }
                 for (int j = h * 4; j < (halves == 1 ? 8 : h * 4 + 4); j++) {
-                    const uint8_t *quad = k->codes + b * WIDE_BLOCK + (j * QUADS * TILE + v * VW) * 4;
-                    for (int i = 0; i < QUADS; i++) {
+                    const uint8_t *quad = k->codes + b * WIDE_BLOCK(one) + (j * QUADS(one) * TILE + v * VW) * 4;
+                    for (int i = 0; i < QUADS(one); i++) {
                         vi q[COLS];
                         for (int c = 0; c < COLS; c++) q[c] = vi_load(quad + (i * TILE + c * VW) * 4);
-                        for (int r = 0; r < rows; r++) dot_unpacked(sum[r], q, x + r * k->x_stride + b * XBYTES, j, i);
+                        for (int r = 0; r < rows; r++) {
+                            if (one) dot_unpacked_bytes(bytes[r], q, x + r * k->x_stride + b * BLOCK, j);
+                            else dot_unpacked(sum[r], q, x + r * k->x_stride + b * XBYTES, j, i);
+                        }
                     }
                 }
                 for (int c = 0; c < COLS; c++) {
@@ -97,7 +106,7 @@ INLINE void chunk_int(const chunk *k, int64_t row, const int rows, const int hal
                     vf scale = vf_load(k->scale + lane), min = has_min ? vf_load(k->min + lane) : scale;
                     for (int r = 0; r < rows; r++) {
                         const xblock *m = meta + r * k->meta_stride + b;
-                        acc[r][c] = vf_fma(wide_value(sum[r][c]), scale * vf_set1(m->scale), acc[r][c]);
+                        acc[r][c] = vf_fma(one ? dot_value_of_bytes(bytes[r][c]) : wide_value(sum[r][c]), scale * vf_set1(m->scale), acc[r][c]);
                         if (has_min) acc[r][c] = vf_fma(min, vf_set1(m->sums[h]), acc[r][c]);
                     }
                 }
@@ -116,26 +125,41 @@ INLINE int step_of(int64_t left)
     return (int)left;
 }
 
-#define CHUNK_INT(NAME, HALVES, HAS_MIN)                                                     \
+#define CHUNK_INT(NAME, HALVES, HAS_MIN, ONE)                                                \
     static __attribute__((noinline)) void NAME(const chunk *k, int64_t r, int64_t rows)      \
     {                                                                                        \
         for (int64_t step; r < rows; r += step) {                                            \
             switch (step = step_of(rows - r)) {                                              \
-            case 6: chunk_int(k, r, ROWS == 6 ? 6 : 1, HALVES, HAS_MIN); break;              \
-            case 5: chunk_int(k, r, 3, HALVES, HAS_MIN); step = 3; break;                    \
-            case 4: chunk_int(k, r, 4, HALVES, HAS_MIN); break;                              \
-            case 3: chunk_int(k, r, 3, HALVES, HAS_MIN); break;                              \
-            case 2: chunk_int(k, r, 2, HALVES, HAS_MIN); break;                              \
-            default: chunk_int(k, r, 1, HALVES, HAS_MIN); break;                             \
+            case 6: chunk_int(k, r, ROWS == 6 ? 6 : 1, HALVES, HAS_MIN, ONE); break;              \
+            case 5: chunk_int(k, r, 3, HALVES, HAS_MIN, ONE); step = 3; break;                    \
+            case 4: chunk_int(k, r, 4, HALVES, HAS_MIN, ONE); break;                              \
+            case 3: chunk_int(k, r, 3, HALVES, HAS_MIN, ONE); break;                              \
+            case 2: chunk_int(k, r, 2, HALVES, HAS_MIN, ONE); break;                              \
+            default: chunk_int(k, r, 1, HALVES, HAS_MIN, ONE); break;                             \
             }                                                                                \
         }                                                                                    \
     }
-CHUNK_INT(chunk_int_zero, 1, 0)
-CHUNK_INT(chunk_int_min, 1, 1)
-CHUNK_INT(chunk_int_half_zero, 2, 0)
-CHUNK_INT(chunk_int_half_min, 2, 1)
+CHUNK_INT(chunk_int_zero, 1, 0, 0)
+CHUNK_INT(chunk_int_min, 1, 1, 0)
+CHUNK_INT(chunk_int_half_zero, 2, 0, 0)
+CHUNK_INT(chunk_int_half_min, 2, 1, 0)
+#if LL_VNNI
+CHUNK_INT(chunk_bytes_zero, 1, 0, 1)
+CHUNK_INT(chunk_bytes_min, 1, 1, 1)
+CHUNK_INT(chunk_bytes_half_zero, 2, 0, 1)
+CHUNK_INT(chunk_bytes_half_min, 2, 1, 1)
+#else /* 8 bits are never asked for */
+#define chunk_bytes_zero chunk_int_zero
+#define chunk_bytes_min chunk_int_min
+#define chunk_bytes_half_zero chunk_int_half_zero
+#define chunk_bytes_half_min chunk_int_half_min
+#endif
+static void (*const chunk_rows[2][2][2])(const chunk *, int64_t, int64_t) = { /* [one][halves - 1][has_min] */
+    {{chunk_int_zero, chunk_int_min}, {chunk_int_half_zero, chunk_int_half_min}},
+    {{chunk_bytes_zero, chunk_bytes_min}, {chunk_bytes_half_zero, chunk_bytes_half_min}},
+};
 
-INLINE void widen_as(const uint8_t *codes, int64_t count, const int code, vlut table, int32_t offset, uint8_t *to)
+INLINE void widen_as(const uint8_t *codes, int64_t count, const int code, vlut table, int32_t offset, const int one, uint8_t *to)
 {
     const vh zero = (vh)vi_set1(offset * 0x10001);
     for (int64_t b = 0; b < count; b++)
@@ -144,8 +168,8 @@ INLINE void widen_as(const uint8_t *codes, int64_t count, const int code, vlut t
             block_quads(codes + b * block_bytes_of[code] + v * VW * 4, code, table, q);
             for (int j = 0; j < 8; j++)
                 for (int c = 0; c < COLS; c++) {
-                    uint8_t *at = to + b * WIDE_BLOCK + (j * QUADS * TILE + (v + c) * VW) * 4;
-                    if (QUADS == 1) {
+                    uint8_t *at = to + b * WIDE_BLOCK(one) + (j * QUADS(one) * TILE + (v + c) * VW) * 4;
+                    if (QUADS(one) == 1) {
                         vi_store(at, code_is_wide(code) ? code_byte(q[j][c]) : q[j][c]);
                     } else {
                         vi_store(at, (vi)((vh)quad_even(q[j][c]) - zero));
@@ -155,19 +179,25 @@ INLINE void widen_as(const uint8_t *codes, int64_t count, const int code, vlut t
         }
 }
 
-static void widen_chunk(const ll_weight *w, const uint8_t *codes, int64_t count, uint8_t *to)
+INLINE void widen_chunk_as(const ll_weight *w, const uint8_t *codes, int64_t count, const int one, uint8_t *to)
 {
     const vlut table = lut_load(w->table);
     const int32_t zero = w->min_kind == NUM_NONE ? (int32_t)w->zero_offset : 0;
     switch (w->code) {
-    case CODE_4: widen_as(codes, count, CODE_4, table, zero, to); break;
-    case CODE_4T: widen_as(codes, count, CODE_4T, table, zero, to); break;
-    case CODE_5: widen_as(codes, count, CODE_5, table, zero, to); break;
-    case CODE_6: widen_as(codes, count, CODE_6, table, zero, to); break;
-    case CODE_2: widen_as(codes, count, CODE_2, table, zero, to); break;
-    case CODE_3: widen_as(codes, count, CODE_3, table, zero, to); break;
-    default: widen_as(codes, count, CODE_8, table, zero, to); break;
+    case CODE_4: widen_as(codes, count, CODE_4, table, zero, one, to); break;
+    case CODE_4T: widen_as(codes, count, CODE_4T, table, zero, one, to); break;
+    case CODE_5: widen_as(codes, count, CODE_5, table, zero, one, to); break;
+    case CODE_6: widen_as(codes, count, CODE_6, table, zero, one, to); break;
+    case CODE_2: widen_as(codes, count, CODE_2, table, zero, one, to); break;
+    case CODE_3: widen_as(codes, count, CODE_3, table, zero, one, to); break;
+    default: widen_as(codes, count, CODE_8, table, zero, one, to); break;
     }
+}
+
+static void widen_chunk(const ll_weight *w, const uint8_t *codes, int64_t count, int one, uint8_t *to)
+{
+    if (MANY_PAIRS && one) widen_chunk_as(w, codes, count, 1, to);
+    else widen_chunk_as(w, codes, count, 0, to);
 }
 
 /* part [rows][32] = sums of rows row.. of x against a tile */
@@ -178,19 +208,19 @@ static void tile_sums(const product *p, int64_t tile, int64_t row, int64_t rows,
         return;
     }
     const ll_weight *w = p->w;
-    const int halves = halves_of(w), has_min = w->min_kind != NUM_NONE;
+    const int halves = halves_of(w), has_min = w->min_kind != NUM_NONE, one = p->a->form == X_BYTES;
     const uint8_t *at = w->data + tile * w->tile_bytes;
-    _Alignas(64) uint8_t codes[CHUNK_W * WIDE_BLOCK];
+    _Alignas(64) uint8_t codes[CHUNK_W * WIDE_BLOCK(0)];
     _Alignas(64) chunk_floats scale, min;
     memset(part, 0, (size_t)rows * TILE * 4);
     for (int64_t first = 0; first < w->blocks; first += CHUNK_W) {
         int64_t count = w->blocks - first < CHUNK_W ? w->blocks - first : CHUNK_W;
-        widen_chunk(w, at + w->at_codes + first * w->block_bytes, count, codes);
+        widen_chunk(w, at + w->at_codes + first * w->block_bytes, count, one, codes);
         expand_scales(w, at, first, count, scale, min);
-        chunk k = {codes, scale, min, count, p->a->planes + row * p->a->x_stride + first * XBYTES,
+        chunk k = {codes, scale, min, count, p->a->planes + row * p->a->x_stride + first * x_bytes(p->a->form),
                    p->a->meta + row * p->a->meta_stride + first, p->a->x_stride, p->a->meta_stride, part};
-        const int64_t done = chunk_amx_rows(&k, rows, 0, halves, has_min);
-        (halves == 2 ? has_min ? chunk_int_half_min : chunk_int_half_zero : has_min ? chunk_int_min : chunk_int_zero)(&k, done, rows);
+        const int64_t done = chunk_amx_rows(&k, rows, one ? AMX_BYTES : AMX_PLANES, halves, has_min);
+        chunk_rows[one][halves - 1][has_min](&k, done, rows);
         /* what comes next is fetched while the many rows are computed */
         const uint8_t *next = at + w->at_codes + (first + count) * w->block_bytes;
         for (int64_t i = 0; i < CHUNK_W * w->block_bytes; i += 64) __builtin_prefetch(next + i, 0, 2);
@@ -232,16 +262,28 @@ static void gated_tiles(void *arg, int64_t begin, int64_t end, int thread)
     }
 }
 
-#define TILES_FEW(NAME, CODE, HALVES, HAS_MIN, HALF)                                                            \
-    static void NAME(const product *p, int64_t begin, int64_t end)                                          \
-    {                                                                                                       \
-        for (int64_t t = begin; t < end; t++) {                                                             \
-            int64_t r = 0;                                                                                  \
-            for (; HALVES == 1 && r + 4 <= p->a->m; r += 4) tile_few(p, t, r, 4, CODE, HALVES, HAS_MIN, HALF);    \
-            for (; HALVES == 1 && r + 2 <= p->a->m; r += 2) tile_few(p, t, r, 2, CODE, HALVES, HAS_MIN, HALF);    \
-            for (; r < p->a->m; r++) tile_few(p, t, r, 1, CODE, HALVES, HAS_MIN, HALF);                           \
-        }                                                                                                   \
+#define TILES_FEW_AS(NAME, CODE, HALVES, HAS_MIN, HALF, ONE)                                                     \
+    static void NAME(const product *p, int64_t begin, int64_t end)                                               \
+    {                                                                                                            \
+        for (int64_t t = begin; t < end; t++) {                                                                  \
+            int64_t r = 0;                                                                                       \
+            for (; HALVES == 1 && r + 4 <= p->a->m; r += 4) tile_few(p, t, r, 4, CODE, HALVES, HAS_MIN, HALF, ONE); \
+            for (; HALVES == 1 && r + 2 <= p->a->m; r += 2) tile_few(p, t, r, 2, CODE, HALVES, HAS_MIN, HALF, ONE); \
+            for (; r < p->a->m; r++) tile_few(p, t, r, 1, CODE, HALVES, HAS_MIN, HALF, ONE);                        \
+        }                                                                                                        \
     }
+/* NAME[one]: for activations of 16 bits, and of 8 */
+typedef void (*few_tiles)(const product *, int64_t, int64_t);
+#if LL_VNNI
+#define TILES_FEW(NAME, CODE, HALVES, HAS_MIN, HALF)                   \
+    TILES_FEW_AS(NAME##_16, CODE, HALVES, HAS_MIN, HALF, 0)            \
+    TILES_FEW_AS(NAME##_8, CODE, HALVES, HAS_MIN, HALF, 1)             \
+    static const few_tiles NAME[2] = {NAME##_16, NAME##_8};
+#else
+#define TILES_FEW(NAME, CODE, HALVES, HAS_MIN, HALF)                   \
+    TILES_FEW_AS(NAME##_16, CODE, HALVES, HAS_MIN, HALF, 0)            \
+    static const few_tiles NAME[2] = {NAME##_16, NAME##_16};
+#endif
 TILES_FEW(few_8_zero, CODE_8, 1, 0, 0)
 TILES_FEW(few_8_zero_f16, CODE_8, 1, 0, 1)
 TILES_FEW(few_4_zero_f16, CODE_4, 1, 0, 1)
@@ -257,8 +299,8 @@ TILES_FEW(few_6_half, CODE_6, 2, 0, 0)
 TILES_FEW(few_2_half, CODE_2, 2, 1, 0)
 TILES_FEW(few_3_half, CODE_3, 2, 0, 0)
 
-/* The function for m rows and a range of tiles; NULL for many rows, and for combinations no format has. */
-static void (*few_rows(const ll_weight *w, int64_t m))(const product *, int64_t, int64_t)
+/* The functions for m rows and a range of tiles; NULL for many rows, and for combinations no format has. */
+static const few_tiles *few_rows(const ll_weight *w, int64_t m)
 {
     const int half = w->group == 16, min = w->min_kind != NUM_NONE;
     const int in_place = w->scale_kind == NUM_F16 && w->group == BLOCK && (!min || w->min_kind == NUM_F16);
@@ -275,9 +317,10 @@ static void (*few_rows(const ll_weight *w, int64_t m))(const product *, int64_t,
     }
 }
 
-/* How a product of integers with m rows takes them. */
-static int x_form(const ll_weight *w, int64_t m)
+/* How a product of integers with m rows takes them; `takes`: TAKE_INT8, or 16 bits. */
+static int x_form(const ll_weight *w, int64_t m, int64_t takes)
 {
+    if (takes == TAKE_INT8) return X_BYTES;
     if (few_rows(w, m)) return X_PLANES;
 #if LL_AMX
     if (amx_on && m >= AMX_ROWS && digits_are_exact(w)) return X_DIGITS;
@@ -289,9 +332,9 @@ static void int_tiles(void *arg, int64_t begin, int64_t end, int thread)
 {
     (void)thread;
     const product *p = arg;
-    void (*few)(const product *, int64_t, int64_t) = few_rows(p->w, p->a->m);
+    const few_tiles *few = few_rows(p->w, p->a->m);
     if (few) {
-        few(p, begin, end);
+        few[p->a->form == X_BYTES](p, begin, end);
         return;
     }
     for (int64_t i = begin; i < end; i++) {

@@ -29,8 +29,8 @@ typedef struct {
 } product;
 
 /* Some blocks of a tile, unpacked once for many rows of x. */
-#define QUADS (MANY_PAIRS ? 2 : 1)    /* vectors that an unpacked quad takes: 16-bit pairs without the offset, or bytes */
-#define WIDE_BLOCK (QUADS * 8 * PLANE) /* bytes of an unpacked block: [quads][32 lanes] */
+#define QUADS(one) (MANY_PAIRS && !(one) ? 2 : 1) /* vectors that an unpacked quad takes: 16-bit pairs without the offset, or bytes */
+#define WIDE_BLOCK(one) (QUADS(one) * 8 * PLANE)  /* bytes of an unpacked block: [quads][32 lanes] */
 
 typedef struct {
     const uint8_t *codes;        /* unpacked; for digits as bfloat16 */

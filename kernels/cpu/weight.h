@@ -137,6 +137,12 @@ INLINE wide_dot wide_start(int32_t z) { return dot_start(z); }
 INLINE vf wide_value(wide_dot d) { return dot_value(d); }
 #endif
 
+/* The same for activations of 8 bits, of which there is one plane. */
+INLINE void dot_unpacked_bytes(vdot sum[COLS], const vi q[COLS], const uint8_t *x, int j)
+{
+    for (int c = 0; c < COLS; c++) dot_bytes(&sum[c], q[c], x, j);
+}
+
 /* Adds quad j's part `i` of a row's activations to the sums of COLS vectors of unpacked codes. */
 INLINE void dot_unpacked(wide_dot sum[COLS], const vi q[COLS], const uint8_t *x, int j, int i)
 {

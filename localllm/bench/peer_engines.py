@@ -34,9 +34,9 @@ class LlamaCpp:
         settings.n_threads = settings.n_threads_batch = threads
         self.prepare(settings)
         if kv == "int8":
-            settings.type_k = settings.type_v = Q8_0
-            if hasattr(settings, "flash_attn_type"):
-                settings.flash_attn_type = 1  # values of eight bits need it
+            for name, value in (("type_k", Q8_0), ("type_v", Q8_0), ("flash_attn_type", 1)):
+                if hasattr(settings, name):  # values of eight bits need flash attention
+                    setattr(settings, name, value)
         self.context = self.api.llama_init_from_model(self.model, settings)
         if not self.context:
             raise RuntimeError(f"this llama.cpp has no context of {ctx} tokens for {streams} streams")

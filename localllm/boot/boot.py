@@ -39,7 +39,11 @@ from localllm.testing import step_fault
 log = logging.getLogger(__name__)
 
 COMPILING_THREADS = max(1, min(8, os.cpu_count() or 1))
-ROUNDING = {"fp8": "triton_fp8_w8a8", "nvfp4": "triton_nvfp4_w4a4"}  # the products that round what they multiply, too
+ROUNDING = {
+    "fp8": "triton_fp8_w8a8",
+    "nvfp4": "triton_nvfp4_w4a4",
+    "int8": "c_int8",
+}  # the products that round what they multiply, too
 
 
 def first_use(device: str, machine: MachineFacts) -> SelfTest:
@@ -349,9 +353,12 @@ class Boot:
         if graphs is not None and graphs.failure:
             found.append(f"CUDA graphs: {graphs.failure}; decoding launches every kernel, slower")
         if self._unrounded:
+            takes = f"{self._unrounded} weights, a card that multiplies them and engine.deterministic off"
+            if self._unrounded == "int8":
+                takes = "a CPU with products of bytes (VNNI, Arm's dot products), and quantized weights"
             found.append(
-                f"activations are not rounded to {self._unrounded}: that takes {self._unrounded} weights, a card that"
-                " multiplies them and engine.deterministic off; localllm doctor --kernels says which"
+                f"activations are not rounded to {self._unrounded}: that takes {takes}; localllm doctor --kernels says"
+                " which"
             )
         if self._shrunk:
             found.append(f"{self.profile_note}: {self._shrunk}")

@@ -60,6 +60,7 @@ def arm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     def run(cases: bytes) -> bytes:
         return subprocess.run([qemu, "-cpu", "max", program], input=cases, stdout=-1, check=True, timeout=600).stdout
 
+    run.isa = request.param  # type: ignore[attr-defined]
     return run
 
 
@@ -90,23 +91,25 @@ def weights() -> dict[str, Weight]:
 
 def test_products(arm: Callable[[bytes], bytes]) -> None:
     cases, expected = b"", []
+    takes_bytes = arm.isa != "neon" and build.lib().ll_abi() & 1
     for name, weight in weights().items():
         prepared = linear.prepare(weight)
         w = interface.CWeight.from_buffer_copy(prepared.struct)
         w.data = w.row_scale = w.perm = w.pre_scale = None
-        for m, exact in ((1, 0), (3, 0), (5, 0), (40, 0), (2, 1), (9, 1)):
+        eight = ((1, 2), (5, 2), (40, 2)) if takes_bytes and weight.form != "dense" else ()
+        for m, takes in ((1, 0), (3, 0), (5, 0), (40, 0), (2, 1), (9, 1), *eight):
             x = torch.randn(m, weight.shape[1]) * torch.logspace(-2, 2, weight.shape[1])
             head = struct.pack("<5q", 1, 0, 0, 0, 0)[:8] + bytes(w)
-            cases += head + struct.pack("<4q", prepared.data.numel(), m, exact, 0)
+            cases += head + struct.pack("<4q", prepared.data.numel(), m, takes, 0)
             cases += prepared.data.numpy().tobytes() + x.numpy().tobytes()
-            expected.append((name, m, exact, linear.run(x, prepared, exact=bool(exact))))
+            expected.append((name, m, takes, linear.run(x, prepared, takes=takes)))
     out = np.frombuffer(arm(cases), np.float32)
-    for name, m, exact, y in expected:
+    for name, m, takes, y in expected:
         found, out = torch.from_numpy(out[: y.numel()].copy()).view(y.shape), out[y.numel() :]
-        if exact or name == "bf16":
+        if takes == interface.Take.FLOATS or name == "bf16":
             torch.testing.assert_close(found, y, rtol=1e-5, atol=1e-5 * float(y.abs().max()), msg=f"{name} {m}")
         else:
-            assert torch.equal(found, y), (name, m)
+            assert torch.equal(found, y), (name, m, takes)
     assert out.size == 0
 
 
@@ -167,14 +170,16 @@ def test_amx_in_emulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert tiles.ll_amx() == 1
     for name, weight in weights().items():
         prepared = linear.prepare(weight)
-        for m in (13, 16, 40, 150):
+        for m, takes in ((13, 0), (16, 0), (40, 0), (150, 0), (16, 2), (40, 2)):
+            if takes and weight.form == "dense":
+                continue
             x = torch.randn(m, weight.shape[1])
             results = []
             for lib in (tiles, plain):
                 for module in (linear, layout):
                     monkeypatch.setattr(module, "lib", lambda lib=lib: lib)
-                results.append(linear.run(x, prepared))
-            assert torch.equal(*results), (name, m)
+                results.append(linear.run(x, prepared, takes=takes))
+            assert torch.equal(*results), (name, m, takes)
 
 
 def test_amx_is_off_where_the_system_has_no_tiles(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from localllm.kernels.kv_pages import KVPages
 from localllm.kernels.layer_weights import AttentionWeights, HeadWeights, Linear, LinearPart, MlpWeights, Norm
 from localllm.kernels.table import kernel_table
 
-C_INT16, C_FLOAT32 = IMPLS
+C_INT8, C_INT16, C_FLOAT32 = IMPLS
 C_OPS = frozenset(f"{op}:c" for op in ops.IMPLS)
 """without these plain PyTorch is left"""
 COS_SIN = (torch.tensor([[0.6, 0.8, 1.0, 0.0]]), torch.tensor([[0.8, 0.6, 0.0, 1.0]]))

@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import gguf
 import pytest
 import torch
 
 from localllm.errors import BadModelFile, DeviceError, OutOfMemory, UnsupportedModel
+from localllm.kernels.cpu.build import library
 from localllm.kernels.verify.selftest import KernelCrash
 from localllm.models.architectures import kv_bytes_per_token, open_model
 from localllm.models.kv_cache import KVCache
 from localllm.models.loader import Loading, LoadOptions, load_model
+
+from .test_gguf_models import write_gguf
 
 LAYER = "model.layers.1."
 
@@ -165,6 +170,25 @@ def test_embedding_rows_are_those_of_the_file(
         model = load_model(checkpoint, LoadOptions(exact=True, disabled=disabled))
     ids = torch.tensor([5, 98, 0, 5])
     assert torch.equal(model.embedding(ids), tiny(name).tensors["model.embed_tokens.weight"][ids])
+
+
+@pytest.mark.skipif(library().lib is None or not library().lib.ll_abi() & 1, reason="no products of bytes")
+def test_activations_of_eight_bits_where_they_were_asked_for(tiny: Callable, paged: Any, tmp_path: Path) -> None:
+    """By every product, with a bounded error, and whatever stands beside a row."""
+    path = write_gguf(
+        tmp_path / "tiny.gguf",
+        tiny("llama-packable").config,
+        tiny("llama-packable").tensors,
+        gguf.GGMLQuantizationType.Q4_1,
+    )
+    with open_model(path) as checkpoint:
+        plain, rounded = (load_model(checkpoint, LoadOptions(activations=kind)) for kind in ("", "int8"))
+    assert {rounded.kernels[name] for name in ("qkv", "o", "gate_up", "down", "lm_head")} == {"c_int8"}
+    ids = [5, 9, 1, 7, 3, 2, 11, 4] * 4
+    expected, found = (paged(model).all_logits(ids, [len(ids)]) for model in (plain, rounded))
+    error = float((found - expected).norm() / expected.norm())
+    assert 1e-4 < error < 0.05
+    assert torch.equal(found, paged(rounded).all_logits(ids, [1, 7, 20, 4]))
 
 
 def test_what_the_system_keeps_of_a_file_can_be_dropped(tiny: Callable, tmp_path: Path) -> None:

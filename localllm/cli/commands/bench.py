@@ -127,8 +127,9 @@ def _measure(
     from localllm.bench.peer import Peer
 
     needed = max(options.depths) + options.prompt_tokens + options.output_tokens + 1
-    limits = {"threads": llm.plan.threads, "ctx": needed, "streams": max(options.concurrency)}
-    with closing(Peer(against, llm.path, **limits, python=str(python) if python is not None else None)) as peer:
+    limits: dict[str, Any] = {"threads": llm.plan.threads, "ctx": needed, "streams": max(options.concurrency)}
+    interpreter = None if python is None else str(python)
+    with closing(Peer(against, llm.path, **limits, python=interpreter)) as peer:
         return benches.run_bench(llm, options, tell, peer)
 
 

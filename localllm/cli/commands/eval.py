@@ -74,7 +74,7 @@ def compare(
     ctx = min(WINDOW + 1, *(_max_context(name) for name in (path, base)))
     options = replace(env.config.engine, ctx=ctx, max_parallel=1)
     # as stored, whatever fits better: what is measured against something smaller would look better than it is
-    exact = replace(options, dtype="float32", kv="f32", quant="")
+    exact = replace(options, dtype="float32", kv="f32", quant="", activations="auto")
 
     def work(tell: Any, cancel: Any) -> list[Quality]:
         found = []

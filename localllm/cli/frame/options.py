@@ -93,6 +93,9 @@ class LoadFlags(WindowFlags):
     """How a model is loaded."""
 
     dtype: Annotated[str | None, setting("engine.dtype", "--dtype")] = None
+    activations: Annotated[
+        str | None, setting("engine.activations", "--activations", meaning="Round activations: int8 is fast on a CPU.")
+    ] = None
     threads: Annotated[str | None, setting("engine.threads", "--threads", metavar="N|auto", meaning="CPU threads.")] = (
         None
     )
