@@ -69,11 +69,11 @@ def _fits(facts: LinearFacts, *, takes: int) -> str | None:
         return f"no CPU layout for {facts.block_type} blocks"
     if facts.form in ("int4g", "int8") and facts.group_size % 32 and 0 < facts.group_size < facts.shape[1]:
         return f"groups of {facts.group_size} are not a multiple of 32"
-    if takes == Take.INT8 and facts.activations != "int8":
+    if library().reason or takes != Take.INT8:
+        return library().reason
+    if facts.activations != "int8":
         return "rounds activations to 8 bits, which was not asked for"
-    if takes == Take.INT8 and library().lib is not None and not lib().ll_abi() & 1:
-        return f"{library().isa} has no products of bytes"
-    return library().reason
+    return None if lib().ll_abi() & 1 else f"{library().isa} has no products of bytes"
 
 
 TAKES = {"c_int8": Take.INT8, "c_int16": Take.INT16, "c_float32": Take.FLOATS}
