@@ -1,9 +1,9 @@
 """The child that renders chat templates, `python -P -m localllm.chat.render`: requests on stdin, text on stdout.
 
 Templates come from model files and are programs: they run here, in the one sandboxed Jinja environment of the code
-base, under an address-space limit and an alarm, away from the model and its threads. What they see and how they render
-is what `apply_chat_template` of transformers does, byte for byte, less the globals `lipsum`, `cycler` and `joiner`. The
-parent is `render_child.py`; messages are JSON (`child_loop.py`).
+base, under limits of address space and processor time, away from the model and its threads. What they see and how they
+render is what `apply_chat_template` of transformers does, byte for byte, less the globals `lipsum`, `cycler` and
+`joiner`. The parent is `render_child.py`; messages are JSON (`child_loop.py`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from jinja2.exceptions import SecurityError, TemplateError, TemplateRuntimeError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from localllm.chat.render_child import CPU_S
 from localllm.sandbox.child_loop import confine, serve
 
 MEMORY_BYTES = 192 << 20  # address space beyond what the started child already has
-ALARM_S = 3  # the parent gives up sooner; this ends a wedged child whose parent is gone
+ALARM_S = 30  # the parent gives up sooner; this ends a child that waits, whose parent is gone
 MAX_OUTPUT_BYTES = 4 << 20
 
 
@@ -150,7 +151,7 @@ def main() -> None:
     """Set the limits, serve."""
     confine(MEMORY_BYTES)
     _environment()
-    serve(_answer, alarm_s=ALARM_S)
+    serve(_answer, alarm_s=ALARM_S, cpu_s=CPU_S)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from localllm.chat.render_child import RenderChild, clean
+from localllm.chat.render_child import CPU_S, RenderChild, clean
 from localllm.errors import BadModelFile, InvalidRequest, LocalLLMError
 from localllm.sandbox import child as child_process
 
@@ -94,7 +94,7 @@ def bomb(template: str, child: RenderChild) -> None:
     began = time.monotonic()
     with pytest.raises(LocalLLMError) as caught:
         child.render(template, {"messages": MESSAGES})
-    assert time.monotonic() - began < 2.0 + 1.0  # two seconds, and what a busy machine adds
+    assert time.monotonic() - began < 20  # two seconds of a core, which other programs want, too
     assert caught.value.status == 400
     assert "1.8 s" in caught.value.message or "4 MB" in caught.value.message or "undefined" in caught.value.message
 
@@ -320,3 +320,14 @@ def test_a_child_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch) 
 def test_clean() -> None:
     assert clean("a\x1b[31mb\x1b]0;title\x07c\u202ed\n\te") == "abc d e"
     assert len(clean("x" * 10_000)) == 300
+
+
+def test_a_machine_that_does_other_things_is_no_reason_to_refuse(child: RenderChild) -> None:
+    """The limit is of processor time: a child that was stopped for longer answers."""
+    child.render("warm", {})
+    assert child.pid is not None
+    os.kill(child.pid, signal.SIGSTOP)
+    threading.Timer(CPU_S + 0.3, os.kill, (child.pid, signal.SIGCONT)).start()
+    began = time.monotonic()
+    assert child.render("fine", {}) == "fine"
+    assert time.monotonic() - began > CPU_S

@@ -7,14 +7,11 @@ update, more and fewer replicas, the end.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,80 +20,23 @@ import httpx
 import psutil
 import pytest
 
+from .conftest import CHAT, HELLO, WAIT_S, Endpoint, streamed, tiny_endpoint, until
+
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray uses what others have deprecated
 pytest.importorskip("ray", reason="ray is not installed: pip install -c constraints.txt -e '.[cluster]'")
 
-CHAT = "/v1/chat/completions"
 HERE = Path(__file__).resolve()
-START_S = 600.0  # Ray, and two processes that import torch, on a machine that does other things
-WAIT_S = 300.0
-HELLO = [{"role": "user", "content": "hello there"}]
-
-
-class Endpoint:
-    """The command in a process of its own."""
-
-    def __init__(self, folder: Path, model: Path, roomy: Path, *more: str) -> None:
-        self.folder, self.model, self.roomy, self.url = folder, model, roomy, ""
-        self.log, self.home = folder / "serve.log", folder / "home"
-        self.home.mkdir()
-        command = ["-c", "from localllm.cli import main; main()", "serve", str(model), "--ray", *more, "--port", "0"]
-        command += ["--replicas", "2", "--alias", "org/tiny", "--parallel", "8", "--threads", "1"]
-        environment = dict(os.environ) | {"LOCALLLM_HOME": str(self.home)}
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen([sys.executable, *command], env=environment, stdout=log, stderr=log)
-
-    def wait(self) -> Endpoint:
-        deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline and self.process.poll() is None:
-            files = list((self.home / "run").glob("serve-*.json"))
-            if files:
-                record = json.loads(files[0].read_text())
-                self.url, self.token = record["url"], record["token"]
-                if self.get("/health").status_code == 200:
-                    return self
-            time.sleep(0.2)
-        raise AssertionError(self.log.read_text()[-3000:])
-
-    def get(self, path: str, **more: Any) -> httpx.Response:
-        return httpx.get(f"{self.url}{path}", timeout=60, **more)
-
-    def ask(self, **fields: Any) -> httpx.Response:
-        body = {"model": "tiny", "messages": HELLO, "max_tokens": 8, "temperature": 0} | fields
-        return httpx.post(f"{self.url}{CHAT}", json=body, timeout=WAIT_S)
-
-    @property
-    def cluster(self) -> str:
-        found = re.search(r"Ray cluster (\S+)", self.log.read_text())
-        assert found is not None
-        return found[1]
-
-    def counted(self, name: str) -> dict[str, float]:
-        """A metric by replica."""
-        lines = re.findall(rf'^{name}{{[^}}]*replica="(\w+)"[^}}]*}} (\S+)$', self.get("/metrics").text, re.MULTILINE)
-        return {replica: float(value) for replica, value in lines}
 
 
 @pytest.fixture(scope="module")
 def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
     """RAY_ADDRESS names a cluster to use instead of starting one."""
-    sys.path.append(str(HERE.parents[2] / "checkpoint"))
-    import tiny_models
-
-    folder = tmp_path_factory.mktemp("ray")
-    model = tiny_models.tiny_gguf(folder / "first.gguf", "Q8_0").rename(folder / "tiny")  # the name that clients use
-    roomy = tiny_models.tiny_gguf(folder / "second.gguf", "Q8_0", context=8192)
     address = os.environ.get("RAY_ADDRESS")
-    made = Endpoint(folder, model, roomy, *([address] if address else []))
+    made = tiny_endpoint(tmp_path_factory.mktemp("ray"), *([address] if address else []))
     try:
         yield made.wait()
     finally:
-        if made.process.poll() is None:
-            made.process.send_signal(signal.SIGTERM)
-            try:
-                made.process.wait(60)
-            except subprocess.TimeoutExpired:
-                made.process.kill()
+        made.end()
 
 
 def conformance(endpoint: Endpoint, *names: str) -> None:
@@ -164,8 +104,6 @@ def cluster(endpoint: Endpoint) -> Iterator[str]:
     """The address of the endpoint's Ray, where this process is a client from now on."""
     import ray
 
-    if "RAY_AUTH_MODE" not in os.environ:
-        os.environ["RAY_AUTH_MODE"] = "token"
     yield endpoint.cluster
     ray.shutdown()
 
@@ -227,20 +165,6 @@ def kill(number: int = 1) -> None:
     ours = [one for one in found if one.uids().real == os.getuid()]
     for one in ours[:number]:
         one.kill()
-
-
-async def streamed(client: httpx.AsyncClient, url: str, content: str, tokens: int) -> tuple[int, str]:
-    body = {"model": "tiny", "messages": [{"role": "user", "content": content}], "max_tokens": tokens}
-    body |= {"stream": True, "ignore_eos": True}
-    async with client.stream("POST", f"{url}{CHAT}", json=body) as answer:
-        return answer.status_code, "".join([text async for text in answer.aiter_text()])
-
-
-async def until(check: Any, seconds: float = WAIT_S) -> None:
-    deadline = time.monotonic() + seconds
-    while not await asyncio.to_thread(check):
-        assert time.monotonic() < deadline, "it did not come to that"
-        await asyncio.sleep(0.2)
 
 
 async def test_a_rolling_update_is_not_noticed(endpoint: Endpoint, cluster: str) -> None:
@@ -311,13 +235,13 @@ async def test_a_killed_replica_costs_only_what_it_was_doing(endpoint: Endpoint)
     lost = [text for _, text in answers if '"error"' in text]
     assert ended and lost
     assert all('"code":"replica_lost"' in text and text.endswith("data: [DONE]\n\n") for text in lost)
-    await until(lambda: endpoint.get("/health").json().get("replicas") == 2)
+    await until(lambda: endpoint.replicas == 2)
 
 
 async def test_replicas_come_with_requests_and_go_without_breaking_one(endpoint: Endpoint, cluster: str) -> None:
     door, enough, answers = Door(cluster), asyncio.Event(), []
     await asyncio.to_thread(lambda: door.deploy(endpoint.roomy, least=1, most=2, scale_up_s=1, scale_down_s=2))
-    await until(lambda: endpoint.get("/health").json().get("replicas") == 1)
+    await until(lambda: endpoint.replicas == 1)
 
     async def asking(client: httpx.AsyncClient) -> None:
         while not enough.is_set():
@@ -325,11 +249,11 @@ async def test_replicas_come_with_requests_and_go_without_breaking_one(endpoint:
 
     async with httpx.AsyncClient(timeout=WAIT_S) as client:
         asks = [asyncio.ensure_future(asking(client)) for _ in range(20)]
-        await until(lambda: endpoint.get("/health").json().get("replicas") == 2)
+        await until(lambda: endpoint.replicas == 2)
         long = [asyncio.ensure_future(streamed(client, endpoint.url, f"go on {n}", 3500)) for n in range(4)]
         enough.set()
         await asyncio.gather(*asks)
-        await until(lambda: endpoint.get("/health").json().get("replicas") == 1)
+        await until(lambda: endpoint.replicas == 1)
         answers += await asyncio.gather(*long)
     assert all(status == 200 and '"error"' not in text and text.endswith("[DONE]\n\n") for status, text in answers)
 
