@@ -14,6 +14,8 @@ from localllm.errors import ConfigError, ServerError
 from localllm.server.middleware import AppOptions
 from localllm.server.service import ServiceOptions
 
+# Read when Ray is imported. Its own handler of signals would abort the process 3 seconds after it was told to end.
+os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")
 try:
     import ray
     from ray import serve

@@ -46,7 +46,7 @@ class Endpoint:
             if files:
                 record = json.loads(files[0].read_text())
                 self.url, self.token = record["url"], record["token"]
-                if self.get("/health").status_code == 200:
+                if self.get("/health").status_code == 200 and "ready" in self.log.read_text():
                     return self
             time.sleep(0.2)
         raise AssertionError(self.log.read_text()[-3000:])
@@ -83,12 +83,14 @@ class Endpoint:
         return {replica: float(value) for replica, value in lines}
 
 
-def tiny_endpoint(folder: Path, *more: str) -> Endpoint:
-    """It begins to start."""
+def tiny_endpoint(folder: Path, *more: str, context: int = 256) -> Endpoint:
+    """It begins to start, with a model of this context."""
     sys.path.append(str(Path(__file__).resolve().parents[2] / "checkpoint"))
     import tiny_models
 
-    model = tiny_models.tiny_gguf(folder / "first.gguf", "Q8_0").rename(folder / "tiny")  # the name that clients use
+    model = tiny_models.tiny_gguf(folder / "first.gguf", "Q8_0", context=context).rename(
+        folder / "tiny"
+    )  # what clients say
     return Endpoint(folder, model, tiny_models.tiny_gguf(folder / "second.gguf", "Q8_0", context=8192), *more)
 
 
