@@ -277,12 +277,8 @@ def _pages(ranks: Ranks, memories: Sequence[Memory], ctx: int) -> tuple[int, ...
 
 def _groups(facts: ModelFacts) -> list[object]:
     """What tells the cache groups of a model apart, in their order. Heads differ among ranks, windows do not."""
-    found: list[object] = []
-    for place, (first, *_) in enumerate(facts.cache_layers):
-        mixer = facts.layers[first].mixer
-        assert isinstance(mixer, Paged)
-        found.append((place, mixer.window) if len(facts.cache_layers) == 1 else (mixer.window, *mixer.kept[1:]))
-    return found
+    mixers = (facts.keeping_layers[first].mixer for first, *_ in facts.cache_layers)
+    return [(mixer.window, *mixer.kept[1:]) for mixer in mixers if isinstance(mixer, Paged)]
 
 
 def _rank_plan(ranks: Ranks, rank: int, memory: Memory, ctx: int, pages: Sequence[int], num_slots: int) -> RankPlan:

@@ -303,6 +303,17 @@ def test_what_ranks_cannot_do_is_refused_by_name(tiny_path: Path) -> None:
         Planner(fake_machine("rtx4090"), EngineOptions(tensor_parallel=2)).plan(facts)
 
 
+def test_ranks_may_have_layers_of_one_kind_each(tiny_path: Path) -> None:
+    with open_model(tiny_path) as checkpoint:
+        facts = checkpoint.facts
+    full, other = facts.layers
+    windowed = replace(other, mixer=replace(facts.attention[1], window=100))
+    planner = Planner(fake_machine("cpu"), EngineOptions(device="cpu", tensor_parallel=2, split="layers"))
+    for layers in ((full, windowed), (windowed, full)):
+        made = planner.plan(replace(facts, layers=layers))
+        assert made.fits and len(made.num_pages) == 2 and [rank.span for rank in made.ranks] == [(0, 1), (1, 2)]
+
+
 @pytest.fixture(scope="module")
 def large(tiny_path: Path) -> ModelFacts:
     """70B."""

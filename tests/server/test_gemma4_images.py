@@ -24,7 +24,8 @@ from localllm.models.architectures.vision import PooledFacts
 from localllm.server import AppOptions, Service, ServiceOptions, create_app
 from localllm.server.pool import ModelPool
 
-from .test_images import huge
+from .test_grid_images import hybrid_folder
+from .test_images import huge, pictured_folder
 
 BEGIN, SOFT, END = "<|image>", "<|image|>", "<image|>"
 TEMPLATE = (
@@ -174,6 +175,19 @@ def test_chunks_preemption_and_answers_that_are_read_again_change_nothing(
         found = [[one.token_ids for one in turn.answer().completions] for turn in turns]
         assert small.stats().num_preemptions > 0
     assert found == [[ids, ids] for ids, _ in wanted]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "split"), [("gemma4", "tensor"), ("gemma3", "tensor"), ("gemma3", "layers"), ("hybrid", "layers")]
+)
+def test_ranks_read_the_same_image(kind: str, split: str, tmp_path: Path) -> None:
+    folder = {"gemma4": gemma4_folder, "gemma3": pictured_folder, "hybrid": hybrid_folder}[kind](tmp_path / "m")
+    how: dict[str, Any] = {"device": "cpu", "ctx": 512, "dtype": "float32"}
+    with LLM(folder, **how) as alone, LLM(folder, tensor_parallel=2, split=split, **how) as divided:
+        ids, logprobs, _ = answer(alone, asked(WIDE, OTHER))
+        found = answer(divided, asked(WIDE, OTHER))
+    assert found[0] == ids and found[1] == pytest.approx(logprobs, abs=1e-4)
 
 
 @pytest.fixture(scope="module")
