@@ -49,12 +49,13 @@ Three calls of ten minutes, most valuable first; rows go to benchmarks/results/g
 1. python benchmarks/gpu.py check --minutes 9.5 --file .cache/pieces
    ops       each implementation of each op in the heads of seven models, KV bf16, fp16, int8 and fp8
    products  {forms} forms of weights x {shapes} shapes, one row to a prompt, every implementation that fits
-   models    self-test, then graphs and steps ahead = eager over {same} tokens; bf16, fp8, int4, nvfp4, and the file;
-             the same of mixtures: layers of Qwen3-30B-A3B in bf16, int4 and nvfp4
+   models    self-test, then graphs and steps ahead = eager over {same} tokens, with guesses, too; bf16, fp8, int4,
+             nvfp4, and the file; the same of mixtures: layers of Qwen3-30B-A3B in bf16, int4 and nvfp4
    start     first ever start (line: 60 s) and one with kernels cached (8 s)
 2. python benchmarks/gpu.py speed --minutes 9.5 --out FILE
    {speed}
-   each: MBU of the engine and of a step, a step kernel by kernel (CUPTI), attention at 32k, prefill, batch 64, memory
+   each: MBU of the engine and of a step, steps and answers with two guesses over those without, a step kernel by kernel
+   (CUPTI), attention at 32k, prefill, batch 64, memory
    then one step without graphs
 3. python benchmarks/gpu.py rivals --minutes 9.5 --out FILE
    torch.mm, _weight_int4pack_mm, _scaled_mm and SDPA beside our kernels; transformers at batch 1 and 32

@@ -11,7 +11,7 @@ import gpu_models
 import torch
 from gpu_files import joined, load_file
 from gpu_place import Place
-from gpu_rows import generate
+from gpu_rows import Known, generate
 
 from localllm.kernels import Impl, LinearFacts, OpFacts, Weight
 from localllm.kernels.layer_weights import ExpertsWeights
@@ -176,6 +176,8 @@ def whole(place: Place, form: str, kv: str, size: str = "0.6B") -> Found:
         model = gpu_models.load(facts, form, place.kv(kv), place, deterministic=deterministic, selftest=test)
         yield f"self-test of {facts.name}, KV {kv}, {what}", "; ".join(str(failure) for failure in test.failures)
         yield f"graphs of {facts.name}, {what}", compared(model, place, place.kv(kv), deterministic)
+        if deterministic:
+            yield f"guesses of {facts.name}, {what}", guessed(model, place, place.kv(kv))
         apart = any(isinstance(layer.ffn, ExpertsWeights) and not layer.ffn.stacked for layer in model.layers)
         if not deterministic and (apart or model.kernels.get("experts", "triton") != "triton"):
             yield f"routing of {facts.name}", f"by the host: {dict(model.kernels)}, {apart=}"
@@ -191,6 +193,19 @@ def compared(model: Model, place: Place, kv: str, deterministic: bool) -> str:
     return "" if eager == again else f"{same} of {len(eager)} answers agree"
 
 
+def guessed(model: Model, place: Place, kv: str) -> str:
+    """Nothing, or how many answers change where tokens are guessed, in graphs and launched; rows by themselves."""
+    known, found = Known(3, 0.7), {}
+    plain = generate(model, place, kv, graphs=False, ahead=False, known=known)
+    known.learn()
+    for graphs in (False, True):
+        told = generate(model, place, kv, graphs=graphs, ahead=graphs, known=known)
+        same = sum(a == b for a, b in zip(plain, told, strict=True))
+        if plain != told:
+            found["in graphs" if graphs else "launched"] = f"{same} of {len(plain)} answers agree"
+    return "; ".join(f"{how}: {said}" for how, said in found.items())
+
+
 def from_file(place: Place, path: Path) -> Found:
     """A model of somebody's, from its file: the kernels it chooses, and graphs against eager steps."""
     for deterministic in (False, True):
@@ -198,6 +213,8 @@ def from_file(place: Place, path: Path) -> Found:
         model = load_file(path, place, "fp8", test, deterministic)
         yield f"self-test of {path.name}, {deterministic=}", "; ".join(str(failure) for failure in test.failures)
         yield f"graphs of {path.name}, {deterministic=}", compared(model, place, "fp8", deterministic)
+        if deterministic:
+            yield f"guesses of {path.name}, {deterministic=}", guessed(model, place, "fp8")
 
 
 def groups(place: Place, file: str = "") -> dict[str, Callable[[], Found]]:

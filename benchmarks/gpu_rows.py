@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -12,6 +13,9 @@ from gpu_place import Place
 from torch import Tensor
 
 from localllm.boot.profile import WorstSteps
+from localllm.engine.drafter import Guess
+from localllm.engine.sequence import Sequence
+from localllm.engine.speculation import Speculation
 from localllm.kernels.layer_weights import AttentionWeights
 from localllm.models.model import Model
 from localllm.request import Request, SamplingParams
@@ -43,6 +47,7 @@ class Bench:
         self.model, self.place = model, place
         place.forget_peak()
         self.engine = place.assembled(model, self.plan)
+        self.engine.stepper.speculation = None  # what random weights repeat says nothing
         self.tokens = self.plan.num_pages[0] * self.plan.page_size  # that the pages hold
 
     def fits(self, batch: int, ctx: int) -> bool:
@@ -58,9 +63,11 @@ class Bench:
         """A call that computes a step for `batch` sequences of `ctx` tokens and samples, but waits for nothing."""
         return self._steps(ctx).decoding(batch, waits=False)
 
-    def decode_seconds(self, batch: int, ctx: int, steps: int = 0) -> float:
-        """Seconds of one such step; `steps` are timed."""
+    def decode_seconds(self, batch: int, ctx: int, steps: int = 0, guessed: int = 0) -> float:
+        """Seconds of one such step; `steps` are timed. `guessed`: of the first sequence, tokens that it checks."""
         steps, step = steps or self.place.sizes.steps, self.decoding(batch, ctx)
+        if guessed:
+            step = self._steps(ctx).checking(batch, guessed, waits=False)
         for _ in range(min(4, steps)):
             step()
         rounds = []
@@ -110,6 +117,19 @@ class Bench:
         with torch.inference_mode():
             return self.place.cold_seconds(lambda: self.model.table.attention(q, weights, pages, *where))
 
+    def guessed(self, prompt: int, tokens: int, deep: int, right: float) -> dict[str, float]:
+        """The same answer twice, the second time with `deep` guesses a step, each right with a chance of `right`: how
+        many times quicker, the guesses costing nothing, and how many of them were right.
+        """
+        known, stepper = Known(deep, right), self.engine.stepper
+        stepper.speculation = Speculation(known, "always", goes_back=bool(self.model.states))
+        plain = self.answer(prompt, tokens)["tpot_s"]
+        known.learn()
+        quick = self.answer(prompt, tokens)["tpot_s"]
+        stepper.speculation = None
+        checked, held = stepper.stats.guesses.get(known.name, (0, 0))
+        return {"times": plain / max(quick, 1e-9), "right": held / max(1, checked), "tpot_ms": quick * 1e3}
+
     def answer(self, prompt: int, tokens: int, batch: int = 1) -> dict[str, float]:
         """Whole answers through the engine: TTFT and TPOT in seconds, tokens per second of all together."""
         engine = self.engine
@@ -133,18 +153,49 @@ class Bench:
         self.place.free()
 
 
+class Known:
+    """Guesses what the same prompt was answered with before, each token wrong with a chance of its own."""
+
+    name = "known"
+
+    def __init__(self, deep: int, right: float) -> None:
+        self._deep, self._right = deep, right
+        self._rng = random.Random(1)
+        self._heard: dict[int, Sequence] = {}
+        self._texts: list[list[int]] = []
+
+    def learn(self) -> None:
+        """From now on what was answered so far is guessed."""
+        self._texts += [sequence.token_ids for sequence in self._heard.values()]
+        self._heard.clear()
+
+    def guess(self, sequence: Sequence) -> Guess | None:
+        """What came next, as far as it is known."""
+        ids = sequence.token_ids
+        self._heard[sequence.number] = sequence
+        text = next((text for text in self._texts if text[: len(ids)] == ids), [])[len(ids) : len(ids) + self._deep]
+        if not text:
+            return None
+        return Guess(tuple(token if self._rng.random() < self._right else abs(token - 1) for token in text), 9)
+
+
 def _ids(model: Model) -> int:
     return min(900, model.facts.vocab_size - 8)
 
 
 def generate(
-    model: Model, place: Place, kv: str, *, graphs: bool, ahead: bool, together: bool = True
+    model: Model, place: Place, kv: str, *, graphs: bool, ahead: bool, together: bool = True, known: Known | None = None
 ) -> list[list[int]]:
-    """Greedy and seeded answers of a few requests that come one after the other, or each when the last has ended."""
+    """Greedy and seeded answers of a few requests that come one after the other, or each when the last has ended.
+
+    known  guesses tokens
+    """
     longest = max(place.sizes.prompts) + place.sizes.same
     plan = place.plan(model.facts, kv=kv, ctx=longest + 64, prefill_budget=256, max_parallel=8, graphs=graphs)
     engine = place.assembled(model, plan)
     engine.stepper.runs_ahead = ahead
+    if known is not None:
+        engine.stepper.speculation = Speculation(known, "always", goes_back=bool(model.states))
     streams = []
     for index, length in enumerate(place.sizes.prompts):
         sampled = {"temperature": 0.8 * (index % 2), "top_p": 0.9, "seed": index}

@@ -102,6 +102,12 @@ class Speed:
         step = bench.decode_seconds(1, ctx)
         mbu = (read + kv_bytes(facts, kv, ctx)) / step / self.bandwidth
         report.row(f"{name}: step, batch 1, {ctx} tokens", step * 1e3, "ms", mbu=mbu)
+        # a head that guesses two tokens, 70 % of them right, gives 1 + 0.7 + 0.49 tokens a step; without its own time
+        checks = bench.decode_seconds(1, ctx, guessed=2)
+        report.row(f"{name}: step that checks 2 guesses", checks / step, "steps", "<= 1.25", checks <= 1.25 * step)
+        found = bench.guessed(ctx, self.sizes.answer, 2, 0.7)
+        times = found.pop("times")
+        report.row(f"{name}: 2 guesses, 70 % right", times, "x", ">= 1.5", times >= 1.5, **found)
         deep = self.sizes.deep
         if not bench.fits(1, deep):
             return

@@ -75,10 +75,13 @@ class WorstSteps:
 
     def check_guesses(self, count: int) -> None:
         """The same, with as many guessed tokens behind the first of them as the plan lets a step check."""
-        guessed = min(self._plan.num_drafts, self._plan.ctx - 2)
+        self.checking(count, min(self._plan.num_drafts, self._plan.ctx - 2))()
+
+    def checking(self, count: int, guessed: int, waits: bool = True) -> Callable[[], None]:
+        """As `decoding`, with so many guessed tokens behind the first of the sequences."""
         first, *others = [self._sequence(self._plan.ctx - 1, 1 + guessed, i) for i in range(count)]
         del first.token_ids[len(first.token_ids) - guessed :]
-        self._run([first, *others], [1] * count, drafts=(1,) * guessed)
+        return partial(self._run, [first, *others], [1] * count, waits, drafts=(1,) * guessed)
 
     def chunk(self, start: int, count: int) -> Callable[[], None]:
         """A call that computes tokens [start, start + count) of a sequence, and a token behind them."""
