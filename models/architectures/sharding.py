@@ -108,8 +108,8 @@ def refusal(facts: ModelFacts, world: int) -> str:
     for layer, _ in facts.kinds:
         found = _mixer_refusal(layer.mixer, world)
         inner = [] if layer.ffn is None else [layer.ffn.inner, getattr(layer.ffn, "shared_inner", 0)]
-        if not found and any(0 < size < world for size in inner):
-            found = f"a feed-forward layer of {min(inner)} values"
+        if not found and (narrow := [size for size in inner if 0 < size < world]):
+            found = f"a feed-forward layer of {min(narrow)} values"
         if found:
             return found
     return "a vocabulary that is smaller" if facts.vocab_size < world else ""

@@ -321,6 +321,18 @@ def test_processes_share_a_folder_its_bound_and_what_they_find(tmp_path):
     assert not list(tmp_path.rglob("*.part"))
 
 
+def test_clocks_that_differ_change_neither_what_is_found_nor_the_bound(tmp_path):
+    """A home that two machines share: one's clock is a day ahead, the other's a year behind."""
+    ahead, behind = (PageFiles(tmp_path, b"i" * 16, 6 * 1100) for _ in range(2))
+    for number in range(1, 40):
+        files, seconds = ((ahead, -86_400), (behind, 365 * 86_400))[number % 2]
+        assert files.write(name(0, number), PAGE, [bytes([number]) * 1000])
+        aged(files, 0, number, seconds=seconds)
+        assert behind.read(name(0, number), PAGE, [1000]).parts[0] == bytes([number]) * 1000
+        assert sum(path.stat().st_size for path in files_of(tmp_path)) <= ahead.limit
+    assert not ahead.note and not behind.note
+
+
 def test_what_a_killed_process_was_writing_is_cleared_away(tmp_path):
     files = PageFiles(tmp_path, b"i" * 16, 40_000)
     files.write(name(0, 1), PAGE, [bytes(10)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from localllm.errors import ConfigError, LocalLLMError
 from localllm.models.architectures import open_model
 from localllm.models.architectures.sharding import (
     Share,
+    check_world,
     head_pieces,
     inner_pieces,
     pieces,
@@ -171,6 +172,26 @@ def test_a_model_in_parts_gives_the_same(tmp_path: Path, paged: Any) -> None:
         with pytest.raises(ConfigError, match="3 ranks cannot divide") as caught:
             load_model(checkpoint, LoadOptions(ranks=Ranks(Share(0, 3))))
     assert "2 or 4" in str(caught.value.hint)
+
+
+def test_numbers_that_cannot_divide_a_model_name_those_that_can(tiny: Callable, tmp_path: Path) -> None:
+    """Experts are cut as other feed-forward layers are: of each, every rank has some values."""
+    with open_model(tiny("mixtral").save(tmp_path / "model")) as checkpoint:
+        facts = checkpoint.facts
+    heads = facts.attention[0].num_kv_heads
+    narrow = replace(facts, layers=tuple(replace(one, ffn=replace(one.ffn, inner=2)) for one in facts.layers))
+    for changed, world, said in (
+        (narrow, 4, "a feed-forward layer of 2 values"),
+        (facts, 5, f"heads that share {heads}"),
+        (replace(facts, vocab_size=1), 2, "a vocabulary that is smaller"),
+    ):
+        with pytest.raises(ConfigError, match=f"{world} ranks cannot divide") as found:
+            check_world(changed, world)
+        assert said in found.value.message
+        possible = found.value.context["possible"]
+        assert all(not refusal(changed, int(number)) for number in possible) and str(world) not in possible
+        assert all(number in (found.value.hint or "") for number in possible) and "split layers" in found.value.hint
+    assert refusal(narrow, 2) == ""
 
 
 # --- every architecture and every stored format -----------------------------------------------------------------------

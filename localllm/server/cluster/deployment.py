@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -32,6 +33,7 @@ DRAIN_S = 600  # for the answers of a replica that is replaced or not needed any
 START_TRIES = 3  # Ray gives up when a busy machine takes 30 seconds to start it
 LOADS = 2  # how often a model that cannot be loaded is tried
 LOCAL = "local"
+REACH_S = 10.0  # for another machine to take a connection
 OBJECT_BYTES = 256 << 20  # for bodies above 100 kB, while they are on their way
 
 
@@ -97,10 +99,11 @@ def connect(address: str) -> str:
     logging.getLogger("ray.serve").setLevel(logging.ERROR)  # what it says else is in Ray's own logs
     shared: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": NAME}
     if address != LOCAL:
+        hint = "ray status there; RAY_AUTH_MODE=token where it asks for its token"
+        _reach(address, hint)
         try:
             return str(ray.init(address=address, **shared).address_info["gcs_address"])
         except (ConnectionError, ValueError, RuntimeError) as error:
-            hint = "ray status there; RAY_AUTH_MODE=token where it asks for its token"
             raise ServerError(f"no Ray cluster lets us in at {address}", hint) from error
     for left in range(START_TRIES, 0, -1):
         try:
@@ -114,6 +117,17 @@ def connect(address: str) -> str:
             if left == 1:
                 raise ServerError(f"Ray could not be started: {error}", "its log is below /tmp/ray") from error
     raise AssertionError
+
+
+def _reach(address: str, hint: str) -> None:
+    """Raise ServerError where nothing listens at HOST:PORT: Ray itself tries for many minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host:  # `auto`
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), REACH_S).close()
+    except (OSError, OverflowError) as error:
+        raise ServerError(f"no Ray cluster answers at {address}: {error}", hint) from error
 
 
 def share_of(fleet: FleetOptions, engine: EngineOptions, *, is_local: bool) -> tuple[FleetOptions, EngineOptions]:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models
 import yaml
 
 from localllm.cli.commands.connect import APPS, Server, snippet
-from localllm.errors import ConfigError
+from localllm.errors import ConfigError, ServerError
+
+from .conftest import WAIT_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray uses what others have deprecated
 pytest.importorskip("ray", reason="ray is not installed: pip install -c constraints.txt -e '.[cluster]'")
@@ -68,7 +75,7 @@ def test_what_it_does_not_take_is_named(wrong: dict[str, Any], said: str) -> Non
         app({"model": "smollm2", "insecure": True} | wrong)
 
 
-def test_keys_that_cannot_be_read_end_the_door(tmp_path: Any) -> None:
+def test_keys_that_cannot_be_read_end_the_door(tmp_path: Path) -> None:
     from localllm.server.cluster.deployment import _keys
 
     (tmp_path / "keys").write_text("# none\n")
@@ -77,3 +84,24 @@ def test_keys_that_cannot_be_read_end_the_door(tmp_path: Any) -> None:
             _keys(str(tmp_path / path))
     (tmp_path / "keys").write_text("# clients\nthe-first-key\n")
     assert _keys(str(tmp_path / "keys")) == ("the-first-key",)
+
+
+def test_a_cluster_that_is_not_there_is_named() -> None:
+    """At once: Ray itself would try for many minutes."""
+    from localllm.server.cluster.deployment import connect
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    for address in (f"127.0.0.1:{port}", f"ray://127.0.0.1:{port}", "127.0.0.1:99999"):
+        with pytest.raises(ServerError, match=f"no Ray cluster answers at {address}"):
+            connect(address)
+
+
+def test_a_port_that_is_taken_is_named_before_ray_starts(tmp_path: Path) -> None:
+    (tmp_path / "tiny.gguf").write_bytes(tiny_models.tiny_gguf_bytes("Q8_0"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        command = [sys.executable, "-m", "localllm", "serve", str(tmp_path / "tiny.gguf"), "--ray", "--port", port]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
+    assert run.returncode == 8 and f"port {port}" in run.stderr and "already in use" in run.stderr
+    assert "starting" not in run.stderr
