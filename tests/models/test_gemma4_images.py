@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import io
 import json
@@ -134,6 +135,24 @@ def test_vectors_match_transformers(kind: str, pictured: Any, loaded_kind: Any) 
         found = pictured(kind).reference.model.get_image_features(**theirs(kind, images), return_dict=True)
     for one, wanted in zip(images, found.pooler_output, strict=True):
         assert error(loaded_kind(kind).image_vectors(one), wanted) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kind", ["e2b", "31b", "12b"])
+def test_vectors_in_half_precision_are_as_near_as_theirs(
+    kind: str, dtype: str, pictured: Any, loaded_kind: Any, tmp_path: Path
+) -> None:
+    with open_model(saved(pictured(kind), tmp_path)) as checkpoint:
+        ours = load_model(checkpoint, LoadOptions(exact=True, dtype=dtype))
+    model = copy.deepcopy(pictured(kind).reference.model).to(getattr(torch, dtype))
+    with torch.no_grad():
+        given = theirs(kind, [pixels((3, 2))])
+        reference = model.get_image_features(**given, return_dict=True).pooler_output[0]
+    wanted = loaded_kind(kind).image_vectors(pixels((3, 2)))
+    found = ours.image_vectors(pixels((3, 2)))
+    off, allowed = (float((one.float() - wanted).norm() / wanted.norm()) for one in (found, reference))
+    assert found.dtype == reference.dtype and 0 < off < 1.2 * allowed
 
 
 def computed(driver: Any, vectors: list[Tensor], chunks: list[int]) -> Tensor:
