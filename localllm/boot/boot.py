@@ -308,6 +308,11 @@ class Boot:
         return " · ".join(part for part in (*parts, self.profile_note) if part)
 
     @property
+    def rounded(self) -> str:
+        """What activations are rounded to; "" where no product does it."""
+        return "" if self._unrounded else self.plan.activations
+
+    @property
     def _experts_note(self) -> str:
         """Where experts lie; nothing where all are on the device."""
         if not self.plan.host_experts:

@@ -289,12 +289,13 @@ class LoadedModel(AdaptedModel):
     def run_summary(self) -> str:
         """What is running, in one line."""
         from localllm.boot.boot import kernel_words
+        from localllm.plan.quality import rounding_words
 
-        kernels, noted = kernel_words(self._model.kernels), self.boot.facts_line
-        plan = self.plan
+        kernels, noted, plan = kernel_words(self._model.kernels), self.boot.facts_line, self.plan
+        activations = rounding_words(self.path, plan.device, plan.dtype, self.boot.rounded)
         exact = "" if plan.deterministic else " · not batch-invariant"
         return (
-            f"{Path(self.name).name} · {self.weight_format} · {plan.computed_by} · {plan.dtype} activations"
+            f"{Path(self.name).name} · {self.weight_format} · {plan.computed_by} · {activations}"
             f" · KV {plan.kv} · ctx {plan.ctx:,} · {kernels}{exact}{f' · {noted}' if noted else ''}{self._adapted}"
         )
 
@@ -439,7 +440,6 @@ class LoadedModel(AdaptedModel):
             from localllm.models.sleep import free_cached
 
             free_cached()
-        self._checkpoint.close()
         if self._draft is not None:
             self._draft.close()
 

@@ -16,7 +16,7 @@ def kl_by_kv(path: Path | str) -> dict[str, float]:
     found: dict[str, float] = {}
     alike: tuple[object, ...] | None = None
     for row in saved(path):
-        if row["kl_mean"] is None:
+        if row["kl_mean"] is None or row.get("activations"):
             continue
         how = tuple(row.get(name) for name in ("weights", "text", "reference"))
         alike = alike or how
@@ -46,10 +46,23 @@ def _sound(row: dict[str, Any]) -> bool:
     return isinstance(row.get("kv"), str) and whole
 
 
-def measured(path: Path | str, kv: str = "", weights: str = "") -> dict[str, Any] | None:
-    """The newest result of the model at `path` against a reference; with that KV format and those weights, if named."""
-    rows = (row for row in saved(path) if row["kl_mean"] is not None)
+def measured(path: Path | str, kv: str = "", weights: str = "", activations: str = "") -> dict[str, Any] | None:
+    """The newest result of the model at `path` against a reference, with activations rounded to that ("": to nothing);
+    with that KV format and those weights, if named.
+    """
+    rows = (r for r in saved(path) if r["kl_mean"] is not None and (r.get("activations") or "") == activations)
     return next((r for r in rows if kv in ("", r["kv"]) and weights in ("", r.get("weights"))), None)
+
+
+def rounding_words(path: Path | str, device: str, dtype: str, rounded: str) -> str:
+    """Activations in words for the run summary: their type, what they are rounded to ("": nothing), what that costs."""
+    if not rounded:
+        return f"{dtype} activations"
+    row = measured(path, activations=rounded)
+    cost = f"mean KL {row['kl_mean']:.4f}" if row else "KL not measured"
+    if device == "cpu":
+        return f"{rounded} activations ({cost})"
+    return f"{dtype} activations, long prompts {rounded} ({cost})"
 
 
 def note(path: Path | str, kv: str = "", weights: str = "") -> str:

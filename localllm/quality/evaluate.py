@@ -57,6 +57,7 @@ class Quality:
     text: str = "sample"  # name of the text
     seconds: float = 0.0
     path: str = ""  # of the model's files
+    activations: str = ""  # what they were rounded to
 
 
 def sample_text(part: Literal["evaluation", "calibration"]) -> str:
@@ -108,6 +109,7 @@ def evaluate(
         text=text_name,
         seconds=round(time.monotonic() - began, 2),
         path=str(model.path),
+        activations=model.plan.activations,
         **sums.against_reference(),
     )
 
@@ -188,7 +190,7 @@ def _same_vocabulary(model: LLM, reference: LLM) -> bool:
 
 def save(quality: Quality) -> Path:
     """Keep a result; a newer one of the same model, formats, text and reference replaces it."""
-    parts = (quality.model, quality.weights, quality.kv, quality.text, quality.reference)
+    parts = (quality.model, quality.weights, quality.kv, quality.text, quality.reference, quality.activations)
     against = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:8]
     name = re.sub(r"[^\w.-]+", "-", "_".join(parts[:4]))[:170] + f"_{against}"
     path = folder() / f"{name}.json"

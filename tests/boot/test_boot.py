@@ -23,6 +23,7 @@ from localllm.boot.memory_meter import Meter
 from localllm.device.fake import MACHINES
 from localllm.engine.metrics import EngineStats
 from localllm.kernels import Impl, reference, table
+from localllm.kernels.cpu.build import library
 from localllm.kernels.registry import fits_always
 from localllm.kernels.verify import tuning
 from localllm.kernels.verify.selftest import SelfTest
@@ -371,7 +372,19 @@ def test_activations_that_cannot_be_rounded_are_named(tiny_path: Path) -> None:
         (warning,) = llm.state().warnings
         assert warning.startswith("activations are not rounded to fp8: that takes fp8 weights")
     with LLM(tiny_path, ctx=256) as llm:
-        assert llm.state().warnings == ()
+        assert llm.state().warnings == () and "float32 activations" in llm.run_summary
+
+
+@pytest.mark.skipif(library().lib is None or not library().lib.ll_abi() & 1, reason="no products of bytes")
+def test_the_run_summary_says_what_rounded_activations_cost(smollm2_path: Path, empty_home: Path) -> None:
+    with LLM(smollm2_path, ctx=256, activations="int8") as llm:
+        assert llm.state().warnings == () and "int8 activations (KL not measured)" in llm.run_summary
+        row = Quality("m", "r", "Q4_1", "bf16", 100, 5.0, kl_mean=0.0068, kl_p99=0.07, path=str(llm.path))
+        evaluate.save(row)
+        assert "int8 activations (KL not measured)" in llm.run_summary  # that was of 16 bits
+        evaluate.save(replace(row, activations="int8"))
+        assert "int8 activations (mean KL 0.0068)" in llm.run_summary
+        assert kl_by_kv(llm.path) == {"bf16": 0.0068}
 
 
 def test_noise_changes_no_tile_and_a_shape_is_tuned_whole_or_not_at_all() -> None:

@@ -1,0 +1,104 @@
+"""What bounds the CPU's products here: multiply-adds a second that nothing waits for, and bytes a second from memory.
+
+    python benchmarks/peaks.py [--threads 2] [--seconds 5] [--json FILE]
+
+Each kind of instruction runs in registers alone, eight sums at a time, in turns with the other and with reading memory.
+Prefill multiplies every weight once a token, in pairs of 16 bits (`vpdpwssd`) or as a byte (`vpdpbusd`); decoding reads
+it once a token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import datetime
+import json
+import statistics
+import subprocess
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from localllm.device import machine
+from localllm.device.cpu import read_bandwidth
+from localllm.kernels.cpu import build
+
+SOURCE = r"""
+#include "vec.h"
+#define LOOP(NAME, STEP) \
+    vi NAME(int64_t rounds, vi a, vi b) \
+    { \
+        vi s0 = a, s1 = a, s2 = a, s3 = a, s4 = a, s5 = a, s6 = a, s7 = a; \
+        for (int64_t n = 0; n < rounds; n++) { \
+            STEP(s0); STEP(s1); STEP(s2); STEP(s3); STEP(s4); STEP(s5); STEP(s6); STEP(s7); \
+            __asm__ volatile("" : "+v"(s0), "+v"(s1), "+v"(s2), "+v"(s3), "+v"(s4), "+v"(s5), "+v"(s6), "+v"(s7)); \
+        } \
+        return s0 + s1 + s2 + s3 + s4 + s5 + s6 + s7; \
+    }
+#define PAIRS(s) s = madd16(s, a, b)
+#define BYTES(s) s = DPBUSD(s, a, b)
+static LOOP(pairs, PAIRS)
+static LOOP(bytes, BYTES)
+void peak_pairs(int64_t rounds, int32_t *out) { vi_store(out, pairs(rounds, vi_set1(3), vi_set1(5))); }
+void peak_bytes(int64_t rounds, int32_t *out) { vi_store(out, bytes(rounds, vi_set1(3), vi_set1(5))); }
+int64_t lanes(void) { return VW; }
+"""
+MACS = {"vpdpwssd": 2, "vpdpbusd": 4}  # of a lane
+ROUNDS = 1 << 24
+
+
+def compiled(folder: Path) -> ctypes.CDLL:
+    """The loops, for the instruction set that the kernels have here; ends the program where there are none."""
+    isa = build.library().isa
+    compiler = build._compiler()
+    if compiler is None or isa not in ("avx512vnni", "amx"):
+        raise SystemExit(f"{isa}: no instruction of these")
+    (folder / "peaks.c").write_text(SOURCE)
+    kernels = Path(build.__file__).parent
+    command = [*compiler, *build._flags(isa), f"-I{kernels}", str(folder / "peaks.c"), "-o", str(folder / "peaks.so")]
+    subprocess.run(command, check=True)
+    return ctypes.CDLL(str(folder / "peaks.so"))
+
+
+def rate(function: Any, threads: int) -> float:
+    """Calls of eight instructions a second, all threads together."""
+    outs = [(ctypes.c_int32 * 16)() for _ in range(threads)]
+    begun = time.perf_counter()
+    running = [threading.Thread(target=function, args=(ctypes.c_int64(ROUNDS), out)) for out in outs]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+    return threads * ROUNDS * 8 / (time.perf_counter() - begun)
+
+
+def main() -> None:
+    """Measure in turns, print and keep."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    found: dict[str, list[float]] = {"vpdpwssd": [], "vpdpbusd": [], "read": []}
+    with tempfile.TemporaryDirectory() as folder:
+        library = compiled(Path(folder))
+        functions = {"vpdpwssd": library.peak_pairs, "vpdpbusd": library.peak_bytes}
+        until = time.monotonic() + options.seconds
+        while time.monotonic() < until or not found["read"]:
+            for name, function in functions.items():
+                found[name].append(rate(function, options.threads) * library.lanes() * MACS[name] / 1e9)
+            found["read"].append(read_bandwidth(options.threads, 64 << 20) / 1e9)
+    rows = {name: {"median": statistics.median(each), "best": max(each)} for name, each in found.items()}
+    for name, row in rows.items():
+        unit = "GB/s" if name == "read" else "billion multiply-adds a second"
+        print(f"{name}: {row['median']:.1f} (best {row['best']:.1f}) {unit}, {options.threads} threads")
+    if options.json:
+        cpu = machine().cpu.name
+        kept = {"schema": "localllm.peaks/1", "date": datetime.date.today().isoformat(), "cpu": cpu, "rows": rows}
+        options.json.write_text(json.dumps(kept | {"threads": options.threads}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
