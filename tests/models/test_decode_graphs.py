@@ -193,6 +193,83 @@ def test_steps_with_guesses_are_replayed(loaded: Callable[[str], Model], name: s
     assert stats.num_steps < 0.9 * stats.num_output_tokens
 
 
+def test_rows_of_a_step_with_guesses() -> None:
+    """Each token has a length and its sequence's block table; what no sequence fills is one of its own, then empty."""
+    inputs = DecodeInputs(8, CONTEXT, PAGE, [40], "cpu", 12)
+    batch, parts = inputs.batch(8, several=True), []
+    for number, (length, drafts) in enumerate([(17, (7, 8)), (3, ())]):
+        sequence = Sequence(Request(list(range(length))), 0, 1, 0, 9)
+        sequence.block_tables, sequence.slot = [[2 * number, 2 * number + 1]], number + 3
+        parts.append(Scheduled(sequence, length - 1, 1 + len(drafts), drafts=drafts))
+    inputs.load(parts, rows=8)
+    assert batch.token_ids[:4].tolist() == [16, 7, 8, 2] and batch.positions[:4].tolist() == [16, 17, 18, 2]
+    assert batch.seq_lens_tensor.tolist() == [17, 18, 19, 3, 1, 1, 1, 1]
+    assert batch.groups[0].block_table[:, 0].tolist() == [0, 0, 0, 2, 40, 40, 40, 40]
+    assert batch.groups[0].slot_mapping.tolist() == [16, 17, 18, 34, *[40 * PAGE] * 4]
+    assert batch.state_starts is not None and batch.state_starts.tolist() == [0, 3, 4, 8, 8, 8, 8, 8]
+    assert batch.slots is not None and batch.slots.tolist() == [3, 4, 12, 12, 12, 12, 12]
+
+
+class Thirds:
+    """Allows every third token, others after each; every fifth is forced."""
+
+    is_done = False
+
+    def __init__(self, count: int = 0) -> None:
+        self._count = count
+
+    def fill(self, row: Any) -> bool:
+        for token in range(self._count % 3, 99, 3):
+            row[token // 32] |= 1 << token % 32 if token % 32 < 31 else -(1 << 31)
+        return True
+
+    def accept(self, token: int) -> None:
+        assert token % 3 == self._count % 3
+        self._count += 1
+
+    def jump_forward(self, last: int | None = None) -> list[int]:
+        forced = [30 + self._count % 3] if self._count % 5 == 0 else []
+        return forced if last is None else [last, *forced]
+
+    def rollback(self, count: int) -> None:
+        self._count -= count
+
+    def fork(self) -> Thirds:
+        return Thirds(self._count)
+
+
+def wishes() -> list[Request]:
+    """What changes from token to token, alone and beside what does not."""
+    asked: list[tuple[dict[str, Any], Any]] = [
+        ({"temperature": 0}, Thirds()),
+        ({"temperature": 0.8, "seed": 3}, None),
+        ({"temperature": 0.9, "seed": 4, "top_p": 0.7, "logprobs": 2}, Thirds()),
+        (
+            {"temperature": 0.7, "seed": 5, "min_tokens": 11, "stop_token_ids": tuple(t for t in range(99) if t % 4)},
+            None,
+        ),
+        ({"temperature": 0.7, "seed": 6, "frequency_penalty": 0.9, "logit_bias": {7: 3.0}}, None),
+        ({"temperature": 0, "dry_multiplier": 0.8}, None),
+    ]
+    return [
+        Request([5 + number, 17, 3], SamplingParams(max_tokens=25, **params), token_mask=mask)
+        for number, (params, mask) in enumerate(asked)
+    ]
+
+
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("qwen3.5", marks=pytest.mark.slow)])
+def test_guesses_in_graphs_keep_what_depends_on_the_token_before(loaded: Callable[[str], Model], name: str) -> None:
+    """Grammars with forced tokens, stops that are banned at first, penalties: sampled row by row."""
+    model = loaded(name)
+    expected = answers(engine_of(model, device=True), wishes())
+    assert all(token % 3 == place % 3 for place, token in enumerate(expected[0]))
+    engine = engine_of(model, (1, 2, 4, 5), True, device=True, guesses=(2, 4, 8, 16, 64))
+    engine.stepper.speculation = Speculation(Told(wishes(), expected), "always", goes_back=bool(model.states))
+    assert answers(engine, wishes()) == expected
+    stats = engine.stats()
+    assert 0.3 * stats.num_draft_tokens < stats.num_accepted_tokens < stats.num_draft_tokens
+
+
 def test_a_model_with_states_has_slots_for_those_before_guesses(loaded: Callable[[str], Model]) -> None:
     options = EngineOptions(ctx=CONTEXT, max_parallel=3, kv="f32", speculation="ngram")
     model = loaded("qwen3.5")

@@ -17,6 +17,7 @@ from localllm import LLM
 from localllm.boot.assembly import assemble
 from localllm.config import EngineOptions
 from localllm.device.fake import MACHINES
+from localllm.engine.cuda_graph import Captured, Run
 from localllm.engine.engine import Engine
 from localllm.engine.mtp import MOST_KEPT, HeadDrafter
 from localllm.engine.speculation import Speculation
@@ -321,6 +322,28 @@ def test_guesses_change_no_token_and_do_not_depend_on_company(
     rng = random.Random(1)
     for ids, guess in rng.sample(checked.seen, 8):
         assert guess[0] == int(own_logits(model, paged, ids, [len(ids) - 1])[-1].argmax())
+
+
+def test_a_step_that_checks_two_guesses_is_four_replays(tiny: Callable, tmp_path: Path) -> None:
+    """Two passes of the head, the model, and all its rows sampled at once."""
+    model = loaded_head(copying(with_head(tiny("glm4-moe"), "glm4-moe")[0]), tmp_path)
+    replayed: list[str] = []
+
+    def capture(run: Run) -> Captured:
+        outputs, replay = rerun(run)
+        return outputs, lambda: replayed.append(str(run)) or replay()
+
+    engine = engine_of(model, (1, 2, 4), True, capture, device=True, guesses=(8, 16))
+    checked = Checked(engine, 2)
+    assert checked.capture(engine.runner.graphs.inputs, (1, 2, 4, 8), capture) == ""
+    engine.submit(Request(prompt(10), SamplingParams(temperature=0.8, seed=1, max_tokens=40, ignore_eos=True)))
+    for _ in range(3):
+        engine.run_once()
+    replayed.clear()
+    before = engine.stats().num_draft_tokens
+    for _ in range(8):
+        engine.run_once()
+    assert engine.stats().num_draft_tokens - before == 16 and len(replayed) == 8 * 4
 
 
 def test_the_plan_counts_the_head(tiny: Callable, tmp_path: Path) -> None:
