@@ -51,7 +51,7 @@ REAL = {
     "qwen3.5-4b": Shape(2560, 9216, 32, 16, 4, 256, "qwen35", True, 32_768, full_every=4),
     # half of its layers
     "qwen3-30b-a3b": Shape(2048, 6144, 24, 32, 4, 128, "qwen3moe", False, 32_768, 128, 8, 768),
-    "gpt-oss-20b": Shape(2880, 2880, 24, 64, 8, 64, "gpt-oss", False, 32_768, 32, 4, 2880),
+    "gpt-oss-20b": Shape(2880, 2880, 12, 64, 8, 64, "gpt-oss", False, 32_768, 32, 4, 2880),
 }
 
 
