@@ -267,9 +267,9 @@ static void gated_tiles(void *arg, int64_t begin, int64_t end, int thread)
     {                                                                                                            \
         for (int64_t t = begin; t < end; t++) {                                                                  \
             int64_t r = 0;                                                                                       \
-            for (; HALVES == 1 && r + 4 <= p->a->m; r += 4) tile_few(p, t, r, 4, CODE, HALVES, HAS_MIN, HALF, ONE); \
-            for (; HALVES == 1 && r + 2 <= p->a->m; r += 2) tile_few(p, t, r, 2, CODE, HALVES, HAS_MIN, HALF, ONE); \
-            for (; r < p->a->m; r++) tile_few(p, t, r, 1, CODE, HALVES, HAS_MIN, HALF, ONE);                        \
+            for (; r + 4 <= p->a->m; r += 4) tile_few(p, t, r, 4, CODE, HALVES, HAS_MIN, HALF, ONE);             \
+            for (; r + 2 <= p->a->m; r += 2) tile_few(p, t, r, 2, CODE, HALVES, HAS_MIN, HALF, ONE);             \
+            for (; r < p->a->m; r++) tile_few(p, t, r, 1, CODE, HALVES, HAS_MIN, HALF, ONE);                     \
         }                                                                                                        \
     }
 /* NAME[one]: for activations of 16 bits, and of 8 */
