@@ -81,13 +81,13 @@ class Door:
         self.door = Before(AppOptions(**options))
         self.door.handle = serve.get_app_handle(deployment.NAME).options(stream=True)
 
-    def deploy(self, path: Path, **fleet: Any) -> None:
+    def deploy(self, path: Path, max_queue: int = 256, **fleet: Any) -> None:
         from localllm.config import EngineOptions
         from localllm.server.cluster.replica import ReplicaOptions
         from localllm.server.service import ServiceOptions
 
         engine = EngineOptions(max_parallel=8, ctx=4096, threads=1)
-        options = ReplicaOptions(str(path), ("tiny",), engine, ServiceOptions(8), (), True)
+        options = ReplicaOptions(str(path), ("tiny",), engine, ServiceOptions(8, max_queue), (), True)
         self.deployment.deploy(options, self.deployment.FleetOptions(cpus=0.5, **fleet))
 
     async def client(self, **more: Any) -> httpx.AsyncClient:
@@ -240,7 +240,13 @@ async def test_a_killed_replica_costs_only_what_it_was_doing(endpoint: Endpoint)
 
 async def test_replicas_come_with_requests_and_go_without_breaking_one(endpoint: Endpoint, cluster: str) -> None:
     door, enough, answers = Door(cluster), asyncio.Event(), []
-    await asyncio.to_thread(lambda: door.deploy(endpoint.roomy, least=1, most=2, scale_up_s=1, scale_down_s=2))
+    await asyncio.to_thread(lambda: door.deploy(endpoint.roomy, 16, least=1, most=2, scale_up_s=1, scale_down_s=2))
+    await until(lambda: endpoint.replicas == 1)
+    async with httpx.AsyncClient(timeout=WAIT_S, limits=httpx.Limits(max_connections=90)) as client:
+        burst = await asyncio.gather(*(streamed(client, endpoint.url, f"all at once {n}", 400) for n in range(90)))
+    refused = [text for status, text in burst if status == 429]
+    assert len(refused) >= 10 and all('"code":"queue_full"' in text for text in refused)
+    assert all(text.endswith("[DONE]\n\n") for status, text in burst if status != 429)
     await until(lambda: endpoint.replicas == 1)
 
     async def asking(client: httpx.AsyncClient) -> None:
