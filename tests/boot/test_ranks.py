@@ -7,6 +7,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -167,6 +168,25 @@ def test_ranks_end_with_rank_0(tiny_path: Path) -> None:
     llm.close()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+@pytest.mark.slow
+def test_loading_reads_each_byte_once_per_box(smollm2_path: Path, tmp_path: Path) -> None:
+    """Ranks map the file: what one has read from the disk the others find in memory."""
+    copy = Path(shutil.copy(smollm2_path.resolve(), tmp_path / "copy.gguf"))
+    with copy.open("rb+") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def read(pid: int) -> int:
+        return int(re.findall(r"^read_bytes: (\d+)$", Path(f"/proc/{pid}/io").read_text(), re.MULTILINE)[0])
+
+    before = read(os.getpid())
+    with LLM(copy, tensor_parallel=2, **EXACT) as llm:
+        total = read(os.getpid()) - before + sum(map(read, pids(llm)))
+    if not total:
+        pytest.skip("the file is on no disk")
+    assert total < 1.2 * copy.stat().st_size
 
 
 @pytest.mark.slow
