@@ -137,11 +137,12 @@ class Affinity:
         self._holders: OrderedDict[bytes, list[str]] = OrderedDict()  # by cut, the last one first
 
     def rank(self, prefix: Prefix, loads: Mapping[str, int]) -> list[str]:
-        """The replicas of `loads` (requests that each has), the best first."""
-        made = [name for name in loads if prefix.maker and tag_of(name) == prefix.maker]
+        """The replicas of `loads` (requests that each has), the best first; the one alone that keeps what is named."""
+        if made := [name for name in loads if prefix.maker and tag_of(name) == prefix.maker]:
+            return made  # Ray would take the next where this one is slow to say how busy it is
         key = self._key(prefix)
         rest = sorted(loads, key=lambda name: (loads[name], _draw(key, name)))
-        chosen = made or self._holding(prefix, loads)
+        chosen = self._holding(prefix, loads)
         return [*chosen, *(name for name in rest if name not in chosen)]
 
     def _holding(self, prefix: Prefix, loads: Mapping[str, int]) -> list[str]:
