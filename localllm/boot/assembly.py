@@ -83,25 +83,18 @@ def _capture(
     capture: Callable[[Run], Captured],
     meter: Meter,
 ) -> None:
-    """Graphs of the model's decode steps and of what guesses for it; what is not captured is said by the model's."""
+    """Graphs of the model's decode steps, and of what guesses for it."""
     meter.settle()  # what the sampler took is not theirs
     decode = runner.graphs = _graphs(runner, plan, (plan.num_pages, plan.num_slots, plan.ctx), capture)
-    drafting = None
     if drafter is not None:
         given = plan.draft_pages, plan.draft_slots, drafter.max_context
-        drafting = drafter.runner.graphs = _graphs(drafter.runner, plan, given, capture)
+        runner.beside["the draft model"] = drafter.runner.graphs = _graphs(drafter.runner, plan, given, capture)
+    if head is not None:
+        sizes = sorted({shape.rows for shape in decode.shapes})
+        runner.beside["the head that guesses"] = head.graphs(decode.inputs, sizes, capture)
     meter.note("tables")
     meter.settle()
     runner.capture()
-    failures = {}
-    if drafter is not None and drafting is not None:
-        drafter.runner.capture()
-        failures["the draft model"] = drafting.failure
-    if head is not None:
-        sizes = sorted({shape.rows for shape in decode.shapes})
-        failures["the head that guesses"] = head.capture(decode.inputs, sizes, capture)
-    for what, failure in failures.items():
-        decode.failure = decode.failure or (failure and f"{what}, {failure}")
     meter.note("graphs", reserved=True)
 
 

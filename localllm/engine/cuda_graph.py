@@ -129,8 +129,12 @@ class DecodeGraphs:
         try:
             yield
         except Exception as error:
-            self.failure = f"{what}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            log.warning("CUDA graphs: %s", self.failure, exc_info=error)
+            known, self.failure = (
+                self.failure,
+                f"{what}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
+            )
+            if not known:  # the others fail for the same reason
+                log.warning("CUDA graphs: %s", self.failure, exc_info=error)
 
     @property
     def captured(self) -> tuple[int, ...]:

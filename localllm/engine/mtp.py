@@ -182,8 +182,8 @@ class HeadDrafter:
     def _best(self, states: Tensor) -> Tensor:
         return predicted_logits(self._model, states)[:, : self._vocab_size].argmax(-1)
 
-    def capture(self, inputs: DecodeInputs, sizes: Many[int], capture: Callable[[Run], Captured]) -> str:
-        """Capture passes of so many tokens, from now on replayed; returns why one could not be, "" for none.
+    def graphs(self, inputs: DecodeInputs, sizes: Many[int], capture: Callable[[Run], Captured]) -> DecodeGraphs:
+        """Of passes over so many tokens, replayed as soon as they are captured.
 
         inputs   those of the model's own graphs, or others
         """
@@ -195,8 +195,7 @@ class HeadDrafter:
             return states, self._best(states)
 
         self._graphs = DecodeGraphs(compute, inputs, shapes_of(sizes, (), False), capture)
-        self._graphs.capture()
-        return self._graphs.failure
+        return self._graphs
 
     def _batch(self, parts: list[Scheduled], ids: list[int] | Tensor) -> ForwardBatch:
         """At the places of `parts`, the tokens behind them."""

@@ -115,14 +115,14 @@ class Runner:
         self.graphs = graphs
         self.sampler = sampler
         self.listener: Listener | None = None  # is told the hidden states of every token
+        self.beside: dict[str, DecodeGraphs] = {}  # graphs of what guesses for the model, by what that is
         self.builder = BatchBuilder(len(cache.groups), cache.page_size, cache.device)
 
     def capture(
         self, left: tuple[Shape, ...] | None = None, stop: Callable[[], bool] = lambda: False
     ) -> tuple[Shape, ...]:
-        """Capture decode steps (`DecodeGraphs.capture`), and sampling from their logits; returns the shapes left.
-
-        `graphs.failure` says what could not be captured.
+        """Capture decode steps (`DecodeGraphs.capture`), sampling from their logits, and when none is left what guesses
+        for them; returns the shapes left. `graphs.failure` says what could not be captured.
         """
         if self.graphs is None:
             return ()
@@ -130,6 +130,9 @@ class Runner:
         if self.sampler is not None:
             with self.graphs.noting("sampling"):
                 self.sampler.capture(self.graphs.buckets, self.graphs.capture_run)
+        for what, graphs in () if left else self.beside.items():
+            graphs.capture(stop=stop)
+            self.graphs.failure = self.graphs.failure or (graphs.failure and f"{what}, {graphs.failure}")
         return left
 
     def forward(self, step: Step, before: SampledTokens | None = None, num_layers: int | None = None) -> ForwardOutput:

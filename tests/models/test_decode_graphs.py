@@ -314,7 +314,7 @@ def test_sampling_on_the_device_is_the_same_alone_in_a_batch_captured_and_ahead(
 
 
 def test_an_assembled_engine_has_graphs_a_spare_page_and_runs_the_plan(
-    loaded: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch
+    loaded: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = loaded("gemma3")
     options = EngineOptions(ctx=CONTEXT, max_parallel=3, kv="f32", prefill_budget=24)
@@ -335,7 +335,9 @@ def test_an_assembled_engine_has_graphs_a_spare_page_and_runs_the_plan(
     def fails(run: Any) -> Any:
         raise RuntimeError("no graphs here")
 
-    broken = assemble(model, replace(made, graph_buckets=(1, 2)), capture=fails)
+    caplog.clear()
+    broken = assemble(model, replace(made, graph_buckets=(1, 2), guess_buckets=(4, 8)), capture=fails)
+    assert len([one for one in caplog.records if "CUDA graphs" in one.message]) == 1
     assert broken.runner.graphs is not None
     assert broken.runner.graphs.note == "CUDA graphs failed (batch 1: RuntimeError: no graphs here)"
     assert answers(broken, requests(5)) == answers(engine_of(model), requests(5))

@@ -306,7 +306,7 @@ def test_guesses_change_no_token_and_do_not_depend_on_company(
     engine = engine_of(model, *((1, 2, 4, 5), True) if captured else (), guesses=(2, 4, 8, 16, 64) if captured else ())
     checked, eager = Checked(engine, 3), []
     if captured:
-        assert checked.capture(engine.runner.graphs.inputs, (1, 2, 4, 8, 16, 64), rerun) == ""
+        checked.graphs(engine.runner.graphs.inputs, (1, 2, 4, 8, 16, 64), rerun).capture()
         for builder in (engine.runner.builder, checked._builder):
             build = builder.build
             builder.build = lambda step, build=build: eager.append(step.scheduled) or build(step)
@@ -335,7 +335,7 @@ def test_a_step_that_checks_two_guesses_is_four_replays(tiny: Callable, tmp_path
 
     engine = engine_of(model, (1, 2, 4), True, capture, device=True, guesses=(8, 16))
     checked = Checked(engine, 2)
-    assert checked.capture(engine.runner.graphs.inputs, (1, 2, 4, 8), capture) == ""
+    checked.graphs(engine.runner.graphs.inputs, (1, 2, 4, 8), capture).capture()
     engine.submit(Request(prompt(10), SamplingParams(temperature=0.8, seed=1, max_tokens=40, ignore_eos=True)))
     for _ in range(3):
         engine.run_once()
@@ -365,6 +365,12 @@ def test_the_plan_counts_the_head(tiny: Callable, tmp_path: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=9)
     answers(engine, [Request(prompt(5), params)])
     assert set(engine.stats().guesses) == {"mtp"}
+    made = replace(mtp, graph_buckets=(1, 2, 3), guess_buckets=(2, 4, 8, 16))
+    engine = assemble(model, made, capture=rerun, check_invariants=True)
+    assert engine.runner.beside["the head that guesses"].captured == (1, 2, 3, 4, 8, 16)
+    assert engine.runner.graphs is not None and engine.runner.graphs.note == "graphs 1,2,3,4,8,16"
+    asked = [Request(prompt(5, seed), SamplingParams(temperature=0.5, seed=seed, max_tokens=9)) for seed in range(3)]
+    assert answers(engine, asked) == answers(engine_of(model), asked)
 
 
 @pytest.mark.parametrize("fails", ["hear", "propose"])
