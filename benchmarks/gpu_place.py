@@ -47,7 +47,7 @@ class Sizes:
 
 
 TINY = Sizes(
-    batches=(1, 2), contexts=(24,), ctx=24, deep=40, many=(2, 24), rivals=(2, 24), budget=32, answer=5, same=5,
+    batches=(1, 2), contexts=(24,), ctx=24, deep=40, many=(2, 24), rivals=(2, 24), budget=32, answer=4, same=3,
     prompts=(3, 20), steps=3, copied=8 << 20, matrix=256, products=((16, 256),),
 )  # fmt: skip
 
