@@ -212,7 +212,7 @@ def sizes(bench: Bench) -> None:
             synthetic.write_model(part, form, 0, synthetic.REAL[shape], vocabulary).rename(path)
 
         def bandwidth(_: int) -> float:
-            return read_bandwidth(threads, 64 << 20) / 1e9
+            return read_bandwidth.__wrapped__(threads, 64 << 20) / 1e9  # now: it keeps what it finds
 
         def prefill(engine: Engine, number: int, count: int, llm: LLM) -> float:
             return engine.prefill([], words(llm, random.Random(number), count))[0]
