@@ -96,7 +96,7 @@ static void attention_block(const ll_attention_args *a, const attention_task *t,
             keys.first = first;
             keys.subs = first + SUB < end ? 2 : 1;
             find_keys(a, t->seq, t->kv_head, low, high, &keys);
-            for (int u = 0; u < 2; u++) fetch_sub(a, t->seq, t->kv_head, first + KEYS + u * SUB, high);
+            for (int u = 0; u < 2; u++) find_next(a, t->seq, t->kv_head, first + KEYS + u * SUB, high, &keys, u);
             attention_tile(a, &keys, s, t->rows);
         }
         for (int64_t r = 0; r < t->rows; r++) {

@@ -41,6 +41,7 @@ typedef struct {
     int64_t first;
     int subs; /* sub-tiles in use */
     const uint8_t *k[KEYS], *v[KEYS];
+    const uint8_t *next_k[2], *next_v[2]; /* sub-tiles of the next tile, rows end to end: what is asked for meanwhile; or NULL */
     _Alignas(64) float k_scale[KEYS], v_scale[KEYS];
 } tile_keys;
 
@@ -91,63 +92,75 @@ static void find_keys(const ll_attention_args *a, int64_t seq, int64_t head, int
     }
 }
 
-/* Asks for the 16 keys and values at `first`, which come next. */
-INLINE void fetch_sub(const ll_attention_args *a, int64_t seq, int64_t head, int64_t first, int64_t high)
+/* Where the 16 keys and values at `first` lie, which come next. */
+INLINE void find_next(const ll_attention_args *a, int64_t seq, int64_t head, int64_t first, int64_t high, tile_keys *keys, int u)
 {
     const kv_pages *p = &a->pages;
+    keys->next_k[u] = keys->next_v[u] = NULL;
     if (first > high || p->page_size % SUB) return;
     const int64_t page = a->block_table[seq * a->max_pages + first / p->page_size], row_bytes = p->dim * kv_bytes(p->format);
     if (page < 0) return;
-    const int64_t row = (page * p->num_kv_heads + head) * p->page_size + first % p->page_size, of_v = v_bytes(a);
-    for (int64_t i = 0; i < SUB * row_bytes; i += 64) __builtin_prefetch(p->k + row * row_bytes + i, 0, 3);
-    for (int64_t i = 0; i < SUB * of_v; i += 64) __builtin_prefetch(p->v + row * of_v + i, 0, 3);
+    const int64_t row = (page * p->num_kv_heads + head) * p->page_size + first % p->page_size;
+    keys->next_k[u] = p->k + row * row_bytes;
+    keys->next_v[u] = p->v + row * v_bytes(a);
+}
+
+/* Asks for some bytes, into the second cache. Spread over the work, two Zen 4 cores read 22 GB/s of bfloat16 (4,096 tokens), 11
+ * where the next tile is asked for at once into the first cache, and 10 where nothing is. */
+INLINE void ask_for(const uint8_t *from, int64_t begin, int64_t end)
+{
+    for (int64_t i = begin; from && i < end; i += 64) __builtin_prefetch(from + i, 0, 2);
 }
 
 #define UNROLL _Pragma("GCC unroll 64")
 
 /* Numbers of VW keys, dimension by dimension: BODY sees `int64_t d`, `const int odd` (of d) and `vf key`. Stored numbers
- * of 16 and 8 bits are transposed as halves and quarters of 32. Dimensions after the last whole vector are left. */
-#define EACH_DIMENSION(ROWS, DIM, FORMAT, BODY)                                                               \
-    int64_t at_ = 0;                                                                                          \
-    for (; (FORMAT) == KV_BF16 && at_ + 2 * VW <= (DIM); at_ += 2 * VW) {                                     \
-        vf pair_[VW];                                                                                         \
-        for (int j = 0; j < VW; j++) pair_[j] = vf_load((const float *)((ROWS)[j] + 2 * at_));                \
-        transpose(pair_);                                                                                     \
-        UNROLL for (int j = 0; j < 2 * VW; j++) {                                                                  \
-            const int64_t d = at_ + j;                                                                        \
-            const int odd = j % 2;                                                                            \
-            const vf key = (vf)(odd ? (vi)pair_[j / 2] & (int32_t)0xffff0000 : (vi)pair_[j / 2] << 16);       \
-            BODY                                                                                              \
-        }                                                                                                     \
-    }                                                                                                         \
-    for (; (FORMAT) == KV_INT8 && at_ + 4 * VW <= (DIM); at_ += 4 * VW) {                                     \
-        vf quad_[VW];                                                                                         \
-        for (int j = 0; j < VW; j++) quad_[j] = vf_load((const float *)((ROWS)[j] + at_));                    \
-        transpose(quad_);                                                                                     \
-        UNROLL for (int j = 0; j < 4 * VW; j++) {                                                                  \
-            const int64_t d = at_ + j;                                                                        \
-            const int odd = j % 2;                                                                            \
-            const vf key = vf_cvt(((vi)quad_[j / 4] << (24 - 8 * (j % 4))) >> 24);                            \
-            BODY                                                                                              \
-        }                                                                                                     \
-    }                                                                                                         \
-    for (; at_ + VW <= (DIM); at_ += VW) {                                                                    \
-        vf one_[VW];                                                                                          \
-        for (int j = 0; j < VW; j++) one_[j] = kv_vector((ROWS)[j], at_, FORMAT);                             \
-        transpose(one_);                                                                                      \
-        UNROLL for (int j = 0; j < VW; j++) {                                                                      \
-            const int64_t d = at_ + j;                                                                        \
-            const int odd = j % 2;                                                                            \
-            const vf key = one_[j];                                                                           \
-            BODY                                                                                              \
-        }                                                                                                     \
+ * of 16 and 8 bits are transposed as halves and quarters of 32. Dimensions after the last whole vector are left. Rows at
+ * NEXT, end to end, are asked for meanwhile. */
+#define EACH_DIMENSION(ROWS, DIM, FORMAT, NEXT, BODY)                                                                           \
+    int64_t at_ = 0;                                                                                                            \
+    for (; (FORMAT) == KV_BF16 && at_ + 2 * VW <= (DIM); at_ += 2 * VW) {                                                       \
+        vf pair_[VW];                                                                                                           \
+        for (int j = 0; j < VW; j++) pair_[j] = vf_load((const float *)((ROWS)[j] + 2 * at_));                                  \
+        for (int j = 0; (NEXT) && j < VW; j++) ask_for((NEXT), 2 * (j * (DIM) + at_), 2 * (j * (DIM) + at_ + 2 * VW));          \
+        transpose(pair_);                                                                                                       \
+        UNROLL for (int j = 0; j < 2 * VW; j++) {                                                                               \
+            const int64_t d = at_ + j;                                                                                          \
+            const int odd = j % 2;                                                                                              \
+            const vf key = (vf)(odd ? (vi)pair_[j / 2] & (int32_t)0xffff0000 : (vi)pair_[j / 2] << 16);                         \
+            BODY                                                                                                                \
+        }                                                                                                                       \
+    }                                                                                                                           \
+    for (; (FORMAT) == KV_INT8 && at_ + 4 * VW <= (DIM); at_ += 4 * VW) {                                                       \
+        vf quad_[VW];                                                                                                           \
+        for (int j = 0; j < VW; j++) quad_[j] = vf_load((const float *)((ROWS)[j] + at_));                                      \
+        for (int j = 0; (NEXT) && j < VW; j++) ask_for((NEXT), j * (DIM) + at_, j * (DIM) + at_ + 4 * VW);                      \
+        transpose(quad_);                                                                                                       \
+        UNROLL for (int j = 0; j < 4 * VW; j++) {                                                                               \
+            const int64_t d = at_ + j;                                                                                          \
+            const int odd = j % 2;                                                                                              \
+            const vf key = vf_cvt(((vi)quad_[j / 4] << (24 - 8 * (j % 4))) >> 24);                                              \
+            BODY                                                                                                                \
+        }                                                                                                                       \
+    }                                                                                                                           \
+    for (; at_ + VW <= (DIM); at_ += VW) {                                                                                      \
+        vf one_[VW];                                                                                                            \
+        for (int j = 0; j < VW; j++) one_[j] = kv_vector((ROWS)[j], at_, FORMAT);                                               \
+        for (int j = 0; (NEXT) && j < VW; j++) ask_for((NEXT), kv_bytes(FORMAT) * (j * (DIM) + at_), kv_bytes(FORMAT) * (j * (DIM) + at_ + VW)); \
+        transpose(one_);                                                                                                        \
+        UNROLL for (int j = 0; j < VW; j++) {                                                                                   \
+            const int64_t d = at_ + j;                                                                                          \
+            const int odd = j % 2;                                                                                              \
+            const vf key = one_[j];                                                                                             \
+            BODY                                                                                                                \
+        }                                                                                                                       \
     }
 
 /* Stored rows of VW keys, transposed, times their scales where there are some; zeros up to `end`. */
 INLINE void load_keys(const uint8_t *const *rows, int64_t dim, int64_t end, const float *scales, float *keys, const int64_t format)
 {
     const vf scale = scales ? vf_load(scales) : vf_set1(1.0f);
-    EACH_DIMENSION(rows, dim, format, { (void)odd; vf_store(keys + d * SUB, key * scale); })
+    EACH_DIMENSION(rows, dim, format, (const uint8_t *)NULL, { (void)odd; vf_store(keys + d * SUB, key * scale); })
     for (int64_t d = dim - dim % VW; d < end; d++)
         for (int j = 0; j < VW; j++) keys[d * SUB + j] = d < dim ? kv_number(rows[j], d, format) * (scales ? scales[j] : 1.0f) : 0.0f;
 }
@@ -198,11 +211,12 @@ INLINE void scores_many(const attention_space *s, int64_t row, int64_t padded, t
 INLINE void scores_few(const ll_attention_args *a, const tile_keys *t, const attention_space *s, int64_t row, tile_weights p,
                        const int rows, const int64_t format)
 {
-    const int64_t dim = a->pages.dim, padded = round_up(dim, 16);
+    const int64_t dim = a->pages.dim, padded = round_up(dim, 16), of_k = dim * kv_bytes(format);
     for (int i = 0; i < t->subs * SUB; i += VW) {
+        const uint8_t *next = row || !t->next_k[i / SUB] ? NULL : t->next_k[i / SUB] + i % SUB * of_k;
         vf chain[4][2];
         for (int r = 0; r < rows; r++) chain[r][0] = chain[r][1] = vf_set1(0.0f);
-        EACH_DIMENSION(t->k + i, dim, format, {
+        EACH_DIMENSION(t->k + i, dim, format, next, {
             for (int r = 0; r < rows; r++) chain[r][odd] = vf_fma(key, vf_set1(s->q[(row + r) * padded + d]), chain[r][odd]);
         })
         for (int r = 0; r < rows; r++) vf_store(p[r] + i, chain[r][0] + chain[r][1]);
@@ -274,18 +288,20 @@ INLINE void weigh(const ll_attention_args *a, const tile_keys *t, attention_spac
                   const int few, const int64_t format)
 {
     enum { WIDE = VW == 16 ? 4 : 2 };
-    const int64_t padded = round_up(a->pages.dim, 16);
+    const int64_t padded = round_up(a->pages.dim, 16), of_v = v_bytes(a);
     const int keys = t->subs * SUB;
     int64_t d = 0;
     for (; d + WIDE * VW <= padded; d += WIDE * VW) {
         vf acc[4][WIDE];
         for (int r = 0; r < rows; r++)
             for (int i = 0; i < WIDE; i++) acc[r][i] = vf_load(s->acc + (row + r) * padded + d + i * VW);
-        for (int j = 0; j < keys; j++)
+        for (int j = 0; j < keys; j++) {
+            if (few && !row) ask_for(t->next_v[j / SUB], j % SUB * of_v + d * kv_bytes(format), j % SUB * of_v + (d + WIDE * VW) * kv_bytes(format));
             for (int i = 0; i < WIDE; i++) {
                 vf value = few ? kv_vector(t->v[j], d + i * VW, format) : vf_load(s->values + j * padded + d + i * VW);
                 for (int r = 0; r < rows; r++) acc[r][i] = vf_fma(value, vf_set1(p[r][j]), acc[r][i]);
             }
+        }
         for (int r = 0; r < rows; r++)
             for (int i = 0; i < WIDE; i++) vf_store(s->acc + (row + r) * padded + d + i * VW, acc[r][i]);
     }

@@ -131,7 +131,17 @@ def test_attention(arm: Callable[[bytes], bytes]) -> None:
         table = torch.randperm(count).int()
         at = torch.arange(tokens)
         slots = table.long()[at // page] * page + at % page
-        numbers = (kv_heads, page, dim, interface.FORMATS.index(kv_format), count, tokens, heads, queries, window)
+        numbers = (
+            kv_heads,
+            page,
+            dim,
+            list(interface.KV_DTYPES).index(kv_format),
+            count,
+            tokens,
+            heads,
+            queries,
+            window,
+        )
         cases += struct.pack("<10q", 2, *numbers) + b"".join(t.numpy().tobytes() for t in (k, v, slots, table, q))
         reference.kv_write(k, v, pages, slots)
         where = table[None], torch.tensor([0, queries]).int(), torch.tensor([tokens]).int()
