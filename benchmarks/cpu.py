@@ -84,7 +84,9 @@ class Bench:
         self.file.write_text(json.dumps(self.kept, indent=1) + "\n")
 
     def row(self, name: str, runs: Sequence[tuple[str, Callable[[int], float]]], repeat: int) -> None:
-        """Measure (engine, run) in turns, unless they are known; rates, or seconds."""
+        """Measure (engine, run) in turns, unless they are known or other tests are wanted; rates, or seconds."""
+        if self.options.tests and not name.endswith(tuple(f" {test}" for test in self.options.tests)):
+            return
         for number in range(repeat):
             for engine, run in runs:
                 done: list[dict[str, float]] = self.kept["rows"].setdefault(name, {}).setdefault(engine, [])
@@ -136,6 +138,7 @@ def main() -> int:
     )
     parser.add_argument("--large", action="store_true", help="sizes: 8B, mixtures of experts and a hybrid, too")
     parser.add_argument("--shapes", nargs="*", help="sizes: these alone, as in qwen3-1.7b-Q4_K_M")
+    parser.add_argument("--tests", nargs="*", help="these rows alone, as in pp256")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--calm", type=float, default=0.15, metavar="CORES", help="most that others may take")
