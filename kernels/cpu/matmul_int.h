@@ -320,7 +320,7 @@ static const few_tiles *few_rows(const ll_weight *w, int64_t m)
 /* How a product of integers with m rows takes them; `takes`: TAKE_INT8, or 16 bits. */
 static int x_form(const ll_weight *w, int64_t m, int64_t takes)
 {
-    if (takes == TAKE_INT8) return X_BYTES;
+    if (LL_VNNI && takes == TAKE_INT8) return X_BYTES;
     if (few_rows(w, m)) return X_PLANES;
 #if LL_AMX
     if (amx_on && m >= AMX_ROWS && digits_are_exact(w)) return X_DIGITS;

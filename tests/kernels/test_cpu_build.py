@@ -361,16 +361,16 @@ def test_a_forked_child_has_threads_of_its_own(compiled: None) -> None:
     library = build.lib()
     before = library.ll_threads(0)
     library.ll_threads(3)
-    prepared = IMPLS[0].prepare(weight())
+    prepared = IMPLS[1].prepare(weight())
     x = torch.ones(40, 64)
-    expected = IMPLS[0].run(x, prepared)
+    expected = IMPLS[1].run(x, prepared)
     try:
         child = os.fork()
         if child == 0:
-            same = torch.equal(IMPLS[0].run(x, prepared), expected)
+            same = torch.equal(IMPLS[1].run(x, prepared), expected)
             os._exit(0 if same else 1)
         assert os.waitpid(child, 0)[1] == 0
-        assert torch.equal(IMPLS[0].run(x, prepared), expected)
+        assert torch.equal(IMPLS[1].run(x, prepared), expected)
     finally:
         library.ll_threads(before)
 
@@ -381,11 +381,11 @@ def weight() -> Weight:
 
 
 def test_calls_from_several_threads(compiled: None) -> None:
-    prepared = IMPLS[0].prepare(weight())
+    prepared = IMPLS[1].prepare(weight())
     inputs = [torch.randn(m, 64) for m in (1, 2, 7, 40)] * 5
-    expected = [IMPLS[0].run(x, prepared) for x in inputs]
+    expected = [IMPLS[1].run(x, prepared) for x in inputs]
     with ThreadPoolExecutor(4) as pool:
-        results = list(pool.map(lambda x: IMPLS[0].run(x, prepared), inputs * 5))
+        results = list(pool.map(lambda x: IMPLS[1].run(x, prepared), inputs * 5))
     assert all(torch.equal(y, expected[i % len(inputs)]) for i, y in enumerate(results))
 
 
