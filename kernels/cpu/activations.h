@@ -113,7 +113,8 @@ INLINE void quantize_block(const float *x, uint8_t *planes, xblock *meta, int fo
         }
         sums[h] = vi_sum(total);
     }
-    if (form == X_BYTES) for (int i = 0; i < BLOCK; i++) planes[i] = (uint8_t)q[i];
+    if (form == X_BYTES)
+        for (int i = 0; i < BLOCK; i++) planes[i] = (uint8_t)q[i];
     else if (form == X_DIGITS) digit_block(q, planes, halves);
     else if (form == X_PAIRS) pair_block(q, planes);
     else plane_block(q, planes);

@@ -39,11 +39,8 @@ from localllm.testing import step_fault
 log = logging.getLogger(__name__)
 
 COMPILING_THREADS = max(1, min(8, os.cpu_count() or 1))
-ROUNDING = {
-    "fp8": "triton_fp8_w8a8",
-    "nvfp4": "triton_nvfp4_w4a4",
-    "int8": "c_int8",
-}  # the products that round what they multiply, too
+# the products that round what they multiply, too
+ROUNDING = {"fp8": "triton_fp8_w8a8", "nvfp4": "triton_nvfp4_w4a4", "int8": "c_int8"}
 
 
 def first_use(device: str, machine: MachineFacts) -> SelfTest:
