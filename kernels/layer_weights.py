@@ -309,6 +309,12 @@ FUSED_LATENT = frozenset(
         *("interleaved", "post_norm"),
     )
 )
+FUSED_DELTA = frozenset(
+    (
+        *("norm", "qkvz", "ba", "out", "conv", "decay", "dt_bias", "out_norm"),
+        *("num_k_heads", "num_v_heads", "k_dim", "v_dim", "tiled"),
+    )
+)
 FUSED_MLP = frozenset(("norm", "gate_up", "down", "activation", "post_norm"))
 FUSED_EXPERTS = frozenset(
     (

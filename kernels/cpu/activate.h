@@ -11,4 +11,6 @@ INLINE vf activate(vf g, int gelu)
     return g / (vf_set1(1.0f) + vf_exp(-u));
 }
 
+INLINE vf sigmoid(vf x) { return vf_set1(1.0f) / (vf_set1(1.0f) + vf_exp(-x)); }
+
 #endif

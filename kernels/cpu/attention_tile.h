@@ -24,6 +24,7 @@ typedef struct {
     int64_t window;             /* 0: none */
     float scale, softcap;       /* softcap 0: none */
     int64_t turned;             /* 0: none. A key is what `k` holds and, behind it, so many elements in `v`; its value is the former */
+    int64_t gated;              /* behind each query lies a gate of its size, whose sigmoid multiplies what it gives */
 } ll_attention_args;
 
 typedef struct {

@@ -8,14 +8,17 @@ from ctypes import c_double, c_int64, c_uint8, c_void_p
 from typing import Any
 
 from ..kv_pages import KV_DTYPES, KVPages
+from ..state_slots import StateSlots
 
 PAGES = struct.Struct("@4P5q")  # `kv_pages`, packed anew for every call, which costs less than a ctypes structure.
 DELTA = struct.Struct("@9P6q")  # `delta_job`
 SPACE = struct.Struct("@9P5q")  # `space_job`
-ATTENTION = struct.Struct("@6P4q2fq")  # `ll_attention_args` is PAGES and this.
+ATTENTION = struct.Struct("@6P4q2f2q")  # `ll_attention_args` is PAGES and this.
 KV_TARGET = struct.Struct("@P")  # `kv_target` is PAGES and this.
 STEP = struct.Struct("@2q3P")  # `ll_step` is this and a kv_target.
-PASS = struct.Struct("@4q6Pd3P")
+PASS = struct.Struct("@4q6Pd3P2Pq")
+SEQUENCES = struct.Struct("@2Pq")  # `ll_sequences`, the end of a PASS
+SLOTS = struct.Struct("@2P2q")  # `ll_state_slots`
 VIEW = struct.Struct("@4P2q")
 VIEWS = 4  # `ll_pass` is a PASS and this many VIEWs.
 PARTS = 4
@@ -105,7 +108,7 @@ class CAttentionLayer(ctypes.Structure):
     """`ll_attention_layer`."""
 
     _fields_ = [
-        *_each(c_int64, "hidden num_heads num_kv_heads head_dim interleaved"),
+        *_each(c_int64, "hidden num_heads num_kv_heads head_dim interleaved gated"),
         *_each(CNorm, "norm q_norm k_norm post_norm"),
         *_each(CLinear, "qkv out"),
     ]
@@ -145,6 +148,17 @@ class CLatentLayer(ctypes.Structure):
     ]
 
 
+class CDeltaLayer(ctypes.Structure):
+    """`ll_delta_layer`."""
+
+    _fields_ = [
+        *_each(c_int64, "hidden k_heads v_heads k_dim v_dim width tiled"),
+        *_each(CNorm, "norm out_norm"),
+        *_each(CLinear, "inputs rates out"),
+        *_each(c_void_p, "conv decay dt_bias"),
+    ]
+
+
 class CHeadLayer(ctypes.Structure):
     """`ll_head_layer`."""
 
@@ -160,12 +174,19 @@ class CKVPages(ctypes.Structure):
     ]
 
 
+class CStateSlots(ctypes.Structure):
+    """`ll_state_slots`."""
+
+    _fields_ = [*_each(c_void_p, "conv state"), *_each(c_int64, "conv_stride state_stride")]
+
+
 class CDecoderLayer(ctypes.Structure):
     """`ll_decoder_layer`."""
 
     _fields_ = [
-        *_each(c_void_p, "attention mlp experts sinks"),
+        *_each(c_void_p, "attention delta mlp experts sinks"),
         ("pages", CKVPages),
+        ("kept", CStateSlots),
         *_each(c_int64, "view window"),
         *_each(c_double, "scale softcap"),
     ]
@@ -192,6 +213,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ll_attn_out": (c_int64, (c_void_p, c_void_p, c_int64, c_void_p)),
     "ll_head": (c_int64, (c_void_p, c_void_p, c_int64, c_void_p)),
     "ll_latent": (c_int64, (c_void_p, c_void_p, c_void_p, c_void_p)),
+    "ll_gated_delta": (c_int64, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p)),
     "ll_mlp": (c_int64, (c_void_p, c_int64, c_void_p)),
     "ll_experts": (c_int64, (c_void_p, c_int64, c_void_p)),
     "ll_adapt": (c_int64, (c_void_p, c_void_p, c_int64, c_void_p)),
@@ -205,6 +227,13 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 def pack_pages(pages: KVPages) -> bytes:
     """`kv_pages` of a layer."""
     return PAGES.pack(*kv_fields(pages))
+
+
+def slot_fields(kept: StateSlots) -> tuple[int, int, int, int] | None:
+    """The members of `ll_state_slots`; None where the numbers of a slot do not lie together."""
+    if kept.state is None or not (kept.conv[0].is_contiguous() and kept.state[0].is_contiguous()):
+        return None
+    return kept.conv.data_ptr(), kept.state.data_ptr(), kept.conv.stride(0), kept.state.stride(0)
 
 
 def kv_fields(pages: KVPages) -> tuple[int, ...]:
@@ -229,8 +258,9 @@ def declare(lib: ctypes.CDLL) -> None:
         function = getattr(lib, name)
         function.restype = result
         function.argtypes = arguments
-    layers = (CAttentionLayer, CMlpLayer, CExpertsLayer, CHeadLayer, CLatentLayer, CDecoderLayer)
+    layers = (CAttentionLayer, CDeltaLayer, CMlpLayer, CExpertsLayer, CHeadLayer, CLatentLayer, CDecoderLayer)
     sizes = sum(map(ctypes.sizeof, (CWeight, *layers, CAdapters, CLowRank)))
-    sizes += PAGES.size + ATTENTION.size + STEP.size + PAGES.size + KV_TARGET.size + PASS.size + VIEWS * VIEW.size
+    sizes += SLOTS.size + SEQUENCES.size + PAGES.size + ATTENTION.size + STEP.size + PAGES.size + KV_TARGET.size
+    sizes += PASS.size + VIEWS * VIEW.size
     if lib.ll_abi() >> 32 != sizes:
         raise ValueError("the library's structs differ from interface.py")

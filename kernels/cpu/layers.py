@@ -8,11 +8,13 @@ from typing import Any
 
 from ..layer_weights import (
     FUSED_ATTENTION,
+    FUSED_DELTA,
     FUSED_EXPERTS,
     FUSED_HEAD,
     FUSED_LATENT,
     FUSED_MLP,
     AttentionWeights,
+    DeltaWeights,
     ExpertsWeights,
     HeadWeights,
     LatentWeights,
@@ -22,12 +24,24 @@ from ..layer_weights import (
     has_only,
 )
 from .adapters import CpuAdditions
-from .interface import CAttentionLayer, CExpertsLayer, CHeadLayer, CLatentLayer, CLinear, CMlpLayer, CNorm
+from .interface import (
+    PARTS,
+    CAttentionLayer,
+    CDeltaLayer,
+    CExpertsLayer,
+    CHeadLayer,
+    CLatentLayer,
+    CLinear,
+    CMlpLayer,
+    CNorm,
+)
 from .layout import Prepared
 from .linear import TAKES
 
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 _EXPERT_ACTIVATIONS = ("silu", "gelu_tanh", "swiglu_oai")  # as experts.h numbers them
+KNOWN_ATTENTION = FUSED_ATTENTION | {"gate"}
+LARGEST_CONV = 8  # CONV_WIDTH_MAX of C
 LARGEST_HEAD, LARGEST_TURN = 512, 128  # DIM_MAX and TURNED_MAX of C
 _ROUTERS = ("softmax", "softmax_topk", "sigmoid")
 
@@ -48,7 +62,7 @@ def attention_layer(w: AttentionWeights) -> Layer | None:
     """`ll_attention_layer`."""
     kept: list[Any] = []
     qkv, out = _linear(w.qkv, kept), _linear(w.out, kept)
-    if qkv is None or out is None or w.norm is None or not has_only(w, FUSED_ATTENTION):
+    if qkv is None or out is None or w.norm is None or not has_only(w, KNOWN_ATTENTION):
         return None
     struct = CAttentionLayer(
         hidden=w.norm.weight.shape[0],
@@ -56,6 +70,7 @@ def attention_layer(w: AttentionWeights) -> Layer | None:
         num_kv_heads=w.num_kv_heads,
         head_dim=w.head_dim,
         interleaved=w.interleaved,
+        gated=w.gate,
         norm=_norm(w.norm, kept),
         q_norm=_norm(w.q_norm, kept),
         k_norm=_norm(w.k_norm, kept),
@@ -64,6 +79,38 @@ def attention_layer(w: AttentionWeights) -> Layer | None:
         out=out,
     )
     return Layer(struct, kept)
+
+
+def delta_layer(w: DeltaWeights) -> Layer | None:
+    """`ll_delta_layer`."""
+    kept: list[Any] = []
+    parts = w.qkvz.parts + w.ba.parts
+    apart = len(parts) > PARTS or w.qkvz.additions is not None or w.ba.additions is not None
+    inputs = _linear(w.qkvz if apart else Linear(parts), kept)
+    rates, out = _linear(w.ba, kept) if apart else CLinear(), _linear(w.out, kept)
+    known = has_only(w, FUSED_DELTA) and w.conv.shape[1] <= LARGEST_CONV
+    if inputs is None or rates is None or out is None or w.norm is None or not known:
+        return None
+    vectors = [vector.float().contiguous() for vector in (w.conv.T, w.decay, w.dt_bias)]
+    conv, decay, dt_bias = (vector.data_ptr() for vector in vectors)
+    struct = CDeltaLayer(
+        hidden=w.norm.weight.shape[0],
+        k_heads=w.num_k_heads,
+        v_heads=w.num_v_heads,
+        k_dim=w.k_dim,
+        v_dim=w.v_dim,
+        width=w.conv.shape[1],
+        tiled=w.tiled,
+        norm=_norm(w.norm, kept),
+        out_norm=_norm(w.out_norm, kept),
+        inputs=inputs,
+        rates=rates,
+        out=out,
+        conv=conv,
+        decay=decay,
+        dt_bias=dt_bias,
+    )
+    return Layer(struct, kept + vectors)
 
 
 def latent_layer(w: LatentWeights) -> Layer | None:

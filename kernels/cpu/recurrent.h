@@ -105,32 +105,39 @@ INLINE void step_rows(float *s, const float *k, const float *q, int64_t dim, flo
         for (; first < count; first++) CALL(1);                         \
     } while (0)
 
-INLINE vf load_some(const float *from, int count)
-{
-    vf x = vf_set1(0.0f);
-    if (count == VW) return vf_load(from);
-    memcpy(&x, from, (size_t)count * 4);
-    return x;
-}
+/* A head's tokens, from the first on; strides are in floats. */
+typedef struct {
+    const float *q, *k, *v, *factor, *beta; /* [tokens][k_dim], [tokens][v_dim], [tokens] */
+    float *y;                               /* laid out like v */
+    int64_t k_stride, v_stride, rate_stride, k_dim, v_dim;
+} delta_tokens;
 
-/* `count` rows of head `head` through the tokens [begin, end). */
-static void delta_run(const delta_job *j, float *s, int64_t head, int64_t row, int count, int64_t begin, int64_t end)
+/* `count` rows of a head from `row` on through the tokens [begin, end). */
+static void delta_run(const delta_tokens *j, float *s, int64_t row, int count, int64_t begin, int64_t end)
 {
-    const int64_t of = j->tiled ? head % j->k_heads : head / (j->v_heads / j->k_heads), dim = j->k_dim;
+    const int64_t dim = j->k_dim;
     row_sums sums;
     memset(&sums, 0, sizeof sums);
     for (int64_t t = begin; t < end; t++) {
-        const int64_t at = t * j->v_heads + head;
-        const float *k = j->k + (t * j->k_heads + of) * dim, *q = j->q + (t * j->k_heads + of) * dim, factor = j->factor[at];
+        const float *k = j->k + t * j->k_stride, *q = j->q + t * j->k_stride, factor = j->factor[t * j->rate_stride];
         float missing[VW];
 #define READ(N) read_rows(s, k, dim, &sums, first, N)
         EACH_ROW(READ);
-        vf_store(missing, (load_some(j->v + at * j->v_dim + row, count) - sums_of_rows(&sums) * factor) * j->beta[at]);
+        const vf wanted = load_some(j->v + t * j->v_stride + row, count) - sums_of_rows(&sums) * factor;
+        vf_store(missing, wanted * j->beta[t * j->rate_stride]);
 #define LEARN(N) step_rows(s, k, q, dim, factor, missing, &sums, first, N)
         EACH_ROW(LEARN);
         const vf y = sums_of_rows(&sums);
-        memcpy(j->y + at * j->v_dim + row, &y, (size_t)count * 4);
+        memcpy(j->y + t * j->v_stride + row, &y, (size_t)count * 4);
     }
+}
+
+/* A head's state [v_dim][k_dim] through its tokens. */
+static void delta_head(const delta_tokens *j, float *state, int64_t tokens)
+{
+    for (int64_t t = 0; t < tokens; t += RUN)
+        for (int64_t row = 0; row < j->v_dim; row += VW)
+            delta_run(j, state + row * j->k_dim, row, j->v_dim - row < VW ? (int)(j->v_dim - row) : VW, t, t + RUN < tokens ? t + RUN : tokens);
 }
 
 /* A task is a value head of a sequence: its tokens in order. */
@@ -138,13 +145,14 @@ static void delta_heads(void *arg, int64_t begin, int64_t end, int thread)
 {
     (void)thread;
     const delta_job *j = arg;
+    const int64_t k_stride = j->k_heads * j->k_dim, v_stride = j->v_heads * j->v_dim;
     for (int64_t i = begin; i < end; i++) {
-        const int64_t sequence = i / j->v_heads, head = i % j->v_heads, last = j->starts[sequence + 1];
-        float *state = j->state + j->slots[sequence] * j->stride + head * j->v_dim * j->k_dim;
-        for (int64_t t = j->starts[sequence]; t < last; t += RUN)
-            for (int64_t row = 0; row < j->v_dim; row += VW)
-                delta_run(j, state + row * j->k_dim, head, row, j->v_dim - row < VW ? (int)(j->v_dim - row) : VW, t,
-                          t + RUN < last ? t + RUN : last);
+        const int64_t sequence = i / j->v_heads, head = i % j->v_heads, first = j->starts[sequence];
+        const int64_t of = j->tiled ? head % j->k_heads : head / (j->v_heads / j->k_heads);
+        const int64_t keys = first * k_stride + of * j->k_dim, values = first * v_stride + head * j->v_dim, rates = first * j->v_heads + head;
+        const delta_tokens tokens = {j->q + keys, j->k + keys, j->v + values, j->factor + rates, j->beta + rates, j->y + values,
+                                     k_stride, v_stride, j->v_heads, j->k_dim, j->v_dim};
+        delta_head(&tokens, j->state + j->slots[sequence] * j->stride + head * j->v_dim * j->k_dim, j->starts[sequence + 1] - first);
     }
 }
 

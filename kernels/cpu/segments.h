@@ -3,6 +3,7 @@
 #define LL_SEGMENTS_H
 
 #include "attention.h"
+#include "delta.h"
 #include "experts.h"
 #include "layer.h"
 #include "matmul.h"
@@ -12,6 +13,7 @@
 
 typedef struct {
     int64_t hidden, num_heads, num_kv_heads, head_dim, interleaved;
+    int64_t gated; /* behind each query comes its gate, in `qkv` and in q */
     ll_norm norm, q_norm, k_norm, post_norm;
     ll_linear_op qkv, out;
 } ll_attention_layer;
@@ -44,17 +46,18 @@ static void split_tokens(void *arg, int64_t begin, int64_t end, int thread)
     (void)thread;
     const split_job *j = arg;
     const ll_attention_layer *l = j->l;
-    const int64_t dim = l->head_dim, heads = l->num_heads, kv = l->num_kv_heads, half = j->s->half;
+    const int64_t dim = l->head_dim, heads = l->num_heads, kv = l->num_kv_heads, half = j->s->half, width = dim * (1 + l->gated);
     const kv_pages *pages = &j->s->cache.pages;
     float head[DIM_MAX];
     for (int64_t i = begin; i < end; i++) {
         const int64_t t = j->first + i, slot = j->s->cache.slots[t];
         const int64_t turn = (j->s->rows ? j->s->rows[t] : t) * half;
-        const float *row = j->qkv + i * (heads + 2 * kv) * dim, *cos = j->s->cos + turn, *sin = j->s->sin + turn;
+        const float *row = j->qkv + i * (heads * width + 2 * kv * dim), *keys = row + heads * width, *cos = j->s->cos + turn, *sin = j->s->sin + turn;
         for (int64_t h = 0; h < heads + kv; h++) {
             const ll_norm *norm = h < heads ? &l->q_norm : &l->k_norm;
-            const float *from = row + h * dim;
-            float *to = h < heads ? j->q + (t * heads + h) * dim : head;
+            const float *from = h < heads ? row + h * width : keys + (h - heads) * dim;
+            float *to = h < heads ? j->q + (t * heads + h) * width : head;
+            if (h < heads && l->gated) memcpy(to + dim, from + dim, (size_t)dim * 4);
             if (norm->weight) {
                 norm_row(from, norm->weight, (float)norm->eps, dim, to);
                 from = to;
@@ -62,13 +65,13 @@ static void split_tokens(void *arg, int64_t begin, int64_t end, int thread)
             rope_head(from, cos, sin, half, dim, (int)l->interleaved, to);
             if (h >= heads) kv_store_key(pages, slot, h - heads, head);
         }
-        for (int64_t h = 0; h < kv; h++) kv_store_value(pages, slot, h, row + (heads + kv + h) * dim);
+        for (int64_t h = 0; h < kv; h++) kv_store_value(pages, slot, h, keys + (kv + h) * dim);
     }
 }
 
 static int attn_in_locked(const ll_attention_layer *l, const float *x, const ll_step *s, float *q)
 {
-    const int64_t width = (l->num_heads + 2 * l->num_kv_heads) * l->head_dim, most = s->num_tokens < AT_ONCE ? s->num_tokens : AT_ONCE;
+    const int64_t width = l->qkv.n, most = s->num_tokens < AT_ONCE ? s->num_tokens : AT_ONCE;
     float *normed = (float *)scratch(2, most * (l->hidden + width) * 4), *qkv = normed + most * l->hidden;
     if (!normed) return -1;
     for (int64_t first = 0; first < s->num_tokens; first += AT_ONCE) {
@@ -183,10 +186,12 @@ typedef struct {
 
 typedef struct {
     const ll_attention_layer *attention;
+    const ll_delta_layer *delta; /* in the place of attention, or NULL */
     const ll_mlp_layer *mlp;
     const ll_experts_layer *experts; /* in the place of mlp, or NULL */
     const float *sinks;   /* [num_heads], or NULL */
     kv_pages pages;
+    ll_state_slots kept;
     int64_t view, window; /* window 0: none */
     double scale, softcap;
 } ll_decoder_layer;
@@ -203,6 +208,7 @@ typedef struct {
     const ll_head_layer *head; /* NULL: no logits */
     float *logits;             /* [num_tokens][n] */
     int64_t *best;             /* [num_tokens] the first place of the largest logit, -1 where one is NaN; NULL: not looked for */
+    ll_sequences sequences;    /* of layers that keep states */
     ll_view views[VIEWS];
 } ll_pass;
 
@@ -219,25 +225,41 @@ static void pick_rows(const ll_pass *p, int64_t width, int64_t hidden, float *q,
     }
 }
 
-/* One layer; `next` is the product that comes after it, if there is one. The last layer stores keys and values of all
- * tokens and computes the rest for those that are wanted, of a long prompt one; `cu_rows` has room for their bounds. */
-static int decoder_layer(const ll_decoder_layer *d, const ll_pass *p, int is_last, const ll_linear_op *next, float *q, float *attended,
-                         int32_t *cu_rows, float *x)
+static const ll_linear_op *first_product(const ll_decoder_layer *d) { return d->delta ? &d->delta->inputs : &d->attention->qkv; }
+
+/* What mixes tokens in a layer, and which rows of x come out: all, or those that are wanted. */
+static int mixer_locked(const ll_decoder_layer *d, const ll_pass *p, int picks, float *q, float *attended, int32_t *cu_rows, float *x)
 {
+    const ll_linear_op *next = d->experts ? &d->experts->router : &d->mlp->gate_up;
+    const int64_t rows = picks ? p->num_rows : p->num_tokens;
+    if (d->delta) {
+        if (gated_delta_locked(d->delta, &d->kept, &p->sequences, next, p->num_tokens, x)) return -1;
+        if (picks) pick_rows(p, 0, d->delta->hidden, q, x, cu_rows);
+        return 0;
+    }
     const ll_attention_layer *l = d->attention;
     const ll_view *view = &p->views[d->view];
     const ll_step step = {p->num_tokens, view->half, view->cos, view->sin, p->positions, {d->pages, view->slots}};
-    const int picks = is_last && p->rows;
-    const int64_t rows = picks ? p->num_rows : p->num_tokens;
     const ll_attention_args args = {d->pages, q, attended, view->block_table, picks ? cu_rows : p->cu_query_lens, p->seq_lens, d->sinks,
-                                    p->num_seqs, view->max_pages, l->num_heads, d->window, (float)d->scale, (float)d->softcap};
+                                    p->num_seqs, view->max_pages, l->num_heads, d->window, (float)d->scale, (float)d->softcap, 0, l->gated};
     hint_next(&l->out, rows);
     if (attn_in_locked(l, x, &step, q)) return -1;
     if (!rows) return 0;
-    if (picks) pick_rows(p, l->num_heads * l->head_dim, l->hidden, q, x, cu_rows);
+    if (picks) pick_rows(p, l->num_heads * l->head_dim * (1 + l->gated), l->hidden, q, x, cu_rows);
     if (attention_locked(&args)) return -1;
-    hint_next(d->experts ? &d->experts->router : &d->mlp->gate_up, rows);
-    if (attn_out_locked(l, attended, rows, x)) return -1;
+    hint_next(next, rows);
+    return attn_out_locked(l, attended, rows, x);
+}
+
+/* One layer; `next` is the product that comes after it, if there is one. The last layer stores keys, values and states of
+ * all tokens and computes the rest for those that are wanted, of a long prompt one; `cu_rows` has room for their bounds. */
+static int decoder_layer(const ll_decoder_layer *d, const ll_pass *p, int is_last, const ll_linear_op *next, float *q, float *attended,
+                         int32_t *cu_rows, float *x)
+{
+    const int picks = is_last && p->rows;
+    const int64_t rows = picks ? p->num_rows : p->num_tokens;
+    if (mixer_locked(d, p, picks, q, attended, cu_rows, x)) return -1;
+    if (!rows) return 0;
     return d->experts ? experts_locked(d->experts, next, rows, x) : mlp_locked(d->mlp, next, rows, x);
 }
 
@@ -255,15 +277,15 @@ int64_t ll_decoder(const ll_decoder_layer *layers, const ll_pass *p, float *x)
 {
     int64_t widest = 0;
     for (int64_t i = 0; i < p->num_layers; i++) {
-        int64_t width = layers[i].attention->num_heads * layers[i].attention->head_dim;
-        if (width > widest) widest = width;
+        const ll_attention_layer *l = layers[i].attention;
+        if (l && l->num_heads * l->head_dim * (1 + l->gated) > widest) widest = l->num_heads * l->head_dim * (1 + l->gated);
     }
     pthread_mutex_lock(&pool.lock);
     float *q = (float *)scratch(3, 2 * p->num_tokens * widest * 4 + (p->num_seqs + 1) * 4), *attended = q + p->num_tokens * widest;
     int failed = !q ? -1 : p->embedding ? embed_locked(p, x) : 0;
     for (int64_t i = 0; i < p->num_layers && !failed; i++) {
         const int is_last = i + 1 == p->num_layers;
-        const ll_linear_op *next = !is_last ? &layers[i + 1].attention->qkv : p->head ? &p->head->linear : NULL;
+        const ll_linear_op *next = !is_last ? first_product(&layers[i + 1]) : p->head ? &p->head->linear : NULL;
         failed = decoder_layer(&layers[i], p, is_last, next, q, attended, (int32_t *)(attended + p->num_tokens * widest), x);
     }
     if (!failed && p->head) failed = head_locked(p->head, x, p->num_tokens, p->logits);

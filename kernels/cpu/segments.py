@@ -19,35 +19,51 @@ from torch import Tensor
 from ..embedding import Embedding
 from ..kv_pages import KVPages
 from ..layer_weights import (
-    FUSED_ATTENTION,
     AttentionWeights,
+    DeltaWeights,
     ExpertsWeights,
+    FeedForwardWeights,
     HeadWeights,
     LatentWeights,
     LayerCache,
     LayerCall,
     Linear,
+    MixerWeights,
     MlpWeights,
     Stepped,
     View,
     has_only,
     linears_of,
 )
+from ..state_slots import StateSlots
 from .adapters import CpuAdditions
 from .build import lib
 from .interface import (
     ATTENTION,
     KV_TARGET,
     PASS,
+    SEQUENCES,
+    SLOTS,
     STEP,
     VIEW,
     VIEWS,
     CDecoderLayer,
     CKVPages,
+    CStateSlots,
     kv_fields,
     pack_pages,
+    slot_fields,
 )
-from .layers import Layer, attention_layer, experts_layer, head_layer, latent_layer, mlp_layer
+from .layers import (
+    KNOWN_ATTENTION,
+    Layer,
+    attention_layer,
+    delta_layer,
+    experts_layer,
+    head_layer,
+    latent_layer,
+    mlp_layer,
+)
 from .layout import Prepared
 
 _NO_SUCH_ROW = -3  # what `ll_decoder` returns for it
@@ -65,12 +81,12 @@ def attn_in(
     pages: KVPages,
     slot_mapping: Tensor,
 ) -> Tensor:
-    """Norm, QKV, QK-norm and RoPE; stores keys and values. Returns q [num_tokens, num_heads, head_dim]."""
+    """As `mixers.attn_in`."""
     layer = _layer_of(weights.qkv, weights, attention_layer)
     if layer is None or x.dtype is not torch.float32 or not (x.is_contiguous() and cos.is_contiguous()):
         return composed(x, weights, cos, sin, pages, slot_mapping)
     num_tokens = x.shape[0]
-    q = torch.empty((num_tokens, weights.num_heads, weights.head_dim))
+    q = torch.empty((num_tokens, weights.num_heads, weights.head_dim * (1 + weights.gate)))
     step = STEP.pack(num_tokens, cos.shape[1], cos.data_ptr(), sin.data_ptr(), 0)
     step += pack_pages(pages) + KV_TARGET.pack(slot_mapping.data_ptr())
     _check(lib().ll_attn_in(layer.address, x.data_ptr(), step, q.data_ptr()))
@@ -87,12 +103,12 @@ def attention(
     seq_lens: Tensor,
 ) -> Tensor:
     """Attention over the pages: [num_tokens, num_heads * head_dim]."""
-    known = has_only(weights, FUSED_ATTENTION)
+    known = has_only(weights, KNOWN_ATTENTION)
     if not known or q.dtype is not torch.float32 or not (q.is_contiguous() and block_table.is_contiguous()):
         return composed(q, weights, pages, block_table, cu_query_lens, seq_lens)
     out = torch.empty((q.shape[0], weights.num_heads * weights.head_dim))
     how = (weights.scale, weights.window, weights.softcap, weights.sinks)
-    _check(run_attention(q, out, pages, block_table, cu_query_lens, seq_lens, how))
+    _check(run_attention(q, out, pages, block_table, cu_query_lens, seq_lens, how, gated=weights.gate))
     return out
 
 
@@ -104,14 +120,16 @@ def run_attention(
     cu_query_lens: Tensor,
     seq_lens: Tensor,
     how: tuple[float, int | None, float | None, Tensor | None],
+    *,
+    gated: bool = False,
 ) -> int:
     """`ll_attention`, on contiguous tensors; how: scale, window, softcap, sinks. Returns what it returns."""
     scale, window, softcap, sinks = how
-    if q.shape[2] != pages.k.shape[3]:
+    if q.shape[2] != pages.k.shape[3] * (1 + gated):
         return -2
     places = (t.data_ptr() for t in (q, out, block_table, cu_query_lens, seq_lens))
     more = (0 if sinks is None else sinks.data_ptr(), *block_table.shape, q.shape[1], window or 0)
-    arguments = ATTENTION.pack(*places, *more, scale, softcap or 0.0, 0)
+    arguments = ATTENTION.pack(*places, *more, scale, softcap or 0.0, 0, gated)
     failed: int = lib().ll_attention(pack_pages(pages) + arguments)
     return failed
 
@@ -142,10 +160,34 @@ def latent_attention(
     kept = pack_pages(pages)
     step = STEP.pack(x.shape[0], cos.shape[1], cos.data_ptr(), sin.data_ptr(), 0) + kept
     places = 0, 0, block_table.data_ptr(), cu_query_lens.data_ptr(), seq_lens.data_ptr(), 0
-    sizes = *block_table.shape, len(weights.k_up), 0, weights.scale, 0.0, weights.turned
+    sizes = *block_table.shape, len(weights.k_up), 0, weights.scale, 0.0, weights.turned, 0
     step += KV_TARGET.pack(slot_mapping.data_ptr())
     _check(lib().ll_latent(layer.address, step, kept + ATTENTION.pack(*places, *sizes), x.data_ptr()))
     return x
+
+
+def gated_delta(
+    composed: Callable[..., Tensor],
+    x: Tensor,
+    weights: DeltaWeights,
+    kept: StateSlots,
+    slots: Tensor,
+    cu_query_lens: Tensor,
+) -> Tensor:
+    """As `mixers.gated_delta`."""
+    layer, places = _layer_of(weights.qkvz, weights, delta_layer), slot_fields(kept)
+    if layer is None or places is None or x.dtype is not torch.float32 or not x.is_contiguous():
+        return composed(x, weights, kept, slots, cu_query_lens)
+    sequences = _sequences(slots, cu_query_lens)
+    _check(
+        lib().ll_gated_delta(layer.address, SLOTS.pack(*places), SEQUENCES.pack(*sequences), x.shape[0], x.data_ptr())
+    )
+    return x
+
+
+def _sequences(slots: Tensor | None, starts: Tensor) -> tuple[int, int, int]:
+    """The members of `ll_sequences`."""
+    return (0, 0, 0) if slots is None else (slots.data_ptr(), starts.data_ptr(), slots.shape[0])
 
 
 def mlp(composed: Callable[..., Tensor], x: Tensor, weights: MlpWeights) -> Tensor:
@@ -195,7 +237,8 @@ def decoder(
         return composed(x, layers, pages, views, cu_query_lens, seq_lens, wanted, slots, inputs, state_starts)
     num_rows, rows = (0, 0) if wanted is None else (wanted.shape[0], wanted.data_ptr() or _NO_ROWS)
     sizes = len(layers), x.shape[0], seq_lens.shape[0], num_rows
-    head = PASS.pack(*sizes, cu_query_lens.data_ptr(), seq_lens.data_ptr(), rows, *_LAYERS_ONLY)
+    sequences = _sequences(slots, cu_query_lens if state_starts is None else state_starts)
+    head = PASS.pack(*sizes, cu_query_lens.data_ptr(), seq_lens.data_ptr(), rows, *_LAYERS_ONLY, *sequences)
     _check(lib().ll_decoder(plan.structs, head + _packed(views), x.data_ptr()))
     return x if wanted is None else x[:num_rows]
 
@@ -222,7 +265,7 @@ def step(
     plan = _decoder_plan(layers, pages) if len(views) <= VIEWS else None
     last = _layer_of(weights.linear, weights, head_layer)
     rest = chain.from_iterable(views)
-    given = (token_ids, positions, embedding, cu_query_lens, seq_lens, weights, last, finds_best, *rest)
+    given = (token_ids, positions, embedding, cu_query_lens, seq_lens, weights, last, finds_best, slots, *rest)
     call = plan.call if plan is not None else None
     if call is None or len(call.given) != len(given) or not all(map(is_, call.given, given)):
         if plan is None or last is None or embedding.dtype is not torch.float32 or not _lie_well(views):
@@ -262,7 +305,7 @@ def _step_call(plan: _Decoder, given: tuple[Any, ...], views: Sequence[View]) ->
     """`ll_pass` of a whole step. Its results take the memory of the last one's while their number stays the same: a
     fresh tensor lets the interpreter go, and whoever reads the last token then holds up the next one.
     """
-    token_ids, positions, embedding, cu_query_lens, seq_lens, weights, head, finds_best = given[:8]
+    token_ids, positions, embedding, cu_query_lens, seq_lens, weights, head, finds_best, slots = given[:9]
     count, vocab = token_ids.shape[0], weights.linear.out_features
     if plan.call is not None and plan.call.results[1].shape == (count, vocab):
         hidden, logits, best = plan.call.results
@@ -277,6 +320,7 @@ def _step_call(plan: _Decoder, given: tuple[Any, ...], views: Sequence[View]) ->
     packed = PASS.pack(
         *(len(plan.layers), count, seq_lens.shape[0], 0, cu_query_lens.data_ptr(), seq_lens.data_ptr(), 0),
         *(positions.data_ptr(), table, token_ids.data_ptr(), embedding.scale, head.address, logits.data_ptr(), found),
+        *_sequences(slots, cu_query_lens),
     )
     results = hidden, logits, best if finds_best else None
     return _StepCall(given, plan.structs, packed + _packed(views), hidden.data_ptr(), results)
@@ -306,29 +350,46 @@ def _decoder_plan(layers: Sequence[LayerCall], pages: Sequence[LayerCache]) -> _
         return kept
     structs = (CDecoderLayer * len(layers))()
     parts: list[Layer] = []
-    for struct, (attention_weights, mlp_weights, view), of_layer in zip(structs, layers, pages, strict=True):
-        if not isinstance(attention_weights, AttentionWeights) or not isinstance(of_layer, KVPages):
-            return None
-        if mlp_weights is None:
-            return None
-        first = _layer_of(attention_weights.qkv, attention_weights, attention_layer)
-        if isinstance(mlp_weights, ExpertsWeights):
-            second = _layer_of(mlp_weights.router, mlp_weights, experts_layer)
-        else:
-            second = _layer_of(mlp_weights.gate_up, mlp_weights, mlp_layer)
+    for struct, (mixer, ffn, view), of_layer in zip(structs, layers, pages, strict=True):
+        first, second = _fill_mixer(struct, mixer, of_layer), _fill_ffn(struct, ffn)
         if first is None or second is None:
             return None
-        struct.attention = first.address
-        setattr(struct, "experts" if isinstance(mlp_weights, ExpertsWeights) else "mlp", second.address)
         parts += (first, second)
-        struct.pages = CKVPages(*kv_fields(of_layer))
-        struct.sinks = 0 if attention_weights.sinks is None else attention_weights.sinks.data_ptr()
-        struct.view, struct.window = view, attention_weights.window or 0
-        struct.scale, struct.softcap = attention_weights.scale, attention_weights.softcap or 0.0
+        struct.view = view
     made = _Decoder(layers, pages, structs, parts)
     if isinstance(layers, tuple) and isinstance(pages, tuple):
         keeper.decoder = made
     return made
+
+
+def _fill_mixer(struct: CDecoderLayer, weights: MixerWeights | None, of_layer: LayerCache) -> Layer | None:
+    if isinstance(weights, DeltaWeights) and isinstance(of_layer, StateSlots):
+        layer, places = _layer_of(weights.qkvz, weights, delta_layer), slot_fields(of_layer)
+        if layer is None or places is None:
+            return None
+        struct.delta, struct.kept = layer.address, CStateSlots(*places)
+        return layer
+    if not isinstance(weights, AttentionWeights) or not isinstance(of_layer, KVPages):
+        return None
+    layer = _layer_of(weights.qkv, weights, attention_layer)
+    if layer is not None:
+        struct.attention = layer.address
+        struct.pages = CKVPages(*kv_fields(of_layer))
+        struct.sinks = 0 if weights.sinks is None else weights.sinks.data_ptr()
+        struct.window, struct.scale, struct.softcap = weights.window or 0, weights.scale, weights.softcap or 0.0
+    return layer
+
+
+def _fill_ffn(struct: CDecoderLayer, weights: FeedForwardWeights | None) -> Layer | None:
+    if weights is None:
+        return None
+    if isinstance(weights, ExpertsWeights):
+        layer = _layer_of(weights.router, weights, experts_layer)
+        struct.experts = None if layer is None else layer.address
+    else:
+        layer = _layer_of(weights.gate_up, weights, mlp_layer)
+        struct.mlp = None if layer is None else layer.address
+    return layer
 
 
 def _layer_of(linear: Linear, weights: Any, build: Callable[[Any], Layer | None]) -> Layer | None:

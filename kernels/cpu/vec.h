@@ -188,6 +188,15 @@ INLINE float vf_hmax(vf a) { float m = a[0]; for (int i = 1; i < VW; i++) m = a[
 INLINE int32_t vi_sum(vi a) { int32_t s = 0; for (int i = 0; i < VW; i++) s += a[i]; return s; }
 #endif
 
+/* `count` numbers, at most VW, and zeros behind them. */
+INLINE vf load_some(const float *from, int count)
+{
+    vf x = vf_set1(0.0f);
+    if (count == VW) return vf_load(from);
+    memcpy(&x, from, (size_t)count * 4);
+    return x;
+}
+
 INLINE vf vf_bf16(const uint16_t *p) { return (vf)(vi_u16(p) << 16); }
 INLINE vf vf_select(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
 

@@ -14,6 +14,8 @@ from torch import Tensor
 from localllm.config import EngineOptions
 from localllm.device.fake import MACHINES
 from localllm.errors import BadModelFile, UnsupportedFormat
+from localllm.kernels.cpu import segments
+from localllm.kernels.cpu.build import library
 from localllm.models.architectures import ModelFacts, open_model
 from localllm.models.architectures.facts import linear_shapes
 from localllm.models.architectures.layers import ROUTERS
@@ -76,6 +78,18 @@ def test_the_plan_counts_a_slot_for_every_sequence_and_checkpoint(tiny: Callable
     pages = sum(made.num_pages) * made.page_size * 2 * 2 * 24 * 2  # bfloat16 keys and values of the one layer
     assert made.kv_bytes == pages + (made.num_slots + spare) * facts.state_bytes
     assert made.speculation == "auto" and made.num_drafts > 0
+
+
+@pytest.mark.skipif(bool(library().reason), reason="no C compiler")
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3-next"])
+def test_layers_that_keep_states_are_one_call_with_the_others(
+    name: str, loaded: Callable, paged: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans: list[object] = []
+    made = segments._decoder_plan
+    monkeypatch.setattr(segments, "_decoder_plan", lambda *given: plans.append(made(*given)) or plans[-1])
+    paged(loaded(name)).all_logits(range(12), (9, 1, 1, 1))
+    assert len(plans) >= 3 and all(plan is not None for plan in plans)
 
 
 def test_a_slot_of_convolutions_holds_their_last_inputs_and_nothing_else(tiny: Callable, tmp_path: Path) -> None:

@@ -1,0 +1,196 @@
+/* The gated delta rule as a segment: norm, projections, convolution, the rule itself, gated norm, projection.
+ *
+ * A task of what lies between the products is a key head of a sequence with its value heads: the channels that it
+ * convolves, the states that it changes and the gates that it applies are its own, so nobody waits in between. */
+#ifndef LL_DELTA_H
+#define LL_DELTA_H
+
+#include "layer.h"
+#include "recurrent.h"
+
+#define CONV_WIDTH_MAX 8
+#define DELTA_RUN 64 /* tokens convolved at a time: they stay in the second cache until the states have met them */
+
+typedef struct {
+    int64_t hidden, k_heads, v_heads, k_dim, v_dim, width, tiled;
+    ll_norm norm, out_norm;
+    ll_linear_op inputs, rates, out; /* rates.parts 0: `inputs` gives the rates, too, behind the rest */
+    const float *conv;           /* [width][channels] */
+    const float *decay, *dt_bias; /* [v_heads] */
+} ll_delta_layer;
+
+/* What a layer keeps of sequences. */
+typedef struct {
+    float *conv, *state; /* [slots][channels][width - 1], [slots][v_heads][v_dim][k_dim] */
+    int64_t conv_stride, state_stride; /* floats between slots */
+} ll_state_slots;
+
+/* Whose the step's tokens are. */
+typedef struct {
+    const int64_t *slots;  /* [num_seqs] */
+    const int32_t *starts; /* [num_seqs + 1] */
+    int64_t num_seqs;
+} ll_sequences;
+
+typedef struct {
+    const ll_delta_layer *l;
+    const ll_state_slots *kept;
+    const ll_sequences *sequences;
+    const float *rows, *rates; /* of the tokens from `first` on */
+    float *gated;              /* [m][v_heads * v_dim] */
+    float *room;               /* `room_size` floats a thread */
+    int64_t first, m, row_stride, rate_stride, room_size;
+} delta_segment;
+
+/* A thread's room: the convolved inputs of a key head, what its value heads give, and how these learn and forget. */
+static int64_t delta_room(const ll_delta_layer *l)
+{
+    return round_up(DELTA_RUN * (2 * l->k_dim + 2 * l->v_dim + 2) + l->width * l->k_dim + l->width * l->v_dim, 16);
+}
+
+/* `count` channels of `tokens` tokens through the convolution and SiLU: y [tokens][count]. `kept` [count][width - 1] are the
+ * last inputs before, and then those of now. */
+INLINE void convolve_as(const float *weight, int64_t channels, float *kept, const float *x, int64_t stride, int64_t tokens, int64_t count,
+                        float *before, float *y, const int64_t width)
+{
+    const int64_t past = width - 1;
+    for (int64_t j = 0; j < past; j++)
+        for (int64_t c = 0; c < count; c++) before[j * count + c] = kept[c * past + j];
+    for (int64_t t = 0; t < tokens; t++) {
+        const float *seen[CONV_WIDTH_MAX];
+        for (int64_t j = 0; j < width; j++) seen[j] = t + j < past ? before + (t + j) * count : x + (t + j - past) * stride;
+        int64_t c = 0;
+        for (; c + VW <= count; c += VW) {
+            vf sum = vf_load(seen[0] + c) * vf_load(weight + c);
+            for (int64_t j = 1; j < width; j++) sum = sum + vf_load(seen[j] + c) * vf_load(weight + j * channels + c);
+            vf_store(y + t * count + c, activate(sum, 0));
+        }
+        for (; c < count; c++) {
+            float sum = seen[0][c] * weight[c];
+            for (int64_t j = 1; j < width; j++) sum = sum + seen[j][c] * weight[j * channels + c];
+            y[t * count + c] = activate(vf_set1(sum), 0)[0];
+        }
+    }
+    for (int64_t j = 0; j < past; j++) {
+        const int64_t t = tokens + j;
+        const float *from = t < past ? before + t * count : x + (t - past) * stride;
+        for (int64_t c = 0; c < count; c++) kept[c * past + j] = from[c];
+    }
+}
+
+static void convolve(const delta_segment *j, float *kept, int64_t at, int64_t tokens, int64_t channel, int64_t count, float *before, float *y)
+{
+    const ll_delta_layer *l = j->l;
+    const int64_t channels = 2 * l->k_heads * l->k_dim + l->v_heads * l->v_dim;
+    const float *x = j->rows + at * j->row_stride + channel, *weight = l->conv + channel;
+    kept += channel * (l->width - 1);
+    if (l->width == 4) convolve_as(weight, channels, kept, x, j->row_stride, tokens, count, before, y, 4);
+    else convolve_as(weight, channels, kept, x, j->row_stride, tokens, count, before, y, l->width);
+}
+
+/* Rows of length `length`. */
+static void to_length(float *x, int64_t rows, int64_t dim, float length)
+{
+    for (int64_t r = 0; r < rows; r++, x += dim) {
+        vf sums = vf_set1(0.0f);
+        float total = 0.0f;
+        int64_t i = 0;
+        for (; i + VW <= dim; i += VW) sums = vf_fma(vf_load(x + i), vf_load(x + i), sums);
+        for (; i < dim; i++) total += x[i] * x[i];
+        const float scale = length / sqrtf(vf_sum(sums) + total + 1e-6f);
+        for (i = 0; i < dim; i++) x[i] *= scale;
+    }
+}
+
+/* A value head: tokens [at, at + count) of the segment's rows. */
+static void delta_value_head(const delta_segment *j, float *state, int64_t head, int64_t at, int64_t count, delta_tokens *given, float *y,
+                             float *factor, float *beta)
+{
+    const ll_delta_layer *l = j->l;
+    const int64_t values = l->v_heads * l->v_dim;
+    for (int64_t t = 0; t < count; t++) {
+        const float *rates = j->rates + (at + t) * j->rate_stride, forgets = rates[l->v_heads + head] + l->dt_bias[head];
+        const float softplus = logf(1.0f + expf(-fabsf(forgets))) + (forgets > 0.0f ? forgets : 0.0f);
+        beta[t] = sigmoid(vf_set1(rates[head]))[0];
+        factor[t] = expf(softplus * l->decay[head]);
+    }
+    delta_head(given, state + head * l->v_dim * l->k_dim, count);
+    for (int64_t t = 0; t < count; t++) {
+        const float *gates = j->rows + (at + t) * j->row_stride + 2 * l->k_heads * l->k_dim + values + head * l->v_dim;
+        float *mixed = y + t * l->v_dim, *to = j->gated + (at + t) * values + head * l->v_dim;
+        norm_row(mixed, l->out_norm.weight, (float)l->out_norm.eps, l->v_dim, mixed);
+        int64_t i = 0;
+        for (; i + VW <= l->v_dim; i += VW) vf_store(to + i, activate(vf_load(gates + i), 0) * vf_load(mixed + i));
+        for (; i < l->v_dim; i++) to[i] = activate(vf_set1(gates[i]), 0)[0] * mixed[i];
+    }
+}
+
+/* A task is a key head of a sequence, with its value heads: those of its tokens that the segment has, in order. */
+static void delta_key_heads(void *arg, int64_t begin, int64_t end, int thread)
+{
+    const delta_segment *j = arg;
+    const ll_delta_layer *l = j->l;
+    const int64_t ratio = l->v_heads / l->k_heads, keys = l->k_heads * l->k_dim;
+    float *q = j->room + thread * j->room_size, *k = q + DELTA_RUN * l->k_dim, *v = k + DELTA_RUN * l->k_dim, *y = v + DELTA_RUN * l->v_dim;
+    float *factor = y + DELTA_RUN * l->v_dim, *beta = factor + DELTA_RUN, *before = beta + DELTA_RUN;
+    delta_tokens given = {q, k, v, factor, beta, y, l->k_dim, l->v_dim, 1, l->k_dim, l->v_dim};
+    for (int64_t task = begin; task < end; task++) {
+        const int64_t sequence = task / l->k_heads, head = task % l->k_heads, slot = j->sequences->slots[sequence];
+        const int64_t start = j->sequences->starts[sequence] - j->first, stop = j->sequences->starts[sequence + 1] - j->first;
+        const int64_t last = stop < j->m ? stop : j->m;
+        float *conv = j->kept->conv + slot * j->kept->conv_stride, *state = j->kept->state + slot * j->kept->state_stride;
+        for (int64_t at = start > 0 ? start : 0; at < last; at += DELTA_RUN) {
+            const int64_t count = last - at < DELTA_RUN ? last - at : DELTA_RUN;
+            convolve(j, conv, at, count, head * l->k_dim, l->k_dim, before, q);
+            convolve(j, conv, at, count, keys + head * l->k_dim, l->k_dim, before, k);
+            to_length(q, count, l->k_dim, 1.0f / sqrtf((float)l->k_dim));
+            to_length(k, count, l->k_dim, 1.0f);
+            for (int64_t i = 0; i < ratio; i++) {
+                const int64_t value = l->tiled ? head + i * l->k_heads : head * ratio + i;
+                convolve(j, conv, at, count, 2 * keys + value * l->v_dim, l->v_dim, before, v);
+                delta_value_head(j, state, value, at, count, &given, y, factor, beta);
+            }
+        }
+    }
+}
+
+/* x [tokens][hidden] += out(norm(y) silu(z)); `next` is the product that comes after it, if there is one. */
+static int gated_delta_locked(const ll_delta_layer *l, const ll_state_slots *kept, const ll_sequences *sequences, const ll_linear_op *next,
+                              int64_t tokens, float *x)
+{
+    const int64_t values = l->v_heads * l->v_dim, most = tokens < AT_ONCE ? tokens : AT_ONCE, room = delta_room(l);
+    float *normed = (float *)scratch(2, (most * (l->hidden + l->inputs.n + l->rates.n + values) + pool.wanted * room) * 4 + 64);
+    if (!normed) return -1;
+    float *rows = normed + most * l->hidden, *rates = rows + most * l->inputs.n, *gated = rates + most * l->rates.n;
+    delta_segment job = {l, kept, sequences, rows, rates, gated, gated + most * values, 0, 0, l->inputs.n, l->rates.n, room};
+    if (!l->rates.parts) {
+        job.rates = rows + l->inputs.n - 2 * l->v_heads;
+        job.rate_stride = l->inputs.n;
+    }
+    for (; job.first < tokens; job.first += AT_ONCE, x += AT_ONCE * l->hidden) {
+        job.m = tokens - job.first < AT_ONCE ? tokens - job.first : AT_ONCE;
+        norm_into(&l->norm, x, job.m, l->hidden, normed);
+        adapters_from = job.first;
+        hint_next(&l->out, job.m);
+        int failed = linear_parts(&l->inputs, normed, job.m, NULL, rows);
+        if (!failed && l->rates.parts) failed = linear_parts(&l->rates, normed, job.m, NULL, rates);
+        if (!failed) pool_run(delta_key_heads, &job, sequences->num_seqs * l->k_heads);
+        hint_next(next, job.m);
+        const ll_norm none = {NULL, 0.0};
+        if (!failed) failed = linear_onto(&l->out, &none, gated, job.m, x, normed);
+        adapters_from = 0;
+        if (failed) return -1;
+    }
+    return 0;
+}
+
+/* As `gated_delta_locked`. */
+int64_t ll_gated_delta(const ll_delta_layer *l, const ll_state_slots *kept, const ll_sequences *sequences, int64_t tokens, float *x)
+{
+    pthread_mutex_lock(&pool.lock);
+    int failed = gated_delta_locked(l, kept, sequences, NULL, tokens, x);
+    pthread_mutex_unlock(&pool.lock);
+    return failed;
+}
+
+#endif
