@@ -13,9 +13,8 @@
 #define ADAPTER_WIDE 16
 #define ADAPTER_ROWS 4    /* rows of x that share one reading of the matrices */
 #define ADAPTER_CHUNK 256 /* outputs of a task */
-#define ADAPTER_AHEAD 1024 /* bytes of the first matrix that are asked for ahead of use */
+#define ADAPTER_AHEAD 4096 /* bytes of the first matrix that are asked for ahead of use */
 #define ADAPTER_SIDE 4    /* vectors of outputs that are summed side by side */
-#define ADAPTER_ALONE 32768 /* multiply-adds of the second product that are not worth waking other threads */
 
 enum { ADAPTER_FLOAT, ADAPTER_BF16, ADAPTER_INT8 };
 
@@ -33,7 +32,7 @@ typedef struct {
 
 typedef struct {
     int64_t k, n, form; /* form: of the matrices */
-    int64_t most, ranks, longest, gains; /* of all places: pieces, inner results, outputs of a piece; whether one has gains */
+    int64_t most, ranks, uneven, gains; /* of all places: pieces, inner results; whether one begins within a vector of outputs, has gains */
     const ll_adapter_rows *rows;
     int64_t count[ADAPTERS];
     const ll_low_rank *pieces[ADAPTERS];
@@ -46,6 +45,8 @@ typedef struct {
     float *hidden;  /* [m][ranks] */
     float *out;     /* [m][n] */
     int64_t m;
+    uint8_t *late;  /* [n / TILE]: tiles computed before `hidden` was, which adapters_finish adds to; NULL: to all outputs */
+    _Atomic int64_t left; /* tasks of the first product that are not done */
 } adapters_job;
 
 static int64_t adapters_from; /* the caller holds pool.lock: which of the step's rows is the first of the next product's */
@@ -68,8 +69,7 @@ INLINE void down_one(const ll_low_rank *p, int64_t k, const float *x, float *to,
         vf a = vf_set1(0.0f), b = a, c = a, d = a;
         int64_t i = 0;
         for (; i + 4 <= k; i += 4, at += 4 * step) {
-            __builtin_prefetch(at + ADAPTER_AHEAD, 0, 2);
-            __builtin_prefetch(at + ADAPTER_AHEAD + 64, 0, 2);
+            for (int64_t line = 0; line < 4 * step; line += 64) __builtin_prefetch(at + ADAPTER_AHEAD + line, 0, 2);
             a = vf_fma(adapter_vector(at, 0, form), vf_set1(x[i]), a);
             b = vf_fma(adapter_vector(at + step, 0, form), vf_set1(x[i + 1]), b);
             c = vf_fma(adapter_vector(at + 2 * step, 0, form), vf_set1(x[i + 2]), c);
@@ -150,6 +150,7 @@ INLINE void up_as(const ll_low_rank *p, const float *hidden, int64_t stride, flo
 {
     int64_t j = begin;
     for (; j + ADAPTER_SIDE * VW <= end; j += ADAPTER_SIDE * VW) up_columns(p, hidden, stride, out, n, j, ADAPTER_SIDE, 1, rows, form);
+    for (; j + 2 * VW <= end; j += 2 * VW) up_columns(p, hidden, stride, out, n, j, 2, 1, rows, form);
     for (; j + VW <= end; j += VW) up_columns(p, hidden, stride, out, n, j, 1, 1, rows, form);
     if (j < end) up_columns(p, hidden, stride, out, n, j, 1, 0, rows, form);
 }
@@ -160,17 +161,13 @@ INLINE void down_form(const adapters_job *j, const ll_low_rank *p, int64_t row, 
     float *to = j->hidden + row * ranks + p->at;
     if (together) down_as(p, k, j->x + row * k, to, ranks, ADAPTER_ROWS, form);
     else down_one(p, k, j->x + row * k, to, form);
-    if (row) return;
-    const char *up = p->up, *end = up + p->n * p->rank * adapter_size(form);
-    for (; up < end; up += 64) __builtin_prefetch(up, 0, 2);
 }
 
-INLINE void up_form(const adapters_job *j, const ll_low_rank *p, int64_t row, int together, int64_t begin, const int form)
+INLINE void up_form(const adapters_job *j, const ll_low_rank *p, int64_t row, int together, int64_t begin, int64_t end, const int form)
 {
     const ll_adapters *l = j->l;
     const float *from = j->hidden + row * l->ranks + p->at;
     float *out = j->out + row * l->n + p->first;
-    const int64_t end = begin + ADAPTER_CHUNK < p->n ? begin + ADAPTER_CHUNK : p->n;
     if (together) up_as(p, from, l->ranks, out, l->n, begin, end, ADAPTER_ROWS, form);
     else up_as(p, from, l->ranks, out, l->n, begin, end, 1, form);
 }
@@ -184,13 +181,21 @@ static void down_rows(const adapters_job *j, const ll_low_rank *p, int64_t row, 
     }
 }
 
-static void up_rows(const adapters_job *j, const ll_low_rank *p, int64_t row, int together, int64_t begin)
+static void up_rows(const adapters_job *j, const ll_low_rank *p, int64_t row, int together, int64_t begin, int64_t end)
 {
     switch (j->l->form) {
-    case ADAPTER_FLOAT: up_form(j, p, row, together, begin, ADAPTER_FLOAT); break;
-    case ADAPTER_BF16: up_form(j, p, row, together, begin, ADAPTER_BF16); break;
-    default: up_form(j, p, row, together, begin, ADAPTER_INT8);
+    case ADAPTER_FLOAT: up_form(j, p, row, together, begin, end, ADAPTER_FLOAT); break;
+    case ADAPTER_BF16: up_form(j, p, row, together, begin, end, ADAPTER_BF16); break;
+    default: up_form(j, p, row, together, begin, end, ADAPTER_INT8);
     }
+}
+
+/* The part of a piece that lies in the product's outputs [begin, end): its vectors that begin there. */
+INLINE int64_t adapter_begin(const ll_low_rank *p, int64_t begin) { return begin > p->first ? round_up(begin - p->first, ADAPTER_WIDE) : 0; }
+INLINE int64_t adapter_end(const ll_low_rank *p, int64_t end)
+{
+    const int64_t whole = adapter_begin(p, end);
+    return whole < p->n ? whole : p->n;
 }
 
 /* Rows from `row` on that go through one adapter together: all of a block, or one. */
@@ -216,28 +221,53 @@ static void adapters_down(void *arg, int64_t begin, int64_t end, int thread)
     }
 }
 
-/* Tasks: a block of rows and a chunk of the outputs of every piece. */
+/* The second product for a block of rows and the outputs [begin, end). */
+static void adapters_add(const adapters_job *j, int64_t first, int64_t begin, int64_t end)
+{
+    const int64_t last = first + ADAPTER_ROWS < j->m ? first + ADAPTER_ROWS : j->m;
+    for (int64_t row = first, count; row < last; row += count) {
+        const int32_t place = j->places[row];
+        count = adapter_run(j, row, last);
+        for (int64_t i = 0; place >= 0 && i < j->l->count[place]; i++) {
+            const ll_low_rank *p = j->l->pieces[place] + i;
+            const int64_t from = adapter_begin(p, begin), to = adapter_end(p, end);
+            if (from < to) up_rows(j, p, row, count > 1, from, to);
+        }
+    }
+}
+
+/* Asks for what `adapters_add` reads of the second matrix. */
+static void adapters_fetch(const adapters_job *j, int64_t begin, int64_t end)
+{
+    for (int64_t row = 0; row < j->m; row++) {
+        const int32_t place = j->places[row];
+        for (int64_t i = 0; place >= 0 && (!row || place != j->places[row - 1]) && i < j->l->count[place]; i++) {
+            const ll_low_rank *p = j->l->pieces[place] + i;
+            const int64_t line = p->rank * adapter_size((int)j->l->form);
+            const int64_t from = adapter_begin(p, begin), to = adapter_end(p, end);
+            for (int64_t at = from * line; at < to * line; at += 64) __builtin_prefetch((const char *)p->up + at, 0, 2);
+            for (int64_t at = from; at < to && p->up_scale; at += 16) __builtin_prefetch(p->up_scale + at, 0, 2);
+        }
+    }
+}
+
+static int64_t adapters_chunks(const adapters_job *j) { return (j->l->n + ADAPTER_CHUNK - 1) / ADAPTER_CHUNK; }
+
+/* Tasks: a block of rows and a chunk of outputs. */
 static void adapters_up(void *arg, int64_t begin, int64_t end, int thread)
 {
     (void)thread;
     const adapters_job *j = arg;
-    const int64_t chunks = (j->l->longest + ADAPTER_CHUNK - 1) / ADAPTER_CHUNK;
     for (int64_t task = begin; task < end; task++) {
-        const int64_t first = task / chunks * ADAPTER_ROWS, from = task % chunks * ADAPTER_CHUNK;
-        const int64_t last = first + ADAPTER_ROWS < j->m ? first + ADAPTER_ROWS : j->m;
-        for (int64_t row = first, count; row < last; row += count) {
-            const int32_t place = j->places[row];
-            count = adapter_run(j, row, last);
-            for (int64_t i = 0; place >= 0 && i < j->l->count[place]; i++)
-                if (from < j->l->pieces[place][i].n) up_rows(j, j->l->pieces[place] + i, row, count > 1, from);
-        }
+        const int64_t from = task % adapters_chunks(j) * ADAPTER_CHUNK;
+        adapters_add(j, task / adapters_chunks(j) * ADAPTER_ROWS, from, from + ADAPTER_CHUNK);
     }
 }
 
 /* What `m` rows from `adapters_from` on need; l is NULL where none of them has an adapter with pieces here. */
 static adapters_job adapters_of(const ll_adapters *l, const float *x, int64_t m, float *out)
 {
-    adapters_job job = {NULL, NULL, x, NULL, out, m};
+    adapters_job job = {.x = x, .out = out, .m = m};
     if (!l || !l->most) return job;
     job.places = l->rows->places + adapters_from;
     for (int64_t row = 0; row < m && !job.l; row++)
@@ -245,17 +275,33 @@ static adapters_job adapters_of(const ll_adapters *l, const float *x, int64_t m,
     return job;
 }
 
-static int64_t adapters_bytes(const adapters_job *j) { return j->l ? j->m * j->l->ranks * 4 + 64 : 0; }
+static int64_t adapters_bytes(const adapters_job *j) { return j->l ? j->m * j->l->ranks * 4 + j->l->n / TILE + 128 : 0; }
 
 static int64_t adapters_down_tasks(const adapters_job *j) { return j->l ? (j->m + ADAPTER_ROWS - 1) / ADAPTER_ROWS * j->l->most : 0; }
+
+/* Gives a product with tiles its memory. Few rows are added to where a tile is computed, unless pieces begin within a
+ * vector, or tiles elsewhere than at a multiple of TILE (`uneven`). */
+static void adapters_take(adapters_job *j, uint8_t *memory, int64_t uneven)
+{
+    if (!j->l) return;
+    j->hidden = (float *)memory;
+    atomic_store(&j->left, adapters_down_tasks(j));
+    if (uneven || j->l->uneven || j->m > ADAPTER_ROWS) return;
+    j->late = memory + j->m * j->l->ranks * 4;
+    memset(j->late, 0, (size_t)((j->l->n + TILE - 1) / TILE));
+    const int32_t place = j->places[0]; /* what its first tasks read is there once x is prepared */
+    for (int64_t i = 0; place >= 0 && i < j->l->count[place]; i++)
+        for (int64_t at = 0; at < ADAPTER_AHEAD; at += 64) __builtin_prefetch((const char *)j->l->pieces[place][i].down + at, 0, 2);
+}
 
 /* The second product, once the first and `out` are there. */
 static void adapters_finish(adapters_job *j)
 {
     if (!j->l) return;
-    const int64_t tasks = (j->m + ADAPTER_ROWS - 1) / ADAPTER_ROWS * ((j->l->longest + ADAPTER_CHUNK - 1) / ADAPTER_CHUNK);
-    if (j->m * j->l->n * ADAPTER_WIDE < ADAPTER_ALONE) adapters_up(j, 0, tasks, 0);
-    else pool_run(adapters_up, j, tasks);
+    if (!j->late) pool_run(adapters_up, j, (j->m + ADAPTER_ROWS - 1) / ADAPTER_ROWS * adapters_chunks(j));
+    else
+        for (int64_t at = 0; at < j->l->n; at += TILE)
+            if (j->late[at / TILE]) adapters_add(j, 0, at, at + TILE);
 }
 
 #endif

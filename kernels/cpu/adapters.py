@@ -50,7 +50,7 @@ class CpuAdditions(Additions):
         self.struct = CAdapters(k=shape[1], n=shape[0], form=self._form, rows=rows.address)
         self.address = ctypes.addressof(self.struct)
         self._kept: list[list[Any]] = [[] for _ in range(MOST_ADAPTERS)]  # what C reads
-        self._sizes = [(0, 0, 0, 0)] * MOST_ADAPTERS  # of each place: pieces, inner results, longest, gains
+        self._sizes = [(0, 0, 0, 0)] * MOST_ADAPTERS  # of each place: pieces, inner results, uneven, gains
         # what `segments` keeps here: a layer's weights, and the layer as C knows it
         self.layer: tuple[Any, Any] | None = None
         self.decoder: Any = None
@@ -83,11 +83,11 @@ class CpuAdditions(Additions):
                 setattr(struct, name, None if tensor is None else tensor.data_ptr())
             at += rank
         self._kept[place] = [structs, *kept]
-        longest = max((piece.up.shape[0] for piece in pieces), default=0)
-        self._sizes[place] = len(pieces), at, longest, sum(piece.gain is not None for piece in pieces)
+        uneven = sum(piece.first % _WIDE != 0 for piece in pieces)
+        self._sizes[place] = len(pieces), at, uneven, sum(piece.gain is not None for piece in pieces)
         self.struct.count[place], self.struct.pieces[place] = len(pieces), ctypes.addressof(structs)
         most = (max(sizes) for sizes in zip(*self._sizes, strict=True))
-        self.struct.most, self.struct.ranks, self.struct.longest, self.struct.gains = most
+        self.struct.most, self.struct.ranks, self.struct.uneven, self.struct.gains = most
 
     def _columns(self, matrix: Tensor) -> tuple[Tensor, Tensor | None]:
         """[inputs, outputs] -> [outputs / _WIDE, inputs, _WIDE], zeros behind the last output; scales of int8."""

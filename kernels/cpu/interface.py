@@ -97,7 +97,7 @@ class CAdapters(ctypes.Structure):
     """`ll_adapters`; what `rows` points to is one address."""
 
     _fields_ = [
-        *_each(c_int64, "k n form most ranks longest gains"),
+        *_each(c_int64, "k n form most ranks uneven gains"),
         ("rows", c_void_p),
         ("count", c_int64 * ADAPTERS),
         ("pieces", c_void_p * ADAPTERS),

@@ -32,16 +32,27 @@ typedef struct {
 static void part_tiles(void *arg, int64_t begin, int64_t end, int thread)
 {
     parts_job *j = arg;
-    const int64_t down = adapters_down_tasks(&j->added); /* first: what they ask for comes while the tiles are computed */
-    if (begin < down) adapters_down(&j->added, begin, end < down ? end : down, thread);
+    adapters_job *added = &j->added;
+    const int64_t down = adapters_down_tasks(added);
+    if (begin < down) {
+        const int64_t stop = end < down ? end : down;
+        adapters_down(added, begin, stop, thread);
+        atomic_fetch_sub(&added->left, stop - begin);
+    }
     begin = begin > down ? begin - down : 0;
     end -= down;
+    const int64_t from = begin * TILE, to = end * TILE;
+    if (added->late) adapters_fetch(added, from, to);
     for (int64_t i = 0; i < j->parts && end > 0; i++) {
         const int64_t tasks = j->slabs * j->p[i].w->tiles;
         if (begin < tasks) (j->a[i].exact ? float_tiles : int_tiles)(&j->p[i], begin, end < tasks ? end : tasks, thread);
         begin = begin > tasks ? begin - tasks : 0;
         end -= tasks;
     }
+    if (!added->late || to <= from) return;
+    /* no thread waits for another, which may have lost its core */
+    if (atomic_load(&added->left)) memset(added->late + from / TILE, 1, (size_t)((to - from) / TILE));
+    else adapters_add(added, 0, from, to);
 }
 
 /* out = x @ value(w).T (+ bias) (+ residual) for all parts; the caller holds pool.lock. Returns 0, or -1 without memory.
@@ -49,7 +60,7 @@ static void part_tiles(void *arg, int64_t begin, int64_t end, int thread)
 static int linear_parts(const ll_linear_op *op, const float *x, int64_t m, const float *residual, float *out)
 {
     parts_job job = {.parts = op->parts, .slabs = (m + SLAB - 1) / SLAB};
-    int64_t at = 0, bytes = 0, tasks = 0;
+    int64_t at = 0, bytes = 0, tasks = 0, uneven = 0;
     for (int64_t i = 0; i < op->parts; i++) {
         const ll_weight *w = op->weight[i];
         job.a[i] = (activations){.x = x, .m = m, .exact = op->takes[i] == TAKE_FLOATS || code_is_float(w->code)};
@@ -57,12 +68,13 @@ static int linear_parts(const ll_linear_op *op, const float *x, int64_t m, const
         job.p[i] = (product){w, &job.a[i], op->bias[i], residual ? residual + at : NULL, out + at, op->n, 0};
         bytes += activation_bytes(w, &job.a[i]);
         tasks += job.slabs * w->tiles;
+        uneven |= at % TILE;
         at += w->n;
     }
     job.added = adapters_of(op->adapters, x, m, out);
     uint8_t *memory = scratch(0, bytes + adapters_bytes(&job.added));
     if (!memory) return -1;
-    job.added.hidden = (float *)(memory + round_up(bytes, 64));
+    adapters_take(&job.added, memory + round_up(bytes, 64), uneven);
     for (int64_t i = 0; i < op->parts; i++) {
         if (i && prepares_alike(op->weight[i - 1], &job.a[i - 1], op->weight[i], &job.a[i])) {
             job.a[i] = job.a[i - 1];

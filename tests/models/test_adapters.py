@@ -134,6 +134,29 @@ def test_each_row_goes_through_its_own_adapter(
     assert torch.equal(wanted, torch.cat([alone[0][289:], paged(model).all_logits(none, [9])[-1:]]))
 
 
+def test_few_rows_are_changed_where_their_tiles_are_computed(tiny: Callable, paged: Any, tmp_path: Path) -> None:
+    """By whatever thread, before or after the first product is there: bits are those of many rows."""
+    from localllm.kernels.cpu import build
+
+    base, ids = tiny("llama-packable"), prompt(64)  # every module begins at a whole tile
+    make_adapter(tmp_path / "one", base.tensors, seed=1)
+    make_adapter(tmp_path / "two", base.tensors, seed=2, use_dora=True)
+    with open_model(base.save(tmp_path / "base")) as checkpoint:
+        model = load_model(checkpoint, LoadOptions(exact=True))
+    placed = Placed(paged, model, [tmp_path / "one", tmp_path / "two"])
+    expected = [placed.step({place: ids}, {place: place}) for place in (0, 1)]
+    assert not torch.equal(*expected)
+    try:
+        for key, threads in enumerate((1, 2, 3, 8), 1):
+            build.lib().ll_threads(threads)
+            keys = {2 * key: 0, 2 * key + 1: 1}
+            for first, end in ((0, 16), *((at, at + 1) for at in range(16, 40)), (40, 42), (42, 46), (46, 64)):
+                found = placed.step(dict.fromkeys(keys, ids[first:end]), keys)
+                assert torch.equal(found, torch.cat([rows[first:end] for rows in expected])), (threads, first)
+    finally:
+        build.lib().ll_threads(build.usable_cores())
+
+
 def test_where_weights_have_few_bits_updates_take_a_byte(tmp_path: Path) -> None:
     """And are computed as those of float32, but for the rounding of their own numbers."""
     from localllm.kernels.cpu.adapters import CpuAdditions
