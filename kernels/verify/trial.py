@@ -51,7 +51,10 @@ SEGMENT_STEPS = {"cpu": (A_FEW,), "cuda": (((1, 21),), A_FEW, ((1, 1), (11, 21))
 
 
 def compare(found: Tensor, wanted: Tensor, tolerance: float) -> str:
-    """Nothing, or how `found` differs from `wanted`: float tensors of one shape."""
+    """Nothing, or how `found` differs from `wanted`: float tensors of one shape.
+
+    Raises NoVerdict where numbers are not finite, and some of `wanted` do not fit into float32 either.
+    """
     if found.shape != wanted.shape:
         return f"shape {list(found.shape)} instead of {list(wanted.shape)}"
     if not found.numel():
@@ -59,7 +62,10 @@ def compare(found: Tensor, wanted: Tensor, tolerance: float) -> str:
     found, wanted = found.double(), wanted.double()
     wrong = int((~found.isfinite() & wanted.isfinite()).sum())
     if wrong:
-        return f"{wrong} of {found.numel()} numbers are not finite"
+        said = f"{wrong} of {found.numel()} numbers are not finite"
+        if not wanted.float().isfinite().all():
+            raise NoVerdict(f"{said}, nor are some of the reference")
+        return said
     size = float(wanted.square().mean().sqrt()) or 1.0
     off = (found - wanted).abs()
     rms, most = float(off.square().mean().sqrt()) / size, float(off.max()) / size
@@ -96,8 +102,9 @@ def is_device_lost(error: BaseException) -> bool:
     return any(word in text for word in said)
 
 
-class NotBuilt(Exception):
-    """A kernel could not be compiled here and now: no compiler, no headers, a folder that is full or read-only."""
+class NoVerdict(Exception):
+    """A kernel cannot be judged here and now: it could not be compiled (no compiler, a folder that is full), or the
+    model's own numbers leave the range of float32."""
 
 
 def _is_out_of_memory(error: Exception) -> bool:
@@ -115,7 +122,7 @@ def tried(name: str, call: Callable[[], str]) -> str:
     """What a case found, with its name; an exception is a finding, too.
 
     Unless it leaves the device unusable or is no fault of the kernel: raises what memory that ran out raises, and
-    NotBuilt where no compiler could be run.
+    NoVerdict where no compiler could be run or the reference overflows, too.
     """
     try:
         found = call()
@@ -123,9 +130,11 @@ def tried(name: str, call: Callable[[], str]) -> str:
         if is_device_lost(error) or _is_out_of_memory(error):
             raise
         said = _words(error)
+        if isinstance(error, NoVerdict):
+            raise NoVerdict(f"{name}: {said}") from error
         found = f"{type(error).__name__}: {said}"
         if isinstance(error, (OSError, subprocess.SubprocessError)) or "C compiler" in said:
-            raise NotBuilt(f"{name}: {found}") from error
+            raise NoVerdict(f"{name}: {found}") from error
     return f"{name}: {found}" if found else ""
 
 

@@ -168,6 +168,21 @@ def test_a_kernel_that_crashes_the_card_is_passed_over_from_the_next_start_on(
     assert "left the device unusable" in test.failures[0].reason
 
 
+def test_numbers_that_overflow_in_the_reference_are_not_held_against_a_kernel(tmp_path: Path) -> None:
+    """For the file with them it is disabled; for sound ones of the same shape it is tried again."""
+    weight, facts = weight_of(50, 96), LinearFacts("int4g", (50, 96), group_size=32)
+    assert weight.scales is not None
+    broken = weight._replace(scales=weight.scales.float().fill_(1e37))
+    right = choose(table.implementations("linear"), facts).impl
+    test = SelfTest(Records("selftest", {}, tmp_path))
+    assert not test.linear_passed(right, facts, broken, right.prepare(broken))
+    assert "not finite, nor are some of the reference" in test.failures[0].reason
+    test.save()
+    again = SelfTest(Records("selftest", {}, tmp_path))
+    assert again.linear_passed(right, facts, weight, right.prepare(weight)) and again.num_run == 1
+    assert compare(torch.tensor([torch.inf, 1.0]), torch.ones(2), 1.0) == "1 of 2 numbers are not finite"
+
+
 @pytest.mark.parametrize(
     "error",
     [
