@@ -80,6 +80,7 @@ class Plan:
     cpus: tuple[int, ...] = ()  # that the threads may use; () for all that this process may
     nodes: tuple[int, ...] = ()  # over which their memory is spread; () for the node of who writes it first
     idle: str = ""  # another usable card, and what it could do
+    link_assumed: bool = False  # what is between the ranks was not measured
     reasons: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 

@@ -217,6 +217,7 @@ def _with(chooser: Chooser, ranks: Ranks) -> Plan:
         ranks=plans,
         split=ranks.split,
         idle="",
+        link_assumed=not link_of(chooser, ranks.places).is_measured,
         **pace,
     )
     return replace(made, reasons=(*_reasons(chooser, ranks, made), *made.reasons))

@@ -309,8 +309,7 @@ def _splits(subjects: Sequence[Subject], planner: Planner) -> Iterator[str]:
             continue
         sizes = " + ".join(f"{gib(rank.need_bytes, 1)} of {gib(rank.have_bytes, 1)}" for rank in made.ranks)
         window = f"context {made.ctx:,}, ≈ {made.decode_tps:.0f} tok/s" if made.fits else "does not fit"
-        link = next((reason for reason in made.reasons if reason.startswith("link: ")), "")
-        assumed = "; link assumed" if "assumed" in link else ""
+        assumed = "; link assumed" if made.link_assumed else ""
         yield f"{subject.shown} {subject.quant} {asked}: {window}; {sizes}{assumed}"
 
 
