@@ -35,16 +35,15 @@ def cpu_isa(survey: Survey) -> Check:
 def cpu_cores(survey: Survey) -> Check:
     """How many cores this process may keep busy."""
     cpu = survey.machine.cpu
-    limit = f", a control group allows {cpu.quota:g}" if cpu.quota else ""
     data: dict[str, Any] = {"cores_usable": cpu.cores_usable, "cpus_total": cpu.cpus_total, "quota": cpu.quota}
     if cpu.quota and cpu.quota < 1:
         title = f"a control group allows {cpu.quota:g} of a CPU: expect long pauses"
         return warn(title, fix="docker update --cpus 4 CONTAINER", **data)
-    title = f"{cpu.cores_usable} cores usable of {cpu.cpus_total} logical CPUs{limit}"
+    title = f"{cpu.cores_usable} cores usable of {cpu.cpus_total} logical CPUs"
     chosen = chosen_threads(cpu, _threads_wanted())
     if stopped := over_quota(cpu, chosen.count):
         return warn(title, stopped, "localllm config set engine.threads auto", **data)
-    is_told = cpu.cores and chosen.why != EACH_CORE
+    is_told = cpu.quota or cpu.cores and chosen.why != EACH_CORE
     return ok(title, "; ".join(chosen.reasons) if is_told else "", threads=chosen.count, **data)
 
 
