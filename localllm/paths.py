@@ -1,4 +1,4 @@
-"""Where things live on this machine (XDG), how a small file there is read and replaced; data beside the code.
+"""Where things live on this machine (XDG), how a small file there is read and replaced; what a file's name says.
 
 `LOCALLLM_HOME`, when set, puts data, cache, config and state below one folder: used by tests and portable installs.
 """
@@ -58,6 +58,17 @@ def runtime_dir() -> Path:
 def log_dir() -> Path:
     """Log files."""
     return state_dir() / "log"
+
+
+def is_projector(name: str) -> bool:
+    """Whether a GGUF file's name says that it holds an image tower (mmproj), not a model."""
+    return "mmproj" in name.lower()
+
+
+def projector_rank(name: str) -> int:
+    """Which of several such files is taken: the lowest, by what they are stored as."""
+    kinds = ("bf16", "f16", "q8_0", "f32")  # the first two are as exact as the tower was trained
+    return next((rank for rank, kind in enumerate(kinds) if kind in name.lower()), len(kinds))
 
 
 def existing(path: Path) -> Path:

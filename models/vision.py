@@ -13,7 +13,7 @@ from torch.nn import functional
 from localllm.kernels.layer_weights import Linear, Norm
 from localllm.kernels.reference import rms_norm
 
-from .architectures.vision import VisionFacts
+from .architectures.vision import ImageFacts, VisionFacts
 from .reader import Reader
 
 
@@ -86,40 +86,48 @@ class Tower:
         return layers + sum(t.nbytes for t in (*own, *(part for norm in norms for part in norm)))
 
 
+class Parts:
+    """A tower's parts by canonical name; their shapes were checked when the model was opened."""
+
+    def __init__(self, reader: Reader, facts: ImageFacts) -> None:
+        self._reader, self._linears = reader, facts.linears()
+        self._vectors = facts.vectors(reader.facts.hidden_size)
+        self.dtype: torch.dtype = getattr(torch, reader.options.dtype)
+
+    def tensor(self, name: str) -> Tensor:
+        """float32"""
+        return self._reader.tensor(name, self._vectors[name])
+
+    def norm(self, name: str) -> LayerNorm:
+        return LayerNorm(self.tensor(f"{name}.weight"), self.tensor(f"{name}.bias"))
+
+    def linear(self, *names: str) -> Linear:
+        """Modules with the same input, as one."""
+        return self._reader.linear("vision", names, [self._linears[name] for name in names])
+
+
 def load_tower(reader: Reader, facts: VisionFacts) -> Tower:
-    """Read the tower; its shapes were checked when the model was opened."""
-    linears, vectors = facts.linears(), facts.vectors(reader.facts.hidden_size)
+    """Read the tower."""
+    parts = Parts(reader, facts)
 
-    def tensor(name: str) -> Tensor:
-        return reader.tensor(name, vectors[name])
-
-    def norm(name: str) -> LayerNorm:
-        return LayerNorm(tensor(f"vision.{name}.weight"), tensor(f"vision.{name}.bias"))
-
-    def linear(index: int, *names: str) -> Linear:
-        modules = [f"vision.encoder.layers.{index}.{name}" for name in names]
-        return reader.linear("vision", modules, [linears[module] for module in modules])
-
-    layers = tuple(
-        TowerLayer(
-            norm1=norm(f"encoder.layers.{index}.layer_norm1"),
-            qkv=linear(index, *(f"self_attn.{name}_proj" for name in "qkv")),
-            out=linear(index, "self_attn.out_proj"),
-            norm2=norm(f"encoder.layers.{index}.layer_norm2"),
-            fc1=linear(index, "mlp.fc1"),
-            fc2=linear(index, "mlp.fc2"),
+    def layer(start: str) -> TowerLayer:
+        return TowerLayer(
+            norm1=parts.norm(f"{start}layer_norm1"),
+            qkv=parts.linear(*(f"{start}self_attn.{name}_proj" for name in "qkv")),
+            out=parts.linear(f"{start}self_attn.out_proj"),
+            norm2=parts.norm(f"{start}layer_norm2"),
+            fc1=parts.linear(f"{start}mlp.fc1"),
+            fc2=parts.linear(f"{start}mlp.fc2"),
         )
-        for index in range(facts.num_layers)
-    )
-    soft = tensor("projector.mm_soft_emb_norm.weight") + reader.facts.norm_offset
+
     return Tower(
         facts,
-        getattr(torch, reader.options.dtype),
-        tensor("vision.embeddings.patch_embedding.weight").flatten(1),
-        tensor("vision.embeddings.patch_embedding.bias"),
-        tensor("vision.embeddings.position_embedding.weight"),
-        layers,
-        norm("post_layernorm"),
-        Norm(soft, facts.eps),
-        tensor("projector.mm_input_projection_weight"),
+        parts.dtype,
+        parts.tensor("vision.embeddings.patch_embedding.weight").flatten(1),
+        parts.tensor("vision.embeddings.patch_embedding.bias"),
+        parts.tensor("vision.embeddings.position_embedding.weight"),
+        tuple(layer(f"vision.encoder.layers.{index}.") for index in range(facts.num_layers)),
+        parts.norm("vision.post_layernorm"),
+        Norm(parts.tensor("projector.mm_soft_emb_norm.weight") + reader.facts.norm_offset, facts.eps),
+        parts.tensor("projector.mm_input_projection_weight"),
     )

@@ -13,7 +13,7 @@ from localllm.kernels.rope import inverse_frequencies
 
 from .architectures.vision import GridFacts
 from .reader import Reader
-from .vision import LayerNorm, TowerLayer
+from .vision import LayerNorm, Parts, TowerLayer
 
 
 @dataclass(frozen=True)
@@ -92,38 +92,29 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def load_grid_tower(reader: Reader, facts: GridFacts) -> GridTower:
-    """Read the tower; its shapes were checked when the model was opened."""
-    linears, vectors = facts.linears(), facts.vectors(reader.facts.hidden_size)
+    """Read the tower."""
+    parts = Parts(reader, facts)
 
-    def tensor(name: str) -> Tensor:
-        return reader.tensor(f"vision.{name}", vectors[f"vision.{name}"])
-
-    def norm(name: str) -> LayerNorm:
-        return LayerNorm(tensor(f"{name}.weight"), tensor(f"{name}.bias"))
-
-    def linear(name: str) -> Linear:
-        return reader.linear("vision", [f"vision.{name}"], [linears[f"vision.{name}"]])
-
-    layers = tuple(
-        TowerLayer(
-            norm1=norm(f"blocks.{index}.norm1"),
-            qkv=linear(f"blocks.{index}.attn.qkv"),
-            out=linear(f"blocks.{index}.attn.proj"),
-            norm2=norm(f"blocks.{index}.norm2"),
-            fc1=linear(f"blocks.{index}.mlp.linear_fc1"),
-            fc2=linear(f"blocks.{index}.mlp.linear_fc2"),
+    def layer(start: str) -> TowerLayer:
+        return TowerLayer(
+            norm1=parts.norm(f"{start}norm1"),
+            qkv=parts.linear(f"{start}attn.qkv"),
+            out=parts.linear(f"{start}attn.proj"),
+            norm2=parts.norm(f"{start}norm2"),
+            fc1=parts.linear(f"{start}mlp.linear_fc1"),
+            fc2=parts.linear(f"{start}mlp.linear_fc2"),
         )
-        for index in range(facts.num_layers)
-    )
-    table = tensor("pos_embed.weight").t().reshape(1, facts.hidden, facts.side, facts.side)
+
+    kernels = [parts.tensor(f"vision.patch_embed.proj.weight{end}").sum(2) for end in facts.kernels]
+    table = parts.tensor("vision.pos_embed.weight").t().reshape(1, facts.hidden, facts.side, facts.side)
     return GridTower(
         facts,
-        getattr(torch, reader.options.dtype),
-        tensor("patch_embed.proj.weight").sum(2).flatten(1),
-        tensor("patch_embed.proj.bias"),
+        parts.dtype,
+        torch.stack(kernels).sum(0).flatten(1),
+        parts.tensor("vision.patch_embed.proj.bias"),
         table.contiguous(),
-        layers,
-        norm("merger.norm"),
-        linear("merger.linear_fc1"),
-        linear("merger.linear_fc2"),
+        tuple(layer(f"vision.blocks.{index}.") for index in range(facts.num_layers)),
+        parts.norm("vision.merger.norm"),
+        parts.linear("vision.merger.linear_fc1"),
+        parts.linear("vision.merger.linear_fc2"),
     )

@@ -16,7 +16,7 @@ from localllm.kernels.rope import inverse_frequencies
 
 from .architectures.vision import BOUNDS, LAYER_NORMS, PatchFacts, PooledFacts
 from .reader import Reader
-from .vision import LayerNorm, Tower
+from .vision import LayerNorm, Parts, Tower
 from .vision_grid import GridTower, turned
 
 PATCH_EPS = 1e-5  # of the norms of patches that no layer follows
@@ -70,8 +70,9 @@ class PooledTower:
         rows, columns = pixels.shape[0] // facts.patch_size, pixels.shape[1] // facts.patch_size
         given = pixels.to(self.rows.device).float().div_(127.5).sub_(1.0)
         places = (self.rows[:rows, None] + self.columns[:columns]).flatten(0, 1)
-        x = (self.patches(_squares(given, facts.patch_size).to(self.dtype)).float() + places).to(self.dtype)
-        del given, places
+        squares = _squares(given, facts.patch_size, facts.planar).to(self.dtype)
+        x = (self.patches(squares).float() + places).to(self.dtype)
+        del given, squares, places
         turns = self._turns(rows, columns)
         for layer in self.layers:
             mixed = layer.out(self._attended(layer, rms_norm(x, layer.norms[0], eps), turns))
@@ -153,10 +154,11 @@ class Patches:
 AnyTower = Tower | GridTower | PooledTower | Patches
 
 
-def _squares(pixels: Tensor, size: int) -> Tensor:
-    """[height, width, 3] -> [squares, size² * 3], row by row, a pixel's colours side by side."""
+def _squares(pixels: Tensor, size: int, planar: bool = False) -> Tensor:
+    """[height, width, 3] -> [squares, size² * 3], row by row, a pixel's colours side by side; `planar`: apart."""
     rows, columns = pixels.shape[0] // size, pixels.shape[1] // size
-    return pixels.view(rows, size, columns, size, 3).transpose(1, 2).reshape(rows * columns, -1)
+    order = (0, 2, 4, 1, 3) if planar else (0, 2, 1, 3, 4)
+    return pixels.view(rows, size, columns, size, 3).permute(order).reshape(rows * columns, -1)
 
 
 def _unweighted(x: Tensor, eps: float) -> Tensor:
@@ -164,39 +166,32 @@ def _unweighted(x: Tensor, eps: float) -> Tensor:
 
 
 def load_pooled_tower(reader: Reader, facts: PooledFacts) -> PooledTower:
-    """Read the tower; its shapes were checked when the model was opened."""
-    linears, vectors = facts.linears(), facts.vectors(reader.facts.hidden_size)
-
-    def tensor(name: str) -> Tensor:
-        return reader.tensor(name, vectors[name])
+    """Read the tower."""
+    parts = Parts(reader, facts)
 
     def clipped(name: str) -> Clipped:
-        module = f"{name}.linear"
-        bounds = tuple(float(tensor(f"{name}.{bound}")) for bound in BOUNDS) if facts.clipped else ()
-        return Clipped(reader.linear("vision", [module], [linears[module]]), bounds)
+        bounds = tuple(float(parts.tensor(f"{name}.{bound}")) for bound in BOUNDS) if facts.clipped else ()
+        return Clipped(parts.linear(f"{name}.linear"), bounds)
 
     def layer(start: str) -> PooledLayer:
-        attention, mlp = ([f"{start}{part}_proj" for part in parts] for parts in (_ATTENTION, _MLP))
+        attention, mlp = ([f"{start}{part}_proj" for part in group] for group in (_ATTENTION, _MLP))
         return PooledLayer(
-            tuple(tensor(f"{start}{name}.weight") for name in LAYER_NORMS),
+            tuple(parts.tensor(f"{start}{name}.weight") for name in LAYER_NORMS),
             *map(clipped, attention),
-            *(tensor(f"{start}self_attn.{name}_norm.weight") for name in "qk"),
+            *(parts.tensor(f"{start}self_attn.{name}_norm.weight") for name in "qk"),
             *map(clipped, mlp),
         )
 
-    def linear(name: str) -> Linear:
-        return reader.linear("vision", [name], [linears[name]])
-
-    table = tensor("vision.patch_embedder.position_embedding_table")[:, : facts.tokens * facts.merge].clone()
+    table = parts.tensor("vision.patch_embedder.position_embedding_table")[:, : facts.tokens * facts.merge].clone()
     return PooledTower(
         facts,
-        getattr(torch, reader.options.dtype),
-        linear("vision.patch_embedder.input_proj"),
+        parts.dtype,
+        parts.linear("vision.patch_embedder.input_proj"),
         table[0],
         table[1],
         tuple(layer(f"vision.encoder.layers.{index}.") for index in range(facts.num_layers)),
-        (tensor("vision.std_bias"), tensor("vision.std_scale")) if facts.standardized else None,
-        linear("projector.embedding_projection"),
+        (parts.tensor("vision.std_bias"), parts.tensor("vision.std_scale")) if facts.standardized else None,
+        parts.linear("projector.embedding_projection"),
     )
 
 
@@ -205,27 +200,17 @@ _MLP = tuple(f"mlp.{name}" for name in ("gate", "up", "down"))
 
 
 def load_patches(reader: Reader, facts: PatchFacts) -> Patches:
-    """Read what makes vectors of patches; its shapes were checked when the model was opened."""
-    linears, vectors = facts.linears(), facts.vectors(reader.facts.hidden_size)
-
-    def tensor(name: str) -> Tensor:
-        return reader.tensor(f"vision.{name}", vectors[f"vision.{name}"])
-
-    def norm(name: str) -> LayerNorm:
-        return LayerNorm(tensor(f"{name}.weight"), tensor(f"{name}.bias"))
-
-    def linear(name: str) -> Linear:
-        return reader.linear("vision", [name], [linears[name]])
-
-    columns, rows = tensor("pos_embedding")[: facts.tokens].unbind(1)
+    """Read what makes vectors of patches."""
+    parts = Parts(reader, facts)
+    columns, rows = parts.tensor("vision.pos_embedding")[: facts.tokens].unbind(1)
     return Patches(
         facts,
-        getattr(torch, reader.options.dtype),
-        norm("patch_ln1"),
-        linear("vision.patch_dense"),
-        norm("patch_ln2"),
+        parts.dtype,
+        parts.norm("vision.patch_ln1"),
+        parts.linear("vision.patch_dense"),
+        parts.norm("vision.patch_ln2"),
         columns.contiguous(),
         rows.contiguous(),
-        norm("pos_norm"),
-        linear("projector.embedding_projection"),
+        parts.norm("vision.pos_norm"),
+        parts.linear("projector.embedding_projection"),
     )

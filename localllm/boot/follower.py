@@ -54,7 +54,7 @@ def run(lead: socket.socket) -> None:
         selftest=first_use(device, here),
         ranks=Ranks(share, ordered=job["options"]["deterministic"]),
     )
-    with open_model(job["path"]) as checkpoint:
+    with open_model(job["path"], job["mmproj"]) as checkpoint:
         if identity_of(checkpoint) != job["files"]:
             raise ConfigError(
                 f"{checkpoint.path.name} is another file than rank 0 reads: it was changed meanwhile",

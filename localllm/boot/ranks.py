@@ -84,7 +84,8 @@ def meet(share: Share, store: str, device: str) -> None:
 
 
 def identity_of(checkpoint: OpenModel) -> dict[str, list[int]]:
-    """What tells files from others of the same name."""
+    """What tells files from others of the same name; that of the tower is among them once there are facts."""
+    assert checkpoint.facts
     found = {path: os.stat(path) for path in checkpoint.files}
     return {str(path): [stat.st_size, stat.st_mtime_ns, stat.st_ino] for path, stat in found.items()}
 
@@ -133,6 +134,7 @@ class RankProcesses:
         self.processes: list[subprocess.Popen[bytes]] = []
         job = {
             "path": str(checkpoint.path),
+            "mmproj": checkpoint.mmproj,
             "files": identity_of(checkpoint),
             "versions": versions(),
             "store": self._store,

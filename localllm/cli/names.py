@@ -125,14 +125,14 @@ def fit_line(made: Plan | None) -> str:
 
 
 @contextmanager
-def opened(resolved: Resolved) -> Iterator[OpenModel]:
-    """The files of a local model; damage found in them names the command that repairs it."""
+def opened(resolved: Resolved, mmproj: str) -> Iterator[OpenModel]:
+    """A local model's files, `mmproj` as of `open_model`; damage found in them names the command that repairs it."""
     from localllm.checkpoint.mapped_file import label
     from localllm.models.architectures import open_model
 
     assert resolved.path is not None
     try:
-        with open_model(resolved.path) as checkpoint:
+        with open_model(resolved.path, mmproj) as checkpoint:
             yield checkpoint
     except BadModelFile as error:
         raise error.about(label(resolved.path), resolved.pulled_as) from error

@@ -148,7 +148,9 @@ class HubLoader:
         self._options, self._adapted = options, adapted
 
     def _of(self, model: ServedModel) -> EngineOptions:
-        return self._options if model.name == self._adapted else replace(self._options, adapters=())
+        if model.name == self._adapted:
+            return self._options
+        return replace(self._options, adapters=(), mmproj="off" if self._options.mmproj == "off" else "auto")
 
     def plan(self, model: ServedModel, machine: MachineFacts) -> Plan:
         from localllm import hub
@@ -158,8 +160,9 @@ class HubLoader:
 
         resolved = hub.resolve(model.source, offline=True)
         assert resolved.path is not None, "offline, a name is a local model's or an error"
-        with open_model(resolved.path) as checkpoint:
-            planner = fit.with_draft(Planner.here(self._of(model), machine))
+        options = self._of(model)
+        with open_model(resolved.path, options.mmproj) as checkpoint:
+            planner = fit.with_draft(Planner.here(options, machine))
             return planner.plan_within(checkpoint.facts, checkpoint.path)
 
     def load(self, model: ServedModel, machine: MachineFacts, on_progress: OnProgress, cancel: threading.Event) -> LLM:

@@ -146,6 +146,11 @@ class EngineOptions:
         "tokens are guessed and checked many at a time, which changes no answer; ngram: what followed the same words"
         " before; draft: what the draft model says; mtp: what the model's own head says; auto: what is measured to pay",
     )
+    mmproj: str = _key(
+        TEXT,
+        "auto",
+        "what reads images for a GGUF model: auto, the mmproj file beside it; off, nothing; or a file",
+    )
     draft: str = _key(TEXT, "", "a smaller model with the same vocabulary that guesses tokens; empty for none")
     adapters: tuple[str, ...] = _key(
         ADAPTERS, (), "LoRA adapters to load with the model, NAME=PATH each; PATH is a folder in PEFT's format"

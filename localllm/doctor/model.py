@@ -44,7 +44,7 @@ def _checks(resolved: Resolved, planner: Planner) -> Iterator[Named]:
     title = f"{label(resolved.path)}, {gib(resolved.size_bytes)}"
     yield "files", ok(title, str(resolved.path), path=str(resolved.path))
     try:
-        with open_model(resolved.path) as checkpoint:
+        with open_model(resolved.path, planner.options.mmproj) as checkpoint:
             yield from _here(checkpoint, name, planner)
     except UnsupportedModel as error:
         yield "arch", fail(error.message, fix=error.hint)

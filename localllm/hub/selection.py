@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from localllm.errors import BadModelFile, DownloadError, ModelNotFound, UnsupportedFormat
+from localllm.paths import is_projector, projector_rank
 
 from .listing import RepoFile, RepoInfo
 from .names import check_no_collision, shown
@@ -56,7 +57,7 @@ def gguf_sets(names: Iterable[str], where: str) -> list[GgufSet]:
     groups: dict[str, list[str]] = {}
     for name in sorted(names):
         last = name.rsplit("/", 1)[-1].lower()
-        if name.count("/") < 2 and last.endswith(".gguf") and not last.startswith("mmproj") and "imatrix" not in last:
+        if name.count("/") < 2 and last.endswith(".gguf") and not is_projector(last) and "imatrix" not in last:
             groups.setdefault(_SPLIT.sub("", name), []).append(name)
     for stem, files in groups.items():
         parts = [_SPLIT.search(f) for f in files]
@@ -84,6 +85,17 @@ def choose_gguf(sets: Sequence[GgufSet], quant: str | None, where: str) -> GgufS
     raise ModelNotFound(f"{where}:{shown(quant)} could be {len(found)} files: {names}", "give more of the file name")
 
 
+def projector_for(chosen: GgufSet, names: Iterable[str]) -> tuple[str, ...]:
+    """The mmproj file that belongs to a model of a repository, which reads images for it; () where there is none.
+
+    One in the model's folder before one at the top.
+    """
+    folder = chosen.files[0].rpartition("/")[0]
+    found = [n for n in names if n.lower().endswith(".gguf") and is_projector(n.rpartition("/")[2])]
+    near = [n for n in found if n.rpartition("/")[0] in (folder, "")]
+    return tuple(sorted(near, key=lambda n: ("/" not in n and bool(folder), projector_rank(n), n))[:1])
+
+
 def safetensors_names(names: Iterable[str]) -> list[str]:
     """The weight files of a model folder: those at its top, without a second copy in the vendor's own layout."""
     top = [n for n in names if n.endswith(".safetensors") and "/" not in n]
@@ -101,7 +113,11 @@ def select_files(info: RepoInfo, quant: str | None) -> tuple[str, tuple[RepoFile
     if sets and (quant is not None or not tensors or "config.json" not in names):
         chosen = choose_gguf(sets, quant, info.repo)
         label = chosen.label or (quant or "").upper()
-        wanted = {*chosen.files, *(n for n in names if _SMALL.fullmatch(n) and not n.endswith((".json", ".jinja")))}
+        wanted = {
+            *chosen.files,
+            *projector_for(chosen, names),
+            *(n for n in names if _SMALL.fullmatch(n) and not n.endswith((".json", ".jinja"))),
+        }
     elif tensors and quant is None:
         wanted = {*tensors, *(n for n in names if _SMALL.fullmatch(n) or _DENSE.fullmatch(n))}
         if "config.json" not in wanted:

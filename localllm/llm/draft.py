@@ -40,7 +40,7 @@ class Draft:
     def __init__(self, name: str, path: Path, pulled_as: str) -> None:
         self.name, self.path, self._pulled_as = name, path, pulled_as
         with self._naming():
-            self._checkpoint = open_model(path)
+            self._checkpoint = open_model(path, mmproj="off")
         self.facts = self._checkpoint.facts
         if self.facts.pooling or not self.facts.causal:
             self.close()

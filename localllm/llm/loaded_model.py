@@ -71,7 +71,7 @@ class LoadedModel(AdaptedModel):
         self.machine: MachineFacts = self._planner.machine
         self.path, self._pulled_as = self._find(self.name, offline, cancel)  # the file or folder that was loaded
         with self._naming():
-            self._checkpoint = open_model(self.path)
+            self._checkpoint = open_model(self.path, self.options.mmproj)
             self.facts: ModelFacts = self._checkpoint.facts
         self._draft = self._find_draft(offline, cancel)
         self.sampling = recommended(self.facts, self.path)  # what holds where nobody says otherwise, and who says so

@@ -46,7 +46,8 @@ def take_images(
         number, at, _ = found[0]
         raise InvalidRequest(
             "Content of type 'image_url' is not supported: this model reads text",
-            "use a model with an image tower in safetensors files: Gemma 3 and 4, Qwen3.5 (mmproj files are not read)",
+            "use Gemma 3 or 4 or Qwen3.5: safetensors with the tower, or GGUF with its mmproj file beside it"
+            " (localllm show MODEL says what is wrong with one)",
             param=f"messages[{number}].content[{at}]",
         )
     _check_room(len(found), len(found) * vision.least_tokens, max_context)

@@ -277,7 +277,7 @@ def with_draft(planner: Planner) -> Planner:
     path = resolve(options.draft, planner, offline=True).path
     if path is None:
         return planner
-    with open_model(path) as checkpoint:
+    with open_model(path, mmproj="off") as checkpoint:
         return replace(planner, draft=checkpoint.facts)
 
 

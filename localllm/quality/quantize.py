@@ -91,7 +91,7 @@ def quantize(
     began = time.monotonic()
     if out.exists():
         raise ConfigError(f"{out} exists", "name another folder with -o, or remove it")
-    with open_model(source) as checkpoint:
+    with open_model(source, mmproj="off") as checkpoint:
         work = _Work(checkpoint, out, target, calibration, device, tell, cancel or threading.Event())
         work.check_disk()
         work.folder.mkdir(parents=True, exist_ok=True)

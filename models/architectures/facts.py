@@ -59,6 +59,7 @@ class ModelFacts:
     inputs: InputTable | None = None  # where layers have inputs of their own
     final_norm: bool = True  # whether a norm follows the last layer: of the kind that the layers have
     vision: ImageFacts | None = None  # what reads images; None: the model reads text only
+    vision_flaw: str = ""  # why there is none though an mmproj file lies beside the model
     decoded_bytes: int = 0  # what those of them take on top that are decoded to bfloat16 while loading
 
     @property

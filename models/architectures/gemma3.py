@@ -11,7 +11,7 @@ from localllm.checkpoint.fields import MAX_LAYERS, MAX_VOCAB
 from .architecture import Architecture
 from .facts import ModelFacts, repeated
 from .gguf import GgufConfig
-from .hf import HfConfig, below
+from .hf import Described, HfConfig, below
 from .layers import LayerFacts, Norms
 from .mixers import RopeFacts
 from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
@@ -68,7 +68,7 @@ class Gemma3(Architecture):
         windows = _halved(config.windows(lambda layer: (layer + 1) % every != 0), config.causal)
         layers = repeated(layer, windows, local_rope)
         scale = math.sqrt(config.hidden_size)
-        return config.facts(layers, context, norm_offset=1.0, embedding_scale=scale, vision=_vision(config))
+        return config.facts(layers, context, norm_offset=1.0, embedding_scale=scale, vision=gemma3_vision(config.tower))
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         rope, context = config.rope()
@@ -104,12 +104,11 @@ def _part_names(checkpoint: Checkpoint) -> dict[str, str]:
     return found if found.keys() == ends.keys() else {}
 
 
-def _vision(config: HfConfig) -> VisionFacts | None:
-    """The tower, where the file has it and says what it is; the limits are far above those of published models."""
-    stated, parts = config.top.raw("vision_config"), config.names.parts
-    if not isinstance(stated, dict) or not parts:
+def gemma3_vision(given: Described | None) -> VisionFacts | None:
+    """The tower, where files have it and say what it is; the limits are far above those of published models."""
+    if given is None:
         return None
-    top, own = config.top, below(config.top, "vision_config")
+    top, own = given.top, below(given.top, "vision_config")
     facts = VisionFacts(
         num_layers=own.integer("num_hidden_layers", 1, MAX_LAYERS, 12),
         hidden=own.integer("hidden_size", 1, 1 << 14, 768),
@@ -122,7 +121,7 @@ def _vision(config: HfConfig) -> VisionFacts | None:
         image_token=top.integer("image_token_index", 0, MAX_VOCAB, 262144),
         begin_token=top.integer("boi_token_index", 0, MAX_VOCAB, 255999),
         end_token=top.integer("eoi_token_index", 0, MAX_VOCAB, 256000),
-        nbytes=sum(i.nbytes for n, i in config.checkpoint.tensors.items() if n.startswith(tuple(parts.values()))),
+        nbytes=given.nbytes,
     )
     if facts.hidden % facts.num_heads:
         raise own.fail("hidden_size", f"is {facts.hidden}, no multiple of {facts.num_heads} heads")
@@ -130,8 +129,8 @@ def _vision(config: HfConfig) -> VisionFacts | None:
         raise own.fail("image_size", f"is {facts.image_size}, no multiple of the patch_size {facts.patch_size}")
     across = math.isqrt(facts.tokens)
     pooled = across**2 == facts.tokens and facts.side % across == 0
-    known = max(facts.image_token, facts.begin_token, facts.end_token) < config.vocab_size
-    if not pooled or not known or facts.tokens > (config.window or facts.tokens):
+    known = max(facts.image_token, facts.begin_token, facts.end_token) < given.vocab_size
+    if not pooled or not known or facts.tokens > (given.window or facts.tokens):
         return None  # not what the projector computes, or an image that a window cuts: the text part runs
     return facts
 

@@ -24,6 +24,7 @@ from .hf import HfConfig, object_of
 from .layers import Dense, Experts, InputTable, LayerFacts, LayerInput
 from .mixers import Attention, RopeFacts
 from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
+from .vision import Bidirectional
 
 FULL_EVERY, FULL_THETA, LOCAL_THETA, TURNED = 6, 1_000_000.0, 10_000.0, 0.25
 ACT = "gelu_tanh"
@@ -115,7 +116,10 @@ class Gemma4(Architecture):
             keeping=keeping,
             inputs=_inputs(config),
         )
-        return replace(stack.facts(config, config.context), vision=gemma4_vision(config))
+        unified = config.model_type == "gemma4_unified_text"
+        given = "" if config.is_null("use_bidirectional_attention") else keys.raw("use_bidirectional_attention")
+        both_ways: Bidirectional = "" if given != "vision" else "all" if unified else "windowed"
+        return replace(stack.facts(config, config.context), vision=gemma4_vision(config.tower, both_ways, unified))
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         keys = config.keys
@@ -137,7 +141,8 @@ class Gemma4(Architecture):
         ffn = config.mixture(act=ACT, apart=True, scales=_gguf_scales(config)) if config.num_experts else Dense(1, ACT)
         keeping = config.num_layers - keys.integer("attention.shared_kv_layers", 0, config.num_layers, 0)
         size = keys.integer("embedding_length_per_layer_input", 0, MAX_HIDDEN, 0)
-        inputs = InputTable(config.vocab_size, size, config.num_layers) if size else None
+        pad = config.general.integer("tokenizer.ggml.padding_token_id", 0, config.vocab_size - 1, 0)
+        inputs = InputTable(config.vocab_size, size, config.num_layers, pad=pad) if size else None
         return _Stack(narrow, full, ffn, windows, inners, keeping, inputs).facts(config, context)
 
     def names(self, checkpoint: Checkpoint) -> NameMap:

@@ -7,7 +7,7 @@ from typing import Any
 from localllm.checkpoint import Checkpoint
 from localllm.checkpoint.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_VOCAB, Fields
 
-from .hf import HfConfig, below, image_processor
+from .hf import Described, below
 from .vision import MAX_IMAGE_TOKENS, Bidirectional, PatchFacts, PooledFacts
 
 _TOWER, _PATCHES, _PROJECTION = "patch_embedder.input_proj.weight", "patch_dense.weight", "embedding_projection.weight"
@@ -25,47 +25,46 @@ def gemma4_parts(checkpoint: Checkpoint) -> dict[str, str]:
     return found if len(found) == 2 else {}
 
 
-def gemma4_vision(config: HfConfig) -> PooledFacts | PatchFacts | None:
-    """What reads images, where the file has what is computed here; limits are far above those of published models."""
-    stated, parts = config.top.raw("vision_config"), config.names.parts
-    if not isinstance(stated, dict) or not parts:
+def gemma4_vision(
+    given: Described | None, bidirectional: Bidirectional, unified: bool = False
+) -> PooledFacts | PatchFacts | None:
+    """What reads images, where files have what is computed here; limits are far above those of published models."""
+    if given is None:
         return None
-    own, processor = below(config.top, "vision_config"), image_processor(config.checkpoint)
+    own, processor = below(given.top, "vision_config"), given.processor
     colours = processor.raw("image_mean") or [0.0] * 3, processor.raw("image_std") or [1.0] * 3
     scaled = processor.flag("do_normalize") and colours != ([0.0] * 3, [1.0] * 3)
     if scaled or own.text("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
         return None  # another function, colours on another scale: the text part runs
-    unified = config.model_type == "gemma4_unified_text"
     places = "mm_posemb_size" if unified else "position_embedding_size"
-    common = _common(config, own, processor) | {"places": own.integer(places, 1, 1 << 20, 1120 if unified else 10_240)}
+    common = _common(given, own, bidirectional) | {
+        "places": own.integer(places, 1, 1 << 20, 1120 if unified else 10_240)
+    }
     facts = (
         PatchFacts(hidden=own.integer("mm_embed_dim", 1, 1 << 16, 3840), **common) if unified else _tower(own, common)
     )
     longest = facts.tokens * (1 if unified else facts.merge)
     if facts.places < longest:
         raise own.fail(places, f"is {facts.places}, an image may have {longest} in a row")
-    known = max(facts.image_token, facts.begin_token, facts.end_token) < config.vocab_size
+    known = max(facts.image_token, facts.begin_token, facts.end_token) < given.vocab_size
     return facts if known else None
 
 
-def _common(config: HfConfig, own: Fields, processor: Fields) -> dict[str, Any]:
+def _common(given: Described, own: Fields, bidirectional: Bidirectional) -> dict[str, Any]:
     """What both kinds have: sizes of images, their tokens, and how these see each other."""
-    top, starts = config.top, tuple(config.names.parts.values())
-    given = "" if config.is_null("use_bidirectional_attention") else config.keys.raw("use_bidirectional_attention")
-    everywhere = config.model_type == "gemma4_unified_text"
-    both_ways: Bidirectional = "" if given != "vision" else "all" if everywhere else "windowed"
-    most = min(processor.integer("max_soft_tokens", 1, 1 << 20, TOKENS), MAX_IMAGE_TOKENS)
+    top, window = given.top, given.window
+    most = min(given.processor.integer("max_soft_tokens", 1, 1 << 20, TOKENS), MAX_IMAGE_TOKENS)
     return {
         "patch_size": own.integer("patch_size", 1, 1 << 8, 16),
         "merge": own.integer("pooling_kernel_size", 1, 16, 3),
-        "tokens": min(most, config.window or most) if both_ways else most,  # no window may cut such an image
-        "outputs": config.hidden_size,
+        "tokens": min(most, window or most) if bidirectional else most,  # no window may cut such an image
+        "outputs": given.hidden_size,
         "eps": own.number("rms_norm_eps", 1e-12, 0.1, 1e-6),
         "image_token": top.integer("image_token_id", 0, MAX_VOCAB, 258_880),
         "begin_token": top.integer("boi_token_id", 0, MAX_VOCAB, 255_999),
         "end_token": top.integer("eoi_token_id", 0, MAX_VOCAB, 258_882),
-        "bidirectional": both_ways,
-        "nbytes": sum(info.nbytes for name, info in config.checkpoint.tensors.items() if name.startswith(starts)),
+        "bidirectional": bidirectional,
+        "nbytes": given.nbytes,
     }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,23 @@ from localllm.checkpoint.mapped_file import read_small, shown
 from .config import SAMPLING, Config
 from .layers import Experts
 from .mixers import RopeFacts
-from .names import NameMap
+from .names import TOWER, NameMap
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 _TEMPLATE = re.compile(rb'"chat_template"\s*+:\s*+(?!null)')
+
+
+@dataclass(frozen=True)
+class Described:
+    """What files say of a tower, in the words of Hugging Face's, and the decoder that it is for."""
+
+    top: Fields  # config.json, with an object `vision_config`
+    processor: Fields  # of images; empty where there is no such file
+    nbytes: int  # stored
+    hidden_size: int
+    vocab_size: int
+    window: int | None
 
 
 class HfConfig(Config):
@@ -192,6 +205,16 @@ class HfConfig(Config):
     def capped(self, key: str) -> float | None:
         """A soft-cap; an explicit null switches a default off."""
         return None if self.is_null(key) else self.keys.optional_number(key, 1e-3, 1e6)
+
+    @property
+    def tower(self) -> Described | None:
+        """What the files say of the tower that they have; None where they have none, or do not describe it."""
+        starts = tuple(start for part, start in self.names.parts.items() if part in TOWER)
+        if not starts or not isinstance(self.top.raw("vision_config"), dict):
+            return None
+        nbytes = sum(info.nbytes for name, info in self.checkpoint.tensors.items() if name.startswith(starts))
+        processor = image_processor(self.checkpoint)
+        return Described(self.top, processor, nbytes, self.hidden_size, self.vocab_size, self.window)
 
     @property
     def window(self) -> int | None:

@@ -14,12 +14,14 @@ from localllm.checkpoint import Checkpoint, StoredFormat, open_checkpoint, store
 from localllm.checkpoint.formats import format_label
 from localllm.checkpoint.formats.module import DENSE
 from localllm.checkpoint.mapped_file import bad
-from localllm.errors import BadModelFile, UnsupportedFormat
+from localllm.errors import BadModelFile, ModelNotFound, UnsupportedFormat
 
 from . import registry
 from .facts import ModelFacts, count_params, expanded_modules, idle_experts, linear_shapes, vector_shapes
 from .layers import Entry, LayerFacts
-from .names import NameMap
+from .mmproj import AUTO, tower_of
+from .names import TOWER, NameMap
+from .vision import ImageFacts
 
 _TOWER = re.compile(
     r"(^|\.)(vision_tower|vision_model|visual|audio_tower|vision_embed_tokens|vision_encoder|embed_vision|embed_audio)\."
@@ -27,16 +29,23 @@ _TOWER = re.compile(
 _SOUND = re.compile(r"(^|\.)(audio_tower|embed_audio)\.")
 
 
-def open_model(path: Path | str) -> OpenModel:
+def open_model(path: Path | str, mmproj: str = AUTO) -> OpenModel:
     """Open the model at `path`: a .gguf file, or a folder with safetensors or one .gguf. Close it, or use `with`.
+
+    mmproj   of GGUF: "auto" reads images with the mmproj file beside it, "off" with none; else the file
 
     Raises what `open_checkpoint` raises; `facts` raises more, when it is asked for.
     """
-    return OpenModel(**vars(open_checkpoint(path)))
+    found = OpenModel(**vars(open_checkpoint(path)))
+    found.mmproj = mmproj
+    return found
 
 
 class OpenModel(Checkpoint):
     """A checkpoint and what it means."""
+
+    mmproj: str
+    projector: Path | None = None  # the file that the tower is in, where it is not the model's; `facts` finds it
 
     @cached_property
     def _understood(self) -> tuple[ModelFacts, NameMap]:
@@ -61,6 +70,7 @@ class OpenModel(Checkpoint):
         facts = self._understood[0]
         facts = replace(facts, stored_format=facts.stored_format or format_label(self.formats))
         self._check(facts)
+        facts = self._with_tower(facts)
         held: Counter[str] = Counter()
         for name, info in self.tensors.items():
             held[name.rpartition(".")[0]] += info.nbytes
@@ -78,6 +88,28 @@ class OpenModel(Checkpoint):
             active_share=1 - idle / max(1, facts.weight_bytes),
             decoded_bytes=facts.decoded_bytes + decoded,
         )
+
+    def _with_tower(self, facts: ModelFacts) -> ModelFacts:
+        """With the tower of an mmproj file; without, and why, where the one beside the model cannot be read."""
+        if self.kind != "gguf":
+            return facts
+        whole, found = (self.tensors, self.files, self.formats), None
+        try:
+            found = tower_of(self, facts, self.mmproj)
+            if found is None:
+                return facts
+            file, vision = found
+            self.projector, self.tensors = file.path, self.tensors | file.tensors
+            self.files, self.formats = {**self.files, **file.files}, self.formats | stored_formats(file)
+            self._check_tower(vision, facts.hidden_size)
+        except (BadModelFile, ModelNotFound) as error:
+            self.tensors, self.files, self.formats = whole
+            if found is not None:
+                found[0].close()
+            if self.mmproj != AUTO:
+                raise
+            return replace(facts, vision_flaw=str(error))
+        return replace(facts, vision=vision)
 
     def _with_predictor(self, facts: ModelFacts, held: Mapping[str, int]) -> ModelFacts:
         """With the bytes of the head that predicts, or without a head that cannot be read: the model does not need it.
@@ -115,6 +147,8 @@ class OpenModel(Checkpoint):
     @property
     def unread(self) -> str:
         """A tower that is not computed, so that only the rest runs; "" where there is none."""
+        if self.facts.vision_flaw:
+            return f"{self.facts.vision_flaw}: the model reads text only"
         sees = self.facts.vision is not None
         found = ((_SOUND if sees else _TOWER).search(name) for name in self.tensors)
         tower = next((match[2] for match in found if match is not None), "")
@@ -153,13 +187,16 @@ class OpenModel(Checkpoint):
             if projection.bias:
                 self._stored(f"{projection.name}.bias", (size,))
         if facts.vision is not None:
-            for module, shape in facts.vision.linears().items():
-                self._linear(module, shape)
-            for name, sizes in facts.vision.vectors(hidden).items():
-                self._stored(self.names.tensor(name), sizes)
+            self._check_tower(facts.vision, hidden)
         for rope in facts.ropes:
             if rope.factors_tensor:
                 self._stored(rope.factors_tensor, (rope.dim // 2,))
+
+    def _check_tower(self, vision: ImageFacts, hidden: int) -> None:
+        for module, shape in vision.linears().items():
+            self._linear(module, shape)
+        for name, sizes in vision.vectors(hidden).items():
+            self._stored(self.names.tensor(name), sizes)
 
     def _layer(self, index: int, layer: LayerFacts, hidden: int) -> None:
         start = f"model.layers.{index}."
@@ -183,10 +220,14 @@ class OpenModel(Checkpoint):
         if stored is None:
             below = sorted(key for key in self.tensors if key.startswith(f"{name}."))
             what = f"is stored as {', '.join(below[:4])}, a layout that is not read" if below else "is missing"
-            raise bad(self.path, f"the weight {what}", key=f"{name}.weight")
+            raise bad(self._holder(name), f"the weight {what}", key=f"{name}.weight")
         if stored.shape != shape:
             what = f"holds a weight of {list(stored.shape)}, {list(shape)} is expected"
-            raise bad(self.path, what, key=f"{name}.weight")
+            raise bad(self._holder(name), what, key=f"{name}.weight")
+
+    def _holder(self, name: str) -> Path:
+        """The file, or folder, that a tensor of this name would lie in."""
+        return self.projector if self.projector is not None and name.startswith(TOWER) else self.path
 
     def _vector(self, tensor: str, shape: tuple[int, ...]) -> None:
         self._stored(self.names.tensor(tensor), shape)
@@ -194,7 +235,7 @@ class OpenModel(Checkpoint):
     def _stored(self, name: str, shape: tuple[int, ...]) -> None:
         info = self.tensors.get(name)
         if info is None:
-            raise bad(self.path, "the tensor is missing", key=name)
+            raise bad(self._holder(name), "the tensor is missing", key=name)
         if tuple(n for n in info.shape if n > 1) != tuple(n for n in shape if n > 1):
             raise bad(info.file, f"has shape {list(info.shape)}, {list(shape)} is expected", key=name)
         if info.dtype not in DENSE:

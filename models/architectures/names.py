@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.([\w.]+)")
 _ONE_OF_MANY = re.compile(r"(mlp\.experts\.|self_attn\.[kv]_b_proj\.)(\d+)((?:\.\w+)?)")  # experts, or heads
+TOWER = ("vision.", "projector.")  # what canonical names of a tower's tensors begin with
 MTP = "mtp."  # what Qwen's names begin with of the head that predicts the token after next
 _WRAPPERS = ("language_model.model.", "model.language_model.")
 GGUF_LAYER = {
@@ -94,9 +95,9 @@ def predictor_names(number: object) -> dict[str, str]:
 
 
 def gguf_names(inner: Mapping[str, str] = GGUF_LAYER) -> NameMap:
-    """What llama.cpp's converter calls them."""
+    """What llama.cpp's converter calls them; a tower's tensors have canonical names (`mmproj`)."""
     top = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-    return NameMap(top, "blk.{}.", inner)
+    return NameMap(top, "blk.{}.", inner, {part: part for part in TOWER})
 
 
 def hf_names(tensors: Collection[str], inner: Mapping[str, str] | None = None) -> NameMap:

@@ -16,7 +16,7 @@ from .hf import HfConfig
 from .layers import Dense, Experts, Fusion, LayerFacts
 from .mixers import Attention, GatedDelta, RopeFacts
 from .names import GGUF_LAYER, NameMap, gguf_names, predictor_names
-from .qwen_vision import grid_parts, grid_vision
+from .qwen_vision import grid_parts, grid_vision, hf_axes
 
 FULL_EVERY = 4  # one layer of so many attends, the last of each group
 # What configurations may leave out.
@@ -76,7 +76,8 @@ class Qwen3_5(Architecture):
         of_kind = {kind: LayerFacts(mixer, ffn) for kind, mixer in kinds.items()}
         layers = tuple(of_kind[kind] for kind in _layer_types(config))
         return config.facts(
-            self.with_dense(config, layers), context, norm_offset=1.0, vision=grid_vision(config, rope),
+            self.with_dense(config, layers), context, norm_offset=1.0,
+            vision=grid_vision(config.tower, hf_axes(config, rope.dim // 2)),
             predictor=LayerFacts(attention, ffn, fusion=Fusion()),
         )  # fmt: skip
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from localllm.checkpoint import Checkpoint
-from localllm.checkpoint.fields import MAX_LAYERS, MAX_VOCAB
+from localllm.checkpoint.fields import MAX_LAYERS, MAX_VOCAB, Fields
 
-from .hf import HfConfig, below, image_processor, object_of
-from .mixers import RopeFacts
+from .hf import Described, HfConfig, below, object_of
 from .vision import MAX_IMAGE_TOKENS, GridFacts
 
 _END = "patch_embed.proj.weight"
-_SECTIONS = [11, 11, 10]  # pairs that turn by time, row and column
+SECTIONS = [11, 11, 10]  # pairs that turn by time, row and column
 MIN_PIXELS, MAX_PIXELS = 1 << 16, 1 << 24  # what files without a processor's configuration mean
 SHARE = 0.5  # mean and deviation of a colour, where they are not stated
 
@@ -24,12 +24,14 @@ def grid_parts(checkpoint: Checkpoint) -> dict[str, str]:
     return {} if start is None else {"vision.": start}
 
 
-def grid_vision(config: HfConfig, rope: RopeFacts) -> GridFacts | None:
-    """The tower, where the file has one that is computed here; limits are far above those of published models."""
-    stated, start = config.top.raw("vision_config"), config.names.parts.get("vision.")
-    if not isinstance(stated, dict) or start is None:
+def grid_vision(given: Described | None, axes: tuple[int, ...]) -> GridFacts | None:
+    """The tower, where files have one that is computed here; limits are far above those of published models.
+
+    axes   as in `GridFacts`
+    """
+    if given is None:
         return None
-    own = below(config.top, "vision_config")
+    own = below(given.top, "vision_config")
     if own.raw("deepstack_visual_indexes") or own.text("hidden_act", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
         return None  # layers that add to the decoder's, another function: the text part runs
     hidden, heads = own.integer("hidden_size", 4, 1 << 14, 1152), own.integer("num_heads", 1, 1 << 10, 16)
@@ -41,7 +43,7 @@ def grid_vision(config: HfConfig, rope: RopeFacts) -> GridFacts | None:
         raise own.fail("num_position_embeddings", f"is {places}, no square number")
     factor = patch * merge
     parameters = below(own, "rope_parameters")
-    pixels, mean, std = _processing(config.checkpoint)
+    pixels, mean, std = _processing(given.processor)
     facts = GridFacts(
         num_layers=own.integer("depth", 1, MAX_LAYERS, 27),
         hidden=hidden,
@@ -57,31 +59,34 @@ def grid_vision(config: HfConfig, rope: RopeFacts) -> GridFacts | None:
         max_pixels=max(factor**2, min(pixels[1], MAX_IMAGE_TOKENS * factor**2)),
         mean=mean,
         std=std,
-        image_token=config.top.integer("image_token_id", 0, MAX_VOCAB, 248056),
-        axes=_axes(config, rope),
-        nbytes=sum(info.nbytes for name, info in config.checkpoint.tensors.items() if name.startswith(start)),
+        image_token=given.top.integer("image_token_id", 0, MAX_VOCAB, 248056),
+        axes=axes,
+        nbytes=given.nbytes,
     )
-    if facts.outputs != config.hidden_size:
-        raise own.fail("out_hidden_size", f"is {facts.outputs}, the decoder's hidden_size {config.hidden_size}")
-    is_known = facts.image_token < config.vocab_size and len(facts.axes) == rope.dim // 2
-    return facts if is_known else None
+    if facts.outputs != given.hidden_size:
+        raise own.fail("out_hidden_size", f"is {facts.outputs}, the decoder's hidden_size {given.hidden_size}")
+    return facts if facts.axes and facts.image_token < given.vocab_size else None
 
 
-def _axes(config: HfConfig, rope: RopeFacts) -> tuple[int, ...]:
-    """By which axis each pair turns: every third by row and by column, or one section after the other."""
+def hf_axes(config: HfConfig, half: int) -> tuple[int, ...]:
+    """By which axis each of `half` pairs turns: interleaved, or one section after the other; () where these differ."""
     values = object_of(config.given, "rope_scaling") | object_of(config.given, "rope_parameters")
-    sections = values.get("mrope_section", _SECTIONS)
-    half = rope.dim // 2
+    sections = values.get("mrope_section", SECTIONS)
     if not isinstance(sections, list) or len(sections) != 3 or not all(type(n) is int and n >= 0 for n in sections):
         raise config.keys.fail("rope_parameters.mrope_section", "must list three numbers")
     if values.get("mrope_interleaved", True):
-        return tuple(next((a for a in (1, 2) if pair % 3 == a and pair < 3 * sections[a]), 0) for pair in range(half))
-    return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
+        return interleaved(sections, half)
+    axes = tuple(axis for axis, count in enumerate(sections) for _ in range(count))
+    return axes if len(axes) == half else ()
 
 
-def _processing(checkpoint: Checkpoint) -> tuple[tuple[int, int], Any, Any]:
+def interleaved(sections: Sequence[int], half: int) -> tuple[int, ...]:
+    """Every third pair turns by row and by column, as many as their sections say."""
+    return tuple(next((a for a in (1, 2) if pair % 3 == a and pair < 3 * sections[a]), 0) for pair in range(half))
+
+
+def _processing(fields: Fields) -> tuple[tuple[int, int], Any, Any]:
     """(the least and the most pixels), means and deviations of the colours, as the processor's file says."""
-    fields = image_processor(checkpoint)
     size = below(fields, "size")
     least = size.integer("shortest_edge", 1, 1 << 30, fields.integer("min_pixels", 1, 1 << 30, MIN_PIXELS))
     most = size.integer("longest_edge", 1, 1 << 30, fields.integer("max_pixels", 1, 1 << 30, MAX_PIXELS))

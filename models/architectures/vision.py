@@ -137,7 +137,7 @@ class GridFacts(Proportional):
     num_heads: int
     patch_size: int  # pixels of a side
     merge: int  # patches of a side that become one vector
-    frames: int  # frames of a video in one patch: an image stands for all of them
+    frames: int  # frames of a video in one patch, of one tensor of it: an image stands for all of them
     side: int  # rows and columns of the table of positions
     outputs: int  # elements of a vector: the decoder's hidden size
     theta: float  # of the rotary positions
@@ -150,6 +150,7 @@ class GridFacts(Proportional):
     axes: tuple[int, ...]
     eps: float = 1e-6
     nbytes: int = 0  # stored bytes
+    kernels: tuple[str, ...] = ("",)  # ends of the names of the tensors that make a patch of pixels
     bidirectional: ClassVar[Bidirectional] = ""
 
     @property
@@ -203,10 +204,9 @@ class GridFacts(Proportional):
         """Shapes of the other tensors, biases included; `hidden` is the decoder's size."""
         own, patch = self.hidden, self.patch_size
         shapes: dict[str, tuple[int, ...]] = {
-            "vision.patch_embed.proj.weight": (own, 3, self.frames, patch, patch),
-            "vision.patch_embed.proj.bias": (own,),
-            "vision.pos_embed.weight": (self.side**2, own),
+            f"vision.patch_embed.proj.weight{end}": (own, 3, self.frames, patch, patch) for end in self.kernels
         }
+        shapes |= {"vision.patch_embed.proj.bias": (own,), "vision.pos_embed.weight": (self.side**2, own)}
         for norm in (*(f"blocks.{index}.norm{n}" for index in range(self.num_layers) for n in (1, 2)), "merger.norm"):
             shapes[f"vision.{norm}.weight"] = shapes[f"vision.{norm}.bias"] = (own,)
         return shapes | {f"{module}.bias": shape[:1] for module, shape in self.linears().items()}
@@ -282,6 +282,7 @@ class PooledFacts(BudgetFacts):
     theta: float  # of the rotary positions
     clipped: bool  # inputs and outputs of the layers' products are held within stored bounds
     standardized: bool  # a stored mean and deviation are taken out of what was averaged
+    planar: bool = False  # a patch's colours lie one after the other, not side by side
 
     def linears(self) -> dict[str, tuple[int, int]]:
         """(N, K) of the linear modules, by canonical name."""

@@ -53,6 +53,7 @@ GIVEN: dict[str, tuple[str, Any]] = {
     "kv_store": ("4GiB", 4 * GIB),
     "packed_store": ("4GiB", 4 * GIB),
     "speculation": ("ngram", "ngram"),
+    "mmproj": ("tower.gguf", "tower.gguf"),
     "draft": ("smollm2", "smollm2"),
     "adapters": ("poet=poet", ("poet=poet",)),
     "experts": ("host", "host"),
@@ -123,9 +124,10 @@ def test_a_setting_reaches_the_plan(field: str, door: Callable[..., EngineOption
         "ttl_s",
         "kv_store",
         "packed_store",
+        "mmproj",
         "draft",
         "adapters",
-    ):  # the last two reach the plan with their files
+    ):  # the last three reach the plan with their files
         return
     shown = PLANNED.get(field, lambda plan: getattr(plan, field))
     if field == "deterministic":  # off is what a GPU has anyway
@@ -145,7 +147,7 @@ def test_no_graphs_take_no_memory() -> None:
 
 
 def test_all_settings_reach_a_running_engine(tiny_path: Path) -> None:
-    changes = {"ctx": 256, "adapters": (), "tensor_parallel": 1}
+    changes = {"ctx": 256, "adapters": (), "tensor_parallel": 1, "mmproj": "off"}
     settings = {field: value for field, (_, value) in GIVEN.items()} | changes
     with LLM(tiny_path, **settings) as llm:
         assert llm.options == EngineOptions(**settings)

@@ -86,6 +86,17 @@ def test_repositories(fake_hub: FakeHub) -> None:
     assert caught.value.exit_code == 3
 
 
+def test_an_mmproj_file_comes_with_the_model(fake_hub: FakeHub) -> None:
+    towers = {name: b"t" * size for name, size in (("mmproj-F32.gguf", 40), ("mmproj-F16.gguf", 20))}
+    fake_hub.add("a/sees", GGUF | towers | {"BF16/mmproj-x-BF16.gguf": b"t" * 7})
+    resolved = hub.resolve("a/sees", patience=QUICK)
+    assert {file.name for file in resolved.files if "mmproj" in file.name} == {"mmproj-F16.gguf"}
+    assert resolved.size_bytes == resolved.download_bytes == 2020
+    path = hub.download(resolved, patience=QUICK)
+    assert "mmproj" not in path.name and (path.parent / "mmproj-F16.gguf").stat().st_size == 20
+    assert [model.name for model in hub.local.scan() if model.repo == "a/sees"] == ["a/sees:Q4_K_M"]
+
+
 def test_a_second_quant_of_a_cached_repository_is_asked_for(fake_hub: FakeHub) -> None:
     fake_hub.add("a/q", GGUF)
     pull("a/q:Q8_0")

@@ -27,7 +27,7 @@ from localllm.request import PromptImage, Request, SamplingParams
 
 from .conftest import GEMMA4_ROPE
 from .test_decode_graphs import answers, engine_of
-from .test_images import Pictured
+from .test_images import Pictured, error
 
 IMAGE = 90  # its token
 GRIDS = ((2, 4), (3, 2), (1, 3))  # rows and columns of vectors
@@ -58,6 +58,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@functools.cache
 def made(kind: str) -> Pictured:
     import transformers
 
@@ -85,7 +86,7 @@ def made(kind: str) -> Pictured:
 
 @pytest.fixture(scope="module")
 def pictured() -> Any:
-    return functools.cache(made)
+    return made
 
 
 def saved(model: Pictured, folder: Path, **config: Any) -> Path:
@@ -118,10 +119,6 @@ def theirs(kind: str, images: list[Tensor]) -> dict[str, Tensor]:
     how = {"patch_size": side, "pooling_kernel_size": merge, "max_soft_tokens": 70, "do_resize": False}
     found = Gemma4ImageProcessorPil(**how)([Image.fromarray(one.numpy()) for one in images], return_tensors="pt")
     return {name: torch.as_tensor(found[name]) for name in ("pixel_values", "image_position_ids")}
-
-
-def error(ours: Tensor, reference: Tensor) -> float:
-    return float((ours - reference).abs().max() / reference.abs().max())
 
 
 def kinds(*quick: str) -> list[Any]:

@@ -51,7 +51,11 @@ def write_gguf(
     kind: gguf.GGMLQuantizationType,
     apart: bool = True,
 ) -> Path:
-    """A GGUF file of a tiny model, its matrices stored as `kind`. `apart`: matrices of latents by heads, as today."""
+    """A GGUF file of a tiny model, its matrices stored as `kind`.
+
+    config   besides what transformers has: `tokens`, the vocabulary, and `strings`, more metadata
+    apart    matrices of latents by heads, as today
+    """
     arch = ARCHITECTURE.get(config["model_type"], config["model_type"])
     arch += "_moe" if "moe" in config.get("layers_block_type", ()) else ""
     writer = gguf.GGUFWriter(path, arch)
@@ -86,7 +90,8 @@ def write_gguf(
             writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
     if arch in ("gemma2", "gemma3"):
         writer.add_attention_scale(config["query_pre_attn_scalar"] ** -0.5)
-        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+        if config["final_logit_softcapping"]:
+            writer.add_final_logit_softcapping(config["final_logit_softcapping"])
     if arch == "gemma4":
         _heads_of_two_sizes(writer, config)
         tensors = _gemma4(writer, config, tensors)
@@ -122,7 +127,9 @@ def write_gguf(
         tensors = _latent(writer, config, tensors, apart)
     vocabulary = config["vocab_size"]
     writer.add_tokenizer_model("llama")
-    writer.add_token_list([f"t{i}" for i in range(vocabulary)])
+    writer.add_token_list(config.get("tokens") or [f"t{i}" for i in range(vocabulary)])
+    for key, text in config.get("strings", {}).items():
+        writer.add_string(key, text)
     writer.add_token_scores([-float(i) for i in range(vocabulary)])
     writer.add_token_types([1] * vocabulary)
     if "linear_num_key_heads" in config:
@@ -348,6 +355,7 @@ def _heads_of_two_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None
     if config["final_logit_softcapping"]:
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
     writer.add_shared_kv_layers(config["num_kv_shared_layers"])
+    writer.add_pad_token_id(config.get("pad_token_id") or 0)
     writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
 
 
@@ -377,19 +385,21 @@ def _rope(writer: gguf.GGUFWriter, config: dict[str, Any], dim: int) -> None:
     rope = config["rope_parameters"]
     rope = rope.get("full_attention", rope)
     writer.add_rope_freq_base(rope["rope_theta"])
-    if rope["rope_type"] == "llama3":
+    if "mrope_section" in rope:
+        writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
+    if rope.get("rope_type") == "llama3":
         plain = inverse_frequencies(rope["rope_theta"], dim)
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]
         scaled = scale_llama3(plain, rope["factor"], low, high, rope["original_max_position_embeddings"])
         writer.add_tensor("rope_freqs.weight", (plain / scaled).numpy())
-    elif rope["rope_type"] == "longrope":
+    elif rope.get("rope_type") == "longrope":
         original = rope["original_max_position_embeddings"]
         scale = config["max_position_embeddings"] / original
         writer.add_rope_scaling_orig_ctx_len(original)
         writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(scale) / math.log(original)))
         for name in ("long", "short"):
             writer.add_tensor(f"rope_factors_{name}.weight", torch.tensor(rope[f"{name}_factor"]).numpy())
-    elif rope["rope_type"] not in ("default", "proportional"):
+    elif rope.get("rope_type", "default") not in ("default", "proportional"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])
         if "original_max_position_embeddings" in rope:

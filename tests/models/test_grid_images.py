@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from localllm.models.loader import LoadOptions, load_model
 from localllm.request import PromptImage, Request, SamplingParams
 
 from .test_decode_graphs import answers, engine_of
-from .test_images import Pictured
+from .test_images import Pictured, error
 from .test_predictor import Checked
 
 IMAGE = 90  # its token
@@ -54,8 +55,8 @@ VISION |= {"num_position_embeddings": 25, "deepstack_visual_indexes": []}
 SIDE = 12  # pixels of a vector
 
 
-@pytest.fixture(scope="module")
-def pictured() -> Pictured:
+@cache
+def made() -> Pictured:
     from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
     config = Qwen3_5Config(text_config=TEXT, vision_config=VISION, image_token_id=IMAGE, attn_implementation="eager")
@@ -69,6 +70,11 @@ def pictured() -> Pictured:
     described = json.loads(config.to_json_string(use_diff=False))
     described["architectures"] = ["Qwen3_5ForConditionalGeneration"]
     return Pictured(model, described, {name: tensor.detach().clone() for name, tensor in model.state_dict().items()})
+
+
+@pytest.fixture(scope="module")
+def pictured() -> Pictured:
+    return made()
 
 
 @pytest.fixture(scope="module")
@@ -93,10 +99,6 @@ def processor() -> Any:
 
 def theirs(images: list[Tensor]) -> dict[str, Tensor]:
     return dict(processor()([Image.fromarray(one.numpy()) for one in images], return_tensors="pt"))
-
-
-def error(ours: Tensor, reference: Tensor) -> float:
-    return float((ours - reference).abs().max() / reference.abs().max())
 
 
 def test_vectors_match_transformers(pictured: Pictured, model: Any) -> None:
@@ -242,10 +244,10 @@ def test_the_plan_counts_the_tower_and_the_largest_image(pictured: Pictured, tmp
     with open_model(pictured.save(tmp_path)) as checkpoint:
         facts = checkpoint.facts
     assert facts.vision is not None
-    made, without = (Planner(MACHINES["cpu"]).plan(one) for one in (facts, replace(facts, vision=None)))
+    plan, without = (Planner(MACHINES["cpu"]).plan(one) for one in (facts, replace(facts, vision=None)))
     stored = sum(tensor.nbytes for name, tensor in pictured.tensors.items() if "visual" in name)
-    assert made.weight_bytes - without.weight_bytes == facts.vision.nbytes == stored
-    assert dict(made.work_terms)["image"] == facts.vision.work > 4 * MAX_IMAGE_TOKENS * 4 * 6 * 24
+    assert plan.weight_bytes - without.weight_bytes == facts.vision.nbytes == stored
+    assert dict(plan.work_terms)["image"] == facts.vision.work > 4 * MAX_IMAGE_TOKENS * 4 * 6 * 24
 
 
 @pytest.mark.parametrize(
@@ -288,8 +290,8 @@ def test_a_head_that_predicts_reads_images_along(pictured: Pictured, model: Any,
     layer = {name: tensor for name, tensor in pictured.tensors.items() if name.startswith(start)}
     head = {name.replace(start, "mtp.layers.0."): 0.7 * tensor for name, tensor in layer.items()}
     head |= {f"mtp.{name}.weight": torch.zeros(44) for name in norms} | {"mtp.fc.weight": torch.randn(44, 88) / 9}
-    made = replace(pictured, tensors=pictured.tensors | head)
-    with open_model(made.save(tmp_path)) as checkpoint:
+    model_with_head = replace(pictured, tensors=pictured.tensors | head)
+    with open_model(model_with_head.save(tmp_path)) as checkpoint:
         headed = load_model(checkpoint, LoadOptions(exact=True, predictor=True))
     wanted, seen = answers(engine_of(model), asked()), []
     for budget in (24, 100):  # the prompt at once, and in pieces that cut its images

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,8 @@ class Pictured:
         return folder
 
 
-@pytest.fixture(scope="module")
-def pictured() -> Pictured:
+@cache
+def made() -> Pictured:
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
     text = {"vocab_size": 99, "hidden_size": 44, "intermediate_size": 70, "num_hidden_layers": 2, "head_dim": 20}
@@ -66,6 +67,11 @@ def pictured() -> Pictured:
     described = json.loads(config.to_json_string(use_diff=False))
     described["architectures"] = ["Gemma3ForConditionalGeneration"]
     return Pictured(model, described, tensors)
+
+
+@pytest.fixture(scope="module")
+def pictured() -> Pictured:
+    return made()
 
 
 def pixels(number: int) -> Tensor:

@@ -274,3 +274,32 @@ def test_what_is_refused_says_where(pictured: Any) -> None:
     asked_of_ollama = {"model": "pictured", "messages": [{"role": "user", "images": [cut]}]}
     answer = pictured.post("/api/chat", json=asked_of_ollama)
     assert answer.status_code == 400 and "messages[0].images" in answer.text and "cut off" in answer.text
+
+
+def test_gguf_with_an_mmproj_file_answers_alike(llm: LLM, folder: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    from tests.models.mmproj_files import as_gguf
+    from tests.models.test_images import Pictured
+
+    config, tokenizer = json.loads((folder / "config.json").read_text()), (folder / "tokenizer.json").read_text()
+    text = {"rms_norm_eps": 1e-6, "final_logit_softcapping": None, "rope_parameters": {"rope_theta": 1e6}}
+    config["text_config"] |= text
+    known = json.loads(tokenizer)
+    tokens = sorted(known["model"]["vocab"], key=known["model"]["vocab"].get)
+    tokens += [one["content"] for one in sorted(known["added_tokens"], key=lambda one: one["id"])][
+        -config["text_config"]["vocab_size"] + len(tokens) :
+    ]
+    strings = {"tokenizer.huggingface.json": tokenizer, "tokenizer.chat_template": TEMPLATE}
+    path = as_gguf(
+        Pictured(None, config, load_file(folder / "model.safetensors")), tmp_path, strings=strings, tokens=tokens
+    )
+    with LLM(path, device="cpu", ctx=512) as ours:
+        assert ours.image_tokens == TOKENS and ours.encode_chat(asked("red")) == llm.encode_chat(asked("red"))
+        found, wanted = answer(ours, asked("red", "blue")), answer(llm, asked("red", "blue"))
+        assert found[0] == wanted[0] and found[1] == pytest.approx(wanted[1], abs=1e-3)
+        assert answer(ours, asked("red", "blue"))[2] >= TOKENS, "its pages are shared"
+    with LLM(path, device="cpu", ctx=512, mmproj="off") as blind:
+        with pytest.raises(InvalidRequest, match="this model reads text") as caught:
+            blind.chat(asked("red"), GREEDY)
+        assert "mmproj" in caught.value.hint

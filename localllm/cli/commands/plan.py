@@ -18,6 +18,7 @@ from localllm.cli.frame.options import (
     Experts,
     HardwareFlags,
     Kv,
+    Mmproj,
     Split,
     TensorParallel,
     model_argument,
@@ -55,6 +56,7 @@ def plan(
     quant: Annotated[str | None, Option(metavar="Q", help="Only files stored so: Q4_K_M, fp8.")] = None,
     kv: Kv = None,
     draft: Draft = None,
+    mmproj: Mmproj = None,
     experts: Experts = None,
     tensor_parallel: TensorParallel = None,
     split: Split = None,
@@ -74,7 +76,7 @@ def plan(
 
     config = env.settings(
         {"engine.kv": kv, "engine.draft": draft, "engine.experts": experts, "engine.max_parallel": batch}
-        | {"engine.tensor_parallel": tensor_parallel, "engine.split": split}
+        | {"engine.tensor_parallel": tensor_parallel, "engine.split": split, "engine.mmproj": mmproj}
     )
     windows = numbers("8k,32k" if ctx is None else ctx, "--ctx", 16, "8k,32k", ("auto", "max"))
     planner, imagined = hardware.planner(config)
@@ -140,7 +142,7 @@ def _subjects(
             yield from _candidates(runs or members, name, paths)
             continue
         resolved = local(env, config, name)
-        checkpoint = stack.enter_context(opened(resolved))
+        checkpoint = stack.enter_context(opened(resolved, config.engine.mmproj))
         found = checkpoint.facts
         shown = checkpoint.path.name if resolved.kind == "path" else resolved.name
         size = (found.architecture, found.num_params, found.weight_bytes, found.max_context)

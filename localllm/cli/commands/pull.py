@@ -143,7 +143,7 @@ def _fits(path: Path, options: EngineOptions) -> tuple[bool | None, bool]:
     from localllm.models.architectures import open_model
     from localllm.plan.planner import Planner
 
-    with open_model(path) as checkpoint:
+    with open_model(path, options.mmproj) as checkpoint:
         chat = checkpoint.facts.has_chat_template
         try:
             return Planner.here(options).plan_within(checkpoint.facts, path).fits, chat

@@ -35,7 +35,7 @@ def show(
     Reads headers only, so a damaged file is found in milliseconds (exit 12).
     """
     resolved = local(env, env.config, model, ModelNotFound)
-    with opened(resolved) as checkpoint:
+    with opened(resolved, env.config.engine.mmproj) as checkpoint:
         if template:
             text = _template(checkpoint)
             if not env.console.emit("template/1", {"id": resolved.name, "template": text}):

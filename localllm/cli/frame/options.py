@@ -61,6 +61,12 @@ Kv = Annotated[str | None, setting("engine.kv", "--kv")]
 Draft = Annotated[
     str | None, setting("engine.draft", "--draft", metavar="MODEL", meaning="A smaller model that guesses tokens.")
 ]
+Mmproj = Annotated[
+    str | None,
+    setting(
+        "engine.mmproj", "--mmproj", metavar="auto|off|FILE", meaning="What reads images for a GGUF model: mmproj file."
+    ),
+]
 Experts = Annotated[
     str | None, setting("engine.experts", "--experts", meaning="Where a mixture's experts lie: GPU or host memory.")
 ]
@@ -104,6 +110,7 @@ class LoadFlags(WindowFlags):
         str | None, setting("engine.speculation", "--speculation", meaning="Guess tokens, check many at a time.")
     ] = None
     draft: Draft = None
+    mmproj: Mmproj = None
     tensor_parallel: TensorParallel = None
     split: Split = None
     kv_store: Annotated[

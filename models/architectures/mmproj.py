@@ -1,0 +1,301 @@
+"""Images for GGUF models: the tower of an `mmproj` file, as the facts and the tensors that safetensors have.
+
+llama.cpp's converter writes it beside the text model: `general.architecture` is clip, `clip.projector_type` or
+`clip.vision.projector_type` says what tower it is, `clip.vision.*` has its numbers, `v.*` and `mm.*` are its tensors.
+The norm of Gemma 3's projector has its 1 added, Qwen's patches have a tensor for each of two frames, and those of Gemma
+4 have their colours one after the other. What stands for an image in a prompt is found in the text model's vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from localllm.checkpoint import Checkpoint, TensorInfo, open_checkpoint
+from localllm.checkpoint.fields import MAX_LAYERS, Fields
+from localllm.checkpoint.mapped_file import bad, shown
+from localllm.checkpoint.opening import inside
+from localllm.errors import BadModelFile, ModelNotFound, UnsupportedModel
+from localllm.paths import is_projector, projector_rank
+
+from .facts import ModelFacts
+from .gemma3 import gemma3_vision
+from .gemma4_vision import TOKENS, gemma4_vision
+from .hf import Described
+from .qwen_vision import SECTIONS, grid_vision, interleaved
+from .vision import ImageFacts, PooledFacts
+
+AUTO, OFF = "auto", "off"  # what is beside the model, and none; anything else is a file
+OTHER_HINT = "use the mmproj file of the same model, or --mmproj off for text only"
+_LAYER = "vision.encoder.layers.{}."
+_GRID = {
+    "v.patch_embd": "vision.patch_embed.proj",
+    "v.position_embd": "vision.pos_embed",
+    "ln1": "vision.blocks.{}.norm1",
+    "attn_qkv": "vision.blocks.{}.attn.qkv",
+    "attn_out": "vision.blocks.{}.attn.proj",
+    "ln2": "vision.blocks.{}.norm2",
+    "ffn_up": "vision.blocks.{}.mlp.linear_fc1",
+    "ffn_down": "vision.blocks.{}.mlp.linear_fc2",
+    "v.post_ln": "vision.merger.norm",
+    "mm.0": "vision.merger.linear_fc1",
+    "mm.2": "vision.merger.linear_fc2",
+}
+_SIGLIP = {
+    "v.patch_embd": "vision.embeddings.patch_embedding",
+    "v.position_embd": "vision.embeddings.position_embedding",
+    "ln1": f"{_LAYER}layer_norm1",
+    **{f"attn_{name}": f"{_LAYER}self_attn.{name}_proj" for name in ("q", "k", "v", "out")},
+    "ln2": f"{_LAYER}layer_norm2",
+    "ffn_up": f"{_LAYER}mlp.fc1",
+    "ffn_down": f"{_LAYER}mlp.fc2",
+    "v.post_ln": "vision.post_layernorm",
+    "mm.soft_emb_norm": "projector.mm_soft_emb_norm",
+    "mm.input_projection.weight": "projector.mm_input_projection_weight",
+}
+_CLIPPED = {
+    **{f"attn_{name}": f"{_LAYER}self_attn.{name}_proj" for name in "qkv"},
+    "attn_out": f"{_LAYER}self_attn.o_proj",
+    **{f"ffn_{name}": f"{_LAYER}mlp.{name}_proj" for name in ("gate", "up", "down")},
+}
+_POOLED = {
+    "v.patch_embd": "vision.patch_embedder.input_proj",
+    "v.position_embd.weight": "vision.patch_embedder.position_embedding_table",
+    "ln1": f"{_LAYER}input_layernorm",
+    **_CLIPPED,
+    **{f"{name}.weight": f"{ours}.linear.weight" for name, ours in _CLIPPED.items()},
+    "attn_q_norm": f"{_LAYER}self_attn.q_norm",
+    "attn_k_norm": f"{_LAYER}self_attn.k_norm",
+    "attn_post_norm": f"{_LAYER}post_attention_layernorm",
+    "ln2": f"{_LAYER}pre_feedforward_layernorm",
+    "ffn_post_norm": f"{_LAYER}post_feedforward_layernorm",
+    "v.std_bias": "vision.std_bias",
+    "v.std_scale": "vision.std_scale",
+    "mm.input_projection": "projector.embedding_projection",
+}
+
+
+@dataclass(frozen=True)
+class Projector:
+    """An open mmproj file, its tensors under canonical names, and the text model that it is for."""
+
+    file: Checkpoint
+    model: Checkpoint
+    text: ModelFacts
+
+    @property
+    def keys(self) -> Fields:
+        return Fields(self.file.path, self.file.metadata, "clip.vision.")
+
+    def described(self, top: Mapping[str, Any], vision: Mapping[str, Any], **processor: int) -> Described:
+        """`vision_config` with `vision` and what all towers have, `top` beside it."""
+        own = self.numbers(num_hidden_layers="block_count", hidden_size="embedding_length", patch_size="patch_size")
+        own |= self.numbers(intermediate_size="feed_forward_length", num_attention_heads="attention.head_count")
+        path, windows = self.file.path, self.text.windows
+        colours = {name: found.tolist() for name in ("image_mean", "image_std")
+                   if isinstance(found := self.keys.raw(name), np.ndarray)}  # fmt: skip
+        return Described(
+            Fields(path, {**top, "vision_config": {**own, **vision}}), Fields(path, colours | processor),
+            self.file.nbytes, self.text.hidden_size, self.text.vocab_size, next(filter(None, windows), None),
+        )  # fmt: skip
+
+    def numbers(self, **names: str) -> dict[str, int]:
+        """Sizes that must be stated, under other names."""
+        return {ours: self.keys.integer(theirs, 1, 1 << 20) for ours, theirs in names.items()}
+
+    def tokens(self, **texts: str) -> dict[str, int]:
+        """Ids of tokens of the text model; Gemma 3's files often lack the one that stands for a vector."""
+        listed = self.model.metadata.get("tokenizer.ggml.tokens", [])
+        found = {}
+        for name, text in texts.items():
+            spelled = next((one for one in (text.encode(), _INSTEAD.get(text)) if one in listed), None)
+            if spelled is None:
+                what = f"lacks {text}, by which it would know of images"
+                raise bad(self.model.path, what, key="tokenizer.ggml.tokens", hint=OTHER_HINT, error=UnsupportedModel)
+            found[name] = listed.index(spelled)
+        return found
+
+    def shape(self, name: str, dims: int) -> tuple[int, ...]:
+        """Of a tensor that must be there and have so many dimensions."""
+        info = self.file.tensors.get(name)
+        if info is None or len(info.shape) != dims:
+            what = "the tensor is missing" if info is None else f"has shape {list(info.shape)}"
+            raise bad(self.file.path, what, key=name)
+        return info.shape
+
+
+_INSTEAD = {"<image_soft_token>": b"<mask>"}  # a control token, so that no text becomes it
+
+
+def _grid(found: Projector) -> ImageFacts | None:
+    keys, ropes = found.keys, found.text.ropes
+    deep = keys.raw("is_deepstack_layers")
+    if isinstance(deep, np.ndarray) and deep.any():
+        raise bad(keys.path, "layers that add to the decoder's are not computed", key="clip.vision.is_deepstack_layers",
+                  hint=OTHER_HINT, error=UnsupportedModel)  # fmt: skip
+    sizes = found.numbers(depth="block_count", num_heads="attention.head_count", out_hidden_size="projection_dim")
+    square = found.numbers(image="image_size", patch="patch_size")
+    sizes |= {"num_position_embeddings": (square["image"] // square["patch"]) ** 2, "temporal_patch_size": 1}
+    sizes["spatial_merge_size"] = keys.integer("spatial_merge_size", 1, 16, 2)
+    sections = found.model.metadata.get(f"{found.text.source_architecture}.rope.dimension_sections")
+    stated: list[int] = SECTIONS
+    if isinstance(sections, np.ndarray) and sections.dtype.kind in "iu" and len(sections) > 2:
+        stated = sections.tolist()
+    axes = interleaved(stated, ropes[0].dim // 2)
+    facts = grid_vision(found.described(found.tokens(image_token_id="<|image_pad|>"), sizes), axes)
+    return facts and replace(facts, kernels=("", ".1"))
+
+
+def _siglip(found: Projector) -> ImageFacts | None:
+    keys, sizes = found.keys, found.numbers(image_size="image_size", patch_size="patch_size")
+    step = keys.integer("projector.scale_factor", 1, 64, 4)
+    eps = {"layer_norm_eps": keys.number("attention.layer_norm_epsilon", 1e-12, 0.1, 1e-6)}
+    across = sizes["image_size"] // sizes["patch_size"] // step
+    top = found.tokens(
+        image_token_index="<image_soft_token>", boi_token_index="<start_of_image>", eoi_token_index="<end_of_image>"
+    )
+    return gemma3_vision(found.described(top | {"mm_tokens_per_image": across**2}, sizes | eps))
+
+
+def _pooled(found: Projector) -> ImageFacts | None:
+    keys, layer = found.keys, f"{_LAYER}self_attn.".format(0)
+    [dim] = found.shape(f"{layer}q_norm.weight", 1)
+    step = keys.integer("projector.scale_factor", 1, 16, 3)
+    places = found.shape("vision.patch_embedder.position_embedding_table", 3)[1]
+    vision = {
+        "head_dim": dim,
+        "num_key_value_heads": found.shape(f"{layer}k_proj.linear.weight", 2)[0] // dim,
+        "pooling_kernel_size": step,
+        "position_embedding_size": places,
+        "rms_norm_eps": keys.number("attention.layer_norm_epsilon", 1e-12, 0.1, 1e-6),
+        "use_clipped_linears": f"{layer}q_proj.input_min" in found.file.tensors,
+        "standardize": "vision.std_bias" in found.file.tensors,
+    }
+    top = found.tokens(image_token_id="<|image|>", boi_token_id="<|image>", eoi_token_id="<image|>")
+    # what no key says: in all but those with inputs for every layer the tokens of an image see each other
+    given = found.described(top, vision, max_soft_tokens=max(1, min(TOKENS, places // step)))
+    facts = gemma4_vision(given, "" if found.text.inputs is not None else "windowed")
+    return replace(facts, planar=True) if isinstance(facts, PooledFacts) else None
+
+
+class Kind(NamedTuple):
+    """What a projector type means."""
+
+    decoders: tuple[str, ...]  # `general.architecture` of the text models that it is for
+    names: Mapping[str, str]  # tensors, or modules, below `v.blk.N.` or whole -> canonical names, {} for N
+    facts: Callable[[Projector], ImageFacts | None]
+
+
+KINDS = {
+    "qwen3vl_merger": Kind(("qwen35", "qwen35moe"), _GRID, _grid),
+    "gemma3": Kind(("gemma3",), _SIGLIP, _siglip),
+    "gemma4v": Kind(("gemma4",), _POOLED, _pooled),
+}
+
+
+def tower_of(model: Checkpoint, text: ModelFacts, wish: str) -> tuple[Checkpoint, ImageFacts] | None:
+    """The mmproj file that is to be read, its tensors under canonical names, and what it is; None where there is none.
+
+    wish   AUTO, OFF or a file
+
+    Raises BadModelFile, UnsupportedModel or ModelNotFound for a file that was named, or when none beside the model will
+    do. Files beside it that are for other families of models are passed over.
+    """
+    if wish == OFF or (wish == AUTO and text.pooling):
+        return None
+    if wish != AUTO:
+        return _read(Path(wish).expanduser(), model, text, named=True)
+    flaw: BadModelFile | ModelNotFound | None = None
+    for path in (
+        _beside(model.path) if any(text.source_architecture in kind.decoders for kind in KINDS.values()) else ()
+    ):
+        try:
+            found = _read(path, model, text)
+        except (BadModelFile, ModelNotFound) as error:
+            flaw = flaw or error
+            continue
+        if found is not None:
+            return found
+    if flaw is not None:
+        raise flaw
+    return None
+
+
+def _beside(path: Path) -> Iterator[Path]:
+    """The mmproj files in the folder of a model, or at the top of its repository, the likeliest first."""
+    top = path.parent.parent if path.parent.parent.parent.name == "snapshots" else path.parent
+    for folder in dict.fromkeys((path.parent, top)):
+        found = [file for file in folder.glob("*.gguf") if is_projector(file.name)]
+
+        def likely(file: Path) -> tuple[Any, ...]:
+            alike = os.path.commonprefix([file.name.lower(), path.name.lower()])
+            return -len(alike), projector_rank(file.name), file.name
+
+        yield from (inside(top, str(file.relative_to(top))) for file in sorted(found, key=likely))
+
+
+def _read(path: Path, model: Checkpoint, text: ModelFacts, named: bool = False) -> tuple[Checkpoint, ImageFacts] | None:
+    """One file; None where it is for another family and was not `named`."""
+    file = open_checkpoint(path)
+    try:
+        keys = Fields(path, file.metadata, "clip.")
+        if Fields(path, file.metadata).text("general.architecture") != "clip":
+            raise bad(path, "is a model, not an mmproj file", hint=OTHER_HINT, error=UnsupportedModel)
+        name = keys.text("projector_type") or keys.text("vision.projector_type")
+        kind = KINDS.get(name)
+        if kind is None:
+            what = f"the projector type {shown(name) or '(none)'} is not read; {', '.join(KINDS)} are"
+            raise bad(path, what, hint=OTHER_HINT, error=UnsupportedModel)
+        if text.source_architecture not in kind.decoders:
+            if not named:
+                file.close()
+                return None
+            what = f"is for {' and '.join(kind.decoders)}, not for {text.source_architecture}"
+            raise bad(path, what, hint=OTHER_HINT, error=UnsupportedModel)
+        width = keys.integer("vision.projection_dim", 1, 1 << 20)
+        if width != text.hidden_size:
+            what = f"is for a model whose vectors have {width:,} elements, those of this one have {text.hidden_size:,}"
+            raise bad(path, what, key="clip.vision.projection_dim", hint=OTHER_HINT, error=UnsupportedModel)
+        found = Projector(replace(file, tensors=_renamed(file, kind.names)), model, text)
+        facts = kind.facts(found)
+        if facts is None:
+            raise bad(path, "describes a tower that is not computed", hint=OTHER_HINT, error=UnsupportedModel)
+        return found.file, facts
+    except BaseException:
+        file.close()
+        raise
+
+
+_BLOCK, _TOP = re.compile(r"v\.blk\.(\d{1,4})\.(\w+)(\..+)"), re.compile(r"()((?:v|mm)\.\w+)(.*)")
+
+
+def _renamed(file: Checkpoint, names: Mapping[str, str]) -> dict[str, TensorInfo]:
+    """A tower's tensors under canonical names; sounds (a.*, mm.a.*) are left out. Raises UnsupportedModel."""
+    found: dict[str, TensorInfo] = {}
+    inner = file.metadata.get("clip.vision.feed_forward_length")
+    down = file.tensors.get("v.blk.0.ffn_down.weight")
+    if down is not None and down.shape[0] == inner and down.shape[-1] != inner:  # the first files of Gemma 3
+        names = {**names, "ffn_up": names["ffn_down"], "ffn_down": names["ffn_up"]}
+    for name, info in file.tensors.items():
+        if name.startswith(("a.", "mm.a.")):
+            continue
+        match = _BLOCK.fullmatch(name) or _TOP.fullmatch(name)
+        module, rest = (match[2], match[3]) if match else (name, "")
+        whole = names.get(module + rest)
+        ours = whole or names.get(module, "")
+        if not match or not ours or (match[1] and int(match[1]) >= MAX_LAYERS):
+            raise bad(file.path, "is not read: it belongs to another kind of tower", key=name, hint=OTHER_HINT,
+                      error=UnsupportedModel)  # fmt: skip
+        ours = ours.format(match[1]) + ("" if whole else rest)
+        shape = info.shape
+        if ours == "vision.patch_embedder.input_proj.weight":
+            shape = (shape[0], math.prod(shape[1:]))
+        found[ours] = replace(info, name=ours, shape=shape)
+    return found
