@@ -4,6 +4,9 @@ Tensors get their names from the `gguf` package, which is the converter's own ta
 in llama.cpp's conversion/base.py (`MmprojModel`), qwen3vl.py and gemma.py: which keys there are; Qwen's patches are
 taken apart by frames, its merger is mm.0 and mm.2; the norm of Gemma 3's projector has 1 added; a patch of Gemma 4 has
 its colours one after the other, and its bounds are vectors of one number.
+
+llama-cpp-python 0.3.36 (libmtmd 0.5.0) reads those of Gemma 3 and Qwen3.5: its vectors, on the CPU with flash
+attention, were within 4e-4 and 1e-3 of the largest element of what safetensors give here (by hand, an image each).
 """
 
 from __future__ import annotations
@@ -70,6 +73,8 @@ def write_mmproj(path: Path, made: Pictured, kind: gguf.GGMLQuantizationType = F
     drop = keys.pop("drop", "-")
     writer = gguf.GGUFWriter(path, "clip")
     writer.add_type(gguf.GGUFType.MMPROJ)
+    writer.add_clip_has_vision_encoder(True)
+    writer.add_vision_use_gelu(True)
     depth = vision.get("depth") or vision["num_hidden_layers"]
     values = {
         "projector_type": projector,
