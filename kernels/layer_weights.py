@@ -315,6 +315,13 @@ FUSED_DELTA = frozenset(
         *("num_k_heads", "num_v_heads", "k_dim", "v_dim", "tiled"),
     )
 )
+FUSED_CONV = frozenset(("norm", "inputs", "out", "conv", "bias"))
+FUSED_MAMBA = frozenset(
+    (
+        *("norm", "inputs", "out", "conv", "conv_bias", "decay", "skip", "dt_bias", "out_norm", "gain"),
+        *("num_heads", "head_dim", "num_groups", "state_size", "steps"),
+    )
+)
 FUSED_MLP = frozenset(("norm", "gate_up", "down", "activation", "post_norm"))
 FUSED_EXPERTS = frozenset(
     (

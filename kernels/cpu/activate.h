@@ -2,6 +2,8 @@
 #ifndef LL_ACTIVATE_H
 #define LL_ACTIVATE_H
 
+#include <math.h>
+
 #include "vec.h"
 
 /* silu(g) = g / (1 + exp(-g)); gelu_tanh(g) = g / (1 + exp(-2u)), u = sqrt(2/pi) (g + 0.044715 g^3) */
@@ -12,5 +14,8 @@ INLINE vf activate(vf g, int gelu)
 }
 
 INLINE vf sigmoid(vf x) { return vf_set1(1.0f) / (vf_set1(1.0f) + vf_exp(-x)); }
+
+/* log(1 + exp(x)) */
+INLINE float softplus_of(float x) { return logf(1.0f + expf(-fabsf(x))) + (x > 0.0f ? x : 0.0f); }
 
 #endif

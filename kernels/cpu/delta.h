@@ -5,32 +5,16 @@
 #ifndef LL_DELTA_H
 #define LL_DELTA_H
 
-#include "layer.h"
 #include "recurrent.h"
-
-#define CONV_WIDTH_MAX 8
-#define DELTA_RUN 64 /* tokens convolved at a time: they stay in the second cache until the states have met them */
+#include "states.h"
 
 typedef struct {
-    int64_t hidden, k_heads, v_heads, k_dim, v_dim, width, tiled;
+    int64_t hidden, k_heads, v_heads, k_dim, v_dim, tiled;
     ll_norm norm, out_norm;
     ll_linear_op inputs, rates, out; /* rates.parts 0: `inputs` gives the rates, too, behind the rest */
-    const float *conv;           /* [width][channels] */
+    ll_conv conv;
     const float *decay, *dt_bias; /* [v_heads] */
 } ll_delta_layer;
-
-/* What a layer keeps of sequences. */
-typedef struct {
-    float *conv, *state; /* [slots][channels][width - 1], [slots][v_heads][v_dim][k_dim] */
-    int64_t conv_stride, state_stride; /* floats between slots */
-} ll_state_slots;
-
-/* Whose the step's tokens are. */
-typedef struct {
-    const int64_t *slots;  /* [num_seqs] */
-    const int32_t *starts; /* [num_seqs + 1] */
-    int64_t num_seqs;
-} ll_sequences;
 
 typedef struct {
     const ll_delta_layer *l;
@@ -45,47 +29,7 @@ typedef struct {
 /* A thread's room: the convolved inputs of a key head, what its value heads give, and how these learn and forget. */
 static int64_t delta_room(const ll_delta_layer *l)
 {
-    return round_up(DELTA_RUN * (2 * l->k_dim + 2 * l->v_dim + 2) + l->width * l->k_dim + l->width * l->v_dim, 16);
-}
-
-/* `count` channels of `tokens` tokens through the convolution and SiLU: y [tokens][count]. `kept` [count][width - 1] are the
- * last inputs before, and then those of now. */
-INLINE void convolve_as(const float *weight, int64_t channels, float *kept, const float *x, int64_t stride, int64_t tokens, int64_t count,
-                        float *before, float *y, const int64_t width)
-{
-    const int64_t past = width - 1;
-    for (int64_t j = 0; j < past; j++)
-        for (int64_t c = 0; c < count; c++) before[j * count + c] = kept[c * past + j];
-    for (int64_t t = 0; t < tokens; t++) {
-        const float *seen[CONV_WIDTH_MAX];
-        for (int64_t j = 0; j < width; j++) seen[j] = t + j < past ? before + (t + j) * count : x + (t + j - past) * stride;
-        int64_t c = 0;
-        for (; c + VW <= count; c += VW) {
-            vf sum = vf_load(seen[0] + c) * vf_load(weight + c);
-            for (int64_t j = 1; j < width; j++) sum = sum + vf_load(seen[j] + c) * vf_load(weight + j * channels + c);
-            vf_store(y + t * count + c, activate(sum, 0));
-        }
-        for (; c < count; c++) {
-            float sum = seen[0][c] * weight[c];
-            for (int64_t j = 1; j < width; j++) sum = sum + seen[j][c] * weight[j * channels + c];
-            y[t * count + c] = activate(vf_set1(sum), 0)[0];
-        }
-    }
-    for (int64_t j = 0; j < past; j++) {
-        const int64_t t = tokens + j;
-        const float *from = t < past ? before + t * count : x + (t - past) * stride;
-        for (int64_t c = 0; c < count; c++) kept[c * past + j] = from[c];
-    }
-}
-
-static void convolve(const delta_segment *j, float *kept, int64_t at, int64_t tokens, int64_t channel, int64_t count, float *before, float *y)
-{
-    const ll_delta_layer *l = j->l;
-    const int64_t channels = 2 * l->k_heads * l->k_dim + l->v_heads * l->v_dim;
-    const float *x = j->rows + at * j->row_stride + channel, *weight = l->conv + channel;
-    kept += channel * (l->width - 1);
-    if (l->width == 4) convolve_as(weight, channels, kept, x, j->row_stride, tokens, count, before, y, 4);
-    else convolve_as(weight, channels, kept, x, j->row_stride, tokens, count, before, y, l->width);
+    return round_up(STATE_RUN * (2 * l->k_dim + 2 * l->v_dim + 2) + l->conv.width * (l->k_dim + l->v_dim), 16);
 }
 
 /* Rows of length `length`. */
@@ -109,19 +53,20 @@ static void delta_value_head(const delta_segment *j, float *state, int64_t head,
     const ll_delta_layer *l = j->l;
     const int64_t values = l->v_heads * l->v_dim;
     for (int64_t t = 0; t < count; t++) {
-        const float *rates = j->rates + (at + t) * j->rate_stride, forgets = rates[l->v_heads + head] + l->dt_bias[head];
-        const float softplus = logf(1.0f + expf(-fabsf(forgets))) + (forgets > 0.0f ? forgets : 0.0f);
+        const float *rates = j->rates + (at + t) * j->rate_stride;
         beta[t] = sigmoid(vf_set1(rates[head]))[0];
-        factor[t] = expf(softplus * l->decay[head]);
+        factor[t] = expf(softplus_of(rates[l->v_heads + head] + l->dt_bias[head]) * l->decay[head]);
     }
     delta_head(given, state + head * l->v_dim * l->k_dim, count);
     for (int64_t t = 0; t < count; t++) {
         const float *gates = j->rows + (at + t) * j->row_stride + 2 * l->k_heads * l->k_dim + values + head * l->v_dim;
         float *mixed = y + t * l->v_dim, *to = j->gated + (at + t) * values + head * l->v_dim;
         norm_row(mixed, l->out_norm.weight, (float)l->out_norm.eps, l->v_dim, mixed);
-        int64_t i = 0;
-        for (; i + VW <= l->v_dim; i += VW) vf_store(to + i, activate(vf_load(gates + i), 0) * vf_load(mixed + i));
-        for (; i < l->v_dim; i++) to[i] = activate(vf_set1(gates[i]), 0)[0] * mixed[i];
+        for (int64_t i = 0; i < l->v_dim; i += VW) {
+            const int some = l->v_dim - i < VW ? (int)(l->v_dim - i) : VW;
+            const vf gated = activate(load_some(gates + i, some), 0) * load_some(mixed + i, some);
+            memcpy(to + i, &gated, (size_t)some * 4);
+        }
     }
 }
 
@@ -131,23 +76,24 @@ static void delta_key_heads(void *arg, int64_t begin, int64_t end, int thread)
     const delta_segment *j = arg;
     const ll_delta_layer *l = j->l;
     const int64_t ratio = l->v_heads / l->k_heads, keys = l->k_heads * l->k_dim;
-    float *q = j->room + thread * j->room_size, *k = q + DELTA_RUN * l->k_dim, *v = k + DELTA_RUN * l->k_dim, *y = v + DELTA_RUN * l->v_dim;
-    float *factor = y + DELTA_RUN * l->v_dim, *beta = factor + DELTA_RUN, *before = beta + DELTA_RUN;
+    float *q = j->room + thread * j->room_size, *k = q + STATE_RUN * l->k_dim, *v = k + STATE_RUN * l->k_dim, *y = v + STATE_RUN * l->v_dim;
+    float *factor = y + STATE_RUN * l->v_dim, *beta = factor + STATE_RUN, *before = beta + STATE_RUN;
     delta_tokens given = {q, k, v, factor, beta, y, l->k_dim, l->v_dim, 1, l->k_dim, l->v_dim};
     for (int64_t task = begin; task < end; task++) {
         const int64_t sequence = task / l->k_heads, head = task % l->k_heads, slot = j->sequences->slots[sequence];
-        const int64_t start = j->sequences->starts[sequence] - j->first, stop = j->sequences->starts[sequence + 1] - j->first;
-        const int64_t last = stop < j->m ? stop : j->m;
+        int64_t at, last;
+        rows_of(j->sequences, sequence, j->first, j->m, &at, &last);
         float *conv = j->kept->conv + slot * j->kept->conv_stride, *state = j->kept->state + slot * j->kept->state_stride;
-        for (int64_t at = start > 0 ? start : 0; at < last; at += DELTA_RUN) {
-            const int64_t count = last - at < DELTA_RUN ? last - at : DELTA_RUN;
-            convolve(j, conv, at, count, head * l->k_dim, l->k_dim, before, q);
-            convolve(j, conv, at, count, keys + head * l->k_dim, l->k_dim, before, k);
+        for (; at < last; at += STATE_RUN) {
+            const float *row = j->rows + at * j->row_stride;
+            const int64_t count = last - at < STATE_RUN ? last - at : STATE_RUN;
+            convolve(&l->conv, head * l->k_dim, l->k_dim, conv, row + head * l->k_dim, j->row_stride, count, before, q, l->k_dim, 1);
+            convolve(&l->conv, keys + head * l->k_dim, l->k_dim, conv, row + keys + head * l->k_dim, j->row_stride, count, before, k, l->k_dim, 1);
             to_length(q, count, l->k_dim, 1.0f / sqrtf((float)l->k_dim));
             to_length(k, count, l->k_dim, 1.0f);
             for (int64_t i = 0; i < ratio; i++) {
-                const int64_t value = l->tiled ? head + i * l->k_heads : head * ratio + i;
-                convolve(j, conv, at, count, 2 * keys + value * l->v_dim, l->v_dim, before, v);
+                const int64_t value = l->tiled ? head + i * l->k_heads : head * ratio + i, channel = 2 * keys + value * l->v_dim;
+                convolve(&l->conv, channel, l->v_dim, conv, row + channel, j->row_stride, count, before, v, l->v_dim, 1);
                 delta_value_head(j, state, value, at, count, &given, y, factor, beta);
             }
         }

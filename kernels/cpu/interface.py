@@ -148,14 +148,40 @@ class CLatentLayer(ctypes.Structure):
     ]
 
 
+class CConv(ctypes.Structure):
+    """`ll_conv`."""
+
+    _fields_ = [*_each(c_void_p, "weight bias"), *_each(c_int64, "channels width")]
+
+
 class CDeltaLayer(ctypes.Structure):
     """`ll_delta_layer`."""
 
     _fields_ = [
-        *_each(c_int64, "hidden k_heads v_heads k_dim v_dim width tiled"),
+        *_each(c_int64, "hidden k_heads v_heads k_dim v_dim tiled"),
         *_each(CNorm, "norm out_norm"),
         *_each(CLinear, "inputs rates out"),
-        *_each(c_void_p, "conv decay dt_bias"),
+        ("conv", CConv),
+        *_each(c_void_p, "decay dt_bias"),
+    ]
+
+
+class CConvLayer(ctypes.Structure):
+    """`ll_conv_layer`."""
+
+    _fields_ = [("hidden", c_int64), ("norm", CNorm), *_each(CLinear, "inputs out"), ("conv", CConv)]
+
+
+class CMambaLayer(ctypes.Structure):
+    """`ll_mamba_layer`."""
+
+    _fields_ = [
+        *_each(c_int64, "hidden heads dim groups size"),
+        *_each(c_double, "eps shortest longest"),
+        ("norm", CNorm),
+        *_each(CLinear, "inputs out"),
+        ("conv", CConv),
+        *_each(c_void_p, "decay skip dt_bias gain"),
     ]
 
 
@@ -184,7 +210,7 @@ class CDecoderLayer(ctypes.Structure):
     """`ll_decoder_layer`."""
 
     _fields_ = [
-        *_each(c_void_p, "attention delta mlp experts sinks"),
+        *_each(c_void_p, "attention delta conv mamba mlp experts sinks"),
         ("pages", CKVPages),
         ("kept", CStateSlots),
         *_each(c_int64, "view window"),
@@ -213,7 +239,9 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ll_attn_out": (c_int64, (c_void_p, c_void_p, c_int64, c_void_p)),
     "ll_head": (c_int64, (c_void_p, c_void_p, c_int64, c_void_p)),
     "ll_latent": (c_int64, (c_void_p, c_void_p, c_void_p, c_void_p)),
-    "ll_gated_delta": (c_int64, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p)),
+    **dict.fromkeys(
+        ("ll_gated_delta", "ll_short_conv", "ll_mamba"), (c_int64, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p))
+    ),
     "ll_mlp": (c_int64, (c_void_p, c_int64, c_void_p)),
     "ll_experts": (c_int64, (c_void_p, c_int64, c_void_p)),
     "ll_adapt": (c_int64, (c_void_p, c_void_p, c_int64, c_void_p)),
@@ -231,9 +259,12 @@ def pack_pages(pages: KVPages) -> bytes:
 
 def slot_fields(kept: StateSlots) -> tuple[int, int, int, int] | None:
     """The members of `ll_state_slots`; None where the numbers of a slot do not lie together."""
-    if kept.state is None or not (kept.conv[0].is_contiguous() and kept.state[0].is_contiguous()):
+    conv, state = kept
+    if not conv[0].is_contiguous() or not (state is None or state[0].is_contiguous()):
         return None
-    return kept.conv.data_ptr(), kept.state.data_ptr(), kept.conv.stride(0), kept.state.stride(0)
+    if state is None:
+        return conv.data_ptr(), 0, conv.stride(0), 0
+    return conv.data_ptr(), state.data_ptr(), conv.stride(0), state.stride(0)
 
 
 def kv_fields(pages: KVPages) -> tuple[int, ...]:
@@ -258,8 +289,8 @@ def declare(lib: ctypes.CDLL) -> None:
         function = getattr(lib, name)
         function.restype = result
         function.argtypes = arguments
-    layers = (CAttentionLayer, CDeltaLayer, CMlpLayer, CExpertsLayer, CHeadLayer, CLatentLayer, CDecoderLayer)
-    sizes = sum(map(ctypes.sizeof, (CWeight, *layers, CAdapters, CLowRank)))
+    layers = (CAttentionLayer, CDeltaLayer, CConvLayer, CMambaLayer, CMlpLayer, CExpertsLayer, CHeadLayer, CLatentLayer)
+    sizes = sum(map(ctypes.sizeof, (CWeight, *layers, CDecoderLayer, CAdapters, CLowRank)))
     sizes += SLOTS.size + SEQUENCES.size + PAGES.size + ATTENTION.size + STEP.size + PAGES.size + KV_TARGET.size
     sizes += PASS.size + VIEWS * VIEW.size
     if lib.ll_abi() >> 32 != sizes:

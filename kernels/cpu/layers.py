@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from ..layer_weights import (
     FUSED_ATTENTION,
+    FUSED_CONV,
     FUSED_DELTA,
     FUSED_EXPERTS,
     FUSED_HEAD,
     FUSED_LATENT,
+    FUSED_MAMBA,
     FUSED_MLP,
     AttentionWeights,
+    ConvWeights,
     DeltaWeights,
     ExpertsWeights,
     HeadWeights,
     LatentWeights,
     Linear,
+    MambaWeights,
     MlpWeights,
     Norm,
     has_only,
@@ -27,11 +34,14 @@ from .adapters import CpuAdditions
 from .interface import (
     PARTS,
     CAttentionLayer,
+    CConv,
+    CConvLayer,
     CDeltaLayer,
     CExpertsLayer,
     CHeadLayer,
     CLatentLayer,
     CLinear,
+    CMambaLayer,
     CMlpLayer,
     CNorm,
 )
@@ -88,18 +98,16 @@ def delta_layer(w: DeltaWeights) -> Layer | None:
     apart = len(parts) > PARTS or w.qkvz.additions is not None or w.ba.additions is not None
     inputs = _linear(w.qkvz if apart else Linear(parts), kept)
     rates, out = _linear(w.ba, kept) if apart else CLinear(), _linear(w.out, kept)
-    known = has_only(w, FUSED_DELTA) and w.conv.shape[1] <= LARGEST_CONV
+    conv = _conv(w.conv, None, kept)
+    known = has_only(w, FUSED_DELTA) and conv is not None
     if inputs is None or rates is None or out is None or w.norm is None or not known:
         return None
-    vectors = [vector.float().contiguous() for vector in (w.conv.T, w.decay, w.dt_bias)]
-    conv, decay, dt_bias = (vector.data_ptr() for vector in vectors)
     struct = CDeltaLayer(
         hidden=w.norm.weight.shape[0],
         k_heads=w.num_k_heads,
         v_heads=w.num_v_heads,
         k_dim=w.k_dim,
         v_dim=w.v_dim,
-        width=w.conv.shape[1],
         tiled=w.tiled,
         norm=_norm(w.norm, kept),
         out_norm=_norm(w.out_norm, kept),
@@ -107,10 +115,32 @@ def delta_layer(w: DeltaWeights) -> Layer | None:
         rates=rates,
         out=out,
         conv=conv,
-        decay=decay,
-        dt_bias=dt_bias,
+        decay=_vector(w.decay, kept),
+        dt_bias=_vector(w.dt_bias, kept),
     )
-    return Layer(struct, kept + vectors)
+    return Layer(struct, kept)
+
+
+def conv_layer(w: ConvWeights) -> Layer | None:
+    """`ll_conv_layer`."""
+    kept: list[Any] = []
+    inputs, out, conv = _linear(w.inputs, kept), _linear(w.out, kept), _conv(w.conv, w.bias, kept)
+    if inputs is None or out is None or conv is None or w.norm is None or not has_only(w, FUSED_CONV):
+        return None
+    return Layer(CConvLayer(w.norm.weight.shape[0], _norm(w.norm, kept), inputs, out, conv), kept)
+
+
+def mamba_layer(w: MambaWeights) -> Layer | None:
+    """`ll_mamba_layer`."""
+    kept: list[Any] = []
+    inputs, out, conv = _linear(w.inputs, kept), _linear(w.out, kept), _conv(w.conv, w.conv_bias, kept)
+    if inputs is None or out is None or conv is None or w.norm is None or not has_only(w, FUSED_MAMBA):
+        return None
+    shortest, longest = w.steps or (0.0, math.inf)
+    sizes = w.norm.weight.shape[0], w.num_heads, w.head_dim, w.num_groups, w.state_size
+    vectors = (_vector(vector, kept) for vector in (w.decay, w.skip, w.dt_bias, w.gain))
+    numbers = w.out_norm.eps, shortest, longest
+    return Layer(CMambaLayer(*sizes, *numbers, _norm(w.norm, kept), inputs, out, conv, *vectors), kept)
 
 
 def latent_layer(w: LatentWeights) -> Layer | None:
@@ -226,6 +256,18 @@ def _norm(norm: Norm | None, kept: list[Any]) -> CNorm:
     weight = norm.weight.float().contiguous()
     kept.append(weight)
     return CNorm(weight.data_ptr(), norm.eps)
+
+
+def _vector(vector: Tensor, kept: list[Any]) -> int:
+    kept.append(vector.float().contiguous())
+    return int(kept[-1].data_ptr())
+
+
+def _conv(weight: Tensor, bias: Tensor | None, kept: list[Any]) -> CConv | None:
+    """None for one that is too wide."""
+    if weight.shape[1] > LARGEST_CONV:
+        return None
+    return CConv(_vector(weight.T, kept), None if bias is None else _vector(bias, kept), *weight.shape)
 
 
 def _linear(linear: Linear, kept: list[Any]) -> CLinear | None:

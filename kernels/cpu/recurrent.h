@@ -163,21 +163,35 @@ void ll_delta_rule(const delta_job *job, int64_t sequences)
     pthread_mutex_unlock(&pool.lock);
 }
 
-static void space_run(const space_job *j, float *s, int64_t head, int64_t row, int count, int64_t begin, int64_t end)
+/* As `delta_tokens`. */
+typedef struct {
+    const float *x, *b, *c, *steps, *factor; /* [tokens][dim], [tokens][size], [tokens] */
+    float *y;
+    int64_t x_stride, b_stride, y_stride, rate_stride, dim, size;
+} space_tokens;
+
+static void space_run(const space_tokens *j, float *s, int64_t row, int count, int64_t begin, int64_t end)
 {
-    const int64_t of = head / (j->heads / j->groups), dim = j->size;
+    const int64_t dim = j->size;
     row_sums sums;
     memset(&sums, 0, sizeof sums);
     for (int64_t t = begin; t < end; t++) {
-        const int64_t at = t * j->heads + head;
-        const float *b = j->b + (t * j->groups + of) * dim, *c = j->c + (t * j->groups + of) * dim, factor = j->factor[at];
+        const float *b = j->b + t * j->b_stride, *c = j->c + t * j->b_stride, factor = j->factor[t * j->rate_stride];
         float given[VW];
-        vf_store(given, load_some(j->x + at * j->dim + row, count) * j->steps[at]);
+        vf_store(given, load_some(j->x + t * j->x_stride + row, count) * j->steps[t * j->rate_stride]);
 #define STEP(N) step_rows(s, b, c, dim, factor, given, &sums, first, N)
         EACH_ROW(STEP);
         const vf y = sums_of_rows(&sums);
-        memcpy(j->y + at * j->dim + row, &y, (size_t)count * 4);
+        memcpy(j->y + t * j->y_stride + row, &y, (size_t)count * 4);
     }
+}
+
+/* A head's state [dim][size] through its tokens. */
+static void space_head(const space_tokens *j, float *state, int64_t tokens)
+{
+    for (int64_t t = 0; t < tokens; t += RUN)
+        for (int64_t row = 0; row < j->dim; row += VW)
+            space_run(j, state + row * j->size, row, j->dim - row < VW ? (int)(j->dim - row) : VW, t, t + RUN < tokens ? t + RUN : tokens);
 }
 
 /* A task is a head of a sequence: its tokens in order. */
@@ -185,13 +199,13 @@ static void space_heads(void *arg, int64_t begin, int64_t end, int thread)
 {
     (void)thread;
     const space_job *j = arg;
+    const int64_t x_stride = j->heads * j->dim, b_stride = j->groups * j->size;
     for (int64_t i = begin; i < end; i++) {
-        const int64_t sequence = i / j->heads, head = i % j->heads, last = j->starts[sequence + 1];
-        float *state = j->state + j->slots[sequence] * j->stride + head * j->dim * j->size;
-        for (int64_t t = j->starts[sequence]; t < last; t += RUN)
-            for (int64_t row = 0; row < j->dim; row += VW)
-                space_run(j, state + row * j->size, head, row, j->dim - row < VW ? (int)(j->dim - row) : VW, t,
-                          t + RUN < last ? t + RUN : last);
+        const int64_t sequence = i / j->heads, head = i % j->heads, of = head / (j->heads / j->groups), first = j->starts[sequence];
+        const int64_t values = first * x_stride + head * j->dim, shared = first * b_stride + of * j->size, rates = first * j->heads + head;
+        const space_tokens tokens = {j->x + values, j->b + shared, j->c + shared, j->steps + rates, j->factor + rates, j->y + values,
+                                     x_stride, b_stride, x_stride, j->heads, j->dim, j->size};
+        space_head(&tokens, j->state + j->slots[sequence] * j->stride + head * j->dim * j->size, j->starts[sequence + 1] - first);
     }
 }
 

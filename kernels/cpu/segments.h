@@ -6,6 +6,7 @@
 #include "delta.h"
 #include "experts.h"
 #include "layer.h"
+#include "mamba.h"
 #include "matmul.h"
 #include "ops.h"
 #include "pack.h"
@@ -186,7 +187,9 @@ typedef struct {
 
 typedef struct {
     const ll_attention_layer *attention;
-    const ll_delta_layer *delta; /* in the place of attention, or NULL */
+    const ll_delta_layer *delta; /* one of these in the place of attention, or NULL */
+    const ll_conv_layer *conv;
+    const ll_mamba_layer *mamba;
     const ll_mlp_layer *mlp;
     const ll_experts_layer *experts; /* in the place of mlp, or NULL */
     const float *sinks;   /* [num_heads], or NULL */
@@ -225,19 +228,30 @@ static void pick_rows(const ll_pass *p, int64_t width, int64_t hidden, float *q,
     }
 }
 
-static const ll_linear_op *first_product(const ll_decoder_layer *d) { return d->delta ? &d->delta->inputs : &d->attention->qkv; }
+static const ll_linear_op *first_product(const ll_decoder_layer *d)
+{
+    if (d->attention) return &d->attention->qkv;
+    return d->delta ? &d->delta->inputs : d->conv ? &d->conv->inputs : &d->mamba->inputs;
+}
+
+static int states_mixer(const ll_decoder_layer *d, const ll_pass *p, const ll_linear_op *next, float *x)
+{
+    if (d->delta) return gated_delta_locked(d->delta, &d->kept, &p->sequences, next, p->num_tokens, x);
+    if (d->conv) return short_conv_locked(d->conv, &d->kept, &p->sequences, next, p->num_tokens, x);
+    return mamba_locked(d->mamba, &d->kept, &p->sequences, next, p->num_tokens, x);
+}
 
 /* What mixes tokens in a layer, and which rows of x come out: all, or those that are wanted. */
 static int mixer_locked(const ll_decoder_layer *d, const ll_pass *p, int picks, float *q, float *attended, int32_t *cu_rows, float *x)
 {
     const ll_linear_op *next = d->experts ? &d->experts->router : &d->mlp->gate_up;
     const int64_t rows = picks ? p->num_rows : p->num_tokens;
-    if (d->delta) {
-        if (gated_delta_locked(d->delta, &d->kept, &p->sequences, next, p->num_tokens, x)) return -1;
-        if (picks) pick_rows(p, 0, d->delta->hidden, q, x, cu_rows);
+    const ll_attention_layer *l = d->attention;
+    if (!l) {
+        if (states_mixer(d, p, next, x)) return -1;
+        if (picks) pick_rows(p, 0, d->experts ? d->experts->hidden : d->mlp->hidden, q, x, cu_rows);
         return 0;
     }
-    const ll_attention_layer *l = d->attention;
     const ll_view *view = &p->views[d->view];
     const ll_step step = {p->num_tokens, view->half, view->cos, view->sin, p->positions, {d->pages, view->slots}};
     const ll_attention_args args = {d->pages, q, attended, view->block_table, picks ? cu_rows : p->cu_query_lens, p->seq_lens, d->sinks,

@@ -20,6 +20,7 @@ from ..embedding import Embedding
 from ..kv_pages import KVPages
 from ..layer_weights import (
     AttentionWeights,
+    ConvWeights,
     DeltaWeights,
     ExpertsWeights,
     FeedForwardWeights,
@@ -28,6 +29,7 @@ from ..layer_weights import (
     LayerCache,
     LayerCall,
     Linear,
+    MambaWeights,
     MixerWeights,
     MlpWeights,
     Stepped,
@@ -58,10 +60,12 @@ from .layers import (
     KNOWN_ATTENTION,
     Layer,
     attention_layer,
+    conv_layer,
     delta_layer,
     experts_layer,
     head_layer,
     latent_layer,
+    mamba_layer,
     mlp_layer,
 )
 from .layout import Prepared
@@ -166,23 +170,45 @@ def latent_attention(
     return x
 
 
-def gated_delta(
+def gated_delta(composed: Callable[..., Tensor], x: Tensor, weights: DeltaWeights, *given: Any) -> Tensor:
+    """As `mixers.gated_delta`."""
+    return _with_states(composed, lib().ll_gated_delta, x, weights, *given)
+
+
+def short_conv(composed: Callable[..., Tensor], x: Tensor, weights: ConvWeights, *given: Any) -> Tensor:
+    """As `mixers.short_conv`."""
+    return _with_states(composed, lib().ll_short_conv, x, weights, *given)
+
+
+def mamba(composed: Callable[..., Tensor], x: Tensor, weights: MambaWeights, *given: Any) -> Tensor:
+    """As `mixers.mamba`."""
+    return _with_states(composed, lib().ll_mamba, x, weights, *given)
+
+
+def _with_states(
     composed: Callable[..., Tensor],
+    call: Callable[..., int],
     x: Tensor,
-    weights: DeltaWeights,
+    weights: DeltaWeights | ConvWeights | MambaWeights,
     kept: StateSlots,
     slots: Tensor,
     cu_query_lens: Tensor,
 ) -> Tensor:
-    """As `mixers.gated_delta`."""
-    layer, places = _layer_of(weights.qkvz, weights, delta_layer), slot_fields(kept)
+    layer, places = _states_layer(weights)[1], slot_fields(kept)
     if layer is None or places is None or x.dtype is not torch.float32 or not x.is_contiguous():
         return composed(x, weights, kept, slots, cu_query_lens)
-    sequences = _sequences(slots, cu_query_lens)
-    _check(
-        lib().ll_gated_delta(layer.address, SLOTS.pack(*places), SEQUENCES.pack(*sequences), x.shape[0], x.data_ptr())
-    )
+    sequences = SEQUENCES.pack(*_sequences(slots, cu_query_lens))
+    _check(call(layer.address, SLOTS.pack(*places), sequences, x.shape[0], x.data_ptr()))
     return x
+
+
+def _states_layer(weights: DeltaWeights | ConvWeights | MambaWeights) -> tuple[str, Layer | None]:
+    """What the member of `ll_decoder_layer` is called, and the layer."""
+    if isinstance(weights, DeltaWeights):
+        return "delta", _layer_of(weights.qkvz, weights, delta_layer)
+    if isinstance(weights, ConvWeights):
+        return "conv", _layer_of(weights.inputs, weights, conv_layer)
+    return "mamba", _layer_of(weights.inputs, weights, mamba_layer)
 
 
 def _sequences(slots: Tensor | None, starts: Tensor) -> tuple[int, int, int]:
@@ -363,11 +389,12 @@ def _decoder_plan(layers: Sequence[LayerCall], pages: Sequence[LayerCache]) -> _
 
 
 def _fill_mixer(struct: CDecoderLayer, weights: MixerWeights | None, of_layer: LayerCache) -> Layer | None:
-    if isinstance(weights, DeltaWeights) and isinstance(of_layer, StateSlots):
-        layer, places = _layer_of(weights.qkvz, weights, delta_layer), slot_fields(of_layer)
+    if isinstance(weights, DeltaWeights | ConvWeights | MambaWeights) and isinstance(of_layer, StateSlots):
+        (name, layer), places = _states_layer(weights), slot_fields(of_layer)
         if layer is None or places is None:
             return None
-        struct.delta, struct.kept = layer.address, CStateSlots(*places)
+        setattr(struct, name, layer.address)
+        struct.kept = CStateSlots(*places)
         return layer
     if not isinstance(weights, AttentionWeights) or not isinstance(of_layer, KVPages):
         return None

@@ -81,7 +81,7 @@ def test_the_plan_counts_a_slot_for_every_sequence_and_checkpoint(tiny: Callable
 
 
 @pytest.mark.skipif(bool(library().reason), reason="no C compiler")
-@pytest.mark.parametrize("name", ["qwen3.5", "qwen3-next"])
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3-next", "lfm2", "granite-hybrid"])
 def test_layers_that_keep_states_are_one_call_with_the_others(
     name: str, loaded: Callable, paged: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
