@@ -211,7 +211,10 @@ def tower_of(model: Checkpoint, text: ModelFacts, wish: str) -> tuple[Checkpoint
     if wish == OFF or (wish == AUTO and text.pooling):
         return None
     if wish != AUTO:
-        return _read(Path(wish).expanduser(), model, text, named=True)
+        named = Path(wish).expanduser()
+        if not named.exists():
+            raise ModelNotFound(f"{wish}: no such mmproj file", hint=OTHER_HINT)
+        return _read(named, model, text, named=True)
     flaw: BadModelFile | ModelNotFound | None = None
     for path in (
         _beside(model.path) if any(text.source_architecture in kind.decoders for kind in KINDS.values()) else ()

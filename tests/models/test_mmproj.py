@@ -131,7 +131,7 @@ def test_which_file_is_taken(tmp_path: Path) -> None:
     assert taken(str(tmp_path / "mmproj-BF16.gguf")) == "mmproj-BF16.gguf"
     whole = (tmp_path / "mmproj-BF16.gguf").read_bytes()
     (tmp_path / "cut.gguf").write_bytes(whole[: len(whole) // 2])
-    for file, said in (("cut.gguf", "truncated"), ("none.gguf", "no such file"), ("model.gguf", "not an mmproj file"),
+    for file, said in (("cut.gguf", "truncated"), ("none.gguf", "no such mmproj"), ("model.gguf", "not an mmproj"),
                        ("model.mmproj-0.gguf", "is for gemma3, not for qwen35")):  # fmt: skip
         with open_model(path, str(tmp_path / file)) as checkpoint, pytest.raises(LocalLLMError, match=said) as caught:
             _ = checkpoint.facts
