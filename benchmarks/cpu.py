@@ -58,7 +58,7 @@ SIZE_TESTS = {
     "tg32 x8": "eight streams",
     "tg32 x8 int8": "eight streams, `--activations int8`",
 }
-README_TESTS = ("pp256", "pp256 int8", "tg64", f"tg32 @{DEPTH}", "tg32 x8")
+README_TESTS = ("pp256", "tg64", f"tg32 @{DEPTH}")
 STREAMS_LINE, HOG_LINE = 2.5, 0.4
 DEPTHS = (0, 512, 1024, 2048, 4096, 7936)
 LENGTHS = (16, 64, 128, 256, 512, 1024, 2048, 4096)
