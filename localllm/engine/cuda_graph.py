@@ -89,6 +89,7 @@ class DecodeGraphs:
     compute  from a batch, in fixed memory, to a row of each output for every token
     shapes   what to capture
     capture  `CudaCapture()`, or what tests have in its place
+    keeps_states  whether a graph must know which tokens follow each other
     """
 
     def __init__(
@@ -97,12 +98,13 @@ class DecodeGraphs:
         inputs: DecodeInputs,
         shapes: tuple[Shape, ...],
         capture: Callable[[Run], Captured],
+        keeps_states: bool = False,
     ) -> None:
         self._compute = compute
         self.inputs = inputs
         self.shapes = shapes
         self.capture_run = capture
-        self._knows_sequences = any(shape.several for shape in shapes)
+        self._keeps_states = keeps_states
         self.buckets: tuple[Bucket, ...] = ()  # what was captured, ascending
         self.failure = ""  # why a bucket was not captured; larger ones take its steps, or they run eagerly
 
@@ -121,7 +123,7 @@ class DecodeGraphs:
             hidden = model.forward(batch, cache)
             return hidden, model.logits(hidden)
 
-        return cls(compute, inputs, shapes, capture)
+        return cls(compute, inputs, shapes, capture, bool(model.states))
 
     @contextmanager
     def noting(self, what: str) -> Iterator[None]:
@@ -177,7 +179,7 @@ class DecodeGraphs:
     def bucket(self, parts: Many[Scheduled]) -> Bucket | None:
         """The smallest graph for a step of sequences that decode, none with an adapter; None where there is none."""
         rows = sum(part.num_tokens for part in parts)
-        several = self._knows_sequences and rows > len(parts)
+        several = self._keeps_states and rows > len(parts)
         for part in parts:
             if part.sequence.place >= 0 or part.num_tokens > 1 and part.start < part.sequence.num_prompt_tokens:
                 return None
