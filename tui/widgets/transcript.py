@@ -167,6 +167,8 @@ class Transcript(VerticalScroll):
         start = max(0, self._first - EARLIER_STEP)
         with self.app.batch_update():
             for exchange in self._conversation.exchanges[start : self._first]:
+                if messages[0].parent is None:  # another conversation came meanwhile
+                    return
                 await self._restored(exchange, before=messages[0])
         self._first = start
         self._mark_branches()
