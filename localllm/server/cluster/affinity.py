@@ -8,6 +8,7 @@ same cuts and finds the replica that they were noted for. Nothing here knows Ray
 from __future__ import annotations
 
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ MAX_NOTED = 200_000  # cuts that are remembered, the last ones
 MAX_CUTS = 4096  # of a request: what is behind them is not looked at
 MAX_HOLDERS = 4  # replicas that a cut is remembered for
 TAG_CHARS = 8
+_TAG = re.compile(rf"[^/_]_([0-9a-f]{{{TAG_CHARS}}})")
 # fields of a message that a model reads; the others say how to treat it
 READ = ("text", "content", "arguments", "input", "output", "tool_calls", "function", "image_url", "source")
 
@@ -113,10 +115,9 @@ def _maker(fields: Mapping[str, Any]) -> str:
 
 
 def _tag_in(name: str) -> str:
-    """`abcd1234` of `/v1/responses/resp_abcd1234…` and of `msg_abcd1234…`; "" of other names."""
-    head, mark, tail = name.rpartition("_")
-    tag = tail[:TAG_CHARS]
-    return tag if mark and len(tag) == TAG_CHARS and all(c in "0123456789abcdef" for c in tag) and head else ""
+    """`abcd1234` of `/v1/responses/resp_abcd1234…/input_items` and of `msg_abcd1234…`; "" of other names."""
+    found = _TAG.search(name)
+    return found[1] if found else ""
 
 
 class Fleet:

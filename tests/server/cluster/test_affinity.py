@@ -78,6 +78,7 @@ def test_what_a_replica_keeps_is_asked_of_that_replica() -> None:
     consent = {"type": "mcp_approval_response", "approval_request_id": f"mcpr_{tag}0123456789"}
     for prefix in (
         prefix_of(f"/v1/responses/resp_{tag}0123456789", b""),
+        prefix_of(f"/v1/responses/resp_{tag}0123456789/input_items", b""),
         of(RESPONSES, input="and then?", previous_response_id=f"resp_{tag}0123456789"),
         of(RESPONSES, input=[*turns("one"), reference]),
         of(RESPONSES, input=[consent]),
