@@ -46,7 +46,7 @@ SIZES += (("qwen3-0.6b", "Q4_K_M"), ("llama-1b", "Q4_K_M"))
 LARGE = (("qwen3-8b", "Q4_K_M"),)
 TODAY = (("qwen3.5-4b", "Q4_K_M"), ("qwen3-30b-a3b", "Q4_K_M"), ("gpt-oss-20b", "MXFP4"))
 SIZE_CTX, DEPTH = 2048, 4096
-FAR = ((DEPTH, "int8"), (8192, "auto"))  # of the first shape
+FAR = ((DEPTH, "int8"), (8192, "auto"))  # of the first two shapes
 SIZE_TESTS = {
     "pp256": "prefill 256",
     "pp256 int8": "prefill 256, `--activations int8`",
@@ -243,7 +243,7 @@ def sizes(bench: Bench) -> None:
             bench.row(f"{name} tg32 x8 int8", runs, repeat)
         if (shape, form) in TODAY:
             continue
-        for depth, kv in ((DEPTH, "auto"), *(FAR if (shape, form) == SIZES[0] else ())):
+        for depth, kv in ((DEPTH, "auto"), *(FAR if (shape, form) in SIZES[:2] else ())):
             with engines(bench, str(path), 1, depth + 64, kv=kv) as (llm, named):
                 row = " ".join([name, "tg32", f"@{depth}", *([kv] * (kv != "auto"))])
                 runs = [(n, partial(decode, e, streams=1, depth=depth, tokens=32, llm=llm)) for n, e in named]

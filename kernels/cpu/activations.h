@@ -12,21 +12,25 @@ static int amx_on; /* after its self-test */
 #define LL_AMX 0
 #endif
 #define AMX_ROWS 16
-/* Integers as `plane_block`, `pair_block` and `digit_block` write them; of 8 bits, one signed byte each. */
-enum { X_PLANES, X_PAIRS, X_DIGITS, X_BYTES };
+/* Integers as `plane_block`, `pair_block` and `digit_block` write them; of 8 bits, one signed byte each. Those of SUPER have
+ * one scale for 256, which stands in all of their blocks. */
+enum { X_PLANES, X_PAIRS, X_DIGITS, X_BYTES, X_SUPER_PLANES, X_SUPER_PAIRS };
+INLINE int x_is_super(int form) { return form >= X_SUPER_PLANES; }
 INLINE int64_t x_bytes(int form) { return form == X_DIGITS ? 2 * XBYTES : form == X_BYTES ? BLOCK : XBYTES; }
 
 /* What products take: numbers as they are, or rounded. */
 enum { TAKE_INT16, TAKE_FLOATS, TAKE_INT8 };
 
 #define X_MAX 32512.0f /* 127 * 256: the high byte stays within a signed byte after rounding */
+#define X_MAX_SUPER 8191.0f /* 256 of them times codes and scales, at most 945, stay within 32 bits: `chain_of` */
 INLINE float x_max(int form) { return form == X_BYTES ? 127.0f : X_MAX; }
-
-/* One block's numbers beside the planes. With mins: sums[h] = float sum of half h; else start[h] = -zero_offset * sum. */
+/* One block's numbers beside the planes. With mins: sums[h] = float sum of half h; else start[h] = -zero_offset * sum.
+ * Of SUPER with mins: start[0] = the sums of both halves, or of an even block and the next, as two of 16 bits that are
+ * `min_scale` apart. */
 typedef struct {
     float scale;
     union { int32_t start[2]; float sums[2]; };
-    float unused;
+    float min_scale;
 } xblock;
 
 typedef struct {
@@ -123,6 +127,51 @@ INLINE void quantize_block(const float *x, uint8_t *planes, xblock *meta, int fo
     for (int h = 0; h < 2; h++)
         if (has_min) meta->sums[h] = scale * (float)sums[h];
         else meta->start[h] = -zero * sums[h];
+}
+
+/* The same for 256 inputs that share a scale. */
+static void quantize_super(const float *x, uint8_t *planes, xblock *meta, int form, int halves, int has_min, int32_t zero)
+{
+    vf top = vf_set1(0.0f);
+    vi bad = vi_set1(0);
+    for (int i = 0; i < SUPER; i += VW) {
+        vi a = (vi)vf_load(x + i) & 0x7fffffff;
+        top = vf_max((vf)a, top);
+        bad |= a > 0x7f7fffff;
+    }
+    const float peak = vf_hmax(top);
+    float scale = peak / X_MAX_SUPER, inverse = X_MAX_SUPER / peak;
+    if (!(peak > 1e-30f)) scale = inverse = 0.0f;
+    if (vi_sum(bad)) scale = f32_bits(0x7fc00000), inverse = 0.0f;
+    const vi some = vi_set1(inverse == 0.0f ? 0 : -1);
+    int32_t sums[SUPER / 16];
+    for (int b = 0; b < SUPER / BLOCK; b++, x += BLOCK, planes += XBYTES) {
+        int32_t q[BLOCK];
+        for (int h = 0; h < 2; h++) {
+            vi total = vi_set1(0);
+            for (int i = 16 * h; i < 16 * h + 16; i += VW) {
+                const vi n = vi_round(vf_select(some, vf_load(x + i), vf_set1(0.0f)) * vf_set1(inverse));
+                vi_store(q + i, n);
+                total += n;
+            }
+            sums[2 * b + h] = vi_sum(total);
+        }
+        (form == X_SUPER_PAIRS ? pair_block : plane_block)(q, planes);
+    }
+    if (halves == 1)
+        for (int b = 0; b < SUPER / BLOCK; b++) sums[b] = sums[2 * b] + sums[2 * b + 1];
+    int32_t most = 0;
+    for (int i = 0; has_min && i < SUPER / BLOCK * halves; i++) most = abs(sums[i]) > most ? abs(sums[i]) : most;
+    int shift = 0; /* 3 at most: mostly signs differ, and one bit is enough */
+    while (most + (1 << shift) / 2 >= 32768 << shift) shift++;
+    for (int i = 0; has_min && i < SUPER / BLOCK * halves; i++) sums[i] = (sums[i] + (1 << shift) / 2) >> shift;
+    for (int b = 0; b < SUPER / BLOCK; b++) {
+        meta[b].scale = scale;
+        meta[b].min_scale = -scale * (float)(1 << shift);
+        if (!has_min)
+            for (int h = 0; h < 2; h++) meta[b].start[h] = h < halves ? -zero * sums[b * halves + h] : 0;
+        else if (halves == 2 || b % 2 == 0) meta[b].start[0] = (sums[b * halves] & 0xffff) | sums[b * halves + 1] << 16;
+    }
 }
 
 #define MANY_BLOCKS 16 /* blocks whose largest numbers and sums are found together */
@@ -236,6 +285,12 @@ static void prepare_rows(void *arg, int64_t begin, int64_t end, int thread)
     const int32_t zero = dot_zero(w);
     float buffer[BLOCK];
     const int64_t x_stride = j->a->x_stride, meta_stride = j->a->meta_stride;
+    if (!j->a->exact && x_is_super(form)) {
+        for (int64_t row = begin; row < end; row++)
+            for (int64_t b = 0; b < w->blocks; b += SUPER / BLOCK)
+                quantize_super(j->a->x + row * w->k + b * BLOCK, j->planes + row * x_stride + b * XBYTES, j->meta + row * meta_stride + b, form, halves, has_min, zero);
+        return;
+    }
     if (!j->a->exact && !w->perm && !w->pre_scale && w->k % (BLOCK * MANY_BLOCKS) == 0) {
         for (int64_t row = begin; row < end; row++)
             for (int64_t b = 0; b < w->blocks; b += MANY_BLOCKS)

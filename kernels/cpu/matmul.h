@@ -1,9 +1,9 @@
 /* Products of activations with a prepared weight.
  *
  * For every (row of x, row of the weight) the sum runs over blocks of 32 inputs in order, one chain, whatever the
- * number of rows: integer sums within a block are exact, the float steps are the same instructions in every variant.
- * So a row's result does not depend on the batch. Few rows unpack codes in registers; more rows widen a chunk of
- * codes once, in the first-level cache. */
+ * number of rows: integer sums within a block, or within 256 inputs (matmul_super.h), are exact, the float steps are the
+ * same instructions in every variant. So a row's result does not depend on the batch. Few rows unpack codes in registers;
+ * more rows widen a chunk of codes once, in the first-level cache. */
 #ifndef LL_MATMUL_H
 #define LL_MATMUL_H
 

@@ -3,7 +3,7 @@
 #define LL_MATMUL_INT_H
 
 #include "matmul_amx.h"
-#include "product.h"
+#include "matmul_super.h"
 
 /* ---- integer codes, integer activations, few rows of x ---- */
 
@@ -203,6 +203,12 @@ static void widen_chunk(const ll_weight *w, const uint8_t *codes, int64_t count,
 /* part [rows][32] = sums of rows row.. of x against a tile */
 static void tile_sums(const product *p, int64_t tile, int64_t row, int64_t rows, float *part)
 {
+#if MANY_PAIRS
+    if (p->a->form == X_SUPER_PAIRS) {
+        super_of[p->w->code].sums(p, tile, row, rows, part);
+        return;
+    }
+#endif
     if (p->a->form == X_DIGITS) {
         tile_digits(p, tile, row, rows, part);
         return;
@@ -304,7 +310,7 @@ static const few_tiles *few_rows(const ll_weight *w, int64_t m)
 {
     const int half = w->group == 16, min = w->min_kind != NUM_NONE;
     const int in_place = w->scale_kind == NUM_F16 && w->group == BLOCK && (!min || w->min_kind == NUM_F16);
-    if (m > (half ? FEW_HALF : FEW)) return NULL;
+    if (m > (is_super(w) ? SUPER_FEW(halves_of(w)) : half ? FEW_HALF : FEW)) return NULL;
     switch (w->code) {
     case CODE_8: return half || min ? NULL : in_place ? few_8_zero_f16 : few_8_zero;
     case CODE_4: return half ? NULL : min ? in_place ? few_4_min_f16 : few_4_min : in_place ? few_4_zero_f16 : few_4_zero;
@@ -321,6 +327,7 @@ static const few_tiles *few_rows(const ll_weight *w, int64_t m)
 static int x_form(const ll_weight *w, int64_t m, int64_t takes)
 {
     if (LL_VNNI && takes == TAKE_INT8) return X_BYTES;
+    if (is_super(w)) return few_rows(w, m) ? X_SUPER_PLANES : X_SUPER_PAIRS;
     if (few_rows(w, m)) return X_PLANES;
 #if LL_AMX
     if (amx_on && m >= AMX_ROWS && digits_are_exact(w)) return X_DIGITS;
@@ -333,6 +340,12 @@ static void int_tiles(void *arg, int64_t begin, int64_t end, int thread)
     (void)thread;
     const product *p = arg;
     const few_tiles *few = few_rows(p->w, p->a->m);
+#if MANY_PAIRS
+    if (p->a->form == X_SUPER_PLANES) {
+        super_of[p->w->code].few(p, begin, end);
+        return;
+    }
+#endif
     if (few) {
         few[p->a->form == X_BYTES](p, begin, end);
         return;

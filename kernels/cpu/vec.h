@@ -368,7 +368,7 @@ INLINE void dot_quad(vdot *d, vi codes, const uint8_t *x, int j)
     d->lo = DPBUSD(d->lo, codes, vi_bcast(x + BLOCK + 4 * j));
 }
 INLINE void dot_bytes(vdot *d, vi codes, const uint8_t *x, int j) { d->lo = DPBUSD(d->lo, codes, vi_bcast(x + 4 * j)); }
-INLINE vf dot_value(vdot d) { return vf_cvt((d.hi << 8) + d.lo); }
+INLINE vi dot_sum(vdot d) { return (d.hi << 8) + d.lo; }
 INLINE vf dot_value_of_bytes(vdot d) { return vf_cvt(d.lo); }
 INLINE void plane_block(const int32_t *q, uint8_t *x)
 {
@@ -393,10 +393,11 @@ INLINE void dot_quad(vdot *d, vi codes, const uint8_t *x, int j)
     d->sum = madd16(d->sum, quad_even(codes), vi_bcast(x + 8 * j));
     d->sum = madd16(d->sum, quad_odd(codes), vi_bcast(x + 8 * j + 4));
 }
-INLINE vf dot_value(vdot d) { return vf_cvt(d.sum); }
+INLINE vi dot_sum(vdot d) { return d.sum; }
 INLINE void dot_bytes(vdot *d, vi codes, const uint8_t *x, int j) { (void)d, (void)codes, (void)x, (void)j; } /* not without VNNI */
 INLINE vf dot_value_of_bytes(vdot d) { return vf_cvt(d.sum); }
 INLINE void plane_block(const int32_t *q, uint8_t *x) { pair_block(q, x); }
 #endif
+INLINE vf dot_value(vdot d) { return vf_cvt(dot_sum(d)); }
 
 #endif

@@ -159,7 +159,13 @@ def test_values_and_products(isa: str, form: str) -> None:
                 torch.testing.assert_close(impl.run(x, prepared, bias), y + bias)
 
 
-@pytest.mark.parametrize("form", ["int4g-mins", "int8-group", "fp4g16", "gguf-Q4_K", "gguf-Q6_K", "dense-bf16"])
+SUPER = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
+"""one float scale for 256 inputs, over integers"""
+
+
+@pytest.mark.parametrize(
+    "form", ["int4g-mins", "int8-group", "fp4g16", "dense-bf16", *(f"gguf-{block_type}" for block_type in SUPER)]
+)
 def test_a_row_does_not_depend_on_the_batch_or_the_threads(isa: str, form: str) -> None:
     weight, _ = make(form, 50, 512)
     prepared = prepare(weight)
@@ -175,6 +181,38 @@ def test_a_row_does_not_depend_on_the_batch_or_the_threads(isa: str, form: str) 
             assert torch.equal(impl.run(x[77:78], prepared), whole[77:78])
     finally:
         build.lib().ll_threads(build.usable_cores())
+
+
+@pytest.mark.parametrize("block_type", SUPER)
+def test_the_largest_codes_and_scales_with_the_largest_inputs(isa: str, block_type: str) -> None:
+    """Sums of integers stay within 32 bits."""
+    size, _, floats = BLOCKS[block_type]
+    n, k = 33, 768
+    for codes, scales in ((0, 0), (0xFF, 0xFF), (0, 0x80)):
+        data = torch.full((n, k // 256, size), codes, dtype=torch.uint8)
+        if block_type == "Q6_K":
+            data[:, :, 192:208] = scales
+        for offset in floats:
+            data[:, :, offset : offset + 2] = torch.tensor([0.01 * (1 + offset)]).half().view(torch.uint8)
+        data = data.flatten(1)
+        values = torch.from_numpy(gguf.quants.dequantize(data.numpy(), gguf.GGMLQuantizationType[block_type]))
+        prepared = prepare(Weight("gguf", (n, k), data, block_type=block_type))
+        for sign in (1.0, -1.0):
+            x = torch.full((133, k), sign)
+            x[:, 1] = -sign / 8191  # beside the largest, the smallest that has a code
+            exact = x.double() @ values.double().T
+            for m in (1, 2, 4, 133):
+                torch.testing.assert_close(run(x[:m], prepared).double(), exact[:m], rtol=2e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("block_type", SUPER)
+def test_a_few_large_inputs_cost_little(isa: str, block_type: str) -> None:
+    weight, values = gguf_weight(block_type, 40, 2560)
+    prepared, x = prepare(weight), torch.randn(5, 2560)
+    for most in (3e-4, 1e-3):
+        exact = x.double() @ values.double().T
+        assert float((run(x, prepared).double() - exact).norm() / exact.norm()) < most
+        x[:, ::256] *= 100
 
 
 @pytest.mark.parametrize("group", [32, 64, 96, 128])
