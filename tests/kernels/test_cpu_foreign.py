@@ -64,6 +64,9 @@ def arm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return run
 
 
+SUPER = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
+
+
 def gguf_weight(block_type: str, n: int, k: int) -> Weight:
     """Random bytes, with scales that are small numbers."""
     size = GGUF[block_type]
@@ -108,6 +111,9 @@ def test_products(arm: Callable[[bytes], bytes]) -> None:
         found, out = torch.from_numpy(out[: y.numel()].copy()).view(y.shape), out[y.numel() :]
         if takes == interface.Take.FLOATS or name == "bf16":
             torch.testing.assert_close(found, y, rtol=1e-5, atol=1e-5 * float(y.abs().max()), msg=f"{name} {m}")
+        elif name in SUPER and takes == interface.Take.INT16 and arm.isa != "neon":
+            # products of bytes in 128 bits: activations have one scale for 32, here one for 256
+            torch.testing.assert_close(found, y, rtol=0, atol=2e-3 * float(y.abs().max()), msg=f"{name} {m}")
         else:
             assert torch.equal(found, y), (name, m, takes)
     assert out.size == 0
