@@ -163,7 +163,9 @@ def engines(
     threads = bench.options.threads
     pythons = {"llama.cpp": bench.options.peer_python, "ik_llama.cpp": bench.options.ik_python}
     with ExitStack() as stack:
-        ours = {"ctx": ctx, "threads": threads, "max_parallel": max(STREAMS), "device": "cpu"} | settings
+        # rivals do not guess tokens here, and what small models say to random words repeats itself
+        ours = {"ctx": ctx, "threads": threads, "max_parallel": max(STREAMS), "device": "cpu", "speculation": "off"}
+        ours |= settings
         llm = stack.enter_context(LLM(model, **ours))
         named: list[tuple[str, Engine]] = [("localllm", OurEngine(llm))]
         for name, python in pythons.items():
