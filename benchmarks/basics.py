@@ -128,7 +128,7 @@ def rows(model: str, repeat: int) -> list[dict[str, Any]]:
     import localllm.engine.engine  # noqa: F401 - the imports are not part of loading
 
     with PeakMemory() as memory_while_loading:
-        llm = LLM(model, ctx=4096, max_parallel=8)
+        llm = LLM(model, ctx=4096, max_parallel=8, speculation="off")  # answers to random words repeat
     with llm:
         added = (memory_while_loading.peak - memory_while_loading.start) / 1e6
         allowed = llm.state().weight_bytes / 1e6 + 300

@@ -9,6 +9,7 @@ from random import Random
 
 import psutil
 import pytest
+from typer.testing import CliRunner
 
 from localllm import LLM, SamplingParams
 from localllm.bench import BenchOptions, BenchRow, PeerResult, run_bench, save, words
@@ -143,3 +144,20 @@ def test_a_child_that_runs_is_no_other_work(monkeypatch: pytest.MonkeyPatch) -> 
     finally:
         child.kill()
         child.wait()
+
+
+@pytest.mark.parametrize(("words", "told"), [((), None), (("--speculation", "ngram"), "speculation ngram")])
+def test_tokens_are_guessed_only_where_a_flag_asks(
+    smollm2_path: Path, words: tuple[str, ...], told: str | None
+) -> None:
+    from localllm.cli.frame import logs
+    from localllm.cli.frame.program import app
+
+    small = ["-p", "8", "-n", "4", "-r", "1", "--warmup", "0", "--ctx", "256", "--no-save", "--json"]
+    try:
+        result = CliRunner().invoke(app, ["bench", str(smollm2_path), *small, *words])
+    finally:
+        logs.stop()
+    assert result.exit_code == 0, result.output
+    summary = json.loads(result.stdout)["truth_line"]
+    assert told in summary if told else "speculation" not in summary
