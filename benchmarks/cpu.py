@@ -359,37 +359,40 @@ def sizes_table(kept: dict[str, Any], tests: Sequence[str]) -> str:
             if test == "tg64":
                 read = rate * kept["bytes"][f"{shape}-{form}"] / 1e9
                 ours += f" ({read:.1f} of {found['read GB/s']:.1f} GB/s)"
-            peers = [
-                f"{found[peer]:,.1f} ({rate / found[peer]:.2f} ×)" if peer in found else ""
-                for peer in ("llama.cpp", "ik_llama.cpp")
-            ]
-            lines.append(f"| {shape} {form}: {SIZE_TESTS[test]} | {' | '.join([ours, *peers])} |")
+            lines.append(f"| {shape} {form}: {SIZE_TESTS[test]} | {' | '.join([ours, *beside(found, 1)])} |")
     return "\n".join(["| tok/s | localllm | llama.cpp | ik_llama.cpp |", "| --- | ---: | ---: | ---: |", *lines]) + "\n"
 
 
+def beside(found: dict[str, float], digits: int = 0) -> list[str]:
+    """A cell for each of the others: its tokens a second, and ours as a multiple."""
+    return [
+        f"{found[peer]:,.{digits}f} ({found['localllm'] / found[peer]:.2f} ×)" if peer in found else ""
+        for peer in ("llama.cpp", "ik_llama.cpp")
+    ]
+
+
 def table(kept: dict[str, Any]) -> str:
-    """Markdown: ours, llama.cpp's, the ratio and its line."""
+    """Markdown: ours, the others', ours as multiples of theirs, and the lines of those to llama.cpp."""
     rows = kept["rows"]
-    lines = ["| | localllm | llama.cpp | ratio | line |", "| --- | ---: | ---: | ---: | --- |"]
+    lines = ["| | localllm | llama.cpp | ik_llama.cpp | line |", "| --- | ---: | ---: | ---: | --- |"]
     names = {"pp512": "prefill, 512 tokens", "tg128": "decode, 128 tokens", "tg64 x8": "eight streams together"}
     for model, form in MODELS.items():
         one = 0.0  # of one stream: the row before that of several
         for test, shown in names.items():
-            found = rows.get(f"{model} {test}", {})
-            if len(found) < 2:
+            found = {engine: median(runs) for engine, runs in rows.get(f"{model} {test}", {}).items()}
+            if "llama.cpp" not in found:
                 continue
-            ours, theirs = median(found["localllm"]), median(found["llama.cpp"])
+            ours = found["localllm"]
             least = LINES[model].get(test)
             line = f"≥ {least:.1f} ×" if least else f"≥ {STREAMS_LINE} × one stream: {ours / one:.2f} ×"
             one = ours
-            cells = f"{ours:,.0f} tok/s | {theirs:,.0f} tok/s | {ours / theirs:.2f} × | {line}"
-            lines.append(f"| {model} ({form}): {shown} | {cells} |")
+            lines.append(f"| {model} ({form}): {shown} | {ours:,.0f} tok/s | {' | '.join(beside(found))} | {line} |")
     hogged, quiet = rows.get("smollm2 tg64 beside a busy process"), rows.get("smollm2 tg64")
     if hogged and quiet:
-        ours, theirs = (median(hogged[engine]) for engine in ("localllm", "llama.cpp"))
-        alone = median(quiet["localllm"])
+        found = {engine: median(runs) for engine, runs in hogged.items()}
+        ours, alone = found["localllm"], median(quiet["localllm"])
         line = f"≥ {HOG_LINE} × the {alone:,.0f} tok/s of the same test without it: {ours / alone:.2f} ×"
-        cells = f"{ours:,.0f} tok/s | {theirs:,.0f} tok/s | {ours / theirs:.2f} × | {line}"
+        cells = f"{ours:,.0f} tok/s | {' | '.join(beside(found))} | {line}"
         lines.append(f"| smollm2: decode, another process busy on one of the cores | {cells} |")
     first = rows.get("smollm2 first token s")
     if first:

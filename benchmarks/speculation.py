@@ -156,19 +156,27 @@ def measure_draft(options: argparse.Namespace) -> dict[str, Any]:
             LLM(path, speculation="off", **common) as off,
             LLM(path, speculation="draft", draft=str(small.path), **common) as on,
         ):
-            runs = [(one_run(off, prompt, text), one_run(on, prompt, text)) for _ in range(options.repeat + 1)][1:]
-            speculation = on.engine.stepper.speculation
-            assert speculation is not None
-            step_s, round_s = speculation.times_of(1, DraftModel.deep)
-            assert step_s and round_s, "too few tokens: no step was measured"
+            runs = []
+            for number in range(options.repeat + 1):
+                pair = one_run(off, prompt, text), one_run(on, prompt, text)
+                speculation = on.engine.stepper.speculation
+                assert speculation is not None
+                step_s, round_s = speculation.times_of(1, DraftModel.deep)  # means of the last steps: of this run
+                assert step_s and round_s, "too few tokens: no step was measured"
+                if number:  # the first one warms up
+                    runs.append((*pair, step_s, round_s))
+    tokens = 1 + sum(RIGHT**depth for depth in range(1, DraftModel.deep + 1))
+    expected = [tokens / (step_s + DraftModel.deep * round_s) for *_, step_s, round_s in runs]
     plain, drafted = (statistics.median(run[at]["tps"] for run in runs) for at in (0, 1))
-    expected = (1 + sum(RIGHT**depth for depth in range(1, DraftModel.deep + 1))) / (step_s + DraftModel.deep * round_s)
+    ratio = statistics.median(run[1]["tps"] / tps for run, tps in zip(runs, expected, strict=True))
     row = {
-        "plain_tps": plain, "draft_tps": drafted, "predicted_tps": expected, "step_ms": 1000 * step_s,
-        "round_ms": 1000 * round_s, "acceptance": statistics.median(run[1]["acceptance"] for run in runs),
-        "met": abs(drafted / expected - 1) <= OFF_LINE,
+        "plain_tps": plain, "draft_tps": drafted, "predicted_tps": statistics.median(expected),
+        "of_predicted": ratio, "runs_of_predicted": [run[1]["tps"] / tps for run, tps in zip(runs, expected, strict=True)],
+        "step_ms": 1000 * statistics.median(run[2] for run in runs),
+        "round_ms": 1000 * statistics.median(run[3] for run in runs),
+        "acceptance": statistics.median(run[1]["acceptance"] for run in runs), "met": abs(ratio - 1) <= OFF_LINE,
     }  # fmt: skip
-    print(f"draft: {plain:.1f} -> {drafted:.1f} tok/s, {expected:.1f} predicted", flush=True)
+    print(f"draft: {plain:.1f} -> {drafted:.1f} tok/s, {ratio:.2f} x what was predicted", flush=True)
     return row
 
 
