@@ -168,10 +168,11 @@ def measure_draft(options: argparse.Namespace) -> dict[str, Any]:
     tokens = 1 + sum(RIGHT**depth for depth in range(1, DraftModel.deep + 1))
     expected = [tokens / (step_s + DraftModel.deep * round_s) for *_, step_s, round_s in runs]
     plain, drafted = (statistics.median(run[at]["tps"] for run in runs) for at in (0, 1))
-    ratio = statistics.median(run[1]["tps"] / tps for run, tps in zip(runs, expected, strict=True))
+    ratios = [run[1]["tps"] / tps for run, tps in zip(runs, expected, strict=True)]
+    ratio = statistics.median(ratios)
     row = {
         "plain_tps": plain, "draft_tps": drafted, "predicted_tps": statistics.median(expected),
-        "of_predicted": ratio, "runs_of_predicted": [run[1]["tps"] / tps for run, tps in zip(runs, expected, strict=True)],
+        "of_predicted": ratio, "runs_of_predicted": ratios,
         "step_ms": 1000 * statistics.median(run[2] for run in runs),
         "round_ms": 1000 * statistics.median(run[3] for run in runs),
         "acceptance": statistics.median(run[1]["acceptance"] for run in runs), "met": abs(ratio - 1) <= OFF_LINE,

@@ -209,12 +209,12 @@ INLINE void scores_many(const attention_space *s, int64_t row, int64_t padded, t
 }
 
 /* The same against keys in the pages. */
-INLINE void scores_few(const ll_attention_args *a, const tile_keys *t, const attention_space *s, int64_t row, tile_weights p,
+INLINE void scores_few(const ll_attention_args *a, const tile_keys *t, const attention_space *s, int64_t row, int is_first, tile_weights p,
                        const int rows, const int64_t format)
 {
     const int64_t dim = a->pages.dim, padded = round_up(dim, 16), of_k = dim * kv_bytes(format);
     for (int i = 0; i < t->subs * SUB; i += VW) {
-        const uint8_t *next = row || !t->next_k[i / SUB] ? NULL : t->next_k[i / SUB] + i % SUB * of_k;
+        const uint8_t *next = !is_first || !t->next_k[i / SUB] ? NULL : t->next_k[i / SUB] + i % SUB * of_k;
         vf chain[4][2];
         for (int r = 0; r < rows; r++) chain[r][0] = chain[r][1] = vf_set1(0.0f);
         EACH_DIMENSION(t->k + i, dim, format, next, {
@@ -285,8 +285,8 @@ static __attribute__((noinline)) int soften(const ll_attention_args *a, const ti
 }
 
 /* Adds the weighted values; BODY of `wide` vectors from dimension d on, values from the space or the pages. */
-INLINE void weigh(const ll_attention_args *a, const tile_keys *t, attention_space *s, int64_t row, tile_weights p, const int rows,
-                  const int few, const int64_t format)
+INLINE void weigh(const ll_attention_args *a, const tile_keys *t, attention_space *s, int64_t row, int is_first, tile_weights p,
+                  const int rows, const int few, const int64_t format)
 {
     enum { WIDE = VW == 16 ? 4 : 2 };
     const int64_t padded = round_up(a->pages.dim, 16), of_v = v_bytes(a);
@@ -297,7 +297,7 @@ INLINE void weigh(const ll_attention_args *a, const tile_keys *t, attention_spac
         for (int r = 0; r < rows; r++)
             for (int i = 0; i < WIDE; i++) acc[r][i] = vf_load(s->acc + (row + r) * padded + d + i * VW);
         for (int j = 0; j < keys; j++) {
-            if (few && !row) ask_for(t->next_v[j / SUB], j % SUB * of_v + d * kv_bytes(format), j % SUB * of_v + (d + WIDE * VW) * kv_bytes(format));
+            if (few && is_first) ask_for(t->next_v[j / SUB], j % SUB * of_v + d * kv_bytes(format), j % SUB * of_v + (d + WIDE * VW) * kv_bytes(format));
             for (int i = 0; i < WIDE; i++) {
                 vf value = few ? kv_vector(t->v[j], d + i * VW, format) : vf_load(s->values + j * padded + d + i * VW);
                 for (int r = 0; r < rows; r++) acc[r][i] = vf_fma(value, vf_set1(p[r][j]), acc[r][i]);
@@ -320,42 +320,44 @@ INLINE void block_many(const ll_attention_args *a, const tile_keys *t, attention
     _Alignas(64) tile_weights p;
     if (s->high[row + rows - 1] < t->first || s->low[row] >= t->first + KEYS) return; /* of rows in order, none sees a key */
     scores_many(s, row, key_padded(a), p, rows);
-    if (soften(a, t, s, row, p, rows)) weigh(a, t, s, row, p, rows, 0, KV_F32);
+    if (soften(a, t, s, row, p, rows)) weigh(a, t, s, row, 0, p, rows, 0, KV_F32);
 }
 
-INLINE void block_few(const ll_attention_args *a, const tile_keys *t, attention_space *s, int64_t row, const int rows, const int64_t format)
+INLINE void block_few(const ll_attention_args *a, const tile_keys *t, attention_space *s, int64_t row, int is_first, const int rows,
+                      const int64_t format)
 {
     _Alignas(64) tile_weights p;
-    scores_few(a, t, s, row, p, rows, format);
-    if (soften(a, t, s, row, p, rows)) weigh(a, t, s, row, p, rows, 1, format);
+    scores_few(a, t, s, row, is_first, p, rows, format);
+    if (soften(a, t, s, row, p, rows)) weigh(a, t, s, row, is_first, p, rows, 1, format);
 }
 
-#define TILE_ROWS(NAME, CALL)                                                                                           \
-    static __attribute__((noinline)) void NAME(const ll_attention_args *a, const tile_keys *t, attention_space *s, int64_t rows) \
-    {                                                                                                                   \
-        int64_t row = 0;                                                                                                \
-        for (; row + 4 <= rows; row += 4) CALL(4);                                                                      \
-        if (rows - row == 3) CALL(3);                                                                                   \
-        else if (rows - row == 2) CALL(2);                                                                              \
-        else if (rows - row == 1) CALL(1);                                                                              \
+#define TILE_ROWS(NAME, CALL)                                                                                                              \
+    static __attribute__((noinline)) void NAME(const ll_attention_args *a, const tile_keys *t, attention_space *s, int64_t first, int64_t rows) \
+    {                                                                                                                                      \
+        int64_t row = first;                                                                                                               \
+        const int64_t end = first + rows;                                                                                                  \
+        for (; row + 4 <= end; row += 4) CALL(4);                                                                                          \
+        if (end - row == 3) CALL(3);                                                                                                       \
+        else if (end - row == 2) CALL(2);                                                                                                  \
+        else if (end - row == 1) CALL(1);                                                                                                  \
     }
 #define MANY(ROWS) block_many(a, t, s, row, ROWS)
 TILE_ROWS(tile_many_rows, MANY)
-#define FEW_BF16(ROWS) block_few(a, t, s, row, ROWS, KV_BF16)
+#define FEW_BF16(ROWS) block_few(a, t, s, row, row == first, ROWS, KV_BF16)
 TILE_ROWS(tile_bf16, FEW_BF16)
-#define FEW_INT8(ROWS) block_few(a, t, s, row, ROWS, KV_INT8)
+#define FEW_INT8(ROWS) block_few(a, t, s, row, row == first, ROWS, KV_INT8)
 TILE_ROWS(tile_int8, FEW_INT8)
 
-/* `rows` rows of the block against the tile. */
-static void attention_tile(const ll_attention_args *a, const tile_keys *t, attention_space *s, int64_t rows)
+/* Rows first.. of the block against the tile. */
+static void attention_tile(const ll_attention_args *a, const tile_keys *t, attention_space *s, int64_t first, int64_t rows)
 {
     if (rows <= FEW_QUERY_ROWS && a->pages.dim % 16 == 0 && !a->turned) {
         if (a->pages.format == KV_BF16) {
-            tile_bf16(a, t, s, rows);
+            tile_bf16(a, t, s, first, rows);
             return;
         }
         if (a->pages.format == KV_INT8) {
-            tile_int8(a, t, s, rows);
+            tile_int8(a, t, s, first, rows);
             return;
         }
     }
@@ -366,7 +368,7 @@ static void attention_tile(const ll_attention_args *a, const tile_keys *t, atten
     case KV_INT8: load_as(a, t, s, KV_INT8); break;
     default: load_as(a, t, s, KV_FP8);
     }
-    tile_many_rows(a, t, s, rows);
+    tile_many_rows(a, t, s, first, rows);
 }
 
 #endif

@@ -102,6 +102,10 @@ def make(
 CASES = {
     "one page, all queries": partial(make, lens=(5,), queries=(5,), heads=(4, 2), dim=16),
     "decode, three segments": partial(make, lens=(700, 1, 33), queries=(1, 1, 2), heads=(9, 3), dim=64, kv="bf16"),
+    "heads together": partial(make, lens=(700, 513, 900), queries=(1, 2, 1), heads=(16, 8), dim=32, kv="bf16"),
+    "heads together, window": partial(
+        make, lens=(1000,) * 4, queries=(1, 4, 1, 1), heads=(7, 7), dim=64, kv="int8", window=600
+    ),
     "a chunk in the middle": partial(make, lens=(400,), queries=(130,), heads=(9, 3), dim=64),
     "window": partial(make, lens=(350, 40), queries=(350, 3), heads=(4, 1), dim=256, kv="bf16", window=100),
     "window over segments": partial(
@@ -196,8 +200,10 @@ def test_scores_of_minus_infinity_alone(isa: str, sinks: bool) -> None:
     assert bool((y == 0).all() if sinks else y.isnan().all()), y
 
 
-def test_threads_change_nothing(isa: str) -> None:
-    case = make(lens=(900, 300), queries=(1, 200), heads=(9, 3), dim=64, kv="bf16")
+@pytest.mark.parametrize(("length", "heads"), [(900, (9, 3)), (1500, (16, 8))])
+def test_threads_change_nothing(isa: str, length: int, heads: tuple[int, int]) -> None:
+    """Nor how many heads are one thread's at a time: 6, 3 and 2 of the 8."""
+    case = make(lens=(length, 300), queries=(1, 200), heads=heads, dim=64, kv="bf16")
     try:
         results = [(build.lib().ll_threads(n), case.run())[1] for n in (1, 2, 3)]
     finally:
