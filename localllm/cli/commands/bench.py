@@ -88,9 +88,8 @@ def bench(
     options = benches.BenchOptions(prompt_tokens, output_tokens, behind, repeat, warmup, streams)
     asked = load.settings() | {"engine.max_parallel": max(streams)}
     if load.speculation is None and load.draft is None:
-        asked["engine.speculation"] = (
-            "off"  # what follows random words repeats: smollm2 shows 400 to 650 tok/s, not 290
-        )
+        # answers to random words repeat: with guesses smollm2 shows 400 to 650 tok/s, not 290
+        asked["engine.speculation"] = "off"
     config = env.settings(asked)
     choice = choose(env, config, model)
     from localllm.cli.loading import load_llm
