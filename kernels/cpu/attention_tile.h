@@ -113,8 +113,6 @@ INLINE void ask_for(const uint8_t *from, int64_t begin, int64_t end)
     for (int64_t i = begin; from && i < end; i += 64) __builtin_prefetch(from + i, 0, 2);
 }
 
-#define UNROLL _Pragma("GCC unroll 64")
-
 /* Numbers of VW keys, dimension by dimension: BODY sees `int64_t d`, `const int odd` (of d) and `vf key`. Stored numbers
  * of 16 and 8 bits are transposed as halves and quarters of 32. Dimensions after the last whole vector are left. Rows at
  * NEXT, end to end, are asked for meanwhile. */

@@ -310,7 +310,7 @@ static const few_tiles *few_rows(const ll_weight *w, int64_t m)
 {
     const int half = w->group == 16, min = w->min_kind != NUM_NONE;
     const int in_place = w->scale_kind == NUM_F16 && w->group == BLOCK && (!min || w->min_kind == NUM_F16);
-    if (m > (is_super(w) ? SUPER_FEW(halves_of(w)) : half ? FEW_HALF : FEW)) return NULL;
+    if (m > (is_super(w) ? SUPER_FEW : half ? FEW_HALF : FEW)) return NULL;
     switch (w->code) {
     case CODE_8: return half || min ? NULL : in_place ? few_8_zero_f16 : few_8_zero;
     case CODE_4: return half ? NULL : min ? in_place ? few_4_min_f16 : few_4_min : in_place ? few_4_zero_f16 : few_4_zero;

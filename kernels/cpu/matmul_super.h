@@ -16,19 +16,50 @@ INLINE int is_super(const ll_weight *w)
 
 #define SUPER_BLOCKS (SUPER / BLOCK)
 #define SUPER_ROWS (VW == 16 ? 8 : 4) /* rows of x that share a load of codes */
-/* Up to so many rows of x unpack codes in registers (two Zen 4 cores, Q4_K 6,144 x 2,048: no difference for 16 rows, 2.06 ms
- * instead of 1.64 for 24; Q6_K 2,048 x 6,144, groups of 16: 0.48 instead of 0.56 for 3, 0.96 and 0.82 for 4, 1.00 and 0.76
- * for 6). */
-#define SUPER_FEW(halves) (LL_VNNI && (halves) == 1 ? 16 : 3)
+#define SUPER_FEW (VW == 16 ? 2 : 3) /* up to so many rows of x meet codes that are not multiplied by their scales */
 
 /* Blocks whose products, each at most code * scale * X_MAX_SUPER, are summed within 32 bits. */
 INLINE int chain_of(const int code) { return code == CODE_6 || code == CODE_4T ? 2 : code == CODE_5 ? 4 : SUPER_BLOCKS; }
 
-/* Scales of 16 bits, twice a lane. */
-INLINE vi twice_i8(const uint8_t *at)
+/* The scales of a quad's codes, as bytes beside zeros where there are products of such pairs, else of 16 bits. */
+typedef struct { vi even, odd; } quad_scales;
+INLINE quad_scales quad_scales_at(const uint8_t *at)
 {
-    const vi one = vi_i8(at);
-    return (one & 0xffff) | one << 16;
+#if VW >= 8
+    const vi one = vi_u8(at), even = one | one << 16;
+    return (quad_scales){even, even << 8};
+#else
+    const vi one = vi_i8(at), twice = (one & 0xffff) | one << 16;
+    return (quad_scales){twice, twice};
+#endif
+}
+
+/* Codes 0 and 2 of a quad times their scales, and 1 and 3: pairs of 16 bits, at most 63 * 128 or 255 * 32. */
+INLINE vi even_codes(vi quad, quad_scales by)
+{
+#if VW == 16
+    return (vi)_mm512_maddubs_epi16((__m512i)quad, (__m512i)by.even);
+#elif VW == 8
+    return (vi)_mm256_maddubs_epi16((__m256i)quad, (__m256i)by.even);
+#else
+    return (vi)((vh)quad_even(quad) * (vh)by.even);
+#endif
+}
+INLINE vi odd_codes(vi quad, quad_scales by)
+{
+#if VW == 16
+    return (vi)_mm512_maddubs_epi16((__m512i)quad, (__m512i)by.odd);
+#elif VW == 8
+    return (vi)_mm256_maddubs_epi16((__m256i)quad, (__m256i)by.odd);
+#else
+    return (vi)((vh)quad_odd(quad) * (vh)by.odd);
+#endif
+}
+/* What the zero offset takes off both. */
+INLINE vh scaled_zero(const uint8_t *at, int32_t offset)
+{
+    const vi one = vi_i8(at) * offset;
+    return (vh)((one & 0xffff) | one << 16);
 }
 
 /* Mins of two groups, which meet the sums of their inputs. */
@@ -49,12 +80,12 @@ INLINE void super_few(const product *p, int64_t tile, int64_t row, const int row
     const int64_t ahead = row ? w->tile_bytes : AHEAD(code); /* the tile is in the cache for later rows */
     const uint8_t *head = at + w->tile_bytes; /* of the next tile: scales, and what comes first of its codes */
     const int64_t step = row ? 0 : round_up((w->at_codes + ahead) / w->blocks, 64);
-    vf acc[4][NV];
+    vf acc[2][NV];
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < NV; v++) acc[r][v] = vf_set1(0.0f);
     for (int64_t s = 0; s < w->supers; s++, super_scale += TILE, super_min += TILE) {
         const xblock *of = meta;
-        vi sums[4][NV], mins[4][NV];
+        vi sums[2][NV], mins[2][NV];
         for (int r = 0; r < rows; r++)
             for (int v = 0; v < NV; v++) sums[r][v] = mins[r][v] = vi_set1(0);
         for (int b = 0; b < SUPER_BLOCKS; b++, x += XBYTES, meta++, codes += bytes, scale += halves * TILE) {
@@ -110,22 +141,66 @@ typedef struct {
 
 INLINE void super_widen(const uint8_t *codes, const uint8_t *scale, const int code, const int halves, vlut table, int32_t offset, uint8_t *to)
 {
-    const vh zero = (vh)vi_set1(offset * 0x10001);
     for (int64_t b = 0; b < SUPER_BLOCKS; b++)
         for (int v = 0; v < NV; v += COLS) {
             vi q[8][COLS];
             block_quads(codes + b * block_bytes_of[code] + v * VW * 4, code, table, q);
-            vh by[2][COLS];
             for (int h = 0; h < halves; h++)
-                for (int c = 0; c < COLS; c++) by[h][c] = (vh)twice_i8(scale + (b * halves + h) * TILE + (v + c) * VW);
-            for (int j = 0; j < 8; j++)
                 for (int c = 0; c < COLS; c++) {
-                    const vh times = by[j * halves / 8][c];
-                    uint8_t *at = to + b * WIDE_BLOCK(0) + (2 * j * TILE + (v + c) * VW) * 4;
-                    vi_store(at, (vi)(((vh)quad_even(q[j][c]) - zero) * times));
-                    vi_store(at + TILE * 4, (vi)(((vh)quad_odd(q[j][c]) - zero) * times));
+                    const uint8_t *at = scale + (b * halves + h) * TILE + (v + c) * VW;
+                    const quad_scales by = quad_scales_at(at);
+                    const vh zero = scaled_zero(at, offset);
+                    for (int j = 8 / halves * h; j < 8 / halves * (h + 1); j++) {
+                        uint8_t *pairs = to + b * WIDE_BLOCK(0) + (2 * j * TILE + (v + c) * VW) * 4;
+                        vi_store(pairs, (vi)((vh)even_codes(q[j][c], by) - zero));
+                        vi_store(pairs + TILE * 4, (vi)((vh)odd_codes(q[j][c], by) - zero));
+                    }
                 }
         }
+}
+
+/* sum[rows][COLS] = `pairs` (an even number) of widened codes times those of rows of x that are `stride` bytes apart. */
+#if VW == 16 && LL_VNNI
+/* In assembly, since gcc 12 keeps codes or sums in memory here, as what is around it changes (0.6 of the speed). */
+#define ROW_OF_PAIRS(R, X) "vpbroadcastd " X ", %[p]\n\tvpdpwssd %[p], %[a], %[s" #R "0]\n\tvpdpwssd %[p], %[b], %[s" #R "1]\n\t"
+#define PAIRS_OF_EIGHT(AT, X)                                                                                      \
+    "vmovdqa64 " AT "(%[codes]), %[a]\n\tvmovdqa64 " AT "+64(%[codes]), %[b]\n\t"                                  \
+    ROW_OF_PAIRS(0, X "(%[x])") ROW_OF_PAIRS(1, X "(%[x],%[stride])") ROW_OF_PAIRS(2, X "(%[x],%[stride],2)")      \
+    ROW_OF_PAIRS(3, X "(%[y])") ROW_OF_PAIRS(4, X "(%[y],%[stride])") ROW_OF_PAIRS(5, X "(%[y],%[stride],2)")      \
+    ROW_OF_PAIRS(6, X "(%[z])") ROW_OF_PAIRS(7, X "(%[z],%[stride])")
+#define ZERO_ROW(R) "vpxord %[s" #R "0], %[s" #R "0], %[s" #R "0]\n\tvpxord %[s" #R "1], %[s" #R "1], %[s" #R "1]\n\t"
+#define SUMS_OF(R) [s##R##0] "=&v"(sum[R][0]), [s##R##1] "=&v"(sum[R][1])
+INLINE void pairs_of_eight(const uint8_t *codes, const uint8_t *x, int64_t stride, int64_t pairs, vi sum[8][2])
+{
+    const uint8_t *y = x + 3 * stride, *z = x + 6 * stride;
+    vi a, b, p;
+    __asm__ volatile(ZERO_ROW(0) ZERO_ROW(1) ZERO_ROW(2) ZERO_ROW(3) ZERO_ROW(4) ZERO_ROW(5) ZERO_ROW(6) ZERO_ROW(7)
+                     ".p2align 5\n1:\n\t" PAIRS_OF_EIGHT("0", "0") PAIRS_OF_EIGHT("128", "4")
+                     "add $256, %[codes]\n\tadd $8, %[x]\n\tadd $8, %[y]\n\tadd $8, %[z]\n\tsub $2, %[pairs]\n\tjnz 1b"
+                     : SUMS_OF(0), SUMS_OF(1), SUMS_OF(2), SUMS_OF(3), SUMS_OF(4), SUMS_OF(5), SUMS_OF(6), SUMS_OF(7), [a] "=&v"(a),
+                       [b] "=&v"(b), [p] "=&v"(p), [codes] "+r"(codes), [x] "+r"(x), [y] "+r"(y), [z] "+r"(z), [pairs] "+r"(pairs)
+                     : [stride] "r"(stride)
+                     : "cc", "memory");
+}
+#endif
+INLINE void pairs_of_rows(const uint8_t *codes, const uint8_t *x, int64_t stride, int64_t pairs, const int rows, vi sum[SUPER_ROWS][COLS])
+{
+#if VW == 16 && LL_VNNI
+    if (rows == 8) {
+        pairs_of_eight(codes, x, stride, pairs, sum);
+        return;
+    }
+#endif
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < COLS; c++) sum[r][c] = vi_set1(0);
+    for (int64_t i = 0; i < pairs; i++) {
+        vi q[COLS];
+        for (int c = 0; c < COLS; c++) q[c] = vi_load(codes + (i * TILE + c * VW) * 4);
+        for (int r = 0; r < rows; r++) {
+            const vi pair = vi_bcast(x + r * stride + 4 * i);
+            for (int c = 0; c < COLS; c++) sum[r][c] = madd16(sum[r][c], q[c], pair);
+        }
+    }
 }
 
 INLINE void super_rows(const super_chunk *k, int64_t row, const int rows, const int chain, const int halves, const int has_min)
@@ -136,17 +211,7 @@ INLINE void super_rows(const super_chunk *k, int64_t row, const int rows, const 
         float *part = k->part + row * TILE + v * VW;
         for (int b = 0; b < SUPER_BLOCKS; b += chain) {
             vi sum[SUPER_ROWS][COLS];
-            for (int r = 0; r < rows; r++)
-                for (int c = 0; c < COLS; c++) sum[r][c] = vi_set1(0);
-            const uint8_t *codes = k->codes + b * WIDE_BLOCK(0) + v * VW * 4, *from = x + b * XBYTES;
-            for (int i = 0; i < chain * BLOCK / 2; i++) {
-                vi q[COLS];
-                for (int c = 0; c < COLS; c++) q[c] = vi_load(codes + (i * TILE + c * VW) * 4);
-                for (int r = 0; r < rows; r++) {
-                    const vi pair = vi_bcast(from + r * k->x_stride + 4 * i);
-                    for (int c = 0; c < COLS; c++) sum[r][c] = madd16(sum[r][c], q[c], pair);
-                }
-            }
+            pairs_of_rows(k->codes + b * WIDE_BLOCK(0) + v * VW * 4, x + b * XBYTES, k->x_stride, chain * BLOCK / 2, rows, sum);
             for (int r = 0; r < rows; r++) {
                 const xblock *m = meta + r * k->meta_stride;
                 vi mins[COLS];
@@ -201,19 +266,110 @@ INLINE void super_sums_as(const product *p, int64_t tile, int64_t row, int64_t r
     }
 }
 
+/* ---- a few more: codes are multiplied by their scales in registers ---- */
+
+/* Up to so many rows (two Cascade Lake cores, 2,048 x 2,048. Q4_K: 8 rows 0.21 ms, 0.32 where codes are not multiplied; 16
+ * rows 0.50 and 0.71; 24 rows 0.61, and 0.58 from widened codes. Q6_K: 8 rows 0.27, 0.31 from widened codes; 16 rows 0.51
+ * and 0.49). */
+#define SUPER_SOME(halves) (VW != 16 ? 0 : (halves) == 1 ? 16 : 8)
+
+/* part [rows][32] = sums of `count` rows of x from row on against a tile; up to `rows` the last one stands for those that
+ * are missing. */
+INLINE void super_some(const product *p, int64_t tile, int64_t row, int64_t count, const int rows, float *part, const int code, const int halves, const int has_min)
+{
+    const ll_weight *w = p->w;
+    const uint8_t *at = w->data + tile * w->tile_bytes, *codes = at + w->at_codes, *scale = at, *min = at + w->at_min;
+    const uint16_t *super_scale = (const uint16_t *)(at + w->at_super_scale), *super_min = (const uint16_t *)(at + w->at_super_min);
+    const int64_t bytes = block_bytes_of[code], x_stride = p->a->x_stride, meta_stride = p->a->meta_stride;
+    const xblock *meta = p->a->meta + row * meta_stride;
+    const vlut table = lut_load(w->table);
+    const int32_t zero = has_min ? 0 : (int32_t)w->zero_offset;
+    const uint8_t *x[SUPER_ROWS];
+    for (int r = 0; r < rows; r++) x[r] = p->a->planes + (row + (r < count ? r : count - 1)) * x_stride;
+    memset(part, 0, (size_t)count * TILE * 4);
+    for (int64_t s = 0; s < w->supers; s++, meta += SUPER_BLOCKS, super_scale += TILE, super_min += TILE) {
+        for (int first = 0; first < SUPER_BLOCKS; first += chain_of(code)) {
+            vi sum[SUPER_ROWS][NV];
+            for (int r = 0; r < rows; r++)
+                for (int v = 0; v < NV; v++) sum[r][v] = vi_set1(0);
+            for (int b = 0; b < chain_of(code); b++, codes += bytes) {
+                for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(codes + AHEAD(code) + i, 0, 2);
+                UNROLL for (int h = 0; h < halves; h++, scale += TILE) {
+                    quad_scales by[NV];
+                    vh off[NV];
+                    for (int v = 0; v < NV; v++) {
+                        by[v] = quad_scales_at(scale + v * VW);
+                        off[v] = scaled_zero(scale + v * VW, zero);
+                    }
+                    UNROLL for (int i = 0; i < 8 / halves; i++) {
+                        const int j = halves == 2 ? 4 * h + i : i / 2 + i % 2 * 4; /* both halves of a plane */
+                        vi quad[NV];
+                        UNROLL for (int v = 0; v < NV; v++) quad[v] = block_quad(codes + v * VW * 4, j, code, table);
+                        UNROLL for (int odd = 0; odd < 2; odd++) {
+                            vi pairs[NV];
+                            UNROLL for (int v = 0; v < NV; v++) {
+                                pairs[v] = odd ? odd_codes(quad[v], by[v]) : even_codes(quad[v], by[v]);
+                                if (!has_min) pairs[v] = (vi)((vh)pairs[v] - off[v]);
+                            }
+                            UNROLL for (int r = 0; r < rows; r++)
+                                UNROLL for (int v = 0; v < NV; v++) sum[r][v] = madd16_at(sum[r][v], pairs[v], x[r] + 8 * j + 4 * odd);
+                        }
+                    }
+                }
+                for (int r = 0; r < rows; r++) x[r] += XBYTES;
+            }
+            for (int v = 0; v < NV; v++)
+                for (int r = 0; r < rows && r < count; r++) {
+                    float *to = part + r * TILE + v * VW;
+                    vf_store(to, vf_fma(vf_cvt(sum[r][v]), super_factor(super_scale + v * VW, meta[r * meta_stride].scale), vf_load(to)));
+                }
+        }
+        for (int v = 0; has_min && v < NV; v++) {
+            vi pairs[SUPER_BLOCKS];
+            for (int i = 0; i < SUPER_BLOCKS * halves / 2; i++) pairs[i] = min_pair(min + 2 * i * TILE + v * VW);
+            for (int r = 0; r < count; r++) {
+                const xblock *m = meta + r * meta_stride;
+                float *to = part + r * TILE + v * VW;
+                vi mins = vi_set1(0);
+                for (int i = 0; i < SUPER_BLOCKS * halves / 2; i++) mins = madd16(mins, pairs[i], vi_set1(m[2 * i / halves].start[0]));
+                vf_store(to, vf_fma(vf_cvt(mins), super_factor(super_min + v * VW, m->min_scale), vf_load(to)));
+            }
+        }
+        min += SUPER_BLOCKS * halves * TILE;
+    }
+}
+
+INLINE void super_some_rows(const product *p, int64_t tile, int64_t row, int64_t rows, float *part, const int code, const int halves, const int has_min)
+{
+    const int64_t groups = (rows + SUPER_ROWS - 1) / SUPER_ROWS;
+    for (int64_t g = 0; g < groups; g++) {
+        const int64_t r = rows * g / groups, count = rows * (g + 1) / groups - r;
+        if (count > 6) super_some(p, tile, row + r, count, 8, part + r * TILE, code, halves, has_min);
+        else if (count > 4) super_some(p, tile, row + r, count, 6, part + r * TILE, code, halves, has_min);
+        else super_some(p, tile, row + r, count, 4, part + r * TILE, code, halves, has_min);
+    }
+}
+
 #define SUPER_PRODUCT(NAME, CODE, HALVES, HAS_MIN)                                                          \
     static void NAME##_few(const product *p, int64_t begin, int64_t end)                                    \
     {                                                                                                       \
         for (int64_t t = begin; t < end; t++) {                                                             \
             int64_t r = 0;                                                                                  \
-            for (; HALVES == 1 && r + 4 <= p->a->m; r += 4) super_few(p, t, r, 4, CODE, HALVES, HAS_MIN);   \
             for (; r + 2 <= p->a->m; r += 2) super_few(p, t, r, 2, CODE, HALVES, HAS_MIN);                  \
             for (; r < p->a->m; r++) super_few(p, t, r, 1, CODE, HALVES, HAS_MIN);                          \
         }                                                                                                   \
     }                                                                                                       \
-    static void NAME##_sums(const product *p, int64_t tile, int64_t row, int64_t rows, float *part)         \
+    static __attribute__((noinline)) void NAME##_some(const product *p, int64_t tile, int64_t row, int64_t rows, float *part) \
+    {                                                                                                       \
+        super_some_rows(p, tile, row, rows, part, CODE, HALVES, HAS_MIN);                                   \
+    }                                                                                                       \
+    static __attribute__((noinline)) void NAME##_many(const product *p, int64_t tile, int64_t row, int64_t rows, float *part) \
     {                                                                                                       \
         super_sums_as(p, tile, row, rows, part, CODE, HALVES, HAS_MIN);                                     \
+    }                                                                                                       \
+    static void NAME##_sums(const product *p, int64_t tile, int64_t row, int64_t rows, float *part)         \
+    {                                                                                                       \
+        (rows <= SUPER_SOME(HALVES) ? NAME##_some : NAME##_many)(p, tile, row, rows, part);                 \
     }
 #if MANY_PAIRS
 SUPER_PRODUCT(super_2, CODE_2, 2, 1)

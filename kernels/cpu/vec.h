@@ -25,6 +25,8 @@
 #endif
 #endif
 
+#define UNROLL _Pragma("GCC unroll 64") /* before a loop whose counter must be a constant in every step */
+
 #define TILE 32          /* weight rows in a tile: one lane each */
 #define NV (TILE / VW)   /* vectors in a tile */
 #define PLANE (TILE * 4) /* bytes of one quad of inputs of all rows */
@@ -324,6 +326,17 @@ INLINE void pair_block(const int32_t *q, uint8_t *x)
 }
 #endif
 INLINE vi vi_bcast(const uint8_t *p) { int32_t x; memcpy(&x, p, 4); return vi_set1(x); }
+
+/* madd16 with a pair from memory for all lanes, as one instruction where gcc would load it for several. */
+INLINE vi madd16_at(vi sum, vi a, const uint8_t *pair)
+{
+#if VW == 16 && defined(__AVX512VNNI__)
+    __asm__("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(a), "m"(*(const int32_t *)pair));
+    return sum;
+#else
+    return madd16(sum, a, vi_bcast(pair));
+#endif
+}
 
 /* Byte dot products where there are any: sum += four codes times four signed bytes, in every lane. SDOT of Arm takes
  * signed codes: those that may be 128 or more come with their highest bit turned over (`code_byte`), and

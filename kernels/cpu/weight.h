@@ -159,47 +159,38 @@ INLINE void dot_unpacked(wide_dot sum[COLS], const vi q[COLS], const uint8_t *x,
 #endif
 }
 
-/* The eight quads of a block as bytes, for the COLS * VW rows whose lanes begin at `at`. Loads go from front to back. */
+/* Quad j of a block as bytes, for the VW rows whose lanes begin at `at`. */
+INLINE vi block_quad(const uint8_t *at, const int j, const int code, vlut table)
+{
+    if (code == CODE_8) return vi_load(at + PLANE * j);
+    if (code == CODE_2 || code == CODE_3) {
+        const vi quad = vi_shr16(vi_load(at + PLANE * (j / 4)), 2 * (j % 4)) & 0x03030303;
+        if (code == CODE_2) return quad;
+        const vi high = vi_load(at + 2 * PLANE);
+        return or_masked(quad, j < 2 ? vi_shl16(high, 2 - j) : vi_shr16(high, j - 2), 0x04040404);
+    }
+    const vi both = vi_load(at + PLANE * (j % 4)), quad = j < 4 ? both & 0x0f0f0f0f : high_nibbles(both);
+    if (code == CODE_4T) return lut_get(table, quad);
+    if (code == CODE_5) {
+        const vi high = vi_load(at + 4 * PLANE);
+        return or_masked(quad, j < 4 ? vi_shl16(high, 4 - j) : vi_shr16(high, j - 4), 0x10101010);
+    }
+    if (code == CODE_6) {
+        const vi high = vi_load(at + (4 + j / 4) * PLANE);
+        return or_masked(quad, j % 4 < 2 ? vi_shl16(high, 4 - 2 * (j % 4)) : vi_shr16(high, 2 * (j % 4) - 4), 0x30303030);
+    }
+    return quad;
+}
+
+/* All eight, for the COLS * VW rows at `at`. Loads go from front to back. */
 INLINE void block_quads(const uint8_t *at, const int code, vlut table, vi q[8][COLS])
 {
-    if (code == CODE_8) {
-        for (int j = 0; j < 8; j++)
-            for (int c = 0; c < COLS; c++) q[j][c] = vi_load(at + PLANE * j + c * VW * 4);
-        return;
-    }
-    if (code == CODE_2 || code == CODE_3) {
-        for (int i = 0; i < 2; i++)
-            for (int c = 0; c < COLS; c++) {
-                vi four = vi_load(at + PLANE * i + c * VW * 4);
-                for (int j = 0; j < 4; j++) q[4 * i + j][c] = vi_shr16(four, 2 * j) & 0x03030303;
-            }
-        for (int c = 0; code == CODE_3 && c < COLS; c++) {
-            vi high = vi_load(at + 2 * PLANE + c * VW * 4);
-            for (int j = 0; j < 8; j++) q[j][c] = or_masked(q[j][c], j < 2 ? vi_shl16(high, 2 - j) : vi_shr16(high, j - 2), 0x04040404);
-        }
-        return;
-    }
-    for (int i = 0; i < 4; i++)
+    UNROLL
+    for (int i = 0; i < 8; i++)
+        UNROLL
         for (int c = 0; c < COLS; c++) {
-            vi both = vi_load(at + PLANE * i + c * VW * 4);
-            q[i][c] = both & 0x0f0f0f0f;
-            q[i + 4][c] = high_nibbles(both);
-            if (code == CODE_4T) {
-                q[i][c] = lut_get(table, q[i][c]);
-                q[i + 4][c] = lut_get(table, q[i + 4][c]);
-            }
-        }
-    for (int c = 0; code == CODE_5 && c < COLS; c++) {
-        vi high = vi_load(at + 4 * PLANE + c * VW * 4);
-        for (int j = 0; j < 8; j++) q[j][c] = or_masked(q[j][c], j < 4 ? vi_shl16(high, 4 - j) : vi_shr16(high, j - 4), 0x10101010);
-    }
-    for (int i = 0; code == CODE_6 && i < 2; i++)
-        for (int c = 0; c < COLS; c++) {
-            vi high = vi_load(at + (4 + i) * PLANE + c * VW * 4);
-            for (int j = 0; j < 4; j++) {
-                int shift = 4 - 2 * j;
-                q[4 * i + j][c] = or_masked(q[4 * i + j][c], shift > 0 ? vi_shl16(high, shift) : vi_shr16(high, -shift), 0x30303030);
-            }
+            const int j = code == CODE_8 || code == CODE_2 || code == CODE_3 ? i : i / 2 + i % 2 * 4; /* both halves of a plane */
+            q[j][c] = block_quad(at + c * VW * 4, j, code, table);
         }
 }
 
