@@ -2,6 +2,7 @@
 
     python benchmarks/cpu.py --peer-python PATH --ik-python PATH --json FILE     measure what is missing
     python benchmarks/cpu.py --only sizes ...                                    random weights, real shapes
+    python benchmarks/cpu.py --only alone --shapes qwen3-30b-a3b-Q4_K_M ...      one engine loaded at a time
     python benchmarks/cpu.py --render --json FILE                                only write tables and plots
 
 All engines get two threads (or --threads) and the same file; every figure is the median of runs that alternate. A run
@@ -39,6 +40,7 @@ from localllm.hub import catalog
 from localllm.hub.starter import starter_path
 
 ROOT = Path(__file__).resolve().parents[1]
+PEERS = ("llama.cpp", "ik_llama.cpp")
 BEGIN, END = "<!-- table by benchmarks/cpu.py -->", "<!-- end of the table -->"
 MODELS = {"smollm2": "135M, Q4_1", "gemma3-270m": "Q4_K_M"}
 LINES = {"smollm2": {"pp512": 3.5, "tg128": 2.2}, "gemma3-270m": {"pp512": 2.2, "tg128": 1.6}}
@@ -147,41 +149,52 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=("compare", "sizes", "start", "hog", "growth"))
     parser.add_argument("--render", action="store_true", help="measure nothing")
     options = parser.parse_args()
+    options.pythons = dict(zip(PEERS, (options.peer_python, options.ik_python), strict=True))
     bench = Bench(options)
     if not options.render:
-        steps = {"compare": compare, "sizes": sizes, "start": start, "hog": hogged, "growth": growth}
+        steps = {"compare": compare, "sizes": sizes, "alone": alone, "start": start, "hog": hogged, "growth": growth}
         for name in options.only:
             steps[name](bench)
     render(bench.kept)
     return 0
 
 
+def rival(bench: Bench, name: str, path: Path, streams: int, ctx: int, kv: str = "") -> Peer:
+    """Another engine with the same file and threads."""
+    python, threads = bench.options.pythons[name], bench.options.threads
+    peer = Peer(name, path, threads=threads, ctx=ctx, streams=streams, kv=kv, python=python)
+    bench.kept.setdefault("peers", {})[name] = peer.versions
+    return peer
+
+
 @contextmanager
 def engines(
-    bench: Bench, model: str, streams: int, ctx: int = CTX, **settings: str
+    bench: Bench, model: str, streams: int, ctx: int = CTX, peers: Sequence[str] = PEERS, **settings: str
 ) -> Iterator[tuple[LLM, list[tuple[str, Engine]]]]:
     """Our engine with these settings and its peers on one file; `kv`: "int8" holds for them, too."""
     threads = bench.options.threads
-    pythons = {"llama.cpp": bench.options.peer_python, "ik_llama.cpp": bench.options.ik_python}
+    pythons = bench.options.pythons
     with ExitStack() as stack:
         # rivals do not guess tokens here, and what small models say to random words repeats itself
         ours = {"ctx": ctx, "threads": threads, "max_parallel": max(STREAMS), "device": "cpu", "speculation": "off"}
         ours |= settings
         llm = stack.enter_context(LLM(model, **ours))
         named: list[tuple[str, Engine]] = [("localllm", OurEngine(llm))]
-        for name, python in pythons.items():
-            if python or name == "llama.cpp":
-                peer = Peer(
-                    name, llm.path, threads=threads, ctx=ctx, streams=streams, kv=settings.get("kv", ""), python=python
-                )
+        for name in peers:
+            if pythons[name] or name == "llama.cpp":
+                peer = rival(bench, name, llm.path, streams, ctx, settings.get("kv", ""))
                 named.append((name, stack.enter_context(closing(peer))))
-                bench.kept.setdefault("peers", {})[name] = peer.versions
         bench.kept["cpu"] = llm.machine.cpu.name
         bench.kept["truth_line"] = llm.run_summary
         for _, engine in named:
-            engine.prefill([], words(llm, random.Random(0), 64))
-            engine.decode([words(llm, random.Random(0), 8)], 16)
+            warm(engine, words(llm, random.Random(0), 64))
         yield llm, named
+
+
+def warm(engine: Engine, ids: Sequence[int]) -> None:
+    """Let it touch everything once."""
+    engine.prefill([], ids)
+    engine.decode([ids[:8]], 16)
 
 
 def compare(bench: Bench) -> None:
@@ -202,24 +215,62 @@ def compare(bench: Bench) -> None:
                 bench.row(f"{model} {test}", runs, bench.options.repeat)
 
 
+def file_of(bench: Bench, shape: str, form: str) -> Path:
+    """A file of random weights, written where it is missing."""
+    path: Path = bench.options.folder / f"{shape}-{form}.gguf"
+    if not path.exists():
+        print("writing", path, flush=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        vocabulary = starter_path(catalog.starters()["smollm2"])
+        synthetic.write_model(part, form, 0, synthetic.REAL[shape], vocabulary).rename(path)
+    return path
+
+
+def read_memory(bench: Bench) -> float:
+    """GB a second that plain reading gets from memory now; `read_bandwidth` keeps what it finds."""
+    return read_bandwidth.__wrapped__(bench.options.threads, 64 << 20) / 1e9
+
+
+def alone(bench: Bench) -> None:
+    """Mixtures with one engine loaded at a time, processes in turns; the memory is read beside each decoding run."""
+    turns, each = max(1, bench.options.repeat // 2), 3
+    shapes = [pair for pair in TODAY[1:] if not bench.options.shapes or "-".join(pair) in bench.options.shapes]
+    for shape, form in shapes:
+        name, path = f"{shape}-{form} alone", file_of(bench, shape, form)
+        prompts: list[list[int]] = []
+        for turn in range(turns):
+            with engines(bench, str(path), 1, SIZE_CTX, peers=()) as (llm, named):
+                prompts = prompts or [words(llm, random.Random(number), 256) for number in range(turns * each)]
+                alone_turn(bench, name, *named[0], prompts, (turn + 1) * each)
+            for peer, python in bench.options.pythons.items():
+                if python:
+                    with closing(rival(bench, peer, path, 1, SIZE_CTX)) as engine:
+                        warm(engine, prompts[0][:64])
+                        alone_turn(bench, name, peer, engine, prompts, (turn + 1) * each)
+
+
+def alone_turn(
+    bench: Bench, name: str, who: str, engine: Engine, prompts: Sequence[Sequence[int]], repeat: int
+) -> None:
+    """One engine's runs up to the number `repeat`."""
+    bench.row(f"{name} pp256", [(who, lambda i: engine.prefill([], prompts[i])[0])], repeat)
+    runs = [(who, lambda i: engine.decode([prompts[i][:8]], 64)), (f"read GB/s {who}", lambda _: read_memory(bench))]
+    bench.row(f"{name} tg64", runs, repeat)
+
+
 def sizes(bench: Bench) -> None:
     """Random weights at the shapes people run; the memory's read bandwidth is measured in the same turns."""
-    repeat, threads = max(1, bench.options.repeat // 2), bench.options.threads
+    repeat = max(1, bench.options.repeat // 2)
     for shape, form in (*SIZES, *LARGE, *TODAY):
         name = f"{shape}-{form}"
         wanted = name in bench.options.shapes if bench.options.shapes else (shape, form) in SIZES
         if not (wanted or (bench.options.large and (shape, form) not in SIZES)):
             continue
-        path = bench.options.folder / f"{name}.gguf"
-        if not path.exists():
-            print("writing", path, flush=True)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            vocabulary = starter_path(catalog.starters()["smollm2"])
-            part = path.with_suffix(".part")
-            synthetic.write_model(part, form, 0, synthetic.REAL[shape], vocabulary).rename(path)
+        path = file_of(bench, shape, form)
 
         def bandwidth(_: int) -> float:
-            return read_bandwidth.__wrapped__(threads, 64 << 20) / 1e9  # now: it keeps what it finds
+            return read_memory(bench)
 
         def prefill(engine: Engine, number: int, count: int, llm: LLM) -> float:
             return engine.prefill([], words(llm, random.Random(number), count))[0]
