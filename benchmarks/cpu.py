@@ -60,6 +60,8 @@ SIZE_TESTS = {
     "tg32 @8192": "decode at 8,192 tokens",
     "tg32 x8": "eight streams",
     "tg32 x8 int8": "eight streams, `--activations int8`",
+    "alone pp256": "prefill 256, one engine loaded at a time",
+    "alone tg64": "decode, one engine loaded at a time",
 }
 README_TESTS = ("pp256", "tg64", f"tg32 @{DEPTH}")
 STREAMS_LINE, HOG_LINE = 2.5, 0.4
@@ -227,6 +229,14 @@ def file_of(bench: Bench, shape: str, form: str) -> Path:
     return path
 
 
+def bytes_of(llm: LLM, path: Path) -> int:
+    """That a token reads."""
+    active = llm.facts.weight_bytes * llm.facts.active_share
+    if not llm.facts.tied_embeddings:  # of that table one row
+        active -= next(int(t.n_bytes) for t in GGUFReader(path).tensors if t.name == "token_embd.weight")
+    return round(active)
+
+
 def read_memory(bench: Bench) -> float:
     """GB a second that plain reading gets from memory now; `read_bandwidth` keeps what it finds."""
     return read_bandwidth.__wrapped__(bench.options.threads, 64 << 20) / 1e9
@@ -241,6 +251,7 @@ def alone(bench: Bench) -> None:
         prompts: list[list[int]] = []
         for turn in range(turns):
             with engines(bench, str(path), 1, SIZE_CTX, peers=()) as (llm, named):
+                bench.kept.setdefault("bytes", {})[f"{shape}-{form}"] = bytes_of(llm, path)
                 prompts = prompts or [words(llm, random.Random(number), 256) for number in range(turns * each)]
                 alone_turn(bench, name, *named[0], prompts, (turn + 1) * each)
             for peer, python in bench.options.pythons.items():
@@ -280,10 +291,7 @@ def sizes(bench: Bench) -> None:
             return engine.decode([words(llm, rng, depth) for _ in range(streams)], tokens)
 
         with engines(bench, str(path), 8, SIZE_CTX) as (llm, named):
-            active = llm.facts.weight_bytes * llm.facts.active_share
-            if not llm.facts.tied_embeddings:  # of that table a token reads one row
-                active -= next(int(t.n_bytes) for t in GGUFReader(path).tensors if t.name == "token_embd.weight")
-            bench.kept.setdefault("bytes", {})[name] = round(active)  # that a token reads
+            bench.kept.setdefault("bytes", {})[name] = bytes_of(llm, path)
             for count in (256, 1024):
                 runs = [(n, partial(prefill, e, count=count, llm=llm)) for n, e in named]
                 bench.row(f"{name} pp{count}", runs, repeat)
@@ -410,9 +418,9 @@ def sizes_table(kept: dict[str, Any], tests: Sequence[str]) -> str:
                 continue
             rate = found["localllm"]
             ours = f"{rate:,.1f}"
-            if test == "tg64":
-                read = rate * kept["bytes"][f"{shape}-{form}"] / 1e9
-                ours += f" ({read:.1f} of {found['read GB/s']:.1f} GB/s)"
+            if test.endswith("tg64"):
+                read, plain = rate * kept["bytes"][f"{shape}-{form}"] / 1e9, found.get("read GB/s localllm")
+                ours += f" ({read:.1f} of {plain or found['read GB/s']:.1f} GB/s)"
             lines.append(f"| {shape} {form}: {SIZE_TESTS[test]} | {' | '.join([ours, *beside(found, 1)])} |")
     return "\n".join(["| tok/s | localllm | llama.cpp | ik_llama.cpp |", "| --- | ---: | ---: | ---: |", *lines]) + "\n"
 
