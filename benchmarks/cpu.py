@@ -151,7 +151,8 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=("compare", "sizes", "start", "hog", "growth"))
     parser.add_argument("--render", action="store_true", help="measure nothing")
     options = parser.parse_args()
-    options.pythons = dict(zip(PEERS, (options.peer_python, options.ik_python), strict=True))
+    named = zip(PEERS, (options.peer_python, options.ik_python), strict=True)  # who takes part; None: with our Python
+    options.pythons = {name: python for name, python in named if python or name == "llama.cpp"}
     bench = Bench(options)
     if not options.render:
         steps = {"compare": compare, "sizes": sizes, "alone": alone, "start": start, "hog": hogged, "growth": growth}
@@ -175,7 +176,6 @@ def engines(
 ) -> Iterator[tuple[LLM, list[tuple[str, Engine]]]]:
     """Our engine with these settings and its peers on one file; `kv`: "int8" holds for them, too."""
     threads = bench.options.threads
-    pythons = bench.options.pythons
     with ExitStack() as stack:
         # rivals do not guess tokens here, and what small models say to random words repeats itself
         ours = {"ctx": ctx, "threads": threads, "max_parallel": max(STREAMS), "device": "cpu", "speculation": "off"}
@@ -183,7 +183,7 @@ def engines(
         llm = stack.enter_context(LLM(model, **ours))
         named: list[tuple[str, Engine]] = [("localllm", OurEngine(llm))]
         for name in peers:
-            if pythons[name] or name == "llama.cpp":
+            if name in bench.options.pythons:
                 peer = rival(bench, name, llm.path, streams, ctx, settings.get("kv", ""))
                 named.append((name, stack.enter_context(closing(peer))))
         bench.kept["cpu"] = llm.machine.cpu.name
@@ -254,11 +254,10 @@ def alone(bench: Bench) -> None:
                 bench.kept.setdefault("bytes", {})[f"{shape}-{form}"] = bytes_of(llm, path)
                 prompts = prompts or [words(llm, random.Random(number), 256) for number in range(turns * each)]
                 alone_turn(bench, name, *named[0], prompts, (turn + 1) * each)
-            for peer, python in bench.options.pythons.items():
-                if python:
-                    with closing(rival(bench, peer, path, 1, SIZE_CTX)) as engine:
-                        warm(engine, prompts[0][:64])
-                        alone_turn(bench, name, peer, engine, prompts, (turn + 1) * each)
+            for peer in bench.options.pythons:
+                with closing(rival(bench, peer, path, 1, SIZE_CTX)) as engine:
+                    warm(engine, prompts[0][:64])
+                    alone_turn(bench, name, peer, engine, prompts, (turn + 1) * each)
 
 
 def alone_turn(

@@ -369,7 +369,7 @@ INLINE void super_some_rows(const product *p, int64_t tile, int64_t row, int64_t
     }                                                                                                       \
     static void NAME##_sums(const product *p, int64_t tile, int64_t row, int64_t rows, float *part)         \
     {                                                                                                       \
-        (rows <= SUPER_SOME(HALVES) ? NAME##_some : NAME##_many)(p, tile, row, rows, part);                 \
+        (SUPER_SOME(HALVES) && rows <= SUPER_SOME(HALVES) ? NAME##_some : NAME##_many)(p, tile, row, rows, part); \
     }
 #if MANY_PAIRS
 SUPER_PRODUCT(super_2, CODE_2, 2, 1)
