@@ -34,6 +34,7 @@ STARTED = time.time()
 ROOT = Path(__file__).resolve().parents[1]
 WARM_BYTES = 10 << 30
 CHECK_LIMIT_S = 540  # of one group of checks
+LEAST_S = 10  # without so much left none is begun
 SPEED = (  # model, format, KV; the lines of the issue come first
     ("8B", "int4", "fp8"),
     ("8B", "nvfp4", "fp8"),
@@ -139,7 +140,9 @@ def check(place: Place, options: argparse.Namespace, report: Report) -> int:
     failed = 0
 
     def run(name: str) -> tuple[str, subprocess.CompletedProcess[str]]:
-        limit = max(10.0, min(CHECK_LIMIT_S, report.deadline - time.time()))
+        limit = min(CHECK_LIMIT_S, report.deadline - time.time())
+        if limit < LEAST_S:
+            return name, subprocess.CompletedProcess([], 124, "", "no time was left")
         return name, child(["--group", name, "--file", options.file, *place.words], limit)
 
     with ThreadPoolExecutor(options.workers) as pool:
@@ -245,7 +248,9 @@ def parser() -> argparse.ArgumentParser:
         "--tune", type=float, default=0.0, metavar="S", help="time tile sizes for S seconds a model first"
     )
     made.add_argument("--device", default="cuda:0", help="cuda:N")
-    made.add_argument("--workers", type=int, default=6, help="processes that compile side by side")
+    made.add_argument(
+        "--workers", type=int, default=min(15, os.cpu_count() or 1), help="processes that compile side by side"
+    )
     made.add_argument("--out", type=Path, help="JSON file; benchmarks/results/gpu-CARD.json by default")
     made.add_argument("--llama-bench", nargs=2, metavar=("BINARY", "GGUF"), help="compare with llama.cpp at the end")
     for hidden in ("--group", "--warm", "--cold"):

@@ -40,23 +40,23 @@ FLOATS = {  # block type: bytes, elements, offsets of its float16 numbers
 }
 
 
-def ops(place: Place, dtype: str, kv_format: str) -> Found:
+def ops(place: Place, dtype: str, kv_format: str, heads: tuple[int, int, int]) -> Found:
     """The row-wise ops, page writes and attention, every implementation that fits."""
-    for heads, kv_heads, dim in ((4, 2, 32),) if place.is_dry else HEADS:
-        for page_size in (16,) if place.is_dry else (16, 32):
-            for deterministic in (False, True):
-                facts = OpFacts(
-                    kv_format, heads, kv_heads, dim, page_size, device=torch.device(place.device).type,
-                    capability=place.capability, dtype=dtype, deterministic=deterministic,
-                )  # fmt: skip
-                gemma = dim == 256
-                shapes = ModelShapes(
-                    heads * dim, 3 * heads * dim, facts, has_windows=gemma or dim == 64, softcap=50.0 if gemma else None
-                )
-                for op in OPS:
-                    for impl in implementations(op)[:-1]:
-                        if impl.fits(facts) is None:
-                            yield f"{op} {impl.name} {shapes.key}", op_error(op, impl.run, shapes)
+    count, kv_heads, dim = heads
+    gemma = dim == 256
+    for page_size in (16, 32) if gemma else (16,):
+        for deterministic in (False, True):
+            facts = OpFacts(
+                kv_format, *heads, page_size, device=torch.device(place.device).type,
+                capability=place.capability, dtype=dtype, deterministic=deterministic,
+            )  # fmt: skip
+            shapes = ModelShapes(
+                count * dim, 3 * count * dim, facts, has_windows=gemma or dim == 64, softcap=50.0 if gemma else None
+            )
+            for op in OPS:
+                for impl in implementations(op)[:-1]:
+                    if impl.fits(facts) is None:
+                        yield f"{op} {impl.name} {shapes.key}", op_error(op, impl.run, shapes)
 
 
 def weights(device: torch.device) -> Iterator[Callable[[int, int], tuple[str, Weight] | None]]:
@@ -218,23 +218,23 @@ def from_file(place: Place, path: Path) -> Found:
 
 
 def groups(place: Place, file: str = "") -> dict[str, Callable[[], Found]]:
-    """What runs in a process of its own each, by name."""
+    """What runs in a process of its own each, by name: what takes longest and tells most first."""
     found: dict[str, Callable[[], Found]] = {}
-    dtypes = ("float16",) if place.is_dry else ("bfloat16", "float16")
-    for dtype in dtypes:
-        for kv in ("bf16", "fp16", "int8", "fp8"):
-            if (dtype == "float16") <= (kv in ("fp16", "fp8")):
-                found[f"ops {dtype} {kv}"] = partial(ops, place, dtype, kv)
-    for part in range(6):
-        found[f"products {part}"] = partial(products, place, place.dtype, part, 6)
-    if not place.is_dry:
-        found["products float16"] = partial(products, place, "float16", 0, 4)
-    found["sampling"] = partial(sampling, place)
-    models = (("bf16", "bf16"), ("fp8", "fp8"), ("int4", "int8"), ("nvfp4", "fp8"))
-    for form, kv in models[:1] if place.is_dry else models:
+    models = (("int4", "fp8"), ("bf16", "bf16"), ("nvfp4", "fp8"), ("fp8", "int8"))
+    for form, kv in models[1:2] if place.is_dry else models:
         found[f"model {form}"] = partial(whole, place, form, kv)
-    for form, kv in models[:1] if place.is_dry else (models[0], models[2], models[3]):
+    for form, kv in models[1:2] if place.is_dry else models[:3]:
         found[f"mixture {form}"] = partial(whole, place, form, kv, "30B-A3B")
     if file:
         found["file"] = partial(from_file, place, joined(Path(file)))
+    parts = 6 if place.is_dry else FORMS
+    for part in range(parts):
+        found[f"products {part}"] = partial(products, place, place.dtype, part, parts)
+    found["sampling"] = partial(sampling, place)
+    both = [("bfloat16", kv) for kv in ("fp8", "bf16", "int8", "fp16")] * (not place.is_dry)
+    for dtype, kv in (*both, ("float16", "fp16"), ("float16", "fp8")):
+        for heads in ((4, 2, 32),) if place.is_dry else HEADS:
+            found[f"ops {dtype} {kv} {'x'.join(map(str, heads))}"] = partial(ops, place, dtype, kv, heads)
+    if not place.is_dry:
+        found["products float16"] = partial(products, place, "float16", 0, 4)
     return found

@@ -48,8 +48,9 @@ def encode(x: Tensor, kv_format: str, scale: Tensor | None = None) -> tuple[Tens
     if scale is None:
         peak = wide.abs().amax(-1)
         tiny = peak <= SMALLEST_PEAK
-        scales = torch.where(tiny, 0.0, peak / largest)
-        inverse = torch.where(tiny, 0.0, largest / peak)
+        top = torch.full_like(peak, largest)  # torch rounds twice where one of the two is a Python number
+        scales = torch.where(tiny, 0.0, peak / top)
+        inverse = torch.where(tiny, 0.0, top / peak)
         finite = peak.isfinite()
         scales, inverse = torch.where(finite, scales, torch.nan), torch.where(finite, inverse, 0.0)
         wide = torch.where(finite.unsqueeze(-1), wide, 0.0) * inverse.unsqueeze(-1)

@@ -251,7 +251,7 @@ def _finish(
     tl.store(logprobs + row, value - log_sum)
     tl.store(log_sums + row, log_sum)
     broken = (raw_total != raw_total) | (total != total)
-    empty = top == float("-inf")
+    empty = (top > float("-inf")) == 0  # a maximum of NaN alone is NaN, and -inf where a piece is missing
     tl.store(status + row, broken.to(tl.int32) + empty.to(tl.int32) * 2)
     slot = tl.load(integers + row * 6 + 3)
     if slot >= 0:

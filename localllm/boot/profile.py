@@ -81,6 +81,7 @@ class WorstSteps:
         """As `decoding`, with so many guessed tokens behind the first of the sequences."""
         first, *others = [self._sequence(self._plan.ctx - 1, 1 + guessed, i) for i in range(count)]
         del first.token_ids[len(first.token_ids) - guessed :]
+        first.num_prompt_tokens = len(first.token_ids) - 1  # guesses stand behind an answer: graphs are for those
         return partial(self._run, [first, *others], [1] * count, waits, drafts=(1,) * guessed)
 
     def chunk(self, start: int, count: int) -> Callable[[], None]:
