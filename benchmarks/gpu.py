@@ -136,7 +136,8 @@ def check(place: Place, options: argparse.Namespace, report: Report) -> int:
     """Run the groups of checks side by side (compiling takes most of the time); how many checks failed."""
     from gpu_checks import groups
 
-    names = [name for name in groups(place, options.file) if options.only in name]
+    wanted = options.only.split(",")
+    names = [name for name in groups(place, options.file) if any(part in name for part in wanted)]
     failed = 0
 
     def run(name: str) -> tuple[str, subprocess.CompletedProcess[str]]:
@@ -241,7 +242,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--plan", action="store_true", help="print what each of three calls of ten minutes does")
     made.add_argument("--dry", action="store_true", help="rehearse without a card")
     made.add_argument("--minutes", type=float, default=9.5, help="stop cleanly after so long")
-    made.add_argument("--only", default="", help="checks or models whose name contains this")
+    made.add_argument("--only", default="", help="models whose name contains this; checks: or one of several, A,B")
     made.add_argument("--file", default="", help="a model to check with: a file, or a folder of its pieces")
     made.add_argument("--cut", type=Path, metavar="MODEL", help="cut a file into pieces that travel one by one")
     made.add_argument(

@@ -157,8 +157,8 @@ def all_specs(capability: int) -> list[KernelSpec]:
 
 def _op_specs(dtype: torch.dtype, card: Card) -> Iterator[KernelSpec]:
     """One spec for every launch of an op; the splits of attention are merged alike in all of its cases."""
-    labels = {"decode_split": "decode", "merge_splits": "merge", "prefill": "prefill"}
-    prompts = ("prefill", "_chunks")
+    labels = {"decode_split": "decode", "merge_splits": "merge", "prefill": "prefill", "widen": "widen"}
+    prompts = ("prefill", "widen", "_chunks")
     expected = {
         "decode_split": "" if card.capability < 80 else "v_" if card.capability >= AMD else "mma",
         "_chunks": "mma.sync",
@@ -240,14 +240,15 @@ def _attention_calls(dtype: torch.dtype) -> Iterator[Call]:
         (1, "int8", 64, 8, 8, 16, False),
         (512, native, 128, 4, 8, 16, False),
         (512, native, 256, 4, 1, 16, True),
+        (64, "fp8", 128, 4, 8, 16, False),
         (512, "fp8", 128, 4, 8, 16, False),
         (512, "int8", 64, 3, 3, 64, False),
     ):
-        q, table = _meta(dtype, tokens, group * kv_heads, dim), _meta(torch.int32, 1, 2048)
+        q, table = _meta(dtype, tokens, group * kv_heads, dim), _meta(torch.int32, 1, 2048 if tokens == 1 else 256)
         bounds, lengths = _meta(torch.int32, 2), _meta(torch.int32, 1)
         given = (q, _pages(kv_format, kv_heads, page, dim), table, bounds, lengths, dim**-0.5)
         more = {"window": 1024, "softcap": 30.0, "sinks": _meta(torch.float32, group * kv_heads)} if extras else {}
-        label = f"{kv_format} d{dim} g{group} p{page}{' window softcap sinks' * extras}"
+        label = f"{kv_format} d{dim} g{group} p{page}{' window softcap sinks' * extras}{' few' * (tokens == 64)}"
         yield "paged_attention", label, partial(paged_attention, *given, **more, by_token=extras and tokens == 1)
 
 

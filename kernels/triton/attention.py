@@ -7,7 +7,8 @@ how many programs there are follows from the shapes alone, so a step can be capt
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -29,10 +30,14 @@ from .hadamard import run_length
 from .launch import card_of, has_ptx, interpreting, launch
 from .ops import LARGEST_HEAD, PAGE_SIZES
 
-PART_BYTES = 64 << 20  # most bytes of split results held at once when queries of a long chunk are treated one by one
+# most bytes held at once of split results when queries of a long chunk are treated one by one, or of widened pages
+PART_BYTES = 64 << 20
+WIDEN_TOKENS = 256  # from so many tokens of a step on E4M3 pages are widened once for all of them; not measured
 # keys of a decoding sequence, and tokens of a prompt, that candidates are timed on
 TRIAL_KEYS, TRIAL_QUERIES = 8192, 2048
-AT_ONCE = 16  # splits a step of the merge adds up
+# numbers a step of the merge adds up: 64 splits of a head of 128. Each further step waits for memory anew; four of them
+# took an H100 6 to 13 us for 32,768 keys
+MERGED = 8192
 
 
 def paged_attention(
@@ -50,8 +55,9 @@ def paged_attention(
 ) -> Tensor:
     """As `reference.paged_attention`; sequences of one query take the decode kernels, others the prefill kernel.
 
-    A token's result does not depend on other sequences, nor on its chunk but for chunks of one token; by_token sends
-    every query through the decode kernels, and no chunk or batch changes a bit.
+    A token's result does not depend on other sequences, nor on its chunk but for chunks of one token, and with E4M3
+    pages for steps of WIDEN_TOKENS; by_token sends every query through the decode kernels, and no chunk or batch
+    changes a bit.
     Raises ValueError for what `fits` of this back end refuses, and for tensors that are not contiguous.
     """
     step = _Step(q, pages, block_table, cu_query_lens, seq_lens, (scale, window, softcap, sinks))
@@ -120,12 +126,13 @@ class _Step:
         k, v = (x.view(torch.int16) if self.format in SCALED_FORMATS else x for x in (pages.k, pages.v))
         self.kv = (k, v, *(lengths if s is None else s for s, lengths in ((pages.k_scales, k), (pages.v_scales, v))))
 
-    def _picked(self, op: str, candidates: list[Tile], fixed: bool = False) -> Tile:
+    def _picked(self, op: str, candidates: list[Tile], fixed: bool = False, form: str = "") -> Tile:
         """The winner on this card, or the first; with `fixed` always the first: tiles decide the order of sums."""
         if fixed or self.q.device.type != "cuda":
             return candidates[0]
-        shape = Shape(op, (self.format, self.dim, self.shared["GROUP"], self.kv_heads, self.page))
-        trial = _trial(op, self.q, self.format, self.kv_heads, self.page)
+        form = form or self.format
+        shape = Shape(op, (form, self.dim, self.shared["GROUP"], self.kv_heads, self.page))
+        trial = _trial(op, self.q, form, self.kv_heads, self.page)
         return Tile(**tuner().pick(shape, [tile._asdict() for tile in candidates], trial))
 
     def decode(self, first: int, count: int, by_token: bool, tile: Tile | None = None) -> None:
@@ -153,28 +160,70 @@ class _Step:
             **shared,
         )
         sinks = norms if self.sinks is None else self.sinks
+        padded = triton.next_power_of_2(self.dim)
         launch(
             attention_decode.merge_splits,
             (self.heads, count),
             *(sums, norms, sinks, self.kv[3], self.out, self.starts, self.lengths),
             *(self.window, self.places, self.num_seqs, first),
-            PADDED=triton.next_power_of_2(self.dim),
+            PADDED=padded,
             HEADS=self.heads,
             PLACES=2 * triton.next_power_of_2(self.splits.most),
-            AT_ONCE=AT_ONCE,
+            AT_ONCE=MERGED // padded,
             HAS_SINKS=self.sinks is not None,
             **{name: shared[name] for name in ("DIM", "FORMAT", "SCALES", "STEPS", "HAS_WINDOW", *split)},
         )
 
     def prefill(self, singles: bool, tile: Tile | None = None) -> None:
         """Sequences of several queries; with `singles` those of one as well."""
-        tile = tile or self._picked("attention_prefill", prefill_tiles(self.cap, self.format, self.dim))
+        places = self.table.numel()
+        each = places * self.page * (4 * self.dim + 4)  # bytes of a widened KV head
+        at_once = PART_BYTES // max(1, each)
+        if self.format == "fp8" and self.num_tokens >= WIDEN_TOKENS and at_once:
+            at_once = -(-self.kv_heads // -(-self.kv_heads // min(at_once, self.kv_heads)))  # pieces alike
+            for first in range(0, self.kv_heads, at_once):
+                self._prefill_widened(singles, tile, first, min(at_once, self.kv_heads - first))
+        else:
+            tile = tile or self._picked("attention_prefill", prefill_tiles(self.cap, self.format, self.dim))
+            self._prefill(singles, tile, self.kv, self.table, (0, self.kv_heads), self.shared)
+
+    def _prefill_widened(self, singles: bool, tile: Tile | None, first: int, count: int) -> None:
+        """Some of the KV heads, their keys and values as float16."""
+        places, device = self.table.numel(), self.q.device
+        shape = (places, count, self.page, self.dim)
+        k, v = (torch.empty(shape, dtype=torch.float16, device=device) for _ in range(2))
+        scales = self.kv[2]
+        if self.shared["SCALES"] == "token":
+            scales = torch.empty(shape[:3], dtype=torch.float32, device=device)
+        names = ("DIM", "HALF", "KV_HEADS", "PAGE", "SCALES", "PTX")
+        launch(
+            attention_prefill.widen,
+            (places, count),
+            *(*self.kv, self.table, k, v, scales, first),
+            **{name: self.shared[name] for name in names},
+        )
+        tile = tile or self._picked("attention_prefill", prefill_tiles(self.cap, "fp16", self.dim), form="fp16")
+        shared = self.shared | {"FORMAT": "fp16", "HALF": triton.next_power_of_2(self.dim)}
+        self._prefill(singles, tile, (k, v, scales, self.kv[3]), _in_order(places, device), (first, count), shared)
+
+    def _prefill(
+        self,
+        singles: bool,
+        tile: Tile,
+        kv: tuple[Tensor, ...],
+        table: Tensor,
+        heads: tuple[int, int],
+        shared: Mapping[str, Any],
+    ) -> None:
+        """`heads`: the first KV head of those in the pages, and how many there are."""
         sinks = self.q if self.sinks is None else self.sinks
+        first, count = heads
         launch(
             attention_prefill.prefill,
-            (self.kv_heads, self.num_tokens // (tile.rows // self.shared["GROUP"]) + self.num_seqs),
-            *(self.q, *self.kv, sinks, self.table, self.starts, self.lengths, self.out),
-            *self.numbers,
+            (count, self.num_tokens // (tile.rows // self.shared["GROUP"]) + self.num_seqs),
+            *(self.q, *kv, sinks, table, self.starts, self.lengths, self.out),
+            *(*self.numbers, first),
+            HEADS=count,
             ROWS=tile.rows,
             KEYS=tile.keys,
             SINGLES=singles,
@@ -182,8 +231,14 @@ class _Step:
             STAGES=tile.num_stages,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
-            **self.shared,
+            **shared,
         )
+
+
+@lru_cache(maxsize=4)
+def _in_order(places: int, device: torch.device) -> Tensor:
+    """The block table of pages that lie as tables name them."""
+    return torch.arange(places, dtype=torch.int32, device=device)
 
 
 def _trial(

@@ -80,7 +80,10 @@ def prefill_tiles(cap: int, kv_format: str, head_dim: int) -> list[Tile]:
     if cap in WGMMA:
         if width > 128:
             return [Tile(32, 8, 2, rows=64), Tile(32, 4, 2, rows=64)]
-        return [Tile(64, 8, 3, rows=128), Tile(64, 8, 2, rows=128), Tile(64, 4, 2, rows=64), Tile(128, 8, 2, rows=128)]
+        # an H100, 2,048 tokens behind 2,048: 541, 564, 613 and 614 us for E4M3 pages, 276, 272, 285 and 247 for bfloat16
+        if kv_format in SCALED_FORMATS:
+            return [Tile(64, 4, 2, rows=64), Tile(64, 8, 2, rows=128), Tile(64, 8, 3, rows=128)]
+        return [Tile(128, 8, 2, rows=128), Tile(64, 8, 2, rows=128), Tile(64, 4, 2, rows=64), Tile(64, 8, 3, rows=128)]
     if width > 128:
         return [Tile(32, 8, 2, rows=64)]
     first = Tile(64, 8, 3, rows=128) if width <= 64 else Tile(32, 8, 3, rows=128)

@@ -93,11 +93,12 @@ def gemv_kernel(
     ZERO: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, SCALE_ROWS: tl.constexpr, ROW_SCALE: tl.constexpr,
     BIAS: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GATE: tl.constexpr,
     LIMIT: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, FIXED: tl.constexpr,
-    PDL: tl.constexpr,
+    LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS outputs (ROWS / 2 where gated) of row `program_id(1)` of x.
 
     FIXED   "" in float32; "assembly" or "plain" in whole numbers: x_ptr is what `digits` wrote, its norm is in there
+    LATE    the next kernel may begin when the loop is over, and not from the beginning on
     SHARE   not 0: W has the rows of many experts, one behind the other; output `program_id(1)` is by expert_ptr's, and
             so many outputs share a row of x
     """
@@ -124,7 +125,7 @@ def gemv_kernel(
     else:
         x_row = x_ptr + source.to(tl.int64) * K
 
-    if PDL:  # what follows may ask for its weights, too
+    if PDL and not LATE:  # what follows may ask for its weights, too
         tl.extra.cuda.gdc_launch_dependents()
     if SHARE > 0:
         if PDL:  # which weights is not known before
@@ -175,6 +176,8 @@ def gemv_kernel(
             part -= (ZERO * xs)[None]
         acc += part
 
+    if PDL and LATE:
+        tl.extra.cuda.gdc_launch_dependents()
     acc = tl.sum(acc, 2)
     y = tl.sum(acc, 1)
     if NORM:

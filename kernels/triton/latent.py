@@ -20,7 +20,7 @@ from torch import Tensor
 from ..kv_codes import hadamard
 from ..kv_pages import SCALED_FORMATS, KVPages
 from ..layer_weights import LatentWeights, View
-from .attention import AT_ONCE, PART_BYTES
+from .attention import MERGED, PART_BYTES
 from .attention_decode import _query_of, _split_tokens, merge_splits
 from .attention_tiles import Splits, side_by_side, splits_of
 from .launch import card_of, interpreting, launch
@@ -173,7 +173,7 @@ def attend(
             PADDED=triton.next_power_of_2(rank),
             HEADS=heads,
             PLACES=2 * triton.next_power_of_2(splits.most),
-            AT_ONCE=AT_ONCE,
+            AT_ONCE=MERGED // triton.next_power_of_2(rank),
             FORMAT="",
             SCALES="none",
             BY_TOKEN=True,

@@ -1,7 +1,7 @@
 """Which constants a product kernel runs with: candidates, the expected best first.
 
-The order is unmeasured on any card: it follows from counted instructions, bytes and registers. What was measured
-stands in `tuning.STARTING_POINTS`, and `tune` finds the rest.
+The order is that of an H100 for bfloat16, INT4 of groups of 128 and NVFP4 in the products of an 8B; for other forms it
+follows from those, or from counted instructions, bytes and registers. `tune` finds the rest.
 """
 
 from __future__ import annotations
@@ -17,16 +17,19 @@ from .layout import CODES, HALVES
 Tile = Mapping[str, int]
 
 # (rows, warps) of `gemv_kernel`, by how codes are multiplied; more rows spare reading x, fewer leave registers
-FIXED = ((8, 2), (8, 4), (8, 1), (4, 1), (4, 2), (4, 4))
-WIDE = ((4, 2), (8, 4), (4, 1), (8, 2), (2, 2), (8, 8), (4, 4), (8, 1))
+FIXED = ((8, 4), (4, 4), (8, 2), (4, 1), (4, 2), (8, 1))
+WIDE = ((4, 8), (8, 8), (2, 4), (4, 4), (2, 8), (8, 4), (4, 2), (2, 2), (4, 1))
 NARROW = ((4, 2), (4, 1), (2, 2), (2, 1), (4, 4), (2, 4), (1, 1), (1, 2))
 FEW_ROWS = ("iq4", "int2", "int3")  # a row of them takes `gemv_kernel` 34 to 52 registers: two at most
 # whose memory delivers weights of four bits faster than they are multiplied in float32; elsewhere the launch that
 # prepares x costs more than it spares
 FAST_MEMORY = (90, 100, 103)
-# (rows, warps) of `gemm_kernel`, for a decoding step and for more rows of x
-SMALL = ((16, 1), (32, 2), (64, 4))
+# (rows, warps) of `gemm_kernel`: up to 8 rows of x, up to 16, more, and more where codes are exact operands. 16 rows of
+# an 8B's gate and up in INT4 take an H100 31 us with 64 rows, 88 with 32 and 164 with 16
+FEW = ((32, 2), (64, 4), (16, 1))
+SMALL = ((64, 4), (32, 2), (16, 1))
 LARGE = ((64, 4), (128, 8), (128, 4))
+LARGE_EXACT = ((128, 8), (64, 4), (128, 4))
 # those of a decoding step where codes are exact operands, and few groups share a step: their sums are scaled
 GROUPED_TILES = ((32, 1), (64, 2), (16, 1))
 GROUPED = ("int4", "int8")
@@ -85,7 +88,9 @@ def gemm_tiles(
     found: list[Tile] = []
     few = tokens <= SMALL_TOKENS
     grouped = few and code in GROUPED and 0 < group <= 2 * HALVES * kind.planes
-    for rows, warps in GROUPED_TILES if grouped else SMALL if few else LARGE:
+    small = FEW if tokens <= TOKEN_CLASSES[0] else SMALL
+    large = LARGE_EXACT if code in GROUPED else LARGE
+    for rows, warps in GROUPED_TILES if grouped else small if few else large:
         widest = 2 * HALVES if grouped else 64 if halves_in_row >= 64 else 32
         halves = min(widest, STEP_ELEMENTS * 32 * warps // (rows * kind.planes))
         columns = tokens * max(1, halves * kind.planes // group) if grouped else tokens

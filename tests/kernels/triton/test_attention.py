@@ -90,11 +90,13 @@ def _poison(pages: KVPages) -> None:
             part.fill_(torch.nan)
 
 
-def check(shape: Shape, device: torch.device, op=attention.paged_attention) -> tuple[Step, Tensor]:  # type: ignore[no-untyped-def]
-    """The kernel's result, close to the reference's."""
+def check(  # type: ignore[no-untyped-def]
+    shape: Shape, device: torch.device, op=attention.paged_attention, is_rounded: bool = False
+) -> tuple[Step, Tensor]:
+    """The kernel's result, close to the reference's; `is_rounded`: in the interpreter, too."""
     step = Step(shape, device)
     found, expected = step.run(op), step.run(reference.paged_attention)
-    tolerance = (CPU_TOLERANCE if device.type == "cpu" else GPU_TOLERANCE)[shape.kv_format]
+    tolerance = (CPU_TOLERANCE if device.type == "cpu" and not is_rounded else GPU_TOLERANCE)[shape.kv_format]
     worst = float((found.float() - expected.float()).abs().max() / expected.abs().max())
     assert worst <= tolerance, f"{shape}: off by {worst:.2e}"
     return step, found
@@ -174,6 +176,30 @@ def test_prefill_formats(kv_format: str, device: torch.device, small_splits: Non
 @pytest.mark.parametrize("wants", some(WANTS, (1, 5, 6)), ids=str)
 def test_prefill_windows_caps_sinks(wants: dict, device: torch.device, small_splits: None) -> None:  # type: ignore[type-arg]
     check(replace(PREFILL, **wants), device)
+
+
+@pytest.mark.parametrize("wants", [{}, {"window": 40, "sinks": True}, {"layer_scale": True, "dim": 80}], ids=str)
+@pytest.mark.parametrize("heads_at_once", [1, 2])
+def test_prefill_of_pages_that_are_widened_first(
+    wants: dict,  # type: ignore[type-arg]
+    heads_at_once: int,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shape = replace(PREFILL, heads=6, kv_heads=3, kv_format="fp8", **wants)
+    places = len(shape.spans) * (9 + shape.spare)
+    monkeypatch.setattr(attention, "WIDEN_TOKENS", 1)
+    monkeypatch.setattr(attention, "PART_BYTES", heads_at_once * places * shape.page * (4 * shape.dim + 4))
+    pieces = []
+    widened = attention._Step._prefill_widened
+
+    def counted(step: attention._Step, singles: bool, tile: object, first: int, count: int) -> None:
+        pieces.append((first, count))
+        widened(step, singles, None, first, count)
+
+    monkeypatch.setattr(attention._Step, "_prefill_widened", counted)
+    check(shape, device, is_rounded=True)
+    assert pieces == ([(0, 1), (1, 1), (2, 1)] if heads_at_once == 1 else [(0, 2), (2, 1)])
 
 
 @pytest.mark.parametrize("dim", some([80, 96, 112, 128, 256], (0, 3)))

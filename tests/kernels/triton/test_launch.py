@@ -54,3 +54,45 @@ def test_compiling_ahead_launches_nothing_and_another_thread_goes_on_launching(
     assert sorted(kernel.warmed) == [((3,), 16, 2), ((5,), 8, 2)]
     run(kernel, 9, 8)
     assert kernel.launched == [(7,), (9,)]
+
+
+class Handle:
+    """What Triton gives back for a kernel that is compiled."""
+
+    def __init__(self) -> None:
+        self.started: list[tuple[object, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *args: self.started.append((grid, *args[1:]))
+
+
+class Compiled(Kernel):
+    """Gives a handle for each launch that goes through it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.handles: list[Handle] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Handle]:  # type: ignore[override]
+        def start(*args: object, **more: object) -> Handle:
+            self.handles.append(Handle())
+            return self.handles[-1]
+
+        return start
+
+
+def test_a_launch_like_one_before_goes_through_its_handle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localllm.kernels.triton.launch.interpreting", lambda: False)
+    kernel, out = Compiled(), torch.empty(64)
+    launch(kernel, (2,), out, 3, SIZE=8)
+    launch(kernel, (5, 7), out, 9, SIZE=8)
+    (handle,) = kernel.handles
+    assert handle.started == [((5, 7, 1), 9, 8)]
+    # what Triton compiles anew for: constants, options, numbers that are 1 or multiples of 16, types and alignment
+    others = [(out, 3, 16, {}), (out, 3, 8, {"num_warps": 8}), (out, 1, 8, {}), (out, 32, 8, {})]
+    others += [(out[1:], 3, 8, {}), (out.half(), 3, 8, {}), (out, 1 << 40, 8, {}), (out, 3.0, 8, {})]
+    for given, count, size, more in others:
+        launch(kernel, (1,), given, count, SIZE=size, **more)
+    assert len(kernel.handles) == 1 + len(others) and handle.started == [((5, 7, 1), 9, 8)]
+    launch(kernel, (0,), out, 3, SIZE=8)
+    assert len(handle.started) == 1
