@@ -128,9 +128,7 @@ class Bench:
         stepper.speculation = Speculation(known, "always", goes_back=bool(self.model.states))
         plain = self.answer(prompt, tokens)["tpot_s"]
         quick = checked = held = 0.0
-        for _ in range(
-            ROUNDS
-        ):  # several rows are rounded otherwise than one: each answer leaves the ones before it later
+        for _ in range(ROUNDS):  # several rows are rounded otherwise than one: answers part later and later
             known.learn()
             before = stepper.stats.guesses.get(known.name, (0, 0))
             quick = self.answer(prompt, tokens)["tpot_s"]

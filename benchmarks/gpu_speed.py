@@ -20,6 +20,8 @@ from gpu_rows import Bench
 from localllm.errors import LocalLLMError
 from localllm.kernels.verify.trial import is_device_lost
 from localllm.kernels.verify.tuning import tuner
+from localllm.models.architectures.facts import ModelFacts, linear_shapes
+from localllm.models.architectures.layers import Experts
 
 PROFILED_STEPS = 4
 
@@ -136,8 +138,7 @@ class Speed:
     def _prefill(self, bench: Any, name: str) -> None:
         facts, ctx = bench.model.facts, self.sizes.ctx
         prefill = bench.prefill_seconds(ctx)
-        tables = facts.vocab_size * facts.hidden_size * (1 if facts.tied_embeddings else 2)
-        flops = 2 * (facts.num_params - tables) * ctx
+        flops = 2 * multiplied_params(facts) * ctx
         flops += 4 * ctx * ctx / 2 * facts.num_heads * facts.head_dim * facts.num_layers
         share, (size, form) = flops / prefill / self.peak, name.partition(",")[0].split()
         least = {"bf16": 0.70, "int4": 0.62}.get(form, 0.55)
@@ -207,6 +208,16 @@ class Speed:
             if bench.fits(1, length) and self.report.has_time(6):
                 took = bench.prefill_seconds(length)
                 self.report.row(f"{name}: prefill {length}", length / took, "tok/s", ttft_ms=took * 1e3)
+
+
+def multiplied_params(facts: ModelFacts) -> int:
+    """Weights of the layers that a token is multiplied with: of experts, those it goes through."""
+    total = 0
+    for layer, times in facts.kinds:
+        share = layer.ffn.top_k / layer.ffn.num_experts if isinstance(layer.ffn, Experts) else 1.0
+        for name, (n, k) in linear_shapes(layer, facts.hidden_size).items():
+            total += times * int(n * k * (share if ".experts." in name else 1.0))
+    return total
 
 
 def kernels_of(events: Any, on_card: bool) -> list[tuple[float, int, str]]:

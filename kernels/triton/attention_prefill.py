@@ -157,7 +157,7 @@ def prefill(
     HAS_SINKS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries of one sequence for one KV head of the HEADS in the pages, which are those from first_head on.
+    """One tile of queries of one sequence for one KV head of the HEADS in the pages, those from first_head on.
 
     SINGLES: sequences with one query, too.
     """

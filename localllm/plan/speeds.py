@@ -27,9 +27,10 @@ from localllm.models.architectures.mixers import LatentAttention
 from localllm.plan.memory import Memory
 from localllm.plan.plan import Plan
 
-# share of the memory bandwidth that decoding reaches: gemma3-270m 0.78 on two EPYC cores that read 27 GB/s
+# share of the memory bandwidth that decoding reaches: gemma3-270m 0.78 on two EPYC cores that read 27 GB/s. An H100
+# needs 0.75 (bfloat16) to 0.90 (NVFP4) of the time that these say for an 8B; others' memory gives less of its rate
 ETA = {"cpu": 0.7, "cuda": 0.75}
-MIXED_ETA = 0.5  # the same of a mixture on a card: many small products; not measured
+MIXED_ETA = 0.5  # the same of a mixture on a card: an H100 needs 0.8 of the time this says for Qwen3-30B-A3B
 # time per layer and token that no bandwidth explains: calls, norms, small products
 LAYER_S = {"cpu": 30e-6, "cuda": 40e-6}
 # a kernel that PyTorch starts by itself, where no fused one and no graph takes it along: assumed, not measured
@@ -39,7 +40,8 @@ CROSSING_S, LINK_BYTES_S = 60e-6, 12e9
 # what a copy reaches of the lanes in use; of host memory's rate, which reads the stored weights and writes them
 LINK_ETA, COPY_ETA = 0.8, 1 / 3
 STREAM_S = 300e-6  # of an expert that is streamed, whatever its size: not measured on a card
-# what reading a prompt reaches of a card's published 16-bit products: on an H200 products alone reach 0.50 to 0.75
+# what reading a prompt reaches of a card's published 16-bit products: 4,096 tokens of an 8B on an H100 0.46 (NVFP4),
+# 0.50 (INT4) and 0.69 (bfloat16)
 PREFILL_ETA = 0.4
 # products and sums per second of a core while a prompt is read: gemma3-270m on two EPYC cores with VNNI reaches 126e9
 CORE_FLOPS = {"avx512_vnni": 100e9, "avx512": 50e9, "avx2": 35e9, "neon_dotprod": 40e9}
