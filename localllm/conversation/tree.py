@@ -162,8 +162,10 @@ class Conversation:
         return list((found | {exchange.question_id: exchange}).values())
 
     def place(self, exchange: Exchange, of_question: bool) -> tuple[int, int]:
-        """(which one, of how many) among the branches at this place, counted from 1."""
+        """(which one, of how many) among the branches at this place, counted from 1; (1, 1) for what was taken back."""
         branches = self._branches(exchange, of_question)
+        if exchange not in branches:  # its message is still on its way off the screen
+            return 1, 1
         return branches.index(exchange) + 1, len(branches)
 
     def step(self, exchange: Exchange, step: int, of_question: bool) -> Exchange:

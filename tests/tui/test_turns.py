@@ -371,3 +371,17 @@ async def test_an_answer_may_end_after_it_was_taken_off_the_screen() -> None:
         await answer.remove()
         await answer.finish()
         assert running.app.failure is None
+
+
+async def test_a_turn_that_was_taken_back_marks_no_branch_while_it_is_still_shown() -> None:
+    async with chat() as running:
+        await running.ready()
+        await running.ask("apple")
+        await running.ask("pear")
+        screen = running.screen
+        pear = screen.conversation.exchanges[-1]
+        again = screen.conversation.again(pear)
+        screen.conversation.remove(pear)  # as the choice to edit it does, before its message goes
+        await screen.transcript.add_question(again)
+        assert running.app.failure is None
+        assert screen.conversation.place(pear, False) == screen.conversation.place(again, False) == (1, 1)
