@@ -164,7 +164,8 @@ def test_attention(arm: Callable[[bytes], bytes]) -> None:
             out = out[size:]
         for found, wanted in zip(parts, pages, strict=False):
             assert wanted is None or torch.equal(found, wanted), kv_format
-        torch.testing.assert_close(parts[4], y, rtol=0, atol=3e-6, msg=kv_format)
+        atol = 3e-6 * max(1.0, float(y.abs().max()))  # sums of 256 dimensions, in another order: 27 roundings
+        torch.testing.assert_close(parts[4], y, rtol=0, atol=atol, msg=kv_format)
     assert not out
 
 
