@@ -127,12 +127,13 @@ class Bench:
         known, stepper = Known(deep, right), self.engine.stepper
         stepper.speculation = Speculation(known, "always", goes_back=bool(self.model.states))
         plain = self.answer(prompt, tokens)["tpot_s"]
-        quick = checked = held = 0.0
+        quick, checked, held = 0.0, 0, 0
         for _ in range(ROUNDS):  # several rows are rounded otherwise than one: answers part later and later
             known.learn()
             before = stepper.stats.guesses.get(known.name, (0, 0))
             quick = self.answer(prompt, tokens)["tpot_s"]
-            checked, held = (a - b for a, b in zip(stepper.stats.guesses[known.name], before, strict=True))
+            after = stepper.stats.guesses.get(known.name, (0, 0))
+            checked, held = after[0] - before[0], after[1] - before[1]
             if held > 0.9 * right * checked and 1.5 * checked > tokens:
                 break
         stepper.speculation = None
