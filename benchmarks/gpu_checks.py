@@ -26,6 +26,7 @@ from localllm.models.model import Model
 Found = Iterator[tuple[str, str]]  # (what was checked, nothing or what is wrong)
 # query heads, KV heads, head_dim: Qwen3, SmolLM2, Gemma 3, gpt-oss, Qwen2, and an odd one
 HEADS = ((16, 8, 128), (32, 8, 128), (9, 3, 64), (4, 1, 256), (64, 8, 64), (14, 2, 64), (6, 2, 80))
+PAGED = ("kv_write", "paged_attention")  # ops that read or write pages
 FORMS = 24  # of weights that `weights` makes
 FLOATS = {  # block type: bytes, elements, offsets of its float16 numbers
     "Q5_0": (22, 32, (0,)),
@@ -53,7 +54,8 @@ def ops(place: Place, dtype: str, kv_format: str, heads: tuple[int, int, int]) -
             shapes = ModelShapes(
                 count * dim, 3 * count * dim, facts, has_windows=gemma or dim == 64, softcap=50.0 if gemma else None
             )
-            for op in OPS:
+            native = kv_format == {"bfloat16": "bf16", "float16": "fp16"}[dtype]
+            for op in OPS if native else PAGED:  # the others know no format of pages
                 for impl in implementations(op)[:-1]:
                     if impl.fits(facts) is None:
                         yield f"{op} {impl.name} {shapes.key}", op_error(op, impl.run, shapes)
