@@ -158,8 +158,8 @@ def _class_of(value: Any) -> Any:
 def _start(
     kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    """Launch through Triton once, then through the handle it gave: of 45 arguments its own way took about 130 us of the
-    host of an H100 (Triton 3.6), so that a step without graphs or a prompt of four-bit weights waited for Python.
+    """Launch through Triton once, then through the handle it gave. Beside an H100 (Triton 3.6) a step of 396 launches
+    without graphs took 55 ms and takes 40; prompts of four-bit weights waited for Python, too.
     """
     if interpreting():
         kernel[grid](*args, **constexprs, **options)
