@@ -55,9 +55,9 @@ def paged_attention(
 ) -> Tensor:
     """As `reference.paged_attention`; sequences of one query take the decode kernels, others the prefill kernel.
 
-    A token's result does not depend on other sequences, nor on its chunk but for chunks of one token, and with E4M3
-    pages for steps of WIDEN_TOKENS; by_token sends every query through the decode kernels, and no chunk or batch
-    changes a bit.
+    A token's result does not depend on other sequences, nor on its chunk but for chunks of one token. With E4M3 pages
+    the size of the step decides whether they are widened, which last bits show. by_token sends every query through the
+    decode kernels, and no chunk or batch changes a bit.
     Raises ValueError for what `fits` of this back end refuses, and for tensors that are not contiguous.
     """
     step = _Step(q, pages, block_table, cu_query_lens, seq_lens, (scale, window, softcap, sinks))

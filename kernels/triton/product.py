@@ -29,9 +29,9 @@ from .rms_norm import rms_norm
 
 SLAB_BYTES = 64 << 20  # most dense rows decoded at a time: what the plan keeps for attention, which is over then
 # of them that the L2 keeps between the kernel that writes them and the product: an H100 takes 603 us for 2,048 rows and
-# an 8B's gate and up in INT4, 623 with all of the matrix at once
+# an 8B's gate and up in INT4; decoding all of the matrix takes 97, the product behind it 525
 CACHED_BYTES = 32 << 20
-CUBLAS_TILE = 128, 256  # rows of x and of W that a multiprocessor multiplies at a time
+CUBLAS_TILE = 128, 256  # rows of x and of W that a multiprocessor multiplies at a time; not measured
 SLAB_TOKENS = 256  # from so many rows of x weights are decoded once for all of them; not measured
 ROWS_WITHOUT_TENSOR_CORES = 4
 NATIVE = {torch.bfloat16: "bf16", torch.float16: "f16"}
