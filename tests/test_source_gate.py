@@ -87,7 +87,10 @@ def test_the_gate_passes(line: str) -> None:
 def test_one_environment_and_it_is_the_sandbox() -> None:
     made = []
     for path in sources():
-        tree = ast.parse(path.read_text())
+        text = path.read_text()
+        if "Environment" not in text:
+            continue
+        tree = ast.parse(text)
         bases = {
             node.name: {ast.unparse(base).split(".")[-1] for base in node.bases}
             for node in ast.walk(tree)

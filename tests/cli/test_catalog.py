@@ -16,7 +16,7 @@ from localllm.plan.planner import Planner
 from .conftest import Invoke, valid
 
 NAMES = list(dict.fromkeys(one.name for one in catalog.candidates()))
-HARDWARE = ["rtx4060", *(pytest.param(hw, marks=pytest.mark.slow) for hw in ("rtxpro6000", "cpu"))]
+HARDWARE = ["rtxpro6000", *(pytest.param(hw, marks=pytest.mark.slow) for hw in ("rtx4060", "cpu"))]
 
 
 def models(invoke: Invoke, *words: str, hw: str = "rtx4090") -> dict[str, Any]:

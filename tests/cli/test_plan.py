@@ -47,7 +47,7 @@ def test_every_term_is_in_bytes_and_adds_up(invoke: Invoke, empty_home: Path) ->
 
 @pytest.mark.parametrize(
     "hw",
-    ["rtx3060", "gb10", *(pytest.param(hw, marks=pytest.mark.slow) for hw in ("rtx4090", "rtx5090", "h100", "cpu"))],
+    ["gb10", *(pytest.param(hw, marks=pytest.mark.slow) for hw in ("rtx3060", "rtx4090", "rtx5090", "h100", "cpu"))],
 )
 def test_the_recommended_row_is_what_pull_would_take(invoke: Invoke, empty_home: Path, hw: str) -> None:
     from localllm.device.fake import MACHINES

@@ -14,7 +14,7 @@ from localllm.plan.planner import Planner
 
 
 @pytest.mark.parametrize(
-    "name", ["rtx3060", "cpu", *(pytest.param(hw, marks=pytest.mark.slow) for hw in ("rtx5090", "h100"))]
+    "name", ["rtx5070ti", "cpu", *(pytest.param(hw, marks=pytest.mark.slow) for hw in ("rtx3060", "rtx5090", "h100"))]
 )
 def test_rows_are_what_pull_would_take(empty_home: Path, name: str) -> None:
     machine = MACHINES[name]

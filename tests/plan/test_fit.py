@@ -190,7 +190,7 @@ def test_one_noisy_bench_changes_no_choice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "hw", ["rtx3060", "cpu", *(pytest.param(hw, marks=pytest.mark.slow) for hw in ("rtx4090", "gb10"))]
+    "hw", ["rtx5070ti", "cpu", *(pytest.param(hw, marks=pytest.mark.slow) for hw in ("rtx3060", "rtx4090", "gb10"))]
 )
 def test_all_places_recommend_the_same_model(empty_home: Path, hw: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The home screen, `plan`, `doctor`, and what a family's name becomes for `chat` and `pull`."""
@@ -233,7 +233,10 @@ def test_a_slow_machine_gets_a_model_it_can_run() -> None:
     assert choice is not None and choice.best.name == "ministral3-3b"
 
 
-@pytest.mark.parametrize(("hw", "wanted"), [("rtx4090", "qwen3-14b"), ("rtx4060", "qwen3-8b"), ("cpu", "qwen3-8b")])
+@pytest.mark.parametrize(
+    ("hw", "wanted"),
+    [("rtx4090", "qwen3-14b"), ("cpu", "qwen3-8b"), pytest.param("rtx4060", "qwen3-8b", marks=pytest.mark.slow)],
+)
 def test_a_chat_without_a_name_takes_what_home_offers_first(
     empty_home: Path, monkeypatch: pytest.MonkeyPatch, hw: str, wanted: str
 ) -> None:

@@ -83,6 +83,7 @@ async def test_esc_stops_and_keeps_what_is_there() -> None:
         assert message.exchange.text == running.backend.emitted[0] == message.answer.source
 
 
+@pytest.mark.slow
 async def test_esc_ends_the_timing_of_kernels() -> None:
     """It goes on in idle moments after the first answer, and is said in the line of keys."""
     async with chat() as running:
@@ -99,6 +100,7 @@ async def test_esc_ends_the_timing_of_kernels() -> None:
         await running.until(lambda: "timing" not in running.text("#keys"))
 
 
+@pytest.mark.slow
 async def test_scrolled_up_stays_and_end_follows_again() -> None:
     async with chat(tps=1000) as running:
         await running.ready()
@@ -176,7 +178,7 @@ async def test_a_base_model_points_to_run() -> None:
         assert "localllm run fake-base" in str(running.screen.query_one(Failure).render())
 
 
-@pytest.mark.parametrize(("prompt", "code"), [("!error", "E101"), ("!oom", "E502")])
+@pytest.mark.parametrize(("prompt", "code"), [("!oom", "E502"), pytest.param("!error", "E101", marks=pytest.mark.slow)])
 async def test_a_failed_turn_is_a_turn_and_the_next_one_works(prompt: str, code: str) -> None:
     async with chat() as running:
         await running.ready()
@@ -306,6 +308,7 @@ async def test_ctrl_d_deletes_in_text_and_leaves_without() -> None:
         await running.until(lambda: running.app.return_code is not None)
 
 
+@pytest.mark.slow
 async def test_keys_for_a_new_line() -> None:
     async with chat() as running:
         for key in ("ctrl+j", "shift+enter", "alt+enter"):
@@ -521,6 +524,7 @@ async def test_the_context_meter_follows_the_branch() -> None:
         assert running.screen.state.used_tokens > second
 
 
+@pytest.mark.slow
 async def test_a_window_that_is_full_does_not_offer_to_go_on() -> None:
     async with chat(ctx=40) as running:
         await running.ready()
@@ -540,6 +544,7 @@ async def test_a_larger_window_is_offered_only_if_the_message_fits_into_it() -> 
             assert any(row.startswith("[c]") for row in rows) == offered
 
 
+@pytest.mark.slow
 async def test_the_expected_speed_gives_way_to_the_measured_one() -> None:
     async with chat(tps=400) as running:
         await running.ready()

@@ -171,7 +171,7 @@ async def test_chats_are_listed_searched_and_opened(tmp_path: Path) -> None:
         await running.until(lambda: not bar.display)
 
 
-@pytest.mark.parametrize("size", [(118, 34), (60, 11)])
+@pytest.mark.parametrize("size", [pytest.param((118, 34), marks=pytest.mark.slow), (60, 11)])
 async def test_the_first_screen_knows_its_size_before_it_is_styled(
     monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
 ) -> None:
@@ -283,7 +283,7 @@ async def test_the_table_of_models_fits_its_box(
         await running.until(lambda: any(status in line for line in running.drawn))
 
 
-@pytest.mark.parametrize("size", [(118, 34), (80, 24)])
+@pytest.mark.parametrize("size", [pytest.param((118, 34), marks=pytest.mark.slow), (80, 24)])
 async def test_parameters_say_who_recommends_them(size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     facts = Facts(sampling=(("temperature", 0.6, "card of Qwen3 2507 Thinking"),))
     async with chat(size=size) as running:
@@ -393,6 +393,7 @@ async def test_vim_keys() -> None:
         await running.until(lambda: len(running.backend.sent) == 2)
 
 
+@pytest.mark.slow
 async def test_what_other_commands_say_can_be_read_and_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
@@ -441,6 +442,7 @@ async def test_a_database_that_cannot_be_used_costs_the_history_not_the_chat(tmp
         await running.until(lambda: "not saved" in running.text("#state"))
 
 
+@pytest.mark.slow
 async def test_a_message_sent_before_is_searched_and_put_into_the_prompt() -> None:
     async with chat() as running:
         await running.ready()

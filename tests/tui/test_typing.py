@@ -137,7 +137,7 @@ async def test_esc_closes_a_panel_before_it_browses_and_a_draft_keeps_it_in_the_
         assert running.prompt.text == "de" and running.screen.editing is None
 
 
-@pytest.mark.parametrize("key", ["f1", "f4", "ctrl+o"])
+@pytest.mark.parametrize("key", ["f4", *(pytest.param(key, marks=pytest.mark.slow) for key in ("f1", "ctrl+o"))])
 async def test_keys_of_the_chat_work_while_browsing(key: str) -> None:
     async with chat() as running:
         await running.ready()
@@ -239,7 +239,7 @@ async def test_attached_files_can_be_taken_back(tmp_path: Path) -> None:
         assert not running.screen.query_one("#files").display
 
 
-@pytest.mark.parametrize("turns", [2, 3, 4])
+@pytest.mark.parametrize("turns", [3, *(pytest.param(turns, marks=pytest.mark.slow) for turns in (2, 4))])
 async def test_a_worker_that_ends_while_it_removes_something_does_no_harm(turns: int) -> None:
     async with chat() as running:  # whose end would fail
         await running.ready()

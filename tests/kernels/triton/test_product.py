@@ -37,13 +37,10 @@ def smallest_k(form: str) -> int:
 
 QUICK = (
     "dense-bf16",
-    "int4g-whole",
     "int4g-zeros-64",
     "int8-32",
     "fp4g16",
     "fp8-block",
-    "fp8mx",
-    "gguf-Q4_K",
     "gguf-Q6_K",
 )
 
@@ -64,7 +61,9 @@ def test_one_row(form: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "k"), [("dense-bf16", 600), ("int4g-whole", 2088), ("fp4g16", 2080), ("int8-row", 1100)]
+    ("form", "k"),
+    [("dense-bf16", 600), ("int4g-whole", 2088)]
+    + [pytest.param(*each, marks=pytest.mark.slow) for each in (("fp4g16", 2080), ("int8-row", 1100))],
 )
 def test_rows_longer_than_a_program_holds(form: str, k: int, device: torch.device) -> None:
     """Three rounds of the loop or more, the last one part empty, for one row and for several."""
@@ -247,8 +246,11 @@ def test_cublas_is_a_candidate_of_dense_weights(device: torch.device, monkeypatc
 
 @pytest.mark.parametrize(
     "form",
-    ["dense-bf16", "int8-row"]
-    + [pytest.param(form, marks=pytest.mark.slow) for form in ("int4g-32", "fp8-row", "gguf-Q4_K", "fp4g16", "fp4g32")],
+    ["dense-bf16"]
+    + [
+        pytest.param(form, marks=pytest.mark.slow)
+        for form in ("int8-row", "int4g-32", "fp8-row", "gguf-Q4_K", "fp4g16", "fp4g32")
+    ],
 )
 def test_candidates_agree_on_made_up_weights(form: str, device: torch.device) -> None:
     """What the tuner compares is finite, not zero, and the same by every way to compute it."""
