@@ -59,6 +59,7 @@ def _isolate(home: Path) -> None:
         "LOCALLLM_TESTING": "1",
         "LOCALLLM_CACHE": str(CACHE),  # the compiled CPU kernels: once per change of their source, not once per run
         "LOCALLLM_STORES": "none",  # models of other programs on this machine
+        "OMP_WAIT_POLICY": "passive",  # else processes beside each other spin: a seventh of their time
         "HF_HOME": str(home / "hf"),
         "HF_ENDPOINT": UNROUTABLE,
         "HF_HUB_DISABLE_TELEMETRY": "1",

@@ -150,7 +150,7 @@ def short_template(name: str) -> str:
     return FRAME.replace("WORDS", words).replace("CALLS", calls)
 
 
-@pytest.fixture(params=[*FAMILIES, *SHORT])
+@pytest.fixture(params=[*FAMILIES, *SHORT], scope="module")
 def family(request: pytest.FixtureRequest, tokenizer: Tokenizer, child: RenderChild) -> Family:
     name = request.param
     text = short_template(name) if name in SHORT else (HERE / f"{name}.jinja").read_text()

@@ -60,6 +60,7 @@ def test_a_pdf_is_read_by_pages(tmp_path: Path) -> None:
     assert "[page 3]\nThe valve is red." in document.block
 
 
+@pytest.mark.slow
 def test_a_pdf_bomb_is_refused_in_time(tmp_path: Path) -> None:
     file = tmp_path / "bomb.pdf"
     file.write_bytes(pdf([b"q " * (400 << 20)]))

@@ -82,7 +82,9 @@ def check(calls: list[tuple[str, Any]]) -> None:
 
 @pytest.mark.parametrize("tool_format", FORMATS, ids=lambda one: one.name)
 @pytest.mark.parametrize("vocabulary", [pytest.param("smollm2", marks=pytest.mark.slow), "controlled"])
-@pytest.mark.parametrize("after_trigger", [False, True], ids=["required", "begun"])
+@pytest.mark.parametrize(
+    "after_trigger", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["required", "begun"]
+)
 def test_calls_are_valid(
     tool_format: ToolFormat, vocabulary: str, after_trigger: bool, request: pytest.FixtureRequest
 ) -> None:

@@ -170,6 +170,7 @@ def share_one(fake_hub: FakeHub, home: Path, name: str) -> None:
     assert all((folder / n).read_bytes() == data for n, data in FILES.items())
 
 
+@pytest.mark.slow
 def test_many_processes_at_once(fake_hub: FakeHub, empty_home: Path) -> None:
     share_one(fake_hub, empty_home, fake_hub.add("a/many", FILES))
 

@@ -69,7 +69,7 @@ FORMS = ["int4g-32", "int4g-whole", "int4g-zeros-64", "gguf-Q4_K", "fp4g16", "fp
 QUICK = [form if form in FORMS[::2] else pytest.param(form, marks=pytest.mark.slow) for form in FORMS]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", QUICK)
 def test_bfloat16_keeps_its_bits(form: str, device: torch.device) -> None:
     """Where no element of a chunk is 2^7 times smaller than the largest, only the order of float32 sums is left."""
     weight = make(form, 6, 512)

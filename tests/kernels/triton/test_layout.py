@@ -21,7 +21,12 @@ def shapes(form: str) -> list[tuple[int, int]]:
     return [(1, 3 * k), (70, k)]
 
 
-@pytest.mark.parametrize("form", (*FORMS, "dense-f32"))
+QUICK = ("dense-f32", *FORMS[::3])
+
+
+@pytest.mark.parametrize(
+    "form", [*QUICK, *(pytest.param(form, marks=pytest.mark.slow) for form in FORMS if form not in QUICK)]
+)
 def test_values_come_back(form: str) -> None:
     for n, k in shapes(form):
         weight = make(form, n, k)
