@@ -78,7 +78,9 @@ def modules() -> list[tuple[Path, tuple[str, ...]]]:
 
 @cache
 def nodes(path: Path) -> tuple[ast.AST, ...]:
-    return tuple(ast.walk(ast.parse(path.read_text())))
+    """Imports and comparisons."""
+    kinds = ast.Import, ast.ImportFrom, ast.Compare
+    return tuple(node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds))
 
 
 def imports(path: Path, name: tuple[str, ...]) -> Iterator[tuple[str, ...]]:

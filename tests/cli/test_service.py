@@ -169,6 +169,7 @@ def test_a_long_log_of_the_service_begins_anew(empty_home: Path, tmp_path: Path)
     assert other.read_bytes().endswith(b"new") and len(other.read_bytes()) == 503, "a log of somebody else's"
 
 
+@pytest.mark.slow
 def test_a_background_process_where_there_is_no_systemd(
     tmp_path: Path, empty_home: Path, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

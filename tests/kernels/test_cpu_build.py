@@ -343,6 +343,7 @@ def test_triton_gets_the_compiler_of_the_ziglang_wheel(tmp_path: Path, monkeypat
     assert os.environ["CC"] == chosen and not (tmp_path / "other").exists()
 
 
+@pytest.mark.slow
 def test_two_processes_build_at_once(quick: Path) -> None:
     program = (
         "from localllm.kernels.cpu import build; r = build.library(); assert r.lib is not None, r.reason; "

@@ -452,7 +452,8 @@ async def all_threads(service):
     await asyncio.gather(*waits, *[service.in_thread(lambda: time.sleep(0.05)) for _ in range(8)])
 
 
-@pytest.mark.parametrize("seconds", [1, pytest.param(600, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [1, 600])
 def test_soak(roomy_pool, roomy_llm, seconds, monkeypatch):
     """Sixteen clients, everything mixed: no error, no wrong answer, nothing left behind."""
     draw = random.Random(1)

@@ -186,7 +186,8 @@ async def test_html_and_reference_lines_do_not_vanish() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "background", "keyword"), [("monokai", "#272822", "#66d9ef"), ("xcode", "#ffffff", "#a90d91")]
+    ("name", "background", "keyword"),
+    [("xcode", "#ffffff", "#a90d91"), pytest.param("monokai", "#272822", "#66d9ef", marks=pytest.mark.slow)],
 )
 async def test_code_has_the_colours_of_the_setting(name: str, background: str, keyword: str) -> None:
     async with chat(ui=UiConfig(code_theme=name)) as running:

@@ -122,13 +122,13 @@ def test_decode_formats(kv_format: str, device: torch.device, small_splits: None
     check(replace(DECODE, kv_format=kv_format), device)
 
 
-@pytest.mark.parametrize("dim", some([80, 96, 112, 128, 256], (1, 4)))
+@pytest.mark.parametrize("dim", some([80, 96, 112, 128, 256], (1,)))
 @pytest.mark.parametrize("kv_format", ["bf16", "int8"])
 def test_decode_head_sizes(dim: int, kv_format: str, device: torch.device, small_splits: None) -> None:
     check(Shape(((1, 70), (1, 5)), 2, 1, dim, kv_format=kv_format), device)
 
 
-@pytest.mark.parametrize("heads", some([1, 2, 3, 5, 7, 8, 12], (0, 4, 6)))
+@pytest.mark.parametrize("heads", some([1, 2, 3, 5, 7, 8, 12], (4, 6)))
 def test_decode_groups(heads: int, device: torch.device, small_splits: None) -> None:
     check(Shape(((1, 33), (1, 90)), heads, 1, 64), device)
 
@@ -245,6 +245,7 @@ def test_by_token_no_chunk_changes_a_bit(window: int | None, device: torch.devic
             assert torch.equal(step.run(attention.paged_attention), whole[first : first + count])
 
 
+@pytest.mark.slow
 def test_by_token_mixed_batch_in_slices(
     device: torch.device, small_splits: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,7 +254,7 @@ def test_by_token_mixed_batch_in_slices(
     check(Shape(spans, 2, 1, kv_format="int8", sinks=True), device, BY_TOKEN)
 
 
-@pytest.mark.parametrize("kv_format", ["bf16", "int8"])
+@pytest.mark.parametrize("kv_format", some(["bf16", "int8"], (0,)))
 def test_few_programs_compute_the_splits_of_many(
     kv_format: str, device: torch.device, small_splits: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,7 +89,9 @@ def test_several_rows(form: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
-@pytest.mark.parametrize(("n", "k"), [(1, 64), (21, 96), pytest.param(130, 320, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("n", "k"), [(1, 64), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((21, 96), (130, 320)))]
+)
 def test_shapes(n: int, k: int, dtype: torch.dtype, device: torch.device) -> None:
     for form in ("int4g-32", "dense-bf16"):
         weight, bias = make(form, n, k), torch.randn(n)
