@@ -51,7 +51,7 @@ def _run(gate_up: Tensor, gelu: bool) -> Tensor:
     gate_up = gate_up.contiguous()
     dim = gate_up.shape[-1] // 2
     out = torch.empty((*gate_up.shape[:-1], dim), dtype=gate_up.dtype, device=gate_up.device)
-    blocks = triton.cdiv(dim, BLOCK)
+    blocks = -(-dim // BLOCK)
     grid = (out.numel() // dim * blocks if dim else 0,)
     launch(_gated, grid, gate_up, out, dim, blocks, BLOCK=BLOCK, GELU=gelu)
     return out

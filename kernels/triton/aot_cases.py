@@ -352,8 +352,10 @@ def _expert_specs(dtype: torch.dtype, card: Card) -> Iterator[KernelSpec]:
             chosen, shares = routed(_meta(dtype, tokens, count), weights)
             tiles = Tiles(size, _meta(torch.int32, 9 * size), _meta(torch.int32, 9)) if size else None
             pairs, x = Pairs(chosen, count, tiles), _meta(dtype, tokens, up.shape[1])
-            made = expert_product(x, up, of_up, pairs, gate=gate, limit=limit)
-            summed(expert_product(made, down, of_down, pairs), shares, _meta(torch.float32, *x.shape))
+            made = expert_product(x, up, Extras(of_up, gate=gate), pairs, limit)
+            made = expert_product(made, down, Extras(of_down), pairs)
+            shared = (x, x[:, :1]) if router == "sigmoid" else (None, None)
+            summed(made, shares, *((_meta(torch.float32, *x.shape),) if size else (x, x, *shared)))
 
         for tokens, size in ((1, 0), (8, 8), (512, 64)):
             label = f"{name} {count} x {inner} {f'tiles of {size}' if size else 'token'}"

@@ -27,7 +27,7 @@ from .attention_tiles import (
     splits_of,
 )
 from .hadamard import run_length
-from .launch import card_of, has_ptx, interpreting, launch
+from .launch import card_of, has_ptx, interpreting, launch, power_of_2
 from .ops import LARGEST_HEAD, PAGE_SIZES
 
 # most bytes held at once of split results when queries of a long chunk are treated one by one, or of widened pages
@@ -112,7 +112,7 @@ class _Step:
             "GROUP": self.heads // self.kv_heads,
             "KV_HEADS": self.kv_heads,
             "PAGE": self.page,
-            "HALF": triton.next_power_of_2(self.dim // 2 if self.format in SCALED_FORMATS else self.dim),
+            "HALF": power_of_2(self.dim // 2 if self.format in SCALED_FORMATS else self.dim),
             "FORMAT": self.format,
             "SCALES": "none" if pages.k_scales is None else "layer" if pages.k_scales.dim() == 1 else "token",
             "RUN": run_length(self.dim),
@@ -132,8 +132,10 @@ class _Step:
             return candidates[0]
         form = form or self.format
         shape = Shape(op, (form, self.dim, self.shared["GROUP"], self.kv_heads, self.page))
-        trial = _trial(op, self.q, form, self.kv_heads, self.page)
-        return Tile(**tuner().pick(shape, [tile._asdict() for tile in candidates], trial))
+        if (known := tuner().picked(shape)) is None:
+            trial = _trial(op, self.q, form, self.kv_heads, self.page)
+            known = tuner().pick(shape, [tile._asdict() for tile in candidates], trial)
+        return Tile(**known)
 
     def decode(self, first: int, count: int, by_token: bool, tile: Tile | None = None) -> None:
         """Single queries: rows are tokens from `first` on, or sequences."""
@@ -160,7 +162,7 @@ class _Step:
             **shared,
         )
         sinks = norms if self.sinks is None else self.sinks
-        padded = triton.next_power_of_2(self.dim)
+        padded = power_of_2(self.dim)
         launch(
             attention_decode.merge_splits,
             (self.heads, count),
@@ -168,7 +170,7 @@ class _Step:
             *(self.window, self.places, self.num_seqs, first),
             PADDED=padded,
             HEADS=self.heads,
-            PLACES=2 * triton.next_power_of_2(self.splits.most),
+            PLACES=2 * power_of_2(self.splits.most),
             AT_ONCE=MERGED // padded,
             HAS_SINKS=self.sinks is not None,
             **{name: shared[name] for name in ("DIM", "FORMAT", "SCALES", "STEPS", "HAS_WINDOW", *split)},
@@ -203,7 +205,7 @@ class _Step:
             **{name: self.shared[name] for name in names},
         )
         tile = tile or self._picked("attention_prefill", prefill_tiles(self.cap, "fp16", self.dim), form="fp16")
-        shared = self.shared | {"FORMAT": "fp16", "HALF": triton.next_power_of_2(self.dim)}
+        shared = self.shared | {"FORMAT": "fp16", "HALF": power_of_2(self.dim)}
         self._prefill(singles, tile, (k, v, scales, self.kv[3]), _in_order(places, device), (first, count), shared)
 
     def _prefill(

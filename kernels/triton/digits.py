@@ -18,7 +18,7 @@ from torch import Tensor
 from ..layer_weights import Norm
 from .fixed import dot, gathered, largest
 from .gemv import load_plane
-from .launch import has_ptx, launch
+from .launch import has_ptx, launch, power_of_2
 from .layout import CODES, HALVES
 
 # 1.5 * 2^23: a float32 near it has whole numbers in its last bits, negative ones in two's complement
@@ -110,7 +110,7 @@ def digits(x: Tensor, code: str, run: int, norm: Norm | None) -> Tensor:
         CODE=code,
         RUN=run,
         NORM=norm is not None,
-        PADDED=triton.next_power_of_2(k),
+        PADDED=power_of_2(k),
         CHUNKS=CHUNKS,
         ASSEMBLY=has_ptx(x.device),
         num_warps=CHUNKS // 32,

@@ -21,7 +21,7 @@ from ..kv_pages import KVPages
 from ..layer_weights import Norm
 from .e4m3 import e4m3_bits, round_even
 from .hadamard import rotate_rows, run_length
-from .launch import launch, wait_for_previous
+from .launch import launch, power_of_2, wait_for_previous
 
 TILE = 512  # elements of a program
 
@@ -165,11 +165,11 @@ def qk_norm_rope_kv(
         stored = pages.k, pages.v, k_scales, pages.v if pages.v_scales is None else pages.v_scales, slots
         page, kv_format = pages.k.shape[2], pages.format
         layer_scale = pages.k_scales is not None and pages.k_scales.dim() == 1
-    padded = triton.next_power_of_2(dim)
+    padded = power_of_2(dim)
     rows = max(1, TILE // padded)
     launch(
         _heads,
-        (num_tokens, triton.cdiv(heads, rows)),
+        (num_tokens, -(-heads // rows)),
         qkv,
         *((qkv, qkv) if angles is None else (part.contiguous() for part in angles)),
         *((qkv, qkv) if norms is None else (norm.weight for norm in norms)),

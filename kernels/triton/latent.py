@@ -23,7 +23,7 @@ from ..layer_weights import LatentWeights, View
 from .attention import MERGED, PART_BYTES
 from .attention_decode import _query_of, _split_tokens, merge_splits
 from .attention_tiles import Splits, side_by_side, splits_of
-from .launch import card_of, interpreting, launch
+from .launch import card_of, interpreting, launch, power_of_2
 
 ROWS, NARROW_ROWS = 32, 16  # most query heads of a program; where registers hold widened codes, too
 KEYS, NARROW_KEYS = 32, 16  # of a tile, 36 KB of 16-bit numbers; of one of codes, which registers widen
@@ -131,8 +131,8 @@ def attend(
     q = torch.cat([hadamard(q[..., :rank]), q[..., rank:].float()], -1) if rotates else q.contiguous()
     (num_tokens, heads, _), num_seqs, card = q.shape, block_table.shape[0], card_of(q.device)
     is_narrow = pages.format in SCALED_FORMATS
-    rows = min(NARROW_ROWS if is_narrow else ROWS, max(16, triton.next_power_of_2(heads)))
-    blocks = triton.cdiv(heads, rows)
+    rows = min(NARROW_ROWS if is_narrow else ROWS, max(16, power_of_2(heads)))
+    blocks = -(-heads // rows)
     splits = splits_of(blocks, card.num_sms)
     if not by_token and num_tokens != num_seqs:
         splits = Splits(splits.first, 1)
@@ -154,8 +154,8 @@ def attend(
             ROWS=rows,
             RANK=rank,
             TURNED=q.shape[2] - rank,
-            WIDTH=max(16, triton.next_power_of_2(rank)),
-            TURNED_WIDTH=max(16, triton.next_power_of_2(q.shape[2] - rank)),
+            WIDTH=max(16, power_of_2(rank)),
+            TURNED_WIDTH=max(16, power_of_2(q.shape[2] - rank)),
             PAGE=pages.k.shape[2],
             FORMAT=pages.format,
             SCALES="none" if pages.k_scales is None else "layer" if pages.k_scales.dim() == 1 else "token",
@@ -170,10 +170,10 @@ def attend(
             (heads, count),
             *(sums, norms, norms, norms, out, cu_query_lens, seq_lens, 0, places, num_seqs, first),
             DIM=rank,
-            PADDED=triton.next_power_of_2(rank),
+            PADDED=power_of_2(rank),
             HEADS=heads,
-            PLACES=2 * triton.next_power_of_2(splits.most),
-            AT_ONCE=MERGED // triton.next_power_of_2(rank),
+            PLACES=2 * power_of_2(splits.most),
+            AT_ONCE=MERGED // power_of_2(rank),
             FORMAT="",
             SCALES="none",
             BY_TOKEN=True,

@@ -43,9 +43,16 @@ def wait_for_previous(PDL: tl.constexpr):
         tl.extra.cuda.gdc_wait()
 
 
+@cache
 def interpreting() -> bool:
     """Whether kernels run in Triton's interpreter: what was set when they were decorated counts."""
     return bool(triton.knobs.runtime.interpret)
+
+
+@cache
+def power_of_2(size: int) -> int:
+    """The next one from `size` on; Triton's own takes the host 20 us."""
+    return 1 << (size - 1).bit_length()
 
 
 def has_ptx(device: torch.device) -> bool:
@@ -126,52 +133,56 @@ def launch(
 
     Nothing runs for an empty grid, nor while launches are recorded.
     """
+    if _recorder.card is not None:
+        constexprs, options = _complete(kernel, args[0], constexprs, (num_warps, num_stages, registers, fuses))
+        named = dict(zip(kernel.arg_names, args, strict=False))
+        _recorder.launches.append(Launch(kernel, named, constexprs, options, subnormals))
+        return
+    if 0 in grid:
+        return
+    tensors = [one for one in args if isinstance(one, torch.Tensor)]
+    key = (
+        *(id(kernel), args[0].get_device(), num_warps, num_stages, registers, fuses, *constexprs, *constexprs.values()),
+        *[one.dtype for one in tensors],
+        *[i for i, one in enumerate(tensors) if one.data_ptr() & 15],
+        *[_class_of(one) for one in args if not isinstance(one, torch.Tensor)],
+    )
+    known = _ready.get(key)
+    if known is None:
+        constexprs, options = _complete(kernel, args[0], constexprs, (num_warps, num_stages, registers, fuses))
+        compiled = kernel[grid](*args, **constexprs, **options)
+        if not interpreting():
+            _ready[key] = kernel, compiled, tuple(constexprs[name] for name in kernel.arg_names[len(args) :])
+    else:
+        _, compiled, constants = known
+        compiled[(*grid, 1, 1)[:3]](*args, *constants)
+
+
+# What was launched before: by all that makes it another kernel, that kernel, Triton's handle on it and its constants in
+# their order. Beside an H100 (Triton 3.6) a step of 396 launches without graphs took 55 ms, and 40 with the handle.
+_ready: dict[tuple[Any, ...], tuple[Any, Any, tuple[Any, ...]]] = {}
+
+
+def _class_of(value: float) -> Any:
+    """What of a number Triton may compile anew for."""
+    return float if isinstance(value, float) else (value == 1, value % 16 == 0, -(1 << 31) <= value < 1 << 31)
+
+
+def _complete(
+    kernel: Any, first: torch.Tensor, constexprs: dict[str, Any], chosen: tuple[int, int, int, bool]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The constants with what the card says, and the compile options."""
+    num_warps, num_stages, registers, fuses = chosen
     options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": fuses}
     if registers:
         options["maxnreg"] = registers
     if "PDL" in kernel.arg_names:
-        there = args[0].is_cuda or _recorder.card is not None
-        capability = card_of(args[0].device).capability
-        constexprs["PDL"] = there and not interpreting() and PDL_CAPABILITY <= capability < AMD
-        if constexprs["PDL"]:
+        there = first.is_cuda or _recorder.card is not None
+        pdl = there and not interpreting() and PDL_CAPABILITY <= card_of(first.device).capability < AMD
+        constexprs = constexprs | {"PDL": pdl}
+        if pdl:
             options["launch_pdl"] = True
-    if _recorder.card is not None:
-        named = dict(zip(kernel.arg_names, args, strict=False))
-        _recorder.launches.append(Launch(kernel, named, constexprs, options, subnormals))
-    elif 0 not in grid:
-        _start(kernel, grid, args, constexprs, options)
-
-
-# what was launched before: by all that makes it another kernel, Triton's handle on it and its constants in their order
-_ready: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
-
-
-def _class_of(value: Any) -> Any:
-    """What of an argument Triton may compile anew for: its type, and what it is a multiple of."""
-    if isinstance(value, torch.Tensor):
-        return value.dtype, value.data_ptr() % 16 == 0
-    if isinstance(value, int):
-        return value == 1, value % 16 == 0, -(1 << 31) <= value < 1 << 31
-    return float
-
-
-def _start(
-    kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constexprs: dict[str, Any], options: dict[str, Any]
-) -> None:
-    """Launch through Triton once, then through the handle it gave. Beside an H100 (Triton 3.6) a step of 396 launches
-    without graphs took 55 ms and takes 40; prompts of four-bit weights waited for Python, too.
-    """
-    if interpreting():
-        kernel[grid](*args, **constexprs, **options)
-        return
-    key = (kernel, args[0].get_device(), *map(_class_of, args), *constexprs.items(), *options.items())
-    known = _ready.get(key)
-    if known is None:
-        compiled = kernel[grid](*args, **constexprs, **options)
-        _ready[key] = compiled, tuple(constexprs[name] for name in kernel.arg_names[len(args) :])
-    else:
-        compiled, constants = known
-        compiled[(*grid, 1, 1)[:3]](*args, *constants)
+    return constexprs, options
 
 
 class _Recorder(threading.local):

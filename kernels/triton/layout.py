@@ -36,6 +36,7 @@ Scales of six bits get a byte each, so Q4_K grows from 4.5 to 4.625 bits a weigh
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -85,6 +86,7 @@ CODES = {
 }
 
 
+@cache
 def run_of(code: str, group: int) -> int:
     """Halves whose planes follow one another: all eight, or so many that they hold one scale group. 0: no groups."""
     chunk = CODES[code].chunk

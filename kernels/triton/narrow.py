@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .codes import e4m3_value, half_value
-from .launch import interpreting, launch, wait_for_previous
+from .launch import interpreting, launch, power_of_2, wait_for_previous
 from .layout import Prepared
 from .product import Extras, product
 from .product_tiles import SMALL_TOKENS
@@ -149,7 +149,7 @@ def narrow_product(x: Tensor, p: Prepared, bias: Tensor | None = None) -> Tensor
         padded = p.low.shape[1] * 2
         groups = 1 if p.scales is None else -(-padded // BLOCK)
         codes, scales = new(padded, torch.uint8), new(groups, torch.float32)
-        block = BLOCK if groups > 1 or padded <= BLOCK else triton.next_power_of_2(padded)
+        block = BLOCK if groups > 1 or padded <= BLOCK else power_of_2(padded)
         sizes: dict[str, Any] = {"K": x.shape[1], "PADDED": padded, "BLOCK": block}
         launch(quantize_e4m3, (tokens, groups), x, codes, scales, num_warps=max(1, min(8, block // 256)), **sizes)
         weight = (p.low.view(kind), scales if p.scales is None else p.scales)
@@ -161,7 +161,7 @@ def narrow_product(x: Tensor, p: Prepared, bias: Tensor | None = None) -> Tensor
     assert p.scales is not None and p.row_scale is not None
     padded = p.low.shape[1] * 4
     codes, scales, row_scales = new(padded // 2, torch.uint8), new(padded // 16, torch.uint8), new(1, torch.float32)
-    block = triton.next_power_of_2(padded)
+    block = power_of_2(padded)
     sizes = {"K": x.shape[1], "PADDED": padded, "BLOCK": block}
     launch(quantize_nvfp4, (tokens,), x, codes, scales, row_scales, num_warps=max(1, min(8, block // 512)), **sizes)
     given = (codes, scales.view(kind), row_scales, p.low.view(torch.uint8), p.scales.view(kind), p.row_scale)

@@ -8,7 +8,7 @@ below sm_80        Triton has no tensor cores there: `gemv` for up to 4 rows, el
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -137,36 +137,44 @@ def _scales(p: Prepared) -> tuple[Tensor, ...]:
     return tuple(p.low if part is None else part for part in parts)
 
 
-def _constants(p: Prepared) -> dict[str, Any]:
-    kind = CODES[p.code]
+def _constants(p: Prepared) -> Mapping[str, Any]:
+    group = p.group if p.scales is not None and p.scales.shape[1] > 1 else WHOLE_ROW
+    kinds = p.shape[1], p.code, p.scale_kind, p.min_kind, p.zero, group, p.run, p.scale_rows, p.row_scale is not None
+    return _constants_of(*kinds)
+
+
+@cache
+def _constants_of(
+    k: int, code: str, scale: str, least: str, zero: int, group: int, run: int, scale_rows: int, row_scale: bool
+) -> Mapping[str, Any]:
+    kind = CODES[code]
     return {
-        "K": p.shape[1],
-        "CODE": p.code,
+        "K": k,
+        "CODE": code,
         "LOW": kind.low,
         "HIGH": kind.high,
-        "SCALE": p.scale_kind,
-        "MIN": p.min_kind,
-        "ZERO": p.zero,
-        "GROUP": p.group if p.scales is not None and p.scales.shape[1] > 1 else WHOLE_ROW,
-        "RUN": p.run,
-        "SCALE_ROWS": p.scale_rows,
-        "ROW_SCALE": p.row_scale is not None,
+        "SCALE": scale,
+        "MIN": least,
+        "ZERO": zero,
+        "GROUP": group,
+        "RUN": run,
+        "SCALE_ROWS": scale_rows,
+        "ROW_SCALE": row_scale,
     }
 
 
-def expert_product(
-    x: Tensor, p: Prepared, bias: Tensor | None, pairs: Pairs, *, gate: str = "", limit: float = 0.0
-) -> Tensor:
+def expert_product(x: Tensor, p: Prepared, extras: Extras, pairs: Pairs, limit: float = 0.0) -> Tensor:
     """Rows of x times the weights of their experts: [num_tokens * top_k, N] (N / 2 where gated), dtype of x.
 
-    x      [num_tokens, K], or [num_tokens * top_k, K]
-    p      the weights of all experts, one behind the other; so `bias`
-    gate   as of `Extras`, or swiglu_oai; `limit` cuts gate and up off, 0 does not
+    x        [num_tokens, K], or [num_tokens * top_k, K]
+    p        the weights of all experts, one behind the other; so a bias
+    extras   a norm only where pairs are multiplied one by one; the gate may be swiglu_oai
+    limit    cuts gate and up off, 0 does not
     """
-    x, count = x.contiguous(), pairs.chosen.numel()
+    x, count, gate = x.contiguous(), pairs.chosen.numel(), extras.gate
     n = p.shape[0] // pairs.num_experts
     out = torch.empty(count, n // (2 if gate else 1), dtype=x.dtype, device=x.device)
-    card, given = card_of(x.device), (x, p, out, Extras(bias, gate=gate))
+    card, given = card_of(x.device), (x, p, out, extras)
     if pairs.tiles is None:
         fixed = is_fixed(p.code, p.run, card)
         choice = gemv_tiles(n * count, p.shape[1], p.code, card, bool(gate), fixed)[0]
@@ -335,12 +343,17 @@ def _picked(x: Tensor, p: Prepared, extras: Extras, card: Card) -> Tile:
     tokens = next((size for size in TOKEN_CLASSES if x.shape[0] <= size), TOKEN_CLASSES[-1])
     if x.shape[0] == 1 or card.capability < 80:
         shape = Shape("linear_gemv", (n, k, p.code, p.group, extras.gate))
-        candidates = gemv_tiles(n, k, p.code, card, bool(extras.gate), is_fixed(p.code, p.run, card))
     elif _is_plain(x, p) and extras[1:] == PLAIN[1:]:
         shape = Shape("linear_dense", (n, k, p.code, tokens))
-        candidates = (*gemm_tiles(n, k, p.code, tokens, card), CUBLAS)
     else:
         shape = Shape("linear_gemm", (n, k, p.code, p.group, tokens, extras.gate))
+    if not x.is_meta and (known := tuner().picked(shape)) is not None:
+        return known
+    if shape.op == "linear_gemv":
+        candidates = gemv_tiles(n, k, p.code, card, bool(extras.gate), is_fixed(p.code, p.run, card))
+    elif shape.op == "linear_dense":
+        candidates = (*gemm_tiles(n, k, p.code, tokens, card), CUBLAS)
+    else:
         candidates = gemm_tiles(n, k, p.code, tokens, card, group=p.group)
     if x.is_meta:  # recorded for a card that need not be there
         return candidates[0]

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import launch, wait_for_previous
+from .launch import launch, power_of_2, wait_for_previous
 
 TOKENS, CHANNELS = (
     16,
@@ -106,12 +106,12 @@ def causal_conv(
     given = (x, weight.contiguous(), weight if bias is None else bias, state, slots, cu_query_lens, out)
     launch(
         _convolve,
-        (triton.cdiv(channels, block), tiles),
+        (-(-channels // block), tiles),
         *given,
         *(x.stride(0), state.stride(0), num_seqs),
         NUM=channels,
         WIDTH=width,
-        PAST=triton.next_power_of_2(max(width - 1, 1)),
+        PAST=power_of_2(max(width - 1, 1)),
         TOKENS=tokens,
         BLOCK=block,
         STEPS=0 if single else 8 if num_seqs < 256 else 20,
@@ -268,14 +268,14 @@ def _run(
     v, k, q = (x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous() for x in given)
     (num_tokens, heads, dim), (key_heads, width) = v.shape, k.shape[1:]
     out = torch.empty((num_tokens, heads, dim), dtype=torch.float32, device=v.device)
-    columns, padded = triton.next_power_of_2(width), triton.next_power_of_2(dim)
+    columns, padded = power_of_2(width), power_of_2(dim)
     rows, how = min(max(1, TILE // columns), padded), dict[str, Any](num_warps=1)
     if not by_token and num_tokens != kept[1].shape[0]:
         columns, rows = max(columns, 16), min(max(padded, 16), CHUNK_ROWS)
         how = {"num_warps": 8, "num_stages": 1, "CHUNK": CHUNK}
     launch(
         _chunks if "CHUNK" in how else _walk,
-        (triton.cdiv(dim, rows), heads, kept[1].shape[0]),
+        (-(-dim // rows), heads, kept[1].shape[0]),
         *(v, k, q, decay.contiguous(), rate.contiguous(), *kept, out),
         *(x.stride(0) for x in (v, k, q, kept[0])),
         V_HEADS=heads,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import launch
+from .launch import launch, power_of_2
 
 HEAD_ROWS = 256  # elements of a tile of short rows, as the heads of QK-norm are
 
@@ -47,10 +47,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     else:
         x = x.contiguous()
         inner, outer_stride = 1, dim
-    num_rows, padded = x.numel() // dim if dim else 0, triton.next_power_of_2(dim)
+    num_rows, padded = x.numel() // dim if dim else 0, power_of_2(dim)
     # of the width alone, so that a row's sum has one order
     rows, warps = max(1, HEAD_ROWS // padded), min(max(padded // 512, 2), 16)
     given = (x, weight.contiguous(), out, eps, num_rows, inner, outer_stride)
     sizes = {"DIM": dim, "PADDED": padded, "ROWS": rows}
-    launch(_norm_rows, (triton.cdiv(num_rows, rows),), *given, num_warps=warps, **sizes)
+    launch(_norm_rows, (-(-num_rows // rows),), *given, num_warps=warps, **sizes)
     return out

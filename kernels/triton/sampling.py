@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..sampling import COLDEST, IN_PROMPT, LEVEL, MASS, MAX_BIAS, STEPS, Sampled, SamplingInputs
-from .launch import launch, wait_for_previous
+from .launch import launch, power_of_2, wait_for_previous
 
 PIECE = 4096
 STATS = 4  # per piece: maximum and sum of the raw logits, then of the scaled ones
@@ -264,8 +264,8 @@ def sample(logits: Tensor, inputs: SamplingInputs, cuts: bool = True) -> Sampled
     if logits.dtype is not torch.float32 or logits.stride(1) != 1:
         raise TypeError(f"logits are float32 with rows in one piece, not {logits.dtype} with stride {logits.stride(1)}")
     rows, vocab = logits.shape
-    pieces = triton.cdiv(vocab, PIECE)
-    if triton.next_power_of_2(pieces) > PIECE:
+    pieces = -(-vocab // PIECE)
+    if power_of_2(pieces) > PIECE:
         raise ValueError(f"a vocabulary of {vocab}, at most {PIECE * PIECE}")
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -275,7 +275,7 @@ def sample(logits: Tensor, inputs: SamplingInputs, cuts: bool = True) -> Sampled
     tables = new(rows, TABLES, LEVEL, dtype=torch.int64) if cuts else stats
     scores, tokens = new(rows, pieces), new(rows, pieces, dtype=torch.int32)
     out = Sampled(new(rows, dtype=torch.int64), new(rows), new(rows), new(rows, dtype=torch.int32))
-    padded = triton.next_power_of_2(pieces)
+    padded = power_of_2(pieces)
     grid = (pieces, rows)
     numbers, integers, bias_ids, bias_values, masks, history = inputs
     given = (logits, numbers, integers, bias_ids, bias_values, masks, history)

@@ -60,7 +60,7 @@ def attn_in(
 
 def attn_out(composed: Callable[..., Tensor], attended: Tensor, x: Tensor, weights: AttentionWeights) -> Tensor:
     """x + attended Wᵀ: [num_tokens, hidden], in the place of x."""
-    part = _only_part(weights.out, attended)
+    part = only_part(weights.out, attended)
     known = weights.post_norm is None and has_only(weights, FUSED_ATTENTION)
     if part is None or not known or not x.is_contiguous():
         return composed(attended, x, weights)
@@ -69,12 +69,12 @@ def attn_out(composed: Callable[..., Tensor], attended: Tensor, x: Tensor, weigh
 
 def mlp(composed: Callable[..., Tensor], x: Tensor, weights: MlpWeights) -> Tensor:
     """x + post_norm(down(act(gate) * up)) of the normed x: [num_tokens, hidden], in the place of x."""
-    gate_up = _only_part(weights.gate_up, x)
+    gate_up = only_part(weights.gate_up, x)
     known = weights.activation in _GATES and has_only(weights, FUSED_MLP)
     if gate_up is None or not known or not x.is_contiguous():
         return composed(x, weights)
     hidden = product(x, gate_up.prepared, Extras(gate_up.bias, weights.norm, gate=weights.activation))
-    down = _only_part(weights.down, hidden)
+    down = only_part(weights.down, hidden)
     if down is not None and weights.post_norm is None:
         return product(hidden, down.prepared, Extras(down.bias, residual=x), out=x)
     out = weights.down(hidden)
@@ -83,7 +83,7 @@ def mlp(composed: Callable[..., Tensor], x: Tensor, weights: MlpWeights) -> Tens
 
 def head(composed: Callable[..., Tensor], x: Tensor, weights: HeadWeights) -> Tensor:
     """Logits, float32 [rows, vocab]."""
-    part = _only_part(weights.linear, x)
+    part = only_part(weights.linear, x)
     if part is None or not has_only(weights, FUSED_HEAD):
         return composed(x, weights)
     logits = torch.empty(x.shape[0], part.shape[0], dtype=torch.float32, device=x.device)
@@ -95,7 +95,7 @@ def _normed(x: Tensor, norm: Norm | None) -> Tensor:
     return x if norm is None else rms_norm(x, norm.weight, norm.eps)
 
 
-def _only_part(linear: Linear, x: Tensor) -> LinearPart | None:
+def only_part(linear: Linear, x: Tensor) -> LinearPart | None:
     """The single part of a product that takes more work with it; None where there is no such."""
     part = linear.parts[0]
     alone = len(linear.parts) == 1 and linear.additions is None

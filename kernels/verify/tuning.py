@@ -90,10 +90,14 @@ class Tuner:
         self.records, self.capability = records, capability
         self._picked.clear()
 
+    def picked(self, shape: Shape) -> Tile | None:
+        """What `pick` gave before: callers need not make candidates and a trial again, which takes longer."""
+        return self._picked.get(shape)
+
     def pick(self, shape: Shape, candidates: Sequence[Tile], trial: Trial | None = None) -> Tile:
         """The tile to run with now. Candidates beyond the eighth are ignored; without a `trial` nothing is timed."""
-        if shape in self._picked:
-            return self._picked[shape]
+        if (known := self.picked(shape)) is not None:
+            return known
         if not candidates:
             raise ValueError(f"{shape.name} has no candidates")
         start, _ = STARTING_POINTS.get((self.capability, shape), ({}, ""))

@@ -16,6 +16,7 @@ from localllm.kernels.layer_weights import ExpertsWeights, Linear, LinearPart, N
 from localllm.kernels.segments import REFERENCES
 from localllm.kernels.table import implementations
 from localllm.kernels.triton import experts as triton_experts
+from localllm.kernels.triton.product_tiles import SMALL_TOKENS
 from localllm.kernels.weight import Weight
 
 from .weights import make, on
@@ -29,6 +30,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "sigmoid": SOFTMAX | {"router_kind": "sigmoid", "choice_bias": True, "shared": 38, "expert_scales": True},
     "grouped": SOFTMAX | {"router_kind": "sigmoid", "groups": 3, "group_top_k": 2},
     "without a gate": SOFTMAX | {"activation": "relu2"},
+    "in kernels": SOFTMAX | {"shared": 32, "shared_gate": True, "in_kernels": True},
+    "routed by a kernel": SOFTMAX | {"in_kernels": True},
 }
 
 
@@ -48,6 +51,7 @@ class Both(NamedTuple):
 def mixture(kind: str, device: torch.device, form: str = "dense-f16", hidden: int = HIDDEN) -> Both:
     options = dict(KINDS[kind])
     biased, shared = options.pop("biases", False), options.pop("shared", 0)
+    plain_form, impl = ("dense-f16", "triton") if options.pop("in_kernels", False) else ("dense-f32", REFERENCE.name)
     gates = 1 if options["activation"] == "relu2" else 2
     for name in ("choice_bias", "expert_scales"):
         if options.get(name):
@@ -61,13 +65,15 @@ def mixture(kind: str, device: torch.device, form: str = "dense-f16", hidden: in
             same.append(linear(Weight("dense", (n, k), dequantize(weight).float()), device, REFERENCE.name, bias))
     (gate_up, all_gate_up), (down, all_down) = (stack.finished() for stack in stacks)
     assert all_gate_up is not None and all_down is not None
-    router = Weight("dense", (EXPERTS, hidden), torch.randn(EXPERTS, hidden))
+    router = make(plain_form, EXPERTS, hidden)
     if shared:
-        options["shared_gate_up"] = linear(make("dense-f32", 2 * shared, hidden), device, REFERENCE.name)
-        options["shared_down"] = linear(make("dense-f32", hidden, shared), device, REFERENCE.name)
+        options["shared_gate_up"] = linear(make(plain_form, 2 * shared, hidden), device, impl)
+        options["shared_down"] = linear(make(plain_form, hidden, shared), device, impl)
+    if options.get("shared_gate"):
+        options["shared_gate"] = linear(make(plain_form, 1, hidden), device, impl)
     made = ExpertsWeights(
         norm=Norm(torch.linspace(0.5, 1.5, hidden).to(device), 1e-6),
-        router=linear(router, device, REFERENCE.name, torch.randn(EXPERTS) if biased else None),
+        router=linear(router, device, impl, torch.randn(EXPERTS) if biased else None),
         gate_up=gate_up,
         down=down,
         top_k=TOP_K,
@@ -79,12 +85,15 @@ def mixture(kind: str, device: torch.device, form: str = "dense-f16", hidden: in
 
 def composed(x: Tensor, weights: ExpertsWeights, **how: Any) -> Tensor:
     assert "mix" in how, "this mixture must stay on the card"
+    unlike = weights.activation == "relu2" or weights.choice_bias is not None  # with a shared expert in PyTorch
+    assert unlike or len(x) > SMALL_TOKENS, "few rows need no other launches"
     return REFERENCES["experts"](x, weights, **how)
 
 
 def check(made: Both, tokens: int, device: torch.device, tolerance: float = 4e-3) -> None:
     hidden = made.ours.down[0].out_features
-    x = torch.randn(tokens, hidden).half().to(device)
+    # small beside what is added: the sum is rounded once by ours, twice by the reference
+    x = (torch.randn(tokens, hidden) * 2e-3).half().to(device)
     wanted = REFERENCES["experts"](x.clone(), made.plain) - x
     found = triton_experts.experts(composed, x.clone(), made.ours) - x
     assert float((found - wanted).double().norm() / wanted.double().norm()) < tolerance
@@ -95,7 +104,7 @@ def slow(*values: Any) -> Any:
 
 
 @pytest.mark.parametrize("tokens", [1, slow(2), slow(20)])
-@pytest.mark.parametrize("kind", ["chosen", *(slow(kind) for kind in KINDS if kind != "chosen")])
+@pytest.mark.parametrize("kind", [slow(kind) if kind not in ("chosen", "in kernels") else kind for kind in KINDS])
 def test_what_is_chosen_on_the_card_is_what_the_reference_chooses(kind: str, tokens: int, device: torch.device) -> None:
     check(mixture(kind, device), tokens, device)
 
