@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -122,7 +123,12 @@ def test_instructions_a_weight_are_counted(tmp_path: Path) -> None:
 def test_the_launches_of_a_step_are_those_of_the_code() -> None:
     command = [sys.executable, "-P", str(SCRIPT.with_name("gpu_launches.py")), "--cards", "h100"]
     env = {**os.environ, "TRITON_INTERPRET": ""}
-    said = subprocess.run(command, env=env, check=True, capture_output=True, text=True, timeout=300).stdout
+    how: dict[str, Any] = {"env": env, "check": True, "capture_output": True, "text": True, "timeout": 300}
+    said = subprocess.run([*command, "--model", "30b-a3b"], **how).stdout
+    kernels = [line.split()[1] for line in said.splitlines() if line.split()[0] == "experts"]
+    prepared = ["digits_kernel", "gemv_kernel"]
+    assert kernels == ["gemv_kernel", "route_kernel", *prepared, *prepared, "sum_kernel"]
+    said = subprocess.run(command, **how).stdout
     layer = [line.split()[:2] for line in said.splitlines() if "x 36" in line]
     assert layer == [
         *(["qkv", "digits_kernel"], ["qkv", "gemv_kernel"], ["qkv", "heads"]),

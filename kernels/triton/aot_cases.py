@@ -346,15 +346,15 @@ def _expert_specs(dtype: torch.dtype, card: Card) -> Iterator[KernelSpec]:
         both = biases if gate == "swiglu_oai" else (None, None)
         limit = 7.0 if gate == "swiglu_oai" else 0.0
 
-        def run(tokens: int, size: int, given: Any = (weights, count, up, down, both, gate, limit)) -> None:
+        def run(tokens: int, size: int, given: Any = (weights, count, up, down, both, limit)) -> None:
             """`size` pairs in a tile; 0: one by one."""
-            weights, count, up, down, (of_up, of_down), gate, limit = given
+            weights, count, up, down, (of_up, of_down), limit = given
             chosen, shares = routed(_meta(dtype, tokens, count), weights)
             tiles = Tiles(size, _meta(torch.int32, 9 * size), _meta(torch.int32, 9)) if size else None
             pairs, x = Pairs(chosen, count, tiles), _meta(dtype, tokens, up.shape[1])
-            made = expert_product(x, up, Extras(of_up, gate=gate), pairs, limit)
+            made = expert_product(x, up, Extras(of_up, gate=weights.activation), pairs, limit)
             made = expert_product(made, down, Extras(of_down), pairs)
-            shared = (x, x[:, :1]) if router == "sigmoid" else (None, None)
+            shared = (x, x[:, :1]) if weights.router_kind == "sigmoid" else (None, None)
             summed(made, shares, *((_meta(torch.float32, *x.shape),) if size else (x, x, *shared)))
 
         for tokens, size in ((1, 0), (8, 8), (512, 64)):

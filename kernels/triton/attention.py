@@ -11,7 +11,6 @@ from functools import cache, lru_cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from ..kv_pages import SCALED_FORMATS, KVPages

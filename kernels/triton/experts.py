@@ -13,7 +13,6 @@ prepared for its products: every launch spared is worth two to three microsecond
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import triton
