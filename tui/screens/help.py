@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
+from rich.table import Table
+from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Horizontal, VerticalScroll
+from textual.containers import VerticalScroll
+from textual.widget import Widget
 from textual.widgets import Static
 
 from localllm.conversation.slash import SLASHES
@@ -20,6 +24,24 @@ FIXED = (
     ("PgUp  PgDn  wheel", "scroll; End follows the answer again"),
     ("Tab", "complete a command or a file"),
 )
+
+
+class Rows(Widget):
+    """Keys and what they do. One widget: with three for each row the screen took most of a second to open."""
+
+    COMPONENT_CLASSES: ClassVar[set[str]] = {"rows--meaning"}
+
+    def __init__(self, rows: Sequence[tuple[str, str]]) -> None:
+        super().__init__()
+        self._rows = rows
+
+    def render(self) -> Table:
+        table = Table.grid(padding=(0, 2, 0, 0), expand=True)
+        table.add_column(width=30 if self.app.size.width >= 100 else 18)
+        table.add_column(style=self.get_visual_style("rows--meaning").rich_style, ratio=1)
+        for row in self._rows:
+            table.add_row(*map(Text, row))
+        return table
 
 
 class HelpScreen(Modal[None]):
@@ -41,10 +63,7 @@ class HelpScreen(Modal[None]):
         with VerticalScroll(id="help"):
             for title, rows in tables.items():
                 yield Static(title, classes="head" if title == "Keys" else "head second", markup=False)
-                for key, meaning in rows:
-                    with Horizontal():
-                        yield Static(key, classes="key", markup=False)
-                        yield Static(meaning, classes="meaning", markup=False)
+                yield Rows(rows)
             note = "Esc closes this. Keys are changed under [keys] in the settings."
             yield Static(note, classes="note", markup=False)
 
