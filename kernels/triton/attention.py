@@ -125,7 +125,7 @@ class _Step:
         k, v = (x.view(torch.int16) if self.format in SCALED_FORMATS else x for x in (pages.k, pages.v))
         self.kv = (k, v, *(lengths if s is None else s for s, lengths in ((pages.k_scales, k), (pages.v_scales, v))))
 
-    def _picked(self, op: str, candidates: list[Tile], fixed: bool = False, form: str = "") -> Tile:
+    def _picked(self, op: str, candidates: tuple[Tile, ...], fixed: bool = False, form: str = "") -> Tile:
         """The winner on this card, or the first; with `fixed` always the first: tiles decide the order of sums."""
         if fixed or self.q.device.type != "cuda":
             return candidates[0]

@@ -8,6 +8,7 @@ memory (3.35 TB/s x 0.8 us / 132 SMs = 20 KB on an H100, 8 KB on an RTX 5090).
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import triton
@@ -41,6 +42,7 @@ class Splits(NamedTuple):
         return min(self.most, -(-window // self.first)) + 1
 
 
+@cache
 def splits_of(num_kv_heads: int, sms: int) -> Splits:
     """Four programs an SM for one long sequence, one an SM from 4096 keys on; of one device always the same."""
     first = _floor_power(4096 * num_kv_heads // sms)
@@ -56,41 +58,44 @@ def side_by_side(places: int, queries: int, num_kv_heads: int, sms: int) -> int:
     return min(places, max(1, BUSY * sms // (queries * num_kv_heads)))
 
 
-def decode_tiles(cap: int, kv_format: str, head_dim: int, group: int) -> list[Tile]:
+@cache
+def decode_tiles(cap: int, kv_format: str, head_dim: int, group: int) -> tuple[Tile, ...]:
     """Candidates for sm_`cap` and `group` query heads a KV head, the expected best first; keys divide every split."""
     width = triton.next_power_of_2(head_dim // 2 if kv_format in SCALED_FORMATS else head_dim)
     if kv_format == "f32":
-        return [Tile(16, 4, 2)]
+        return (Tile(16, 4, 2),)
     if cap < 80:  # no matrix instructions: what registers hold
-        return [Tile(32 if width > 64 else 64, 2 if width <= 32 else 4, 3)]
+        return (Tile(32 if width > 64 else 64, 2 if width <= 32 else 4, 3),)
     if cap >= AMD:  # 64 KiB of shared memory
-        return [Tile(32, 8 if width > 128 else 4, 2)]
+        return (Tile(32, 8 if width > 128 else 4, 2),)
     narrow, wide = Tile(32, 2, 3), Tile(64, 4, 3)
     if cap in WGMMA and width in (64, 128):
-        return [wide, Tile(64, 4, 2), narrow, Tile(32, 2, 4)]
+        return (wide, Tile(64, 4, 2), narrow, Tile(32, 2, 4))
     if width > 128:  # two warps cannot hold 256 x 16 sums
-        return [narrow, Tile(32, 2, 2)] if columns_of(group) == 8 else [Tile(32, 4, 3), Tile(32, 4, 2)]
-    return [narrow, Tile(32, 2, 4), wide]
+        return (narrow, Tile(32, 2, 2)) if columns_of(group) == 8 else (Tile(32, 4, 3), Tile(32, 4, 2))
+    return (narrow, Tile(32, 2, 4), wide)
 
 
-def prefill_tiles(cap: int, kv_format: str, head_dim: int) -> list[Tile]:
+@cache
+def prefill_tiles(cap: int, kv_format: str, head_dim: int) -> tuple[Tile, ...]:
     """Candidates for sm_`cap`: as many rows as registers hold, keys for two or three stages in shared memory."""
     width = triton.next_power_of_2(head_dim)
     if cap < 80 or kv_format == "f32":  # no matrix instructions: small tiles, sums in registers
-        return [Tile(16, 4, 2, rows=16)]
+        return (Tile(16, 4, 2, rows=16),)
     if cap in WGMMA:
         if width > 128:
-            return [Tile(32, 8, 2, rows=64), Tile(32, 4, 2, rows=64)]
+            return (Tile(32, 8, 2, rows=64), Tile(32, 4, 2, rows=64))
         # an H100, 2,048 tokens behind 2,048: E4M3 pages 541, 564 and 613 us; bfloat16 247, 272, 276 and 285
         if kv_format in SCALED_FORMATS:
-            return [Tile(64, 4, 2, rows=64), Tile(64, 8, 2, rows=128), Tile(64, 8, 3, rows=128)]
-        return [Tile(128, 8, 2, rows=128), Tile(64, 8, 2, rows=128), Tile(64, 4, 2, rows=64), Tile(64, 8, 3, rows=128)]
+            return (Tile(64, 4, 2, rows=64), Tile(64, 8, 2, rows=128), Tile(64, 8, 3, rows=128))
+        return (Tile(128, 8, 2, rows=128), Tile(64, 8, 2, rows=128), Tile(64, 4, 2, rows=64), Tile(64, 8, 3, rows=128))
     if width > 128:
-        return [Tile(32, 8, 2, rows=64)]
+        return (Tile(32, 8, 2, rows=64),)
     first = Tile(64, 8, 3, rows=128) if width <= 64 else Tile(32, 8, 3, rows=128)
-    return [first, Tile(32, 8, 2, rows=128), Tile(32, 4, 3, rows=64)]
+    return (first, Tile(32, 8, 2, rows=128), Tile(32, 4, 3, rows=64))
 
 
+@cache
 def decode_registers(cap: int, kv_format: str, head_dim: int, group: int) -> int:
     """Most registers a thread may take; 0 leaves it to the compiler, which spills one rather than give up a warp."""
     if cap < 80 or kv_format not in SCALED_FORMATS or head_dim > 128:
@@ -100,6 +105,7 @@ def decode_registers(cap: int, kv_format: str, head_dim: int, group: int) -> int
     return 136 if cap in (90, 100) and kv_format == "int8" else 128
 
 
+@cache
 def columns_of(group: int, cap: int = 0) -> int:
     """Columns of a decode tile on sm_`cap`: query heads of a KV head, at least what a matrix instruction has."""
     return max(16 if cap >= AMD else 8, triton.next_power_of_2(group))
