@@ -20,5 +20,7 @@ def main() -> None:
         if answered():
             return
     from .frame.program import main as run
+    from .frame.torch_parts import leave_out
 
+    leave_out()
     run()
