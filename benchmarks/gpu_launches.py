@@ -104,7 +104,7 @@ def launches(
         times = 1 if name in ("head", "sampler") else layers
         left = iter(read)
         for kernel in (launch.kernel.__name__.strip("_") for launch in found):
-            yield name, kernel, times, 0 if kernel == "digits_kernel" else next(left, 0)
+            yield name, kernel, times, 0 if kernel in ("digits_kernel", "norm_rows") else next(left, 0)
 
 
 def main() -> int:

@@ -56,7 +56,7 @@ def table(
     cache_dir: Path | None = None,
     check: bool = False,
     may_differ: str = "",
-    timeout_s: float = 7200,
+    timeout_s: float = 1800,
 ) -> list[KernelRow]:
     """Compile the kernels for the capabilities and give their rows.
 

@@ -355,7 +355,7 @@ def _expert_specs(dtype: torch.dtype, card: Card) -> Iterator[KernelSpec]:
             made = expert_product(x, up, Extras(of_up, gate=weights.activation), pairs, limit)
             made = expert_product(made, down, Extras(of_down), pairs)
             shared = (x, x[:, :1]) if weights.router_kind == "sigmoid" else (None, None)
-            summed(made, shares, *((_meta(torch.float32, *x.shape),) if size else (x, x, *shared)))
+            summed(made, shares, *((x, x, *shared) if tokens <= 16 else (_meta(torch.float32, *x.shape),)))
 
         for tokens, size in ((1, 0), (8, 8), (512, 64)):
             label = f"{name} {count} x {inner} {f'tiles of {size}' if size else 'token'}"

@@ -180,6 +180,7 @@ def expert_product(x: Tensor, p: Prepared, extras: Extras, pairs: Pairs, limit: 
         choice = gemv_tiles(n * count, p.shape[1], p.code, card, bool(gate), fixed)[0]
         launch_gemv(*given, choice, pairs, limit)
     else:
+        assert extras.norm is None, "tiles know no norm"
         choice = gemm_tiles(n, p.shape[1], p.code, pairs.tiles.size, card, whole=True, group=p.group)[0]
         assert choice["tokens"] == pairs.tiles.size
         launch_gemm(*given, choice, pairs, limit)

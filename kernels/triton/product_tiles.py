@@ -96,7 +96,9 @@ def gemm_tiles(
         columns = tokens * max(1, halves * kind.planes // group) if grouped else tokens
         if halves < 2 * HALVES or rows * columns * kind.planes > sums:
             continue
-        sizes = (s for s in (4, 3, 2) if _shared(rows, columns, halves, s, code) <= card.shared_bytes)
+        # AMD's: with four stages Triton 3.6 ends at some forms, three take more shared memory than is counted here
+        most_stages = 2 if card.capability >= AMD else 4
+        sizes = (s for s in range(most_stages, 1, -1) if _shared(rows, columns, halves, s, code) <= card.shared_bytes)
         if (stages := next(sizes, 0)) == 0:
             continue
         enough = WARPS * card.num_sms // warps

@@ -37,7 +37,7 @@ class Rows(Widget):
 
     def render(self) -> Table:
         table = Table.grid(padding=(0, 2, 0, 0), expand=True)
-        table.add_column(width=30 if self.app.size.width >= 100 else 18)
+        table.add_column(width=30 if self.app.size.width >= 100 else min(18, self.app.size.width // 3))
         table.add_column(style=self.get_visual_style("rows--meaning").rich_style, ratio=1)
         for row in self._rows:
             table.add_row(*map(Text, row))

@@ -1,10 +1,10 @@
-"""Import torch without the two of its parts that no command needs, and that take a quarter of the time.
+"""Import torch without `torch.export`, which writes programs down: no command needs it.
 
-`torch.export` writes programs down; `torch._meta_registrations` says what operations written in Python would give for
-tensors without data, and brings all decompositions along. Importing torch 2.13 took a core 2.6 s with both and 1.9
-without. Whoever asks either for anything gets the real module, which is then imported.
+Importing torch 2.13 takes a Xeon's core SECONDS. Whoever asks it for anything later gets the real module. For the
+`localllm` command only: what else imports localllm may need all of torch.
 
-For the `localllm` command only: a program that imports localllm may compile models of its own with this torch.
+`torch._meta_registrations` takes as long again, but what it brings along is imported in an order that works only from
+there: without it `torch.vmap` and `torch.broadcast_shapes` fail.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-PARTS = ("torch._meta_registrations", "torch.export")
+PART = "torch.export"
 
 
 class _Later(ModuleType):
@@ -25,28 +25,32 @@ class _Later(ModuleType):
         is_asked = name == "__path__" and "waits" in vars(self)  # so does the import of what is in it
         if name.startswith("__") and not is_asked:
             raise AttributeError(name)
-        if sys.modules.get(self.__name__) is self:
-            del sys.modules[self.__name__]
-        return getattr(import_module(self.__name__), name)
+        _forget()
+        return getattr(import_module(PART), name)
+
+
+def _forget() -> None:
+    """What is imported next is the real module."""
+    if isinstance(sys.modules.get(PART), _Later):
+        sys.modules.pop(PART, None)
 
 
 class _Finder:
-    """Finds each part once, while torch is imported; when that is over, the parts are as if never asked for."""
+    """Finds the part once, while torch is imported; when that is over, it is as if never asked for."""
 
     def __init__(self) -> None:
-        self._left = set(PARTS)
+        self._left = {PART}
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """The spec of a part that is left out; of what comes behind torch nothing."""
+        """The spec of the part that is left out; of what comes behind torch nothing."""
         if name in self._left:
             self._left.discard(name)
             return ModuleSpec(name, self)  # type: ignore[arg-type]
         torch = sys.modules.get("torch")
         if torch is not None and not getattr(torch.__spec__, "_initializing", False):
-            sys.meta_path.remove(self)  # type: ignore[arg-type]
-            for part in PARTS:
-                if isinstance(sys.modules.get(part), _Later):
-                    del sys.modules[part]
+            # another list: who is going through this one still finds what is behind
+            sys.meta_path = [one for one in sys.meta_path if one is not self]
+            _forget()
         return None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:

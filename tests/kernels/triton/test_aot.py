@@ -45,7 +45,7 @@ for spec in aot_cases.all_specs(90):
 
 def checked(**more: Any) -> list[KernelRow]:
     other = "" if triton.__version__.startswith(TESTED) else "dot_scaled"
-    return aot.table(cache_dir=CACHE, check=True, may_differ=other, **more)
+    return aot.table(cache_dir=CACHE, check=True, may_differ=other, timeout_s=7200, **more)
 
 
 def test_part_of_the_table() -> None:
