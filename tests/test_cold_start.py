@@ -56,35 +56,6 @@ def loaded_after(statement: str) -> set[str]:
     return set(run.stdout.split())
 
 
-PARTS = """
-from localllm.cli.frame.torch_parts import PARTS, leave_out
-
-leave_out()
-import sys
-import torch
-
-assert torch.ones(3).softmax(0).sum().item() == 1.0
-import tomllib  # any import that comes after torch
-assert not {*PARTS, "torch._decomp", "torch._export"} & set(sys.modules), "they were imported"
-LATER
-assert torch.export.Dim is sys.modules["torch.export"].Dim
-import torch._meta_registrations
-assert torch.linalg.cholesky(torch.empty(3, 3, device="meta")).shape == (3, 3)
-"""
-
-
-@pytest.mark.parametrize(
-    "later",
-    ["torch.export.Dim"]
-    + [
-        pytest.param(one, marks=pytest.mark.slow)
-        for one in ("import torch.export.graph_signature", "from torch.export import Dim")
-    ],
-)
-def test_parts_of_torch_come_when_somebody_asks(later: str) -> None:
-    subprocess.run([sys.executable, "-P", "-c", PARTS.replace("LATER", later)], check=True, timeout=600)
-
-
 @pytest.mark.parametrize(("module", "forbidden"), CASES.items())
 def test_import_stays_light(module: str, forbidden: set[str]) -> None:
     assert not loaded_after(f"import {module}") & forbidden

@@ -20,7 +20,5 @@ def main() -> None:
         if answered():
             return
     from .frame.program import main as run
-    from .frame.torch_parts import leave_out
 
-    leave_out()
     run()
