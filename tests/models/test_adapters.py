@@ -296,8 +296,8 @@ def test_fused_segments_of_cards_decline_products_with_additions() -> None:
     adapted = Linear((part,), additions=Additions(AdapterRows(), (4, 4), None))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(segments, "fusable", lambda *_: True)
-        assert segments._only_part(plain, torch.zeros(1, 4)) is part
-        assert segments._only_part(adapted, torch.zeros(1, 4)) is None
+        assert segments.only_part(plain, torch.zeros(1, 4)) is part
+        assert segments.only_part(adapted, torch.zeros(1, 4)) is None
 
 
 TARGETS = (
