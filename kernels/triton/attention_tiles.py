@@ -98,7 +98,9 @@ def prefill_tiles(cap: int, kv_format: str, head_dim: int) -> tuple[Tile, ...]:
 @cache
 def decode_registers(cap: int, kv_format: str, head_dim: int, group: int) -> int:
     """Most registers a thread may take; 0 leaves it to the compiler, which spills one rather than give up a warp."""
-    if cap < 80 or kv_format not in SCALED_FORMATS or head_dim > 128:
+    if kv_format not in SCALED_FORMATS:
+        return 168 if cap == 100 and head_dim <= 128 else 0  # with the 128 that Triton 3.6 gets it spills some
+    if cap < 80 or head_dim > 128:
         return 0
     if columns_of(group) > 8:
         return 192 if cap in (80, 90) else 168  # with fewer Triton 3.6 spills some, as with 128 for int8

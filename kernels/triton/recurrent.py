@@ -269,7 +269,7 @@ def _run(
     (num_tokens, heads, dim), (key_heads, width) = v.shape, k.shape[1:]
     out = torch.empty((num_tokens, heads, dim), dtype=torch.float32, device=v.device)
     columns, padded = power_of_2(width), power_of_2(dim)
-    rows, how = min(max(1, TILE // columns), padded), dict[str, Any](num_warps=1)
+    rows, how = min(max(1, TILE // columns), padded), dict[str, Any](num_warps=1, registers=168)
     if not by_token and num_tokens != kept[1].shape[0]:
         columns, rows = max(columns, 16), min(max(padded, 16), CHUNK_ROWS)
         how = {"num_warps": 8, "num_stages": 1, "CHUNK": CHUNK}
