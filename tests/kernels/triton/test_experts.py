@@ -114,6 +114,16 @@ def test_one_row_is_normed_where_it_is_prepared(form: str, device: torch.device)
     check(mixture("routed by a kernel", device, form), 1, device)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
+def test_the_sum_takes_residual_and_shared_expert_and_loses_no_nan(device: torch.device) -> None:
+    given, shares, x = torch.randn(2 * TOP_K, 40), torch.rand(2, TOP_K), torch.randn(2, 40)
+    more, gate = torch.randn(2, 40), torch.tensor([[0.7], [torch.nan]])
+    wanted = x + (given.view(2, TOP_K, 40) * shares[..., None]).sum(1) + more * gate.sigmoid()
+    out = x.clone().to(device)
+    triton_experts.summed(given.to(device), shares.to(device), out, out, more.to(device), gate.to(device))
+    torch.testing.assert_close(out.cpu(), wanted, equal_nan=True)
+
+
 FORMS = ("int4g-32", "fp4g16", "fp4g32", "fp8-row", "gguf-Q4_K", "gguf-Q6_K")
 
 
