@@ -18,6 +18,8 @@ enum { X_PLANES, X_PAIRS, X_DIGITS, X_BYTES, X_SUPER_PLANES, X_SUPER_PAIRS };
 INLINE int x_is_super(int form) { return form >= X_SUPER_PLANES; }
 INLINE int64_t x_bytes(int form) { return form == X_DIGITS ? 2 * XBYTES : form == X_BYTES ? BLOCK : XBYTES; }
 
+#define SUPER_BLOCKS (SUPER / BLOCK)
+
 /* What products take: numbers as they are, or rounded. */
 enum { TAKE_INT16, TAKE_FLOATS, TAKE_INT8 };
 
@@ -38,9 +40,10 @@ typedef struct {
     int64_t m;
     int exact;            /* floats instead of integers */
     int form;             /* of integers */
-    const uint8_t *planes; /* [m] rows of [blocks][x_bytes(form)], x_stride bytes apart */
-    const xblock *meta;   /* [m] rows of [blocks], meta_stride blocks apart */
+    const uint8_t *planes; /* [m] rows of [blocks][x_bytes(form)], x_stride bytes apart; X_SUPER_PAIRS [k / 256][m][SUPER_BLOCKS] */
+    const xblock *meta;   /* [m] rows of [blocks], meta_stride blocks apart; X_SUPER_PAIRS likewise */
     int64_t x_stride, meta_stride;
+    int64_t x_step, meta_step; /* of SUPER: from 256 inputs of a row to its next */
     const float *floats;  /* [m][stride] */
     int64_t stride;
 } activations;
@@ -145,7 +148,7 @@ static void quantize_super(const float *x, uint8_t *planes, xblock *meta, int fo
     if (vi_sum(bad)) scale = f32_bits(0x7fc00000), inverse = 0.0f;
     const vi some = vi_set1(inverse == 0.0f ? 0 : -1);
     int32_t sums[SUPER / 16];
-    for (int b = 0; b < SUPER / BLOCK; b++, x += BLOCK, planes += XBYTES) {
+    for (int b = 0; b < SUPER_BLOCKS; b++, x += BLOCK, planes += XBYTES) {
         int32_t q[BLOCK];
         for (int h = 0; h < 2; h++) {
             vi total = vi_set1(0);
@@ -159,13 +162,13 @@ static void quantize_super(const float *x, uint8_t *planes, xblock *meta, int fo
         (form == X_SUPER_PAIRS ? pair_block : plane_block)(q, planes);
     }
     if (halves == 1)
-        for (int b = 0; b < SUPER / BLOCK; b++) sums[b] = sums[2 * b] + sums[2 * b + 1];
+        for (int b = 0; b < SUPER_BLOCKS; b++) sums[b] = sums[2 * b] + sums[2 * b + 1];
     int32_t most = 0;
-    for (int i = 0; has_min && i < SUPER / BLOCK * halves; i++) most = abs(sums[i]) > most ? abs(sums[i]) : most;
+    for (int i = 0; has_min && i < SUPER_BLOCKS * halves; i++) most = abs(sums[i]) > most ? abs(sums[i]) : most;
     int shift = 0; /* 3 at most: mostly signs differ, and one bit is enough */
     while (most + (1 << shift) / 2 >= 32768 << shift) shift++;
-    for (int i = 0; has_min && i < SUPER / BLOCK * halves; i++) sums[i] = (sums[i] + (1 << shift) / 2) >> shift;
-    for (int b = 0; b < SUPER / BLOCK; b++) {
+    for (int i = 0; has_min && i < SUPER_BLOCKS * halves; i++) sums[i] = (sums[i] + (1 << shift) / 2) >> shift;
+    for (int b = 0; b < SUPER_BLOCKS; b++) {
         meta[b].scale = scale;
         meta[b].min_scale = -scale * (float)(1 << shift);
         if (!has_min)
@@ -276,6 +279,8 @@ typedef struct {
     float *floats;
 } prepare_job;
 
+#define TOGETHER 8 /* rows whose next 256 inputs are written one after another (256 x 9,728: 2.2 ms, row by row 3.2) */
+
 static void prepare_rows(void *arg, int64_t begin, int64_t end, int thread)
 {
     (void)thread;
@@ -286,9 +291,11 @@ static void prepare_rows(void *arg, int64_t begin, int64_t end, int thread)
     float buffer[BLOCK];
     const int64_t x_stride = j->a->x_stride, meta_stride = j->a->meta_stride;
     if (!j->a->exact && x_is_super(form)) {
-        for (int64_t row = begin; row < end; row++)
-            for (int64_t b = 0; b < w->blocks; b += SUPER / BLOCK)
-                quantize_super(j->a->x + row * w->k + b * BLOCK, j->planes + row * x_stride + b * XBYTES, j->meta + row * meta_stride + b, form, halves, has_min, zero);
+        for (int64_t first = begin; first < end; first += TOGETHER)
+            for (int64_t s = 0; s < w->supers; s++)
+                for (int64_t row = first; row < first + TOGETHER && row < end; row++)
+                    quantize_super(j->a->x + row * w->k + s * SUPER, j->planes + row * x_stride + s * j->a->x_step,
+                                   j->meta + row * meta_stride + s * j->a->meta_step, form, halves, has_min, zero);
         return;
     }
     if (!j->a->exact && !w->perm && !w->pre_scale && w->k % (BLOCK * MANY_BLOCKS) == 0) {
@@ -358,6 +365,12 @@ static void prepare_activations(const ll_weight *w, activations *a, uint8_t *mem
     a->planes = job.planes;
     a->x_stride = x_stride_of(w, a);
     a->meta_stride = meta_stride_of(w);
+    a->x_step = SUPER_BLOCKS * XBYTES;
+    a->meta_step = SUPER_BLOCKS;
+    if (!a->exact && a->form == X_SUPER_PAIRS) { /* the same 256 inputs of all rows lie end to end, as many rows are read */
+        a->x_stride = a->x_step, a->x_step *= a->m;
+        a->meta_stride = a->meta_step, a->meta_step *= a->m;
+    }
     a->floats = copy ? job.floats : a->x;
     a->stride = copy ? w->blocks * BLOCK : w->k;
     if (a->exact && !copy && !has_min) return;

@@ -209,6 +209,7 @@ static void tile_sums(const product *p, int64_t tile, int64_t row, int64_t rows,
         return;
     }
 #endif
+    fetch_out(p, tile, row, rows);
     if (p->a->form == X_DIGITS) {
         tile_digits(p, tile, row, rows, part);
         return;
@@ -233,17 +234,9 @@ static void tile_sums(const product *p, int64_t tile, int64_t row, int64_t rows,
     }
 }
 
-/* Where a tile's results of some rows go, which every row has elsewhere (Zen 4, 256 x 640 x 4096: 2 %). */
-INLINE void fetch_out(const product *p, int64_t tile, int64_t row, int64_t rows)
-{
-    for (int64_t r = 0; r < rows; r++)
-        for (int i = 0; i < TILE; i += 16) __builtin_prefetch(p->out + (row + r) * p->stride + tile * TILE + i, 1, 2);
-}
-
 static void tile_many(const product *p, int64_t tile, int64_t row, int64_t rows)
 {
     _Alignas(64) float part[SLAB * TILE];
-    fetch_out(p, tile, row, rows);
     tile_sums(p, tile, row, rows, part);
     for (int64_t r = 0; r < rows; r++) store_tile(p, tile, row + r, part + r * TILE);
 }
@@ -257,7 +250,6 @@ static void gated_tiles(void *arg, int64_t begin, int64_t end, int thread)
     _Alignas(64) float parts[2][SLAB * TILE];
     for (int64_t i = begin; i < end; i++) {
         const int64_t tile = i % half, row = i / half * SLAB, rows = p->a->m - row < SLAB ? p->a->m - row : SLAB;
-        fetch_out(p, tile, row, rows);
         for (int up = 0; up < 2; up++) tile_sums(p, tile + up * half, row, rows, parts[up]);
         for (int64_t r = 0; r < rows; r++) {
             float *gate = parts[0] + r * TILE, *up = parts[1] + r * TILE, *out = p->out + (row + r) * p->stride + tile * TILE;

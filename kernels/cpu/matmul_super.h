@@ -14,7 +14,6 @@ INLINE int is_super(const ll_weight *w)
     return MANY_PAIRS && w->scale_kind == NUM_SUB8 && w->k % SUPER == 0 && !w->perm && !w->pre_scale;
 }
 
-#define SUPER_BLOCKS (SUPER / BLOCK)
 #define SUPER_ROWS (VW == 16 ? 8 : 4) /* rows of x that share a load of codes */
 #define SUPER_FEW (VW == 16 ? 2 : 3) /* up to so many rows of x meet codes that are not multiplied by their scales */
 
@@ -132,10 +131,9 @@ INLINE void super_few(const product *p, int64_t tile, int64_t row, const int row
 typedef struct {
     uint8_t codes[SUPER_BLOCKS * WIDE_BLOCK(0)]; /* times their scales: [pairs][32 lanes] */
     int32_t mins[SUPER_BLOCKS][TILE];            /* pairs */
-    const uint16_t *scale, *min;
-    const uint8_t *x;
-    const xblock *meta;
-    int64_t x_stride, meta_stride;
+    float scale[TILE], min[TILE];                /* that all of them share */
+    const uint8_t *x;   /* [rows] of 256 inputs, end to end */
+    const xblock *meta; /* [rows][SUPER_BLOCKS] */
     float *part; /* [rows][32] sums so far */
 } super_chunk;
 
@@ -205,24 +203,25 @@ INLINE void pairs_of_rows(const uint8_t *codes, const uint8_t *x, int64_t stride
 
 INLINE void super_rows(const super_chunk *k, int64_t row, const int rows, const int chain, const int halves, const int has_min)
 {
-    const uint8_t *x = k->x + row * k->x_stride;
-    const xblock *meta = k->meta + row * k->meta_stride;
+    const uint8_t *x = k->x + row * SUPER_BLOCKS * XBYTES;
+    const xblock *meta = k->meta + row * SUPER_BLOCKS;
     for (int v = 0; v < NV; v += COLS) {
         float *part = k->part + row * TILE + v * VW;
         for (int b = 0; b < SUPER_BLOCKS; b += chain) {
             vi sum[SUPER_ROWS][COLS];
-            pairs_of_rows(k->codes + b * WIDE_BLOCK(0) + v * VW * 4, x + b * XBYTES, k->x_stride, chain * BLOCK / 2, rows, sum);
-            for (int r = 0; r < rows; r++) {
-                const xblock *m = meta + r * k->meta_stride;
+            pairs_of_rows(k->codes + b * WIDE_BLOCK(0) + v * VW * 4, x + b * XBYTES, SUPER_BLOCKS * XBYTES, chain * BLOCK / 2, rows, sum);
+            UNROLL for (int r = 0; r < rows; r++) {
+                const xblock *m = meta + r * SUPER_BLOCKS;
+                const int with_mins = has_min && b + chain == SUPER_BLOCKS;
                 vi mins[COLS];
                 for (int c = 0; c < COLS; c++) mins[c] = vi_set1(0);
-                for (int i = 0; has_min && b + chain == SUPER_BLOCKS && i < SUPER_BLOCKS * halves / 2; i++)
+                UNROLL for (int i = 0; i < (with_mins ? SUPER_BLOCKS * halves / 2 : 0); i++)
                     for (int c = 0; c < COLS; c++)
                         mins[c] = madd16(mins[c], vi_load(&k->mins[i][(v + c) * VW]), vi_set1(m[2 * i / halves].start[0]));
                 for (int c = 0; c < COLS; c++) {
                     float *to = part + r * TILE + c * VW;
-                    vf y = vf_fma(vf_cvt(sum[r][c]), super_factor(k->scale + (v + c) * VW, m->scale), vf_load(to));
-                    if (has_min && b + chain == SUPER_BLOCKS) y = vf_fma(vf_cvt(mins[c]), super_factor(k->min + (v + c) * VW, m->min_scale), y);
+                    vf y = vf_fma(vf_cvt(sum[r][c]), vf_load(k->scale + (v + c) * VW) * vf_set1(m->scale), vf_load(to));
+                    if (with_mins) y = vf_fma(vf_cvt(mins[c]), vf_load(k->min + (v + c) * VW) * vf_set1(m->min_scale), y);
                     vf_store(to, y);
                 }
             }
@@ -238,12 +237,9 @@ INLINE void super_sums_as(const product *p, int64_t tile, int64_t row, int64_t r
     const vlut table = lut_load(w->table);
     const int64_t bytes = SUPER_BLOCKS * block_bytes_of[code];
     _Alignas(64) super_chunk k;
-    k.scale = (const uint16_t *)(at + w->at_super_scale);
-    k.min = (const uint16_t *)(at + w->at_super_min);
+    const uint16_t *super_scale = (const uint16_t *)(at + w->at_super_scale), *super_min = (const uint16_t *)(at + w->at_super_min);
     k.x = p->a->planes + row * p->a->x_stride;
     k.meta = p->a->meta + row * p->a->meta_stride;
-    k.x_stride = p->a->x_stride;
-    k.meta_stride = p->a->meta_stride;
     k.part = part;
     memset(part, 0, (size_t)rows * TILE * 4);
     for (int64_t s = 0; s < w->supers; s++) {
@@ -252,15 +248,22 @@ INLINE void super_sums_as(const product *p, int64_t tile, int64_t row, int64_t r
         scale += SUPER_BLOCKS * halves * TILE;
         for (int i = 0; has_min && i < SUPER_BLOCKS * halves / 2; i++, min += 2 * TILE)
             for (int v = 0; v < TILE; v += VW) vi_store(&k.mins[i][v], min_pair(min + v));
+        for (int v = 0; v < TILE; v += VW) {
+            vf_store(k.scale + v, vf_f16(super_scale + v));
+            if (has_min) vf_store(k.min + v, vf_f16(super_min + v));
+        }
         int64_t r = 0;
-        for (; SUPER_ROWS > 4 && r + SUPER_ROWS <= rows; r += SUPER_ROWS) super_rows(&k, r, SUPER_ROWS, chain_of(code), halves, has_min);
+        for (; SUPER_ROWS > 4 && r + SUPER_ROWS <= rows; r += SUPER_ROWS) {
+            if (s + 1 == w->supers) fetch_out(p, tile, row + r, SUPER_ROWS);
+            super_rows(&k, r, SUPER_ROWS, chain_of(code), halves, has_min);
+        }
         for (; r + 4 <= rows; r += 4) super_rows(&k, r, 4, chain_of(code), halves, has_min);
         for (; r + 2 <= rows; r += 2) super_rows(&k, r, 2, chain_of(code), halves, has_min);
         for (; r < rows; r++) super_rows(&k, r, 1, chain_of(code), halves, has_min);
-        k.scale += TILE;
-        k.min += TILE;
-        k.x += SUPER_BLOCKS * XBYTES;
-        k.meta += SUPER_BLOCKS;
+        super_scale += TILE;
+        super_min += TILE;
+        k.x += p->a->x_step;
+        k.meta += p->a->meta_step;
         /* what comes next is fetched while the many rows are computed */
         for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(codes + i, 0, 2);
     }
@@ -287,7 +290,7 @@ INLINE void super_some(const product *p, int64_t tile, int64_t row, int64_t coun
     const uint8_t *x[SUPER_ROWS];
     for (int r = 0; r < rows; r++) x[r] = p->a->planes + (row + (r < count ? r : count - 1)) * x_stride;
     memset(part, 0, (size_t)count * TILE * 4);
-    for (int64_t s = 0; s < w->supers; s++, meta += SUPER_BLOCKS, super_scale += TILE, super_min += TILE) {
+    for (int64_t s = 0; s < w->supers; s++, meta += p->a->meta_step, super_scale += TILE, super_min += TILE) {
         for (int first = 0; first < SUPER_BLOCKS; first += chain_of(code)) {
             vi sum[SUPER_ROWS][NV];
             for (int r = 0; r < rows; r++)
@@ -336,6 +339,7 @@ INLINE void super_some(const product *p, int64_t tile, int64_t row, int64_t coun
             }
         }
         min += SUPER_BLOCKS * halves * TILE;
+        for (int r = 0; r < rows; r++) x[r] += p->a->x_step - SUPER_BLOCKS * XBYTES;
     }
 }
 
