@@ -110,7 +110,7 @@ static void attention_block(const ll_attention_args *a, const attention_task *t,
             for (int64_t h = 0; h < t->heads; h++) {
                 const int last = h + 1 == t->heads;
                 find_keys(a, t->seq, t->kv_head + h, low, high, &keys);
-                for (int u = 0; u < 2; u++) find_next(a, t->seq, t->kv_head + (last ? 0 : h + 1), first + last * KEYS + u * SUB, high, &keys, u);
+                keys.next_k = find_next(a, t->seq, t->kv_head + (last ? 0 : h + 1), first + last * KEYS, high, keys.k[0]);
                 attention_tile(a, &keys, s, h * t->rows, t->rows);
             }
         }

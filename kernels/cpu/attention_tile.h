@@ -42,7 +42,7 @@ typedef struct {
     int64_t first;
     int subs; /* sub-tiles in use */
     const uint8_t *k[KEYS], *v[KEYS];
-    const uint8_t *next_k[2], *next_v[2]; /* sub-tiles of the next tile, rows end to end: what is asked for meanwhile; or NULL */
+    const uint8_t *next_k; /* of the next tile */
     _Alignas(64) float k_scale[KEYS], v_scale[KEYS];
 } tile_keys;
 
@@ -93,59 +93,46 @@ static void find_keys(const ll_attention_args *a, int64_t seq, int64_t head, int
     }
 }
 
-/* Where the 16 keys and values at `first` lie, which come next. */
-INLINE void find_next(const ll_attention_args *a, int64_t seq, int64_t head, int64_t first, int64_t high, tile_keys *keys, int u)
+/* Where the keys at `first` lie, which come next; where those of now lie, if there are none. */
+INLINE const uint8_t *find_next(const ll_attention_args *a, int64_t seq, int64_t head, int64_t first, int64_t high, const uint8_t *now)
 {
     const kv_pages *p = &a->pages;
-    keys->next_k[u] = keys->next_v[u] = NULL;
-    if (first > high || p->page_size % SUB) return;
-    const int64_t page = a->block_table[seq * a->max_pages + first / p->page_size], row_bytes = p->dim * kv_bytes(p->format);
-    if (page < 0) return;
-    const int64_t row = (page * p->num_kv_heads + head) * p->page_size + first % p->page_size;
-    keys->next_k[u] = p->k + row * row_bytes;
-    keys->next_v[u] = p->v + row * v_bytes(a);
+    const int64_t page = first <= high ? a->block_table[seq * a->max_pages + first / p->page_size] : -1;
+    return page < 0 ? now : p->k + ((page * p->num_kv_heads + head) * p->page_size + first % p->page_size) * p->dim * kv_bytes(p->format);
 }
 
-/* Asks for some bytes, into the second cache. Spread over the work, two Zen 4 cores read 22 GB/s of bfloat16 (4,096 tokens), 11
- * where the next tile is asked for at once into the first cache, and 10 where nothing is. */
-INLINE void ask_for(const uint8_t *from, int64_t begin, int64_t end)
+/* The rows of VW keys end to end: as they lie, else a copy. */
+INLINE const uint8_t *end_to_end(const uint8_t *const *rows, int64_t bytes, uint8_t *copy)
 {
-    for (int64_t i = begin; from && i < end; i += 64) __builtin_prefetch(from + i, 0, 2);
+    int apart = 0;
+    for (int j = 1; j < VW; j++) apart |= rows[j] != rows[0] + j * bytes;
+    for (int j = 0; apart && j < VW; j++) memcpy(copy + j * bytes, rows[j], (size_t)bytes);
+    return apart ? copy : rows[0];
 }
 
-/* Numbers of VW keys, dimension by dimension: BODY sees `int64_t d`, `const int odd` (of d) and `vf key`. Stored numbers
- * of 16 and 8 bits are transposed as halves and quarters of 32. Dimensions after the last whole vector are left. Rows at
- * NEXT, end to end, are asked for meanwhile. */
-#define EACH_DIMENSION(ROWS, DIM, FORMAT, NEXT, BODY)                                                                           \
+/* Numbers of VW keys that lie end to end, dimension by dimension: BODY sees `int64_t d`, `const int odd` (of d) and `vf key`.
+ * 16 bytes of each row are transposed together, as numbers of 32 bits. Dimensions after the last whole vector are left.
+ * Rows at NEXT, end to end, are asked for meanwhile. */
+#define EACH_DIMENSION(FROM, DIM, FORMAT, NEXT, BODY)                                                                           \
+    const int64_t bytes_ = kv_bytes(FORMAT), each_ = 16 / bytes_, stride_ = (DIM) * bytes_;                                     \
     int64_t at_ = 0;                                                                                                            \
-    for (; (FORMAT) == KV_BF16 && at_ + 2 * VW <= (DIM); at_ += 2 * VW) {                                                       \
-        vf pair_[VW];                                                                                                           \
-        for (int j = 0; j < VW; j++) pair_[j] = vf_load((const float *)((ROWS)[j] + 2 * at_));                                  \
-        for (int j = 0; (NEXT) && j < VW; j++) ask_for((NEXT), 2 * (j * (DIM) + at_), 2 * (j * (DIM) + at_ + 2 * VW));          \
-        transpose(pair_);                                                                                                       \
-        UNROLL for (int j = 0; j < 2 * VW; j++) {                                                                               \
+    for (; ((FORMAT) == KV_F32 || (FORMAT) == KV_BF16 || (FORMAT) == KV_INT8) && at_ + each_ <= (DIM); at_ += each_) {          \
+        vf four_[4];                                                                                                            \
+        transpose_four((FROM) + at_ * bytes_, stride_, four_);                                                                  \
+        UNROLL for (int i = 0; (NEXT) && i < 16 * VW; i += 64) __builtin_prefetch((NEXT) + at_ * bytes_ * VW + i);             \
+        UNROLL for (int j = 0; j < 16 / kv_bytes(FORMAT); j++) {                                                                \
             const int64_t d = at_ + j;                                                                                          \
             const int odd = j % 2;                                                                                              \
-            const vf key = (vf)(odd ? (vi)pair_[j / 2] & (int32_t)0xffff0000 : (vi)pair_[j / 2] << 16);                         \
-            BODY                                                                                                                \
-        }                                                                                                                       \
-    }                                                                                                                           \
-    for (; (FORMAT) == KV_INT8 && at_ + 4 * VW <= (DIM); at_ += 4 * VW) {                                                       \
-        vf quad_[VW];                                                                                                           \
-        for (int j = 0; j < VW; j++) quad_[j] = vf_load((const float *)((ROWS)[j] + at_));                                      \
-        for (int j = 0; (NEXT) && j < VW; j++) ask_for((NEXT), j * (DIM) + at_, j * (DIM) + at_ + 4 * VW);                      \
-        transpose(quad_);                                                                                                       \
-        UNROLL for (int j = 0; j < 4 * VW; j++) {                                                                               \
-            const int64_t d = at_ + j;                                                                                          \
-            const int odd = j % 2;                                                                                              \
-            const vf key = vf_cvt(((vi)quad_[j / 4] << (24 - 8 * (j % 4))) >> 24);                                              \
+            const vi from_ = (vi)four_[j * kv_bytes(FORMAT) / 4];                                                               \
+            const vf key = (FORMAT) == KV_F32    ? (vf)from_                                                                    \
+                           : (FORMAT) == KV_BF16 ? (vf)(odd ? from_ & (int32_t)0xffff0000 : from_ << 16)                        \
+                                                 : vf_cvt((from_ << (24 - 8 * (j % 4))) >> 24);                                 \
             BODY                                                                                                                \
         }                                                                                                                       \
     }                                                                                                                           \
     for (; at_ + VW <= (DIM); at_ += VW) {                                                                                      \
         vf one_[VW];                                                                                                            \
-        for (int j = 0; j < VW; j++) one_[j] = kv_vector((ROWS)[j], at_, FORMAT);                                               \
-        for (int j = 0; (NEXT) && j < VW; j++) ask_for((NEXT), kv_bytes(FORMAT) * (j * (DIM) + at_), kv_bytes(FORMAT) * (j * (DIM) + at_ + VW)); \
+        for (int j = 0; j < VW; j++) one_[j] = kv_vector((FROM) + j * stride_, at_, FORMAT);                                    \
         transpose(one_);                                                                                                        \
         UNROLL for (int j = 0; j < VW; j++) {                                                                                   \
             const int64_t d = at_ + j;                                                                                          \
@@ -159,7 +146,9 @@ INLINE void ask_for(const uint8_t *from, int64_t begin, int64_t end)
 INLINE void load_keys(const uint8_t *const *rows, int64_t dim, int64_t end, const float *scales, float *keys, const int64_t format)
 {
     const vf scale = scales ? vf_load(scales) : vf_set1(1.0f);
-    EACH_DIMENSION(rows, dim, format, (const uint8_t *)NULL, { (void)odd; vf_store(keys + d * SUB, key * scale); })
+    _Alignas(64) uint8_t copy[VW * DIM_MAX * 4];
+    const uint8_t *from = end_to_end(rows, dim * kv_bytes(format), copy);
+    EACH_DIMENSION(from, dim, format, (const uint8_t *)NULL, { (void)odd; vf_store(keys + d * SUB, key * scale); })
     for (int64_t d = dim - dim % VW; d < end; d++)
         for (int j = 0; j < VW; j++) keys[d * SUB + j] = d < dim ? kv_number(rows[j], d, format) * (scales ? scales[j] : 1.0f) : 0.0f;
 }
@@ -207,15 +196,16 @@ INLINE void scores_many(const attention_space *s, int64_t row, int64_t padded, t
 }
 
 /* The same against keys in the pages. */
-INLINE void scores_few(const ll_attention_args *a, const tile_keys *t, const attention_space *s, int64_t row, int is_first, tile_weights p,
-                       const int rows, const int64_t format)
+INLINE void scores_few(const tile_keys *t, const attention_space *s, int64_t row, int is_first, tile_weights p, const int rows,
+                       const int64_t dim, const int64_t format)
 {
-    const int64_t dim = a->pages.dim, padded = round_up(dim, 16), of_k = dim * kv_bytes(format);
+    const int64_t padded = round_up(dim, 16), of_k = dim * kv_bytes(format);
     for (int i = 0; i < t->subs * SUB; i += VW) {
-        const uint8_t *next = !is_first || !t->next_k[i / SUB] ? NULL : t->next_k[i / SUB] + i % SUB * of_k;
+        _Alignas(64) uint8_t copy[VW * DIM_MAX * 2];
+        const uint8_t *from = end_to_end(t->k + i, of_k, copy), *next = !is_first ? from : i + SUB < t->subs * SUB ? t->k[i + SUB] : t->v[i % SUB];
         vf chain[4][2];
         for (int r = 0; r < rows; r++) chain[r][0] = chain[r][1] = vf_set1(0.0f);
-        EACH_DIMENSION(t->k + i, dim, format, next, {
+        EACH_DIMENSION(from, dim, format, next, {
             for (int r = 0; r < rows; r++) chain[r][odd] = vf_fma(key, vf_set1(s->q[(row + r) * padded + d]), chain[r][odd]);
         })
         for (int r = 0; r < rows; r++) vf_store(p[r] + i, chain[r][0] + chain[r][1]);
@@ -282,35 +272,49 @@ static __attribute__((noinline)) int soften(const ll_attention_args *a, const ti
     return live;
 }
 
-/* Adds the weighted values; BODY of `wide` vectors from dimension d on, values from the space or the pages. */
+/* Adds the weighted values of `wide` vectors from dimension *d on, as long as there are so many. */
+INLINE void weigh_wide(const ll_attention_args *a, const tile_keys *t, attention_space *s, int64_t row, int is_first, tile_weights p,
+                       const int rows, const int few, const int64_t format, const int wide, int64_t *d)
+{
+    enum { MOST = 8 };
+    const int paired = VW == 16 && few && format == KV_BF16 && wide % 2 == 0; /* even and odd dimensions apart: half of the loads */
+    const int64_t padded = round_up(a->pages.dim, 16), of_v = v_bytes(a);
+    const int keys = t->subs * SUB;
+    for (; *d + wide * VW <= padded; *d += wide * VW) {
+        vf acc[4][MOST];
+        for (int r = 0; r < rows; r++)
+            for (int i = 0; i < wide; i++) acc[r][i] = vf_load(s->acc + (row + r) * padded + *d + i * VW);
+        for (int r = 0; paired && r < rows; r++)
+            for (int i = 0; i < wide; i += 2) pairs_apart(&acc[r][i], &acc[r][i + 1]);
+        for (int j = 0; j < keys; j++) {
+            if (few && is_first) {
+                const uint8_t *next = (j + SUB < keys ? t->v[j + SUB] : t->next_k + j % SUB * of_v) + *d * kv_bytes(format);
+                UNROLL for (int i = 0; i < wide * VW * kv_bytes(format); i += 64) __builtin_prefetch(next + i);
+            }
+            vf value[MOST];
+            for (int i = 0; i < wide; i++)
+                if (paired) {
+                    const vi pair = vi_load(t->v[j] + 2 * (*d + i / 2 * 2 * VW));
+                    value[i] = (vf)(i % 2 ? pair & (int32_t)0xffff0000 : pair << 16);
+                } else value[i] = few ? kv_vector(t->v[j], *d + i * VW, format) : vf_load(s->values + j * padded + *d + i * VW);
+            for (int r = 0; r < rows; r++)
+                for (int i = 0; i < wide; i++) acc[r][i] = vf_fma(value[i], vf_set1(p[r][j]), acc[r][i]);
+        }
+        for (int r = 0; paired && r < rows; r++)
+            for (int i = 0; i < wide; i += 2) pairs_together(&acc[r][i], &acc[r][i + 1]);
+        for (int r = 0; r < rows; r++)
+            for (int i = 0; i < wide; i++) vf_store(s->acc + (row + r) * padded + *d + i * VW, acc[r][i]);
+    }
+}
+
+/* Adds the weighted values, from the space or the pages: 16 sums together where there are so many registers. */
 INLINE void weigh(const ll_attention_args *a, const tile_keys *t, attention_space *s, int64_t row, int is_first, tile_weights p,
                   const int rows, const int few, const int64_t format)
 {
-    enum { WIDE = VW == 16 ? 4 : 2 };
-    const int64_t padded = round_up(a->pages.dim, 16), of_v = v_bytes(a);
-    const int keys = t->subs * SUB;
     int64_t d = 0;
-    for (; d + WIDE * VW <= padded; d += WIDE * VW) {
-        vf acc[4][WIDE];
-        for (int r = 0; r < rows; r++)
-            for (int i = 0; i < WIDE; i++) acc[r][i] = vf_load(s->acc + (row + r) * padded + d + i * VW);
-        for (int j = 0; j < keys; j++) {
-            if (few && is_first) ask_for(t->next_v[j / SUB], j % SUB * of_v + d * kv_bytes(format), j % SUB * of_v + (d + WIDE * VW) * kv_bytes(format));
-            for (int i = 0; i < WIDE; i++) {
-                vf value = few ? kv_vector(t->v[j], d + i * VW, format) : vf_load(s->values + j * padded + d + i * VW);
-                for (int r = 0; r < rows; r++) acc[r][i] = vf_fma(value, vf_set1(p[r][j]), acc[r][i]);
-            }
-        }
-        for (int r = 0; r < rows; r++)
-            for (int i = 0; i < WIDE; i++) vf_store(s->acc + (row + r) * padded + d + i * VW, acc[r][i]);
-    }
-    for (; d < padded; d += VW)
-        for (int r = 0; r < rows; r++) {
-            vf acc = vf_load(s->acc + (row + r) * padded + d);
-            for (int j = 0; j < keys; j++)
-                acc = vf_fma(few ? kv_vector(t->v[j], d, format) : vf_load(s->values + j * padded + d), vf_set1(p[r][j]), acc);
-            vf_store(s->acc + (row + r) * padded + d, acc);
-        }
+    if (VW == 16 && rows <= 2) weigh_wide(a, t, s, row, is_first, p, rows, few, format, 8, &d);
+    weigh_wide(a, t, s, row, is_first, p, rows, few, format, VW == 16 ? 4 : 2, &d);
+    weigh_wide(a, t, s, row, is_first, p, rows, few, format, 1, &d);
 }
 
 INLINE void block_many(const ll_attention_args *a, const tile_keys *t, attention_space *s, int64_t row, const int rows)
@@ -325,7 +329,8 @@ INLINE void block_few(const ll_attention_args *a, const tile_keys *t, attention_
                       const int64_t format)
 {
     _Alignas(64) tile_weights p;
-    scores_few(a, t, s, row, is_first, p, rows, format);
+    if (a->pages.dim == 128) scores_few(t, s, row, is_first, p, rows, 128, format);
+    else scores_few(t, s, row, is_first, p, rows, a->pages.dim, format);
     if (soften(a, t, s, row, p, rows)) weigh(a, t, s, row, is_first, p, rows, 1, format);
 }
 

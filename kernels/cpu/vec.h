@@ -281,6 +281,73 @@ INLINE void transpose(vf r[VW])
 }
 #endif
 
+/* Lanes 0, 2, 4, ... of both in `a`, 1, 3, 5, ... in `b`; and back. */
+#if VW == 16
+INLINE void pairs_apart(vf *a, vf *b)
+{
+    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const __m512 x = (__m512)*a, y = (__m512)*b;
+    *a = (vf)_mm512_permutex2var_ps(x, even, y);
+    *b = (vf)_mm512_permutex2var_ps(x, _mm512_add_epi32(even, _mm512_set1_epi32(1)), y);
+}
+INLINE void pairs_together(vf *a, vf *b)
+{
+    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512 x = (__m512)*a, y = (__m512)*b;
+    *a = (vf)_mm512_permutex2var_ps(x, low, y);
+    *b = (vf)_mm512_permutex2var_ps(x, _mm512_add_epi32(low, _mm512_set1_epi32(8)), y);
+}
+#else
+INLINE void pairs_apart(vf *a, vf *b) { (void)a, (void)b; }
+INLINE void pairs_together(vf *a, vf *b) { (void)a, (void)b; }
+#endif
+
+/* Four numbers of 32 bits of each of VW rows, `stride` bytes apart, transposed: lane j of out[i] is number i of row j. Rows
+ * meet as they are loaded, four to a vector, which leaves a quarter of the shuffles of `transpose`. */
+#if VW == 16
+INLINE void transpose_four(const uint8_t *from, int64_t stride, vf out[4])
+{
+    __m512 r[4], t[4];
+    for (int i = 0; i < 4; i++) {
+        __m512i all = _mm512_castsi128_si512(_mm_loadu_si128((const void *)(from + i * stride)));
+        all = _mm512_inserti32x4(all, _mm_loadu_si128((const void *)(from + (4 + i) * stride)), 1);
+        all = _mm512_inserti32x4(all, _mm_loadu_si128((const void *)(from + (8 + i) * stride)), 2);
+        r[i] = (__m512)_mm512_inserti32x4(all, _mm_loadu_si128((const void *)(from + (12 + i) * stride)), 3);
+    }
+    for (int i = 0; i < 2; i++) {
+        t[2 * i] = _mm512_unpacklo_ps(r[2 * i], r[2 * i + 1]);
+        t[2 * i + 1] = _mm512_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+    }
+    for (int i = 0; i < 2; i++) {
+        out[2 * i] = (vf)_mm512_shuffle_ps(t[i], t[2 + i], 0x44);
+        out[2 * i + 1] = (vf)_mm512_shuffle_ps(t[i], t[2 + i], 0xee);
+    }
+}
+#elif VW == 8
+INLINE void transpose_four(const uint8_t *from, int64_t stride, vf out[4])
+{
+    __m256 r[4], t[4];
+    for (int i = 0; i < 4; i++) {
+        const __m256i low = _mm256_castsi128_si256(_mm_loadu_si128((const void *)(from + i * stride)));
+        r[i] = (__m256)_mm256_inserti128_si256(low, _mm_loadu_si128((const void *)(from + (4 + i) * stride)), 1);
+    }
+    for (int i = 0; i < 2; i++) {
+        t[2 * i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]);
+        t[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+    }
+    for (int i = 0; i < 2; i++) {
+        out[2 * i] = (vf)_mm256_shuffle_ps(t[i], t[2 + i], 0x44);
+        out[2 * i + 1] = (vf)_mm256_shuffle_ps(t[i], t[2 + i], 0xee);
+    }
+}
+#else
+INLINE void transpose_four(const uint8_t *from, int64_t stride, vf out[4])
+{
+    for (int i = 0; i < 4; i++) out[i] = vf_load((const float *)(from + i * stride));
+    transpose(out);
+}
+#endif
+
 /* ---- integer dot products ---- */
 
 /* 16-bit pairs: sum += a.low * b.low + a.high * b.high in every lane. */
