@@ -1,14 +1,13 @@
-/* Paged attention with online softmax, float32 sums.
+/* Paged attention, float32 sums.
  *
  * A query's result is a fixed sequence of steps over absolute key positions: keys in tiles of 32, tiles in segments of
- * 256 with a softmax of their own, segments merged in order. Keys a query does not see add exact zeros or are skipped,
+ * 256 with a softmax of their own (all their scores, then all their values), segments merged in order. Keys a query does not see add exact zeros or are skipped,
  * so neither the chunk it comes in, nor the batch, nor the split of long contexts over threads changes a bit. */
 #ifndef LL_ATTENTION_H
 #define LL_ATTENTION_H
 
 #include "attention_tile.h"
 
-#define SEGMENT 256
 #define SPLIT_QUERIES 4 /* a sequence with so few queries is split over its segments */
 /* A page holds 16 tokens of one KV head behind those of another. Few queries therefore meet a tile of all heads, one after
  * the other, before the next: head by head, each 4 KiB lie a page of all heads behind the last, which likely costs the
@@ -98,21 +97,25 @@ static void attention_block(const ll_attention_args *a, const attention_task *t,
         int64_t begin = segment * SEGMENT, end = begin + SEGMENT;
         if (begin < low) begin = low - low % KEYS;
         if (end > high + 1) end = high + 1;
-        for (int64_t r = 0; r < rows; r++) {
-            s->max[r] = -INFINITY;
-            s->sum[r] = 0.0f;
-        }
-        memset(s->acc, 0, (size_t)(rows * padded) * 4);
-        for (int64_t first = begin; first < end; first += KEYS) {
-            tile_keys keys;
-            keys.first = first;
-            keys.subs = first + SUB < end ? 2 : 1;
-            for (int64_t h = 0; h < t->heads; h++) {
-                const int last = h + 1 == t->heads;
-                find_keys(a, t->seq, t->kv_head + h, low, high, &keys);
-                keys.next_k = find_next(a, t->seq, t->kv_head + (last ? 0 : h + 1), first + last * KEYS, high, keys.k[0]);
-                attention_tile(a, &keys, s, h * t->rows, t->rows);
+        const int64_t base = segment * SEGMENT;
+        for (int values = 0; values < 2; values++) {
+            for (int64_t first = begin; first < end; first += KEYS) {
+                tile_rows tile;
+                tile.first = first;
+                tile.at = first - base;
+                tile.subs = first + SUB < end ? 2 : 1;
+                for (int u = 0; u < 2; u++) tile.place[u] = find_place(a, t->seq, first + u * SUB, low, high);
+                const int64_t next = find_place(a, t->seq, first + KEYS, low, high);
+                for (int64_t h = 0; h < t->heads; h++) {
+                    find_tile(a, t->seq, t->kv_head + h, low, high, values, &tile, s);
+                    if (h + 1 < t->heads) tile.next = find_next(a, tile.place[0], t->kv_head + h + 1, values, &tile);
+                    else tile.next = find_next(a, next, t->kv_head, values, &tile);
+                    attention_tile(a, &tile, s, h * t->rows, t->rows, values);
+                }
             }
+            if (values) continue;
+            for (int64_t r = 0; r < rows; r++) soften(a, s, r, base, begin - base, round_up(end - base, SUB));
+            memset(s->acc, 0, (size_t)(rows * padded) * 4);
         }
         for (int64_t r = 0; r < rows; r++) {
             if (t->partial) {

@@ -1,4 +1,4 @@
-/* One tile of attention: 32 keys against the rows of a block. Keys and values come as floats from memory, where many
+/* One tile of attention: 32 keys, or their values, against the rows of a block. They come as floats from memory, where many
  * rows share them, or straight from the pages for few rows (decoding): the same numbers in the same order. */
 #ifndef LL_ATTENTION_TILE_H
 #define LL_ATTENTION_TILE_H
@@ -7,11 +7,13 @@
 #include "kv.h"
 
 #define SUB 16   /* keys of a sub-tile: the most that are transposed together */
-#define KEYS 32  /* keys per softmax step */
+#define KEYS 32  /* keys of a tile */
+#define SEGMENT 256 /* keys of a softmax */
 #define ROW_FLOATS 16384 /* of queries per block of query rows, which share what was made floats of; half of it but for latents */
 #define TURNED_MAX 128   /* elements of a key behind a latent */
 #define ROWS_MAX 64
 #define FEW_QUERY_ROWS 8 /* so few rows read the pages themselves */
+#define MOST_ROWS (VW == 16 ? 8 : 4) /* rows that share what is read */
 
 typedef struct {
     kv_pages pages;
@@ -31,22 +33,23 @@ typedef struct {
     _Alignas(64) float keys[KEYS * (DIM_MAX + TURNED_MAX)]; /* transposed: [sub-tile][dim][16 keys] */
     _Alignas(64) float values[KEYS * DIM_MAX];
     _Alignas(64) float q[ROW_FLOATS];
+    _Alignas(64) float weights[ROWS_MAX * SEGMENT]; /* scores, then weights, of the segment's keys: [rows][256] */
     _Alignas(64) float acc[ROW_FLOATS];       /* the segment's sums, [rows][padded dim] */
     _Alignas(64) float total[ROW_FLOATS];     /* of the segments before */
+    _Alignas(64) uint8_t copied[2][KEYS * DIM_MAX * 4]; /* rows that do not lie end to end; and those behind latents */
     float max[ROWS_MAX], sum[ROWS_MAX], total_max[ROWS_MAX], total_sum[ROWS_MAX];
     int64_t low[ROWS_MAX], high[ROWS_MAX];    /* keys [low, high] of a row */
 } attention_space;
 
-/* A tile's keys in the pages; zeros where the sequence has none. */
+/* A tile's keys, or its values: each sub-tile's rows end to end, in a page or copied; zeros where the sequence has none. */
 typedef struct {
-    int64_t first;
-    int subs; /* sub-tiles in use */
-    const uint8_t *k[KEYS], *v[KEYS];
-    const uint8_t *next_k; /* of the next tile */
-    _Alignas(64) float k_scale[KEYS], v_scale[KEYS];
-} tile_keys;
-
-typedef float tile_weights[4][KEYS]; /* scores, then weights, of four rows */
+    int64_t first, at; /* the first one's position, and its place in the segment */
+    int subs;          /* sub-tiles in use */
+    int64_t place[2];  /* the first KV head's row of a sub-tile that lies in one page; -1: it does not, or not all of it is seen */
+    const uint8_t *rows[2], *turned[2]; /* turned: what lies behind a latent */
+    const uint8_t *next;                /* rows of the next tile, which are asked for */
+    _Alignas(64) float scale[KEYS], turned_scale[KEYS];
+} tile_rows;
 
 static const int32_t lane_numbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
@@ -57,57 +60,54 @@ INLINE int64_t v_bytes(const ll_attention_args *a) { return (a->turned ? a->turn
 
 INLINE int kv_scaled(const int64_t format) { return format == KV_INT8 || format == KV_FP8; }
 
-static void find_keys(const ll_attention_args *a, int64_t seq, int64_t head, int64_t low, int64_t high, tile_keys *keys)
+/* `place` of the sub-tile at `first`, once for all heads: these are divisions. */
+INLINE int64_t find_place(const ll_attention_args *a, int64_t seq, int64_t first, int64_t low, int64_t high)
 {
-    static const uint8_t zeros[DIM_MAX * 4];
+    const uint32_t size = (uint32_t)a->pages.page_size, key = (uint32_t)first; /* 64 bits take three times as long */
+    if (size % SUB || first < low || first + SUB > high + 1) return -1;
+    const int64_t page = a->block_table[seq * a->max_pages + key / size];
+    return page < 0 ? -1 : page * a->pages.num_kv_heads * size + key % size;
+}
+
+/* Rows of a tile and their scales: keys, or values. */
+INLINE void find_rows(const ll_attention_args *a, const uint8_t *from, const float *scales, int64_t row_bytes, int64_t seq, int64_t head,
+                      int64_t low, int64_t high, const tile_rows *t, uint8_t *copied, const uint8_t **rows, float *scale)
+{
     const kv_pages *p = &a->pages;
-    const int64_t row_bytes = p->dim * kv_bytes(p->format), of_v = v_bytes(a);
-    const int32_t *table = a->block_table + seq * a->max_pages;
-    for (int u = 0; u < keys->subs; u++) {
-        const int64_t first = keys->first + u * SUB;
-        const uint8_t **k = keys->k + u * SUB, **v = keys->v + u * SUB;
-        float *k_scale = keys->k_scale + u * SUB, *v_scale = keys->v_scale + u * SUB;
-        if (p->page_size % SUB == 0 && first >= low && first + SUB <= high + 1) { /* all of them, in one page */
-            const int64_t page = table[first / p->page_size], row = (page * p->num_kv_heads + head) * p->page_size + first % p->page_size;
-            if (page >= 0) {
-                for (int j = 0; j < SUB; j++) {
-                    k[j] = p->k + (row + j) * row_bytes;
-                    v[j] = p->v + (row + j) * of_v;
-                }
-                for (int j = 0; kv_scaled(p->format) && j < SUB; j++) {
-                    k_scale[j] = p->k_scales[p->one_scale ? 0 : row + j];
-                    v_scale[j] = p->v_scales[p->one_scale ? 0 : row + j];
-                }
-                continue;
-            }
+    for (int u = 0; u < t->subs; u++, scale += SUB, copied += SUB * row_bytes) {
+        if (t->place[u] >= 0) {
+            const int64_t row = t->place[u] + head * p->page_size;
+            rows[u] = from + row * row_bytes;
+            for (int j = 0; kv_scaled(p->format) && j < SUB; j++) scale[j] = scales[p->one_scale ? 0 : row + j];
+            continue;
         }
+        rows[u] = copied;
         for (int j = 0; j < SUB; j++) {
-            const int64_t key = first + j, page = key >= low && key <= high ? table[key / p->page_size] : -1;
+            const int64_t key = t->first + u * SUB + j, page = key >= low && key <= high ? a->block_table[seq * a->max_pages + key / p->page_size] : -1;
             const int64_t row = (page * p->num_kv_heads + head) * p->page_size + key % p->page_size;
-            k[j] = page >= 0 ? p->k + row * row_bytes : zeros;
-            v[j] = page >= 0 ? p->v + row * of_v : zeros;
-            if (!kv_scaled(p->format)) continue;
-            k_scale[j] = page >= 0 ? p->k_scales[p->one_scale ? 0 : row] : 0.0f;
-            v_scale[j] = page >= 0 ? p->v_scales[p->one_scale ? 0 : row] : 0.0f;
+            if (page >= 0) memcpy(copied + j * row_bytes, from + row * row_bytes, (size_t)row_bytes);
+            else memset(copied + j * row_bytes, 0, (size_t)row_bytes);
+            if (kv_scaled(p->format)) scale[j] = page < 0 ? 0.0f : scales[p->one_scale ? 0 : row];
         }
     }
 }
 
-/* Where the keys at `first` lie, which come next; where those of now lie, if there are none. */
-INLINE const uint8_t *find_next(const ll_attention_args *a, int64_t seq, int64_t head, int64_t first, int64_t high, const uint8_t *now)
+/* The keys of a tile, or its values; those of a latent are one, and what lies behind it comes with its keys. */
+INLINE void find_tile(const ll_attention_args *a, int64_t seq, int64_t head, int64_t low, int64_t high, int values, tile_rows *t, attention_space *s)
 {
     const kv_pages *p = &a->pages;
-    const int64_t page = first <= high ? a->block_table[seq * a->max_pages + first / p->page_size] : -1;
-    return page < 0 ? now : p->k + ((page * p->num_kv_heads + head) * p->page_size + first % p->page_size) * p->dim * kv_bytes(p->format);
+    const int latent = a->turned > 0;
+    if (!values || latent) find_rows(a, p->k, p->k_scales, p->dim * kv_bytes(p->format), seq, head, low, high, t, s->copied[0], t->rows, t->scale);
+    else find_rows(a, p->v, p->v_scales, v_bytes(a), seq, head, low, high, t, s->copied[0], t->rows, t->scale);
+    if (!values && latent) find_rows(a, p->v, p->v_scales, v_bytes(a), seq, head, low, high, t, s->copied[1], t->turned, t->turned_scale);
 }
 
-/* The rows of VW keys end to end: as they lie, else a copy. */
-INLINE const uint8_t *end_to_end(const uint8_t *const *rows, int64_t bytes, uint8_t *copy)
+/* Where a head's rows at `place` lie, which come next; where those of now lie, if it is not known. */
+INLINE const uint8_t *find_next(const ll_attention_args *a, int64_t place, int64_t head, int values, const tile_rows *t)
 {
-    int apart = 0;
-    for (int j = 1; j < VW; j++) apart |= rows[j] != rows[0] + j * bytes;
-    for (int j = 0; apart && j < VW; j++) memcpy(copy + j * bytes, rows[j], (size_t)bytes);
-    return apart ? copy : rows[0];
+    const kv_pages *p = &a->pages;
+    const int64_t row = place + head * p->page_size;
+    return place < 0 ? t->rows[0] : values && !a->turned ? p->v + row * v_bytes(a) : p->k + row * p->dim * kv_bytes(p->format);
 }
 
 /* Numbers of VW keys that lie end to end, dimension by dimension: BODY sees `int64_t d`, `const int odd` (of d) and `vf key`.
@@ -143,31 +143,27 @@ INLINE const uint8_t *end_to_end(const uint8_t *const *rows, int64_t bytes, uint
     }
 
 /* Stored rows of VW keys, transposed, times their scales where there are some; zeros up to `end`. */
-INLINE void load_keys(const uint8_t *const *rows, int64_t dim, int64_t end, const float *scales, float *keys, const int64_t format)
+INLINE void load_keys(const uint8_t *from, int64_t dim, int64_t end, const float *scales, float *keys, const int64_t format)
 {
     const vf scale = scales ? vf_load(scales) : vf_set1(1.0f);
-    _Alignas(64) uint8_t copy[VW * DIM_MAX * 4];
-    const uint8_t *from = end_to_end(rows, dim * kv_bytes(format), copy);
     EACH_DIMENSION(from, dim, format, (const uint8_t *)NULL, { (void)odd; vf_store(keys + d * SUB, key * scale); })
     for (int64_t d = dim - dim % VW; d < end; d++)
-        for (int j = 0; j < VW; j++) keys[d * SUB + j] = d < dim ? kv_number(rows[j], d, format) * (scales ? scales[j] : 1.0f) : 0.0f;
+        for (int j = 0; j < VW; j++) keys[d * SUB + j] = d < dim ? kv_number(from + j * dim * kv_bytes(format), d, format) * (scales ? scales[j] : 1.0f) : 0.0f;
 }
 
-/* A tile's keys and values as floats into the space: those of latents with their scales, others without. */
-INLINE void load_as(const ll_attention_args *a, const tile_keys *t, attention_space *s, const int64_t format)
+/* A tile's keys, or its values, as floats into the space: those of latents with their scales, others without. */
+INLINE void load_as(const ll_attention_args *a, const tile_rows *t, attention_space *s, const int64_t format, int values)
 {
     const int64_t dim = a->pages.dim, padded = round_up(dim, 16), wide = key_padded(a), whole = dim - dim % VW;
     const int latent = a->turned > 0, scaled = latent && kv_scaled(format);
-    for (int u = 0; u < t->subs; u++)
-        for (int v = 0; v < SUB; v += VW) {
-            const int at = u * SUB + v;
-            float *keys = s->keys + u * SUB * wide + v;
-            load_keys(t->k + at, dim, latent ? dim : wide, scaled ? t->k_scale + at : NULL, keys, format);
-            if (latent) load_keys(t->v + at, a->turned, wide - dim, scaled ? t->v_scale + at : NULL, keys + dim * SUB, format);
-        }
-    for (int j = 0; j < t->subs * SUB; j++) {
-        const uint8_t *from = latent ? t->k[j] : t->v[j];
-        const float scale = scaled ? t->k_scale[j] : 1.0f;
+    for (int at = 0; !values && at < t->subs * SUB; at += VW) {
+        float *keys = s->keys + at / SUB * SUB * wide + at % SUB;
+        load_keys(t->rows[at / SUB] + at % SUB * dim * kv_bytes(format), dim, latent ? dim : wide, scaled ? t->scale + at : NULL, keys, format);
+        if (latent) load_keys(t->turned[at / SUB] + at % SUB * v_bytes(a), a->turned, wide - dim, scaled ? t->turned_scale + at : NULL, keys + dim * SUB, format);
+    }
+    for (int j = 0; values && j < t->subs * SUB; j++) {
+        const uint8_t *from = t->rows[j / SUB] + j % SUB * dim * kv_bytes(format);
+        const float scale = scaled ? t->scale[j] : 1.0f;
         float *value = s->values + j * padded;
         for (int64_t d = 0; d < whole; d += VW) vf_store(value + d, kv_vector(from, d, format) * vf_set1(scale));
         for (int64_t d = whole; d < padded; d++) value[d] = d < dim ? kv_number(from, d, format) * scale : 0.0f;
@@ -175,7 +171,7 @@ INLINE void load_as(const ll_attention_args *a, const tile_keys *t, attention_sp
 }
 
 /* Scores of `rows` rows against keys in the space: two chains each, even and odd dimensions. */
-INLINE void scores_many(const attention_space *s, int64_t row, int64_t padded, tile_weights p, const int rows)
+INLINE void scores_many(attention_space *s, int64_t at, int64_t row, int64_t padded, const int rows)
 {
     for (int v = 0; v < SUB; v += VW) { /* both sub-tiles share the broadcasts of q; what lies in an unused one is not read */
         vf chain[4][2][2];
@@ -191,114 +187,104 @@ INLINE void scores_many(const attention_space *s, int64_t row, int64_t padded, t
                 }
             }
         for (int r = 0; r < rows; r++)
-            for (int u = 0; u < 2; u++) vf_store(p[r] + u * SUB + v, chain[r][u][0] + chain[r][u][1]);
+            for (int u = 0; u < 2; u++) vf_store(s->weights + (row + r) * SEGMENT + at + u * SUB + v, chain[r][u][0] + chain[r][u][1]);
     }
 }
 
 /* The same against keys in the pages. */
-INLINE void scores_few(const tile_keys *t, const attention_space *s, int64_t row, int is_first, tile_weights p, const int rows,
-                       const int64_t dim, const int64_t format)
+INLINE void scores_few(const tile_rows *t, attention_space *s, int64_t row, int is_first, const int rows, const int64_t dim, const int64_t format)
 {
-    const int64_t padded = round_up(dim, 16), of_k = dim * kv_bytes(format);
+    const int64_t padded = round_up(dim, 16), row_bytes = dim * kv_bytes(format);
     for (int i = 0; i < t->subs * SUB; i += VW) {
-        _Alignas(64) uint8_t copy[VW * DIM_MAX * 2];
-        const uint8_t *from = end_to_end(t->k + i, of_k, copy), *next = !is_first ? from : i + SUB < t->subs * SUB ? t->k[i + SUB] : t->v[i % SUB];
-        vf chain[4][2];
+        const uint8_t *from = t->rows[i / SUB] + i % SUB * row_bytes;
+        const uint8_t *next = !is_first ? from : (i + SUB < t->subs * SUB ? t->rows[i / SUB + 1] : t->next) + i % SUB * row_bytes;
+        vf chain[MOST_ROWS][2];
         for (int r = 0; r < rows; r++) chain[r][0] = chain[r][1] = vf_set1(0.0f);
         EACH_DIMENSION(from, dim, format, next, {
             for (int r = 0; r < rows; r++) chain[r][odd] = vf_fma(key, vf_set1(s->q[(row + r) * padded + d]), chain[r][odd]);
         })
-        for (int r = 0; r < rows; r++) vf_store(p[r] + i, chain[r][0] + chain[r][1]);
+        for (int r = 0; r < rows; r++) vf_store(s->weights + (row + r) * SEGMENT + t->at + i, chain[r][0] + chain[r][1]);
     }
 }
 
-/* Scores to weights; the sums so far shrink where a row meets a larger score. Returns 0 when no row sees a key. */
-static __attribute__((noinline)) int soften(const ll_attention_args *a, const tile_keys *t, attention_space *s, int64_t row, tile_weights p, int rows)
+/* Keys' scores times their scales. */
+INLINE void scale_scores(const tile_rows *t, attention_space *s, int64_t first, int64_t rows)
 {
-    const int64_t padded = round_up(a->pages.dim, 16);
-    const vi lane = vi_load(lane_numbers);
-    const int scaled = kv_scaled(a->pages.format) && !a->turned, end_key = t->subs * SUB;
-    int live = 0;
-    for (int r = 0; r < rows; r++) {
-        const vi begin = vi_set1((int32_t)(s->low[row + r] - t->first)), end = vi_set1((int32_t)(s->high[row + r] - t->first));
-        vf top = vf_set1(-INFINITY);
-        vi bad = vi_set1(0);
-        for (int i = 0; i < end_key; i += VW) {
-            const vi key = lane + vi_set1(i), seen = (key >= begin) & (key <= end);
-            vf score = vf_load(p[r] + i);
-            if (scaled) score = score * vf_load(t->k_scale + i);
-            bad |= (vi)(score != score) & seen; /* what follows, the soft cap and the maximum, loses NaN */
-            if (a->softcap != 0.0f) {
-                vf e = vf_exp(score * vf_set1(2.0f / a->softcap));
-                score = vf_set1(a->softcap) - vf_set1(2.0f * a->softcap) / (e + vf_set1(1.0f));
-            }
-            score = vf_select(seen, score, vf_set1(-INFINITY));
-            vf_store(p[r] + i, score);
-            top = vf_max(score, top);
+    for (int64_t r = first; r < first + rows; r++)
+        for (int i = 0; i < t->subs * SUB; i += VW) {
+            float *to = s->weights + r * SEGMENT + t->at + i;
+            vf_store(to, vf_load(to) * vf_load(t->scale + i));
         }
-        if (vi_sum(bad)) { /* a softmax of NaN is NaN for all that the row sees */
-            memset(p[r], 0, sizeof p[r]);
-            if (s->max[row + r] == -INFINITY) s->max[row + r] = 0.0f;
-            s->sum[row + r] = f32_bits(0x7fc00000);
-            continue;
+}
+
+/* Scores of a row against the segment's keys from `base` on, [begin, end) of which were met, to weights. */
+static void soften(const ll_attention_args *a, attention_space *s, int64_t row, int64_t base, int64_t begin, int64_t end)
+{
+    const vi lane = vi_load(lane_numbers), from = vi_set1((int32_t)(s->low[row] - base)), to = vi_set1((int32_t)(s->high[row] - base));
+    float *weights = s->weights + row * SEGMENT;
+    vf top = vf_set1(-INFINITY), sums[SUB / VW];
+    vi bad = vi_set1(0);
+    for (int64_t i = begin; i < end; i += VW) {
+        const vi key = lane + vi_set1((int32_t)i), seen = (key >= from) & (key <= to);
+        vf score = vf_load(weights + i);
+        bad |= (vi)(score != score) & seen; /* what follows, the soft cap and the maximum, loses NaN */
+        if (a->softcap != 0.0f) {
+            vf e = vf_exp(score * vf_set1(2.0f / a->softcap));
+            score = vf_set1(a->softcap) - vf_set1(2.0f * a->softcap) / (e + vf_set1(1.0f));
         }
-        const float before = s->max[row + r], high = vf_hmax(top), now = before > high ? before : high;
-        if (now == -INFINITY) {
-            memset(p[r], 0, sizeof p[r]);
-            continue;
-        }
-        live = 1;
-        vf sum = vf_set1(0.0f);
-        for (int v = 0; v < SUB; v += VW) { /* sums of the same lanes first: sub-tiles left out count as zeros */
-            vf of_lane = vf_set1(0.0f);
-            for (int i = v; i < end_key; i += SUB) {
-                vf e = vf_exp(vf_load(p[r] + i) - vf_set1(now));
-                vf_store(p[r] + i, scaled ? e * vf_load(t->v_scale + i) : e);
-                of_lane = of_lane + e;
-            }
-            sum = sum + of_lane;
-        }
-        if (before != now) {
-            float shrink;
-            vf all = vf_exp(vf_set1(before - now));
-            memcpy(&shrink, &all, 4);
-            s->max[row + r] = now;
-            s->sum[row + r] *= shrink;
-            float *to = s->acc + (row + r) * padded;
-            for (int64_t d = 0; d < padded; d += VW) vf_store(to + d, vf_load(to + d) * vf_set1(shrink));
-        }
-        s->sum[row + r] += vf_sum(sum);
+        score = vf_select(seen, score, vf_set1(-INFINITY));
+        vf_store(weights + i, score);
+        top = vf_max(score, top);
     }
-    return live;
+    s->max[row] = vf_hmax(top);
+    s->sum[row] = 0.0f;
+    if (vi_sum(bad)) { /* a softmax of NaN is NaN for all that the row sees */
+        s->max[row] = 0.0f;
+        s->sum[row] = f32_bits(0x7fc00000);
+    }
+    if (s->sum[row] != 0.0f || s->max[row] == -INFINITY) { /* or it sees nothing */
+        memset(weights + begin, 0, (size_t)(end - begin) * 4);
+        return;
+    }
+    for (int v = 0; v < SUB / VW; v++) sums[v] = vf_set1(0.0f);
+    for (int64_t i = begin; i < end; i += SUB) /* sums of the same lanes first: sub-tiles left out count as zeros */
+        for (int v = 0; v < SUB / VW; v++) {
+            const vf e = vf_exp(vf_load(weights + i + v * VW) - vf_set1(s->max[row]));
+            vf_store(weights + i + v * VW, e);
+            sums[v] = sums[v] + e;
+        }
+    for (int v = 1; v < SUB / VW; v++) sums[0] = sums[0] + sums[v];
+    s->sum[row] = vf_sum(sums[0]);
 }
 
 /* Adds the weighted values of `wide` vectors from dimension *d on, as long as there are so many. */
-INLINE void weigh_wide(const ll_attention_args *a, const tile_keys *t, attention_space *s, int64_t row, int is_first, tile_weights p,
-                       const int rows, const int few, const int64_t format, const int wide, int64_t *d)
+INLINE void weigh_wide(const ll_attention_args *a, const tile_rows *t, attention_space *s, int64_t row, int is_first, const int rows, const int few,
+                       const int64_t format, const int wide, int64_t *d)
 {
-    enum { MOST = 8 };
     const int paired = VW == 16 && few && format == KV_BF16 && wide % 2 == 0; /* even and odd dimensions apart: half of the loads */
     const int64_t padded = round_up(a->pages.dim, 16), of_v = v_bytes(a);
     const int keys = t->subs * SUB;
+    const float *weights = s->weights + row * SEGMENT + t->at;
     for (; *d + wide * VW <= padded; *d += wide * VW) {
-        vf acc[4][MOST];
+        vf acc[MOST_ROWS][8];
         for (int r = 0; r < rows; r++)
             for (int i = 0; i < wide; i++) acc[r][i] = vf_load(s->acc + (row + r) * padded + *d + i * VW);
         for (int r = 0; paired && r < rows; r++)
             for (int i = 0; i < wide; i += 2) pairs_apart(&acc[r][i], &acc[r][i + 1]);
         for (int j = 0; j < keys; j++) {
             if (few && is_first) {
-                const uint8_t *next = (j + SUB < keys ? t->v[j + SUB] : t->next_k + j % SUB * of_v) + *d * kv_bytes(format);
+                const uint8_t *next = (j + SUB < keys ? t->rows[j / SUB + 1] : t->next) + j % SUB * of_v + *d * kv_bytes(format);
                 UNROLL for (int i = 0; i < wide * VW * kv_bytes(format); i += 64) __builtin_prefetch(next + i);
             }
-            vf value[MOST];
+            const uint8_t *from = t->rows[j / SUB] + j % SUB * of_v;
+            vf value[8];
             for (int i = 0; i < wide; i++)
                 if (paired) {
-                    const vi pair = vi_load(t->v[j] + 2 * (*d + i / 2 * 2 * VW));
+                    const vi pair = vi_load(from + 2 * (*d + i / 2 * 2 * VW));
                     value[i] = (vf)(i % 2 ? pair & (int32_t)0xffff0000 : pair << 16);
-                } else value[i] = few ? kv_vector(t->v[j], *d + i * VW, format) : vf_load(s->values + j * padded + *d + i * VW);
+                } else value[i] = few ? kv_vector(from, *d + i * VW, format) : vf_load(s->values + j * padded + *d + i * VW);
             for (int r = 0; r < rows; r++)
-                for (int i = 0; i < wide; i++) acc[r][i] = vf_fma(value[i], vf_set1(p[r][j]), acc[r][i]);
+                for (int i = 0; i < wide; i++) acc[r][i] = vf_fma(value[i], vf_set1(weights[r * SEGMENT + j]), acc[r][i]);
         }
         for (int r = 0; paired && r < rows; r++)
             for (int i = 0; i < wide; i += 2) pairs_together(&acc[r][i], &acc[r][i + 1]);
@@ -308,70 +294,72 @@ INLINE void weigh_wide(const ll_attention_args *a, const tile_keys *t, attention
 }
 
 /* Adds the weighted values, from the space or the pages: 16 sums together where there are so many registers. */
-INLINE void weigh(const ll_attention_args *a, const tile_keys *t, attention_space *s, int64_t row, int is_first, tile_weights p,
-                  const int rows, const int few, const int64_t format)
+INLINE void weigh(const ll_attention_args *a, const tile_rows *t, attention_space *s, int64_t row, int is_first, const int rows, const int few, const int64_t format)
 {
     int64_t d = 0;
-    if (VW == 16 && rows <= 2) weigh_wide(a, t, s, row, is_first, p, rows, few, format, 8, &d);
-    weigh_wide(a, t, s, row, is_first, p, rows, few, format, VW == 16 ? 4 : 2, &d);
-    weigh_wide(a, t, s, row, is_first, p, rows, few, format, 1, &d);
+    if (VW == 16 && rows <= 2) weigh_wide(a, t, s, row, is_first, rows, few, format, 8, &d);
+    weigh_wide(a, t, s, row, is_first, rows, few, format, VW == 16 && rows <= 4 ? 4 : 2, &d);
+    weigh_wide(a, t, s, row, is_first, rows, few, format, 1, &d);
 }
 
-INLINE void block_many(const ll_attention_args *a, const tile_keys *t, attention_space *s, int64_t row, const int rows)
+/* Of rows in order, whether none sees a key of the tile. */
+INLINE int sees_none(const tile_rows *t, const attention_space *s, int64_t row, const int rows)
 {
-    _Alignas(64) tile_weights p;
-    if (s->high[row + rows - 1] < t->first || s->low[row] >= t->first + KEYS) return; /* of rows in order, none sees a key */
-    scores_many(s, row, key_padded(a), p, rows);
-    if (soften(a, t, s, row, p, rows)) weigh(a, t, s, row, 0, p, rows, 0, KV_F32);
+    return s->high[row + rows - 1] < t->first || s->low[row] >= t->first + KEYS;
 }
 
-INLINE void block_few(const ll_attention_args *a, const tile_keys *t, attention_space *s, int64_t row, int is_first, const int rows,
-                      const int64_t format)
+INLINE void block_many(const ll_attention_args *a, const tile_rows *t, attention_space *s, int64_t row, const int rows, int values)
 {
-    _Alignas(64) tile_weights p;
-    if (a->pages.dim == 128) scores_few(t, s, row, is_first, p, rows, 128, format);
-    else scores_few(t, s, row, is_first, p, rows, a->pages.dim, format);
-    if (soften(a, t, s, row, p, rows)) weigh(a, t, s, row, is_first, p, rows, 1, format);
+    if (sees_none(t, s, row, rows)) return;
+    if (values) weigh(a, t, s, row, 0, rows, 0, KV_F32);
+    else scores_many(s, t->at, row, key_padded(a), rows);
 }
 
-#define TILE_ROWS(NAME, CALL)                                                                                                              \
-    static __attribute__((noinline)) void NAME(const ll_attention_args *a, const tile_keys *t, attention_space *s, int64_t first, int64_t rows) \
+INLINE void block_few(const ll_attention_args *a, const tile_rows *t, attention_space *s, int64_t row, int is_first, const int rows, int values, const int64_t format)
+{
+    if (values) weigh(a, t, s, row, is_first, rows, 1, format);
+    else if (a->pages.dim == 128) scores_few(t, s, row, is_first, rows, 128, format);
+    else scores_few(t, s, row, is_first, rows, a->pages.dim, format);
+}
+
+#define TILE_ROWS(NAME, EIGHT, CALL)                                                                                                       \
+    static __attribute__((noinline)) void NAME(const ll_attention_args *a, const tile_rows *t, attention_space *s, int64_t first, int64_t rows, int values) \
     {                                                                                                                                      \
         int64_t row = first;                                                                                                               \
         const int64_t end = first + rows;                                                                                                  \
+        for (; EIGHT && row + 8 <= end; row += 8) CALL(EIGHT ? 8 : 1);                                                                     \
         for (; row + 4 <= end; row += 4) CALL(4);                                                                                          \
         if (end - row == 3) CALL(3);                                                                                                       \
         else if (end - row == 2) CALL(2);                                                                                                  \
         else if (end - row == 1) CALL(1);                                                                                                  \
     }
-#define MANY(ROWS) block_many(a, t, s, row, ROWS)
-TILE_ROWS(tile_many_rows, MANY)
-#define FEW_BF16(ROWS) block_few(a, t, s, row, row == first, ROWS, KV_BF16)
-TILE_ROWS(tile_bf16, FEW_BF16)
-#define FEW_INT8(ROWS) block_few(a, t, s, row, row == first, ROWS, KV_INT8)
-TILE_ROWS(tile_int8, FEW_INT8)
+#define MANY(ROWS) block_many(a, t, s, row, ROWS, values)
+TILE_ROWS(tile_many_rows, 0, MANY)
+#define FEW_BF16(ROWS) block_few(a, t, s, row, row == first, ROWS, values, KV_BF16)
+TILE_ROWS(tile_bf16, MOST_ROWS == 8, FEW_BF16)
+#define FEW_INT8(ROWS) block_few(a, t, s, row, row == first, ROWS, values, KV_INT8)
+TILE_ROWS(tile_int8, MOST_ROWS == 8, FEW_INT8)
 
-/* Rows first.. of the block against the tile. */
-static void attention_tile(const ll_attention_args *a, const tile_keys *t, attention_space *s, int64_t first, int64_t rows)
+/* Scores of rows first.. of the block against the tile's keys; or what its values add to them. */
+static void attention_tile(const ll_attention_args *a, const tile_rows *t, attention_space *s, int64_t first, int64_t rows, int values)
 {
-    if (rows <= FEW_QUERY_ROWS && a->pages.dim % 16 == 0 && !a->turned) {
-        if (a->pages.format == KV_BF16) {
-            tile_bf16(a, t, s, first, rows);
-            return;
+    const int scaled = kv_scaled(a->pages.format) && !a->turned;
+    if (values && scaled) scale_scores(t, s, first, rows);
+    if (rows <= FEW_QUERY_ROWS && a->pages.dim % 16 == 0 && !a->turned && a->pages.format == KV_BF16) {
+        tile_bf16(a, t, s, first, rows, values);
+    } else if (rows <= FEW_QUERY_ROWS && a->pages.dim % 16 == 0 && !a->turned && a->pages.format == KV_INT8) {
+        tile_int8(a, t, s, first, rows, values);
+    } else {
+        switch (a->pages.format) {
+        case KV_F32: load_as(a, t, s, KV_F32, values); break;
+        case KV_BF16: load_as(a, t, s, KV_BF16, values); break;
+        case KV_F16: load_as(a, t, s, KV_F16, values); break;
+        case KV_INT8: load_as(a, t, s, KV_INT8, values); break;
+        default: load_as(a, t, s, KV_FP8, values);
         }
-        if (a->pages.format == KV_INT8) {
-            tile_int8(a, t, s, first, rows);
-            return;
-        }
+        tile_many_rows(a, t, s, first, rows, values);
     }
-    switch (a->pages.format) {
-    case KV_F32: load_as(a, t, s, KV_F32); break;
-    case KV_BF16: load_as(a, t, s, KV_BF16); break;
-    case KV_F16: load_as(a, t, s, KV_F16); break;
-    case KV_INT8: load_as(a, t, s, KV_INT8); break;
-    default: load_as(a, t, s, KV_FP8);
-    }
-    tile_many_rows(a, t, s, first, rows);
+    if (!values && scaled) scale_scores(t, s, first, rows);
 }
 
 #endif
