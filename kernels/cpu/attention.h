@@ -1,8 +1,9 @@
 /* Paged attention, float32 sums.
  *
- * A query's result is a fixed sequence of steps over absolute key positions: keys in tiles of 32, tiles in segments of
- * 256 with a softmax of their own (all their scores, then all their values), segments merged in order. Keys a query does not see add exact zeros or are skipped,
- * so neither the chunk it comes in, nor the batch, nor the split of long contexts over threads changes a bit. */
+ * A query's result is a fixed sequence of steps over absolute key positions: segments of 256 keys with a softmax of their
+ * own (all their scores, then all their values, in tiles of 32) are merged in order. Keys a query does not see add exact
+ * zeros or are skipped, so neither the chunk it comes in, nor the batch, nor the split of long contexts over threads
+ * changes a bit. */
 #ifndef LL_ATTENTION_H
 #define LL_ATTENTION_H
 
@@ -11,8 +12,8 @@
 #define SPLIT_QUERIES 4 /* a sequence with so few queries is split over its segments */
 /* A page holds 16 tokens of one KV head behind those of another. Few queries therefore meet a tile of all heads, one after
  * the other, before the next: head by head, each 4 KiB lie a page of all heads behind the last, which likely costs the
- * translation of their addresses (bfloat16, 8 heads of 128, 8,192 tokens, two Zen 4 cores, in turns: 11.9 instead of 10.0 GB/s,
- * 14.0 instead of 11.8 at 4,096; read plainly 25). A task takes fewer heads where a thread would get fewer tasks than this. */
+ * translation of their addresses (bfloat16, 8 heads of 128, 8,192 tokens, two Zen 4 cores: 11.9 instead of 10.0 GB/s). A
+ * task takes fewer heads where a thread would get fewer tasks than this. */
 #define TASKS_PER_THREAD 8
 #define ALONE 16384     /* numbers of keys a call looks at that are not worth a second thread: some 3 us */
 

@@ -112,7 +112,10 @@ INLINE const uint8_t *find_next(const ll_attention_args *a, int64_t place, int64
 
 /* Numbers of VW keys that lie end to end, dimension by dimension: BODY sees `int64_t d`, `const int odd` (of d) and `vf key`.
  * 16 bytes of each row are transposed together, as numbers of 32 bits. Dimensions after the last whole vector are left.
- * Rows at NEXT, end to end, are asked for meanwhile. */
+ *
+ * Rows at NEXT, end to end, are asked for meanwhile, in order and into the first cache, as values are below. What is asked
+ * for waits in one of a core's ten to twelve buffers for lines, and so does every line on its way from the second cache to
+ * the first: lines asked for into the second take two turns (two Cascade Lake cores, 8,192 tokens: 16.7 GB/s, 18.8 so). */
 #define EACH_DIMENSION(FROM, DIM, FORMAT, NEXT, BODY)                                                                           \
     const int64_t bytes_ = kv_bytes(FORMAT), each_ = 16 / bytes_, stride_ = (DIM) * bytes_;                                     \
     int64_t at_ = 0;                                                                                                            \
