@@ -120,7 +120,8 @@ def peer_scores(model: LLM, ids: Sequence[int], file: Path, python: str | None) 
                 peer.close()
         _peers.clear()
         try:
-            _peers[model.path] = Peer("llama.cpp", model.path, threads=model.plan.threads, ctx=WINDOW + 8, python=python)
+            threads, ctx = model.plan.threads, WINDOW + 8
+            _peers[model.path] = Peer("llama.cpp", model.path, threads=threads, ctx=ctx, python=python)
         except ConfigError as error:
             print(f"without llama.cpp: {error.message}", flush=True)
             _peers[model.path] = None
