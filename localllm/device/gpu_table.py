@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 from localllm.paths import toml_beside
@@ -59,6 +60,7 @@ def min_torch_cuda(capability: int) -> str:
     return generation(120 if capability == 121 else capability).min_cuda
 
 
+@cache
 def table_row(name: str) -> GpuModel | None:
     """The row of a card by the driver's name."""
     return next((row for row in TABLE if re.search(row.pattern, name, re.IGNORECASE)), None)

@@ -62,6 +62,7 @@ GUESS_BUCKETS = (2, 4, 8, 16)
 CHECKPOINTS = 2  # of a sequence's states that are worth keeping: behind its prompt, and behind its answer
 LARGEST_HEAD = 512  # elements of a key, or of a latent, that attention in C takes
 ROPE_BLOCK = 1024  # positions that a RoPE table grows by
+GUESSES = 6  # of the largest context that fits, before halves are tried: of the catalogue two or three are enough
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,16 +295,28 @@ class Memory:
     def max_ctx(self) -> int:
         """The largest context up to the model's own that fits, in steps of 256 tokens (its own counts); 0 when none."""
         own = self.facts.max_context
-        if self.sequence_bytes(own) <= self.room(own):
+        if self._spare(own) >= 0:
             return own
-        if self.sequence_bytes(256) > self.room(256):
+        low, above = 1, own // 256 + 1
+        left, short = self._spare(256), self._spare(own)
+        if left < 0:
             return 0
-        low, high = 0, own // 256
-        while low < high:
-            middle = (low + high + 1) // 2
-            fits = self.sequence_bytes(middle * 256) <= self.room(middle * 256)
-            low, high = (middle, high) if fits else (low, middle - 1)
+        # what is spare falls in nearly straight pieces: a guess on the line between both ends is near, mostly
+        tries = 0
+        while above - low > 1:
+            share = left / (left - short) if tries < GUESSES else 0.5
+            middle = min(max(low + int((above - low) * share), low + 1), above - 1)
+            spare = self._spare(middle * 256)
+            if spare >= 0:
+                low, left = middle, spare
+            else:
+                above, short = middle, spare
+            tries += 1
         return low * 256
+
+    def _spare(self, ctx: int) -> int:
+        """What is left when one sequence has its pages; negative where it does not fit."""
+        return self.room(ctx) - self.sequence_bytes(ctx)
 
     def num_pages(self, ctx: int) -> tuple[int, ...]:
         """Pages per group: one sequence at full context, as many as may run, then finished prompts for reuse.
@@ -415,13 +428,14 @@ class Memory:
             terms["gathered"] = 4 * ctx * facts.num_kv_heads * facts.head_dim * 4 + 16 * MIB
         return terms
 
-    def _work_on_gpu(self, ctx: int) -> dict[str, int]:
+    @cached_property
+    def _steps_on_gpu(self) -> tuple[int, int, int]:
+        """(merged splits, a decode step, graphs with the sampler): what no context changes."""
         facts, parallel, vocab = self.facts, self.options.max_parallel, self.facts.vocab_size
         buckets = (*self.graph_buckets, *self.guess_buckets)
         rows = max((parallel, *buckets))  # of the largest graph
         outputs = sum(buckets) * (vocab * 4 + facts.hidden_size * 2)
         merged = facts.num_heads * DECODE_SPLITS * (facts.head_dim + 2) * 4  # of a row
-        block_tables = len(self._group_bytes) * rows * -(-ctx // self.options.page_size) * 4
         computed = vocab * (2 + 4) + SAMPLED_BYTES  # of a row: 16-bit logits, and what sampling makes of them
         decoding = activation_bytes(facts, parallel, 2) + parallel * (merged + computed)
         sampler = parallel * vocab * 4 + rows * (vocab // 8 + SAMPLER_ROW_BYTES)  # tokens counted, masks, biases
@@ -429,11 +443,18 @@ class Memory:
         captured = captured + GRAPH_BYTES * len(buckets) if buckets else 0
         if buckets and facts.predictor is not None:  # what it reads, and what it gives
             captured += GRAPH_BYTES + (2 * rows + sum(buckets)) * facts.hidden_size * 4
+        return parallel * merged, decoding + (parallel + self.num_drafts) * vocab * 4, captured + sampler
+
+    def _work_on_gpu(self, ctx: int) -> dict[str, int]:
+        facts = self.facts
+        merged, decoding, graphs = self._steps_on_gpu
+        rows = max(self.options.max_parallel, *self.graph_buckets, *self.guess_buckets, 0)
+        block_tables = len(self._group_bytes) * rows * -(-ctx // self.options.page_size) * 4
         terms = {
             "context": CONTEXT_BYTES,
-            "activations": activation_bytes(facts, min(self.rows, ctx), 2) + max(parallel * merged, SPLIT_PART_BYTES),
-            "logits": decoding + (parallel + self.num_drafts) * vocab * 4 + self.num_drafts * vocab * 2,
-            "graphs": captured + sampler,
+            "activations": activation_bytes(facts, min(self.rows, ctx), 2) + max(merged, SPLIT_PART_BYTES),
+            "logits": decoding + self.num_drafts * facts.vocab_size * 2,
+            "graphs": graphs,
             "tables": rope_bytes(facts, ctx) + block_tables,
         }
         terms["activations"] += 2 * self.expert_bytes  # one that comes, as it is stored and as it is multiplied

@@ -78,6 +78,8 @@ class Planner:
 
     def having(self, **options: Any) -> Planner:
         """The same with other values of some options."""
+        if all(getattr(self.options, name) == value for name, value in options.items()):
+            return self
         return replace(self, options=replace(self.options, **options))
 
     def plan(self, facts: ModelFacts, path: Path | str = "", host_experts: int | None = None) -> Plan:
@@ -158,7 +160,7 @@ class Planner:
         """The plan for one device: the best formats that leave room for a useful context, else those with most."""
         most: Memory | None = None
         for memory, enough_ctx in self.formats(where, facts):
-            memory = replace(memory, host_experts=host_experts)
+            memory = replace(memory, host_experts=host_experts) if host_experts else memory
             if memory.max_ctx >= enough_ctx:
                 return self.with_memory(memory)
             if most is None or memory.max_ctx > most.max_ctx:
