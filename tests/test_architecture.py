@@ -78,9 +78,19 @@ def modules() -> list[tuple[Path, tuple[str, ...]]]:
 
 @cache
 def nodes(path: Path) -> tuple[ast.AST, ...]:
-    """Imports and comparisons."""
-    kinds = ast.Import, ast.ImportFrom, ast.Compare
-    return tuple(node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds))
+    """Imports, and comparisons where there is an architecture to compare: most nodes of a tree are expressions."""
+    source = path.read_text()
+    tree = ast.parse(source)
+    compared = [node for node in ast.walk(tree) if isinstance(node, ast.Compare)] if ".architecture" in source else []
+    return (*(node for node in statements(tree) if isinstance(node, ast.Import | ast.ImportFrom)), *compared)
+
+
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """All below a node, at any depth."""
+    for part in ("body", "handlers", "orelse", "finalbody", "cases"):
+        for inner in getattr(node, part, ()):
+            yield inner
+            yield from statements(inner)
 
 
 def imports(path: Path, name: tuple[str, ...]) -> Iterator[tuple[str, ...]]:

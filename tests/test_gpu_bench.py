@@ -42,6 +42,7 @@ def bare(folder: Path, *words: str, limit_s: float = 300) -> subprocess.Complete
     )
 
 
+@pytest.mark.slow
 def test_the_plan_of_three_calls_names_parts_that_there_are(tmp_path: Path) -> None:
     said = bare(tmp_path, "--plan")
     assert said.returncode == 0, said.stderr

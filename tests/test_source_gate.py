@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ FOLDERS = ("localllm", "kernels", "quant", "models", "tui", "benchmarks")
 BAD_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 BAD_NAMES = {"eval", "exec", "__import__"}
 BAD_METHODS = {("yaml", "load"), ("yaml", "unsafe_load"), ("os", "system"), ("os", "popen"), ("numpy", "load")}
+SUSPECT = BAD_MODULES | BAD_NAMES | {"shell", "trust_remote_code", "allow_pickle"}
 SANDBOX = "ImmutableSandboxedEnvironment"
 
 
@@ -55,9 +57,16 @@ def breaches(tree: ast.AST) -> list[str]:
     return found
 
 
+def is_suspect(source: str) -> bool:
+    """Whether the words of a breach are there at all: reading every tree takes seconds."""
+    words = set(re.findall(r"\w+", source))
+    return bool(words & SUSPECT) or any(words >= set(pair) for pair in (*BAD_METHODS, ("torch", "load")))
+
+
 def test_nothing_runs_foreign_code() -> None:
     for path in sources():
-        assert not breaches(ast.parse(path.read_text())), path.relative_to(ROOT)
+        source = path.read_text()
+        assert not is_suspect(source) or not breaches(ast.parse(source)), path.relative_to(ROOT)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +85,7 @@ def test_nothing_runs_foreign_code() -> None:
     ],
 )
 def test_the_gate_sees(line: str) -> None:
-    assert breaches(ast.parse(line))
+    assert is_suspect(line) and breaches(ast.parse(line))
 
 
 @pytest.mark.parametrize("line", ["model.eval()", "torch.load(path, weights_only=True)", "retrieval(x)", "'eval('"])

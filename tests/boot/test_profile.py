@@ -335,7 +335,7 @@ def allocating_model(facts: ModelFacts) -> Model:
     return Model(facts, cache_groups(facts), embedding, layers, HeadWeights(one, linear(1000)), [rope], table)
 
 
-@pytest.mark.parametrize("inner", [768, 100])
+@pytest.mark.parametrize("inner", [768, pytest.param(100, marks=pytest.mark.slow)])
 def test_the_plan_counts_what_is_alive_in_the_worst_moment(inner: int) -> None:
     """within 3 %: a wide feed-forward layer has its worst moment there, a narrow one in attention"""
     facts, rows = model_facts(inner), 512

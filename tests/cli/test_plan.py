@@ -133,7 +133,9 @@ def test_a_limit_of_downloads_is_told_and_holds_for_no_other_machine(
     assert " fp8 " in invoke("plan", "qwen", "--gpu", "RTX PRO 6000", env=env).stdout.splitlines()[1]
 
 
-@pytest.mark.parametrize("hw", ["rtx4060", "rtx4090", "gb10", "cpu"])
+@pytest.mark.parametrize(
+    "hw", ["rtx4060", *(pytest.param(hw, marks=pytest.mark.slow) for hw in ("rtx4090", "gb10", "cpu"))]
+)
 def test_plan_without_names_recommends_what_home_and_doctor_do(invoke: Invoke, empty_home: Path, hw: str) -> None:
     from localllm.device.fake import MACHINES
     from localllm.hub import download_limit

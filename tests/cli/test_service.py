@@ -138,6 +138,7 @@ def bound(*sockets: socket.socket, pid: str = "") -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_the_socket_of_systemd_is_used() -> None:
     with socket.create_server(("127.0.0.1", 0)) as one, socket.socket() as deaf:
         assert bound(one).strip() == str(one.getsockname())

@@ -155,7 +155,13 @@ def base_kib(tmp_path_factory: pytest.TempPathFactory) -> int:
     return result.growth_kib
 
 
-@pytest.mark.parametrize(("command", "name", "corpus"), SAMPLE, ids=[f"{c}-{n}" for c, n, _ in SAMPLE])
+@pytest.mark.parametrize(
+    ("command", "name", "corpus"),
+    [
+        pytest.param(*one, id=f"{one[0]}-{one[1]}", marks=pytest.mark.slow if 0 < i < 4 else ())
+        for i, one in enumerate(SAMPLE)
+    ],
+)
 def test_real_processes(
     command: str, name: str, corpus: dict[str, bytes], folder: Path, tmp_path: Path, base_kib: int
 ) -> None:

@@ -120,6 +120,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return models
 
 
+@pytest.mark.slow
 def test_every_gguf_key(home: Path, door: Door) -> None:
     faults = {}
     for number, (name, content) in enumerate(gguf_mutants()):

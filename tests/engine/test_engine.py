@@ -540,8 +540,12 @@ def test_a_text_that_is_never_cut_is_read_alone_or_fails():
     ("said", "words"),
     [
         ("CUDA error: uncorrectable ECC error encountered\nmore", "its memory failed, and what it held is wrong"),
-        ("CUDA error: unknown error", "the driver has lost the card, or was reset"),
-        ("CUDA error: all CUDA-capable devices are busy or unavailable", "another process holds it alone"),
+        pytest.param("CUDA error: unknown error", "the driver has lost the card, or was reset", marks=pytest.mark.slow),
+        pytest.param(
+            "CUDA error: all CUDA-capable devices are busy or unavailable",
+            "another process holds it alone",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_lost_card_ends_the_engine_with_the_cause(said, words):

@@ -137,7 +137,7 @@ def kill_many(fake_hub: FakeHub, home: Path, count: int, delay: float) -> list[f
 
 
 def test_kills_during_a_download(fake_hub: FakeHub, empty_home: Path) -> None:
-    kill_many(fake_hub, empty_home, 3, 0.008)
+    kill_many(fake_hub, empty_home, 1, 0.008)
 
 
 @pytest.mark.slow

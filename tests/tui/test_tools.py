@@ -127,6 +127,7 @@ async def test_a_call_can_be_stopped(servers: Servers, key: str, answers: bool) 
         assert (await running.ask("and now")).exchange.text == "and now"
 
 
+@pytest.mark.slow
 async def test_calls_without_end_are_ended(servers: Servers) -> None:
     tools = Toolbox(lambda: servers, asks=False)
     async with chat(tools=tools) as running:
