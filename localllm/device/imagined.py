@@ -77,11 +77,11 @@ def _card(gpu: str | None, vram_bytes: int | None, bandwidth: float | None) -> G
         assert gpu is not None
         if other := foreign_gpu(gpu):
             what = f"{other.name} ({other.target})" if other.target else other.name
-            hint = f"localllm plan --vram {other.memory_gib}G --bw {other.bandwidth_gbs}"
+            hint = f"use --vram {other.memory_gib}G --bw {other.bandwidth_gbs}"
             raise ConfigError(f"no plan for {what}: {why_not(other.target)}", hint)
         near = get_close_matches(gpu.upper(), [row.name for row in TABLE], 2, 0.4)
         meant = f"; did you mean {' or '.join(near)}?" if near else ""
-        hint = f"localllm plan --gpu {near[0]!r}" if near else "localllm plan --vram 24G --bw 1008"
+        hint = f"use --gpu {near[0]!r}" if near else "use --vram 24G --bw 1008"
         raise ConfigError(f"no known GPU is called {gpu!r}{meant}", hint)
     size = vram_bytes or int(row.memory_gib * GIB)
     unified = row.name in UNIFIED

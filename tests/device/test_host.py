@@ -197,6 +197,6 @@ def test_an_imagined_card() -> None:
     ):
         with pytest.raises(ConfigError, match=re.escape(told)) as refused:
             imagined(here, gpu=name)
-        assert "plan --vram" in refused.value.hint
+        assert "use --vram" in refused.value.hint
     with pytest.raises(ConfigError, match="no GPU here"):
         imagined(here, bandwidth=1e12)
