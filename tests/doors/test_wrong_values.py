@@ -132,6 +132,7 @@ def test_every_gguf_key(home: Path, door: Door) -> None:
     listed_with_the_others(home, door)
 
 
+@pytest.mark.slow
 def test_every_field_of_a_config(home: Path, door: Door, tmp_path: Path) -> None:
     source, faults = tiny.tiny_safetensors(tmp_path / "source", layers=1), {}
     for number, (name, files) in enumerate(config_mutants()):

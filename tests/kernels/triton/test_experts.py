@@ -109,7 +109,8 @@ def test_what_is_chosen_on_the_card_is_what_the_reference_chooses(kind: str, tok
     check(mixture(kind, device), tokens, device)
 
 
-@pytest.mark.parametrize("form", ["int4g-32", slow("fp4g16")])
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["int4g-32", "fp4g16"])
 def test_one_row_is_normed_where_it_is_prepared(form: str, device: torch.device) -> None:
     check(mixture("routed by a kernel", device, form), 1, device)
 
