@@ -81,6 +81,7 @@ def test_wheel_claims_one_name(wheel: Path) -> None:
     assert archive.read(top_level).decode().split() == ["localllm"]
 
 
+@pytest.mark.slow
 def test_wheel_alone_runs(wheel: Path, tmp_path: Path) -> None:
     """Installed without the checkout, it knows its version."""
     pip = [

@@ -66,6 +66,7 @@ def check(count: int, folder: Path) -> None:
     assert sum(result["outcome"] == "ok" for result in results) > len(results) // 3
 
 
+@pytest.mark.slow
 def test_accepted_mutants_generate(tmp_path: Path) -> None:
     check(8, tmp_path)
 

@@ -103,6 +103,7 @@ def test_stream_equals_whole_and_stop_strings_cut(smollm2):
         assert smollm2.tokenizer.decode(ids).startswith(whole.text)
 
 
+@pytest.mark.slow
 def test_a_batch_changes_nothing(smollm2):
     """Same seed, same text, alone or in a batch, with or without a cached prefix."""
     rows = golden("smollm2")[:5]

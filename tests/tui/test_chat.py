@@ -237,6 +237,7 @@ async def test_the_memory_stands_in_wide_title_lines_only() -> None:
         await running.until(lambda: "RAM" not in running.text("#model"))
 
 
+@pytest.mark.slow
 async def test_resizing_while_an_answer_comes() -> None:
     async with chat(tps=300) as running:
         await running.ready()

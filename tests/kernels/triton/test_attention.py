@@ -176,6 +176,7 @@ def test_prefill_windows_caps_sinks(wants: dict, device: torch.device, small_spl
     check(replace(PREFILL, **wants), device)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "wants", some([{}, {"window": 40, "sinks": True}, {"layer_scale": True, "dim": 80}], (1,)), ids=str
 )

@@ -88,6 +88,7 @@ def test_what_is_rounded(form: str, largest: float, device: torch.device) -> Non
     assert error(launched(x, prepare(on(device, weight))), exact_product(x, weight)) < 2e-4
 
 
+@pytest.mark.slow
 def test_norm_gate_and_bias(device: torch.device) -> None:
     weight, gain, bias = make("fp4g16", 12, 192), torch.rand(192), torch.randn(12)
     x = (torch.randn(1, 192) * 3).bfloat16().to(device)
