@@ -62,7 +62,6 @@ GUESS_BUCKETS = (2, 4, 8, 16)
 CHECKPOINTS = 2  # of a sequence's states that are worth keeping: behind its prompt, and behind its answer
 LARGEST_HEAD = 512  # elements of a key, or of a latent, that attention in C takes
 ROPE_BLOCK = 1024  # positions that a RoPE table grows by
-GUESSES = 6  # of the largest context that fits, before halves are tried: of the catalogue two or three are enough
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,21 +296,12 @@ class Memory:
         own = self.facts.max_context
         if self._spare(own) >= 0:
             return own
-        low, above = 1, own // 256 + 1
-        left, short = self._spare(256), self._spare(own)
-        if left < 0:
+        if self._spare(256) < 0:
             return 0
-        # what is spare falls in nearly straight pieces: a guess on the line between both ends is near, mostly
-        tries = 0
-        while above - low > 1:
-            share = left / (left - short) if tries < GUESSES else 0.5
-            middle = min(max(low + int((above - low) * share), low + 1), above - 1)
-            spare = self._spare(middle * 256)
-            if spare >= 0:
-                low, left = middle, spare
-            else:
-                above, short = middle, spare
-            tries += 1
+        low, high = 1, own // 256
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self._spare(middle * 256) >= 0 else (low, middle - 1)
         return low * 256
 
     def _spare(self, ctx: int) -> int:

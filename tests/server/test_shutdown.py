@@ -80,7 +80,6 @@ class Streams(threading.Thread):
             thread.join(60)
 
 
-@pytest.mark.slow
 def test_a_busy_server_drains(tiny_path, tmp_path):
     """`stop`: streams end regularly, new requests get 503, the status is 0, nothing is left behind."""
     served = Served(tiny_path, tmp_path).wait()
