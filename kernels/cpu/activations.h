@@ -12,6 +12,7 @@ static int amx_on; /* after its self-test */
 #define LL_AMX 0
 #endif
 #define AMX_ROWS 16
+#define SUPER_ROWS (VW == 16 ? 8 : 4) /* rows of x that share a load of codes multiplied by their scales */
 /* Integers as `plane_block`, `pair_block` and `digit_block` write them; of 8 bits, one signed byte each. Those of SUPER have
  * one scale for 256, which stands in all of their blocks. */
 enum { X_PLANES, X_PAIRS, X_DIGITS, X_BYTES, X_SUPER_PLANES, X_SUPER_PAIRS };
@@ -337,14 +338,15 @@ INLINE int copies_floats(const ll_weight *w, const activations *a) { return a->e
 INLINE int64_t between_rows(const ll_weight *w) { return w->blocks % MANY_BLOCKS ? 0 : 64; }
 INLINE int64_t x_stride_of(const ll_weight *w, const activations *a) { return w->blocks * x_bytes(a->form) + between_rows(w); }
 INLINE int64_t meta_stride_of(const ll_weight *w) { return w->blocks + between_rows(w) / (int64_t)sizeof(xblock); }
-INLINE int64_t meta_bytes_of(const ll_weight *w, const activations *a) { return round_up(a->m * meta_stride_of(w) * (int64_t)sizeof(xblock), 64); }
+/* Rows that products read: the last ones of digits and of SUPER are read whole, what comes of those past the end is left. */
+INLINE int64_t rows_read(const activations *a) { return a->form == X_DIGITS ? round_up(a->m, AMX_ROWS) : a->form == X_SUPER_PAIRS ? round_up(a->m, SUPER_ROWS) : a->m; }
+INLINE int64_t meta_bytes_of(const ll_weight *w, const activations *a) { return round_up(rows_read(a) * meta_stride_of(w) * (int64_t)sizeof(xblock), 64); }
 
 /* Bytes that `prepare_activations` fills. */
 static int64_t activation_bytes(const ll_weight *w, const activations *a)
 {
     const int64_t each = !a->exact ? x_stride_of(w, a) : copies_floats(w, a) ? w->blocks * BLOCK * 4 : 0;
-    const int64_t rows = a->form == X_DIGITS ? round_up(a->m, AMX_ROWS) : a->m; /* tiles read whole */
-    return meta_bytes_of(w, a) + round_up(rows * each, 64) + 64;
+    return meta_bytes_of(w, a) + round_up(rows_read(a) * each, 64) + 64;
 }
 
 /* Whether what is made ready for products with one is also what the other takes. */
@@ -370,6 +372,8 @@ static void prepare_activations(const ll_weight *w, activations *a, uint8_t *mem
     if (!a->exact && a->form == X_SUPER_PAIRS) { /* the same 256 inputs of all rows lie end to end, as many rows are read */
         a->x_stride = a->x_step, a->x_step *= a->m;
         a->meta_stride = a->meta_step, a->meta_step *= a->m;
+        /* rows past the end have the next 256 inputs, or nothing: numbers that are tiny by chance would take a hundred cycles each */
+        memset(job.meta + w->supers * a->meta_step, 0, (size_t)(rows_read(a) - a->m) * SUPER_BLOCKS * sizeof(xblock));
     }
     a->floats = copy ? job.floats : a->x;
     a->stride = copy ? w->blocks * BLOCK : w->k;

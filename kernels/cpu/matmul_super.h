@@ -14,7 +14,6 @@ INLINE int is_super(const ll_weight *w)
     return MANY_PAIRS && w->scale_kind == NUM_SUB8 && w->k % SUPER == 0 && !w->perm && !w->pre_scale;
 }
 
-#define SUPER_ROWS (VW == 16 ? 8 : 4) /* rows of x that share a load of codes */
 #define SUPER_FEW (VW == 16 ? 2 : 3) /* up to so many rows of x meet codes that are not multiplied by their scales */
 
 /* Blocks whose products, each at most code * scale * X_MAX_SUPER, are summed within 32 bits. */
@@ -232,7 +231,7 @@ INLINE void super_rows(const super_chunk *k, int64_t row, const int rows, const 
     }
 }
 
-/* part [rows][32] = sums of rows row.. of x against a tile */
+/* part [rows][32] = sums of rows row.. of x against a tile; up to a whole number of SUPER_ROWS it is written, too */
 INLINE void super_sums_as(const product *p, int64_t tile, int64_t row, int64_t rows, float *part, const int code, const int halves, const int has_min)
 {
     const ll_weight *w = p->w;
@@ -244,7 +243,7 @@ INLINE void super_sums_as(const product *p, int64_t tile, int64_t row, int64_t r
     k.x = p->a->planes + row * p->a->x_stride;
     k.meta = p->a->meta + row * p->a->meta_stride;
     k.part = part;
-    memset(part, 0, (size_t)rows * TILE * 4);
+    memset(part, 0, (size_t)round_up(rows, SUPER_ROWS) * TILE * 4);
     for (int64_t s = 0; s < w->supers; s++) {
         super_widen(codes, scale, code, halves, table, has_min ? 0 : (int32_t)w->zero_offset, k.codes);
         codes += bytes;
@@ -256,19 +255,21 @@ INLINE void super_sums_as(const product *p, int64_t tile, int64_t row, int64_t r
             if (has_min) vf_store(k.min + v, vf_f16(super_min + v));
         }
         int64_t r = 0;
-        for (; SUPER_ROWS > 4 && r + SUPER_ROWS <= rows; r += SUPER_ROWS) {
-            if (s + 1 == w->supers) fetch_out(p, tile, row + r, SUPER_ROWS);
+        const uint8_t *ask = codes, *end = codes + bytes;
+        for (; SUPER_ROWS > 4 && r + 4 < rows; r += SUPER_ROWS) {
+            if (s + 1 == w->supers) fetch_out(p, tile, row + r, rows - r < SUPER_ROWS ? rows - r : SUPER_ROWS);
+            /* what comes next is fetched while the many rows are computed: at once, it would wait for the memory */
+            for (const uint8_t *some = ask + bytes * SUPER_ROWS / rows; ask < some && ask < end; ask += 64) __builtin_prefetch(ask, 0, 2);
             super_rows(&k, r, SUPER_ROWS, chain_of(code), halves, has_min);
         }
-        for (; r + 4 <= rows; r += 4) super_rows(&k, r, 4, chain_of(code), halves, has_min);
-        for (; r + 2 <= rows; r += 2) super_rows(&k, r, 2, chain_of(code), halves, has_min);
-        for (; r < rows; r++) super_rows(&k, r, 1, chain_of(code), halves, has_min);
+        for (; ask < end; ask += 64) __builtin_prefetch(ask, 0, 2);
+        for (; r + 2 < rows; r += 4) super_rows(&k, r, 4, chain_of(code), halves, has_min);
+        if (r + 1 < rows) super_rows(&k, r, 2, chain_of(code), halves, has_min);
+        else if (r < rows) super_rows(&k, r, 1, chain_of(code), halves, has_min);
         super_scale += TILE;
         super_min += TILE;
         k.x += p->a->x_step;
         k.meta += p->a->meta_step;
-        /* what comes next is fetched while the many rows are computed */
-        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(codes + i, 0, 2);
     }
 }
 
