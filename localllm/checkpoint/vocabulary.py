@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,8 @@ def check_vocabulary(path: Path, metadata: Mapping[str, Any], rows: int | None =
     if merges and len(merges) > limit:
         raise keys.fail("merges", f"holds {len(merges):,} merges, the limit for {vocab_size:,} tokens is {limit:,}")
     # `left right`: a space that is neither its first nor its last byte
-    wrong = [index for index, merge in enumerate(merges or ()) if merge.find(b" ", 1, -1) < 0]
-    if wrong:
-        what = f"entry {wrong[0]:,}, '{shown(merges[wrong[0]])}', is not two parts with a space between them"
+    places = list(map(bytes.find, merges or (), repeat(b" "), repeat(1), repeat(-1)))
+    if -1 in places:
+        wrong = places.index(-1)
+        what = f"entry {wrong:,}, '{shown(merges[wrong])}', is not two parts with a space between them"
         raise keys.fail("merges", what)
