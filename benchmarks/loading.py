@@ -50,6 +50,9 @@ def start(model: str, home: Path, keeps: bool) -> dict[str, float]:
         phases: dict[str, float] = {}
         for line in process.stdout:
             event, now = json.loads(line), time.monotonic() - begun
+            if "event" not in event:
+                ends.set()
+                raise SystemExit(line)
             phases.setdefault(str(event.get("phase") or event["event"]), now)
             if not first and event["event"] == "token":
                 first, cpu = now, _cpu_seconds(process.pid)

@@ -21,7 +21,7 @@ from torch import Tensor
 from localllm.checkpoint.packed_file import PackedFile, PackedWriter, Unusable, remove
 from localllm.kernels import LinearFacts, Weight
 from localllm.kernels.cpu import layout
-from localllm.kernels.cpu.build import layout_name, lib
+from localllm.kernels.cpu.build import layout_name
 from localllm.kernels.verify.selftest import OPTIONAL
 
 log = logging.getLogger(__name__)
@@ -53,17 +53,18 @@ class Packed:
         self, path: Path, files: Sequence[Path], nbytes: int, limit: int, ahead: PackedFile | None = None
     ) -> None:
         self.note = ""  # what is wrong, for people
-        self.read_bytes = 0  # of weights that came out of the file
+        self.read_bytes = 0  # of weights that are in memory of this process
         self._path = path
         self._files = [str(file.absolute()) for file in files]
         self._data: np.ndarray | None = None
+        self._found: PackedFile | None = None
         self._entries: dict[str, Any] = {}
         self._writer: PackedWriter | None = None
         self._waiting: deque[tuple[str, dict[str, Any], layout.Prepared]] = deque()
         try:
             found = ahead or PackedFile(path)
-            self._data, self._entries = found.check(layout_name(), checksums), found.entries
-            self.read_bytes = found.size
+            self._data, self._entries = found.check(layout_name()), found.entries
+            self.read_bytes, self._found = found.copied, found
             return
         except FileNotFoundError:
             pass
@@ -72,7 +73,7 @@ class Packed:
             if error.is_damaged:
                 remove(path)
         try:
-            self._writer = PackedWriter(path, nbytes, limit, checksums)
+            self._writer = PackedWriter(path, nbytes, limit)
         except Unusable as error:
             self._pass_over(error)
 
@@ -105,6 +106,10 @@ class Packed:
         memory = (ctypes.c_uint8 * nbytes).from_address(data.ctypes.data + at)
         memory.owner = data  # type: ignore[attr-defined]
         return torch.frombuffer(memory, dtype=torch.uint8)
+
+    def settle(self, must_stop: Callable[[], bool]) -> bool:
+        """Have what was found in memory of this process, which nobody can take away; whether nothing is left to do."""
+        return self._found is None or self._found.settle(must_stop)
 
     def keep(self, key: str, facts: LinearFacts, weight: Weight, prepared: layout.Prepared) -> None:
         """What `write` writes; several under one name in the order of the calls."""
@@ -144,10 +149,3 @@ class Packed:
         self._waiting.clear()
         if writer is not None:
             writer.close()
-
-
-def checksums(address: int, nbytes: int) -> bytes:
-    """Eight bytes for each MiB, which differ when it does."""
-    out = np.empty(-(-nbytes // (1 << 20)), np.uint64)
-    lib().ll_checksums(address, nbytes, out.ctypes.data)
-    return out.tobytes()

@@ -20,7 +20,7 @@ SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks/gpu.py"
 MISSING = (
     *("textual", "gguf", "llguidance", "fastapi", "starlette", "uvicorn", "platformdirs", "tomlkit", "typer", "rich"),
     *("tokenizers", "huggingface_hub", "httpx", "psutil", "transformers", "safetensors", "pydantic", "h11"),
-    *("prometheus_client", "pypdf", "markdownify", "bm25s", "pygments"),
+    *("prometheus_client", "pypdf", "markdownify", "bm25s", "xxhash", "pygments"),
 )
 BARE = f"""
 import sys, importlib.abc

@@ -225,7 +225,6 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ll_advise": (None, (c_void_p, c_int64)),
     "ll_layout": (c_int64, (c_void_p,)),
     "ll_pack": (c_int64, (c_void_p, c_void_p)),
-    "ll_checksums": (None, (c_void_p, c_int64, c_void_p)),
     "ll_unpack": (c_int64, (c_void_p, c_void_p, c_int64, c_void_p)),
     "ll_attention": (c_int64, (c_void_p,)),
     "ll_rms_norm": (None, (c_void_p, *[c_int64] * 4, c_void_p, c_double, c_void_p)),

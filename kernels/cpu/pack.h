@@ -266,56 +266,6 @@ int64_t ll_pack(const ll_weight *w, const ll_source *s)
     return job.failed ? -1 : 0;
 }
 
-/* ---- checksums of tiles that are kept in a file ---- */
-
-#define SUM_BLOCK (1 << 20)
-
-typedef struct {
-    const uint8_t *data;
-    int64_t bytes;
-    uint64_t *out;
-} sum_job;
-
-/* Fletcher's sums in eight lanes: what order the words have counts, and memory is read at its speed. */
-static uint64_t sum_block(const uint8_t *data, int64_t bytes)
-{
-    uint64_t a[8] = {0}, b[8] = {0}, sum = (uint64_t)bytes;
-    for (int64_t i = 0; i + 64 <= bytes; i += 64) {
-        uint64_t words[8];
-        memcpy(words, data + i, 64);
-        for (int l = 0; l < 8; l++) {
-            a[l] += words[l] + 1;
-            b[l] += a[l];
-        }
-    }
-    for (int64_t i = bytes & ~(int64_t)63; i < bytes; i++) sum = sum * 0x100000001b3 ^ data[i];
-    for (int l = 0; l < 8; l++) {
-        sum = (sum ^ a[l]) * 0x9e3779b97f4a7c15;
-        sum = (sum ^ sum >> 29 ^ b[l]) * 0xbf58476d1ce4e5b9;
-        sum ^= sum >> 32;
-    }
-    return sum;
-}
-
-static void sum_blocks(void *arg, int64_t begin, int64_t end, int thread)
-{
-    (void)thread;
-    const sum_job *job = arg;
-    for (int64_t i = begin; i < end; i++) {
-        const int64_t left = job->bytes - i * SUM_BLOCK;
-        job->out[i] = sum_block(job->data + i * SUM_BLOCK, left < SUM_BLOCK ? left : SUM_BLOCK);
-    }
-}
-
-/* out [ceil(bytes / 1 MiB)]: a number for each MiB, which differs when its bytes do. */
-void ll_checksums(const uint8_t *data, int64_t bytes, uint64_t *out)
-{
-    sum_job job = {data, bytes, out};
-    pthread_mutex_lock(&pool.lock);
-    pool_run(sum_blocks, &job, (bytes + SUM_BLOCK - 1) / SUM_BLOCK);
-    pthread_mutex_unlock(&pool.lock);
-}
-
 /* ---- back to floats ---- */
 
 static uint8_t code_at(const ll_weight *w, const uint8_t *block, int row, int i)

@@ -169,7 +169,11 @@ class InProcessBackend(ChatBackend):
         def on_progress(phase: LoadProgress) -> None:
             (held if phase.name == "ready" else self._events).append(phase)
 
-        self.llm = LLM(name, self._options, offline=self._offline, on_progress=on_progress, cancel=stop)
+        llm = LLM(name, self._options, offline=self._offline, on_progress=on_progress, cancel=stop, owns_process=True)
+        if stop.is_set():  # nobody waits for it any more, and nobody is to see it ready
+            llm.close()
+            raise Aborted("another start came meanwhile")
+        self.llm = llm
         self.llm.keeps_pace = True
         gc.freeze()  # torch and the model's facts stay: looking through them stops every thread for 75 ms at a time
         local_models.remember_model(name)

@@ -184,14 +184,15 @@ class Engine:
         self._ask(lambda: self._events.add(listener))
         return lambda: self._ask(lambda: self._events.drop(listener))
 
-    def when_idle(self, job: IdleJob) -> None:
-        """Run `job` in the engine's thread when there is nothing else to do, after the first answer.
+    def when_idle(self, job: IdleJob, first: bool = False) -> None:
+        """Run `job` in the engine's thread when there is nothing else to do, after the first answer; `first`: before
+        the others.
 
         It is called with a function that says whether it has to stop, because work came in, and returns whether it is
         finished; one that is not is called again at the next idle moment. A job that fails is dropped.
         """
         with self._wake:
-            self._idle_jobs.append(job)
+            (self._idle_jobs.appendleft if first else self._idle_jobs.append)(job)
             self._wake.notify()
 
     def stats(self) -> EngineStats:

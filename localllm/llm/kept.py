@@ -88,6 +88,10 @@ class KeptWeights:
         """What is wrong, for people."""
         return "" if self._packed is None else self._packed.note
 
+    def settle(self, must_stop: Callable[[], bool]) -> bool:
+        """An idle job, before the plan is profiled: `Packed.settle`."""
+        return self._packed is None or self._packed.settle(must_stop)
+
     def write(self, must_stop: Callable[[], bool]) -> bool:
         """An idle job (`Engine.when_idle`)."""
         return self._packed is None or self._packed.write(must_stop)

@@ -4,6 +4,7 @@ awake, closed. What it answers is `LLM`'s.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -21,6 +22,7 @@ from localllm.errors import BadModelFile, ConfigError, LocalLLMError
 from localllm.interface import Facts
 from localllm.llm.adapted import AdaptedModel
 from localllm.llm.sampling import recommended
+from localllm.llm.torch_library import load_library
 from localllm.request import LoadProgress, OnProgress
 
 if TYPE_CHECKING:
@@ -55,20 +57,25 @@ class LoadedModel(AdaptedModel):
         machine: MachineFacts | None = None,
         on_progress: OnProgress | None = None,
         cancel: threading.Event | None = None,
+        owns_process: bool = False,
         **settings: Any,
     ) -> None:
+        """`owns_process`: the process is a command's; its objects from before the load are never looked through."""
         from localllm.device import rss_anon_bytes
         from localllm.llm.kept import KeptWeights
-        from localllm.models.architectures import open_model
         from localllm.plan.planner import Planner
 
         self._start_bytes = rss_anon_bytes()
         self._notify = on_progress or (lambda progress: None)
         self._percent = -1
+        self._owns_process = owns_process
         self.name = os.fspath(name_or_path)
         self.options = replace(options or EngineOptions(), **settings)  # as asked for; `plan`: what became of it
         self._planner = Planner.here(self.options, machine)
         self.machine: MachineFacts = self._planner.machine
+        threading.Thread(target=load_library, name="torch").start()  # an exit waits for it: libraries do not load then
+        from localllm.models.architectures import open_model  # meanwhile
+
         self.path, self._pulled_as = self._find(self.name, offline, cancel)  # the file or folder that was loaded
         with self._naming():
             self._checkpoint = open_model(self.path, self.options.mmproj)
@@ -148,11 +155,15 @@ class LoadedModel(AdaptedModel):
     def _start(self) -> None:
         from localllm.llm.output_rules import OutputRules
         from localllm.tokenizer.files import load_tokenizer
+        from localllm.tokenizer.tokenizer_json import no_collection
 
-        text = ThreadPoolExecutor(1).submit(load_tokenizer, self._checkpoint)  # beside imports, which mostly read files
-        self._notify(LoadProgress("import"))
-        device = self._claim_device()
-        self.tokenizer: Tokenizer = text.result()
+        with no_collection():
+            text = ThreadPoolExecutor(1).submit(load_tokenizer, self._checkpoint)  # beside imports
+            self._notify(LoadProgress("import"))
+            device = self._claim_device()
+            self.tokenizer: Tokenizer = text.result()
+            if self._owns_process:
+                gc.freeze()  # what was imported stays: to look through it takes 0.15 s
         if self._draft is not None:
             self._draft.check(self.tokenizer, self.name)
         if self.tokenizer.chat_template and not self.facts.pooling:
@@ -253,6 +264,7 @@ class LoadedModel(AdaptedModel):
         self._engine = self.boot.engine
         self._kv_bytes = self.boot.kv_bytes
         self._keep_on_disk(self._engine)
+        self._engine.when_idle(self._kept.settle, first=True)
         self._engine.when_idle(self._kept.write)
         self.boot.start()
 

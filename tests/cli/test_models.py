@@ -131,7 +131,7 @@ def test_rm_takes_the_repacked_weights_of_a_model_along(invoke: Invoke, models: 
     (source,) = (models / "smollm2").glob("*.gguf")
     folder = packed_dir()
     for name, files in (("own", [str(source)]), ("other", [__file__])):
-        writer = PackedWriter(folder / f"{name}.packed", 1, 1 << 30, lambda address, size: b"")
+        writer = PackedWriter(folder / f"{name}.packed", 1, 1 << 30)
         writer.write(np.zeros(64, np.uint8))
         writer.finish({"files": files})
     dry = valid(invoke("rm", "smollm2", "-n", "--json").stdout, "rm-1")

@@ -145,7 +145,7 @@ def test_a_disk_that_fills_while_it_is_written(
 
 @pytest.mark.slow
 def test_another_process_that_writes_is_not_waited_for(source: Path, tmp_path: Path) -> None:
-    other = packed_file.PackedWriter(tmp_path / "a.packed", 1, 1 << 30, packed.checksums)
+    other = packed_file.PackedWriter(tmp_path / "a.packed", 1, 1 << 30)
     model, kept = load(source, tmp_path)
     assert "another process" in kept.note and not kept.read_bytes
     other.close()
