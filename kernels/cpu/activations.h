@@ -28,8 +28,8 @@ enum { TAKE_INT16, TAKE_FLOATS, TAKE_INT8 };
 #define X_MAX_SUPER 8191.0f /* 256 of them times codes and scales, at most 945, stay within 32 bits: `chain_of` */
 INLINE float x_max(int form) { return form == X_BYTES ? 127.0f : X_MAX; }
 /* One block's numbers beside the planes. With mins: sums[h] = float sum of half h; else start[h] = -zero_offset * sum.
- * Of SUPER with mins: start[0] = the sums of both halves, or of an even block and the next, as two of 16 bits that are
- * `min_scale` apart. */
+ * Of SUPER with mins, and of the first of its blocks: start = pairs of 16 bits, each the sums of a block's halves, or of
+ * two blocks, `min_scale` apart: `sum_pair`. */
 typedef struct {
     float scale;
     union { int32_t start[2]; float sums[2]; };
@@ -42,12 +42,17 @@ typedef struct {
     int exact;            /* floats instead of integers */
     int form;             /* of integers */
     const uint8_t *planes; /* [m] rows of [blocks][x_bytes(form)], x_stride bytes apart; X_SUPER_PAIRS [k / 256][m][SUPER_BLOCKS] */
-    const xblock *meta;   /* [m] rows of [blocks], meta_stride blocks apart; X_SUPER_PAIRS likewise */
+    const xblock *meta;   /* [m] rows of [blocks], meta_stride blocks apart; X_SUPER_PAIRS [k / 256][m][super_meta] */
     int64_t x_stride, meta_stride;
     int64_t x_step, meta_step; /* of SUPER: from 256 inputs of a row to its next */
     const float *floats;  /* [m][stride] */
     int64_t stride;
 } activations;
+
+/* Of X_SUPER_PAIRS: as many xblocks tell of 256 inputs. 128 rows' stay in the first cache then, and in one line each. */
+#define SUPER_META(halves, has_min) ((has_min) ? 2 * (halves) : 1)
+/* The sums of groups 2 i and 2 i + 1 of 256 inputs. */
+INLINE int32_t sum_pair(const xblock *meta, int i) { return meta[i / 2].start[i % 2]; }
 
 /* Memory kept between calls, by use: 0 activations, 1 attention, 2 and 3 segments. The caller holds pool.lock. NULL when there is none. */
 static uint8_t *scratch(int use, int64_t bytes)
@@ -133,7 +138,28 @@ INLINE void quantize_block(const float *x, uint8_t *planes, xblock *meta, int fo
         else meta->start[h] = -zero * sums[h];
 }
 
-/* The same for 256 inputs that share a scale. */
+/* Writes the xblocks of 256 inputs whose scale is known; `sums` are those of all their halves. */
+INLINE void tell_super(float scale, int32_t sums[SUPER / 16], xblock *meta, int form, int halves, int has_min, int32_t zero)
+{
+    if (halves == 1)
+        for (int b = 0; b < SUPER_BLOCKS; b++) sums[b] = sums[2 * b] + sums[2 * b + 1];
+    int32_t most = 0;
+    for (int i = 0; has_min && i < SUPER_BLOCKS * halves; i++) most = abs(sums[i]) > most ? abs(sums[i]) : most;
+    int shift = 0; /* 3 at most: mostly signs differ, and one bit is enough */
+    while (most + (1 << shift) / 2 >= 32768 << shift) shift++;
+    for (int i = 0; has_min && i < SUPER_BLOCKS * halves; i++) sums[i] = (sums[i] + (1 << shift) / 2) >> shift;
+    for (int b = 0; b < (form == X_SUPER_PAIRS ? SUPER_META(halves, has_min) : SUPER_BLOCKS); b++) {
+        meta[b].scale = scale;
+        meta[b].min_scale = -scale * (float)(1 << shift);
+        for (int h = 0; h < 2; h++) {
+            const int at = (2 * b + h) * 2; /* of a pair */
+            if (!has_min) meta[b].start[h] = h < halves ? -zero * sums[b * halves + h] : 0;
+            else if (b < 2 * halves) meta[b].start[h] = (sums[at] & 0xffff) | sums[at + 1] << 16;
+        }
+    }
+}
+
+/* `quantize_block` for 256 inputs that share a scale. */
 static void quantize_super(const float *x, uint8_t *planes, xblock *meta, int form, int halves, int has_min, int32_t zero)
 {
     vf top = vf_set1(0.0f);
@@ -162,20 +188,7 @@ static void quantize_super(const float *x, uint8_t *planes, xblock *meta, int fo
         }
         (form == X_SUPER_PAIRS ? pair_block : plane_block)(q, planes);
     }
-    if (halves == 1)
-        for (int b = 0; b < SUPER_BLOCKS; b++) sums[b] = sums[2 * b] + sums[2 * b + 1];
-    int32_t most = 0;
-    for (int i = 0; has_min && i < SUPER_BLOCKS * halves; i++) most = abs(sums[i]) > most ? abs(sums[i]) : most;
-    int shift = 0; /* 3 at most: mostly signs differ, and one bit is enough */
-    while (most + (1 << shift) / 2 >= 32768 << shift) shift++;
-    for (int i = 0; has_min && i < SUPER_BLOCKS * halves; i++) sums[i] = (sums[i] + (1 << shift) / 2) >> shift;
-    for (int b = 0; b < SUPER_BLOCKS; b++) {
-        meta[b].scale = scale;
-        meta[b].min_scale = -scale * (float)(1 << shift);
-        if (!has_min)
-            for (int h = 0; h < 2; h++) meta[b].start[h] = h < halves ? -zero * sums[b * halves + h] : 0;
-        else if (halves == 2 || b % 2 == 0) meta[b].start[0] = (sums[b * halves] & 0xffff) | sums[b * halves + 1] << 16;
-    }
+    tell_super(scale, sums, meta, form, halves, has_min, zero);
 }
 
 #define MANY_BLOCKS 16 /* blocks whose largest numbers and sums are found together */
@@ -212,6 +225,45 @@ INLINE void digit_blocks(vi first, vi second, uint8_t *to, int halves)
     _mm512_storeu_si512(to + 64, _mm512_shufflelo_epi16(_mm512_shufflehi_epi16(b, 0xd8), 0xd8));
 }
 
+/* `pair_block` or `plane_block` of 32 numbers of 16 bits. */
+INLINE void words_block(__m512i words, uint8_t *to, int pairs)
+{
+    if (pairs) {
+        _mm512_storeu_si512(to, _mm512_shufflelo_epi16(_mm512_shufflehi_epi16(words, 0xd8), 0xd8));
+        return;
+    }
+    const __m512i high = _mm512_srai_epi16(_mm512_add_epi16(words, _mm512_set1_epi16(128)), 8);
+    _mm256_storeu_si256((void *)to, _mm512_cvtepi16_epi8(high));
+    _mm256_storeu_si256((void *)(to + BLOCK), _mm512_cvtepi16_epi8(words));
+}
+INLINE __m512i words_of(vi first, vi second)
+{
+    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16((__m512i)first)), _mm512_cvtepi32_epi16((__m512i)second), 1);
+}
+
+/* `quantize_super`: all sums are found together. */
+static void quantize_supers(const float *x, uint8_t *planes, xblock *meta, int form, int halves, int has_min, int32_t zero)
+{
+    __m512i top = _mm512_setzero_si512();
+    for (int i = 0; i < SUPER; i += 16) __builtin_prefetch(x + SUPER + i); /* of this row, after other rows' */
+    for (int i = 0; i < SUPER; i += 16) top = _mm512_max_epi32(top, (__m512i)((vi)vf_load(x + i) & 0x7fffffff));
+    const float peak = f32_bits((uint32_t)_mm512_reduce_max_epi32(top));
+    if (!(peak > 1e-30f && peak < __builtin_inff())) {
+        quantize_super(x, planes, meta, form, halves, has_min, zero);
+        return;
+    }
+    const vf inverse = vf_set1(X_MAX_SUPER / peak);
+    vi totals[SUPER / 16];
+    for (int b = 0; b < SUPER_BLOCKS; b++, x += BLOCK, planes += XBYTES) {
+        totals[2 * b] = vi_round(vf_load(x) * inverse);
+        totals[2 * b + 1] = vi_round(vf_load(x + 16) * inverse);
+        words_block(words_of(totals[2 * b], totals[2 * b + 1]), planes, form == X_SUPER_PAIRS);
+    }
+    int32_t sums[SUPER / 16];
+    vi_store(sums, lane_sums(totals));
+    tell_super(peak / X_MAX_SUPER, sums, meta, form, halves, has_min, zero);
+}
+
 /* The same as `quantize_block`, for MANY_BLOCKS that lie end to end: no block waits for its own largest number. */
 static void quantize_blocks(const float *x, uint8_t *planes, xblock *meta, int form, int halves, int has_min, int32_t zero)
 {
@@ -240,18 +292,9 @@ static void quantize_blocks(const float *x, uint8_t *planes, xblock *meta, int f
             digit_blocks(first, second, planes + b * x_bytes(form), halves);
             continue;
         }
-        const __m512i all = _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16((__m512i)first)), _mm512_cvtepi32_epi16((__m512i)second), 1);
-        if (form == X_BYTES) {
-            _mm256_storeu_si256((void *)(planes + b * BLOCK), _mm512_cvtepi16_epi8(all));
-            continue;
-        }
-        if (form == X_PAIRS) {
-            _mm512_storeu_si512(planes + b * x_bytes(form), _mm512_shufflelo_epi16(_mm512_shufflehi_epi16(all, 0xd8), 0xd8));
-            continue;
-        }
-        const __m512i high = _mm512_srai_epi16(_mm512_add_epi16(all, _mm512_set1_epi16(128)), 8);
-        _mm256_storeu_si256((void *)(planes + b * x_bytes(form)), _mm512_cvtepi16_epi8(high));
-        _mm256_storeu_si256((void *)(planes + b * x_bytes(form) + BLOCK), _mm512_cvtepi16_epi8(all));
+        const __m512i words = words_of(first, second);
+        if (form == X_BYTES) _mm256_storeu_si256((void *)(planes + b * BLOCK), _mm512_cvtepi16_epi8(words));
+        else words_block(words, planes + b * x_bytes(form), form == X_PAIRS);
     }
     for (int h = 0; h < halves; h++) {
         const vi total = lane_sums(sums[h]);
@@ -263,6 +306,10 @@ static void quantize_blocks(const float *x, uint8_t *planes, xblock *meta, int f
     }
 }
 #else
+static void quantize_supers(const float *x, uint8_t *planes, xblock *meta, int form, int halves, int has_min, int32_t zero)
+{
+    quantize_super(x, planes, meta, form, halves, has_min, zero);
+}
 static void quantize_blocks(const float *x, uint8_t *planes, xblock *meta, int form, int halves, int has_min, int32_t zero)
 {
     for (int b = 0; b < MANY_BLOCKS; b++) quantize_block(x + b * BLOCK, planes + b * x_bytes(form), meta + b, form, halves, has_min, zero);
@@ -295,8 +342,8 @@ static void prepare_rows(void *arg, int64_t begin, int64_t end, int thread)
         for (int64_t first = begin; first < end; first += TOGETHER)
             for (int64_t s = 0; s < w->supers; s++)
                 for (int64_t row = first; row < first + TOGETHER && row < end; row++)
-                    quantize_super(j->a->x + row * w->k + s * SUPER, j->planes + row * x_stride + s * j->a->x_step,
-                                   j->meta + row * meta_stride + s * j->a->meta_step, form, halves, has_min, zero);
+                    quantize_supers(j->a->x + row * w->k + s * SUPER, j->planes + row * x_stride + s * j->a->x_step,
+                                    j->meta + row * meta_stride + s * j->a->meta_step, form, halves, has_min, zero);
         return;
     }
     if (!j->a->exact && !w->perm && !w->pre_scale && w->k % (BLOCK * MANY_BLOCKS) == 0) {
@@ -371,9 +418,9 @@ static void prepare_activations(const ll_weight *w, activations *a, uint8_t *mem
     a->meta_step = SUPER_BLOCKS;
     if (!a->exact && a->form == X_SUPER_PAIRS) { /* the same 256 inputs of all rows lie end to end, as many rows are read */
         a->x_stride = a->x_step, a->x_step *= a->m;
-        a->meta_stride = a->meta_step, a->meta_step *= a->m;
+        a->meta_stride = SUPER_META(halves_of(w), has_min), a->meta_step = a->meta_stride * a->m;
         /* rows past the end have the next 256 inputs, or nothing: numbers that are tiny by chance would take a hundred cycles each */
-        memset(job.meta + w->supers * a->meta_step, 0, (size_t)(rows_read(a) - a->m) * SUPER_BLOCKS * sizeof(xblock));
+        memset(job.meta + w->supers * a->meta_step, 0, (size_t)((rows_read(a) - a->m) * a->meta_stride) * sizeof(xblock));
     }
     a->floats = copy ? job.floats : a->x;
     a->stride = copy ? w->blocks * BLOCK : w->k;

@@ -103,7 +103,7 @@ INLINE void super_few(const product *p, int64_t tile, int64_t row, const int row
                 if (has_min && (halves == 2 || b % 2 == 0))
                     for (int c = 0; c < COLS; c++) {
                         const vi pair = min_pair(min + (v + c) * VW);
-                        for (int r = 0; r < rows; r++) mins[r][v + c] = madd16(mins[r][v + c], pair, vi_set1(meta[r * meta_stride].start[0]));
+                        for (int r = 0; r < rows; r++) mins[r][v + c] = madd16(mins[r][v + c], pair, vi_set1(sum_pair(of + r * meta_stride, halves == 2 ? b : b / 2)));
                     }
             }
             if (has_min && (halves == 2 || b % 2 == 0)) min += 2 * TILE;
@@ -132,11 +132,11 @@ typedef struct {
     int32_t mins[SUPER_BLOCKS][TILE];            /* pairs */
     float scale[TILE], min[TILE];                /* that all of them share */
     const uint8_t *x;   /* [rows] of 256 inputs, end to end */
-    const xblock *meta; /* [rows][SUPER_BLOCKS] */
+    const xblock *meta; /* [rows][SUPER_META] */
     float *part; /* [rows][32] sums so far */
 } super_chunk;
 
-INLINE void super_widen(const uint8_t *codes, const uint8_t *scale, const int code, const int halves, vlut table, int32_t offset, uint8_t *to)
+INLINE void super_widen(const uint8_t *codes, const uint8_t *scale, const int code, const int halves, vlut table, const int has_min, int32_t offset, uint8_t *to)
 {
     for (int64_t b = 0; b < SUPER_BLOCKS; b++)
         for (int v = 0; v < NV; v += COLS) {
@@ -146,7 +146,7 @@ INLINE void super_widen(const uint8_t *codes, const uint8_t *scale, const int co
                 for (int c = 0; c < COLS; c++) {
                     const uint8_t *at = scale + (b * halves + h) * TILE + (v + c) * VW;
                     const quad_scales by = quad_scales_at(at);
-                    const vh zero = scaled_zero(at, offset);
+                    const vh zero = has_min ? (vh)vi_set1(0) : scaled_zero(at, offset);
                     for (int j = 8 / halves * h; j < 8 / halves * (h + 1); j++) {
                         uint8_t *pairs = to + b * WIDE_BLOCK(0) + (2 * j * TILE + (v + c) * VW) * 4;
                         vi_store(pairs, (vi)((vh)even_codes(q[j][c], by) - zero));
@@ -181,16 +181,59 @@ INLINE void pairs_of_eight(const uint8_t *codes, const uint8_t *x, int64_t strid
                      : [stride] "r"(stride)
                      : "cc", "memory", "xmm29", "xmm30", "xmm31");
 }
-#endif
-INLINE void pairs_of_rows(const uint8_t *codes, const uint8_t *x, int64_t stride, int64_t pairs, const uint8_t *next, const int rows, vi sum[SUPER_ROWS][COLS])
+
+/* sum = the products of mins with sums of inputs, each times what is `row` bytes further for the next row of x. */
+#define ROW_OF_MINS(R, X)                                                                                          \
+    "vpdpwssd " #R "*%c[row]+" X "(%[meta])%{1to16%}, %%zmm29, %[s" #R "0]\n\t"                                     \
+    "vpdpwssd " #R "*%c[row]+" X "(%[meta])%{1to16%}, %%zmm30, %[s" #R "1]\n\t"
+#define PAIR_OF_MINS(AT, X)                                                                                        \
+    "vmovdqa64 " AT "(%[mins]), %%zmm29\n\tvmovdqa64 " AT "+64(%[mins]), %%zmm30\n\t" ROW_OF_MINS(0, X) ROW_OF_MINS(1, X) \
+    ROW_OF_MINS(2, X) ROW_OF_MINS(3, X) ROW_OF_MINS(4, X) ROW_OF_MINS(5, X) ROW_OF_MINS(6, X) ROW_OF_MINS(7, X)
+#define MINS_OF_EIGHT(PAIRS)                                                                                       \
+    __asm__(ZERO_ROW(0) ZERO_ROW(1) ZERO_ROW(2) ZERO_ROW(3) ZERO_ROW(4) ZERO_ROW(5) ZERO_ROW(6) ZERO_ROW(7) PAIRS  \
+            : SUMS_OF(0), SUMS_OF(1), SUMS_OF(2), SUMS_OF(3), SUMS_OF(4), SUMS_OF(5), SUMS_OF(6), SUMS_OF(7)       \
+            : [mins] "r"(mins), [meta] "r"(meta), [row] "i"(2 * halves * sizeof(xblock)) : "memory", "xmm29", "xmm30")
+INLINE void mins_of_eight(const int32_t *mins, const xblock *meta, const int halves, vi sum[8][2])
 {
-#if VW == 16 && LL_VNNI
-    if (rows == 8) {
-        pairs_of_eight(codes, x, stride, pairs, next, sum);
-        return;
+    if (halves == 1) MINS_OF_EIGHT(PAIR_OF_MINS("0", "4") PAIR_OF_MINS("128", "8") PAIR_OF_MINS("256", "20") PAIR_OF_MINS("384", "24"));
+    else MINS_OF_EIGHT(PAIR_OF_MINS("0", "4") PAIR_OF_MINS("128", "8") PAIR_OF_MINS("256", "20") PAIR_OF_MINS("384", "24")
+                       PAIR_OF_MINS("512", "36") PAIR_OF_MINS("640", "40") PAIR_OF_MINS("768", "52") PAIR_OF_MINS("896", "56"));
+}
+
+/* to [8][32] += sum * factor * what is `row` bytes further for the next row of x: few instructions, since all wait for the
+ * last sums (one Cascade Lake core, 256 rows of 2,560 x 2,560: Q6_K, which does so four times in 256 inputs, 106 billion
+ * multiply-adds a second as gcc has it, 114 so). */
+#define FOLD(R, C, TO)                                                                                             \
+    "vcvtdq2ps %[s" #R #C "], %%zmm31\n\tvmulps " #R "*%c[row](%[by])%{1to16%}, %[f" #C "], %%zmm30\n\t"             \
+    "vfmadd213ps " TO "(%[to]), %%zmm30, %%zmm31\n\tvmovaps %%zmm31, " TO "(%[to])\n\t"
+#define FOLD_ROW(R) FOLD(R, 0, #R "*128") FOLD(R, 1, #R "*128+64")
+#define SUMS_IN(R) [s##R##0] "v"(sum[R][0]), [s##R##1] "v"(sum[R][1])
+INLINE void fold_eight(vi sum[8][2], const float *factor, const float *by, const int row, float *to)
+{
+    __asm__ volatile(FOLD_ROW(0) FOLD_ROW(1) FOLD_ROW(2) FOLD_ROW(3) FOLD_ROW(4) FOLD_ROW(5) FOLD_ROW(6) FOLD_ROW(7)
+                     :: SUMS_IN(0), SUMS_IN(1), SUMS_IN(2), SUMS_IN(3), SUMS_IN(4), SUMS_IN(5), SUMS_IN(6), SUMS_IN(7),
+                        [f0] "v"(vf_load(factor)), [f1] "v"(vf_load(factor + VW)), [by] "r"(by), [to] "r"(to), [row] "i"(row)
+                     : "memory", "xmm30", "xmm31");
+}
+
+INLINE void super_eight(const super_chunk *k, int64_t row, const int chain, const int halves, const int has_min)
+{
+    const uint8_t *x = k->x + row * SUPER_BLOCKS * XBYTES, *next = x + SUPER_ROWS * SUPER_BLOCKS * XBYTES;
+    const xblock *meta = k->meta + row * SUPER_META(halves, has_min);
+    float *part = k->part + row * TILE;
+    vi sum[8][2];
+    for (int b = 0; b < SUPER_BLOCKS; b += chain) {
+        pairs_of_eight(k->codes + b * WIDE_BLOCK(0), x + b * XBYTES, SUPER_BLOCKS * XBYTES, chain * BLOCK / 2, next + b * SUPER_ROWS * XBYTES, sum);
+        fold_eight(sum, k->scale, &meta->scale, SUPER_META(halves, has_min) * sizeof(xblock), part);
     }
+    if (has_min) {
+        mins_of_eight(k->mins[0], meta, halves, sum);
+        fold_eight(sum, k->min, &meta->min_scale, SUPER_META(halves, has_min) * sizeof(xblock), part);
+    }
+}
 #endif
-    (void)next;
+INLINE void pairs_of_rows(const uint8_t *codes, const uint8_t *x, int64_t stride, int64_t pairs, const int rows, vi sum[SUPER_ROWS][COLS])
+{
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < COLS; c++) sum[r][c] = vi_set1(0);
     for (int64_t i = 0; i < pairs; i++) {
@@ -205,21 +248,27 @@ INLINE void pairs_of_rows(const uint8_t *codes, const uint8_t *x, int64_t stride
 
 INLINE void super_rows(const super_chunk *k, int64_t row, const int rows, const int chain, const int halves, const int has_min)
 {
-    const uint8_t *x = k->x + row * SUPER_BLOCKS * XBYTES, *next = x + SUPER_ROWS * SUPER_BLOCKS * XBYTES;
-    const xblock *meta = k->meta + row * SUPER_BLOCKS;
+#if VW == 16 && LL_VNNI
+    if (rows == 8) {
+        super_eight(k, row, chain, halves, has_min);
+        return;
+    }
+#endif
+    const uint8_t *x = k->x + row * SUPER_BLOCKS * XBYTES;
+    const xblock *meta = k->meta + row * SUPER_META(halves, has_min);
     for (int v = 0; v < NV; v += COLS) {
         float *part = k->part + row * TILE + v * VW;
         for (int b = 0; b < SUPER_BLOCKS; b += chain) {
             vi sum[SUPER_ROWS][COLS];
-            pairs_of_rows(k->codes + b * WIDE_BLOCK(0) + v * VW * 4, x + b * XBYTES, SUPER_BLOCKS * XBYTES, chain * BLOCK / 2, next + b * SUPER_ROWS * XBYTES, rows, sum);
+            pairs_of_rows(k->codes + b * WIDE_BLOCK(0) + v * VW * 4, x + b * XBYTES, SUPER_BLOCKS * XBYTES, chain * BLOCK / 2, rows, sum);
             UNROLL for (int r = 0; r < rows; r++) {
-                const xblock *m = meta + r * SUPER_BLOCKS;
+                const xblock *m = meta + r * SUPER_META(halves, has_min);
                 const int with_mins = has_min && b + chain == SUPER_BLOCKS;
                 vi mins[COLS];
                 for (int c = 0; c < COLS; c++) mins[c] = vi_set1(0);
                 for (int i = 0; with_mins && i < SUPER_BLOCKS * halves / 2; i++)
                     for (int c = 0; c < COLS; c++)
-                        mins[c] = madd16(mins[c], vi_load(&k->mins[i][(v + c) * VW]), vi_set1(m[2 * i / halves].start[0]));
+                        mins[c] = madd16(mins[c], vi_load(&k->mins[i][(v + c) * VW]), vi_set1(sum_pair(m, i)));
                 for (int c = 0; c < COLS; c++) {
                     float *to = part + r * TILE + c * VW;
                     vf y = vf_fma(vf_cvt(sum[r][c]), vf_load(k->scale + (v + c) * VW) * vf_set1(m->scale), vf_load(to));
@@ -245,7 +294,7 @@ INLINE void super_sums_as(const product *p, int64_t tile, int64_t row, int64_t r
     k.part = part;
     memset(part, 0, (size_t)round_up(rows, SUPER_ROWS) * TILE * 4);
     for (int64_t s = 0; s < w->supers; s++) {
-        super_widen(codes, scale, code, halves, table, has_min ? 0 : (int32_t)w->zero_offset, k.codes);
+        super_widen(codes, scale, code, halves, table, has_min, (int32_t)w->zero_offset, k.codes);
         codes += bytes;
         scale += SUPER_BLOCKS * halves * TILE;
         for (int i = 0; has_min && i < SUPER_BLOCKS * halves / 2; i++, min += 2 * TILE)
@@ -338,7 +387,7 @@ INLINE void super_some(const product *p, int64_t tile, int64_t row, int64_t coun
                 const xblock *m = meta + r * meta_stride;
                 float *to = part + r * TILE + v * VW;
                 vi mins = vi_set1(0);
-                for (int i = 0; i < SUPER_BLOCKS * halves / 2; i++) mins = madd16(mins, pairs[i], vi_set1(m[2 * i / halves].start[0]));
+                for (int i = 0; i < SUPER_BLOCKS * halves / 2; i++) mins = madd16(mins, pairs[i], vi_set1(sum_pair(m, i)));
                 vf_store(to, vf_fma(vf_cvt(mins), super_factor(super_min + v * VW, m->min_scale), vf_load(to)));
             }
         }
