@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -100,7 +101,7 @@ def _orthogonal(rows: Tensor) -> Tensor:
     What a product makes of it is rounding alone, which shows the order of the sum even through bfloat16.
     """
     count, k = rows.shape
-    scattered = torch.randperm(k, generator=torch.Generator().manual_seed(1)).to(rows.device)
+    scattered = torch.from_numpy(np.random.default_rng(1).permutation(k)).to(rows.device)
     order = torch.stack([scattered.roll(i) for i in range(count)])
     a, b = order[:, 0 : k // 2 * 2 : 2], order[:, 1::2]
     return torch.zeros_like(rows).scatter_(1, a, rows.gather(1, b)).scatter_(1, b, -rows.gather(1, a))

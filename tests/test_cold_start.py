@@ -94,3 +94,39 @@ def test_the_first_frame_is_drawn_before_the_rest(empty_home: Path) -> None:
     assert "localllm.tui.chat.screen" in loaded, "nothing was drawn"
     assert "collects=False" in loaded
     assert not loaded & AFTER_THE_FRAME
+
+
+FAST_IMPORT = """
+import sys
+from localllm.llm.torch_library import LEFT_OUT, import_fast
+import_fast()
+import torch
+assert LEFT_OUT not in sys.modules and not hasattr(torch, "_meta_registrations")
+torch.nn.functional.linear(torch.ones(2, 4), torch.ones(3, 4)).cumsum(0)
+from localllm.kernels.verify.cases import seeded
+print(torch.rand(1, generator=seeded(7)).item() == torch.rand(1, generator=torch.Generator().manual_seed(7)).item())
+print((torch.ones(2, 3, device="meta") @ torch.ones(3, 5, device="meta")).shape == (2, 5))
+print(torch._meta_registrations is sys.modules[LEFT_OUT])
+"""
+
+
+def test_torch_comes_without_what_nothing_needs_until_something_does() -> None:
+    done = subprocess.run([sys.executable, "-c", FAST_IMPORT], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["True"] * 3, done.stderr
+
+
+def test_another_torch_is_imported_whole() -> None:
+    loaded_after(
+        "import importlib.metadata as m; m.version = lambda name: '3.0.0'\n"
+        "from localllm.llm import torch_library as t; t.import_fast()\nimport sys; assert t.LEFT_OUT in sys.modules"
+    )
+
+
+def test_only_one_place_makes_generators() -> None:
+    """A `torch.Generator` fails where torch was imported fast: `seeded` imports what it needs first."""
+    root = Path(__file__).parents[1]
+    files = [
+        path for folder in ("localllm", "kernels", "models", "quant", "tui") for path in (root / folder).rglob("*.py")
+    ]
+    found = {path.name for path in files if "torch.Generator(" in path.read_text(encoding="utf-8")}
+    assert found == {"cases.py"}

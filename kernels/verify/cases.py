@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -49,13 +50,19 @@ class ModelShapes:
 Case = tuple[str, tuple[Any, ...]]  # what it is called, and the op's arguments
 
 
+def seeded(seed: int, device: torch.device | str = "cpu") -> torch.Generator:
+    """Random numbers, the same in every run. A fast import of torch left out what a generator needs."""
+    import_module("torch._meta_registrations")
+    return torch.Generator(device).manual_seed(seed)
+
+
 class _Source:
     """Random numbers of one device, the same in every run."""
 
     def __init__(self, device: str, dtype: str) -> None:
         self.device = torch.device(device)
         self.dtype: torch.dtype = getattr(torch, dtype)
-        self._generator = torch.Generator(self.device).manual_seed(20)
+        self._generator = seeded(20, self.device)
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Normal numbers, a few of them large: models have such activations."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import sampling
 from ..sampling import Sampled, SamplingInputs, sample
+from .cases import seeded
 from .trial import compare, first_error
 
 SampleOp = Callable[[Tensor, SamplingInputs, bool], Sampled]
@@ -28,7 +29,7 @@ TOLERANCE = 1e-3
 
 def _inputs(vocab: int, device: str) -> tuple[Tensor, SamplingInputs]:
     rows = GREEDY_ROWS + len(RANDOM)
-    generator = torch.Generator().manual_seed(23)
+    generator = seeded(23)
     logits = torch.randn((rows, vocab), generator=generator) * 3
     inputs = SamplingInputs.empty(rows, 2, vocab, "cpu")
     numbers, integers = inputs.numbers, inputs.integers

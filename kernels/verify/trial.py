@@ -33,7 +33,7 @@ from ..layer_weights import (
 from ..registry import Impl, LinearFacts
 from ..segments import REFERENCES, KernelTable
 from ..weight import Weight
-from .cases import ModelShapes, block_table, copied, empty_pages, numbers, op_cases
+from .cases import ModelShapes, block_table, copied, empty_pages, numbers, op_cases, seeded
 
 # Relative RMS error allowed, by dtype of the activations: several roundings of their mantissa. A wrong kernel is off by
 # the size of the numbers themselves. Our CPU products round activations to 16 bits, which leaves 4e-5.
@@ -178,7 +178,7 @@ def linear_error(impl: Impl, facts: LinearFacts, weight: Weight, prepared: Any) 
     n, k = facts.shape
     device = torch.device(facts.device)
     tolerance = max(TOLERANCE[facts.dtype], 3 * impl.rounds)
-    generator = torch.Generator().manual_seed(21)
+    generator = seeded(21)
     rows = torch.cat([torch.tensor([0, n - 1]), torch.randint(n, (ROWS - 2,), generator=generator)])
     values = dequantize_rows(weight, rows.to(weight.qweight.device)).to(device).double()
 
@@ -258,7 +258,7 @@ class SegmentTrial:
         """x, number of pages, views, cu_query_lens, seq_lens, positions of a small step."""
         facts = self.shapes.facts
         device = torch.device(facts.device)
-        generator = torch.Generator().manual_seed(22)
+        generator = seeded(22)
         size = facts.page_size
         rows, num_pages = block_table(self.step, size)
         starts, slots = [0], []
@@ -286,14 +286,14 @@ class SegmentTrial:
         sizes = [mlp.input.gate.out_features for _, mlp, _ in self.layers if mlp and mlp.input]
         if not sizes:
             return None
-        x, generator = self._made[0], torch.Generator().manual_seed(24)
+        x, generator = self._made[0], seeded(24)
         return torch.randn((x.shape[0], len(self.layers), sizes[0]), generator=generator).to(x)
 
     def _pages(self, mixer: Any) -> KVPages:
         """Pages with random keys and values for the heads of one layer: layers may differ in them."""
         facts, (kv_heads, *dims) = self.shapes.facts, mixer.kept
         if mixer.kept not in self._filled:
-            num_pages, generator = self._made[1], torch.Generator().manual_seed(22)
+            num_pages, generator = self._made[1], seeded(22)
             cache = empty_pages(replace(facts, num_kv_heads=kv_heads, head_dim=dims[0]), num_pages, value_dim=dims[1])
             count = num_pages * facts.page_size
             k, v = (torch.randn((count, kv_heads, dim), generator=generator).to(facts.device) for dim in dims)
@@ -331,7 +331,7 @@ class SegmentTrial:
     @torch.inference_mode()
     def _step(self, run: Callable[..., Stepped]) -> str:
         *_, lens, at = self._inputs()
-        ids = torch.randint(self.head.linear.out_features, at.shape, generator=torch.Generator().manual_seed(23)).to(at)
+        ids = torch.randint(self.head.linear.out_features, at.shape, generator=seeded(23)).to(at)
         whole = torch.arange(int(lens.max()), device=at.device)
         outputs = []
         for call in (run, REFERENCES["step"]):

@@ -22,7 +22,7 @@ from localllm.errors import BadModelFile, ConfigError, LocalLLMError
 from localllm.interface import Facts
 from localllm.llm.adapted import AdaptedModel
 from localllm.llm.sampling import recommended
-from localllm.llm.torch_library import load_library
+from localllm.llm.torch_library import import_fast, load_library
 from localllm.request import LoadProgress, OnProgress
 
 if TYPE_CHECKING:
@@ -185,7 +185,8 @@ class LoadedModel(AdaptedModel):
         if self.plan.device != "cpu":
             os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # as the plan numbers cards
         # in a thread of its own: torch keeps an error of its import, with it the frames of who called, and this model
-        ThreadPoolExecutor(1).submit(import_module, "torch").result()
+        fast = self._owns_process and self.plan.device == "cpu"
+        ThreadPoolExecutor(1).submit(import_fast if fast else lambda: import_module("torch")).result()
         import torch
 
         from localllm.boot.claim import check_room, claim_card, set_threads
