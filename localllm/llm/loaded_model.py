@@ -73,7 +73,8 @@ class LoadedModel(AdaptedModel):
         self.options = replace(options or EngineOptions(), **settings)  # as asked for; `plan`: what became of it
         self._planner = Planner.here(self.options, machine)
         self.machine: MachineFacts = self._planner.machine
-        threading.Thread(target=load_library, name="torch").start()  # an exit waits for it: libraries do not load then
+        # an exit waits for it: a library that loads while others are taken down ends the process badly
+        threading.Thread(target=load_library, name="torch", daemon=False).start()
         from localllm.models.architectures import open_model  # meanwhile
 
         self.path, self._pulled_as = self._find(self.name, offline, cancel)  # the file or folder that was loaded

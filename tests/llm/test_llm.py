@@ -2,13 +2,16 @@
 
 import json
 import os
+import threading
+from contextlib import suppress
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
 
 from localllm import LLM, SamplingParams
-from localllm.errors import ContextTooLong, InvalidRequest
+from localllm.errors import ContextTooLong, InvalidRequest, LocalLLMError
 from localllm.request import FinishReason
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -218,3 +221,16 @@ def test_a_real_model_answers_alike_from_pages_on_the_disk(model, request, tmp_p
             done = llm.generate(ids, params)
             found.append((done.completions[0].token_ids, done.usage.cached_tokens))
     assert found == [(found[0][0], 0), (found[0][0], 0), (found[0][0], 688)]
+
+
+def test_an_exit_waits_for_the_library_of_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also where a daemon thread loads the model, whose threads are daemons, too: half of the refusals crashed."""
+    seen = SimpleQueue[bool]()
+    monkeypatch.setattr("localllm.llm.loaded_model.load_library", lambda: seen.put(threading.current_thread().daemon))
+
+    def load() -> None:
+        with suppress(LocalLLMError):
+            LLM(tmp_path / "none.gguf")
+
+    threading.Thread(target=load, daemon=True).start()
+    assert seen.get(timeout=60) is False
