@@ -100,7 +100,12 @@ class LoadFlags(WindowFlags):
 
     dtype: Annotated[str | None, setting("engine.dtype", "--dtype")] = None
     activations: Annotated[
-        str | None, setting("engine.activations", "--activations", meaning="Round activations: int8 is fast on a CPU.")
+        str | None,
+        setting(
+            "engine.activations",
+            "--activations",
+            meaning="Rounding of activations; int8 is less exact, on some CPUs faster.",
+        ),
     ] = None
     threads: Annotated[str | None, setting("engine.threads", "--threads", metavar="N|auto", meaning="CPU threads.")] = (
         None
