@@ -118,8 +118,8 @@ class EngineOptions:
     activations: str = _key(
         choice("auto", "fp8", "nvfp4", "int8"),
         "auto",
-        "what activations are rounded to: fp8 or nvfp4 those of long prompts on a GPU; int8 all on the CPU, faster"
-        " and less exact (docs/quality.md); auto: nothing on a GPU, 16 bits on the CPU",
+        "what activations are rounded to: fp8 or nvfp4 those of long prompts on a GPU; int8 all on the CPU, less"
+        " exact, and faster on some CPUs (docs/quality.md); auto: nothing on a GPU, 16 bits on the CPU",
     )
     ctx: int | Literal["auto", "max"] = _key(TOKENS, "auto", "context window; auto is what fits, up to the model's own")
     kv: str = _key(choice("auto", "bf16", "fp16", "f32", "int8", "fp8"), "auto", "how keys and values are stored")
