@@ -42,14 +42,14 @@ typedef struct {
     int exact;            /* floats instead of integers */
     int form;             /* of integers */
     const uint8_t *planes; /* [m] rows of [blocks][x_bytes(form)], x_stride bytes apart; X_SUPER_PAIRS [k / 256][m][SUPER_BLOCKS] */
-    const xblock *meta;   /* [m] rows of [blocks], meta_stride blocks apart; X_SUPER_PAIRS [k / 256][m][super_meta] */
+    const xblock *meta;   /* [m] rows of [blocks], meta_stride blocks apart; X_SUPER_PAIRS [k / 256][m][SUPER_META] */
     int64_t x_stride, meta_stride;
     int64_t x_step, meta_step; /* of SUPER: from 256 inputs of a row to its next */
     const float *floats;  /* [m][stride] */
     int64_t stride;
 } activations;
 
-/* Of X_SUPER_PAIRS: as many xblocks tell of 256 inputs. 128 rows' stay in the first cache then, and in one line each. */
+/* Of X_SUPER_PAIRS: so many xblocks tell of 256 inputs of a row, which lie in one line then (eight took two). */
 #define SUPER_META(halves, has_min) ((has_min) ? 2 * (halves) : 1)
 /* The sums of groups 2 i and 2 i + 1 of 256 inputs. */
 INLINE int32_t sum_pair(const xblock *meta, int i) { return meta[i / 2].start[i % 2]; }

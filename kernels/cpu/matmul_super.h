@@ -190,7 +190,7 @@ INLINE void pairs_of_eight(const uint8_t *codes, const uint8_t *x, int64_t strid
     "vmovdqa64 " AT "(%[mins]), %%zmm29\n\tvmovdqa64 " AT "+64(%[mins]), %%zmm30\n\t" ROW_OF_MINS(0, X) ROW_OF_MINS(1, X) \
     ROW_OF_MINS(2, X) ROW_OF_MINS(3, X) ROW_OF_MINS(4, X) ROW_OF_MINS(5, X) ROW_OF_MINS(6, X) ROW_OF_MINS(7, X)
 #define MINS_OF_EIGHT(PAIRS)                                                                                       \
-    __asm__(ZERO_ROW(0) ZERO_ROW(1) ZERO_ROW(2) ZERO_ROW(3) ZERO_ROW(4) ZERO_ROW(5) ZERO_ROW(6) ZERO_ROW(7) PAIRS  \
+    __asm__ volatile(ZERO_ROW(0) ZERO_ROW(1) ZERO_ROW(2) ZERO_ROW(3) ZERO_ROW(4) ZERO_ROW(5) ZERO_ROW(6) ZERO_ROW(7) PAIRS  \
             : SUMS_OF(0), SUMS_OF(1), SUMS_OF(2), SUMS_OF(3), SUMS_OF(4), SUMS_OF(5), SUMS_OF(6), SUMS_OF(7)       \
             : [mins] "r"(mins), [meta] "r"(meta), [row] "i"(2 * halves * sizeof(xblock)) : "memory", "xmm29", "xmm30")
 INLINE void mins_of_eight(const int32_t *mins, const xblock *meta, const int halves, vi sum[8][2])
@@ -205,7 +205,7 @@ INLINE void mins_of_eight(const int32_t *mins, const xblock *meta, const int hal
  * multiply-adds a second as gcc has it, 114 so). */
 #define FOLD(R, C, TO)                                                                                             \
     "vcvtdq2ps %[s" #R #C "], %%zmm31\n\tvmulps " #R "*%c[row](%[by])%{1to16%}, %[f" #C "], %%zmm30\n\t"             \
-    "vfmadd213ps " TO "(%[to]), %%zmm30, %%zmm31\n\tvmovaps %%zmm31, " TO "(%[to])\n\t"
+    "vfmadd213ps " TO "(%[to]), %%zmm30, %%zmm31\n\tvmovups %%zmm31, " TO "(%[to])\n\t"
 #define FOLD_ROW(R) FOLD(R, 0, #R "*128") FOLD(R, 1, #R "*128+64")
 #define SUMS_IN(R) [s##R##0] "v"(sum[R][0]), [s##R##1] "v"(sum[R][1])
 INLINE void fold_eight(vi sum[8][2], const float *factor, const float *by, const int row, float *to)
