@@ -159,8 +159,8 @@ INLINE void tell_super(float scale, int32_t sums[SUPER / 16], xblock *meta, int 
     }
 }
 
-/* `quantize_block` for 256 inputs that share a scale. */
-static void quantize_super(const float *x, uint8_t *planes, xblock *meta, int form, int halves, int has_min, int32_t zero)
+/* `quantize_block` for 256 inputs that share a scale, with vectors of any width, infinities and NaN. */
+static void quantize_super_any(const float *x, uint8_t *planes, xblock *meta, int form, int halves, int has_min, int32_t zero)
 {
     vf top = vf_set1(0.0f);
     vi bad = vi_set1(0);
@@ -241,15 +241,15 @@ INLINE __m512i words_of(vi first, vi second)
     return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16((__m512i)first)), _mm512_cvtepi32_epi16((__m512i)second), 1);
 }
 
-/* `quantize_super`: all sums are found together. */
-static void quantize_supers(const float *x, uint8_t *planes, xblock *meta, int form, int halves, int has_min, int32_t zero)
+/* The same where all sums are found together. */
+static void quantize_super(const float *x, uint8_t *planes, xblock *meta, int form, int halves, int has_min, int32_t zero)
 {
     __m512i top = _mm512_setzero_si512();
     for (int i = 0; i < SUPER; i += 16) __builtin_prefetch(x + SUPER + i); /* of this row, after other rows' */
     for (int i = 0; i < SUPER; i += 16) top = _mm512_max_epi32(top, (__m512i)((vi)vf_load(x + i) & 0x7fffffff));
     const float peak = f32_bits((uint32_t)_mm512_reduce_max_epi32(top));
     if (!(peak > 1e-30f && peak < __builtin_inff())) {
-        quantize_super(x, planes, meta, form, halves, has_min, zero);
+        quantize_super_any(x, planes, meta, form, halves, has_min, zero);
         return;
     }
     const vf inverse = vf_set1(X_MAX_SUPER / peak);
@@ -306,9 +306,9 @@ static void quantize_blocks(const float *x, uint8_t *planes, xblock *meta, int f
     }
 }
 #else
-static void quantize_supers(const float *x, uint8_t *planes, xblock *meta, int form, int halves, int has_min, int32_t zero)
+static void quantize_super(const float *x, uint8_t *planes, xblock *meta, int form, int halves, int has_min, int32_t zero)
 {
-    quantize_super(x, planes, meta, form, halves, has_min, zero);
+    quantize_super_any(x, planes, meta, form, halves, has_min, zero);
 }
 static void quantize_blocks(const float *x, uint8_t *planes, xblock *meta, int form, int halves, int has_min, int32_t zero)
 {
@@ -342,8 +342,8 @@ static void prepare_rows(void *arg, int64_t begin, int64_t end, int thread)
         for (int64_t first = begin; first < end; first += TOGETHER)
             for (int64_t s = 0; s < w->supers; s++)
                 for (int64_t row = first; row < first + TOGETHER && row < end; row++)
-                    quantize_supers(j->a->x + row * w->k + s * SUPER, j->planes + row * x_stride + s * j->a->x_step,
-                                    j->meta + row * meta_stride + s * j->a->meta_step, form, halves, has_min, zero);
+                    quantize_super(j->a->x + row * w->k + s * SUPER, j->planes + row * x_stride + s * j->a->x_step,
+                                   j->meta + row * meta_stride + s * j->a->meta_step, form, halves, has_min, zero);
         return;
     }
     if (!j->a->exact && !w->perm && !w->pre_scale && w->k % (BLOCK * MANY_BLOCKS) == 0) {
