@@ -18,15 +18,15 @@ from ..sampling import SamplingInputs
 from .activation import gelu_tanh_mul, silu_mul
 from .attention import paged_attention
 from .cards import AMD, CLASSES, Card
-from .experts import routed, summed
+from .experts import routed, sorted_by_expert, summed
 from .heads import kv_write, qk_norm_rope_kv, rope
 from .latent import attend
 from .launch import TYPES, Launch, recording
 from .layout import CODES, HALVES, SUPER, Prepared
 from .narrow import narrow_product
 from .ops import FP4_CAPABILITY, FP8_CAPABILITY
-from .product import PLAIN, Extras, Pairs, Tiles, dequantized, expert_product, launch_gemm, product
-from .product_tiles import gemm_tiles
+from .product import PLAIN, Extras, Pairs, Tiles, dequantized, expert_product, launch_gemm, launch_gemv, product
+from .product_tiles import few_rows, few_tiles, gemm_tiles, is_fixed
 from .recurrent import causal_conv, delta_rule, state_space
 from .rms_norm import rms_norm
 from .sampling import sample
@@ -310,6 +310,13 @@ def _batch_specs(form: Form, dtype: torch.dtype, card: Card) -> Iterator[KernelS
         return
     mma = {90: "wgmma", 100: "tcgen05", 942: "v_mfma", 1100: "v_wmma", 1201: "v_wmma"}.get(card.capability, "mma.sync")
     p, wide = described(form, HIDDEN, HIDDEN), described(form, 2 * INTERMEDIATE, HIDDEN)
+    fixed = is_fixed(form.code, p.run, card)
+    for tokens in (2, 4) if form.name in MAIN_FORMS and card.capability < AMD else ():
+        if tokens <= few_rows(form.code, fixed):
+            x, out = _meta(dtype, tokens, HIDDEN), _meta(dtype, tokens, HIDDEN)
+            tiles = few_tiles(HIDDEN, HIDDEN, form.code, card, False, fixed, form.group)
+            call = partial(launch_gemv, x, p, out, PLAIN, next(tile for tile in tiles if "chunks" in tile))
+            yield _linear(f"{form.name} M={tokens}", card, call, decode=True)
     for tokens in (8, 16, 64, 128) if form.name in MAIN_FORMS else (16, 64):
         x, out = _meta(dtype, tokens, HIDDEN), _meta(dtype, tokens, HIDDEN)
         call = partial(
@@ -338,6 +345,10 @@ def _expert_specs(dtype: torch.dtype, card: Card) -> Iterator[KernelSpec]:
     if not 80 <= card.capability < AMD:
         yield KernelSpec("experts", "triton", "token", reason="experts are called one by one there")
         return
+    for count, top_k in ((128, 8), (32, 4)):
+        for launch in _recorded(card, partial(sorted_by_expert, _meta(torch.int32, 512, top_k), count)):
+            kernel = launch.kernel.__name__.strip("_")
+            yield KernelSpec("experts", "triton", f"{count} {kernel}", launch, decode=True)
     for count, top_k, hidden, inner, name, router, gate in MIXTURES:
         up, down = described(forms[name], count * 2 * inner, hidden), described(forms[name], count * hidden, inner)
         bias = _meta(torch.float32, count) if router == "sigmoid" else None

@@ -37,6 +37,11 @@ TRIAL_KEYS, TRIAL_QUERIES = 8192, 2048
 # numbers a step of the merge adds up: 64 splits of a head of 128. Each further step waits for memory anew; four of them
 # took an H100 6 to 13 us for 32,768 keys
 MERGED = 8192
+# Most query heads of a KV head for which its last program merges the splits of 8-bit pages. An 8B's step takes an H200
+# 2.22 ms so, and 2.33 with a kernel that merges; 30B-A3B's, of eight heads, 2.30 and 2.26; one with 16-bit pages 4.44
+# and 4.42. The latter numbers are those where the next kernel begins late, 1 % less; with 8-bit pages that is 2 % more
+MERGED_GROUP = 4
+COUNTERS = 1 << 16  # KV heads of queries that may be under way
 
 
 def paged_attention(
@@ -63,7 +68,7 @@ def paged_attention(
     num_tokens, num_seqs = q.shape[0], block_table.shape[0]
     if by_token:
         each = step.heads * step.places * (step.dim + 2) * 4  # bytes of a query between the two kernels
-        at_once = max(1, min(PART_BYTES // each, 65_535))
+        at_once = max(1, min(PART_BYTES // each, 65_535, COUNTERS // step.kv_heads))  # all of them merged alike
         for first in range(0, num_tokens, at_once):
             step.decode(first, min(at_once, num_tokens - first), by_token=True)
         return step.out
@@ -146,32 +151,41 @@ class _Step:
         norms = torch.empty((*places, 2), dtype=torch.float32, device=self.q.device)
         split = {"FIRST": self.splits.first, "SPLITS": self.splits.most, "BY_TOKEN": by_token}
         shared = self.shared | split | ({} if by_token else {"STEPS": 0})
+        sinks, padded = norms if self.sinks is None else self.sinks, power_of_2(self.dim)
+        most_places = 2 * power_of_2(self.splits.most)
+        merging: dict[str, Any] = {"PADDED": padded, "PLACES": most_places, "HAS_SINKS": self.sinks is not None}
+        eight, heads = self.format in SCALED_FORMATS, power_of_2(group)
+        merges = eight and group <= MERGED_GROUP and count * self.kv_heads <= COUNTERS
         launch(
             attention_decode.decode_split,
             (side_by_side(self.places, count, self.kv_heads, self.num_sms), self.kv_heads, count),
-            *(self.q, *self.kv, self.table, self.starts, self.lengths, sums, norms),
+            *(self.q, *self.kv, self.table, self.starts, self.lengths, sums, norms, sinks, _counters(self.q.device)),
+            self.out,
             *self.numbers,
             *(first, self.places),
             COLUMNS=columns_of(group, self.cap),
             KEYS=tile.keys,
             STAGES=tile.num_stages,
+            HEADS=heads,
+            AT_ONCE=max(1, 64 * 32 * tile.num_warps // (padded * heads)),  # 64 numbers a thread
+            MERGES=merges,
+            LATE=not eight,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
             registers=decode_registers(self.cap, self.format, self.dim, group),
             **shared,
+            **merging,
         )
-        sinks = norms if self.sinks is None else self.sinks
-        padded = power_of_2(self.dim)
+        if merges:
+            return
         launch(
             attention_decode.merge_splits,
             (self.heads, count),
             *(sums, norms, sinks, self.kv[3], self.out, self.starts, self.lengths),
             *(self.window, self.places, self.num_seqs, first),
-            PADDED=padded,
             HEADS=self.heads,
-            PLACES=2 * power_of_2(self.splits.most),
             AT_ONCE=MERGED // padded,
-            HAS_SINKS=self.sinks is not None,
+            **merging,
             **{name: shared[name] for name in ("DIM", "FORMAT", "SCALES", "STEPS", "HAS_WINDOW", *split)},
         )
 
@@ -234,6 +248,12 @@ class _Step:
             num_stages=tile.num_stages,
             **shared,
         )
+
+
+@cache
+def _counters(device: torch.device) -> Tensor:
+    """int32 zeros, which every kernel leaves as zeros: one set a card, steps of one stream at a time."""
+    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
 @lru_cache(maxsize=4)

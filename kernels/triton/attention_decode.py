@@ -1,4 +1,5 @@
-"""Paged attention of single queries: every sequence's keys in splits side by side, then a merge.
+"""Paged attention of single queries: every sequence's keys in splits side by side, which the last program of a KV head
+to finish merges, or a kernel of its own.
 
 A program takes splits of one sequence and KV head: one, where all of them fit onto the card. Keys are the rows of its
 matrix products, the query heads of the KV head their 8 or 16 columns: S = K Qᵀ and O = Vᵀ P, so no row of a matrix
@@ -61,20 +62,24 @@ def _split_tokens(seen, FIRST: tl.constexpr, SPLITS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["window", "table_width", "num_seqs", "first_token", "num_places"])
 def decode_split(
-    q, k, v, k_scales, v_scales, block_table, cu_query_lens, seq_lens, part_sum, part_norm,
+    q, k, v, k_scales, v_scales, block_table, cu_query_lens, seq_lens, part_sum, part_norm, sinks, counter, out,
     scale, softcap, window, table_width, num_seqs, first_token, num_places,
     DIM: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, KV_HEADS: tl.constexpr,
     PAGE: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr, RUN: tl.constexpr, KEYS: tl.constexpr,
     FIRST: tl.constexpr, SPLITS: tl.constexpr, BY_TOKEN: tl.constexpr, STEPS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
-    INTERPRET: tl.constexpr, PTX: tl.constexpr,
+    INTERPRET: tl.constexpr, PTX: tl.constexpr, HAS_SINKS: tl.constexpr, HEADS: tl.constexpr, PADDED: tl.constexpr,
+    PLACES: tl.constexpr, AT_ONCE: tl.constexpr, MERGES: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """Every so many'th split of one query's keys for one KV head: sums of weighted values, not yet divided, and
     (top, norm). Who computes a split changes nothing of it.
+
+    MERGES  the last program of a query and KV head to finish merges its splits; `counter` is 0 before and after
+    LATE    the next kernel may begin when the splits are done, and not from the beginning on
     """
     head = tl.program_id(1)
     row = tl.program_id(2)
-    if PDL:
+    if PDL and not LATE:
         tl.extra.cuda.gdc_launch_dependents()
     token, seq, length = _query_of(row, cu_query_lens, seq_lens, num_seqs, first_token, BY_TOKEN, STEPS)
     oldest = 0
@@ -184,13 +189,74 @@ def decode_split(
         ok = column < GROUP
         tl.store(part_norm + part * 2, top, mask=ok)
         tl.store(part_norm + part * 2 + 1, total, mask=ok)
-        out = part_sum + part[None, :] * DIM + d[:, None] * STEP
+        sums = part_sum + part[None, :] * DIM + d[:, None] * STEP
         ok = ok[None, :] & (d[:, None] < WIDTH)
-        tl.store(out, acc, mask=ok)
+        tl.store(sums, acc, mask=ok)
         if EIGHT:
-            tl.store(out + 1, acc_odd, mask=ok)
+            tl.store(sums + 1, acc_odd, mask=ok)
         begin = (oldest // size + place + tl.num_programs(0)) * size
         page = tl.load(table + (begin + n) // PAGE, mask=begin + n < length, other=0)
+
+    if PDL and LATE:
+        tl.extra.cuda.gdc_launch_dependents()
+    if MERGES:
+        single = True
+        if not BY_TOKEN:
+            single = tl.load(cu_query_lens + seq + 1) - token == 1
+        if single:
+            tl.debug_barrier()
+            spot = counter + row * KV_HEADS + head
+            if tl.atomic_add(spot, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+                tl.store(spot, 0)
+                first = row.to(tl.int64) * (KV_HEADS * GROUP) + head * GROUP
+                _merge(
+                    part_sum, part_norm, first, count, num_places, sinks + head * GROUP, v_scales,
+                    out + (token.to(tl.int64) * KV_HEADS + head) * (GROUP * DIM),
+                    DIM, PADDED, GROUP, HEADS, PLACES, AT_ONCE, FORMAT, SCALES, HAS_SINKS,
+                )  # fmt: skip
+
+
+@triton.jit
+def _merge(
+    part_sum, part_norm, first, count, num_places, sinks, v_scales, out,
+    DIM: tl.constexpr, PADDED: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, PLACES: tl.constexpr,
+    AT_ONCE: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """`count` splits of GROUP query heads from `first` on into their results, in the order of their places."""
+    head = tl.arange(0, HEADS)
+    real = (head < GROUP)[:, None]
+    place = tl.arange(0, PLACES)
+    part = (first + head)[:, None] * num_places + place[None, :]
+    there = real & (place < count)[None, :]
+    # not through the first cache, which other programs do not write to
+    tops = tl.load(part_norm + part * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
+    norms = tl.load(part_norm + part * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
+    top = tl.max(tops, 1)
+    if HAS_SINKS:
+        sink = tl.load(sinks + head, mask=head < GROUP, other=0.0).to(tl.float32) * 1.4426950408889634
+        top = tl.maximum(top, sink)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    norm = tl.sum(norms * tl.exp2(tops - top[:, None]), 1)
+    if HAS_SINKS:
+        norm += tl.exp2(sink - top)
+    d = tl.arange(0, PADDED)
+    acc = tl.zeros([HEADS, PADDED], tl.float32)
+    for start in range(0, count, AT_ONCE):
+        some = start + tl.arange(0, AT_ONCE)
+        given = (first + head)[:, None] * num_places + some[None, :]
+        inside = real & (some < count)[None, :]
+        weights = tl.load(part_norm + given * 2, mask=inside, other=float("-inf"), cache_modifier=".cg")
+        weights = tl.exp2(weights - top[:, None])
+        at = part_sum + given[:, :, None] * DIM + d[None, None, :]
+        tile = tl.load(at, mask=inside[:, :, None] & (d < DIM)[None, None, :], other=0.0, cache_modifier=".cg")
+        acc += tl.sum(tile * weights[:, :, None], 1)
+    factor = 1.0 / tl.where(norm == 0.0, 1.0, norm)
+    if FORMAT == "fp8":
+        factor *= 256.0
+    if SCALES == "layer":
+        factor *= tl.load(v_scales)
+    result = (acc * factor[:, None]).to(out.dtype.element_ty)
+    tl.store(out + head[:, None] * DIM + d[None, :], result, mask=real & (d < DIM)[None, :])
 
 
 @triton.jit(do_not_specialize=["window", "num_places", "num_seqs", "first_token"])
@@ -215,31 +281,8 @@ def merge_splits(
     size = _split_tokens(length - oldest, FIRST, SPLITS)
     count = tl.maximum((length + size - 1) // size - oldest // size, 0)
     wait_for_previous(PDL)
-    base = (row.to(tl.int64) * HEADS + head) * num_places
-    place = tl.arange(0, PLACES)
-    tops = tl.load(part_norm + (base + place) * 2, mask=place < count, other=float("-inf"))
-    norms = tl.load(part_norm + (base + place) * 2 + 1, mask=place < count, other=0.0)
-    top = tl.max(tops, 0)
-    if HAS_SINKS:
-        sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
-        top = tl.maximum(top, sink)
-    top = tl.where(top == float("-inf"), 0.0, top)
-    norm = tl.sum(norms * tl.exp2(tops - top), 0)
-    if HAS_SINKS:
-        norm += tl.exp2(sink - top)
-    d = tl.arange(0, PADDED)
-    acc = tl.zeros([PADDED], tl.float32)
-    for start in range(0, count, AT_ONCE):
-        some = start + tl.arange(0, AT_ONCE)
-        ok = some < count
-        weights = tl.exp2(tl.load(part_norm + (base + some) * 2, mask=ok, other=float("-inf")) - top)
-        at = part_sum + (base + some)[:, None] * DIM + d[None, :]
-        tile = tl.load(at, mask=ok[:, None] & (d[None, :] < DIM), other=0.0)
-        acc += tl.sum(tile * weights[:, None], 0)
-    factor = 1.0 / tl.where(norm == 0.0, 1.0, norm)
-    if FORMAT == "fp8":
-        factor *= 256.0
-    if SCALES == "layer":
-        factor *= tl.load(v_scales)
-    result = acc * factor
-    tl.store(out + (token.to(tl.int64) * HEADS + head) * DIM + d, result.to(out.dtype.element_ty), mask=d < DIM)
+    _merge(
+        part_sum, part_norm, row.to(tl.int64) * HEADS + head, count, num_places, sinks + head, v_scales,
+        out + (token.to(tl.int64) * HEADS + head) * DIM,
+        DIM, PADDED, 1, 1, PLACES, AT_ONCE, FORMAT, SCALES, HAS_SINKS,
+    )  # fmt: skip

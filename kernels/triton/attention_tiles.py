@@ -44,9 +44,13 @@ class Splits(NamedTuple):
 
 @cache
 def splits_of(num_kv_heads: int, sms: int) -> Splits:
-    """Four programs an SM for one long sequence, one an SM from 4096 keys on; of one device always the same."""
+    """Four programs an SM for one long sequence, one an SM from 4096 keys on; of one device always the same.
+
+    From four KV heads on no more than 64 splits: with four 32,768 keys take an H200 24.5 us, with 128 splits 27.5.
+    """
+    most = 64 if num_kv_heads >= 4 else 128
     first = _floor_power(4096 * num_kv_heads // sms)
-    return Splits(min(max(first, 128), 512), min(max(_floor_power(4 * sms // num_kv_heads), 8), 128))
+    return Splits(min(max(first, 128), 512), min(max(_floor_power(4 * sms // num_kv_heads), 8), most))
 
 
 def side_by_side(places: int, queries: int, num_kv_heads: int, sms: int) -> int:

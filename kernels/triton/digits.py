@@ -26,6 +26,7 @@ MAGIC = tl.constexpr(12582912.0)
 # (2 * 127 + 14) << 23 as int32: less the exponent of a number, the power of two that makes it 2^14 and more
 UNITS = tl.constexpr(-2046820352)
 CHUNKS = 128  # of a program
+WARPS = 16  # of one that norms
 
 
 @triton.jit
@@ -113,7 +114,7 @@ def digits(x: Tensor, code: str, run: int, norm: Norm | None) -> Tensor:
         PADDED=power_of_2(k),
         CHUNKS=CHUNKS,
         ASSEMBLY=has_ptx(x.device),
-        num_warps=CHUNKS // 32,
+        num_warps=CHUNKS // 32 if norm is None else WARPS,
         subnormals=True,
     )
     return out

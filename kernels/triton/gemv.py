@@ -1,4 +1,4 @@
-"""y = x Wᵀ for one row of x, every weight form: the product of a decoding step.
+"""y = x Wᵀ for one row of x, every weight form: the product of a decoding step; up to four rows of x share the codes.
 
 A program holds ROWS rows of W and passes over all of K, CHUNKS 16-byte chunks of each row at a time, the next ones
 loaded before the present ones are used; sums are float32 in an order that the constants fix. RMSNorm costs nothing
@@ -86,16 +86,89 @@ def _activations(
 
 
 @triton.jit
+def _add_chunks(
+    acc, squares, w, high, x_row, norm_ptr, scale_ptr, min_ptr, super_ptr, super_min_ptr, rows, row_ok, c0,
+    K: tl.constexpr, C: tl.constexpr, CODE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALE: tl.constexpr,
+    MIN: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    NORM: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, FIXED: tl.constexpr,
+):  # fmt: skip
+    """acc, float32 [ROWS, CHUNKS, RUNS], with chunks c0.. times a row of x added; squares of a normed x likewise."""
+    PLANES: tl.constexpr = 16 // LOW
+    CHUNK: tl.constexpr = 8 * PLANES
+    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
+    SUPERS: tl.constexpr = K // 256
+    RUNS: tl.constexpr = 8 // RUN
+    chunk = c0 + tl.arange(0, CHUNKS)
+    if FIXED != "":
+        part, xs = fixed_part(w, x_row, c0, C, ROWS, CHUNKS, RUNS, CODE, ZERO, FIXED == "assembly")
+    else:
+        p = tl.zeros((ROWS, CHUNKS, 4), tl.float32)
+        xs = tl.zeros((CHUNKS, RUNS), tl.float32)
+        for i in tl.static_range(PLANES):
+            x, plane_squares = _activations(x_row, norm_ptr, chunk, i, K, C, CHUNK, RUN, CHUNKS, NORM)
+            squares += plane_squares
+            if MIN != "none" or ZERO != 0:
+                xs += tl.sum(tl.reshape(x, (CHUNKS, RUNS, RUN)), 2)
+            even, odd = tl.split(tl.reshape(x, (CHUNKS, 4, 2)))
+            p = add_part(p, w, high, even[None, :, :], i, 0, CODE, LOW, HIGH)
+            p = add_part(p, w, high, odd[None, :, :], i, 1, CODE, LOW, HIGH)
+        part = tl.sum(tl.reshape(p, (ROWS, CHUNKS, RUNS, 4 // RUNS)), 3) * end_factor(CODE)
+    if SCALE != "none":
+        ok = row_ok[:, None, None] & (chunk < C)[None, :, None]
+        if RUNS == 1:
+            group = (chunk * CHUNK // GROUP)[:, None]
+        else:
+            group = chunk[:, None] * RUNS + tl.arange(0, RUNS)[None, :]
+        index = ((rows // SCALE_ROWS).to(tl.int64) * GROUPS)[:, None, None] + group[None]
+        above = (rows.to(tl.int64) * SUPERS)[:, None, None] + (chunk * CHUNK // 256)[None, :, None]
+        scale = group_scale(scale_ptr, super_ptr, index, above, ok, SCALE)
+        part = scale * part
+        if MIN != "none":
+            part += group_min(min_ptr, scale_ptr, super_min_ptr, index, above, ok, scale, MIN) * xs[None]
+        elif ZERO != 0 and FIXED == "":
+            part -= scale * (ZERO * xs)[None]
+    elif ZERO != 0 and FIXED == "":
+        part -= (ZERO * xs)[None]
+    return acc + part, squares
+
+
+@triton.jit
+def _finish(
+    acc, squares, token, rows, row_ok, eps, row_scale_ptr, bias_ptr, residual_ptr, out_ptr, n,
+    K: tl.constexpr, ROW_SCALE: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr,
+    GATE: tl.constexpr, LIMIT: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The rows' results of a row of x, of sums float32 [ROWS, CHUNKS, RUNS]."""
+    y = tl.sum(tl.sum(acc, 2), 1)
+    if NORM:
+        y *= 1.0 / tl.sqrt_rn(tl.sum(squares, 0) / K + eps)
+    if ROW_SCALE:
+        y *= tl.load(row_scale_ptr + rows, mask=row_ok, other=0.0)
+    if BIAS:
+        y += tl.load(bias_ptr + rows, mask=row_ok, other=0.0).to(tl.float32)
+    if GATE != "":
+        g, up = tl.split(tl.trans(tl.reshape(y, (2, ROWS // 2))))
+        y = gated(g, up, GATE, LIMIT)
+        outputs = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
+    else:
+        outputs = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    place = token.to(tl.int64) * n + outputs
+    if RESIDUAL:
+        y += tl.load(residual_ptr + place, mask=outputs < n, other=0.0).to(tl.float32)
+    tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=outputs < n)
+
+
+@triton.jit
 def gemv_kernel(
     x_ptr, low_ptr, high_ptr, scale_ptr, min_ptr, super_ptr, super_min_ptr, row_scale_ptr, bias_ptr, norm_ptr,
     residual_ptr, expert_ptr, out_ptr, n, eps,
     K: tl.constexpr, CODE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALE: tl.constexpr, MIN: tl.constexpr,
     ZERO: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, SCALE_ROWS: tl.constexpr, ROW_SCALE: tl.constexpr,
     BIAS: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GATE: tl.constexpr,
-    LIMIT: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, FIXED: tl.constexpr,
-    LATE: tl.constexpr, PDL: tl.constexpr,
+    LIMIT: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, TOKENS: tl.constexpr,
+    FIXED: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: ROWS outputs (ROWS / 2 where gated) of row `program_id(1)` of x.
+    """One program: ROWS outputs (ROWS / 2 where gated) of TOKENS rows of x from `program_id(1)` * TOKENS on.
 
     FIXED   "" in float32; "assembly" or "plain" in whole numbers: x_ptr is what `digits` wrote, its norm is in there
     LATE    the next kernel may begin when the loop is over, and not from the beginning on
@@ -105,11 +178,9 @@ def gemv_kernel(
     PLANES: tl.constexpr = 16 // LOW
     CHUNK: tl.constexpr = 8 * PLANES
     C: tl.constexpr = (K + CHUNK - 1) // CHUNK
-    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
-    SUPERS: tl.constexpr = K // 256
     RUNS: tl.constexpr = 8 // RUN
 
-    token = tl.program_id(1)
+    token = tl.program_id(1) * TOKENS
     t = tl.arange(0, ROWS)
     if GATE != "":
         first = tl.program_id(0) * (ROWS // 2) + t % (ROWS // 2)
@@ -118,12 +189,9 @@ def gemv_kernel(
     else:
         rows = tl.program_id(0) * ROWS + t
         row_ok = rows < n
-    lane = tl.arange(0, CHUNKS)
     source = token // SHARE if SHARE > 0 else token
-    if FIXED != "":
-        x_row = x_ptr + source.to(tl.int64) * (C * (17 + RUNS))
-    else:
-        x_row = x_ptr + source.to(tl.int64) * K
+    X: tl.constexpr = C * (17 + RUNS) if FIXED != "" else K  # of a row of x
+    x_row = x_ptr + source.to(tl.int64) * X
 
     if PDL and not LATE:  # what follows may ask for its weights, too
         tl.extra.cuda.gdc_launch_dependents()
@@ -137,63 +205,56 @@ def gemv_kernel(
 
     acc = tl.zeros((ROWS, CHUNKS, RUNS), tl.float32)
     squares = tl.zeros((CHUNKS,), tl.float32)
+    if TOKENS > 1:
+        acc1 = acc
+    if TOKENS > 2:
+        acc2 = acc
+    if TOKENS > 3:
+        acc3 = acc
     for c0 in range(0, C, CHUNKS):
         w, high = w_next, high_next
-        chunk = c0 + lane
         if c0 + CHUNKS < C and FIXED == "":
             w_next, high_next = _load_words(low_ptr, high_ptr, row_ok, rows, c0 + CHUNKS, C, HIGH, ROWS, CHUNKS)
-        if FIXED != "":
-            part, xs = fixed_part(w, x_row, c0, C, ROWS, CHUNKS, RUNS, CODE, ZERO, FIXED == "assembly")
-            if c0 + CHUNKS < C:  # after the sums: twice as many rows fit, and x of the next chunks takes a while
-                w_next, high_next = _load_words(low_ptr, high_ptr, row_ok, rows, c0 + CHUNKS, C, HIGH, ROWS, CHUNKS)
-        else:
-            p = tl.zeros((ROWS, CHUNKS, 4), tl.float32)
-            xs = tl.zeros((CHUNKS, RUNS), tl.float32)
-            for i in tl.static_range(PLANES):
-                x, plane_squares = _activations(x_row, norm_ptr, chunk, i, K, C, CHUNK, RUN, CHUNKS, NORM)
-                squares += plane_squares
-                if MIN != "none" or ZERO != 0:
-                    xs += tl.sum(tl.reshape(x, (CHUNKS, RUNS, RUN)), 2)
-                even, odd = tl.split(tl.reshape(x, (CHUNKS, 4, 2)))
-                p = add_part(p, w, high, even[None, :, :], i, 0, CODE, LOW, HIGH)
-                p = add_part(p, w, high, odd[None, :, :], i, 1, CODE, LOW, HIGH)
-            part = tl.sum(tl.reshape(p, (ROWS, CHUNKS, RUNS, 4 // RUNS)), 3) * end_factor(CODE)
-        if SCALE != "none":
-            ok = row_ok[:, None, None] & (chunk < C)[None, :, None]
-            if RUNS == 1:
-                group = (chunk * CHUNK // GROUP)[:, None]
-            else:
-                group = chunk[:, None] * RUNS + tl.arange(0, RUNS)[None, :]
-            index = ((rows // SCALE_ROWS).to(tl.int64) * GROUPS)[:, None, None] + group[None]
-            above = (rows.to(tl.int64) * SUPERS)[:, None, None] + (chunk * CHUNK // 256)[None, :, None]
-            scale = group_scale(scale_ptr, super_ptr, index, above, ok, SCALE)
-            part = scale * part
-            if MIN != "none":
-                part += group_min(min_ptr, scale_ptr, super_min_ptr, index, above, ok, scale, MIN) * xs[None]
-            elif ZERO != 0 and FIXED == "":
-                part -= scale * (ZERO * xs)[None]
-        elif ZERO != 0 and FIXED == "":
-            part -= (ZERO * xs)[None]
-        acc += part
+        acc, squares = _add_chunks(
+            acc, squares, w, high, x_row, norm_ptr, scale_ptr, min_ptr, super_ptr, super_min_ptr, rows,
+            row_ok, c0, K, C, CODE, LOW, HIGH, SCALE, MIN, ZERO, GROUP, RUN, SCALE_ROWS, NORM, ROWS, CHUNKS, FIXED,
+        )  # fmt: skip
+        if TOKENS > 1:
+            acc1, _ = _add_chunks(
+                acc1, squares, w, high, x_row + X, norm_ptr, scale_ptr, min_ptr, super_ptr, super_min_ptr, rows,
+                row_ok, c0, K, C, CODE, LOW, HIGH, SCALE, MIN, ZERO, GROUP, RUN, SCALE_ROWS, NORM, ROWS, CHUNKS, FIXED,
+            )  # fmt: skip
+        if TOKENS > 2:
+            acc2, _ = _add_chunks(
+                acc2, squares, w, high, x_row + 2 * X, norm_ptr, scale_ptr, min_ptr, super_ptr, super_min_ptr, rows,
+                row_ok, c0, K, C, CODE, LOW, HIGH, SCALE, MIN, ZERO, GROUP, RUN, SCALE_ROWS, NORM, ROWS, CHUNKS, FIXED,
+            )  # fmt: skip
+        if TOKENS > 3:
+            acc3, _ = _add_chunks(
+                acc3, squares, w, high, x_row + 3 * X, norm_ptr, scale_ptr, min_ptr, super_ptr, super_min_ptr, rows,
+                row_ok, c0, K, C, CODE, LOW, HIGH, SCALE, MIN, ZERO, GROUP, RUN, SCALE_ROWS, NORM, ROWS, CHUNKS, FIXED,
+            )  # fmt: skip
+        if c0 + CHUNKS < C and FIXED != "":  # after the sums: more rows fit, and x of the next chunks takes a while
+            w_next, high_next = _load_words(low_ptr, high_ptr, row_ok, rows, c0 + CHUNKS, C, HIGH, ROWS, CHUNKS)
 
     if PDL and LATE:
         tl.extra.cuda.gdc_launch_dependents()
-    acc = tl.sum(acc, 2)
-    y = tl.sum(acc, 1)
-    if NORM:
-        y *= 1.0 / tl.sqrt_rn(tl.sum(squares, 0) / K + eps)
-    if ROW_SCALE:
-        y *= tl.load(row_scale_ptr + rows, mask=row_ok, other=0.0)
-    if BIAS:
-        y += tl.load(bias_ptr + rows, mask=row_ok, other=0.0).to(tl.float32)
-    if GATE != "":
-        g, up = tl.split(tl.trans(tl.reshape(y, (2, ROWS // 2))))
-        y = gated(g, up, GATE, LIMIT)
-        rows = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
-        row_ok = rows < n
-    elif SHARE > 0:
-        rows = tl.program_id(0) * ROWS + t
-    place = token.to(tl.int64) * n + rows
-    if RESIDUAL:
-        y += tl.load(residual_ptr + place, mask=row_ok, other=0.0).to(tl.float32)
-    tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=row_ok)
+    _finish(
+        acc, squares, token, rows, row_ok, eps, row_scale_ptr, bias_ptr, residual_ptr, out_ptr, n,
+        K, ROW_SCALE, BIAS, NORM, RESIDUAL, GATE, LIMIT, ROWS,
+    )  # fmt: skip
+    if TOKENS > 1:
+        _finish(
+            acc1, squares, token + 1, rows, row_ok, eps, row_scale_ptr, bias_ptr, residual_ptr, out_ptr, n,
+            K, ROW_SCALE, BIAS, NORM, RESIDUAL, GATE, LIMIT, ROWS,
+        )  # fmt: skip
+    if TOKENS > 2:
+        _finish(
+            acc2, squares, token + 2, rows, row_ok, eps, row_scale_ptr, bias_ptr, residual_ptr, out_ptr, n,
+            K, ROW_SCALE, BIAS, NORM, RESIDUAL, GATE, LIMIT, ROWS,
+        )  # fmt: skip
+    if TOKENS > 3:
+        _finish(
+            acc3, squares, token + 3, rows, row_ok, eps, row_scale_ptr, bias_ptr, residual_ptr, out_ptr, n,
+            K, ROW_SCALE, BIAS, NORM, RESIDUAL, GATE, LIMIT, ROWS,
+        )  # fmt: skip

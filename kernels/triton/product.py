@@ -1,7 +1,8 @@
 """Which product kernel runs for how many rows of x, and with what: launches are built here, for use and for the table.
 
 one row            `gemv`: a program per few rows of W
-2 to 255 rows      `gemm`: tensor cores, W decoded in registers (dense weights: cuBLAS from 17 rows)
+2 to 4 rows        `gemv` as well for codes of four bits, 2 rows for numbers of 16 (`few_rows`)
+up to 255 rows     `gemm`: tensor cores, W decoded in registers (dense weights: cuBLAS from 17 rows)
 more               `dequantize` into slabs, then cuBLAS
 below sm_80        Triton has no tensor cores there: `gemv` for up to 4 rows, else the slab
 """
@@ -24,7 +25,7 @@ from .cards import Card
 from .digits import digits
 from .launch import card_of, has_ptx, interpreting, launch
 from .layout import CODES, Prepared
-from .product_tiles import SMALL_TOKENS, TOKEN_CLASSES, gemm_tiles, gemv_tiles, is_fixed
+from .product_tiles import SMALL_TOKENS, TOKEN_CLASSES, few_rows, few_tiles, gemm_tiles, gemv_tiles, is_fixed
 from .rms_norm import rms_norm
 
 SLAB_BYTES = 64 << 20  # most dense rows decoded at a time: what the plan keeps for attention, which is over then
@@ -87,8 +88,6 @@ def product(
     n, tokens = p.shape[0] // (2 if extras.gate else 1), x.shape[0]
     if out is None:
         out = torch.empty(tokens, n, dtype=x.dtype, device=x.device)
-    if extras.norm is not None and tokens > 1:  # for each program to see all of every row would cost more than a launch
-        x, extras = rms_norm(x, extras.norm.weight, extras.norm.eps), extras._replace(norm=None)
     card = card_of(x.device)
     own = SMALL_TOKENS if _is_plain(x, p) else SLAB_TOKENS - 1  # rows that a kernel of ours multiplies
     if fixed_order:
@@ -103,6 +102,9 @@ def product(
 
 def _run(x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Tile) -> None:
     """The product by the kernel that the choice is for."""
+    if extras.norm is not None and x.shape[0] > 1 and "fixed" not in choice:
+        # for each program to see all of every row would cost more than a launch
+        x, extras = rms_norm(x, extras.norm.weight, extras.norm.eps), extras._replace(norm=None)
     if choice is CUBLAS:
         _slab_product(x, p, out, extras.bias)
     elif "chunks" in choice:
@@ -194,12 +196,13 @@ def launch_gemv(
     high = p.low if p.high is None else p.high
     bias, norm, residual, gate = extras
     outputs = choice["rows"] // (2 if gate else 1)
-    fixed = "fixed" in choice
+    fixed, alone = "fixed" in choice, pairs is not None or card_of(x.device).capability < 80
+    together = 1 if alone else max(1, out.shape[0])  # rows of x of a program
     if fixed:
         x, norm = digits(x, p.code, p.run, norm), None
     launch(
         gemv.gemv_kernel,
-        (-(-out.shape[1] // outputs), out.shape[0]),
+        (-(-out.shape[1] // outputs), out.shape[0] // together),
         *(x, p.low.view(torch.int32)),
         # the high bits that go with a word of two halves: a byte for int5, two for int6 and int3
         high.view(torch.int16) if p.high is not None and p.code != "int5" else high,
@@ -214,6 +217,7 @@ def launch_gemv(
         SHARE=0 if pairs is None else out.shape[0] // x.shape[0],
         ROWS=choice["rows"],
         CHUNKS=choice["chunks"],
+        TOKENS=together,
         FIXED="" if not fixed else "assembly" if has_ptx(x.device) else "plain",
         LATE=CODES[p.code].low == 16,  # an H100 takes 4 % less time for a step so, 1 % more with codes of four bits
         num_warps=choice["warps"],
@@ -342,8 +346,11 @@ def _picked(x: Tensor, p: Prepared, extras: Extras, card: Card) -> Tile:
     """The constants for this shape: the winner on this card, or what is expected to be best."""
     n, k = p.shape
     tokens = next((size for size in TOKEN_CLASSES if x.shape[0] <= size), TOKEN_CLASSES[-1])
+    fixed = is_fixed(p.code, p.run, card)
     if x.shape[0] == 1 or card.capability < 80:
         shape = Shape("linear_gemv", (n, k, p.code, p.group, extras.gate))
+    elif x.shape[0] <= few_rows(p.code, fixed):
+        shape = Shape("linear_few", (n, k, p.code, p.group, x.shape[0], extras.gate))
     elif _is_plain(x, p) and extras[1:] == PLAIN[1:]:
         shape = Shape("linear_dense", (n, k, p.code, tokens))
     else:
@@ -351,7 +358,9 @@ def _picked(x: Tensor, p: Prepared, extras: Extras, card: Card) -> Tile:
     if not x.is_meta and (known := tuner().picked(shape)) is not None:
         return known
     if shape.op == "linear_gemv":
-        candidates = gemv_tiles(n, k, p.code, card, bool(extras.gate), is_fixed(p.code, p.run, card))
+        candidates = gemv_tiles(n, k, p.code, card, bool(extras.gate), fixed)
+    elif shape.op == "linear_few":
+        candidates = few_tiles(n, k, p.code, card, bool(extras.gate), fixed, p.group)
     elif shape.op == "linear_dense":
         candidates = (*gemm_tiles(n, k, p.code, tokens, card), CUBLAS)
     else:

@@ -70,6 +70,24 @@ def gemv_tiles(n: int, k: int, code: str, card: Card, gated: bool = False, fixed
     return (*first[: MOST - 2], *last[:2])
 
 
+def few_rows(code: str, fixed: bool) -> int:
+    """Rows of x that `gemv_kernel` may multiply together.
+
+    A step of an 8B takes an H200 2.29 ms for one row in INT4; 2.94, 3.58 and 4.13 for two to four so, 4.22, 4.69 and
+    4.91 by `gemm_kernel`; NVFP4 2.63, then 3.33, 4.01 and 4.94 instead of 4.90, 5.06 and 5.36; bfloat16 4.45, then
+    4.81 instead of 5.77, but for three rows 6.82 instead of 5.36.
+    """
+    return 4 if fixed else 2 if CODES[code].low == 16 else 1
+
+
+@cache
+def few_tiles(n: int, k: int, code: str, card: Card, gated: bool, fixed: bool, group: int) -> tuple[Tile, ...]:
+    """Candidates of both kernels for up to `few_rows`; those of `gemv_kernel` first where it was measured."""
+    single = [tile for tile in gemv_tiles(n, k, code, card, gated, fixed) if ("fixed" in tile) == fixed][: MOST // 2]
+    several = list(gemm_tiles(n, k, code, TOKEN_CLASSES[0], card, group=group))[: MOST // 2]
+    return (*single, *several) if card.capability in FAST_MEMORY else (*several, *single)
+
+
 @cache
 def gemm_tiles(
     n: int, k: int, code: str, tokens: int, card: Card, whole: bool = False, group: int = 0

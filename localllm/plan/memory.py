@@ -58,7 +58,7 @@ WAITING_ROWS = 64  # hidden states of a sequence that wait for it
 MOST_DRAFTS = 32  # guessed tokens that a step checks: each has a row of logits
 CROWD = 8  # sequences in a step from which on nothing is guessed
 # tokens of captured steps with guesses: up to 16 a product is a decoding step's (`kernels.triton.product_tiles`)
-GUESS_BUCKETS = (2, 4, 8, 16)
+GUESS_BUCKETS = (2, 3, 4, 8, 16)
 CHECKPOINTS = 2  # of a sequence's states that are worth keeping: behind its prompt, and behind its answer
 LARGEST_HEAD = 512  # elements of a key, or of a latent, that attention in C takes
 ROPE_BLOCK = 1024  # positions that a RoPE table grows by

@@ -12,6 +12,8 @@ from torch import Tensor
 from localllm.kernels import reference
 from localllm.kernels.kv_pages import KVPages
 from localllm.kernels.triton import attention, attention_tiles
+from localllm.kernels.triton.cards import Card
+from localllm.kernels.triton.launch import recording
 from localllm.kernels.verify.trial import compare
 from localllm.kernels.verify.tuning import AGREEMENT
 from localllm.plan.memory import DECODE_SPLITS, SPLIT_PART_BYTES
@@ -267,9 +269,28 @@ def test_few_programs_compute_the_splits_of_many(
     assert torch.equal(*found)
 
 
-def test_rows_without_tokens_get_zeros(device: torch.device) -> None:
+@pytest.mark.parametrize("kv_format", some(["fp8", "int8"], (0,)))
+def test_the_last_program_merges_the_splits(
+    kv_format: str, device: torch.device, small_splits: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the kernel does that merges them elsewhere, which leaves the prompt of a mixed step alone, too."""
+    step = Step(replace(PREFILL, kv_format=kv_format, sinks=True, window=100), device)
+    found = step.run(attention.paged_attention).clone()
+    assert not attention._counters(device).any()
+    monkeypatch.setattr(attention, "MERGED_GROUP", 0)
+    assert compare(step.run(attention.paged_attention), found, 1e-5) == ""
+    for group, kernels in ((4, ["decode_split"]), (8, ["decode_split", "merge_splits"])):
+        monkeypatch.setattr(attention, "MERGED_GROUP", 4)
+        one = Step(Shape(((1, 20),), group, 1, kv_format=kv_format), torch.device("cpu"))
+        with recording(Card(90, 132)) as launches:
+            one.run(attention.paged_attention)
+        assert [launch.kernel.__name__ for launch in launches] == kernels
+
+
+@pytest.mark.parametrize("kv_format", ["bf16", "fp8"])
+def test_rows_without_tokens_get_zeros(kv_format: str, device: torch.device) -> None:
     """A bucket of a captured graph may have rows that no sequence fills."""
-    step = Step(Shape(((1, 20), (1, 1))), device)
+    step = Step(Shape(((1, 20), (1, 1)), kv_format=kv_format), device)
     step.lengths[1] = 0
     found = step.run(attention.paged_attention)
     assert torch.equal(found[1], torch.zeros_like(found[1])) and found[0].isfinite().all()

@@ -80,6 +80,53 @@ def test_rows_longer_than_a_program_holds(form: str, k: int, device: torch.devic
         assert error(out, exact_product(x, weight)) < ROUNDING[torch.float16]
 
 
+FEW = ["int4g-32", "fp4g16", "int4g-zeros-64", "gguf-Q4_K", "fp4g32", "int4g-whole", "dense-bf16"]
+
+
+@pytest.mark.parametrize("form", [FEW[0], *(pytest.param(form, marks=pytest.mark.slow) for form in FEW[1:])])
+@pytest.mark.parametrize("tokens", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+def test_few_rows_share_the_codes(form: str, tokens: int, device: torch.device) -> None:
+    """By both kernels that are candidates, with and without a norm and a gate; 1,152 columns: several rounds."""
+    weight = make(form, 10, 1280 if form == "gguf-Q4_K" else 1152)
+    prepared, gain = prepare(on(device, weight)), torch.rand(weight.shape[1])
+    fixed = product_tiles.is_fixed(prepared.code, prepared.run, Card(90, 8))
+    assert product_tiles.few_rows(prepared.code, fixed) == (2 if form == "dense-bf16" else 4)
+    tiles = product_tiles.few_tiles(*prepared.shape, prepared.code, Card(90, 8), True, fixed, prepared.group)
+    x = (torch.randn(tokens, weight.shape[1]) * 3).half()
+    wide = x.double()
+    normed = exact_product(wide / (wide.square().mean(1, keepdim=True) + EPS).sqrt() * gain, weight)
+    gate, up = normed.chunk(2, 1)
+    for extras, exact in (
+        (products.PLAIN, exact_product(x, weight)),
+        (Extras(None, Norm(gain.to(device), EPS), None, "silu"), F.silu(gate) * up),
+    ):
+        for tile in (tiles[0], next(tile for tile in tiles if "chunks" not in tile)):
+            out = torch.empty(exact.shape, dtype=torch.float16, device=device)
+            products._run(x.to(device), prepared, out, extras, tile)
+            assert error(out, exact) < ROUNDING[torch.float16], tile
+
+
+def test_which_kernel_multiplies_few_rows() -> None:
+    """The one that was faster on an H200 there; elsewhere it is for the tuner to find out."""
+    forms = {form.name: form for form in aot_cases.FORMS}
+    for name, tokens, card, kernels in (
+        ("int4 g128", 4, Card(90, 132), ["digits_kernel", "gemv_kernel"]),
+        ("int4 g128", 5, Card(90, 132), ["gemm_kernel"]),
+        ("int4 g128", 3, Card(120, 170), ["gemm_kernel"]),
+        ("bf16", 2, Card(90, 132), ["gemv_kernel"]),
+        ("bf16", 3, Card(90, 132), ["gemm_kernel"]),
+        ("int8 g32", 2, Card(90, 132), ["gemm_kernel"]),
+    ):
+        x = torch.empty(tokens, 4096, dtype=torch.bfloat16, device="meta")
+        with recording(card) as launches:
+            product(x, aot_cases.described(forms[name], 4096, 4096))
+        assert [one.kernel.__name__ for one in launches] == kernels, (name, tokens)
+        assert kernels[-1] == "gemm_kernel" or launches[-1].constexprs["TOKENS"] == tokens
+    for card in (Card(90, 132), Card(120, 170)):
+        tiles = product_tiles.few_tiles(4096, 4096, "int4", card, False, True, 128)
+        assert len(tiles) <= product_tiles.MOST and {"chunks" in tile for tile in tiles} == {True, False}
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_several_rows(form: str, device: torch.device) -> None:
     weight = make(form, 17, smallest_k(form))
