@@ -6,13 +6,14 @@ card. A pair is a token with one of its experts. Few pairs are multiplied one by
 expert's weights. More are sorted by expert and padded to whole tiles (`gemm`), so that an expert is read once for all
 its tokens. A pair's result is rounded to x's type, as the reference has it, and a token's are summed in the order of
 its experts. A decoding step's sum takes the residual and the shared expert with it, and one row is normed where it is
-prepared for its products: with 17 launches a layer of Qwen3 30B-A3B took an H100 55 us, its bytes alone 11; with
-14 it is not measured.
+prepared for its products: with 17 launches a layer of Qwen3 30B-A3B took an H100 55 us, its bytes alone 11; with 14 it
+takes an H200 40, its bytes 8.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -29,7 +30,6 @@ from .segments import FUSED, only_part
 
 FEW_PAIRS = 32  # so many are multiplied one by one; not measured
 LARGEST_TILE = 64  # pairs of one expert in a tile
-TOGETHER = 256  # tokens whose pairs take little memory, whatever the plan counts
 BLOCK = 1024
 _GATES = ("silu", "gelu_tanh", "swiglu_oai")
 _OF_A_STEP = FUSED_EXPERTS | {"expert_scales", "stacked"}
@@ -89,21 +89,8 @@ def mixture(x: Tensor, asked: Tensor, weights: ExpertsWeights, activate: Callabl
     chosen, shares = routed(weights.router(asked), weights)
     seen = x if weights.latent_in is None else weights.latent_in(x)
     total = torch.empty(seen.shape, dtype=torch.float32, device=x.device)
-    step = _tokens_at_once(seen, weights)
-    for first in range(0, seen.shape[0], step):
-        part = slice(first, first + step)
-        given = _given(seen[part], chosen[part], weights, activate)
-        summed(given, shares[part], total[part])
+    summed(_given(seen, chosen, weights, activate), shares, total)
     return total if weights.latent_out is None else weights.latent_out(total.to(x.dtype)).float()
-
-
-def _tokens_at_once(x: Tensor, weights: ExpertsWeights) -> int:
-    """So many that their pairs take no more memory than the plan counts (`Experts.work`): a part of a long prompt."""
-    assert weights.stacked is not None
-    down = weights.stacked[1].shape[1]
-    gated = weights.activation in _GATES
-    held = weights.top_k * (down + x.shape[1] + (0 if gated else 2 * down))
-    return max(TOGETHER, x.shape[0] * (3 * down + 4 * x.shape[1]) // held)
 
 
 def _given(
@@ -131,30 +118,82 @@ def _given(
     return expert_product(hidden, down.prepared, Extras(down.bias), pairs)
 
 
+@triton.jit(do_not_specialize=["num_pairs", "num_experts"])
+def _count_kernel(
+    chosen_ptr, count_ptr, rank_ptr, num_pairs, num_experts, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """How many pairs each expert has, and how many of them came before each; `count_ptr` is zeros before."""
+    wait_for_previous(PDL)
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ok = pair < num_pairs
+    expert = tl.minimum(tl.maximum(tl.load(chosen_ptr + pair, mask=ok, other=0), 0), num_experts - 1)
+    rank = tl.atomic_add(count_ptr + expert, 1, mask=ok, sem="relaxed")
+    tl.store(rank_ptr + pair, rank, mask=ok)
+
+
+@triton.jit(do_not_specialize=["num_experts"])
+def _start_kernel(
+    count_ptr, end_ptr, num_experts, SIZE: tl.constexpr, EXPERTS: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """One program: where the tiles of each expert end."""
+    wait_for_previous(PDL)
+    e = tl.arange(0, EXPERTS)
+    count = tl.load(count_ptr + e, mask=e < num_experts, other=0)
+    tl.store(end_ptr + e, tl.cumsum((count + SIZE - 1) // SIZE * SIZE, 0), mask=e < num_experts)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_experts", "num_tiles"])
+def _place_kernel(
+    chosen_ptr, count_ptr, end_ptr, rank_ptr, place_ptr, expert_ptr, num_pairs, num_experts, num_tiles,
+    SIZE: tl.constexpr, EXPERTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program of each tile finds its expert, and marks places that no pair has; SIZE pairs of each other program go
+    to their places.
+    """
+    wait_for_previous(PDL)
+    tile = tl.program_id(0)
+    lane = tl.arange(0, SIZE)
+    if tile < num_tiles:
+        e = tl.arange(0, EXPERTS)
+        ends = tl.load(end_ptr + e, mask=e < num_experts, other=2147483647)
+        expert = tl.sum(tl.where(ends <= tile * SIZE, 1, 0), 0)
+        found = expert < num_experts
+        known = tl.minimum(expert, num_experts - 1)
+        count = tl.load(count_ptr + known)
+        start = tl.load(end_ptr + known) - (count + SIZE - 1) // SIZE * SIZE
+        place = tile * SIZE + lane
+        tl.store(place_ptr + place, lane * 0 - 1, mask=place - start >= tl.where(found, count, 0))
+        tl.store(expert_ptr + tile, tl.where(found, expert, -1))
+    else:
+        pair = (tile - num_tiles) * SIZE + lane
+        ok = pair < num_pairs
+        mine = tl.minimum(tl.maximum(tl.load(chosen_ptr + pair, mask=ok, other=0), 0), num_experts - 1)
+        counts = tl.load(count_ptr + mine, mask=ok, other=0)
+        starts = tl.load(end_ptr + mine, mask=ok, other=0) - (counts + SIZE - 1) // SIZE * SIZE
+        tl.store(place_ptr + starts + tl.load(rank_ptr + pair, mask=ok, other=0), pair, mask=ok)
+
+
 def sorted_by_expert(chosen: Tensor, num_experts: int) -> Tiles:
     """Pairs in tiles of one expert each, on the device alone: as many tiles as any choice could need.
 
+    Where in the tiles of its expert a pair lies is by chance: each is multiplied by itself there.
+
     chosen   int32 [num_tokens, top_k]
     """
-    # where launches are recorded to be compiled nothing was routed: what lies in memory must not be used as it is
-    flat = chosen.flatten().long().clamp(0, num_experts - 1)
-    count = flat.shape[0]
+    chosen, count = chosen.contiguous(), chosen.numel()
     each = count / min(num_experts, count)
     size = next(one for one in TOKEN_CLASSES if one >= min(each, LARGEST_TILE))
     most = count // size + min(num_experts, count)
-    of_expert = torch.zeros(num_experts, dtype=torch.int64, device=flat.device).scatter_add_(
-        0, flat, torch.ones_like(flat)
-    )
-    padded = (of_expert + size - 1) // size * size
-    ends = padded.cumsum(0)
-    order = flat.argsort(stable=True)
-    experts = flat[order]
-    inside = torch.arange(count, device=flat.device) - (of_expert.cumsum(0) - of_expert)[experts]
-    places = torch.full((most * size,), -1, dtype=torch.int32, device=flat.device)
-    places.scatter_(0, (ends - padded)[experts] + inside, order.int())
-    firsts = torch.arange(0, most * size, size, device=flat.device)
-    found = torch.searchsorted(ends, firsts, right=True)
-    return Tiles(size, places, torch.where(found < num_experts, found, -1).int())
+    counts = torch.zeros(num_experts, dtype=torch.int32, device=chosen.device)
+    ends, ranks = torch.empty_like(counts), torch.empty_like(chosen)
+    places = torch.empty(most * size, dtype=torch.int32, device=chosen.device)
+    experts = torch.empty(most, dtype=torch.int32, device=chosen.device)
+    sizes: dict[str, Any] = {"SIZE": size, "EXPERTS": power_of_2(num_experts)}
+    launch(_count_kernel, (-(-count // BLOCK),), chosen, counts, ranks, count, num_experts, BLOCK=BLOCK)
+    launch(_start_kernel, (1,), counts, ends, num_experts, **sizes)
+    given = chosen, counts, ends, ranks, places, experts
+    launch(_place_kernel, (most - (-count // size),), *given, count, num_experts, most, **sizes, num_warps=1)
+    return Tiles(size, places, experts)
 
 
 @triton.jit(do_not_specialize=["num_experts"])

@@ -115,9 +115,14 @@ class Experts:
         return sizes
 
     def work(self, hidden: int) -> int:
-        """As of `Dense`, where all tokens take one expert: rows gathered, their result, and float32 sums."""
+        """As of `Dense`: what each pair of a token and an expert gives, or, where experts run one by one, rows gathered
+        and their result where all tokens take one; and float32 sums.
+        """
+        taken = self.latent or hidden
+        pairs = self.top_k * (self.inner * (1 if self.gated else 3) + taken + 8)  # and where they lie
+        alone = 3 * self.inner + 2 * hidden
         more = 3 * hidden * self.apart
-        return 4 * self.num_experts + 3 * max(self.inner, self.shared_inner) + 2 * hidden + 4 * hidden + more
+        return 4 * self.num_experts + max(pairs, alone, 3 * self.shared_inner) + 4 * hidden + more
 
     @property
     def launches(self) -> int:

@@ -136,10 +136,9 @@ def test_every_form(form: str, tokens: int, device: torch.device) -> None:
 
 
 @pytest.mark.slow
-def test_many_pairs_go_in_tiles_and_in_parts(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_pairs_go_in_tiles(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_experts, "FEW_PAIRS", 4)
-    monkeypatch.setattr(triton_experts, "_tokens_at_once", lambda x, weights: 2)
-    check(mixture("softmax", device), 3, device)  # two tokens in tiles, one without
+    check(mixture("softmax", device), 3, device)
 
 
 @pytest.mark.parametrize("count", [1, 7, 500])
@@ -152,7 +151,7 @@ def test_every_pair_has_one_place_in_a_tile_of_its_expert(count: int) -> None:
     for tile, expert in zip(places, tiles.experts.tolist(), strict=True):
         inside = tile[tile >= 0]
         assert (expert >= 0) is bool(inside.numel()), "tiles without an expert are empty, others are not"
-        assert (chosen.flatten()[inside] == expert).all() and inside.tolist() == sorted(inside.tolist())
+        assert (chosen.flatten()[inside] == expert).all()
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
