@@ -71,6 +71,31 @@ INLINE void tile_few(const product *p, int64_t tile, int64_t row, const int rows
 
 #define ROWS (VW == 8 ? 4 : 6)
 
+#if VW == 8 && MANY_PAIRS
+INLINE void chunk_int(const chunk *k, int64_t row, const int rows, const int halves, const int has_min, const int one)
+{
+    (void)one;
+    const int64_t pairs = BLOCK / 2 / halves;
+    for (int64_t b = 0; b < k->count; b++)
+        for (int h = 0; h < halves; h++)
+            for (int first = 0; first < rows; first += 2) {
+                const int some = rows - first < 2 ? 1 : 2;
+                const xblock *meta = k->meta + (row + first) * k->meta_stride + b;
+                vi sum[2][SIDE];
+                pairs_of_two(k->codes + b * WIDE_BLOCK(0) + h * pairs * TILE * 4,
+                             k->x + (row + first) * k->x_stride + b * XBYTES + h * pairs * 4, k->x_stride, pairs, some, sum);
+                UNROLL for (int r = 0; r < some; r++)
+                    UNROLL for (int c = 0; c < SIDE; c++) {
+                        const int64_t lane = (b * halves + h) * TILE + c * VW;
+                        const xblock *m = meta + r * k->meta_stride;
+                        float *to = k->part + (row + first + r) * TILE + c * VW;
+                        vf y = vf_fma(vf_cvt(sum[r][c]), vf_load(k->scale + lane) * vf_set1(m->scale), vf_load(to));
+                        if (has_min) y = vf_fma(vf_load(k->min + lane), vf_set1(m->sums[h]), y);
+                        vf_store(to, y);
+                    }
+            }
+}
+#else
 INLINE void chunk_int(const chunk *k, int64_t row, const int rows, const int halves, const int has_min, const int one)
 {
     const uint8_t *x = k->x + row * k->x_stride;
@@ -116,6 +141,7 @@ INLINE void chunk_int(const chunk *k, int64_t row, const int rows, const int hal
             for (int c = 0; c < COLS; c++) vf_store(part + r * TILE + c * VW, acc[r][c]);
     }
 }
+#endif
 
 /* How many of the rows left the next step takes: even steps rather than one long and one short. */
 INLINE int step_of(int64_t left)
