@@ -42,12 +42,12 @@ TOLERANCE = {"float32": 5e-4, "bfloat16": 2e-2, "float16": 4e-3}
 KV_SLACK = {"f32": 0.0, "bf16": 4e-3, "fp16": 1e-3, "int8": 1e-2, "fp8": 2e-2}
 WORST = 30  # one number may be off by so many times the tolerance of the root mean square
 # rows of a product: a vector, a few, and as many as a prompt has; on a card one of each class that has its own kernel
-LINEAR_TOKENS = {"cpu": (1, 3, 40), "cuda": (1, 5, 16, 23, 50, 70, 300)}
+LINEAR_TOKENS = {"cpu": (1, 3, 40), "cuda": (1, 2, 3, 4, 5, 16, 23, 50, 70, 300)}
 ROWS = 64  # outputs compared of a product; the first and the last are among them
 # (new tokens, tokens) of the sequences in the steps that fused segments are tried with: on a card one sequence alone,
 # and a step of each class of rows that has its own kernels
 A_FEW = ((1, 1), (3, 21))
-SEGMENT_STEPS = {"cpu": (A_FEW,), "cuda": (((1, 21),), A_FEW, ((1, 1), (11, 21)))}
+SEGMENT_STEPS = {"cpu": (A_FEW,), "cuda": (((1, 21),), A_FEW, ((1, 1), (5, 21)), ((1, 1), (11, 21)))}
 
 
 def compare(found: Tensor, wanted: Tensor, tolerance: float) -> str:

@@ -429,6 +429,6 @@ def test_no_prompt_meets_a_kernel_that_the_self_test_did_not() -> None:
 
 def test_fused_products_are_tried_in_every_class_of_rows() -> None:
     counts = [sum(new for new, _ in step) for step in SEGMENT_STEPS["cuda"]]
-    classes = (1, *product_tiles.TOKEN_CLASSES)
+    classes = (1, product_tiles.few_rows("int4", True), *product_tiles.TOKEN_CLASSES)
     tried = {next(size for size in classes if count <= size) for count in counts}
     assert tried == {size for size in classes if size <= product_tiles.SMALL_TOKENS}
