@@ -219,14 +219,14 @@ def test_warming_up_launches_every_class_of_rows_once_and_what_graphs_do_not_hol
     made = Planner(MACHINES["rtx4090"], EngineOptions(ctx=1000, prefill_budget=100, max_parallel=20)).plan(
         model_facts()
     )
-    for captured, decoded in (((), [1, 5, 16]), ((1, 2, 4, 8), [16]), ((1, 2, 4, 8, 16, 20), [])):
+    for captured, decoded in (((), [1, 2, 3, 4, 5, 16]), ((1, 2, 4, 8), [16]), ((1, 2, 4, 8, 16, 20), [])):
         model = Noting()
         cache = KVCache(cache_groups(model_facts()), made.num_pages, made.page_size, made.kv)
         runner = Runner(model, cache, 1000)
         runner.graphs = SimpleNamespace(captured=captured, bucket=lambda parts: None) if captured else None
         warm_up(runner, made)
         assert [batch.query_lens for batch, _ in model.batches] == [
-            *((count,) for count in (1, 5, 16, 23, 50, 70, 100)),
+            *((count,) for count in (1, 2, 3, 4, 5, 16, 23, 50, 70, 100)),
             (100, 1),
             *((1,) * count for count in decoded),
         ]
