@@ -154,6 +154,7 @@ async def test_keys_of_the_chat_work_while_browsing(key: str) -> None:
 async def test_drafts_come_back() -> None:
     async with chat() as running:
         await running.ready()
+        await running.ask("earlier")
         await running.ask("first")
         running.prompt.text = "draft"
         await running.pilot.press("up", "!")
@@ -165,7 +166,7 @@ async def test_drafts_come_back() -> None:
         assert running.prompt.sent_before[-2:] == ["draft", "first!"]
         await running.until(lambda: running.screen.conversation.exchanges[-1].stop)
         running.prompt.text = "another"
-        await running.send("/edit 1")
+        await running.send("/edit 2")
         await running.until(lambda: running.prompt.text == "first")
         running.prompt.text = "half"
         await running.pilot.press("escape")
