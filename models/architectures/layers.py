@@ -120,9 +120,9 @@ class Experts:
         """
         taken = self.latent or hidden
         pairs = self.top_k * (self.inner * (1 if self.gated else 3) + taken + 8)  # and where they lie
-        alone = 3 * self.inner + 2 * hidden
+        alone = 3 * max(self.inner, self.shared_inner) + 2 * hidden
         more = 3 * hidden * self.apart
-        return 4 * self.num_experts + max(pairs, alone, 3 * self.shared_inner) + 4 * hidden + more
+        return 4 * self.num_experts + max(pairs, alone) + 4 * hidden + more
 
     @property
     def launches(self) -> int:
