@@ -5,6 +5,7 @@ Who owns which page and which slot is the engine's business; here are only tenso
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import mmap
@@ -76,12 +77,23 @@ def state_groups(facts: ModelFacts) -> tuple[StateGroup, ...]:
     return tuple(groups)
 
 
+# What is used first lies in small pages: 2 MiB for each layer's keys and values would be 150 MB for a word with a 4B model.
+SMALL_PAGES = 2 << 20
+
+
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on the CPU untouched memory of an anonymous private map, aligned to a system page."""
+    """Zeros; on the CPU untouched memory of an anonymous private map, aligned to a system page.
+
+    Behind its first 2 MiB it is backed by pages of 2 MiB where the system has them: attention over 8,192 tokens reads
+    25 GB/s instead of 22 (two Zen 4 cores of a virtual machine, where plain reading gives 31).
+    """
     count = math.prod(shape)
     if device.type != "cpu" or count == 0:
         return torch.zeros(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if len(memory) > SMALL_PAGES and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE, SMALL_PAGES, len(memory) - SMALL_PAGES)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 

@@ -369,6 +369,8 @@ INLINE void super_some(const product *p, int64_t tile, int64_t row, int64_t coun
     const xblock *meta = p->a->meta + row * meta_stride;
     const vlut table = lut_load(w->table);
     const int32_t zero = has_min ? 0 : (int32_t)w->zero_offset;
+    const uint8_t *head = at + w->tile_bytes; /* of the next tile */
+    const int64_t step = round_up((w->at_codes + AHEAD(code)) / w->blocks, 64);
     const uint8_t *x[SUPER_ROWS];
     for (int r = 0; r < rows; r++) x[r] = p->a->planes + (row + (r < count ? r : count - 1)) * x_stride;
     memset(part, 0, (size_t)count * TILE * 4);
@@ -379,6 +381,7 @@ INLINE void super_some(const product *p, int64_t tile, int64_t row, int64_t coun
                 for (int v = 0; v < NV; v++) sum[r][v] = vi_set1(0);
             for (int b = 0; b < chain_of(code); b++, codes += bytes) {
                 for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(codes + AHEAD(code) + i, 0, 2);
+                for (const uint8_t *end = head + step; head < end; head += 64) __builtin_prefetch(head, 0, 2);
                 UNROLL for (int h = 0; h < halves; h++, scale += TILE) {
                     quad_scales by[NV];
                     vh off[NV];
