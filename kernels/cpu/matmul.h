@@ -92,7 +92,7 @@ static int linear_parts(const ll_linear_op *op, const float *x, int64_t m, const
 static int gates(const ll_linear_op *op, int64_t m)
 {
     const ll_weight *w = op->weight[0];
-    return op->parts == 1 && !op->adapters && op->takes[0] != TAKE_FLOATS && !code_is_float(w->code) && !few_rows(w, m) && w->n % (2 * TILE) == 0;
+    return op->parts == 1 && !op->adapters && op->takes[0] != TAKE_FLOATS && !code_is_float(w->code) && !few_rows(w, m, op->takes[0] == TAKE_INT8) && w->n % (2 * TILE) == 0;
 }
 
 /* out [m][n / 2] = act(gate) * up of x, for what `gates`. */
