@@ -14,7 +14,7 @@ INLINE int is_super(const ll_weight *w)
     return MANY_PAIRS && w->scale_kind == NUM_SUB8 && w->k % SUPER == 0 && !w->perm && !w->pre_scale;
 }
 
-#define SUPER_FEW (VW == 16 ? 2 : 3) /* up to so many rows of x meet codes that are not multiplied by their scales */
+#define SUPER_FEW (VW == 16 ? 2 : LL_VNNI ? 4 : 3) /* up to so many rows of x meet codes that are not multiplied by their scales */
 
 /* Blocks whose products, each at most code * scale * X_MAX_SUPER, are summed within 32 bits. */
 INLINE int chain_of(const int code) { return code == CODE_6 || code == CODE_4T ? 2 : code == CODE_5 ? 4 : SUPER_BLOCKS; }
@@ -234,7 +234,7 @@ INLINE void super_eight(const super_chunk *k, int64_t row, const int chain, cons
 #endif
 /* Vectors of a tile that share broadcasts of x. AVX2 has registers for two rows of all of them if codes are operands in
  * memory (one Cascade Lake core, 256 rows, Q4_K: 48 billion multiply-adds a second; four rows of two vectors 42 to 46, of
- * one 34). */
+ * one 34). AVX-VNNI needs none for what is added. */
 #define SIDE (VW == 8 ? NV : COLS)
 #if VW == 8
 INLINE void pairs_of_two(const uint8_t *codes, const uint8_t *x, int64_t stride, int64_t pairs, const int rows, vi sum[2][SIDE])
@@ -243,7 +243,15 @@ INLINE void pairs_of_two(const uint8_t *codes, const uint8_t *x, int64_t stride,
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int c = 0; c < SIDE; c++) acc[r][c] = vi_set1(0);
 #pragma GCC unroll 2
-    for (int64_t i = 0; i < pairs; i++)
+    for (int64_t i = 0; i < pairs; i++) {
+#if LL_VNNI
+        vi pair[2];
+        UNROLL for (int r = 0; r < rows; r++) pair[r] = vi_bcast(x + r * stride + 4 * i);
+        UNROLL for (int c = 0; c < SIDE; c++) {
+            const vi q = vi_load(codes + (i * TILE + c * VW) * 4);
+            UNROLL for (int r = 0; r < rows; r++) acc[r][c] = madd16(acc[r][c], q, pair[r]);
+        }
+#else
         UNROLL for (int r = 0; r < rows; r++) {
             const vi pair = vi_bcast(x + r * stride + 4 * i);
             UNROLL for (int c = 0; c < SIDE; c++) {
@@ -252,6 +260,8 @@ INLINE void pairs_of_two(const uint8_t *codes, const uint8_t *x, int64_t stride,
                 acc[r][c] += y;
             }
         }
+#endif
+    }
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int c = 0; c < SIDE; c++) sum[r][c] = acc[r][c];
 }
