@@ -193,6 +193,11 @@ def engines(
         yield llm, named
 
 
+def able(named: Sequence[tuple[str, Engine]], streams: int) -> list[tuple[str, Engine]]:
+    """Without ik_llama.cpp 0.1.5 for several streams: it ends itself with sequences of several lengths in one cache."""
+    return [pair for pair in named if streams == 1 or pair[0] != "ik_llama.cpp"]
+
+
 def warm(engine: Engine, ids: Sequence[int]) -> None:
     """Let it touch everything once."""
     engine.prefill([], ids)
@@ -213,7 +218,7 @@ def compare(bench: Bench) -> None:
 
             bench.row(f"{model} pp512", [(n, lambda i, e=e: prefill(e, i)) for n, e in named], bench.options.repeat)
             for test, streams, tokens in (("tg128", 1, 128), ("tg64 x8", 8, 64)):
-                runs = [(n, lambda i, e=e, s=streams, t=tokens: decode(e, i, s, t)) for n, e in named]
+                runs = [(n, lambda i, e=e, s=streams, t=tokens: decode(e, i, s, t)) for n, e in able(named, streams)]
                 bench.row(f"{model} {test}", runs, bench.options.repeat)
 
 
@@ -295,9 +300,8 @@ def sizes(bench: Bench) -> None:
                 runs = [(n, partial(prefill, e, count=count, llm=llm)) for n, e in named]
                 bench.row(f"{name} pp{count}", runs, repeat)
             for test, streams, tokens in (("tg64", 1, 64), ("tg32 x8", 8, 32)):
-                # ik_llama.cpp 0.1.5 ends itself where sequences of several lengths are in one cache
-                able = [pair for pair in named if streams == 1 or pair[0] != "ik_llama.cpp"]
-                runs = [(n, partial(decode, e, streams=streams, depth=8, tokens=tokens, llm=llm)) for n, e in able]
+                them = able(named, streams)
+                runs = [(n, partial(decode, e, streams=streams, depth=8, tokens=tokens, llm=llm)) for n, e in them]
                 bench.row(f"{name} {test}", [*runs, ("read GB/s", bandwidth)], repeat)
         with engines(bench, str(path), 8, SIZE_CTX, activations="int8") as (llm, named):
             runs = [(n, partial(prefill, e, count=256, llm=llm)) for n, e in named]
@@ -361,7 +365,7 @@ def growth(bench: Bench) -> None:
             return engine.prefill([], words(llm, random.Random(number), length))[0]
 
         for streams in STREAMS:
-            runs = [(n, lambda i, e=e, s=streams: decode(e, i, 0, s)) for n, e in named]
+            runs = [(n, lambda i, e=e, s=streams: decode(e, i, 0, s)) for n, e in able(named, streams)]
             bench.row(f"growth streams {streams}", runs, repeat)
     with engines(bench, "smollm2", 1) as (llm, named):
         for depth in DEPTHS:

@@ -77,7 +77,7 @@ def state_groups(facts: ModelFacts) -> tuple[StateGroup, ...]:
     return tuple(groups)
 
 
-# What is used first lies in small pages: 2 MiB for each layer's keys and values would be 150 MB for a word with a 4B model.
+# What is used first lies in small pages: 2 MiB for the keys and the values of each layer of a 4B model would be 150 MB.
 SMALL_PAGES = 2 << 20
 
 

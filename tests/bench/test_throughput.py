@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
+from typing import cast
 
 import psutil
 import pytest
@@ -16,6 +18,7 @@ from localllm.bench import BenchOptions, BenchRow, PeerResult, run_bench, save, 
 from localllm.bench.endpoint import Sample
 from localllm.bench.load import LoadRow, Shape, measure
 from localllm.bench.results import OtherWork
+from localllm.bench.throughput import OurEngine
 from localllm.bench.trace import write_trace
 from localllm.errors import ConfigError, LocalLLMError
 
@@ -50,6 +53,20 @@ def test_a_row_is_a_median_with_its_spread() -> None:
     assert (row.tps, row.runs, row.ttft_ms) == (2.0, (1.0, 9.0, 2.0), 400.0)
     assert row.spread == pytest.approx(4.3589, abs=1e-3)
     assert BenchRow.of("tg8", [3.0]).spread == 0.0
+
+
+def test_streams_are_counted_from_their_first_tokens() -> None:
+    """As a peer's are: reading the prompts is no part of it, which took a sixth of the time of eight streams."""
+    rates = iter([30.0, 20.0])
+    answer = SimpleNamespace(timing=SimpleNamespace(decode_tps=0.0))
+    slow = SimpleNamespace(submit=lambda ids, params: SimpleNamespace(answer=lambda: answer))
+
+    def submit(ids: list[int], params: SamplingParams) -> SimpleNamespace:
+        done = SimpleNamespace(timing=SimpleNamespace(decode_tps=next(rates)))
+        return SimpleNamespace(answer=lambda: done)
+
+    assert OurEngine(cast(LLM, SimpleNamespace(submit=submit))).decode([[1] * 8, [2] * 8], 4) == 50.0
+    assert OurEngine(cast(LLM, slow)).decode([[1]], 1) == 0.0  # one token is no rate
 
 
 def test_a_peer_runs_the_same_tests_in_turns(llm: LLM) -> None:
