@@ -71,7 +71,7 @@ INLINE void ask_for(const uint8_t *line, int64_t far)
     __builtin_prefetch(line);
     if (far) __builtin_prefetch(line + far, 0, 2);
 }
-static int64_t asks_far; /* whether this CPU does so */
+static int asks_far; /* whether this CPU does so */
 #if VW >= 8
 __attribute__((constructor)) static void attention_setup(void)
 {

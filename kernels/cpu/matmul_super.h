@@ -14,7 +14,9 @@ INLINE int is_super(const ll_weight *w)
     return MANY_PAIRS && w->scale_kind == NUM_SUB8 && w->k % SUPER == 0 && !w->perm && !w->pre_scale;
 }
 
-#define SUPER_FEW (VW == 16 ? 2 : LL_VNNI ? 4 : 3) /* up to so many rows of x meet codes that are not multiplied by their scales */
+/* Up to so many rows of x meet codes that are not multiplied by their scales (256 bits as AVX-VNNI has them, 4 rows: Q4_K 80
+ * billion multiply-adds a second, else 74; Q6_K 67 and 72; 6 rows 86 and 90, 63 and 85). */
+#define SUPER_FEW (VW == 16 ? 2 : LL_VNNI ? 4 : 3)
 
 /* Blocks whose products, each at most code * scale * X_MAX_SUPER, are summed within 32 bits. */
 INLINE int chain_of(const int code) { return code == CODE_6 || code == CODE_4T ? 2 : code == CODE_5 ? 4 : SUPER_BLOCKS; }
