@@ -19,8 +19,6 @@ enum { X_PLANES, X_PAIRS, X_DIGITS, X_BYTES, X_SUPER_PLANES, X_SUPER_PAIRS };
 INLINE int x_is_super(int form) { return form >= X_SUPER_PLANES; }
 INLINE int64_t x_bytes(int form) { return form == X_DIGITS ? 2 * XBYTES : form == X_BYTES ? BLOCK : XBYTES; }
 
-#define SUPER_BLOCKS (SUPER / BLOCK)
-
 /* What products take: numbers as they are, or rounded. */
 enum { TAKE_INT16, TAKE_FLOATS, TAKE_INT8 };
 

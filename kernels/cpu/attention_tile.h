@@ -6,10 +6,6 @@
 #include "activations.h"
 #include "kv.h"
 
-#if VW >= 8
-#include <cpuid.h>
-#endif
-
 #define SUB 16   /* keys of a sub-tile: the most that are transposed together */
 #define KEYS 32  /* keys of a tile */
 #define SEGMENT 256 /* keys of a softmax */
@@ -71,14 +67,6 @@ INLINE void ask_for(const uint8_t *line, int64_t far)
     __builtin_prefetch(line);
     if (far) __builtin_prefetch(line + far, 0, 2);
 }
-static int asks_far; /* whether this CPU does so */
-#if VW >= 8
-__attribute__((constructor)) static void attention_setup(void)
-{
-    unsigned int leaf, vendor[3] = {0, 0, 0};
-    asks_far = __get_cpuid(0, &leaf, &vendor[0], &vendor[2], &vendor[1]) && !memcmp(vendor, "AuthenticAMD", 12);
-}
-#endif
 
 INLINE int kv_scaled(const int64_t format) { return format == KV_INT8 || format == KV_FP8; }
 

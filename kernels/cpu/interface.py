@@ -57,8 +57,8 @@ class CWeight(ctypes.Structure):
     """`ll_weight`."""
 
     _fields_ = [
-        *_each(c_int64, "n k tiles blocks code scale_kind min_kind zero_offset group groups supers tile_bytes at_min"),
-        *_each(c_int64, "at_super_scale at_super_min at_codes block_bytes"),
+        *_each(c_int64, "n k tiles blocks code scale_kind min_kind zero_offset group groups supers section"),
+        *_each(c_int64, "tile_bytes section_bytes at_min at_super_scale at_super_min at_codes block_bytes"),
         *_each(c_void_p, "data row_scale perm pre_scale"),
         ("table", c_uint8 * 16),
     ]

@@ -221,13 +221,13 @@ static void tile_digits(const product *p, int64_t tile, int64_t row, int64_t row
     memset(part, 0, (size_t)round_up(rows, AMX_ROWS) * TILE * 4);
     for (int64_t first = 0, step = AMX_GROUPS / halves; first < w->blocks; first += step) {
         const int64_t count = w->blocks - first < step ? w->blocks - first : step;
-        widen_digits(w, at + w->at_codes + first * w->block_bytes, count, digits, codes);
+        widen_digits(w, at + codes_at(w, first), count, digits, codes);
         expand_scales(w, at, first, count, scale, min);
         const chunk k = {codes, scale, min, count, p->a->planes + row * p->a->x_stride + first * x_bytes(X_DIGITS),
                          p->a->meta + row * p->a->meta_stride + first, p->a->x_stride, p->a->meta_stride, part};
         chunk_amx_rows(&k, rows, AMX_DIGITS, halves, has_min);
-        const uint8_t *next = at + w->at_codes + (first + count) * w->block_bytes;
-        for (int64_t i = 0; i < step * w->block_bytes; i += 64) __builtin_prefetch(next + i, 0, 2);
+        const uint8_t *next = at + codes_at(w, first) + count * w->block_bytes;
+        for (int64_t i = 0; i < step * w->tile_bytes / w->blocks; i += 64) __builtin_prefetch(next + i, 0, 2);
     }
 }
 #else

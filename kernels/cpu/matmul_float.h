@@ -15,8 +15,8 @@ INLINE vf group_float(vf acc, const vf chain[4], const float *scale, const float
 INLINE void tile_float_one(const product *p, int64_t tile, int64_t row, const int code, const int halves, const int has_min)
 {
     const ll_weight *w = p->w;
-    const uint8_t *at = w->data + tile * w->tile_bytes, *codes = at + w->at_codes, *fetch = at + AHEAD(code);
-    const int64_t step = round_up(w->tile_bytes / w->blocks, 64);
+    const uint8_t *at = w->data + tile * w->tile_bytes, *ahead = at + w->at_codes + fetches(code), *asked = ahead;
+    const int64_t each = w->tile_bytes / w->blocks, chunk = w->section < CHUNK ? w->section : CHUNK;
     const float *x = p->a->floats + row * p->a->stride;
     const xblock *meta = p->a->meta + row * p->a->meta_stride;
     const vlut table = lut_load(w->table);
@@ -24,11 +24,12 @@ INLINE void tile_float_one(const product *p, int64_t tile, int64_t row, const in
     _Alignas(64) chunk_floats scale, min;
     vf acc[NV];
     for (int v = 0; v < NV; v++) acc[v] = vf_set1(0.0f);
-    for (int64_t first = 0; first < w->blocks; first += CHUNK) {
-        int64_t count = w->blocks - first < CHUNK ? w->blocks - first : CHUNK;
+    for (int64_t first = 0; first < w->blocks; first += chunk) {
+        const int64_t count = w->blocks - first < chunk ? w->blocks - first : chunk;
+        const uint8_t *codes = at + codes_at(w, first);
         expand_scales(w, at, first, count, scale, min);
         for (int64_t b = 0; b < count; b++, x += BLOCK, meta++, codes += block_bytes_of[code]) {
-            for (const uint8_t *end = fetch + step; fetch < end; fetch += 64) __builtin_prefetch(fetch, 0, 2);
+            asked = fetch_to(asked, ahead + (first + b + 1) * each, 0);
             for (int v = 0; v < NV; v += COLS) {
                 vi q[8][COLS];
                 if (!code_is_float(code)) block_quads(codes + v * VW * 4, code, table, q);
@@ -181,13 +182,13 @@ static void tile_float(const product *p, int64_t tile, int64_t row, int64_t rows
 {
     const ll_weight *w = p->w;
     const int halves = halves_of(w), has_min = w->min_kind != NUM_NONE;
-    const uint8_t *at = w->data + tile * w->tile_bytes, *codes = at + w->at_codes;
+    const uint8_t *at = w->data + tile * w->tile_bytes;
     _Alignas(64) float q[CHUNK_F * BLOCK * TILE], scale[CHUNK_F * 2 * TILE], min[CHUNK_F * 2 * TILE];
     _Alignas(64) float part[SLAB * TILE];
     memset(part, 0, (size_t)rows * TILE * 4);
     for (int64_t first = 0; first < w->blocks; first += CHUNK_F) {
         int64_t count = w->blocks - first < CHUNK_F ? w->blocks - first : CHUNK_F;
-        floats_chunk(w, codes + first * w->block_bytes, count, q);
+        floats_chunk(w, at + codes_at(w, first), count, q);
         expand_scales(w, at, first, count, scale, min);
         (halves == 2 ? has_min ? chunk_float_half_min : chunk_float_half_zero : has_min ? chunk_float_min : chunk_float_zero)(
             q, scale, min, count, p->a->floats + row * p->a->stride + first * BLOCK, p->a->stride,

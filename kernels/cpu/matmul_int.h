@@ -15,26 +15,25 @@ INLINE void tile_few(const product *p, int64_t tile, int64_t row, const int rows
                      const int half, const int one)
 {
     const ll_weight *w = p->w;
-    const uint8_t *at = w->data + tile * w->tile_bytes, *codes = at + w->at_codes;
-    const int64_t blocks = w->blocks, bytes = block_bytes_of[code];
+    const uint8_t *at = w->data + tile * w->tile_bytes, *ahead = at + w->at_codes + fetches(code), *asked = ahead;
+    const int64_t blocks = w->blocks, chunk = w->section < CHUNK ? w->section : CHUNK, bytes = block_bytes_of[code];
     const int64_t x_stride = p->a->x_stride, meta_stride = p->a->meta_stride;
     const uint8_t *x = p->a->planes + row * x_stride;
     const xblock *meta = p->a->meta + row * meta_stride;
     const vlut table = lut_load(w->table);
-    const int64_t ahead = row ? w->tile_bytes : AHEAD(code); /* the tile is in the cache for later rows */
-    const uint8_t *head = at + w->tile_bytes; /* of the next tile: scales, and what comes first of its codes */
-    const int64_t step = row ? 0 : round_up((w->at_codes + ahead) / blocks, 64);
-    const uint16_t *half_scale = (const uint16_t *)at, *half_min = (const uint16_t *)(at + w->at_min);
+    const int near = fetches_near(rows, code);
+    const int64_t each = w->tile_bytes / blocks;
     _Alignas(64) chunk_floats scale, min;
     vf acc[4][NV];
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < NV; v++) acc[r][v] = vf_set1(0.0f);
-    for (int64_t first = 0; first < blocks; first += CHUNK) {
-        int64_t count = blocks - first < CHUNK ? blocks - first : CHUNK;
+    for (int64_t first = 0; first < blocks; first += chunk) {
+        const int64_t count = blocks - first < chunk ? blocks - first : chunk;
+        const uint8_t *codes = at + codes_at(w, first), *numbers = at + section_at(w, first) + first % w->section * TILE * 2;
+        const uint16_t *half_scale = (const uint16_t *)numbers, *half_min = (const uint16_t *)(numbers + w->at_min);
         if (!half) expand_scales(w, at, first, count, scale, min);
         for (int64_t b = 0; b < count; b++, x += one ? BLOCK : XBYTES, meta++, codes += bytes) {
-            for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(codes + ahead + i, 0, 2);
-            for (const uint8_t *end = head + step; head < end; head += 64) __builtin_prefetch(head, 0, 2);
+            if (!row) asked = fetch_to(asked, ahead + (first + b + 1) * each, near); /* later rows find the tile in the cache */
             for (int v = 0; v < NV; v += COLS) {
                 vi q[8][COLS];
                 block_quads(codes + v * VW * 4, code, table, q);
@@ -49,7 +48,7 @@ INLINE void tile_few(const product *p, int64_t tile, int64_t row, const int rows
                             for (int c = 0; c < COLS; c++) (one ? dot_bytes : dot_quad)(&d[c], q[j][c], x + r * x_stride, j);
                         for (int c = 0; c < COLS; c++) {
                             const int64_t lane = (b * halves + h) * TILE + (v + c) * VW;
-                            const int64_t place = (first + b) * TILE + (v + c) * VW;
+                            const int64_t place = b * TILE + (v + c) * VW;
                             vf to = acc[r][v + c];
                             to = vf_fma(one ? dot_value_of_bytes(d[c]) : dot_value(d[c]), (half ? vf_f16(half_scale + place) : vf_load(scale + lane)) * vf_set1(m->scale), to);
                             if (has_min) to = vf_fma(half ? vf_f16(half_min + place) : vf_load(min + lane), vf_set1(m->sums[h]), to);
@@ -248,15 +247,15 @@ static void tile_sums(const product *p, int64_t tile, int64_t row, int64_t rows,
     memset(part, 0, (size_t)rows * TILE * 4);
     for (int64_t first = 0; first < w->blocks; first += CHUNK_W) {
         int64_t count = w->blocks - first < CHUNK_W ? w->blocks - first : CHUNK_W;
-        widen_chunk(w, at + w->at_codes + first * w->block_bytes, count, one, codes);
+        widen_chunk(w, at + codes_at(w, first), count, one, codes);
         expand_scales(w, at, first, count, scale, min);
         chunk k = {codes, scale, min, count, p->a->planes + row * p->a->x_stride + first * x_bytes(p->a->form),
                    p->a->meta + row * p->a->meta_stride + first, p->a->x_stride, p->a->meta_stride, part};
         const int64_t done = chunk_amx_rows(&k, rows, one ? AMX_BYTES : AMX_PLANES, halves, has_min);
         chunk_rows[one][halves - 1][has_min](&k, done, rows);
         /* what comes next is fetched while the many rows are computed */
-        const uint8_t *next = at + w->at_codes + (first + count) * w->block_bytes;
-        for (int64_t i = 0; i < CHUNK_W * w->block_bytes; i += 64) __builtin_prefetch(next + i, 0, 2);
+        const uint8_t *next = at + codes_at(w, first) + count * w->block_bytes;
+        for (int64_t i = 0; i < CHUNK_W * w->tile_bytes / w->blocks; i += 64) __builtin_prefetch(next + i, 0, 2);
     }
 }
 

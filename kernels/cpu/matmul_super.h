@@ -71,26 +71,24 @@ INLINE vf super_factor(const uint16_t *scale, float of_x) { return vf_f16(scale)
 INLINE void super_few(const product *p, int64_t tile, int64_t row, const int rows, const int code, const int halves, const int has_min)
 {
     const ll_weight *w = p->w;
-    const uint8_t *at = w->data + tile * w->tile_bytes, *codes = at + w->at_codes, *scale = at, *min = at + w->at_min;
-    const uint16_t *super_scale = (const uint16_t *)(at + w->at_super_scale), *super_min = (const uint16_t *)(at + w->at_super_min);
+    const uint8_t *at = w->data + tile * w->tile_bytes, *asked = at + w->at_codes + fetches(code);
     const int64_t bytes = block_bytes_of[code], x_stride = p->a->x_stride, meta_stride = p->a->meta_stride;
     const uint8_t *x = p->a->planes + row * x_stride;
     const xblock *meta = p->a->meta + row * meta_stride;
     const vlut table = lut_load(w->table);
-    const int64_t ahead = row ? w->tile_bytes : AHEAD(code); /* the tile is in the cache for later rows */
-    const uint8_t *head = at + w->tile_bytes; /* of the next tile: scales, and what comes first of its codes */
-    const int64_t step = row ? 0 : round_up((w->at_codes + ahead) / w->blocks, 64);
+    const int near = fetches_near(rows, code);
     vf acc[2][NV];
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < NV; v++) acc[r][v] = vf_set1(0.0f);
-    for (int64_t s = 0; s < w->supers; s++, super_scale += TILE, super_min += TILE) {
+    for (int64_t s = 0; s < w->supers; s++, at += w->section_bytes) {
+        const uint8_t *codes = at + w->at_codes, *ahead = codes + fetches(code), *scale = at, *min = at + w->at_min;
+        const uint16_t *super_scale = (const uint16_t *)(at + w->at_super_scale), *super_min = (const uint16_t *)(at + w->at_super_min);
         const xblock *of = meta;
         vi sums[2][NV], mins[2][NV];
         for (int r = 0; r < rows; r++)
             for (int v = 0; v < NV; v++) sums[r][v] = mins[r][v] = vi_set1(0);
         for (int b = 0; b < SUPER_BLOCKS; b++, x += XBYTES, meta++, codes += bytes, scale += halves * TILE) {
-            for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(codes + ahead + i, 0, 2);
-            for (const uint8_t *end = head + step; head < end; head += 64) __builtin_prefetch(head, 0, 2);
+            if (!row) asked = fetch_to(asked, ahead + w->section_bytes * (b + 1) / SUPER_BLOCKS, near);
             for (int v = 0; v < NV; v += COLS) {
                 vi q[8][COLS];
                 block_quads(codes + v * VW * 4, code, table, q);
@@ -325,27 +323,25 @@ INLINE void super_rows(const super_chunk *k, int64_t row, const int rows, const 
 INLINE void super_sums_as(const product *p, int64_t tile, int64_t row, int64_t rows, float *part, const int code, const int halves, const int has_min)
 {
     const ll_weight *w = p->w;
-    const uint8_t *at = w->data + tile * w->tile_bytes, *codes = at + w->at_codes, *scale = at, *min = at + w->at_min;
+    const uint8_t *at = w->data + tile * w->tile_bytes;
     const vlut table = lut_load(w->table);
-    const int64_t bytes = SUPER_BLOCKS * block_bytes_of[code];
+    const int64_t bytes = w->section_bytes;
     _Alignas(64) super_chunk k;
-    const uint16_t *super_scale = (const uint16_t *)(at + w->at_super_scale), *super_min = (const uint16_t *)(at + w->at_super_min);
     k.x = p->a->planes + row * p->a->x_stride;
     k.meta = p->a->meta + row * p->a->meta_stride;
     k.part = part;
     memset(part, 0, (size_t)round_up(rows, SUPER_ROWS) * TILE * 4);
-    for (int64_t s = 0; s < w->supers; s++) {
-        super_widen(codes, scale, code, halves, table, has_min, (int32_t)w->zero_offset, k.codes);
-        codes += bytes;
-        scale += SUPER_BLOCKS * halves * TILE;
-        for (int i = 0; has_min && i < SUPER_BLOCKS * halves / 2; i++, min += 2 * TILE)
-            for (int v = 0; v < TILE; v += VW) vi_store(&k.mins[i][v], min_pair(min + v));
+    for (int64_t s = 0; s < w->supers; s++, at += bytes) {
+        const uint16_t *super_scale = (const uint16_t *)(at + w->at_super_scale), *super_min = (const uint16_t *)(at + w->at_super_min);
+        super_widen(at + w->at_codes, at, code, halves, table, has_min, (int32_t)w->zero_offset, k.codes);
+        for (int i = 0; has_min && i < SUPER_BLOCKS * halves / 2; i++)
+            for (int v = 0; v < TILE; v += VW) vi_store(&k.mins[i][v], min_pair(at + w->at_min + 2 * i * TILE + v));
         for (int v = 0; v < TILE; v += VW) {
             vf_store(k.scale + v, vf_f16(super_scale + v));
             if (has_min) vf_store(k.min + v, vf_f16(super_min + v));
         }
         int64_t r = 0;
-        const uint8_t *ask = codes, *end = codes + bytes;
+        const uint8_t *ask = at + bytes, *end = ask + bytes;
         for (; SUPER_ROWS > 4 && r + 4 < rows; r += SUPER_ROWS) {
             if (s + 1 == w->supers) fetch_out(p, tile, row + r, rows - r < SUPER_ROWS ? rows - r : SUPER_ROWS);
             /* what comes next is fetched while the many rows are computed: at once, it would wait for the memory */
@@ -356,8 +352,6 @@ INLINE void super_sums_as(const product *p, int64_t tile, int64_t row, int64_t r
         for (; r + 2 < rows; r += 4) super_rows(&k, r, 4, chain_of(code), halves, has_min);
         if (r + 1 < rows) super_rows(&k, r, 2, chain_of(code), halves, has_min);
         else if (r < rows) super_rows(&k, r, 1, chain_of(code), halves, has_min);
-        super_scale += TILE;
-        super_min += TILE;
         k.x += p->a->x_step;
         k.meta += p->a->meta_step;
     }
@@ -375,25 +369,23 @@ INLINE void super_sums_as(const product *p, int64_t tile, int64_t row, int64_t r
 INLINE void super_some(const product *p, int64_t tile, int64_t row, int64_t count, const int rows, float *part, const int code, const int halves, const int has_min)
 {
     const ll_weight *w = p->w;
-    const uint8_t *at = w->data + tile * w->tile_bytes, *codes = at + w->at_codes, *scale = at, *min = at + w->at_min;
-    const uint16_t *super_scale = (const uint16_t *)(at + w->at_super_scale), *super_min = (const uint16_t *)(at + w->at_super_min);
+    const uint8_t *at = w->data + tile * w->tile_bytes, *asked = at + w->at_codes + fetches(code);
     const int64_t bytes = block_bytes_of[code], x_stride = p->a->x_stride, meta_stride = p->a->meta_stride;
     const xblock *meta = p->a->meta + row * meta_stride;
     const vlut table = lut_load(w->table);
     const int32_t zero = has_min ? 0 : (int32_t)w->zero_offset;
-    const uint8_t *head = at + w->tile_bytes; /* of the next tile */
-    const int64_t step = round_up((w->at_codes + AHEAD(code)) / w->blocks, 64);
     const uint8_t *x[SUPER_ROWS];
     for (int r = 0; r < rows; r++) x[r] = p->a->planes + (row + (r < count ? r : count - 1)) * x_stride;
     memset(part, 0, (size_t)count * TILE * 4);
-    for (int64_t s = 0; s < w->supers; s++, meta += p->a->meta_step, super_scale += TILE, super_min += TILE) {
+    for (int64_t s = 0; s < w->supers; s++, meta += p->a->meta_step, at += w->section_bytes) {
+        const uint8_t *codes = at + w->at_codes, *ahead = codes + fetches(code), *scale = at, *min = at + w->at_min;
+        const uint16_t *super_scale = (const uint16_t *)(at + w->at_super_scale), *super_min = (const uint16_t *)(at + w->at_super_min);
         for (int first = 0; first < SUPER_BLOCKS; first += chain_of(code)) {
             vi sum[SUPER_ROWS][NV];
             for (int r = 0; r < rows; r++)
                 for (int v = 0; v < NV; v++) sum[r][v] = vi_set1(0);
             for (int b = 0; b < chain_of(code); b++, codes += bytes) {
-                for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(codes + AHEAD(code) + i, 0, 2);
-                for (const uint8_t *end = head + step; head < end; head += 64) __builtin_prefetch(head, 0, 2);
+                asked = fetch_to(asked, ahead + w->section_bytes * (first + b + 1) / SUPER_BLOCKS, 0);
                 UNROLL for (int h = 0; h < halves; h++, scale += TILE) {
                     quad_scales by[NV];
                     vh off[NV];
@@ -435,7 +427,6 @@ INLINE void super_some(const product *p, int64_t tile, int64_t row, int64_t coun
                 vf_store(to, vf_fma(vf_cvt(mins), super_factor(super_min + v * VW, m->min_scale), vf_load(to)));
             }
         }
-        min += SUPER_BLOCKS * halves * TILE;
         for (int r = 0; r < rows; r++) x[r] += p->a->x_step - SUPER_BLOCKS * XBYTES;
     }
 }

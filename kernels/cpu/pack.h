@@ -235,22 +235,27 @@ static void pack_tiles(void *arg, int64_t begin, int64_t end, int thread)
     (void)thread;
     pack_job *job = arg;
     const ll_weight *w = job->w;
-    const int64_t padded = w->blocks * BLOCK, groups = w->groups * 4 + 64, supers = w->supers * 2 + 64;
-    uint8_t *memory = calloc((size_t)(padded + 2 * groups + 2 * supers), 1);
+    const int64_t padded = w->blocks * BLOCK, for_groups = w->groups * 4 + 64, for_supers = w->supers * 2 + 64;
+    const int64_t sections = w->blocks / w->section, groups = w->groups / sections, supers = w->supers / sections;
+    const int64_t scale_bytes = number_bytes(w->scale_kind), min_bytes = number_bytes(w->min_kind);
+    uint8_t *memory = calloc((size_t)(padded + 2 * for_groups + 2 * for_supers), 1);
     if (!memory) { job->failed = 1; return; }
-    row_parts r = {memory, memory + padded, memory + padded + groups, (uint16_t *)(memory + padded + 2 * groups),
-                   (uint16_t *)(memory + padded + 2 * groups + supers)};
+    row_parts r = {memory, memory + padded, memory + padded + for_groups, (uint16_t *)(memory + padded + 2 * for_groups),
+                   (uint16_t *)(memory + padded + 2 * for_groups + for_supers)};
     for (int64_t t = begin; t < end; t++) {
         uint8_t *tile = w->data + t * w->tile_bytes;
         memset(tile, 0, (size_t)w->tile_bytes);
         for (int row = 0; row < TILE && t * TILE + row < w->n; row++) {
             split_row(w, job->s, t * TILE + row, &r);
-            spread(tile, row, r.scales, w->groups, number_bytes(w->scale_kind));
-            spread(tile + w->at_min, row, r.mins, w->groups, number_bytes(w->min_kind));
-            spread(tile + w->at_super_scale, row, (uint8_t *)r.super_scales, w->supers, 2);
-            if (w->min_kind == NUM_SUB8) spread(tile + w->at_super_min, row, (uint8_t *)r.super_mins, w->supers, 2);
-            if (code_is_float(w->code)) pack_float_row(tile + w->at_codes, row, job->s->q + (t * TILE + row) * job->s->row_bytes, w);
-            else pack_row_codes(tile + w->at_codes, row, r.codes, w->blocks, w->code);
+            for (int64_t i = 0; i < sections; i++) {
+                uint8_t *at = tile + i * w->section_bytes;
+                spread(at, row, r.scales + i * groups * scale_bytes, groups, scale_bytes);
+                spread(at + w->at_min, row, r.mins + i * groups * min_bytes, groups, min_bytes);
+                spread(at + w->at_super_scale, row, (uint8_t *)(r.super_scales + i * supers), supers, 2);
+                if (w->min_kind == NUM_SUB8) spread(at + w->at_super_min, row, (uint8_t *)(r.super_mins + i * supers), supers, 2);
+                if (code_is_float(w->code)) pack_float_row(at + w->at_codes, row, job->s->q + (t * TILE + row) * job->s->row_bytes, w);
+                else pack_row_codes(at + w->at_codes, row, r.codes + i * w->section * BLOCK, w->section, w->code);
+            }
         }
     }
     free(memory);
@@ -301,7 +306,7 @@ static void unpack_row(const ll_weight *w, int64_t n, float *out)
     const int64_t per_group = w->group < BLOCK ? 1 : w->group / BLOCK;
     float scale[2 * TILE], min[2 * TILE];
     for (int64_t b = 0; b < w->blocks; b++) {
-        const uint8_t *block = tile + w->at_codes + b * w->block_bytes;
+        const uint8_t *block = tile + codes_at(w, b);
         expand_scales(w, tile, b, 1, scale, min);
         for (int i = 0; i < BLOCK && b * BLOCK + i < w->k; i++) {
             const int at = (halves == 2 ? i / 16 : 0) * TILE + row;
@@ -310,7 +315,7 @@ static void unpack_row(const ll_weight *w, int64_t n, float *out)
                 value = scale[at] * float_code_at(w, block, row, i);
             } else {
                 int zero = (int)w->zero_offset;
-                if (w->min_kind == NUM_ZERO8) zero = tile[w->at_min + b / per_group * TILE + row];
+                if (w->min_kind == NUM_ZERO8) zero = tile[section_at(w, b) + w->at_min + b % w->section / per_group * TILE + row];
                 value = scale[at] * (float)((int)code_at(w, block, row, i) - zero);
                 if (w->min_kind != NUM_NONE && w->min_kind != NUM_ZERO8) value += min[at];
             }

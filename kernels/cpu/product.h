@@ -14,11 +14,6 @@
 #define FEW_FLOAT 4            /* the same for float activations */
 #define CHUNK_W 8              /* blocks of codes widened to 16 bits: 16 KiB */
 #define CHUNK_F 4              /* blocks of codes as floats: 16 KiB */
-/* Bytes asked for ahead of use, into the second-level cache. Of narrow codes and bytes those of the tile, and beside them
- * the head of the next one, whose scales are read before its codes (Q4_K, libraries in turns. Zen 4, one core: 5,120 bytes
- * 23.7 GB/s, 7,680 22.7, 3,072 19.2, 1,536 13.4; into the first cache 16. Xeon: 3,072 0.80 to 0.85 of what plain reading
- * gives; 1,024 0.70; 8,192 from where the tile begins, scales and all, 0.76). Bytes and floats do not care. */
-#define AHEAD(code) (code_is_float(code) ? 1024 : 5120)
 /* Rows of x that share one unpacking (one Cascade Lake core, 256 rows, Q4_K: 128 rows 120 billion multiply-adds a second,
  * 256 rows 122 to 126; with scales for 32 inputs it does not matter). */
 #define SLAB 256
@@ -70,6 +65,22 @@ INLINE void finish_tile(const product *p, int64_t tile, int64_t row, const float
     if (p->residual)
         for (int i = 0; i < count; i++) r[i] += p->residual[row * p->stride + first + i];
     memcpy(out, r, (size_t)count * 4);
+}
+
+/* Bytes from what is used of a tile to what is asked for, and whether that goes into the first cache. AMD, single row of
+ * narrow codes (one Zen 4 core, Q4_K): 7,680 bytes 25 GB/s, 5,120 24, 16,384 24; into the second cache 21; more rows and bytes
+ * are better there. Intel (Q4_K, when scales lay apart): 3,072 bytes 0.80 to 0.85 of what plain reading gives, 1,024 0.70. */
+INLINE int64_t fetches(const int code) { return code_is_float(code) ? 1024 : amd ? 7680 : 5120; }
+INLINE int fetches_near(const int rows, const int code) { return amd && rows == 1 && code != CODE_8 && !code_is_float(code); }
+
+/* Asks for lines from `at` on up to `end`; returns the first that was not asked for. */
+INLINE const uint8_t *fetch_to(const uint8_t *at, const uint8_t *end, int near)
+{
+    if (near)
+        for (; at < end; at += 64) __builtin_prefetch(at);
+    else
+        for (; at < end; at += 64) __builtin_prefetch(at, 0, 2);
+    return at;
 }
 
 /* Where a tile's results of some rows go, which every row has elsewhere (Zen 4, 256 x 640 x 4096: 2 %). */
