@@ -79,6 +79,7 @@ static void attention_block(const ll_attention_args *a, const attention_task *t,
     const int64_t width = key_width(a), wide = key_padded(a);
     const int64_t token0 = a->cu_query_lens[t->seq], seq_len = a->seq_lens[t->seq];
     const int64_t query_len = a->cu_query_lens[t->seq + 1] - token0, rows = t->heads * t->rows;
+    const int64_t keys = reads_pages(a, t->rows) ? SUB : KEYS; /* all heads of a page before the next: as they lie */
     int64_t low = INT64_MAX, high = 0;
     for (int64_t r = 0; r < rows; r++) {
         const int64_t row = t->first_row + r % t->rows, token = row / per_kv, head = (t->kv_head + r / t->rows) * per_kv + row % per_kv;
@@ -100,14 +101,14 @@ static void attention_block(const ll_attention_args *a, const attention_task *t,
         if (end > high + 1) end = high + 1;
         const int64_t base = segment * SEGMENT;
         for (int values = 0; values < 2; values++) {
-            for (int64_t first = begin; first < end; first += KEYS) {
+            for (int64_t first = begin; first < end; first += keys) {
                 tile_rows tile;
                 tile.first = first;
                 tile.at = first - base;
-                tile.subs = first + SUB < end ? 2 : 1;
-                tile.far = amd ? SUB * (values ? v_bytes(a) : dim * kv_bytes(a->pages.format)) : 0;
+                tile.subs = keys == KEYS && first + SUB < end ? 2 : 1;
+                tile.far = amd ? 3 * SUB * (values ? v_bytes(a) : dim * kv_bytes(a->pages.format)) : 0;
                 for (int u = 0; u < 2; u++) tile.place[u] = find_place(a, t->seq, first + u * SUB, low, high);
-                const int64_t next = find_place(a, t->seq, first + KEYS, low, high);
+                const int64_t next = find_place(a, t->seq, first + keys, low, high);
                 for (int64_t h = 0; h < t->heads; h++) {
                     find_tile(a, t->seq, t->kv_head + h, low, high, values, &tile, s);
                     if (h + 1 < t->heads) tile.next = find_next(a, tile.place[0], t->kv_head + h + 1, values, &tile);
