@@ -106,7 +106,7 @@ static void attention_block(const ll_attention_args *a, const attention_task *t,
                 tile.first = first;
                 tile.at = first - base;
                 tile.subs = keys == KEYS && first + SUB < end ? 2 : 1;
-                tile.far = amd ? 3 * SUB * (values ? v_bytes(a) : dim * kv_bytes(a->pages.format)) : 0;
+                tile.far = ll_amd ? 3 * SUB * (values ? v_bytes(a) : dim * kv_bytes(a->pages.format)) : 0;
                 for (int u = 0; u < 2; u++) tile.place[u] = find_place(a, t->seq, first + u * SUB, low, high);
                 const int64_t next = find_place(a, t->seq, first + keys, low, high);
                 for (int64_t h = 0; h < t->heads; h++) {

@@ -16,7 +16,7 @@ INLINE int is_super(const ll_weight *w)
 
 /* Up to so many rows of x meet codes that are not multiplied by their scales (256 bits as AVX-VNNI has them, 4 rows: Q4_K 80
  * billion multiply-adds a second, else 74; Q6_K 67 and 72; 6 rows 86 and 90, 63 and 85). */
-#define SUPER_FEW (VW == 16 ? 2 : LL_VNNI ? 4 : 3)
+#define SUPER_FEW (VW == 16 ? (ll_amd && LL_VNNI ? 16 : 2) : LL_VNNI ? 4 : 3)
 
 /* Blocks whose products, each at most code * scale * X_MAX_SUPER, are summed within 32 bits. */
 INLINE int chain_of(const int code) { return code == CODE_6 || code == CODE_4T ? 2 : code == CODE_5 ? 4 : SUPER_BLOCKS; }
@@ -124,6 +124,84 @@ INLINE void super_few(const product *p, int64_t tile, int64_t row, const int row
         store_tile(p, tile, row + r, sums);
     }
 }
+
+#if VW == 16 && LL_VNNI
+/* Adds what quads of codes (all eight, or four from `first` on) give with a row's planes. In assembly, since gcc loads what it
+ * broadcasts into registers, and has sums in memory then. */
+#define DOT_QUAD(Q, AT) "vpdpbusd " #AT "+%c[first](%[x])%{1to16%}, %[q" #Q "], %[hi]\n\tvpdpbusd 32+" #AT "+%c[first](%[x])%{1to16%}, %[q" #Q "], %[lo]\n\t"
+#define QUADS_FROM(I) [q0] "v"(q[I]), [q1] "v"(q[I + 1]), [q2] "v"(q[I + 2]), [q3] "v"(q[I + 3])
+INLINE void dot_quads(vdot *d, const vi q[8], const uint8_t *x, const int halves, const int h)
+{
+    if (halves == 1)
+        __asm__(DOT_QUAD(0, 0) DOT_QUAD(1, 4) DOT_QUAD(2, 8) DOT_QUAD(3, 12) DOT_QUAD(4, 16) DOT_QUAD(5, 20) DOT_QUAD(6, 24) DOT_QUAD(7, 28)
+                : [hi] "+v"(d->hi), [lo] "+v"(d->lo)
+                : QUADS_FROM(0), [q4] "v"(q[4]), [q5] "v"(q[5]), [q6] "v"(q[6]), [q7] "v"(q[7]), [x] "r"(x), [first] "i"(0), "m"(*(const uint8_t(*)[XBYTES])x));
+    else
+        __asm__(DOT_QUAD(0, 0) DOT_QUAD(1, 4) DOT_QUAD(2, 8) DOT_QUAD(3, 12)
+                : [hi] "+v"(d->hi), [lo] "+v"(d->lo)
+                : QUADS_FROM(4 * h), [x] "r"(x), [first] "i"(16 * h), "m"(*(const uint8_t(*)[XBYTES])x));
+}
+
+/* A tile against `count` rows of x, at most 8: one vector of the tile at a time, of which all sums stay in registers; up to
+ * `rows` the last row stands for those that are missing. */
+INLINE void super_several(const product *p, int64_t tile, int64_t row, int64_t count, const int rows, const int code, const int halves, const int has_min)
+{
+    const ll_weight *w = p->w;
+    const uint8_t *at = w->data + tile * w->tile_bytes, *asked = at + w->at_codes + fetches(code);
+    const int64_t bytes = block_bytes_of[code], meta_stride = p->a->meta_stride;
+    const vlut table = lut_load(w->table);
+    const uint8_t *x[8];
+    const xblock *meta[8];
+    _Alignas(64) float part[8 * TILE] = {0};
+    for (int r = 0; r < rows; r++) {
+        const int64_t of = row + (r < count ? r : count - 1);
+        x[r] = p->a->planes + of * p->a->x_stride;
+        meta[r] = p->a->meta + of * meta_stride;
+    }
+    for (int64_t s = 0; s < w->supers; s++, at += w->section_bytes) {
+        const uint8_t *ahead = at + w->at_codes + fetches(code);
+        for (int v = 0; v < NV; v++) {
+            const uint8_t *codes = at + w->at_codes + v * VW * 4, *scale = at + v * VW, *min = at + w->at_min + v * VW;
+            const vf super_scale = vf_f16((const uint16_t *)(at + w->at_super_scale) + v * VW);
+            vi sums[8];
+            for (int r = 0; r < rows; r++) sums[r] = vi_set1(0);
+            for (int b = 0; b < SUPER_BLOCKS; b++, codes += bytes) {
+                if (!row) asked = fetch_to(asked, ahead + w->section_bytes * (NV * b + v + 1) / (NV * SUPER_BLOCKS), 0);
+                const int64_t at_block = s * SUPER_BLOCKS + b;
+                UNROLL for (int h = 0; h < halves; h++, scale += TILE) {
+                    const vi by = vi_i8(scale);
+                    vi quad[8];
+                    UNROLL for (int j = h * 8 / halves; j < (h + 1) * 8 / halves; j++) quad[j] = block_quad(codes, j, code, table);
+                    UNROLL for (int r = 0; r < rows; r++) {
+                        vdot d = dot_start(has_min ? 0 : meta[r][at_block].start[h]);
+                        dot_quads(&d, quad, x[r] + at_block * XBYTES, halves, h);
+                        sums[r] += dot_sum(d) * by;
+                    }
+                }
+                if ((b + 1) % chain_of(code)) continue;
+                UNROLL for (int r = 0; r < rows; r++) {
+                    float *to = part + r * TILE + v * VW;
+                    vf_store(to, vf_fma(vf_cvt(sums[r]), super_scale * vf_set1(meta[r][s * SUPER_BLOCKS].scale), vf_load(to)));
+                    sums[r] = vi_set1(0);
+                }
+            }
+            if (has_min) {
+                const vf super_min = vf_f16((const uint16_t *)(at + w->at_super_min) + v * VW);
+                vi pairs[SUPER_BLOCKS];
+                for (int i = 0; i < SUPER_BLOCKS * halves / 2; i++) pairs[i] = min_pair(min + 2 * i * TILE);
+                UNROLL for (int r = 0; r < rows; r++) {
+                    const xblock *m = meta[r] + s * SUPER_BLOCKS;
+                    float *to = part + r * TILE + v * VW;
+                    vi mins = vi_set1(0);
+                    for (int i = 0; i < SUPER_BLOCKS * halves / 2; i++) mins = madd16(mins, pairs[i], vi_set1(sum_pair(m, i)));
+                    vf_store(to, vf_fma(vf_cvt(mins), super_min * vf_set1(m->min_scale), vf_load(to)));
+                }
+            }
+        }
+    }
+    for (int r = 0; r < count; r++) store_tile(p, tile, row + r, part + r * TILE);
+}
+#endif
 
 /* ---- the same for many rows ---- */
 
@@ -442,11 +520,26 @@ INLINE void super_some_rows(const product *p, int64_t tile, int64_t row, int64_t
     }
 }
 
+#if VW == 16 && LL_VNNI
+/* Rows evenly in groups of at most 8, where there are more than two. */
+#define SEVERAL(CODE, HALVES, HAS_MIN)                                                                      \
+    for (int64_t left = p->a->m - r; left > 2; left = p->a->m - r) {                                        \
+        const int64_t count = left / ((left + 7) / 8);                                                      \
+        if (count > 6) super_several(p, t, r, count, 8, CODE, HALVES, HAS_MIN);                             \
+        else if (count > 4) super_several(p, t, r, count, 6, CODE, HALVES, HAS_MIN);                        \
+        else super_several(p, t, r, count, 4, CODE, HALVES, HAS_MIN);                                       \
+        r += count;                                                                                         \
+    }
+#else
+#define SEVERAL(CODE, HALVES, HAS_MIN)
+#endif
+
 #define SUPER_PRODUCT(NAME, CODE, HALVES, HAS_MIN)                                                          \
     static void NAME##_few(const product *p, int64_t begin, int64_t end)                                    \
     {                                                                                                       \
         for (int64_t t = begin; t < end; t++) {                                                             \
             int64_t r = 0;                                                                                  \
+            SEVERAL(CODE, HALVES, HAS_MIN);                                                                 \
             for (; r + 2 <= p->a->m; r += 2) super_few(p, t, r, 2, CODE, HALVES, HAS_MIN);                  \
             for (; r < p->a->m; r++) super_few(p, t, r, 1, CODE, HALVES, HAS_MIN);                          \
         }                                                                                                   \

@@ -70,8 +70,8 @@ INLINE void finish_tile(const product *p, int64_t tile, int64_t row, const float
 /* Bytes from what is used of a tile to what is asked for, and whether that goes into the first cache. AMD, single row of
  * narrow codes (one Zen 4 core, Q4_K): 7,680 bytes 25 GB/s, 5,120 24, 16,384 24; into the second cache 21; more rows and bytes
  * are better there. Intel (Q4_K, when scales lay apart): 3,072 bytes 0.80 to 0.85 of what plain reading gives, 1,024 0.70. */
-INLINE int64_t fetches(const int code) { return code_is_float(code) ? 1024 : amd ? 7680 : 5120; }
-INLINE int fetches_near(const int rows, const int code) { return amd && rows == 1 && code != CODE_8 && !code_is_float(code); }
+INLINE int64_t fetches(const int code) { return code_is_float(code) ? 1024 : ll_amd ? 7680 : 5120; }
+INLINE int fetches_near(const int rows, const int code) { return ll_amd && rows == 1 && code != CODE_8 && !code_is_float(code); }
 
 /* Asks for lines from `at` on up to `end`; returns the first that was not asked for. */
 INLINE const uint8_t *fetch_to(const uint8_t *at, const uint8_t *end, int near)

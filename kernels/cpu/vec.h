@@ -25,13 +25,13 @@
 #endif
 #endif
 
-static int amd; /* whether this is AMD's CPU: the lines that it is well asked for ahead are others than Intel's */
+int ll_amd; /* whether this is AMD's CPU: the lines that it is well asked for ahead are others than Intel's */
 #if VW >= 8
 #include <cpuid.h>
 __attribute__((constructor)) static void find_vendor(void)
 {
     unsigned int leaf, vendor[3] = {0, 0, 0};
-    amd = __get_cpuid(0, &leaf, &vendor[0], &vendor[2], &vendor[1]) && !memcmp(vendor, "AuthenticAMD", 12);
+    ll_amd = __get_cpuid(0, &leaf, &vendor[0], &vendor[2], &vendor[1]) && !memcmp(vendor, "AuthenticAMD", 12);
 }
 #endif
 
