@@ -25,7 +25,8 @@
 #endif
 #endif
 
-int ll_amd; /* whether this is AMD's CPU: the lines that it is well asked for ahead are others than Intel's */
+int ll_amd; /* whether this CPU is AMD's: it prefetches best at other distances than Intel's (product.h), and multiplies elsewhere
+             * (matmul_super.h). Not static: tests set it. */
 #if VW >= 8
 #include <cpuid.h>
 __attribute__((constructor)) static void find_vendor(void)

@@ -1,7 +1,7 @@
 /* A prepared weight: rows in tiles of 32, one vector lane a row, so that dot products need no sum across lanes.
  *
- * A tile is read from front to back, which costs least to ask for ahead (Zen 4, one core, Q4_K: 25 GB/s; 19 where all scales
- * of a tile lie before its codes). It consists of sections of 256 inputs, or of a single one: scales [groups][32], mins
+ * A tile is read from front to back, so that one pointer prefetches all of it (Zen 4, one core, Q4_K: 25 GB/s; 19 where all
+ * scales of a tile lie before its codes). It consists of sections of 256 inputs, or of a single one: scales [groups][32], mins
  * [groups][32], super-scales, then codes [blocks of 32 inputs]. In a block the codes of inputs 4j..4j+3 are "quad j": 32 lanes
  * of 4 bytes. Narrow codes are cut into planes of that size:
  *   nibble planes  4: byte = quad i | quad i+4 << 4
