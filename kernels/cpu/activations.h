@@ -28,10 +28,13 @@ INLINE float x_max(int form) { return form == X_BYTES ? 127.0f : X_MAX; }
 /* One block's numbers beside the planes. With mins: sums[h] = float sum of half h; else start[h] = -zero_offset * sum.
  * Of SUPER with mins, and of the first of its blocks: start = pairs of 16 bits, each the sums of a block's halves, or of
  * two blocks, `min_scale` apart: `sum_pair`. */
-typedef struct {
-    float scale;
-    union { int32_t start[2]; float sums[2]; };
-    float min_scale;
+typedef union {
+    struct {
+        float scale;
+        union { int32_t start[2]; float sums[2]; };
+        float min_scale;
+    };
+    int32_t ints[4];
 } xblock;
 
 typedef struct {
@@ -48,7 +51,9 @@ typedef struct {
 } activations;
 
 /* Of X_SUPER_PAIRS: so many xblocks tell of 256 inputs of a row, which lie in one line then (eight took two). */
-#define SUPER_META(halves, has_min) ((has_min) ? 2 * (halves) : 1)
+#define SUPER_META(halves, has_min) ((has_min) ? 2 * (halves) : 2)
+/* Which of their ints is -(x0 x1 + x2 x3 + ...) of chain i (`chain_of`), for `winograd_eight`. */
+INLINE int cross_at(int i, int has_min) { return has_min ? 4 + 3 * i : i + 1 + i / 2 * 2; }
 /* The sums of groups 2 i and 2 i + 1 of 256 inputs. */
 INLINE int32_t sum_pair(const xblock *meta, int i) { return meta[i / 2].start[i % 2]; }
 
@@ -188,6 +193,25 @@ static void quantize_super_any(const float *x, uint8_t *planes, xblock *meta, in
     }
     tell_super(scale, sums, meta, form, halves, has_min, zero);
 }
+
+#if WINOGRAD
+/* -(x0 x1 + x2 x3) of 8 quads of pairs, in lanes 0, 2, 4, ... */
+INLINE vi cross_sums(vi sum, const uint8_t *pairs)
+{
+    const __m512i all = _mm512_loadu_si512(pairs);
+    return (vi)_mm512_dpwssd_epi32((__m512i)sum, all, _mm512_srli_epi64(all, 32));
+}
+
+/* Writes what `winograd_eight` takes of 256 inputs, `chain` blocks at a time. */
+INLINE void tell_crosses(const uint8_t *pairs, xblock *meta, int chain, int has_min)
+{
+    for (int i = 0; i < SUPER_BLOCKS / chain; i++) {
+        vi sum = vi_set1(0);
+        for (int b = 0; b < chain; b++) sum = cross_sums(sum, pairs + (i * chain + b) * XBYTES);
+        meta[cross_at(i, has_min) / 4].ints[cross_at(i, has_min) % 4] = -vi_sum(sum);
+    }
+}
+#endif
 
 #define MANY_BLOCKS 16 /* blocks whose largest numbers and sums are found together */
 #if VW == 16 && LL_VNNI
@@ -339,9 +363,14 @@ static void prepare_rows(void *arg, int64_t begin, int64_t end, int thread)
     if (!j->a->exact && x_is_super(form)) {
         for (int64_t first = begin; first < end; first += TOGETHER)
             for (int64_t s = 0; s < w->supers; s++)
-                for (int64_t row = first; row < first + TOGETHER && row < end; row++)
-                    quantize_super(j->a->x + row * w->k + s * SUPER, j->planes + row * x_stride + s * j->a->x_step,
-                                   j->meta + row * meta_stride + s * j->a->meta_step, form, halves, has_min, zero);
+                for (int64_t row = first; row < first + TOGETHER && row < end; row++) {
+                    uint8_t *planes = j->planes + row * x_stride + s * j->a->x_step;
+                    xblock *meta = j->meta + row * meta_stride + s * j->a->meta_step;
+                    quantize_super(j->a->x + row * w->k + s * SUPER, planes, meta, form, halves, has_min, zero);
+#if WINOGRAD
+                    if (ll_amd && form == X_SUPER_PAIRS) tell_crosses(planes, meta, chain_of((int)w->code), has_min);
+#endif
+                }
         return;
     }
     if (!j->a->exact && !w->perm && !w->pre_scale && w->k % (BLOCK * MANY_BLOCKS) == 0) {
@@ -399,7 +428,7 @@ static int prepares_alike(const ll_weight *w, const activations *a, const ll_wei
 {
     if (w->perm || w->pre_scale || other->perm || other->pre_scale) return 0;
     return a->exact == b->exact && a->form == b->form && w->k == other->k && halves_of(w) == halves_of(other) &&
-           (w->min_kind != NUM_NONE) == (other->min_kind != NUM_NONE) && dot_zero(w) == dot_zero(other);
+           (w->min_kind != NUM_NONE) == (other->min_kind != NUM_NONE) && dot_zero(w) == dot_zero(other) && chain_of((int)w->code) == chain_of((int)other->code);
 }
 
 /* Makes `a` ready for products with w, in `memory`. */

@@ -19,9 +19,6 @@ INLINE int is_super(const ll_weight *w)
  * on the ports that add products, 8 rows: Q4_K 95, else 88; Q6_K 83 and 78; 16 rows 82 and 78, 81 and 75). */
 #define SUPER_FEW (VW == 16 ? (ll_amd && LL_VNNI ? 16 : 2) : LL_VNNI ? 4 : 3)
 
-/* Blocks whose products, each at most code * scale * X_MAX_SUPER, are summed within 32 bits. */
-INLINE int chain_of(const int code) { return code == CODE_6 || code == CODE_4T ? 2 : code == CODE_5 ? 4 : SUPER_BLOCKS; }
-
 /* The scales of a quad's codes, as bytes beside zeros where there are products of such pairs, else of 16 bits. */
 typedef struct { vi even, odd; } quad_scales;
 INLINE quad_scales quad_scales_at(const uint8_t *at)
@@ -209,14 +206,17 @@ INLINE void super_several(const product *p, int64_t tile, int64_t row, int64_t c
 typedef struct {
     uint8_t codes[SUPER_BLOCKS * WIDE_BLOCK(0)]; /* times their scales: [pairs][32 lanes] */
     int32_t mins[SUPER_BLOCKS][TILE];            /* pairs */
+    int32_t cross[SUPER_BLOCKS / 2][TILE];       /* of chains: -(w0 w1 + w2 w3 + ...) */
     float scale[TILE], min[TILE];                /* that all of them share */
     const uint8_t *x;   /* [rows] of 256 inputs, end to end */
     const xblock *meta; /* [rows][SUPER_META] */
     float *part; /* [rows][32] sums so far */
 } super_chunk;
 
-INLINE void super_widen(const uint8_t *codes, const uint8_t *scale, const int code, const int halves, vlut table, const int has_min, int32_t offset, uint8_t *to)
+INLINE void super_widen(const uint8_t *codes, const uint8_t *scale, const int code, const int halves, vlut table, const int has_min, int32_t offset, super_chunk *k)
 {
+    uint8_t *to = k->codes;
+    memset(k->cross, 0, sizeof k->cross);
     for (int64_t b = 0; b < SUPER_BLOCKS; b++)
         for (int v = 0; v < NV; v += COLS) {
             vi q[8][COLS];
@@ -226,11 +226,16 @@ INLINE void super_widen(const uint8_t *codes, const uint8_t *scale, const int co
                     const uint8_t *at = scale + (b * halves + h) * TILE + (v + c) * VW;
                     const quad_scales by = quad_scales_at(at);
                     const vh zero = has_min ? (vh)vi_set1(0) : scaled_zero(at, offset);
+                    int32_t *cross = k->cross[b / chain_of(code)] + (v + c) * VW;
+                    vi products = vi_set1(0);
                     for (int j = 8 / halves * h; j < 8 / halves * (h + 1); j++) {
                         uint8_t *pairs = to + b * WIDE_BLOCK(0) + (2 * j * TILE + (v + c) * VW) * 4;
-                        vi_store(pairs, (vi)((vh)even_codes(q[j][c], by) - zero));
-                        vi_store(pairs + TILE * 4, (vi)((vh)odd_codes(q[j][c], by) - zero));
+                        const vi even = (vi)((vh)even_codes(q[j][c], by) - zero), odd = (vi)((vh)odd_codes(q[j][c], by) - zero);
+                        vi_store(pairs, even);
+                        vi_store(pairs + TILE * 4, odd);
+                        if (WINOGRAD) products = madd16(products, even, odd);
                     }
+                    if (WINOGRAD) vi_store(cross, vi_load(cross) - products);
                 }
         }
 }
@@ -259,6 +264,35 @@ INLINE void pairs_of_eight(const uint8_t *codes, const uint8_t *x, int64_t strid
                        [codes] "+r"(codes), [x] "+r"(x), [y] "+r"(y), [z] "+r"(z), [pairs] "+r"(pairs), [next] "+r"(next)
                      : [stride] "r"(stride)
                      : "cc", "memory", "xmm29", "xmm30", "xmm31");
+}
+
+/* The same with half of the multiplications, after S. Winograd ("A new algorithm for inner product", 1968): of codes w and
+ * inputs x, w0 x0 + w1 x1 = (x0 + w1) (x1 + w0) - x0 x1 - w0 w1, and what is taken off is found once for all rows (`cross`)
+ * or all tiles (`meta`). Sums wrap around at 32 bits, which takes nothing from their difference; x + w stays within 16. On
+ * AMD's CPUs 16 multiplications take 16 cycles, 8 with 16 additions 12; on Intel's both share the ports, and it would take 24. */
+#define WINOGRAD_ROW(R, X)                                                                                      \
+    "vpbroadcastd " X ", %%zmm28\n\tvpbroadcastd 4" X ", %%zmm29\n\t"                                          \
+    "vpaddw %%zmm26, %%zmm28, %%zmm30\n\tvpaddw %%zmm24, %%zmm29, %%zmm31\n\tvpdpwssd %%zmm30, %%zmm31, %[s" #R "0]\n\t" \
+    "vpaddw %%zmm27, %%zmm28, %%zmm28\n\tvpaddw %%zmm25, %%zmm29, %%zmm29\n\tvpdpwssd %%zmm28, %%zmm29, %[s" #R "1]\n\t"
+#define START_ROW(R)                                                                                               \
+    "vpaddd " #R "*%c[row](%[meta])%{1to16%}, %%zmm24, %[s" #R "0]\n\tvpaddd " #R "*%c[row](%[meta])%{1to16%}, %%zmm25, %[s" #R "1]\n\t"
+INLINE void winograd_eight(const uint8_t *codes, const int32_t *cross, const int32_t *meta, const int row, const uint8_t *x, int64_t stride, int64_t quads, const uint8_t *next, vi sum[8][2])
+{
+    __asm__ volatile("lea (%[stride],%[stride],2), %%rdx\n\tlea (%[x],%%rdx), %%rax\n\tlea (%[x],%%rdx,2), %%rdx\n\t"
+                     "vmovdqu64 (%[cross]), %%zmm24\n\tvmovdqu64 64(%[cross]), %%zmm25\n\t"
+                     START_ROW(0) START_ROW(1) START_ROW(2) START_ROW(3) START_ROW(4) START_ROW(5) START_ROW(6) START_ROW(7)
+                     ".p2align 5\n1:\n\t"
+                     "vmovdqa64 (%[codes]), %%zmm24\n\tvmovdqa64 64(%[codes]), %%zmm25\n\t"
+                     "vmovdqa64 128(%[codes]), %%zmm26\n\tvmovdqa64 192(%[codes]), %%zmm27\n\t"
+                     WINOGRAD_ROW(0, "(%[x])") WINOGRAD_ROW(1, "(%[x],%[stride])") WINOGRAD_ROW(2, "(%[x],%[stride],2)")
+                     WINOGRAD_ROW(3, "(%%rax)") WINOGRAD_ROW(4, "(%%rax,%[stride])") WINOGRAD_ROW(5, "(%%rax,%[stride],2)")
+                     WINOGRAD_ROW(6, "(%%rdx)") WINOGRAD_ROW(7, "(%%rdx,%[stride])")
+                     "prefetcht0 (%[next])\n\tadd $64, %[next]\n\tadd $256, %[codes]\n\t"
+                     "add $8, %[x]\n\tadd $8, %%rax\n\tadd $8, %%rdx\n\tdec %[quads]\n\tjnz 1b"
+                     : SUMS_OF(0), SUMS_OF(1), SUMS_OF(2), SUMS_OF(3), SUMS_OF(4), SUMS_OF(5), SUMS_OF(6), SUMS_OF(7),
+                       [codes] "+r"(codes), [x] "+r"(x), [quads] "+r"(quads), [next] "+r"(next)
+                     : [stride] "r"(stride), [cross] "r"(cross), [meta] "r"(meta), [row] "i"(row)
+                     : "cc", "memory", "rax", "rdx", "xmm24", "xmm25", "xmm26", "xmm27", "xmm28", "xmm29", "xmm30", "xmm31");
 }
 
 /* sum = the products of mins with sums of inputs, each times what is `row` bytes further for the next row of x. */
@@ -302,7 +336,11 @@ INLINE void super_eight(const super_chunk *k, int64_t row, const int chain, cons
     float *part = k->part + row * TILE;
     vi sum[8][2];
     for (int b = 0; b < SUPER_BLOCKS; b += chain) {
-        pairs_of_eight(k->codes + b * WIDE_BLOCK(0), x + b * XBYTES, SUPER_BLOCKS * XBYTES, chain * BLOCK / 2, next + b * SUPER_ROWS * XBYTES, sum);
+        if (ll_amd)
+            winograd_eight(k->codes + b * WIDE_BLOCK(0), k->cross[b / chain], meta->ints + cross_at(b / chain, has_min), SUPER_META(halves, has_min) * sizeof(xblock),
+                           x + b * XBYTES, SUPER_BLOCKS * XBYTES, chain * BLOCK / 4, next + b * SUPER_ROWS * XBYTES, sum);
+        else
+            pairs_of_eight(k->codes + b * WIDE_BLOCK(0), x + b * XBYTES, SUPER_BLOCKS * XBYTES, chain * BLOCK / 2, next + b * SUPER_ROWS * XBYTES, sum);
         fold_eight(sum, k->scale, &meta->scale, SUPER_META(halves, has_min) * sizeof(xblock), part);
     }
     if (has_min) {
@@ -412,7 +450,7 @@ INLINE void super_sums_as(const product *p, int64_t tile, int64_t row, int64_t r
     memset(part, 0, (size_t)round_up(rows, SUPER_ROWS) * TILE * 4);
     for (int64_t s = 0; s < w->supers; s++, at += bytes) {
         const uint16_t *super_scale = (const uint16_t *)(at + w->at_super_scale), *super_min = (const uint16_t *)(at + w->at_super_min);
-        super_widen(at + w->at_codes, at, code, halves, table, has_min, (int32_t)w->zero_offset, k.codes);
+        super_widen(at + w->at_codes, at, code, halves, table, has_min, (int32_t)w->zero_offset, &k);
         for (int i = 0; has_min && i < SUPER_BLOCKS * halves / 2; i++)
             for (int v = 0; v < TILE; v += VW) vi_store(&k.mins[i][v], min_pair(at + w->at_min + 2 * i * TILE + v));
         for (int v = 0; v < TILE; v += VW) {

@@ -444,6 +444,8 @@ INLINE vi madd16_at(vi sum, vi a, const uint8_t *pair)
 #else
 #define MANY_PAIRS 1
 #endif
+/* Whether there are products with half of the multiplications, for CPUs that add elsewhere than they multiply (`ll_amd`). */
+#define WINOGRAD (VW == 16 && LL_VNNI && MANY_PAIRS)
 #if defined(DOT_SIGNED)
 #define DOT_BIAS 128
 INLINE vi code_byte(vi codes) { return codes ^ (int32_t)0x80808080; }

@@ -37,6 +37,8 @@ typedef struct {
 INLINE int code_is_float(int64_t code) { return code >= CODE_F32; }
 INLINE int code_is_wide(int64_t code) { return code == CODE_8 || code == CODE_4T; } /* codes from 128 on */
 INLINE int64_t number_bytes(int64_t kind) { return kind == NUM_F32 ? 4 : kind == NUM_F16 || kind == NUM_BF16 ? 2 : kind == NUM_NONE ? 0 : 1; }
+/* Of K-quants: blocks whose products, each at most code * scale * X_MAX_SUPER, are summed within 32 bits. */
+INLINE int chain_of(const int code) { return code == CODE_6 || code == CODE_4T ? 2 : code == CODE_5 ? 4 : SUPER_BLOCKS; }
 INLINE int halves_of(const ll_weight *w) { return w->group == 16 ? 2 : 1; }
 INLINE int64_t round_up(int64_t a, int64_t b) { return (a + b - 1) / b * b; }
 
