@@ -52,6 +52,7 @@ typedef struct {
 
 /* Of X_SUPER_PAIRS: so many xblocks tell of 256 inputs of a row, which lie in one line then (eight took two). */
 #define SUPER_META(halves, has_min) ((has_min) ? 2 * (halves) : 2)
+#define CROSS 3 /* of X_PAIRS: which of its ints is -(x0 x1 + x2 x3 + ...), for `winograd_six` */
 /* Which of their ints is -(x0 x1 + x2 x3 + ...) of chain i (`chain_of`), for `winograd_eight`. */
 INLINE int cross_at(int i, int has_min) { return has_min ? 4 + 3 * i : i + 1 + i / 2 * 2; }
 /* The sums of groups 2 i and 2 i + 1 of 256 inputs. */
@@ -103,6 +104,25 @@ INLINE void digit_block(const int32_t *q, uint8_t *planes, int halves)
     }
 }
 
+#if WINOGRAD
+/* -(x0 x1 + x2 x3) of 8 quads of pairs, in lanes 0, 2, 4, ... */
+INLINE vi cross_sums(vi sum, const uint8_t *pairs)
+{
+    const __m512i all = _mm512_loadu_si512(pairs);
+    return (vi)_mm512_dpwssd_epi32((__m512i)sum, all, _mm512_srli_epi64(all, 32));
+}
+
+/* Writes what `winograd_eight` takes of 256 inputs, `chain` blocks at a time. */
+INLINE void tell_crosses(const uint8_t *pairs, xblock *meta, int chain, int has_min)
+{
+    for (int i = 0; i < SUPER_BLOCKS / chain; i++) {
+        vi sum = vi_set1(0);
+        for (int b = 0; b < chain; b++) sum = cross_sums(sum, pairs + (i * chain + b) * XBYTES);
+        meta[cross_at(i, has_min) / 4].ints[cross_at(i, has_min) % 4] = -vi_sum(sum);
+    }
+}
+#endif
+
 INLINE void quantize_block(const float *x, uint8_t *planes, xblock *meta, int form, int halves, int has_min, int32_t zero)
 {
     vf top = vf_set1(0.0f);
@@ -139,6 +159,9 @@ INLINE void quantize_block(const float *x, uint8_t *planes, xblock *meta, int fo
     for (int h = 0; h < 2; h++)
         if (has_min) meta->sums[h] = scale * (float)sums[h];
         else meta->start[h] = -zero * sums[h];
+#if WINOGRAD
+    if (ll_amd && form == X_PAIRS) meta->ints[CROSS] = -vi_sum(cross_sums(vi_set1(0), planes));
+#endif
 }
 
 /* Writes the xblocks of 256 inputs whose scale is known; `sums` are those of all their halves. */
@@ -193,25 +216,6 @@ static void quantize_super_any(const float *x, uint8_t *planes, xblock *meta, in
     }
     tell_super(scale, sums, meta, form, halves, has_min, zero);
 }
-
-#if WINOGRAD
-/* -(x0 x1 + x2 x3) of 8 quads of pairs, in lanes 0, 2, 4, ... */
-INLINE vi cross_sums(vi sum, const uint8_t *pairs)
-{
-    const __m512i all = _mm512_loadu_si512(pairs);
-    return (vi)_mm512_dpwssd_epi32((__m512i)sum, all, _mm512_srli_epi64(all, 32));
-}
-
-/* Writes what `winograd_eight` takes of 256 inputs, `chain` blocks at a time. */
-INLINE void tell_crosses(const uint8_t *pairs, xblock *meta, int chain, int has_min)
-{
-    for (int i = 0; i < SUPER_BLOCKS / chain; i++) {
-        vi sum = vi_set1(0);
-        for (int b = 0; b < chain; b++) sum = cross_sums(sum, pairs + (i * chain + b) * XBYTES);
-        meta[cross_at(i, has_min) / 4].ints[cross_at(i, has_min) % 4] = -vi_sum(sum);
-    }
-}
-#endif
 
 #define MANY_BLOCKS 16 /* blocks whose largest numbers and sums are found together */
 #if VW == 16 && LL_VNNI
@@ -289,7 +293,7 @@ static void quantize_super(const float *x, uint8_t *planes, xblock *meta, int fo
 /* The same as `quantize_block`, for MANY_BLOCKS that lie end to end: no block waits for its own largest number. */
 static void quantize_blocks(const float *x, uint8_t *planes, xblock *meta, int form, int halves, int has_min, int32_t zero)
 {
-    vi bits[MANY_BLOCKS], sums[2][MANY_BLOCKS];
+    vi bits[MANY_BLOCKS], sums[2][MANY_BLOCKS], crosses[MANY_BLOCKS];
     for (int b = 0; b < MANY_BLOCKS; b++) {
         const vi first = (vi)vf_load(x + b * BLOCK) & 0x7fffffff, second = (vi)vf_load(x + b * BLOCK + 16) & 0x7fffffff;
         bits[b] = (vi)_mm512_max_epi32((__m512i)first, (__m512i)second); /* of numbers without a sign the order is the same */
@@ -302,7 +306,7 @@ static void quantize_blocks(const float *x, uint8_t *planes, xblock *meta, int f
     const vi some = (vf)largest > vf_set1(1e-30f);
     const vf scale = vf_select(some, (vf)largest / vf_set1(x_max(form)), vf_set1(0.0f));
     _Alignas(64) float inverses[16], scales[16];
-    _Alignas(64) int32_t told[2][16];
+    _Alignas(64) int32_t told[3][16];
     vf_store(inverses, vf_select(some, vf_set1(x_max(form)) / (vf)largest, vf_set1(0.0f)));
     vf_store(scales, scale);
     for (int b = 0; b < MANY_BLOCKS; b++) {
@@ -317,14 +321,17 @@ static void quantize_blocks(const float *x, uint8_t *planes, xblock *meta, int f
         const __m512i words = words_of(first, second);
         if (form == X_BYTES) _mm256_storeu_si256((void *)(planes + b * BLOCK), _mm512_cvtepi16_epi8(words));
         else words_block(words, planes + b * x_bytes(form), form == X_PAIRS);
+        if (WINOGRAD && form == X_PAIRS) crosses[b] = cross_sums(vi_set1(0), planes + b * XBYTES);
     }
     for (int h = 0; h < halves; h++) {
         const vi total = lane_sums(sums[h]);
         vi_store(told[h], has_min ? (vi)(scale * vf_cvt(total)) : total * -zero);
     }
+    if (WINOGRAD && form == X_PAIRS) vi_store(told[2], -lane_sums(crosses));
     for (int b = 0; b < MANY_BLOCKS; b++) {
         meta[b].scale = scales[b];
         for (int h = 0; h < halves; h++) meta[b].start[h] = told[h][b];
+        if (WINOGRAD && form == X_PAIRS) meta[b].ints[CROSS] = told[2][b];
     }
 }
 #else

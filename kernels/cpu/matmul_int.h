@@ -8,6 +8,10 @@
 /* ---- integer codes, integer activations, few rows of x ---- */
 
 typedef float chunk_floats[CHUNK * 2 * TILE];
+typedef struct {
+    chunk_floats scale, min;
+    int32_t cross[CHUNK_W * TILE]; /* -(w0 w1 + w2 w3 + ...) of each block */
+} chunk_numbers;
 
 /* One tile against `rows` rows of x. `half` says that scales and mins are float16, one a block: they are read in place;
  * `one`: x has 8 bits. */
@@ -142,6 +146,50 @@ INLINE void chunk_int(const chunk *k, int64_t row, const int rows, const int hal
 }
 #endif
 
+#if WINOGRAD
+/* `chunk_int` for six rows, with half of the multiplications (`winograd_eight`). All sums stay in registers: floats in zmm0 to 11,
+ * integers in zmm12 to 23; scales, mins and `cross` of a block's columns lie apart as in chunk_numbers. */
+#define SIX_ROWS(DO) DO(0, 1, 12, 13, "(%[x])", "(%[meta])") DO(2, 3, 14, 15, "(%[x],%[s])", "(%[meta],%[m])") \
+    DO(4, 5, 16, 17, "(%[x],%[s],2)", "(%[meta],%[m],2)") DO(6, 7, 18, 19, "(%%rax)", "(%%rdx)") \
+    DO(8, 9, 20, 21, "(%%rax,%[s])", "(%%rdx,%[m])") DO(10, 11, 22, 23, "(%%rax,%[s],2)", "(%%rdx,%[m],2)")
+#define SIX_LOAD(F, G, I, J, X, M) "vmovups " #F "*64(%[part]), %%zmm" #F "\n\tvmovups " #G "*64(%[part]), %%zmm" #G "\n\t"
+#define SIX_STORE(F, G, I, J, X, M) "vmovups %%zmm" #F ", " #F "*64(%[part])\n\tvmovups %%zmm" #G ", " #G "*64(%[part])\n\t"
+#define SIX_START(F, G, I, J, X, M) "vpaddd 12" M "%{1to16%}, %%zmm24, %%zmm" #I "\n\tvpaddd 12" M "%{1to16%}, %%zmm25, %%zmm" #J "\n\t"
+#define SIX_DOT(F, G, I, J, X, M)                                                                                  \
+    "vpbroadcastd " X ", %%zmm28\n\tvpbroadcastd 4" X ", %%zmm29\n\t"                                              \
+    "vpaddw %%zmm26, %%zmm28, %%zmm30\n\tvpaddw %%zmm24, %%zmm29, %%zmm31\n\tvpdpwssd %%zmm30, %%zmm31, %%zmm" #I "\n\t" \
+    "vpaddw %%zmm27, %%zmm28, %%zmm28\n\tvpaddw %%zmm25, %%zmm29, %%zmm29\n\tvpdpwssd %%zmm28, %%zmm29, %%zmm" #J "\n\t"
+#define SIX_FOLD(F, G, I, J, X, M)                                                                                 \
+    "vcvtdq2ps %%zmm" #I ", %%zmm" #I "\n\tvmulps " M "%{1to16%}, %%zmm24, %%zmm30\n\tvfmadd231ps %%zmm30, %%zmm" #I ", %%zmm" #F "\n\t" \
+    "vcvtdq2ps %%zmm" #J ", %%zmm" #J "\n\tvmulps " M "%{1to16%}, %%zmm25, %%zmm31\n\tvfmadd231ps %%zmm31, %%zmm" #J ", %%zmm" #G "\n\t"
+#define SIX_MIN(F, G, I, J, X, M) "vfmadd231ps 4" M "%{1to16%}, %%zmm26, %%zmm" #F "\n\tvfmadd231ps 4" M "%{1to16%}, %%zmm27, %%zmm" #G "\n\t"
+#define WINOGRAD_SIX(MIN)                                                                                          \
+    __asm__ volatile("lea (%[s],%[s],2), %%rax\n\tadd %[x], %%rax\n\tlea (%[m],%[m],2), %%rdx\n\tadd %[meta], %%rdx\n\t" SIX_ROWS(SIX_LOAD) \
+                     ".p2align 4\n1:\n\tvmovups %c[cross](%[of]), %%zmm24\n\tvmovups %c[cross]+64(%[of]), %%zmm25\n\t" SIX_ROWS(SIX_START) \
+                     "mov $8, %%ecx\n\t.p2align 5\n2:\n\tvmovdqa64 (%[codes]), %%zmm24\n\tvmovdqa64 64(%[codes]), %%zmm25\n\t"  \
+                     "vmovdqa64 128(%[codes]), %%zmm26\n\tvmovdqa64 192(%[codes]), %%zmm27\n\t" SIX_ROWS(SIX_DOT)          \
+                     "add $256, %[codes]\n\tadd $8, %[x]\n\tadd $8, %%rax\n\tdec %%ecx\n\tjnz 2b\n\t"                    \
+                     "vmovups (%[of]), %%zmm24\n\tvmovups 64(%[of]), %%zmm25\n\t" SIX_ROWS(SIX_FOLD) MIN                  \
+                     "add $128, %[of]\n\tadd $16, %[meta]\n\tadd $16, %%rdx\n\tdec %[count]\n\tjnz 1b\n\t" SIX_ROWS(SIX_STORE) \
+                     : [codes] "+r"(codes), [x] "+r"(x), [meta] "+r"(meta), [of] "+r"(of), [count] "+r"(count)                         \
+                     : [s] "r"(k->x_stride), [m] "r"(k->meta_stride * (int64_t)sizeof(xblock)), [part] "r"(k->part + row * TILE),      \
+                       [cross] "i"(offsetof(chunk_numbers, cross)), [min] "i"(offsetof(chunk_numbers, min))                            \
+                     : "cc", "memory", "rax", "rcx", "rdx", ZMM_ALL)
+#define ZMM_ALL "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", "xmm11", "xmm12", "xmm13", "xmm14", "xmm15", \
+    "xmm16", "xmm17", "xmm18", "xmm19", "xmm20", "xmm21", "xmm22", "xmm23", "xmm24", "xmm25", "xmm26", "xmm27", "xmm28", "xmm29", "xmm30", "xmm31"
+INLINE void winograd_six(const chunk *k, int64_t row, const int has_min)
+{
+    const uint8_t *codes = k->codes, *x = k->x + row * k->x_stride;
+    const xblock *meta = k->meta + row * k->meta_stride;
+    const float *of = k->scale;
+    int64_t count = k->count;
+    if (has_min) WINOGRAD_SIX("vmovups %c[min](%[of]), %%zmm26\n\tvmovups %c[min]+64(%[of]), %%zmm27\n\t" SIX_ROWS(SIX_MIN));
+    else WINOGRAD_SIX("");
+}
+#else
+INLINE void winograd_six(const chunk *k, int64_t row, const int has_min) { (void)k, (void)row, (void)has_min; }
+#endif
+
 /* How many of the rows left the next step takes: even steps rather than one long and one short. */
 INLINE int step_of(int64_t left)
 {
@@ -155,7 +203,10 @@ INLINE int step_of(int64_t left)
     {                                                                                        \
         for (int64_t step; r < rows; r += step) {                                            \
             switch (step = step_of(rows - r)) {                                              \
-            case 6: chunk_int(k, r, ROWS == 6 ? 6 : 1, HALVES, HAS_MIN, ONE); break;              \
+            case 6:                                                                          \
+                if (WINOGRAD && HALVES == 1 && !(ONE) && ll_amd) winograd_six(k, r, HAS_MIN);             \
+                else chunk_int(k, r, ROWS == 6 ? 6 : 1, HALVES, HAS_MIN, ONE);                    \
+                break;                                                                        \
             case 5: chunk_int(k, r, 3, HALVES, HAS_MIN, ONE); step = 3; break;                    \
             case 4: chunk_int(k, r, 4, HALVES, HAS_MIN, ONE); break;                              \
             case 3: chunk_int(k, r, 3, HALVES, HAS_MIN, ONE); break;                              \
@@ -184,45 +235,50 @@ static void (*const chunk_rows[2][2][2])(const chunk *, int64_t, int64_t) = { /*
     {{chunk_bytes_zero, chunk_bytes_min}, {chunk_bytes_half_zero, chunk_bytes_half_min}},
 };
 
-INLINE void widen_as(const uint8_t *codes, int64_t count, const int code, vlut table, int32_t offset, const int one, uint8_t *to)
+INLINE void widen_as(const uint8_t *codes, int64_t count, const int code, vlut table, int32_t offset, const int one, uint8_t *to, int32_t *cross)
 {
     const vh zero = (vh)vi_set1(offset * 0x10001);
     for (int64_t b = 0; b < count; b++)
         for (int v = 0; v < NV; v += COLS) {
             vi q[8][COLS];
             block_quads(codes + b * block_bytes_of[code] + v * VW * 4, code, table, q);
-            for (int j = 0; j < 8; j++)
-                for (int c = 0; c < COLS; c++) {
+            for (int c = 0; c < COLS; c++) {
+                vi products = vi_set1(0);
+                for (int j = 0; j < 8; j++) {
                     uint8_t *at = to + b * WIDE_BLOCK(one) + (j * QUADS(one) * TILE + (v + c) * VW) * 4;
                     if (QUADS(one) == 1) {
                         vi_store(at, code_is_wide(code) ? code_byte(q[j][c]) : q[j][c]);
-                    } else {
-                        vi_store(at, (vi)((vh)quad_even(q[j][c]) - zero));
-                        vi_store(at + TILE * 4, (vi)((vh)quad_odd(q[j][c]) - zero));
+                        continue;
                     }
+                    const vi even = (vi)((vh)quad_even(q[j][c]) - zero), odd = (vi)((vh)quad_odd(q[j][c]) - zero);
+                    vi_store(at, even);
+                    vi_store(at + TILE * 4, odd);
+                    if (WINOGRAD) products = madd16(products, even, odd);
                 }
+                if (WINOGRAD && !one) vi_store(cross + b * TILE + (v + c) * VW, -products);
+            }
         }
 }
 
-INLINE void widen_chunk_as(const ll_weight *w, const uint8_t *codes, int64_t count, const int one, uint8_t *to)
+INLINE void widen_chunk_as(const ll_weight *w, const uint8_t *codes, int64_t count, const int one, uint8_t *to, int32_t *cross)
 {
     const vlut table = lut_load(w->table);
     const int32_t zero = w->min_kind == NUM_NONE ? (int32_t)w->zero_offset : 0;
     switch (w->code) {
-    case CODE_4: widen_as(codes, count, CODE_4, table, zero, one, to); break;
-    case CODE_4T: widen_as(codes, count, CODE_4T, table, zero, one, to); break;
-    case CODE_5: widen_as(codes, count, CODE_5, table, zero, one, to); break;
-    case CODE_6: widen_as(codes, count, CODE_6, table, zero, one, to); break;
-    case CODE_2: widen_as(codes, count, CODE_2, table, zero, one, to); break;
-    case CODE_3: widen_as(codes, count, CODE_3, table, zero, one, to); break;
-    default: widen_as(codes, count, CODE_8, table, zero, one, to); break;
+    case CODE_4: widen_as(codes, count, CODE_4, table, zero, one, to, cross); break;
+    case CODE_4T: widen_as(codes, count, CODE_4T, table, zero, one, to, cross); break;
+    case CODE_5: widen_as(codes, count, CODE_5, table, zero, one, to, cross); break;
+    case CODE_6: widen_as(codes, count, CODE_6, table, zero, one, to, cross); break;
+    case CODE_2: widen_as(codes, count, CODE_2, table, zero, one, to, cross); break;
+    case CODE_3: widen_as(codes, count, CODE_3, table, zero, one, to, cross); break;
+    default: widen_as(codes, count, CODE_8, table, zero, one, to, cross); break;
     }
 }
 
-static void widen_chunk(const ll_weight *w, const uint8_t *codes, int64_t count, int one, uint8_t *to)
+static void widen_chunk(const ll_weight *w, const uint8_t *codes, int64_t count, int one, uint8_t *to, int32_t *cross)
 {
-    if (MANY_PAIRS && one) widen_chunk_as(w, codes, count, 1, to);
-    else widen_chunk_as(w, codes, count, 0, to);
+    if (MANY_PAIRS && one) widen_chunk_as(w, codes, count, 1, to, cross);
+    else widen_chunk_as(w, codes, count, 0, to, cross);
 }
 
 /* part [rows][32] = sums of rows row.. of x against a tile */
@@ -243,13 +299,13 @@ static void tile_sums(const product *p, int64_t tile, int64_t row, int64_t rows,
     const int halves = halves_of(w), has_min = w->min_kind != NUM_NONE, one = p->a->form == X_BYTES;
     const uint8_t *at = w->data + tile * w->tile_bytes;
     _Alignas(64) uint8_t codes[CHUNK_W * WIDE_BLOCK(0)];
-    _Alignas(64) chunk_floats scale, min;
+    _Alignas(64) chunk_numbers of;
     memset(part, 0, (size_t)rows * TILE * 4);
     for (int64_t first = 0; first < w->blocks; first += CHUNK_W) {
         int64_t count = w->blocks - first < CHUNK_W ? w->blocks - first : CHUNK_W;
-        widen_chunk(w, at + codes_at(w, first), count, one, codes);
-        expand_scales(w, at, first, count, scale, min);
-        chunk k = {codes, scale, min, count, p->a->planes + row * p->a->x_stride + first * x_bytes(p->a->form),
+        widen_chunk(w, at + codes_at(w, first), count, one, codes, of.cross);
+        expand_scales(w, at, first, count, of.scale, of.min);
+        chunk k = {codes, of.scale, of.min, count, p->a->planes + row * p->a->x_stride + first * x_bytes(p->a->form),
                    p->a->meta + row * p->a->meta_stride + first, p->a->x_stride, p->a->meta_stride, part};
         const int64_t done = chunk_amx_rows(&k, rows, one ? AMX_BYTES : AMX_PLANES, halves, has_min);
         chunk_rows[one][halves - 1][has_min](&k, done, rows);

@@ -216,6 +216,22 @@ def test_the_largest_codes_and_scales_with_the_largest_inputs(isa: str, vendor: 
                 torch.testing.assert_close(run(x[:m], prepared).double(), exact[:m], rtol=2e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("code", [-128, 127])
+def test_the_widest_codes_with_the_largest_inputs(isa: str, vendor: None, code: int) -> None:
+    """Sums of a code and an input stay within 16 bits."""
+    n, k = 33, 192
+    weight = Weight(
+        "int8", (n, k), torch.full((n, k), code, dtype=torch.int8), torch.ones(n, k // 32).half(), group_size=32
+    )
+    prepared = prepare(weight)
+    for sign in (1.0, -1.0):
+        x = torch.full((133, k), sign)
+        x[:, 1] = -sign
+        exact = torch.full((133, n), sign * code * (k - 2), dtype=torch.double)
+        for m in (1, 6, 37, 133):
+            torch.testing.assert_close(run(x[:m], prepared).double(), exact[:m], rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("block_type", SUPER)
 def test_a_few_large_inputs_cost_little(isa: str, block_type: str) -> None:
     weight, values = gguf_weight(block_type, 40, 2560)
