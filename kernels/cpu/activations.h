@@ -104,23 +104,9 @@ INLINE void digit_block(const int32_t *q, uint8_t *planes, int halves)
     }
 }
 
-#if WINOGRAD
-/* -(x0 x1 + x2 x3) of 8 quads of pairs, in lanes 0, 2, 4, ... */
-INLINE vi cross_sums(vi sum, const uint8_t *pairs)
-{
-    const __m512i all = _mm512_loadu_si512(pairs);
-    return (vi)_mm512_dpwssd_epi32((__m512i)sum, all, _mm512_srli_epi64(all, 32));
-}
-
-/* Writes what `winograd_eight` takes of 256 inputs, `chain` blocks at a time. */
-INLINE void tell_crosses(const uint8_t *pairs, xblock *meta, int chain, int has_min)
-{
-    for (int i = 0; i < SUPER_BLOCKS / chain; i++) {
-        vi sum = vi_set1(0);
-        for (int b = 0; b < chain; b++) sum = cross_sums(sum, pairs + (i * chain + b) * XBYTES);
-        meta[cross_at(i, has_min) / 4].ints[cross_at(i, has_min) % 4] = -vi_sum(sum);
-    }
-}
+#if VW == 16 && LL_VNNI
+/* sum + (x0 x1 + x2 x3) of 8 quads of pairs, in lanes 0, 2, 4, ... */
+INLINE vi cross_sums(vi sum, vi pairs) { return (vi)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)pairs, _mm512_srli_epi64((__m512i)pairs, 32)); }
 #endif
 
 INLINE void quantize_block(const float *x, uint8_t *planes, xblock *meta, int form, int halves, int has_min, int32_t zero)
@@ -160,7 +146,7 @@ INLINE void quantize_block(const float *x, uint8_t *planes, xblock *meta, int fo
         if (has_min) meta->sums[h] = scale * (float)sums[h];
         else meta->start[h] = -zero * sums[h];
 #if WINOGRAD
-    if (ll_amd && form == X_PAIRS) meta->ints[CROSS] = -vi_sum(cross_sums(vi_set1(0), planes));
+    if (ll_amd && form == X_PAIRS) meta->ints[CROSS] = -vi_sum(cross_sums(vi_set1(0), vi_load(planes)));
 #endif
 }
 
@@ -251,16 +237,18 @@ INLINE void digit_blocks(vi first, vi second, uint8_t *to, int halves)
     _mm512_storeu_si512(to + 64, _mm512_shufflelo_epi16(_mm512_shufflehi_epi16(b, 0xd8), 0xd8));
 }
 
-/* `pair_block` or `plane_block` of 32 numbers of 16 bits. */
-INLINE void words_block(__m512i words, uint8_t *to, int pairs)
+/* `pair_block` or `plane_block` of 32 numbers of 16 bits; returns the pairs. */
+INLINE vi words_block(__m512i words, uint8_t *to, int pairs)
 {
     if (pairs) {
-        _mm512_storeu_si512(to, _mm512_shufflelo_epi16(_mm512_shufflehi_epi16(words, 0xd8), 0xd8));
-        return;
+        words = _mm512_shufflelo_epi16(_mm512_shufflehi_epi16(words, 0xd8), 0xd8);
+        _mm512_storeu_si512(to, words);
+        return (vi)words;
     }
     const __m512i high = _mm512_srai_epi16(_mm512_add_epi16(words, _mm512_set1_epi16(128)), 8);
     _mm256_storeu_si256((void *)to, _mm512_cvtepi16_epi8(high));
     _mm256_storeu_si256((void *)(to + BLOCK), _mm512_cvtepi16_epi8(words));
+    return (vi)words;
 }
 INLINE __m512i words_of(vi first, vi second)
 {
@@ -268,7 +256,7 @@ INLINE __m512i words_of(vi first, vi second)
 }
 
 /* The same where all sums are found together. */
-static void quantize_super(const float *x, uint8_t *planes, xblock *meta, int form, int halves, int has_min, int32_t zero)
+static void quantize_super(const float *x, uint8_t *planes, xblock *meta, int form, int halves, int has_min, int32_t zero, int chain)
 {
     __m512i top = _mm512_setzero_si512();
     for (int i = 0; i < SUPER; i += 16) __builtin_prefetch(x + SUPER + i); /* of this row, after other rows' */
@@ -279,15 +267,21 @@ static void quantize_super(const float *x, uint8_t *planes, xblock *meta, int fo
         return;
     }
     const vf inverse = vf_set1(X_MAX_SUPER / peak);
-    vi totals[SUPER / 16];
+    vi totals[SUPER / 16], cross = vi_set1(0);
+    int32_t sums[SUPER / 16], crosses[SUPER_BLOCKS];
     for (int b = 0; b < SUPER_BLOCKS; b++, x += BLOCK, planes += XBYTES) {
         totals[2 * b] = vi_round(vf_load(x) * inverse);
         totals[2 * b + 1] = vi_round(vf_load(x + 16) * inverse);
-        words_block(words_of(totals[2 * b], totals[2 * b + 1]), planes, form == X_SUPER_PAIRS);
+        const vi pairs = words_block(words_of(totals[2 * b], totals[2 * b + 1]), planes, form == X_SUPER_PAIRS);
+        if (!WINOGRAD || form != X_SUPER_PAIRS) continue;
+        cross = cross_sums(cross, pairs);
+        if ((b + 1) % chain) continue;
+        crosses[b / chain] = -vi_sum(cross);
+        cross = vi_set1(0);
     }
-    int32_t sums[SUPER / 16];
     vi_store(sums, lane_sums(totals));
     tell_super(peak / X_MAX_SUPER, sums, meta, form, halves, has_min, zero);
+    for (int i = 0; WINOGRAD && form == X_SUPER_PAIRS && i < SUPER_BLOCKS / chain; i++) meta[cross_at(i, has_min) / 4].ints[cross_at(i, has_min) % 4] = crosses[i];
 }
 
 /* The same as `quantize_block`, for MANY_BLOCKS that lie end to end: no block waits for its own largest number. */
@@ -320,8 +314,10 @@ static void quantize_blocks(const float *x, uint8_t *planes, xblock *meta, int f
         }
         const __m512i words = words_of(first, second);
         if (form == X_BYTES) _mm256_storeu_si256((void *)(planes + b * BLOCK), _mm512_cvtepi16_epi8(words));
-        else words_block(words, planes + b * x_bytes(form), form == X_PAIRS);
-        if (WINOGRAD && form == X_PAIRS) crosses[b] = cross_sums(vi_set1(0), planes + b * XBYTES);
+        else {
+            const vi pairs = words_block(words, planes + b * x_bytes(form), form == X_PAIRS);
+            if (WINOGRAD && form == X_PAIRS) crosses[b] = cross_sums(vi_set1(0), pairs);
+        }
     }
     for (int h = 0; h < halves; h++) {
         const vi total = lane_sums(sums[h]);
@@ -335,8 +331,9 @@ static void quantize_blocks(const float *x, uint8_t *planes, xblock *meta, int f
     }
 }
 #else
-static void quantize_super(const float *x, uint8_t *planes, xblock *meta, int form, int halves, int has_min, int32_t zero)
+static void quantize_super(const float *x, uint8_t *planes, xblock *meta, int form, int halves, int has_min, int32_t zero, int chain)
 {
+    (void)chain;
     quantize_super_any(x, planes, meta, form, halves, has_min, zero);
 }
 static void quantize_blocks(const float *x, uint8_t *planes, xblock *meta, int form, int halves, int has_min, int32_t zero)
@@ -370,14 +367,9 @@ static void prepare_rows(void *arg, int64_t begin, int64_t end, int thread)
     if (!j->a->exact && x_is_super(form)) {
         for (int64_t first = begin; first < end; first += TOGETHER)
             for (int64_t s = 0; s < w->supers; s++)
-                for (int64_t row = first; row < first + TOGETHER && row < end; row++) {
-                    uint8_t *planes = j->planes + row * x_stride + s * j->a->x_step;
-                    xblock *meta = j->meta + row * meta_stride + s * j->a->meta_step;
-                    quantize_super(j->a->x + row * w->k + s * SUPER, planes, meta, form, halves, has_min, zero);
-#if WINOGRAD
-                    if (ll_amd && form == X_SUPER_PAIRS) tell_crosses(planes, meta, chain_of((int)w->code), has_min);
-#endif
-                }
+                for (int64_t row = first; row < first + TOGETHER && row < end; row++)
+                    quantize_super(j->a->x + row * w->k + s * SUPER, j->planes + row * x_stride + s * j->a->x_step,
+                                   j->meta + row * meta_stride + s * j->a->meta_step, form, halves, has_min, zero, chain_of((int)w->code));
         return;
     }
     if (!j->a->exact && !w->perm && !w->pre_scale && w->k % (BLOCK * MANY_BLOCKS) == 0) {
