@@ -16,8 +16,8 @@ INLINE int is_super(const ll_weight *w)
 
 /* Up to so many rows of x meet codes that are not multiplied by their scales (256 bits as AVX-VNNI has them, 4 rows: Q4_K 80
  * billion multiply-adds a second, else 74; Q6_K 67 and 72; 6 rows 86 and 90, 63 and 85. One Zen 4 core, which multiplies scales
- * on the ports that add products, 8 rows: Q4_K 95, else 88; Q6_K 83 and 78; 16 rows 82 and 78, 81 and 75). */
-#define SUPER_FEW (VW == 16 ? (ll_amd && LL_VNNI ? 16 : 2) : LL_VNNI ? 4 : 3)
+ * on the ports that add products, 8 rows: Q4_K 90, else 74; Q6_K 82 and 58; 12 rows 92 and 86, 83 and 66; 16 rows 91 and 101). */
+#define SUPER_FEW (VW == 16 ? (ll_amd && LL_VNNI ? 14 : 2) : LL_VNNI ? 4 : 3)
 
 /* The scales of a quad's codes, as bytes beside zeros where there are products of such pairs, else of 16 bits. */
 typedef struct { vi even, odd; } quad_scales;
