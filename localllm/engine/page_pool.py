@@ -12,10 +12,13 @@ from .invariant import violated
 
 
 class PagePool:
-    """`num_pages` pages, ids 0 .. num_pages - 1."""
+    """`num_pages` pages, ids 0 .. num_pages - 1, taken in the order in which they became free; or what was freed `last_first`:
+    that has its memory already, where pages of a sequence should lie in order.
+    """
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, last_first: bool = False) -> None:
         self.num_pages = num_pages
+        self._last_first = last_first
         self._free = deque(range(num_pages))
         self.refs = [0] * num_pages  # holders of each page
         self.in_tree = bytearray(num_pages)  # 1 for a page that the prefix tree holds
@@ -78,7 +81,7 @@ class PagePool:
         self.refs[page] -= 1
         if self.refs[page] == 0:
             assert not self.in_tree[page], f"page {page} freed while in the tree"
-            self._free.append(page)
+            (self._free.appendleft if self._last_first else self._free.append)(page)
         elif self.refs[page] == 1 and self.in_tree[page]:
             self.num_reclaimable += 1
 

@@ -66,7 +66,7 @@ class Pages:
         self.page_size = page_size
         self.windows = tuple(windows)
         self.pools = tuple(map(PagePool, num_pages))
-        self.slots = None if slots is None else PagePool(slots.count)
+        self.slots = None if slots is None else PagePool(slots.count, last_first=True)
         self._copy_slot = None if slots is None else slots.copy
         self.tree = RadixCache(self.pools, windows, page_size, self.slots)
         self.prefix_cache = prefix_cache

@@ -61,3 +61,15 @@ def test_random_operations_keep_the_books():
             if cached:
                 pool.leave_tree(rng.choice(cached))
         pool.check_integrity(+held)
+
+
+def test_slots_freed_last_are_taken_first() -> None:
+    """They have their memory already."""
+    pool = PagePool(4, last_first=True)
+    first, second = pool.take(), pool.take()
+    assert first is not None and second is not None
+    pool.release(first)
+    pool.release(second)
+    assert pool.take() == second
+    assert pool.take() == first
+    assert pool.take() == 2
