@@ -12,8 +12,8 @@ from .invariant import violated
 
 
 class PagePool:
-    """`num_pages` pages, ids 0 .. num_pages - 1, taken in the order in which they became free; or what was freed `last_first`:
-    that has its memory already, where pages of a sequence should lie in order.
+    """`num_pages` pages, ids 0 .. num_pages - 1. Pages are taken in the order in which they became free, so that those of a
+    sequence lie in order; with `last_first`, the one freed last, which has its memory already.
     """
 
     def __init__(self, num_pages: int, last_first: bool = False) -> None:
