@@ -12,8 +12,8 @@ from .invariant import violated
 
 
 class PagePool:
-    """`num_pages` pages, ids 0 .. num_pages - 1. Pages are taken in the order in which they became free, so that those of a
-    sequence lie in order; with `last_first`, the one freed last, which has its memory already.
+    """`num_pages` pages, ids 0 .. num_pages - 1, taken in the order in which they became free, so that those of a
+    sequence lie in order; with `last_first`, the one freed last is taken: it has its memory already.
     """
 
     def __init__(self, num_pages: int, last_first: bool = False) -> None:
