@@ -25,7 +25,7 @@ INLINE void tile_few(const product *p, int64_t tile, int64_t row, const int rows
     const uint8_t *x = p->a->planes + row * x_stride;
     const xblock *meta = p->a->meta + row * meta_stride;
     const vlut table = lut_load(w->table);
-    const int near = fetches_near(rows, code);
+    const int near = fetches_near(w, rows, code);
     const int64_t each = w->tile_bytes / blocks;
     _Alignas(64) chunk_floats scale, min;
     vf acc[4][NV];

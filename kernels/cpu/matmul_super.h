@@ -74,7 +74,7 @@ INLINE void super_few(const product *p, int64_t tile, int64_t row, const int row
     const uint8_t *x = p->a->planes + row * x_stride;
     const xblock *meta = p->a->meta + row * meta_stride;
     const vlut table = lut_load(w->table);
-    const int near = fetches_near(rows, code);
+    const int near = fetches_near(w, rows, code);
     vf acc[2][NV];
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < NV; v++) acc[r][v] = vf_set1(0.0f);
