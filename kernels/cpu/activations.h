@@ -267,13 +267,14 @@ static void quantize_super(const float *x, uint8_t *planes, xblock *meta, int fo
         return;
     }
     const vf inverse = vf_set1(X_MAX_SUPER / peak);
+    const int halved = WINOGRAD && ll_amd && form == X_SUPER_PAIRS;
     vi totals[SUPER / 16], cross = vi_set1(0);
     int32_t sums[SUPER / 16], crosses[SUPER_BLOCKS];
     for (int b = 0; b < SUPER_BLOCKS; b++, x += BLOCK, planes += XBYTES) {
         totals[2 * b] = vi_round(vf_load(x) * inverse);
         totals[2 * b + 1] = vi_round(vf_load(x + 16) * inverse);
         const vi pairs = words_block(words_of(totals[2 * b], totals[2 * b + 1]), planes, form == X_SUPER_PAIRS);
-        if (!WINOGRAD || form != X_SUPER_PAIRS) continue;
+        if (!halved) continue;
         cross = cross_sums(cross, pairs);
         if ((b + 1) % chain) continue;
         crosses[b / chain] = -vi_sum(cross);
@@ -281,12 +282,13 @@ static void quantize_super(const float *x, uint8_t *planes, xblock *meta, int fo
     }
     vi_store(sums, lane_sums(totals));
     tell_super(peak / X_MAX_SUPER, sums, meta, form, halves, has_min, zero);
-    for (int i = 0; WINOGRAD && form == X_SUPER_PAIRS && i < SUPER_BLOCKS / chain; i++) meta[cross_at(i, has_min) / 4].ints[cross_at(i, has_min) % 4] = crosses[i];
+    for (int i = 0; halved && i < SUPER_BLOCKS / chain; i++) meta[cross_at(i, has_min) / 4].ints[cross_at(i, has_min) % 4] = crosses[i];
 }
 
 /* The same as `quantize_block`, for MANY_BLOCKS that lie end to end: no block waits for its own largest number. */
 static void quantize_blocks(const float *x, uint8_t *planes, xblock *meta, int form, int halves, int has_min, int32_t zero)
 {
+    const int halved = WINOGRAD && ll_amd && form == X_PAIRS;
     vi bits[MANY_BLOCKS], sums[2][MANY_BLOCKS], crosses[MANY_BLOCKS];
     for (int b = 0; b < MANY_BLOCKS; b++) {
         const vi first = (vi)vf_load(x + b * BLOCK) & 0x7fffffff, second = (vi)vf_load(x + b * BLOCK + 16) & 0x7fffffff;
@@ -316,18 +318,18 @@ static void quantize_blocks(const float *x, uint8_t *planes, xblock *meta, int f
         if (form == X_BYTES) _mm256_storeu_si256((void *)(planes + b * BLOCK), _mm512_cvtepi16_epi8(words));
         else {
             const vi pairs = words_block(words, planes + b * x_bytes(form), form == X_PAIRS);
-            if (WINOGRAD && form == X_PAIRS) crosses[b] = cross_sums(vi_set1(0), pairs);
+            if (halved) crosses[b] = cross_sums(vi_set1(0), pairs);
         }
     }
     for (int h = 0; h < halves; h++) {
         const vi total = lane_sums(sums[h]);
         vi_store(told[h], has_min ? (vi)(scale * vf_cvt(total)) : total * -zero);
     }
-    if (WINOGRAD && form == X_PAIRS) vi_store(told[2], -lane_sums(crosses));
+    if (halved) vi_store(told[2], -lane_sums(crosses));
     for (int b = 0; b < MANY_BLOCKS; b++) {
         meta[b].scale = scales[b];
         for (int h = 0; h < halves; h++) meta[b].start[h] = told[h][b];
-        if (WINOGRAD && form == X_PAIRS) meta[b].ints[CROSS] = told[2][b];
+        if (halved) meta[b].ints[CROSS] = told[2][b];
     }
 }
 #else

@@ -147,18 +147,16 @@ INLINE void chunk_int(const chunk *k, int64_t row, const int rows, const int hal
 #endif
 
 #if WINOGRAD
-/* `chunk_int` for six rows, with half of the multiplications (`winograd_eight`). All sums stay in registers: floats in zmm0 to 11,
- * integers in zmm12 to 23; scales, mins and `cross` of a block's columns lie apart as in chunk_numbers. */
+/* `chunk_int` for six rows, with half of the multiplications (`WINOGRAD_STEP`). All sums stay in registers: floats in zmm0 to 11,
+ * integers in zmm12 to 23; scales, mins and `cross` of a block's columns lie
+ * apart as in chunk_numbers. What a row's inputs take off is 12 bytes into its xblock (`CROSS`), their sum 4. */
 #define SIX_ROWS(DO) DO(0, 1, 12, 13, "(%[x])", "(%[meta])") DO(2, 3, 14, 15, "(%[x],%[s])", "(%[meta],%[m])") \
     DO(4, 5, 16, 17, "(%[x],%[s],2)", "(%[meta],%[m],2)") DO(6, 7, 18, 19, "(%%rax)", "(%%rdx)") \
     DO(8, 9, 20, 21, "(%%rax,%[s])", "(%%rdx,%[m])") DO(10, 11, 22, 23, "(%%rax,%[s],2)", "(%%rdx,%[m],2)")
 #define SIX_LOAD(F, G, I, J, X, M) "vmovups " #F "*64(%[part]), %%zmm" #F "\n\tvmovups " #G "*64(%[part]), %%zmm" #G "\n\t"
 #define SIX_STORE(F, G, I, J, X, M) "vmovups %%zmm" #F ", " #F "*64(%[part])\n\tvmovups %%zmm" #G ", " #G "*64(%[part])\n\t"
 #define SIX_START(F, G, I, J, X, M) "vpaddd 12" M "%{1to16%}, %%zmm24, %%zmm" #I "\n\tvpaddd 12" M "%{1to16%}, %%zmm25, %%zmm" #J "\n\t"
-#define SIX_DOT(F, G, I, J, X, M)                                                                                  \
-    "vpbroadcastd " X ", %%zmm28\n\tvpbroadcastd 4" X ", %%zmm29\n\t"                                              \
-    "vpaddw %%zmm26, %%zmm28, %%zmm30\n\tvpaddw %%zmm24, %%zmm29, %%zmm31\n\tvpdpwssd %%zmm30, %%zmm31, %%zmm" #I "\n\t" \
-    "vpaddw %%zmm27, %%zmm28, %%zmm28\n\tvpaddw %%zmm25, %%zmm29, %%zmm29\n\tvpdpwssd %%zmm28, %%zmm29, %%zmm" #J "\n\t"
+#define SIX_DOT(F, G, I, J, X, M) WINOGRAD_STEP(X, "%%zmm" #I, "%%zmm" #J)
 #define SIX_FOLD(F, G, I, J, X, M)                                                                                 \
     "vcvtdq2ps %%zmm" #I ", %%zmm" #I "\n\tvmulps " M "%{1to16%}, %%zmm24, %%zmm30\n\tvfmadd231ps %%zmm30, %%zmm" #I ", %%zmm" #F "\n\t" \
     "vcvtdq2ps %%zmm" #J ", %%zmm" #J "\n\tvmulps " M "%{1to16%}, %%zmm25, %%zmm31\n\tvfmadd231ps %%zmm31, %%zmm" #J ", %%zmm" #G "\n\t"
@@ -166,12 +164,11 @@ INLINE void chunk_int(const chunk *k, int64_t row, const int rows, const int hal
 #define WINOGRAD_SIX(MIN)                                                                                          \
     __asm__ volatile("lea (%[s],%[s],2), %%rax\n\tadd %[x], %%rax\n\tlea (%[m],%[m],2), %%rdx\n\tadd %[meta], %%rdx\n\t" SIX_ROWS(SIX_LOAD) \
                      ".p2align 4\n1:\n\tvmovups %c[cross](%[of]), %%zmm24\n\tvmovups %c[cross]+64(%[of]), %%zmm25\n\t" SIX_ROWS(SIX_START) \
-                     "mov $8, %%ecx\n\t.p2align 5\n2:\n\tvmovdqa64 (%[codes]), %%zmm24\n\tvmovdqa64 64(%[codes]), %%zmm25\n\t"  \
-                     "vmovdqa64 128(%[codes]), %%zmm26\n\tvmovdqa64 192(%[codes]), %%zmm27\n\t" SIX_ROWS(SIX_DOT)          \
-                     "add $256, %[codes]\n\tadd $8, %[x]\n\tadd $8, %%rax\n\tdec %%ecx\n\tjnz 2b\n\t"                    \
+                     "mov $8, %%ecx\n\t.p2align 5\n2:\n\t" WINOGRAD_CODES SIX_ROWS(SIX_DOT)                                \
+                     "add $8, %[x]\n\tadd $8, %%rax\n\tdec %%ecx\n\tjnz 2b\n\t"                    \
                      "vmovups (%[of]), %%zmm24\n\tvmovups 64(%[of]), %%zmm25\n\t" SIX_ROWS(SIX_FOLD) MIN                  \
                      "add $128, %[of]\n\tadd $16, %[meta]\n\tadd $16, %%rdx\n\tdec %[count]\n\tjnz 1b\n\t" SIX_ROWS(SIX_STORE) \
-                     : [codes] "+r"(codes), [x] "+r"(x), [meta] "+r"(meta), [of] "+r"(of), [count] "+r"(count)                         \
+                     : [codes] "+&r"(codes), [x] "+&r"(x), [meta] "+&r"(meta), [of] "+&r"(of), [count] "+&r"(count)                         \
                      : [s] "r"(k->x_stride), [m] "r"(k->meta_stride * (int64_t)sizeof(xblock)), [part] "r"(k->part + row * TILE),      \
                        [cross] "i"(offsetof(chunk_numbers, cross)), [min] "i"(offsetof(chunk_numbers, min))                            \
                      : "cc", "memory", "rax", "rcx", "rdx", ZMM_ALL)
@@ -238,6 +235,7 @@ static void (*const chunk_rows[2][2][2])(const chunk *, int64_t, int64_t) = { /*
 INLINE void widen_as(const uint8_t *codes, int64_t count, const int code, vlut table, int32_t offset, const int one, uint8_t *to, int32_t *cross)
 {
     const vh zero = (vh)vi_set1(offset * 0x10001);
+    const int halved = WINOGRAD && !one && ll_amd;
     for (int64_t b = 0; b < count; b++)
         for (int v = 0; v < NV; v += COLS) {
             vi q[8][COLS];
@@ -253,9 +251,9 @@ INLINE void widen_as(const uint8_t *codes, int64_t count, const int code, vlut t
                     const vi even = (vi)((vh)quad_even(q[j][c]) - zero), odd = (vi)((vh)quad_odd(q[j][c]) - zero);
                     vi_store(at, even);
                     vi_store(at + TILE * 4, odd);
-                    if (WINOGRAD) products = madd16(products, even, odd);
+                    if (halved) products = madd16(products, even, odd);
                 }
-                if (WINOGRAD && !one) vi_store(cross + b * TILE + (v + c) * VW, -products);
+                if (halved) vi_store(cross + b * TILE + (v + c) * VW, -products);
             }
         }
 }

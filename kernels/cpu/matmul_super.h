@@ -215,8 +215,9 @@ typedef struct {
 
 INLINE void super_widen(const uint8_t *codes, const uint8_t *scale, const int code, const int halves, vlut table, const int has_min, int32_t offset, super_chunk *k)
 {
+    const int halved = WINOGRAD && ll_amd;
     uint8_t *to = k->codes;
-    memset(k->cross, 0, sizeof k->cross);
+    if (halved) memset(k->cross, 0, sizeof k->cross);
     for (int64_t b = 0; b < SUPER_BLOCKS; b++)
         for (int v = 0; v < NV; v += COLS) {
             vi q[8][COLS];
@@ -233,9 +234,9 @@ INLINE void super_widen(const uint8_t *codes, const uint8_t *scale, const int co
                         const vi even = (vi)((vh)even_codes(q[j][c], by) - zero), odd = (vi)((vh)odd_codes(q[j][c], by) - zero);
                         vi_store(pairs, even);
                         vi_store(pairs + TILE * 4, odd);
-                        if (WINOGRAD) products = madd16(products, even, odd);
+                        if (halved) products = madd16(products, even, odd);
                     }
-                    if (WINOGRAD) vi_store(cross, vi_load(cross) - products);
+                    if (halved) vi_store(cross, vi_load(cross) - products);
                 }
         }
 }
@@ -266,14 +267,8 @@ INLINE void pairs_of_eight(const uint8_t *codes, const uint8_t *x, int64_t strid
                      : "cc", "memory", "xmm29", "xmm30", "xmm31");
 }
 
-/* The same with half of the multiplications, after S. Winograd ("A new algorithm for inner product", 1968): of codes w and
- * inputs x, w0 x0 + w1 x1 = (x0 + w1) (x1 + w0) - x0 x1 - w0 w1, and what is taken off is found once for all rows (`cross`)
- * or all tiles (`meta`). Sums wrap around at 32 bits, which takes nothing from their difference; x + w stays within 16. On
- * AMD's CPUs 16 multiplications take 16 cycles, 8 with 16 additions 12; on Intel's both share the ports, and it would take 24. */
-#define WINOGRAD_ROW(R, X)                                                                                      \
-    "vpbroadcastd " X ", %%zmm28\n\tvpbroadcastd 4" X ", %%zmm29\n\t"                                          \
-    "vpaddw %%zmm26, %%zmm28, %%zmm30\n\tvpaddw %%zmm24, %%zmm29, %%zmm31\n\tvpdpwssd %%zmm30, %%zmm31, %[s" #R "0]\n\t" \
-    "vpaddw %%zmm27, %%zmm28, %%zmm28\n\tvpaddw %%zmm25, %%zmm29, %%zmm29\n\tvpdpwssd %%zmm28, %%zmm29, %[s" #R "1]\n\t"
+/* The same with half of the multiplications (`WINOGRAD_STEP`). */
+#define WINOGRAD_ROW(R, X) WINOGRAD_STEP(X, "%[s" #R "0]", "%[s" #R "1]")
 #define START_ROW(R)                                                                                               \
     "vpaddd " #R "*%c[row](%[meta])%{1to16%}, %%zmm24, %[s" #R "0]\n\tvpaddd " #R "*%c[row](%[meta])%{1to16%}, %%zmm25, %[s" #R "1]\n\t"
 INLINE void winograd_eight(const uint8_t *codes, const int32_t *cross, const int32_t *meta, const int row, const uint8_t *x, int64_t stride, int64_t quads, const uint8_t *next, vi sum[8][2])
@@ -282,15 +277,13 @@ INLINE void winograd_eight(const uint8_t *codes, const int32_t *cross, const int
                      "vmovdqu64 (%[cross]), %%zmm24\n\tvmovdqu64 64(%[cross]), %%zmm25\n\t"
                      START_ROW(0) START_ROW(1) START_ROW(2) START_ROW(3) START_ROW(4) START_ROW(5) START_ROW(6) START_ROW(7)
                      ".p2align 5\n1:\n\t"
-                     "vmovdqa64 (%[codes]), %%zmm24\n\tvmovdqa64 64(%[codes]), %%zmm25\n\t"
-                     "vmovdqa64 128(%[codes]), %%zmm26\n\tvmovdqa64 192(%[codes]), %%zmm27\n\t"
-                     WINOGRAD_ROW(0, "(%[x])") WINOGRAD_ROW(1, "(%[x],%[stride])") WINOGRAD_ROW(2, "(%[x],%[stride],2)")
+                     WINOGRAD_CODES WINOGRAD_ROW(0, "(%[x])") WINOGRAD_ROW(1, "(%[x],%[stride])") WINOGRAD_ROW(2, "(%[x],%[stride],2)")
                      WINOGRAD_ROW(3, "(%%rax)") WINOGRAD_ROW(4, "(%%rax,%[stride])") WINOGRAD_ROW(5, "(%%rax,%[stride],2)")
                      WINOGRAD_ROW(6, "(%%rdx)") WINOGRAD_ROW(7, "(%%rdx,%[stride])")
-                     "prefetcht0 (%[next])\n\tadd $64, %[next]\n\tadd $256, %[codes]\n\t"
+                     "prefetcht0 (%[next])\n\tadd $64, %[next]\n\t"
                      "add $8, %[x]\n\tadd $8, %%rax\n\tadd $8, %%rdx\n\tdec %[quads]\n\tjnz 1b"
                      : SUMS_OF(0), SUMS_OF(1), SUMS_OF(2), SUMS_OF(3), SUMS_OF(4), SUMS_OF(5), SUMS_OF(6), SUMS_OF(7),
-                       [codes] "+r"(codes), [x] "+r"(x), [quads] "+r"(quads), [next] "+r"(next)
+                       [codes] "+&r"(codes), [x] "+&r"(x), [quads] "+&r"(quads), [next] "+&r"(next)
                      : [stride] "r"(stride), [cross] "r"(cross), [meta] "r"(meta), [row] "i"(row)
                      : "cc", "memory", "rax", "rdx", "xmm24", "xmm25", "xmm26", "xmm27", "xmm28", "xmm29", "xmm30", "xmm31");
 }

@@ -25,8 +25,8 @@
 #endif
 #endif
 
-int ll_amd; /* whether this CPU is AMD's: it prefetches best at other distances than Intel's (product.h), and multiplies elsewhere
-             * (matmul_super.h). Not static: tests set it. */
+int ll_amd; /* whether this CPU is AMD's: it prefetches best at other distances than Intel's (product.h), multiplies scales where it
+             * multiplies products (matmul_super.h), and adds elsewhere (WINOGRAD). Not static: tests set it. */
 #if VW >= 8
 #include <cpuid.h>
 __attribute__((constructor)) static void find_vendor(void)
