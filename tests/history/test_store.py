@@ -396,3 +396,25 @@ def test_an_input_error_on_a_full_disk_is_called_so(
     error.sqlite_errorcode = sqlite3.SQLITE_IOERR | 19 << 8  # the file beside it cannot grow
     monkeypatch.setattr(database_module.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
     assert said in database_module.explain(error, path).message
+
+
+def test_several_open_a_new_file_at_once(tmp_path: Path) -> None:
+    """Each begins its write-ahead log, for which SQLite does not wait."""
+    failures: list[BaseException] = []
+    together = threading.Barrier(4)
+
+    def work(path: Path) -> None:
+        together.wait()
+        try:
+            for _ in range(3):
+                History(path).close()
+        except BaseException as error:
+            failures.append(error)
+
+    for number in range(40):
+        threads = [threading.Thread(target=work, args=(tmp_path / f"{number}.db",)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not failures
