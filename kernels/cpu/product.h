@@ -100,7 +100,7 @@ INLINE void fetch_out(const product *p, int64_t tile, int64_t row, int64_t rows)
         for (int i = 0; i < TILE; i += 16) __builtin_prefetch(p->out + (row + r) * p->stride + tile * TILE % p->stride + i, 1, 2);
 }
 
-#if WINOGRAD
+#if VW == 16 && LL_VNNI
 /* Products with half of the multiplications, after S. Winograd ("A new algorithm for inner product", 1968): of codes w and
  * inputs x, w0 x0 + w1 x1 = (x0 + w1) (x1 + w0) - x0 x1 - w0 w1. What is taken off starts the sums: it is found once for all
  * tiles (`cross_sums`), and once for all rows. Sums wrap around at 32 bits, which takes nothing from their difference; x + w
