@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -420,3 +421,14 @@ def test_cores_that_may_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_the_interface_names_what_the_library_has(compiled: None) -> None:
     assert isinstance(build.lib(), ctypes.CDLL) and build.lib().ll_abi() > 0
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of this processor alone")
+@pytest.mark.parametrize("isa", [isa for isa in build.ISAS if not isa.startswith("neon")])
+def test_the_sources_of_every_instruction_set_are_right(isa: str) -> None:
+    """Those, too, that this CPU lacks: what differs between them is left to the preprocessor."""
+    compiler = build._compiler()
+    assert compiler is not None
+    command = [*compiler, *build._flags(isa), "-fsyntax-only", str(build.FOLDER / "main.c")]
+    checked = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stderr
