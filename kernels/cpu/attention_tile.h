@@ -30,10 +30,11 @@ typedef struct {
 } ll_attention_args;
 
 typedef struct {
-    _Alignas(64) float keys[KEYS * (DIM_MAX + TURNED_MAX)]; /* transposed: [sub-tile][dim][16 keys] */
-    _Alignas(64) float values[KEYS * DIM_MAX];
-    _Alignas(64) float q[ROW_FLOATS];
-    _Alignas(64) float weights[ROWS_MAX * SEGMENT]; /* scores, then weights, of the segment's keys: [rows][256] */
+    /* In brackets: where `in_pairs`, numbers of 32 bits are two of bfloat16. */
+    _Alignas(64) float keys[KEYS * (DIM_MAX + TURNED_MAX)]; /* transposed: [sub-tile][dim (two)][16 keys] */
+    _Alignas(64) float values[KEYS * DIM_MAX];              /* [keys (two)][padded dim] */
+    _Alignas(64) float q[ROW_FLOATS];                       /* [rows][padded dim (two)] */
+    _Alignas(64) float weights[ROWS_MAX * SEGMENT]; /* scores, then weights (of two), of the segment's keys: [rows][256] */
     _Alignas(64) float acc[ROW_FLOATS];       /* the segment's sums, [rows][padded dim] */
     _Alignas(64) float total[ROW_FLOATS];     /* of the segments before */
     _Alignas(64) uint8_t copied[2][KEYS * DIM_MAX * 4]; /* rows that do not lie end to end; and those behind latents */
@@ -54,9 +55,14 @@ typedef struct {
 
 static const int32_t lane_numbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
-/* Elements of a query and of a key, and as they lie in the space. */
+/* Whether queries and weights are rounded to bfloat16, as keys and values were, and meet them in pairs: half of the
+ * multiplications, and nothing is made a float. */
+INLINE int in_pairs(const ll_attention_args *a) { return BF16_PAIRS && ll_bf16 && a->pages.format == KV_BF16 && a->pages.dim % 16 == 0 && !a->turned; }
+
+/* Elements of a query and of a key, as they lie in the space, and the numbers of 32 bits these take. */
 INLINE int64_t key_width(const ll_attention_args *a) { return a->pages.dim + a->turned; }
 INLINE int64_t key_padded(const ll_attention_args *a) { return round_up(key_width(a), 16); }
+INLINE int64_t key_words(const ll_attention_args *a) { return key_padded(a) >> in_pairs(a); }
 INLINE int64_t v_bytes(const ll_attention_args *a) { return (a->turned ? a->turned : a->pages.dim) * kv_bytes(a->pages.format); }
 
 /* Asks for a line, and for what lies `far` bytes on into the second cache: AMD's cores wait for fewer lines asked for into the
@@ -159,8 +165,8 @@ INLINE const uint8_t *find_next(const ll_attention_args *a, int64_t place, int64
 INLINE void load_keys(const uint8_t *from, int64_t dim, int64_t end, const float *scales, float *keys, const int64_t format)
 {
     const vf scale = scales ? vf_load(scales) : vf_set1(1.0f);
-    EACH_DIMENSION(from, dim, format, (const uint8_t *)NULL, 0, { (void)odd; vf_store(keys + d * SUB, key * scale); })
-    for (int64_t d = dim - dim % VW; d < end; d++)
+    EACH_DIMENSION(from, dim, format, (const uint8_t *)NULL, 0, { (void)odd; vf_store(keys + d * SUB, scales ? key * scale : key); })
+    for (int64_t d = at_; d < end; d++)
         for (int j = 0; j < VW; j++) keys[d * SUB + j] = d < dim ? kv_number(from + j * dim * kv_bytes(format), d, format) * (scales ? scales[j] : 1.0f) : 0.0f;
 }
 
@@ -183,20 +189,35 @@ INLINE void load_as(const ll_attention_args *a, const tile_rows *t, attention_sp
     }
 }
 
-/* Scores of `rows` rows against keys in the space: two chains each, even and odd dimensions. */
-INLINE void scores_many(attention_space *s, int64_t at, int64_t row, int64_t padded, const int rows)
+/* A tile's keys, or its values, as pairs into the space. */
+INLINE void load_pairs(const ll_attention_args *a, const tile_rows *t, attention_space *s, int values)
+{
+    const int64_t dim = a->pages.dim, words = dim / 2;
+    for (int at = 0; !values && at < t->subs * SUB; at += VW)
+        load_keys(t->rows[at / SUB], words, words, NULL, s->keys + at * words, KV_F32);
+    for (int j = 0; values && j < t->subs * SUB; j += 2)
+        for (int64_t d = 0; d < dim; d += VW) {
+            const uint16_t *from = (const uint16_t *)t->rows[j / SUB] + j % SUB * dim + d;
+            vi_store(s->values + j / 2 * dim + d, vi_u16(from) | vi_u16(from + dim) << 16);
+        }
+}
+
+INLINE vf add_product(vf sum, vf a, vf b, const int pairs) { return pairs ? madd_bf16(sum, a, b) : vf_fma(a, b, sum); }
+
+/* Scores of `rows` rows against keys in the space: two chains each, even and odd dimensions, or pairs of these. */
+INLINE void scores_many(attention_space *s, int64_t at, int64_t row, int64_t words, const int rows, const int pairs)
 {
     for (int v = 0; v < SUB; v += VW) { /* both sub-tiles share the broadcasts of q; what lies in an unused one is not read */
         vf chain[4][2][2];
         for (int r = 0; r < rows; r++)
             for (int c = 0; c < 4; c++) chain[r][c / 2][c % 2] = vf_set1(0.0f);
-        for (int64_t d = 0; d < padded; d += 2)
+        for (int64_t d = 0; d < words; d += 2)
             for (int t = 0; t < 2; t++) {
-                vf first_keys = vf_load(s->keys + v + (d + t) * SUB), next_keys = vf_load(s->keys + v + (padded + d + t) * SUB);
+                vf first_keys = vf_load(s->keys + v + (d + t) * SUB), next_keys = vf_load(s->keys + v + (words + d + t) * SUB);
                 for (int r = 0; r < rows; r++) {
-                    vf q = vf_set1(s->q[(row + r) * padded + d + t]);
-                    chain[r][0][t] = vf_fma(first_keys, q, chain[r][0][t]);
-                    chain[r][1][t] = vf_fma(next_keys, q, chain[r][1][t]);
+                    vf q = vf_set1(s->q[(row + r) * words + d + t]);
+                    chain[r][0][t] = add_product(chain[r][0][t], first_keys, q, pairs);
+                    chain[r][1][t] = add_product(chain[r][1][t], next_keys, q, pairs);
                 }
             }
         for (int r = 0; r < rows; r++)
@@ -204,17 +225,18 @@ INLINE void scores_many(attention_space *s, int64_t at, int64_t row, int64_t pad
     }
 }
 
-/* The same against keys in the pages. */
-INLINE void scores_few(const tile_rows *t, attention_space *s, int64_t row, int is_first, const int rows, const int64_t dim, const int64_t format)
+/* The same against keys in the pages, in pairs as if they were floats. */
+INLINE void scores_few(const tile_rows *t, attention_space *s, int64_t row, int is_first, const int rows, const int64_t dim, const int64_t format,
+                       const int pairs)
 {
-    const int64_t padded = round_up(dim, 16), row_bytes = dim * kv_bytes(format);
+    const int64_t row_bytes = dim * kv_bytes(format);
     for (int i = 0; i < t->subs * SUB; i += VW) {
         const uint8_t *from = t->rows[i / SUB] + i % SUB * row_bytes;
         const uint8_t *next = !is_first ? from : (i + SUB < t->subs * SUB ? t->rows[i / SUB + 1] : t->next) + i % SUB * row_bytes;
         vf chain[MOST_ROWS][2];
         for (int r = 0; r < rows; r++) chain[r][0] = chain[r][1] = vf_set1(0.0f);
         EACH_DIMENSION(from, dim, format, next, t->far, {
-            for (int r = 0; r < rows; r++) chain[r][odd] = vf_fma(key, vf_set1(s->q[(row + r) * padded + d]), chain[r][odd]);
+            for (int r = 0; r < rows; r++) chain[r][odd] = add_product(chain[r][odd], key, vf_set1(s->q[(row + r) * dim + d]), pairs);
         })
         for (int r = 0; r < rows; r++) vf_store(s->weights + (row + r) * SEGMENT + t->at + i, chain[r][0] + chain[r][1]);
     }
@@ -237,7 +259,13 @@ static void soften(const ll_attention_args *a, attention_space *s, int64_t row, 
     float *weights = s->weights + row * SEGMENT;
     vf top = vf_set1(-INFINITY), sums[SUB / VW];
     vi bad = vi_set1(0);
-    for (int64_t i = begin; i < end; i += VW) {
+    const int sees_all = s->low[row] <= base + begin && s->high[row] >= base + end - 1 && a->softcap == 0.0f;
+    for (int64_t i = begin; i < end && sees_all; i += VW) {
+        const vf score = vf_load(weights + i);
+        bad |= (vi)(score != score);
+        top = vf_max(score, top);
+    }
+    for (int64_t i = begin; i < end && !sees_all; i += VW) {
         const vi key = lane + vi_set1((int32_t)i), seen = (key >= from) & (key <= to);
         vf score = vf_load(weights + i);
         bad |= (vi)(score != score) & seen; /* what follows, the soft cap and the maximum, loses NaN */
@@ -256,11 +284,18 @@ static void soften(const ll_attention_args *a, attention_space *s, int64_t row, 
         s->sum[row] = f32_bits(0x7fc00000);
     }
     if (s->sum[row] != 0.0f || s->max[row] == -INFINITY) { /* or it sees nothing */
-        memset(weights + begin, 0, (size_t)(end - begin) * 4);
+        const int64_t each = in_pairs(a) ? 2 : 4;
+        memset((uint8_t *)weights + begin * each, 0, (size_t)((end - begin) * each));
         return;
     }
     for (int v = 0; v < SUB / VW; v++) sums[v] = vf_set1(0.0f);
-    for (int64_t i = begin; i < end; i += SUB) /* sums of the same lanes first: sub-tiles left out count as zeros */
+    for (int64_t i = begin; i < end && in_pairs(a); i += SUB) {
+        const vf e = short_exp(vf_load(weights + i) - vf_set1(s->max[row]));
+        const vi rounded = to_bf16(e, e);
+        memcpy((uint16_t *)weights + i, &rounded, SUB * 2); /* never behind what is yet to be read */
+        sums[0] = sums[0] + vf_bf16((uint16_t *)weights + i);
+    }
+    for (int64_t i = begin; i < end && !in_pairs(a); i += SUB) /* sums of the same lanes first: sub-tiles left out count as zeros */
         for (int v = 0; v < SUB / VW; v++) {
             const vf e = vf_exp(vf_load(weights + i + v * VW) - vf_set1(s->max[row]));
             vf_store(weights + i + v * VW, e);
@@ -272,32 +307,37 @@ static void soften(const ll_attention_args *a, attention_space *s, int64_t row, 
 
 /* Adds the weighted values of `wide` vectors from dimension *d on, as long as there are so many. */
 INLINE void weigh_wide(const ll_attention_args *a, const tile_rows *t, attention_space *s, int64_t row, int is_first, const int rows, const int few,
-                       const int64_t format, const int wide, int64_t *d)
+                       const int64_t format, const int wide, int64_t *d, const int pairs)
 {
-    const int paired = VW == 16 && few && format == KV_BF16 && wide % 2 == 0; /* even and odd dimensions apart: half of the loads */
+    const int paired = VW == 16 && few && format == KV_BF16 && wide % 2 == 0 && !pairs; /* even and odd dimensions apart: half of the loads */
     const int64_t padded = round_up(a->pages.dim, 16), of_v = v_bytes(a);
-    const int keys = t->subs * SUB;
-    const float *weights = s->weights + row * SEGMENT + t->at;
+    const int keys = t->subs * SUB, step = 1 + pairs; /* keys that are added together */
+    const float *weights = s->weights + row * SEGMENT + t->at / step;
     for (; *d + wide * VW <= padded; *d += wide * VW) {
         vf acc[MOST_ROWS][8];
         for (int r = 0; r < rows; r++)
             for (int i = 0; i < wide; i++) acc[r][i] = vf_load(s->acc + (row + r) * padded + *d + i * VW);
         for (int r = 0; paired && r < rows; r++)
             for (int i = 0; i < wide; i += 2) pairs_apart(&acc[r][i], &acc[r][i + 1]);
-        for (int j = 0; j < keys; j++) {
-            if (few && is_first) {
-                const uint8_t *next = (j + SUB < keys ? t->rows[j / SUB + 1] : t->next) + j % SUB * of_v + *d * kv_bytes(format);
+        for (int j = 0; j < keys; j += step) {
+            for (int k = j; few && is_first && k < j + step; k++) {
+                const uint8_t *next = (k + SUB < keys ? t->rows[k / SUB + 1] : t->next) + k % SUB * of_v + *d * kv_bytes(format);
                 UNROLL for (int i = 0; i < wide * VW * kv_bytes(format); i += 64) ask_for(next + i, t->far);
             }
             const uint8_t *from = t->rows[j / SUB] + j % SUB * of_v;
             vf value[8];
-            for (int i = 0; i < wide; i++)
+            for (int i = 0; few && pairs && i < wide; i += 2) {
+                const uint8_t *at = from + 2 * (*d + i * VW);
+                if (wide == 1) value[0] = (vf)(vi_u16((const uint16_t *)at) | vi_u16((const uint16_t *)(at + of_v)) << 16);
+                else by_turns(vi_load(at), vi_load(at + of_v), &value[i], &value[i + 1]);
+            }
+            for (int i = 0; !(few && pairs) && i < wide; i++)
                 if (paired) {
                     const vi pair = vi_load(from + 2 * (*d + i / 2 * 2 * VW));
                     value[i] = (vf)(i % 2 ? pair & (int32_t)0xffff0000 : pair << 16);
-                } else value[i] = few ? kv_vector(from, *d + i * VW, format) : vf_load(s->values + j * padded + *d + i * VW);
+                } else value[i] = few ? kv_vector(from, *d + i * VW, format) : vf_load(s->values + j / step * padded + *d + i * VW);
             for (int r = 0; r < rows; r++)
-                for (int i = 0; i < wide; i++) acc[r][i] = vf_fma(value[i], vf_set1(weights[r * SEGMENT + j]), acc[r][i]);
+                for (int i = 0; i < wide; i++) acc[r][i] = add_product(acc[r][i], value[i], vf_set1(weights[r * SEGMENT + j / step]), pairs);
         }
         for (int r = 0; paired && r < rows; r++)
             for (int i = 0; i < wide; i += 2) pairs_together(&acc[r][i], &acc[r][i + 1]);
@@ -307,12 +347,13 @@ INLINE void weigh_wide(const ll_attention_args *a, const tile_rows *t, attention
 }
 
 /* Adds the weighted values, from the space or the pages: 16 sums together where there are so many registers. */
-INLINE void weigh(const ll_attention_args *a, const tile_rows *t, attention_space *s, int64_t row, int is_first, const int rows, const int few, const int64_t format)
+INLINE void weigh(const ll_attention_args *a, const tile_rows *t, attention_space *s, int64_t row, int is_first, const int rows, const int few, const int64_t format,
+                  const int pairs)
 {
     int64_t d = 0;
-    if (VW == 16 && rows <= 2) weigh_wide(a, t, s, row, is_first, rows, few, format, 8, &d);
-    weigh_wide(a, t, s, row, is_first, rows, few, format, VW == 16 && rows <= 4 ? 4 : 2, &d);
-    weigh_wide(a, t, s, row, is_first, rows, few, format, 1, &d);
+    if (VW == 16 && rows <= 2) weigh_wide(a, t, s, row, is_first, rows, few, format, 8, &d, pairs);
+    weigh_wide(a, t, s, row, is_first, rows, few, format, VW == 16 && rows <= 4 ? 4 : 2, &d, pairs);
+    weigh_wide(a, t, s, row, is_first, rows, few, format, 1, &d, pairs);
 }
 
 /* Of rows in order, whether none sees a key of the tile. */
@@ -321,18 +362,19 @@ INLINE int sees_none(const tile_rows *t, const attention_space *s, int64_t row, 
     return s->high[row + rows - 1] < t->first || s->low[row] >= t->first + KEYS;
 }
 
-INLINE void block_many(const ll_attention_args *a, const tile_rows *t, attention_space *s, int64_t row, const int rows, int values)
+INLINE void block_many(const ll_attention_args *a, const tile_rows *t, attention_space *s, int64_t row, const int rows, int values, const int pairs)
 {
     if (sees_none(t, s, row, rows)) return;
-    if (values) weigh(a, t, s, row, 0, rows, 0, KV_F32);
-    else scores_many(s, t->at, row, key_padded(a), rows);
+    if (values) weigh(a, t, s, row, 0, rows, 0, KV_F32, pairs);
+    else scores_many(s, t->at, row, key_words(a), rows, pairs);
 }
 
-INLINE void block_few(const ll_attention_args *a, const tile_rows *t, attention_space *s, int64_t row, int is_first, const int rows, int values, const int64_t format)
+INLINE void block_few(const ll_attention_args *a, const tile_rows *t, attention_space *s, int64_t row, int is_first, const int rows, int values, const int64_t format,
+                      const int pairs)
 {
-    if (values) weigh(a, t, s, row, is_first, rows, 1, format);
-    else if (a->pages.dim == 128) scores_few(t, s, row, is_first, rows, 128, format);
-    else scores_few(t, s, row, is_first, rows, a->pages.dim, format);
+    if (values) weigh(a, t, s, row, is_first, rows, 1, format, pairs);
+    else if (a->pages.dim == 128) scores_few(t, s, row, is_first, rows, 128 >> pairs, pairs ? KV_F32 : format, pairs);
+    else scores_few(t, s, row, is_first, rows, a->pages.dim >> pairs, pairs ? KV_F32 : format, pairs);
 }
 
 #define TILE_ROWS(NAME, EIGHT, CALL)                                                                                                       \
@@ -346,11 +388,15 @@ INLINE void block_few(const ll_attention_args *a, const tile_rows *t, attention_
         else if (end - row == 2) CALL(2);                                                                                                  \
         else if (end - row == 1) CALL(1);                                                                                                  \
     }
-#define MANY(ROWS) block_many(a, t, s, row, ROWS, values)
+#define MANY(ROWS) block_many(a, t, s, row, ROWS, values, 0)
 TILE_ROWS(tile_many_rows, 0, MANY)
-#define FEW_BF16(ROWS) block_few(a, t, s, row, row == first, ROWS, values, KV_BF16)
+#define MANY_IN_PAIRS(ROWS) block_many(a, t, s, row, ROWS, values, 1)
+TILE_ROWS(tile_many_pairs, 0, MANY_IN_PAIRS)
+#define FEW_BF16(ROWS) block_few(a, t, s, row, row == first, ROWS, values, KV_BF16, 0)
 TILE_ROWS(tile_bf16, MOST_ROWS == 8, FEW_BF16)
-#define FEW_INT8(ROWS) block_few(a, t, s, row, row == first, ROWS, values, KV_INT8)
+#define FEW_IN_PAIRS(ROWS) block_few(a, t, s, row, row == first, ROWS, values, KV_BF16, 1)
+TILE_ROWS(tile_pairs, MOST_ROWS == 8, FEW_IN_PAIRS)
+#define FEW_INT8(ROWS) block_few(a, t, s, row, row == first, ROWS, values, KV_INT8, 0)
 TILE_ROWS(tile_int8, MOST_ROWS == 8, FEW_INT8)
 
 /* Whether so few rows meet keys and values as they lie in the pages. */
@@ -365,7 +411,10 @@ static void attention_tile(const ll_attention_args *a, const tile_rows *t, atten
     const int scaled = kv_scaled(a->pages.format) && !a->turned;
     if (values && scaled) scale_scores(t, s, first, rows);
     if (reads_pages(a, rows)) {
-        (a->pages.format == KV_BF16 ? tile_bf16 : tile_int8)(a, t, s, first, rows, values);
+        (in_pairs(a) ? tile_pairs : a->pages.format == KV_BF16 ? tile_bf16 : tile_int8)(a, t, s, first, rows, values);
+    } else if (in_pairs(a)) {
+        load_pairs(a, t, s, values);
+        tile_many_pairs(a, t, s, first, rows, values);
     } else {
         switch (a->pages.format) {
         case KV_F32: load_as(a, t, s, KV_F32, values); break;

@@ -27,12 +27,21 @@
 
 int ll_amd; /* whether this CPU is AMD's: it prefetches best at other distances than Intel's (product.h), multiplies scales where it
              * multiplies products (matmul_super.h), and adds elsewhere (WINOGRAD). Not static: tests set it. */
+/* Whether the compiler's assembler has products of bfloat16 pairs, and whether this CPU does twice as many of them as of floats:
+ * a Zen 4 core begins as many `vdpbf16ps` as `vfmadd` (on Intel's not measured). Not static: tests set it. */
+#if VW == 16 && (__GNUC__ >= 10 || defined(__clang__))
+#define BF16_PAIRS 1
+#else
+#define BF16_PAIRS 0
+#endif
+int ll_bf16;
 #if VW >= 8
 #include <cpuid.h>
 __attribute__((constructor)) static void find_vendor(void)
 {
-    unsigned int leaf, vendor[3] = {0, 0, 0};
+    unsigned int leaf, vendor[3] = {0, 0, 0}, more[4] = {0, 0, 0, 0};
     ll_amd = __get_cpuid(0, &leaf, &vendor[0], &vendor[2], &vendor[1]) && !memcmp(vendor, "AuthenticAMD", 12);
+    ll_bf16 = BF16_PAIRS && ll_amd && __get_cpuid_count(7, 1, &more[0], &more[1], &more[2], &more[3]) && more[0] >> 5 & 1;
 }
 #endif
 
@@ -209,6 +218,47 @@ INLINE vf load_some(const float *from, int count)
     memcpy(&x, from, (size_t)count * 4);
     return x;
 }
+
+/* sum += a.low * b.low + a.high * b.high in every lane, pairs of bfloat16; and two vectors' numbers as bfloat16, end to end.
+ * Only where `ll_bf16`: not the compiler's instructions, since the rest runs on CPUs without. */
+#if BF16_PAIRS
+INLINE vf madd_bf16(vf sum, vf a, vf b)
+{
+    __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+    return sum;
+}
+INLINE vi to_bf16(vf low, vf high)
+{
+    vi both;
+    __asm__("vcvtne2ps2bf16 %2, %1, %0" : "=v"(both) : "v"(high), "v"(low));
+    return both;
+}
+/* Numbers of 16 bits of two vectors by turns: the first 16 of each, and the others. */
+INLINE void by_turns(vi a, vi b, vf *first, vf *second)
+{
+    const __m512i low = _mm512_setr_epi32(0x200000, 0x210001, 0x220002, 0x230003, 0x240004, 0x250005, 0x260006, 0x270007, 0x280008, 0x290009,
+                                          0x2a000a, 0x2b000b, 0x2c000c, 0x2d000d, 0x2e000e, 0x2f000f);
+    *first = (vf)_mm512_permutex2var_epi16((__m512i)a, low, (__m512i)b);
+    *second = (vf)_mm512_permutex2var_epi16((__m512i)a, _mm512_add_epi16(low, _mm512_set1_epi16(16)), (__m512i)b);
+}
+/* exp(x) for x <= 0 that is no NaN, to 3e-6 relative: a least-squares polynomial of 2^f, |f| <= 1/2. */
+INLINE vf short_exp(vf x)
+{
+    const __m512 power = _mm512_max_ps((__m512)(x * vf_set1(1.44269504f)), _mm512_set1_ps(-1000.0f));
+    const __m512 whole = _mm512_roundscale_ps(power, _MM_FROUND_TO_NEAREST_INT);
+    const vf f = (vf)_mm512_sub_ps(power, whole);
+    vf p = vf_fma(vf_set1(9.56051e-3f), f, vf_set1(5.591704e-2f));
+    p = vf_fma(p, f, vf_set1(2.4024981e-1f));
+    p = vf_fma(p, f, vf_set1(6.9312197e-1f));
+    p = vf_fma(p, f, vf_set1(9.9999919e-1f));
+    return (vf)_mm512_scalef_ps((__m512)p, whole);
+}
+#else
+INLINE vf short_exp(vf x) { return x; }
+INLINE vf madd_bf16(vf sum, vf a, vf b) { (void)a, (void)b; return sum; }
+INLINE vi to_bf16(vf low, vf high) { (void)high; return (vi)low; }
+INLINE void by_turns(vi a, vi b, vf *first, vf *second) { *first = (vf)a, *second = (vf)b; }
+#endif
 
 INLINE vf vf_bf16(const uint16_t *p) { return (vf)(vi_u16(p) << 16); }
 INLINE vf vf_select(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
