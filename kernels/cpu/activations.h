@@ -205,21 +205,24 @@ static void quantize_super_any(const float *x, uint8_t *planes, xblock *meta, in
 
 #define MANY_BLOCKS 16 /* blocks whose largest numbers and sums are found together */
 #if VW == 16 && LL_VNNI
-/* The vectors' largest lanes, or their sums, one a lane. */
-INLINE vi largest_lanes(vi v[16])
-{
-    transpose((vf *)v);
-    for (int n = 8; n; n /= 2)
-        for (int i = 0; i < n; i++) v[i] = (vi)_mm512_max_epi32((__m512i)v[i], (__m512i)v[i + n]);
-    return v[0];
-}
-INLINE vi lane_sums(vi v[16])
-{
-    transpose((vf *)v);
-    for (int n = 8; n; n /= 2)
-        for (int i = 0; i < n; i++) v[i] += v[i + n];
-    return v[0];
-}
+/* The vectors' largest lanes, or their sums, one a lane: two vectors meet in one, which a loop would do through memory. */
+#define MEET(OP, SHUFFLED, WITH, A, B) (vi) OP(SHUFFLED##lo_##WITH((__m512i)(A), (__m512i)(B)), SHUFFLED##hi_##WITH((__m512i)(A), (__m512i)(B)))
+#define MEET_FAR(OP, A, B) \
+    (vi) OP(_mm512_shuffle_i32x4((__m512i)(A), (__m512i)(B), 0x88), _mm512_shuffle_i32x4((__m512i)(A), (__m512i)(B), 0xdd))
+#define LANES(NAME, OP)                                                                            \
+    INLINE vi NAME(const vi v[16])                                                                 \
+    {                                                                                              \
+        vi four[4];                                                                                \
+        UNROLL for (int i = 0; i < 4; i++)                                                         \
+        {                                                                                          \
+            const vi low = MEET(OP, _mm512_unpack, epi32, v[4 * i], v[4 * i + 1]);                 \
+            const vi high = MEET(OP, _mm512_unpack, epi32, v[4 * i + 2], v[4 * i + 3]);            \
+            four[i] = MEET(OP, _mm512_unpack, epi64, low, high);                                   \
+        }                                                                                          \
+        return MEET_FAR(OP, MEET_FAR(OP, four[0], four[1]), MEET_FAR(OP, four[2], four[3]));       \
+    }
+LANES(largest_lanes, _mm512_max_epi32)
+LANES(lane_sums, _mm512_add_epi32)
 
 /* `digit_block` of both halves of a block. */
 INLINE void digit_blocks(vi first, vi second, uint8_t *to, int halves)

@@ -137,6 +137,16 @@ def test_a_compiler_that_knows_less_gets_less_to_do(quick: Path, monkeypatch: py
     assert "does not know the flag -mbest" in (build.library().reason or ""), "what was asked for, or nothing"
 
 
+def test_a_compiler_that_cannot_work_side_by_side_works_alone(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuses = (
+        "case \"$*\" in *-flto=*) echo \"cc: error: unsupported argument '2' to option '-flto='\" >&2; exit 1;; esac"
+    )
+    script = (quick / "cc").read_text().partition("\n")[2]
+    monkeypatch.setenv("CC", compiler(quick / "cc4", f"{refuses}; {script}"))
+    made = build.library()
+    assert (made.reason, made.note) == (None, "") and runs(quick) == 1
+
+
 def test_a_cache_that_cannot_be_written_is_said(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (quick / "cache").write_text("a file, no folder")
     made = build.library()
