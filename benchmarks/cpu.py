@@ -48,12 +48,14 @@ SIZES = (("qwen3-1.7b", "Q4_K_M"), ("qwen3-4b", "Q4_K_M"), ("qwen3-1.7b", "Q4_0"
 SIZES += (("qwen3-0.6b", "Q4_K_M"), ("llama-1b", "Q4_K_M"))
 LARGE = (("qwen3-8b", "Q4_K_M"),)
 TODAY = (("qwen3.5-4b", "Q4_K_M"), ("qwen3-30b-a3b", "Q4_K_M"), ("gpt-oss-20b", "MXFP4"))
+SHAPES, README_SHAPES = (*SIZES, *LARGE, *TODAY), (*SIZES[:2], *TODAY)
 SIZE_CTX, DEPTH = 2048, 4096
 FAR = ((DEPTH, "int8"), (8192, "auto"))  # of the first two shapes
 SIZE_TESTS = {
     "pp256": "prefill 256",
     "pp256 int8": "prefill 256, `--activations int8`",
     "pp1024": "prefill 1,024",
+    f"pp{DEPTH}": f"prefill {DEPTH:,}",
     "tg64": "decode",
     f"tg32 @{DEPTH}": f"decode at {DEPTH:,} tokens",
     f"tg32 @{DEPTH} int8": f"decode at {DEPTH:,} tokens, `--kv int8`",
@@ -277,7 +279,7 @@ def alone_turn(
 def sizes(bench: Bench) -> None:
     """Random weights at the shapes people run; the memory's read bandwidth is measured in the same turns."""
     repeat = max(1, bench.options.repeat // 2)
-    for shape, form in (*SIZES, *LARGE, *TODAY):
+    for shape, form in SHAPES:
         name = f"{shape}-{form}"
         wanted = name in bench.options.shapes if bench.options.shapes else (shape, form) in SIZES
         if not (wanted or (bench.options.large and (shape, form) not in SIZES)):
@@ -312,6 +314,9 @@ def sizes(bench: Bench) -> None:
             continue
         for depth, kv in ((DEPTH, "auto"), *(FAR if (shape, form) in SIZES[:2] else ())):
             with engines(bench, str(path), 1, depth + 64, kv=kv) as (llm, named):
+                if (depth, kv) == (DEPTH, "auto"):
+                    runs = [(n, partial(prefill, e, count=depth, llm=llm)) for n, e in named]
+                    bench.row(f"{name} pp{depth}", runs, max(1, repeat // 2))
                 row = " ".join([name, "tg32", f"@{depth}", *([kv] * (kv != "auto"))])
                 runs = [(n, partial(decode, e, streams=1, depth=depth, tokens=32, llm=llm)) for n, e in named]
                 bench.row(row, [*runs, ("read GB/s", bandwidth)], max(1, repeat // 2))
@@ -391,7 +396,7 @@ def render(kept: dict[str, Any]) -> None:
     """The tables of README (real shapes) and docs/speed.md (real files), and docs/cpu-*.svg, of what was measured."""
     rows = kept["rows"]
     if "bytes" in kept:
-        put(ROOT / "README.md", sizes_table(kept, README_TESTS))
+        put(ROOT / "README.md", sizes_table(kept, README_TESTS, README_SHAPES))
     if f"{next(iter(MODELS))} tg128" in rows:
         put(ROOT / "docs/speed.md", table(kept))
     charts = (
@@ -408,13 +413,13 @@ def render(kept: dict[str, Any]) -> None:
         if series:
             chart = line_chart(title, x_label, f"{y_label} (smollm2 Q4_1, 2 threads)", series, log_x=log_x)
             (ROOT / f"docs/cpu-{kind}.svg").write_text(chart)
-    print(table(kept), sizes_table(kept, tuple(SIZE_TESTS)), sep="\n")
+    print(table(kept), sizes_table(kept, tuple(SIZE_TESTS), SHAPES), sep="\n")
 
 
-def sizes_table(kept: dict[str, Any], tests: Sequence[str]) -> str:
+def sizes_table(kept: dict[str, Any], tests: Sequence[str], shapes: Sequence[tuple[str, str]]) -> str:
     """Markdown: tokens a second of the three engines at real shapes, ours as multiples of the others'."""
     rows, lines = kept["rows"], []
-    for shape, form in (*SIZES, *LARGE, *TODAY):
+    for shape, form in shapes:
         for test in tests:
             found = {engine: median(runs) for engine, runs in rows.get(f"{shape}-{form} {test}", {}).items()}
             if "llama.cpp" not in found:
