@@ -16,7 +16,7 @@ INLINE void tile_float_one(const product *p, int64_t tile, int64_t row, const in
 {
     const ll_weight *w = p->w;
     const uint8_t *at = w->data + tile * w->tile_bytes, *ahead = at + w->at_codes + fetches(code), *asked = ahead;
-    const int64_t each = w->tile_bytes / w->blocks, chunk = w->section < CHUNK ? w->section : CHUNK;
+    const int64_t each = w->tile_bytes / w->blocks, chunk = chunk_of(w, CHUNK), step = codes_step(w);
     const float *x = p->a->floats + row * p->a->stride;
     const xblock *meta = p->a->meta + row * p->a->meta_stride;
     const vlut table = lut_load(w->table);
@@ -28,7 +28,7 @@ INLINE void tile_float_one(const product *p, int64_t tile, int64_t row, const in
         const int64_t count = w->blocks - first < chunk ? w->blocks - first : chunk;
         const uint8_t *codes = at + codes_at(w, first);
         expand_scales(w, at, first, count, scale, min);
-        for (int64_t b = 0; b < count; b++, x += BLOCK, meta++, codes += block_bytes_of[code]) {
+        for (int64_t b = 0; b < count; b++, x += BLOCK, meta++, codes += step) {
             asked = fetch_to(asked, ahead + (first + b + 1) * each, 0);
             for (int v = 0; v < NV; v += COLS) {
                 vi q[8][COLS];
@@ -145,10 +145,11 @@ INLINE void float_blocks_as(const uint8_t *from, int64_t count, const int code, 
 INLINE void float_codes_as(const ll_weight *w, const uint8_t *from, int64_t count, const int code, vlut table, float *to)
 {
     const vf zero = quad_zero(w);
+    const int64_t step = codes_step(w);
     for (int64_t b = 0; b < count; b++)
         for (int v = 0; v < NV; v += COLS) {
             vi q[8][COLS];
-            block_quads(from + b * block_bytes_of[code] + v * VW * 4, code, table, q);
+            block_quads(from + b * step + v * VW * 4, code, table, q);
             for (int j = 0; j < 8; j++)
                 for (int t = 0; t < 4; t++)
                     for (int c = 0; c < COLS; c++)

@@ -20,7 +20,8 @@ INLINE void tile_few(const product *p, int64_t tile, int64_t row, const int rows
 {
     const ll_weight *w = p->w;
     const uint8_t *at = w->data + tile * w->tile_bytes, *ahead = at + w->at_codes + fetches(code), *asked = ahead;
-    const int64_t blocks = w->blocks, chunk = w->section < CHUNK ? w->section : CHUNK, bytes = block_bytes_of[code];
+    const int64_t blocks = w->blocks, chunk = chunk_of(w, CHUNK), bytes = code == CODE_8 ? codes_step(w) : block_bytes_of[code];
+    const int64_t step = code == CODE_8 ? scales_step(w) : TILE * 2;
     const int64_t x_stride = p->a->x_stride, meta_stride = p->a->meta_stride;
     const uint8_t *x = p->a->planes + row * x_stride;
     const xblock *meta = p->a->meta + row * meta_stride;
@@ -33,8 +34,7 @@ INLINE void tile_few(const product *p, int64_t tile, int64_t row, const int rows
         for (int v = 0; v < NV; v++) acc[r][v] = vf_set1(0.0f);
     for (int64_t first = 0; first < blocks; first += chunk) {
         const int64_t count = blocks - first < chunk ? blocks - first : chunk;
-        const uint8_t *codes = at + codes_at(w, first), *numbers = at + section_at(w, first) + first % w->section * TILE * 2;
-        const uint16_t *half_scale = (const uint16_t *)numbers, *half_min = (const uint16_t *)(numbers + w->at_min);
+        const uint8_t *codes = at + codes_at(w, first), *half_scale = at + section_at(w, first) + first % w->section * TILE * 2;
         if (!half) expand_scales(w, at, first, count, scale, min);
         for (int64_t b = 0; b < count; b++, x += one ? BLOCK : XBYTES, meta++, codes += bytes) {
             if (!row) asked = fetch_to(asked, ahead + (first + b + 1) * each, near); /* later rows find the tile in the cache */
@@ -52,10 +52,10 @@ INLINE void tile_few(const product *p, int64_t tile, int64_t row, const int rows
                             for (int c = 0; c < COLS; c++) (one ? dot_bytes : dot_quad)(&d[c], q[j][c], x + r * x_stride, j);
                         for (int c = 0; c < COLS; c++) {
                             const int64_t lane = (b * halves + h) * TILE + (v + c) * VW;
-                            const int64_t place = b * TILE + (v + c) * VW;
+                            const uint8_t *half_at = half_scale + b * step + (v + c) * VW * 2;
                             vf to = acc[r][v + c];
-                            to = vf_fma(one ? dot_value_of_bytes(d[c]) : dot_value(d[c]), (half ? vf_f16(half_scale + place) : vf_load(scale + lane)) * vf_set1(m->scale), to);
-                            if (has_min) to = vf_fma(half ? vf_f16(half_min + place) : vf_load(min + lane), vf_set1(m->sums[h]), to);
+                            to = vf_fma(one ? dot_value_of_bytes(d[c]) : dot_value(d[c]), (half ? vf_f16((const uint16_t *)half_at) : vf_load(scale + lane)) * vf_set1(m->scale), to);
+                            if (has_min) to = vf_fma(half ? vf_f16((const uint16_t *)(half_at + w->at_min)) : vf_load(min + lane), vf_set1(m->sums[h]), to);
                             acc[r][v + c] = to;
                         }
                     }
@@ -232,14 +232,14 @@ static void (*const chunk_rows[2][2][2])(const chunk *, int64_t, int64_t) = { /*
     {{chunk_bytes_zero, chunk_bytes_min}, {chunk_bytes_half_zero, chunk_bytes_half_min}},
 };
 
-INLINE void widen_as(const uint8_t *codes, int64_t count, const int code, vlut table, int32_t offset, const int one, uint8_t *to, int32_t *cross)
+INLINE void widen_as(const uint8_t *codes, int64_t step, int64_t count, const int code, vlut table, int32_t offset, const int one, uint8_t *to, int32_t *cross)
 {
     const vh zero = (vh)vi_set1(offset * 0x10001);
     const int halved = WINOGRAD && !one && ll_amd;
     for (int64_t b = 0; b < count; b++)
         for (int v = 0; v < NV; v += COLS) {
             vi q[8][COLS];
-            block_quads(codes + b * block_bytes_of[code] + v * VW * 4, code, table, q);
+            block_quads(codes + b * step + v * VW * 4, code, table, q);
             for (int c = 0; c < COLS; c++) {
                 vi products = vi_set1(0);
                 for (int j = 0; j < 8; j++) {
@@ -262,14 +262,15 @@ INLINE void widen_chunk_as(const ll_weight *w, const uint8_t *codes, int64_t cou
 {
     const vlut table = lut_load(w->table);
     const int32_t zero = w->min_kind == NUM_NONE ? (int32_t)w->zero_offset : 0;
+    const int64_t step = codes_step(w);
     switch (w->code) {
-    case CODE_4: widen_as(codes, count, CODE_4, table, zero, one, to, cross); break;
-    case CODE_4T: widen_as(codes, count, CODE_4T, table, zero, one, to, cross); break;
-    case CODE_5: widen_as(codes, count, CODE_5, table, zero, one, to, cross); break;
-    case CODE_6: widen_as(codes, count, CODE_6, table, zero, one, to, cross); break;
-    case CODE_2: widen_as(codes, count, CODE_2, table, zero, one, to, cross); break;
-    case CODE_3: widen_as(codes, count, CODE_3, table, zero, one, to, cross); break;
-    default: widen_as(codes, count, CODE_8, table, zero, one, to, cross); break;
+    case CODE_4: widen_as(codes, step, count, CODE_4, table, zero, one, to, cross); break;
+    case CODE_4T: widen_as(codes, step, count, CODE_4T, table, zero, one, to, cross); break;
+    case CODE_5: widen_as(codes, step, count, CODE_5, table, zero, one, to, cross); break;
+    case CODE_6: widen_as(codes, step, count, CODE_6, table, zero, one, to, cross); break;
+    case CODE_2: widen_as(codes, step, count, CODE_2, table, zero, one, to, cross); break;
+    case CODE_3: widen_as(codes, step, count, CODE_3, table, zero, one, to, cross); break;
+    default: widen_as(codes, step, count, CODE_8, table, zero, one, to, cross); break;
     }
 }
 

@@ -68,22 +68,25 @@ INLINE void finish_tile(const product *p, int64_t tile, int64_t row, const float
 }
 
 /* Bytes from what is used of a tile to what is asked for, and where that goes: 0 into the second cache, 1 into the first, 2 into
- * the first and what lies FAR bytes behind it into the second. AMD, a single row of narrow codes in sections (one Zen 4 core,
- * Q4_K): 7,680 bytes 25 GB/s, 5,120 24, 16,384 24; into the second cache 21; into both 21. Where all scales of a tile lie before
- * its codes: into the second 22 to 28, into the first 20; table codes 24 and 19 in sections, too. Bytes (Q8_0): into both 20, two
- * cores 38; into the first 15; into the second 17, two cores 33. More rows are better there. Intel (Q4_K, when scales lay
+ * the first and what lies FAR bytes behind it into the second, 3 nowhere. AMD, a single row of narrow codes in sections (one
+ * Zen 4 core, Q4_K): 7,680 bytes 25 GB/s, 5,120 24, 16,384 24; into the second cache 21; into both 21. Where all scales of a
+ * tile lie before its codes: into the second 22 to 28, into the first 20; table codes 24 and 19 in sections, too. Bytes (Q8_0)
+ * with scales before each 32 inputs: nowhere 26, since a core fetches by itself what is read strictly from front to back; into
+ * both 18; in sections of 256 inputs 18 and, nowhere, 11. More rows are better into the second. Intel (Q4_K, when scales lay
  * apart): 3,072 bytes 0.80 to 0.85 of what plain reading gives, 1,024 0.70. */
 INLINE int64_t fetches(const int code) { return code_is_float(code) ? 1024 : ll_amd ? 7680 : 5120; }
 INLINE int fetches_near(const ll_weight *w, const int rows, const int code)
 {
     if (!ll_amd || rows > 1 || code_is_float(code)) return 0;
-    return code == CODE_8 ? 2 : code != CODE_4T && w->section < w->blocks;
+    if (code == CODE_8) return w->section == 1 ? 3 : 2;
+    return code != CODE_4T && w->section < w->blocks;
 }
 #define FAR 16384
 
 /* Asks for lines from `at` on up to `end`; returns the first that was not asked for. */
 INLINE const uint8_t *fetch_to(const uint8_t *at, const uint8_t *end, const int near)
 {
+    if (near == 3) return end;
     if (!near)
         for (; at < end; at += 64) __builtin_prefetch(at, 0, 2);
     for (; at < end; at += 64) {
