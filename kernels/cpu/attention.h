@@ -90,8 +90,7 @@ static void attention_block(const ll_attention_args *a, const attention_task *t,
         if (a->pages.format == KV_INT8) hadamard(to, dim); /* as the keys are */
         for (int64_t d = 0; d < wide; d++) to[d] = d < width ? to[d] * a->scale : 0.0f;
         for (int64_t d = 0; d < wide && in_pairs(a); d += 16) { /* before it, where the row before has left its half */
-            const vi rounded = to_bf16(vf_load(to + d), vf_load(to + d));
-            memcpy(s->q + (r * wide + d) / 2, &rounded, 32);
+            store_bf16(s->q + (r * wide + d) / 2, vf_load(to + d));
         }
         s->high[r] = position;
         s->low[r] = a->window && position >= a->window ? position - a->window + 1 : 0;

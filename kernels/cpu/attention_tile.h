@@ -290,9 +290,8 @@ static void soften(const ll_attention_args *a, attention_space *s, int64_t row, 
     }
     for (int v = 0; v < SUB / VW; v++) sums[v] = vf_set1(0.0f);
     for (int64_t i = begin; i < end && in_pairs(a); i += SUB) {
-        const vf e = short_exp(vf_load(weights + i) - vf_set1(s->max[row]));
-        const vi rounded = to_bf16(e, e);
-        memcpy((uint16_t *)weights + i, &rounded, SUB * 2); /* never behind what is yet to be read */
+        /* never behind what is yet to be read */
+        store_bf16((uint16_t *)weights + i, short_exp(vf_load(weights + i) - vf_set1(s->max[row])));
         sums[0] = sums[0] + vf_bf16((uint16_t *)weights + i);
     }
     for (int64_t i = begin; i < end && !in_pairs(a); i += SUB) /* sums of the same lanes first: sub-tiles left out count as zeros */

@@ -219,19 +219,19 @@ INLINE vf load_some(const float *from, int count)
     return x;
 }
 
-/* sum += a.low * b.low + a.high * b.high in every lane, pairs of bfloat16; and two vectors' numbers as bfloat16, end to end.
- * Only where `ll_bf16`: not the compiler's instructions, since the rest runs on CPUs without. */
+/* sum += a.low * b.low + a.high * b.high in every lane, pairs of bfloat16. This and what follows is for `ll_bf16` alone: not the
+ * compiler's instructions, since the rest runs on CPUs without; where there can be none, it is never called. */
 #if BF16_PAIRS
 INLINE vf madd_bf16(vf sum, vf a, vf b)
 {
     __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
     return sum;
 }
-INLINE vi to_bf16(vf low, vf high)
+INLINE void store_bf16(void *to, vf x)
 {
-    vi both;
-    __asm__("vcvtne2ps2bf16 %2, %1, %0" : "=v"(both) : "v"(high), "v"(low));
-    return both;
+    __m256i rounded;
+    __asm__("vcvtneps2bf16 %1, %0" : "=v"(rounded) : "v"(x));
+    memcpy(to, &rounded, 32);
 }
 /* Numbers of 16 bits of two vectors by turns: the first 16 of each, and the others. */
 INLINE void by_turns(vi a, vi b, vf *first, vf *second)
@@ -256,7 +256,7 @@ INLINE vf short_exp(vf x)
 #else
 INLINE vf short_exp(vf x) { return x; }
 INLINE vf madd_bf16(vf sum, vf a, vf b) { (void)a, (void)b; return sum; }
-INLINE vi to_bf16(vf low, vf high) { (void)high; return (vi)low; }
+INLINE void store_bf16(void *to, vf x) { (void)to, (void)x; }
 INLINE void by_turns(vi a, vi b, vf *first, vf *second) { *first = (vf)a, *second = (vf)b; }
 #endif
 
