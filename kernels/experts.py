@@ -15,6 +15,22 @@ from .layer_weights import ExpertsWeights, Linear, LinearPart
 from .recurrent import sigmoid
 
 SIGMOID_SLOPE = 1.702  # of swiglu_oai
+FEW_PAIRS = 32  # of tokens and their experts; so many are multiplied one by one on a card; not measured
+TILES = (8, 16, 32, 64)  # pairs of one expert that are multiplied together there
+
+
+def tile_size(num_pairs: int, num_experts: int) -> int:
+    """Which of TILES so many pairs go in, sorted by expert; 0: one by one."""
+    if num_pairs <= FEW_PAIRS:
+        return 0
+    each = num_pairs / min(num_experts, num_pairs)
+    return next((size for size in TILES if size >= each), TILES[-1])
+
+
+def tokens_of_tiles(num_experts: int, top_k: int) -> tuple[int, ...]:
+    """The fewest tokens for each of TILES, which has kernels of its own."""
+    most = (FEW_PAIRS, *(max(FEW_PAIRS, size * num_experts) for size in TILES[:-1]))
+    return tuple(sorted({pairs // top_k + 1 for pairs in most})) if top_k else ()
 
 
 def route(logits: Tensor, weights: ExpertsWeights) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..experts import tile_size
 from ..kv_pages import KVPages
 from ..layer_weights import ExpertsWeights, Linear, Norm
 from ..sampling import SamplingInputs
@@ -346,7 +347,8 @@ def _expert_specs(dtype: torch.dtype, card: Card) -> Iterator[KernelSpec]:
         yield KernelSpec("experts", "triton", "token", reason="experts are called one by one there")
         return
     for count, top_k in ((128, 8), (32, 4)):
-        for launch in _recorded(card, partial(sorted_by_expert, _meta(torch.int32, 512, top_k), count)):
+        chosen, size = _meta(torch.int32, 512, top_k), tile_size(512 * top_k, count)
+        for launch in _recorded(card, partial(sorted_by_expert, chosen, count, size)):
             kernel = launch.kernel.__name__.strip("_")
             yield KernelSpec("experts", "triton", f"{count} {kernel}", launch, decode=True)
     for count, top_k, hidden, inner, name, router, gate in MIXTURES:

@@ -237,8 +237,7 @@ class _Step:
             attention_prefill.prefill,
             (count, self.num_tokens // (tile.rows // self.shared["GROUP"]) + self.num_seqs),
             *(self.q, *kv, sinks, table, self.starts, self.lengths, self.out),
-            *(*self.numbers, first),
-            HEADS=count,
+            *(*self.numbers, first, count),
             ROWS=tile.rows,
             KEYS=tile.keys,
             SINGLES=singles,
@@ -287,8 +286,8 @@ def _trial(
         def run() -> Tensor:
             if op == "attention_decode":
                 step.decode(0, 1, False, tile)
-            else:
-                step.prefill(True, tile)
+            else:  # the pages as they are: widened ones are of another form
+                step._prefill(True, tile, step.kv, step.table, (0, kv_heads), step.shared)
             return step.out
 
         return run

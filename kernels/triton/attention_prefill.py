@@ -34,9 +34,9 @@ def _load(pages, slot, d, inside, WIDTH: tl.constexpr, FULL: tl.constexpr, MASKE
 
 @triton.jit
 def _attend(
-    q_even, q_odd, acc, acc_odd, top, norm, k, v, k_scales, v_scales, table, head, position, scale, softcap, window,
-    begin, end, oldest, length,
-    DIM: tl.constexpr, HALF: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, FORMAT: tl.constexpr,
+    q_even, q_odd, acc, acc_odd, top, norm, k, v, k_scales, v_scales, table, head, heads, position, scale, softcap,
+    window, begin, end, oldest, length,
+    DIM: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, FORMAT: tl.constexpr,
     SCALES: tl.constexpr, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
@@ -50,7 +50,7 @@ def _attend(
     page = tl.load(table + (begin + n) // PAGE, mask=begin + n < end, other=0)
     for start in tl.range(begin, end, KEYS, num_stages=STAGES):
         key = start + n
-        slot = (page.to(tl.int64) * KV_HEADS + head) * PAGE + key % PAGE
+        slot = (page.to(tl.int64) * heads + head) * PAGE + key % PAGE
         inside = (key >= oldest) & (key < length)
         if EIGHT:  # the other way round than needed: what turns a tile over shares it, so codes are widened once
             k_tile = _load(k, slot[:, None], d[None, :], inside[:, None], WIDTH, HALF == WIDTH, MASKED)
@@ -146,18 +146,17 @@ def widen(
     tl.store(v_out + at, tl.reshape(wide, (PAGE, 2 * HALF)), mask=both < DIM)
 
 
-@triton.jit(do_not_specialize=["window", "table_width", "num_seqs", "first_head"])
+@triton.jit(do_not_specialize=["window", "table_width", "num_seqs", "first_head", "heads"])
 def prefill(
     q, k, v, k_scales, v_scales, sinks, block_table, cu_query_lens, seq_lens, out,
-    scale, softcap, window, table_width, num_seqs, first_head,
-    DIM: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEADS: tl.constexpr,
-    PAGE: tl.constexpr,
+    scale, softcap, window, table_width, num_seqs, first_head, heads,
+    DIM: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr,
     FORMAT: tl.constexpr, SCALES: tl.constexpr, RUN: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     STEPS: tl.constexpr, SINGLES: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries of one sequence for one KV head of the HEADS in the pages, those from first_head on.
+    """One tile of queries of one sequence for one KV head of the `heads` in the pages, those from first_head on.
 
     SINGLES: sequences with one query, too.
     """
@@ -222,13 +221,13 @@ def prefill(
     else:
         plain_end = (start + 1) // KEYS * KEYS
         acc, acc_odd, top, norm = _attend(
-            q_even, q_odd, acc, acc_odd, top, norm, k, v, k_scales, v_scales, table, head, position, scale, softcap,
-            window, 0, plain_end, oldest, length, DIM, HALF, HEADS, PAGE, FORMAT, SCALES, KEYS, HAS_WINDOW,
+            q_even, q_odd, acc, acc_odd, top, norm, k, v, k_scales, v_scales, table, head, heads, position, scale,
+            softcap, window, 0, plain_end, oldest, length, DIM, HALF, PAGE, FORMAT, SCALES, KEYS, HAS_WINDOW,
             HAS_SOFTCAP, False, STAGES, PTX,
         )  # fmt: skip
     acc, acc_odd, top, norm = _attend(
-        q_even, q_odd, acc, acc_odd, top, norm, k, v, k_scales, v_scales, table, head, position, scale, softcap,
-        window, plain_end, end, oldest, end, DIM, HALF, HEADS, PAGE, FORMAT, SCALES, KEYS, HAS_WINDOW,
+        q_even, q_odd, acc, acc_odd, top, norm, k, v, k_scales, v_scales, table, head, heads, position, scale,
+        softcap, window, plain_end, end, oldest, end, DIM, HALF, PAGE, FORMAT, SCALES, KEYS, HAS_WINDOW,
         HAS_SOFTCAP, True, STAGES, PTX,
     )  # fmt: skip
     if HAS_SINKS:

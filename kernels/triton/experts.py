@@ -20,16 +20,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..experts import cut_off, route
+from ..experts import cut_off, route, tile_size
 from ..layer_weights import FUSED_EXPERTS, ExpertsWeights, LinearPart, Norm, has_only
 from .launch import card_of, launch, power_of_2, wait_for_previous
 from .product import Extras, Pairs, Tiles, expert_product, product
-from .product_tiles import SMALL_TOKENS, TOKEN_CLASSES, is_fixed
+from .product_tiles import SMALL_TOKENS, is_fixed
 from .rms_norm import rms_norm
 from .segments import FUSED, only_part
 
-FEW_PAIRS = 32  # so many are multiplied one by one; not measured
-LARGEST_TILE = 64  # pairs of one expert in a tile
 BLOCK = 1024
 _GATES = ("silu", "gelu_tanh", "swiglu_oai")
 _OF_A_STEP = FUSED_EXPERTS | {"expert_scales", "stacked"}
@@ -59,7 +57,8 @@ def _step(x: Tensor, weights: ExpertsWeights) -> Tensor:
     assert weights.stacked is not None
     many, router = weights.stacked[0].prepared, only_part(weights.router, x)
     # one row whose products take the norm with them: each of few programs, or what prepares x for all of them
-    folds = x.shape[0] == 1 and weights.top_k <= FEW_PAIRS and is_fixed(many.code, many.run, card_of(x.device))
+    one_by_one = x.shape[0] == 1 and not tile_size(weights.top_k, len(weights.down))
+    folds = one_by_one and is_fixed(many.code, many.run, card_of(x.device))
     norm = weights.norm if folds and router is not None and weights.shared_gate_up is None else None
     seen = x if norm is not None or weights.norm is None else rms_norm(x, weights.norm.weight, weights.norm.eps)
     logits = weights.router(seen) if router is None else product(seen, router.prepared, Extras(router.bias, norm))
@@ -108,8 +107,8 @@ def _given(
     assert weights.stacked is not None
     gate_up, down = weights.stacked
     count = len(weights.down)
-    tiles = None if chosen.numel() <= FEW_PAIRS else sorted_by_expert(chosen, count)
-    pairs = Pairs(chosen, count, tiles)
+    size = tile_size(chosen.numel(), count)
+    pairs = Pairs(chosen, count, sorted_by_expert(chosen, count, size) if size else None)
     gate = weights.activation if weights.activation in _GATES else ""
     first = Extras(gate_up.bias, norm, gate=gate)
     hidden = expert_product(x, gate_up.prepared, first, pairs, weights.limit or 0.0)
@@ -173,16 +172,14 @@ def _place_kernel(
         tl.store(place_ptr + starts + tl.load(rank_ptr + pair, mask=ok, other=0), pair, mask=ok)
 
 
-def sorted_by_expert(chosen: Tensor, num_experts: int) -> Tiles:
-    """Pairs in tiles of one expert each, on the device alone: as many tiles as any choice could need.
+def sorted_by_expert(chosen: Tensor, num_experts: int, size: int) -> Tiles:
+    """Pairs in tiles of `size` of one expert, on the device alone: as many tiles as any choice could need.
 
     Where in the tiles of its expert a pair lies is by chance: each is multiplied by itself there.
 
     chosen   int32 [num_tokens, top_k]
     """
     chosen, count = chosen.contiguous(), chosen.numel()
-    each = count / min(num_experts, count)
-    size = next(one for one in TOKEN_CLASSES if one >= min(each, LARGEST_TILE))
     most = count // size + min(num_experts, count)
     counts = torch.zeros(num_experts, dtype=torch.int32, device=chosen.device)
     ends, ranks = torch.empty_like(counts), torch.empty_like(chosen)

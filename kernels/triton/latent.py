@@ -25,6 +25,7 @@ from .attention_decode import _query_of, _split_tokens, merge_splits
 from .attention_tiles import Splits, side_by_side, splits_of
 from .launch import card_of, interpreting, launch, power_of_2
 
+ROTATING = 6  # float32 latents beside each query that turning int8 ones takes
 ROWS, NARROW_ROWS = 32, 16  # most query heads of a program; where registers hold widened codes, too
 KEYS, NARROW_KEYS = 32, 16  # of a tile, 36 KB of 16-bit numbers; of one of codes, which registers widen
 
@@ -48,7 +49,9 @@ def split_latents(
     FIRST: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Every so many'th split of one token's keys for ROWS query heads, as `attention_decode.decode_split` leaves it."""
+    """Every so many'th split of one token's keys for ROWS query heads, as `attention_decode.decode_split` leaves it;
+    the first query is first_token's.
+    """
     row = tl.program_id(2)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -64,7 +67,7 @@ def split_latents(
     SIXTEEN: tl.constexpr = tl.bfloat16 if FORMAT == "bf16" else tl.float16
     operand: tl.constexpr = tl.float32 if INTERPRET or FORMAT == "f32" else SIXTEEN
     real = (head < HEADS)[:, None]
-    q_row = q + (token.to(tl.int64) * HEADS + head)[:, None] * (RANK + TURNED)
+    q_row = q + (row.to(tl.int64) * HEADS + head)[:, None] * (RANK + TURNED)
     q_still = tl.load(q_row + d[None, :], mask=real & (d < RANK)[None, :], other=0.0).to(operand)
     q_turned = tl.load(q_row + RANK + e[None, :], mask=real & (e < TURNED)[None, :], other=0.0).to(operand)
     for place in tl.range(tl.program_id(0), count, tl.num_programs(0), num_stages=1):
@@ -128,8 +131,8 @@ def attend(
     by_token   prompts are split as single tokens are: no chunk or batch changes a bit
     """
     rank, rotates, dtype = pages.k.shape[3], pages.format == "int8", q.dtype
-    q = torch.cat([hadamard(q[..., :rank]), q[..., rank:].float()], -1) if rotates else q.contiguous()
-    (num_tokens, heads, _), num_seqs, card = q.shape, block_table.shape[0], card_of(q.device)
+    (num_tokens, heads, width), num_seqs, card = q.shape, block_table.shape[0], card_of(q.device)
+    q = q.contiguous()
     is_narrow = pages.format in SCALED_FORMATS
     rows = min(NARROW_ROWS if is_narrow else ROWS, max(16, power_of_2(heads)))
     blocks = -(-heads // rows)
@@ -137,25 +140,31 @@ def attend(
     if not by_token and num_tokens != num_seqs:
         splits = Splits(splits.first, 1)
     places = splits.places(block_table.shape[1] * pages.k.shape[2], None)
-    at_once = max(1, min(PART_BYTES // (heads * places * (rank + 2) * 4), 65_535, num_tokens))
+    each = heads * (places + ROTATING * rotates) * (rank + 2) * 4  # bytes
+    at_once = max(1, min(PART_BYTES // each, 65_535, num_tokens))
     sums = torch.empty((at_once, heads, places, rank), dtype=torch.float32, device=q.device)
     norms = torch.empty((at_once, heads, places, 2), dtype=torch.float32, device=q.device)
-    out = torch.empty((num_tokens, heads, rank), dtype=q.dtype, device=q.device)
+    out = torch.empty((num_tokens, heads, rank), dtype=torch.float32 if rotates else dtype, device=q.device)
+    mixed = out.view(dtype)[..., :rank]  # in the same memory
     given = (*pages[:2], *(norms if one is None else one for one in pages[2:]))
     split: dict[str, Any] = {"FIRST": splits.first, "SPLITS": splits.most, "STEPS": 8 if num_seqs < 256 else 20}
     for first in range(0, num_tokens, at_once):
         count = min(at_once, num_tokens - first)
+        part = slice(first, first + count)
+        asked = q[part]
+        if rotates:
+            asked = torch.cat([hadamard(asked[..., :rank]), asked[..., rank:].float()], -1)
         launch(
             split_latents,
             (side_by_side(places, count, blocks, card.num_sms), blocks, count),
-            *(q, *given, block_table, cu_query_lens, seq_lens, sums, norms),
+            *(asked, *given, block_table, cu_query_lens, seq_lens, sums, norms),
             *(scale * 1.4426950408889634, block_table.shape[1], num_seqs, first, places),
             HEADS=heads,
             ROWS=rows,
             RANK=rank,
-            TURNED=q.shape[2] - rank,
+            TURNED=width - rank,
             WIDTH=max(16, power_of_2(rank)),
-            TURNED_WIDTH=max(16, power_of_2(q.shape[2] - rank)),
+            TURNED_WIDTH=max(16, power_of_2(width - rank)),
             PAGE=pages.k.shape[2],
             FORMAT=pages.format,
             SCALES="none" if pages.k_scales is None else "layer" if pages.k_scales.dim() == 1 else "token",
@@ -181,7 +190,9 @@ def attend(
             HAS_SINKS=False,
             **split,
         )
-    return hadamard(out).to(dtype) if rotates else out
+        if rotates:
+            mixed[part] = hadamard(out[part])
+    return mixed
 
 
 def latent_attention(

@@ -205,14 +205,24 @@ def recording(card: Card) -> Iterator[list[Launch]]:
         _recorder.card = None
 
 
-def compile_ahead(call: Callable[[], object], device: torch.device, threads: int = 1) -> None:
-    """Compile every kernel that `call` would launch, several at once, without launching one.
+def recorded(call: Callable[[], object], device: torch.device, threads: int = 1) -> Callable[[], None]:
+    """What compiles every kernel that `call` would launch, several at once; none is launched.
 
     What kernels write keeps what lay in memory before: `call` must choose nothing by it. What fails here is left for
     the launch to tell.
     """
     with suppress(Exception), recording(card_of(device)) as launches:
         call()
-    with ThreadPoolExecutor(threads) as pool:
-        for done in [pool.submit(one.compile, device) for one in {one.key: one for one in launches}.values()]:
-            done.exception()
+    each = {one.key: one for one in launches}
+
+    def compile_all() -> None:
+        with ThreadPoolExecutor(threads) as pool:
+            for done in [pool.submit(one.compile, device) for one in each.values()]:
+                done.exception()
+
+    return compile_all
+
+
+def compile_ahead(call: Callable[[], object], device: torch.device, threads: int = 1) -> None:
+    """Compile them now (`recorded`)."""
+    recorded(call, device, threads)()

@@ -6,7 +6,9 @@ Each trial says nothing where both agree, else what is wrong. `selftest` decides
 from __future__ import annotations
 
 import subprocess
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import groupby
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from ..dequant import dequantize_rows
 from ..embedding import Embedding
+from ..experts import tokens_of_tiles
 from ..kv_pages import KVPages
 from ..layer_weights import (
     AttentionWeights,
@@ -30,7 +33,7 @@ from ..layer_weights import (
     View,
     linears_of,
 )
-from ..registry import Impl, LinearFacts
+from ..registry import Impl, LinearFacts, OpFacts
 from ..segments import REFERENCES, KernelTable
 from ..weight import Weight
 from .cases import ModelShapes, block_table, copied, empty_pages, numbers, op_cases, seeded
@@ -40,6 +43,8 @@ from .cases import ModelShapes, block_table, copied, empty_pages, numbers, op_ca
 TOLERANCE = {"float32": 5e-4, "bfloat16": 2e-2, "float16": 4e-3}
 # The same for what goes through pages: where two results differ in a last bit, some are stored one code apart.
 KV_SLACK = {"f32": 0.0, "bf16": 4e-3, "fp16": 1e-3, "int8": 1e-2, "fp8": 2e-2}
+# of a layer whose queries are rounded to bfloat16, too: four of gemma3-270m, whose scores are large, are off by 1.7e-2
+PAIRS_SLACK = 1e-2
 WORST = 30  # one number may be off by so many times the tolerance of the root mean square
 # rows of a product: a vector, a few, and as many as a prompt has; on a card one of each class that has its own kernel
 LINEAR_TOKENS = {"cpu": (1, 3, 40), "cuda": (1, 2, 3, 4, 5, 16, 23, 50, 70, 300)}
@@ -50,11 +55,32 @@ A_FEW = ((1, 1), (3, 21))
 SEGMENT_STEPS = {"cpu": (A_FEW,), "cuda": (((1, 21),), A_FEW, ((1, 1), (5, 21)), ((1, 1), (11, 21)))}
 
 
+class _Judging(threading.local):
+    """Of one thread."""
+
+    off = False
+
+
+_judging = _Judging()
+
+
+@contextmanager
+def unjudged() -> Iterator[None]:
+    """Within it trials of this thread find nothing and try every case: kernels are recorded and leave no results."""
+    _judging.off = True
+    try:
+        yield
+    finally:
+        _judging.off = False
+
+
 def compare(found: Tensor, wanted: Tensor, tolerance: float) -> str:
     """Nothing, or how `found` differs from `wanted`: float tensors of one shape.
 
     Raises NoVerdict where numbers are not finite, and some of `wanted` do not fit into float32 either.
     """
+    if _judging.off:
+        return ""
     if found.shape != wanted.shape:
         return f"shape {list(found.shape)} instead of {list(wanted.shape)}"
     if not found.numel():
@@ -70,7 +96,7 @@ def compare(found: Tensor, wanted: Tensor, tolerance: float) -> str:
     off = (found - wanted).abs()
     rms, most = float(off.square().mean().sqrt()) / size, float(off.max()) / size
     if rms > tolerance or most > WORST * tolerance:
-        return f"off by {rms:.1e} of the numbers' size, at most {most:.1e}; {tolerance:.0e} is allowed"
+        return f"off by {rms:.1e} of the numbers' size, at most {most:.1e}; {tolerance:.1e} is allowed"
     return ""
 
 
@@ -140,7 +166,12 @@ def tried(name: str, call: Callable[[], str]) -> str:
 
 def first_error(cases: Iterable[tuple[str, Callable[[], str]]]) -> str:
     """What the first case that fails says; (name, call) each."""
-    return next((said for name, call in cases if (said := tried(name, call))), "")
+    return next((said for name, call in cases if (said := tried(name, call)) and not _judging.off), "")
+
+
+def _in_pairs(facts: OpFacts) -> bool:
+    """Whether attention rounds queries and weights as keys and values were: a CPU with products of bfloat16."""
+    return facts.device == "cpu" and facts.kv_format == "bf16"
 
 
 RECURRENT = {"causal_conv": 3, "delta_rule": 5, "state_space": 5}  # op -> which argument is the state that it changes
@@ -156,9 +187,7 @@ def _own(part: Any, is_state: bool) -> Any:
 def op_error(op: str, run: Callable[..., Any], shapes: ModelShapes) -> str:
     """Nothing, or what is wrong with `run` as op `op` on these shapes."""
     tolerance = TOLERANCE[shapes.facts.dtype]
-    # a CPU with products of bfloat16 rounds queries and weights as such keys and values were
-    in_pairs = op == "paged_attention" and shapes.facts.device == "cpu" and shapes.facts.kv_format == "bf16"
-    if op == "kv_write" or in_pairs:
+    if op == "kv_write" or op == "paged_attention" and _in_pairs(shapes.facts):
         tolerance = max(tolerance, KV_SLACK[shapes.facts.kv_format])
 
     def differs(arguments: tuple[Any, ...]) -> str:
@@ -243,7 +272,7 @@ class SegmentTrial:
 
     def error(self, name: str, table: KernelTable) -> str:
         """Nothing, or what is wrong with segment `name` of `table`."""
-        steps = SEGMENT_STEPS.get(torch.device(self.shapes.facts.device).type, SEGMENT_STEPS["cuda"])
+        steps = self._steps(name, torch.device(self.shapes.facts.device).type)
 
         def cases() -> Iterator[tuple[str, Callable[[], str]]]:
             for step in steps:
@@ -254,6 +283,14 @@ class SegmentTrial:
                 yield f"on the first layers of each kind, {count} tokens", partial(run, getattr(table, name))
 
         return first_error(cases())
+
+    def _steps(self, name: str, device_type: str) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """(new tokens, tokens) of the sequences of each step; on a card experts have prompts for all sizes of tiles."""
+        if device_type == "cpu" or name != "experts":
+            return SEGMENT_STEPS.get(device_type, SEGMENT_STEPS["cuda"])
+        mixtures = {(len(mlp.down), mlp.top_k) for _, mlp, _ in self.layers if isinstance(mlp, ExpertsWeights)}
+        counts = {count for mixture in mixtures for count in tokens_of_tiles(*mixture)}
+        return (*SEGMENT_STEPS["cuda"], *(((count, count),) for count in sorted(counts)))
 
     @cached_property
     def _made(self) -> tuple[Tensor, int, list[View], Tensor, Tensor, Tensor]:
@@ -309,7 +346,8 @@ class SegmentTrial:
             p.impl.rounds for *kinds, _ in self.layers for w in kinds for linear in linears_of(w) for p in linear.parts
         ]
         facts = self.shapes.facts
-        return max(2 * TOLERANCE[facts.dtype], KV_SLACK[facts.kv_format], *(3 * r for r in rounds))
+        slack = max(KV_SLACK[facts.kv_format], PAIRS_SLACK * _in_pairs(facts))
+        return max(2 * TOLERANCE[facts.dtype], slack, *(3 * r for r in rounds))
 
     @torch.inference_mode()
     def _head(self, run: Callable[..., Tensor]) -> str:

@@ -162,7 +162,7 @@ class Tuner:
                 return None
             try:
                 call = trial(tile)
-                if compile_ahead is not None and not _waited(self._compiler.submit(compile_ahead, call), stop):
+                if compile_ahead is not None and not waited(self._compiler.submit(compile_ahead, call), stop):
                     return None
                 result = call()
                 if isinstance(result, torch.Tensor):
@@ -193,7 +193,7 @@ class Tuner:
         return Tuned(shape, best, best_s * 1e6, first_s * 1e6, tuple(failed))
 
 
-def _waited(task: Future[None], stop: Callable[[], bool]) -> bool:
+def waited(task: Future[None], stop: Callable[[], bool]) -> bool:
     """Whether it ended before `stop` said so; one that did not goes on, and the next attempt finds what it made."""
     while not stop():
         with suppress(TimeoutError):

@@ -17,7 +17,7 @@ import torch
 from localllm.boot.assembly import assemble
 from localllm.boot.claim import confined
 from localllm.boot.memory_meter import Meter
-from localllm.boot.profile import CpuProfiler, profile_gpu, warm_up
+from localllm.boot.profile import CpuProfiler, WarmAgain, profile_gpu, warm_up
 from localllm.device import MachineFacts
 from localllm.engine.adapters import Residents
 from localllm.engine.cuda_graph import Shape
@@ -63,6 +63,15 @@ def compiler(device: str, threads: int = 1) -> Callable[[Callable[[], object]], 
     return partial(compile_ahead, device=torch.device(device), threads=threads)
 
 
+def recorder(plan: Plan) -> Callable[[Callable[[], object]], Callable[[], None]] | None:
+    """The same in two steps (`launch.recorded`); None where kernels of other ranks belong to a call, too."""
+    if plan.ranks or compiler(plan.device) is None:
+        return None
+    from localllm.kernels.triton.launch import recorded
+
+    return partial(recorded, device=torch.device(plan.device))
+
+
 class Boot:
     """One engine over loaded weights.
 
@@ -99,6 +108,7 @@ class Boot:
         self._tuning_left_s = BUDGET_S
         self._compile_ahead = compiler(plan.device)
         self._stale: tuple[Shape, ...] = ()  # graphs that hold old tiles
+        self._warming: WarmAgain | None = None
         self._engine: Engine | None = None
         self._hold()
         # what a part takes says nothing of the whole
@@ -115,7 +125,7 @@ class Boot:
         else:
             self._profile_gpu()
         if plan.device != "cpu":
-            warm_up(self.engine.runner, self.plan)
+            warm_up(self.engine.runner, self.plan, self._facts)
             self.engine.when_idle(self._tune_when_idle)
 
     @property
@@ -286,6 +296,10 @@ class Boot:
         self.tuned += tuned
         if not any(one.us < one.first_us for one in tuned):
             return False
+        if self._warming is None or self._warming.is_done:  # what other kernels of a tile were not compiled to time it
+            runner, pages = self.engine.runner, self.engine.scheduler.pages
+            self._warming = WarmAgain(runner, pages, self.plan, self._facts, recorder(self.plan))
+            self.engine.when_idle(self._warming)
         graphs = self.engine.runner.graphs
         waits, self._stale = bool(self._stale), () if graphs is None else graphs.shapes
         return bool(self._stale) and not waits

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from operator import methodcaller
 from typing import Self
 
 import torch
@@ -27,7 +30,10 @@ from localllm.engine.runner import Runner
 from localllm.engine.scheduler import Scheduled, Step
 from localllm.engine.sequence import Sequence
 from localllm.errors import DeviceError
+from localllm.kernels.experts import tokens_of_tiles
 from localllm.kernels.verify.trial import LINEAR_TOKENS
+from localllm.kernels.verify.tuning import waited
+from localllm.models.architectures.facts import ModelFacts, expert_counts
 from localllm.models.model import Model
 from localllm.models.parallel import Message, ParallelModel
 from localllm.plan.memory import GRAPH_BYTES
@@ -47,6 +53,7 @@ class WorstSteps:
 
     pages   per cache group: ids to read and write; fewer than the depth needs are read again and again
     slots   the same of states
+    samples no tokens are drawn without
     """
 
     def __init__(
@@ -56,12 +63,14 @@ class WorstSteps:
         pages: Many[Many[int]],
         num_layers: int | None = None,
         slots: Many[int] = (),
+        samples: bool = True,
     ) -> None:
         self._runner = runner
         self._plan = plan
         self.pages = pages
         self.slots = slots
         self._num_layers = num_layers
+        self._samples = samples
 
     def prefill(self) -> None:
         """The last chunk of a prompt that fills the context, and its token."""
@@ -88,9 +97,13 @@ class WorstSteps:
         """A call that computes tokens [start, start + count) of a sequence, and a token behind them."""
         return partial(self._run, [self._sequence(start + count, count, 0)], [count])
 
-    def mixed(self, count: int) -> None:
-        """A prompt of `count` tokens beside a sequence that fills the context and decodes."""
-        self._run([self._sequence(count, count, 0), self._sequence(self._plan.ctx - 1, 1, 1)], [count, 1])
+    def prompt(self, count: int) -> None:
+        """A prompt of `count` tokens, and the token behind it."""
+        self.chunk(0, count)()
+
+    def mixed(self, count: int, length: int) -> None:
+        """A prompt of `count` tokens beside a sequence of `length` that decodes."""
+        self._run([self._sequence(count, count, 0), self._sequence(length, 1, 1)], [count, 1])
 
     def decoding(self, count: int, waits: bool = True) -> Callable[[], None]:
         """A call that computes one token for each of `count` sequences that fill the context.
@@ -126,6 +139,8 @@ class WorstSteps:
         first = step.scheduled[0]
         step.scheduled[0] = replace(first, num_tokens=first.num_tokens + len(drafts), drafts=drafts)
         output = self._runner.forward(step, num_layers=self._num_layers)
+        if not self._samples:
+            return
         # a step that is not captured has computed them all before any is sampled
         held = output.logits(list(range(len(sequences) + len(drafts)))) if drafts else None
         draw = self._runner.sample(output, list(range(len(sequences))), sequences)
@@ -219,20 +234,71 @@ def _of_all(profiles: list[MemoryProfile]) -> MemoryProfile:
     return farthest(named)
 
 
-def warm_up(runner: Runner, plan: Plan) -> None:
+def warm_up(runner: Runner, plan: Plan, facts: ModelFacts) -> None:
     """Launch every kernel that requests may need, over pages that nobody has yet: loading or compiling one takes a card
     from milliseconds to seconds, which the first prompt of its length would wait for.
     """
     worst = WorstSteps(runner, plan, [range(count) for count in plan.num_pages], 1 << 30, range(plan.num_slots))
+    for step in _every_kernel(runner, plan, facts):
+        step(worst)
+
+
+def _every_kernel(runner: Runner, plan: Plan, facts: ModelFacts) -> Iterator[Callable[[WorstSteps], None]]:
+    """Steps which together launch every kernel that is in no graph."""
     largest = min(plan.prefill_budget, plan.ctx - 1)
-    for count in sorted({min(count, largest) for count in LINEAR_TOKENS["cuda"]}):
-        worst.chunk(0, count)()
+    counts = *LINEAR_TOKENS["cuda"], *tokens_of_tiles(*expert_counts(facts))
+    for count in sorted({min(count, largest) for count in counts}):
+        yield methodcaller("prompt", count)
     if plan.max_parallel > 1:
-        worst.mixed(largest)
+        # of 8 bits, keys and values are widened once for many queries, but not beside so long a sequence
+        for count, length in sorted({(min(100, largest), 2), (largest, 2), (largest, plan.ctx - 1)}):
+            yield methodcaller("mixed", count, length)
     captured = max(runner.graphs.captured, default=0) if runner.graphs is not None else 0
     for count in LINEAR_TOKENS["cuda"]:
         if captured < count <= plan.max_parallel:
-            worst.decode(count)
+            yield methodcaller("decode", count)
+
+
+class WarmAgain:
+    """An idle job (`Engine.when_idle`) that does so once more, over pages that are free: other tiles were chosen since.
+
+    recorded   notes what a call would launch, and gives what compiles that, to run beside the engine's thread
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        pages: Pages,
+        plan: Plan,
+        facts: ModelFacts,
+        recorded: Callable[[Callable[[], object]], Callable[[], None]] | None,
+    ) -> None:
+        self._runner, self._pages, self._plan = runner, pages, plan
+        self._recorded = recorded
+        self._left = deque(_every_kernel(runner, plan, facts))
+        self._compiling: Future[None] | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return not self._left
+
+    def __call__(self, must_stop: Callable[[], bool]) -> bool:
+        free = [pool.free_pages() for pool in self._pages.pools]
+        slots = self._pages.slots.free_pages() if self._pages.slots is not None else []
+        if not all(free) or self._plan.num_slots and not slots:
+            self._left.clear()  # what is kept for later requests is worth more
+        given = self._runner, self._plan, free, 1 << 30, slots
+        worst, noted = WorstSteps(*given), WorstSteps(*given, samples=False)
+        while self._left and not must_stop():
+            step = self._left[0]
+            if self._recorded is not None and self._compiling is None:
+                compiling = self._recorded(partial(step, noted))
+                self._compiling = ThreadPoolExecutor(1, "compile").submit(compiling)
+            if self._compiling is None or waited(self._compiling, must_stop):
+                step(worst)
+                self._left.popleft()
+                self._compiling = None
+        return not self._left
 
 
 class CpuProfiler:

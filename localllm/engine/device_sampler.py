@@ -84,23 +84,26 @@ class DeviceSampler:
         self._integers = self._idle_integers = np.array([IDLE_INTEGERS] * rows, dtype=np.int64)
         # per row of the history: the sequence counted there, and how many tokens it will have
         self._slots: list[tuple[int, int]] = [(0, 0)] * most
-        # by shape of the bucket, with cuts or without: what its graph leaves, and what runs it
-        self._graphs: dict[tuple[Shape, bool], tuple[Sampled, Callable[[], None]]] = {}
+        # by shape of the bucket, with cuts or without: the logits that a graph reads, what it leaves, and what runs it
+        self._graphs: dict[tuple[Shape, bool], tuple[Tensor, Sampled, Callable[[], None]]] = {}
 
     def capture(self, buckets: tuple[Bucket, ...], capture: Callable[[Run], Captured]) -> None:
-        """A graph for every bucket's logits, with cuts and without. Raises what the capture raises."""
+        """A graph for every bucket's logits that has none, with cuts and without. Raises what the capture raises."""
+        logits = {bucket.shape: bucket.outputs[1] for bucket in buckets}
+        known = {key: graph for key, graph in self._graphs.items() if logits.get(key[0]) is graph[0]}
         self._graphs = {}
         self._load([], [], [])
-        found = {}
-        for bucket in sorted(buckets, key=lambda one: one.shape, reverse=True):
+        for shape in sorted(logits, reverse=True):
             for cuts in (True, False):
+                if (shape, cuts) in known:
+                    continue
 
-                def run(logits: Tensor = bucket.outputs[1], cuts: bool = cuts) -> tuple[Tensor, ...]:
+                def run(logits: Tensor = logits[shape], cuts: bool = cuts) -> tuple[Tensor, ...]:
                     return tuple(self._op(logits, self.inputs, cuts))
 
                 outputs, replay = capture(run)
-                found[bucket.shape, cuts] = Sampled(*outputs), replay
-        self._graphs = found
+                known[shape, cuts] = logits[shape], Sampled(*outputs), replay
+        self._graphs = known
 
     def sample(
         self,
@@ -147,7 +150,7 @@ class DeviceSampler:
         here = [has_device_form(s) and not isinstance(s.mask_row, Exception) for s in sequences]
         cuts = self._load([p if ok else -1 for p, ok in zip(places, here, strict=True)], sequences, ahead)
         if shape is not None:
-            out, replay = self._graphs[shape, cuts]
+            _, out, replay = self._graphs[shape, cuts]
             replay()
         else:
             out = self._op(logits, self.inputs, cuts)

@@ -20,6 +20,7 @@ import torch
 from localllm import LLM, SamplingParams
 from localllm.boot.boot import Boot, kernel_words
 from localllm.boot.memory_meter import Meter
+from localllm.boot.profile import WarmAgain
 from localllm.device.fake import MACHINES
 from localllm.engine.metrics import EngineStats
 from localllm.kernels import Impl, reference, table
@@ -113,13 +114,21 @@ def test_a_plan_that_did_not_hold_shrinks_once_says_so_and_is_remembered(
         assert any("1 of 8 sequences at once" in line and "--ctx" in line for line in llm.state().warnings)
 
 
+@pytest.mark.parametrize("path", ["smollm2_path", "gemma_path"])
+def test_real_models_keep_their_kernels(path: str, request: pytest.FixtureRequest) -> None:
+    """Scores of gemma3-270m are large: rounding its queries to bfloat16 shows in the self-test."""
+    with LLM(request.getfixturevalue(path), ctx=256) as llm:
+        assert llm.state().warnings == () and "fused step c" in llm.run_summary
+
+
 def idle_engine(when_idle: Callable[[Any], object]) -> Any:
     """Hands on what it is asked to do when idle."""
-    runner = SimpleNamespace(graphs=None, capture=lambda *_: ())
+    runner, scheduler = SimpleNamespace(graphs=None, capture=lambda *_: ()), SimpleNamespace(pages=None)
     stepper = SimpleNamespace(
         fault=None, speculation="on", stats=EngineStats(guesses={"n-gram": (8, 6), "draft": (4, 3)})
     )
-    return SimpleNamespace(when_idle=when_idle, runner=runner, stepper=stepper, pressure=SimpleNamespace(note=""))
+    parts = {"runner": runner, "scheduler": scheduler, "stepper": stepper, "pressure": SimpleNamespace(note="")}
+    return SimpleNamespace(when_idle=when_idle, **parts)
 
 
 @pytest.mark.parametrize(
@@ -365,6 +374,7 @@ def test_who_tunes_on_purpose_is_told_of_every_shape(empty_home: Path, monkeypat
     Thread(target=lambda: boot.tune(1.0, told.append)).start()
     assert jobs.get(timeout=10)(lambda: False) is True
     assert [one.shape for one in told] == [SHAPE] and [one.shape for one in boot.tuned] == [SHAPE]
+    assert isinstance(jobs.get(timeout=10), WarmAgain) and jobs.empty(), "other kernels of the new tile are compiled"
 
 
 def test_activations_that_cannot_be_rounded_are_named(tiny_path: Path) -> None:

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from localllm.boot.memory_meter import Peak
-from localllm.boot.profile import CpuProfiler, WorstSteps, warm_up
+from localllm.boot.profile import CpuProfiler, WarmAgain, WorstSteps, warm_up
 from localllm.config import EngineOptions
 from localllm.device import rss_anon_bytes
 from localllm.device.fake import MACHINES
@@ -26,9 +26,10 @@ from localllm.engine.pages import Pages
 from localllm.engine.runner import Runner
 from localllm.kernels import segments
 from localllm.kernels.embedding import Embedding
+from localllm.kernels.experts import tile_size
 from localllm.kernels.layer_weights import AttentionWeights, HeadWeights, Linear, LinearPart, MlpWeights, Norm
 from localllm.kernels.rope import RopeTable
-from localllm.models.architectures import Attention, Dense, LayerFacts, ModelFacts, RopeFacts
+from localllm.models.architectures import Attention, Dense, Experts, LayerFacts, ModelFacts, RopeFacts
 from localllm.models.kv_cache import KVCache, cache_groups
 from localllm.models.model import DecoderLayer, Model
 from localllm.plan.memory import activation_bytes
@@ -224,12 +225,51 @@ def test_warming_up_launches_every_class_of_rows_once_and_what_graphs_do_not_hol
         cache = KVCache(cache_groups(model_facts()), made.num_pages, made.page_size, made.kv)
         runner = Runner(model, cache, 1000)
         runner.graphs = SimpleNamespace(captured=captured, bucket=lambda parts: None) if captured else None
-        warm_up(runner, made)
+        warm_up(runner, made, model_facts())
         assert [batch.query_lens for batch, _ in model.batches] == [
             *((count,) for count in (1, 2, 3, 4, 5, 16, 23, 50, 70, 100)),
-            (100, 1),
+            *[(100, 1)] * 2,
             *((1,) * count for count in decoded),
         ]
+        assert [batch.seq_lens[1] for batch, _ in model.batches if batch.query_lens == (100, 1)] == [2, 999]
+
+
+def test_warming_up_takes_a_prompt_for_each_size_of_tiles_of_a_mixture() -> None:
+    """30B-A3B in 2,048 tokens: its kernels for 129 to 256 tokens were compiled in the first such request."""
+    experts = Experts(128, 8, 768)
+    layers = tuple(replace(layer, ffn=experts) for layer in model_facts().layers)
+    facts, model = replace(model_facts(), layers=layers), Noting()
+    made = Planner(MACHINES["rtx4090"], EngineOptions(ctx=2048, prefill_budget=2000)).plan(model_facts())
+    runner = Runner(model, KVCache(cache_groups(model_facts()), made.num_pages, made.page_size, made.kv), 1000)
+    warm_up(runner, made, facts)
+    counts = [sum(batch.query_lens) for batch, _ in model.batches]
+    sizes = {tile_size(8 * count, 128) for count in range(1, made.prefill_budget + 1)}
+    assert {tile_size(8 * count, 128) for count in counts} == sizes == {0, 8, 16, 32, 64}
+    assert {129, 257, 513} < {*counts}
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_kernels_of_other_tiles_are_launched_in_idle_moments_over_free_pages(compiles: bool) -> None:
+    made, model = planned(max_parallel=2), Noting()
+    pages = Pages(made.num_pages, [None], made.page_size)
+    taken = [pages.pools[0].take() for _ in range(3)]
+    cache = KVCache(cache_groups(model_facts()), made.num_pages, made.page_size, made.kv)
+    noted: list[int] = []  # batches when something was recorded
+
+    def recorded(call: Callable[[], object]) -> Callable[[], None]:
+        call()
+        return lambda: noted.append(len(model.batches))
+
+    job = WarmAgain(Runner(model, cache, 1000), pages, made, model_facts(), recorded if compiles else None)
+    assert not job(lambda: True) and not model.batches, "somebody asks"
+    answers = iter([False] * 2 + [True] * 100)
+    assert not job(lambda: next(answers)) and model.batches and not job.is_done
+    assert job(lambda: False) and job.is_done and job(lambda: False)
+    counts = [batch.query_lens for batch, _ in model.batches]
+    assert (1,) in counts and (100, 1) in counts and counts[-1] == (1, 1)
+    assert len(counts) == len(noted) * 2 if compiles else not noted
+    tables = [batch.groups[0].block_table for batch, _ in model.batches]
+    assert not {*taken} & {page for table in tables for page in table.flatten().tolist()}
 
 
 # --- what is remembered ----------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from localllm.engine.cuda_graph import Bucket, Shape
+from localllm.engine.cuda_graph import Bucket, Captured, Run, Shape
 from localllm.engine.device_sampler import DeviceSampler, has_device_form
 from localllm.engine.failures import explained
 from localllm.engine.sampler import sample
@@ -129,6 +129,27 @@ def test_damaged_weights_are_named() -> None:
     first, second = sampler().sample(logits, [0, 1], [sequence_of(temperature=1.0, seed=1), sequence_of()]).results()
     assert isinstance(first, NotANumber) and isinstance(explained(first), BadModelFile)
     assert second[0] == int(logits[1].argmax())
+
+
+def test_only_buckets_that_were_captured_anew_get_other_graphs() -> None:
+    """An idle moment captures some of them, and a request that waits for it does not wait for all samplers."""
+    device, captured = sampler(most=4), []
+
+    def capture(run: Run) -> Captured:
+        captured.append(run)
+        return rerun(run)
+
+    def bucket(rows: int) -> Bucket:
+        logits = torch.empty(rows, VOCAB)
+        return Bucket(Shape(rows), (logits, logits), lambda: None)
+
+    first, second = bucket(2), bucket(4)
+    device.capture((first, second), capture)
+    assert len(captured) == 4
+    device.capture((first, bucket(4)), capture)
+    assert len(captured) == 6
+    device.capture((first,), capture)
+    assert len(captured) == 6 and {shape for shape, _ in device._graphs} == {Shape(2)}
 
 
 def test_captured_buckets_sample_the_rows_that_are_left() -> None:

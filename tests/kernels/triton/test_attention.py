@@ -14,7 +14,7 @@ from localllm.kernels.kv_pages import KVPages
 from localllm.kernels.triton import attention, attention_tiles
 from localllm.kernels.triton.cards import Card
 from localllm.kernels.triton.launch import recording
-from localllm.kernels.verify.trial import compare
+from localllm.kernels.verify.trial import LINEAR_TOKENS, compare
 from localllm.kernels.verify.tuning import AGREEMENT
 from localllm.plan.memory import DECODE_SPLITS, SPLIT_PART_BYTES
 
@@ -285,6 +285,45 @@ def test_the_last_program_merges_the_splits(
         with recording(Card(90, 132)) as launches:
             one.run(attention.paged_attention)
         assert [launch.kernel.__name__ for launch in launches] == kernels
+
+
+def kernels_of(spans: tuple[tuple[int, int], ...], kv_format: str) -> set[tuple[str, str]]:
+    """What a step of Qwen3 8B launches on an H100, by what makes each another kernel to compile."""
+    with recording(Card(90, 132)) as launches:
+        empty = KVPages.empty(kv_format, 1, 8, 16, 128)
+        pages = KVPages(*(None if x is None else x.to("meta") for x in empty))
+        count, wide = sum(new for new, _ in spans), max(-(-length // 16) for _, length in spans)
+        ints = [torch.empty(size, dtype=torch.int32, device="meta") for size in (len(spans) + 1, len(spans))]
+        table = torch.empty((len(spans), wide), dtype=torch.int32, device="meta")
+        q = torch.empty((count, 32, 128), dtype=torch.bfloat16, device="meta")
+        attention.paged_attention(q, pages, table, *ints, 0.1)
+    return {(one.kernel.__name__, f"{one.constexprs} {one.options}") for one in launches}
+
+
+@pytest.mark.parametrize("kv_format", ["fp8", "bf16"])
+@pytest.mark.parametrize("ctx", [8192, 40_960, 131_072])
+def test_no_step_needs_a_kernel_that_no_warming_up_launched(ctx: int, kv_format: str) -> None:
+    """`boot.profile.warm_up`: each kernel of FP8 pages that a request compiled took it three seconds."""
+    alone = [((count, count),) for count in LINEAR_TOKENS["cuda"]]
+    beside = [((count, count), (1, length)) for count, length in ((100, 2), (2048, 2), (2048, ctx - 1))]
+    warm = {one for spans in (*alone, *beside) for one in kernels_of(spans, kv_format)}
+    steps = [
+        *(((min(2048, length), length),) for length in range(256, ctx, 4096)),
+        ((100, 100), (1, 2000)), ((100, 4000),), ((1000, 1000), (1000, 1000)),
+        *(((count, count), *[(1, 3000)] * 3) for count in (300, 2048)),
+        ((2048, 2048), *[(1, 8000)] * 7), ((2048, ctx - 1), *[(1, ctx - 1)] * 7),
+    ]  # fmt: skip
+    assert all(kernels_of(spans, kv_format) <= warm for spans in steps)
+
+
+def test_fp8_pages_are_tuned_as_they_are() -> None:
+    """Not the float16 ones that are made of them, which have tiles of their own."""
+    for form, kernels in (("fp8", ["fp8"]), ("fp16", ["fp16"])):
+        call = attention._trial("attention_prefill", torch.empty(1, 32, 128, dtype=torch.bfloat16), form, 8, 16)
+        tile = attention_tiles.prefill_tiles(90, form, 128)[0]
+        with recording(Card(90, 132)) as launches:
+            call(tile._asdict())()
+        assert [launch.constexprs["FORMAT"] for launch in launches] == kernels
 
 
 @pytest.mark.parametrize("kv_format", ["bf16", "fp8"])

@@ -137,7 +137,7 @@ def test_every_form(form: str, tokens: int, device: torch.device) -> None:
 
 @pytest.mark.slow
 def test_many_pairs_go_in_tiles(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_experts, "FEW_PAIRS", 4)
+    monkeypatch.setattr(reference, "FEW_PAIRS", 4)
     check(mixture("softmax", device), 3, device)
 
 
@@ -145,7 +145,7 @@ def test_many_pairs_go_in_tiles(device: torch.device, monkeypatch: pytest.Monkey
 def test_every_pair_has_one_place_in_a_tile_of_its_expert(count: int) -> None:
     chosen = torch.randint(0, EXPERTS, (count, TOP_K), dtype=torch.int32)
     chosen[:, 0] = 4
-    tiles = triton_experts.sorted_by_expert(chosen, EXPERTS)
+    tiles = triton_experts.sorted_by_expert(chosen, EXPERTS, reference.tile_size(count * TOP_K, EXPERTS) or 8)
     places = tiles.places.view(-1, tiles.size)
     assert places[places >= 0].sort()[0].tolist() == list(range(count * TOP_K))
     for tile, expert in zip(places, tiles.experts.tolist(), strict=True):

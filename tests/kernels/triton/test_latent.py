@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from localllm.kernels import reference
+from localllm.kernels import kv_codes, reference
 from localllm.kernels.kv_pages import KVPages
 from localllm.kernels.triton import latent
 
@@ -55,6 +55,24 @@ def test_attend(
     pages, where = pages_of(name, 24, 8, device, bool(layer)), step(lengths, device)
     q = torch.randn(int(where[1][-1]), heads, 32).to(device)
     found = latent.attend(q, pages, *where, 0.2, by_token=by_token)
+    limit = 1e-5 if device.type == "cpu" else 2e-2
+    torch.testing.assert_close(found, reference.latent_attention(q, pages, *where, 0.2), rtol=limit, atol=limit)
+
+
+def test_queries_of_rotated_latents_turn_a_few_at_a_time(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All at once they took three times what the plan counts."""
+    torch.manual_seed(7)
+    pages, where, turned = pages_of("int8", 24, 8, device, False), step([(3, 20), (2, 5)], device), []
+
+    def hadamard(x: Tensor) -> Tensor:
+        turned.append(x.shape[0])
+        return kv_codes.hadamard(x)
+
+    monkeypatch.setattr(latent, "hadamard", hadamard)
+    monkeypatch.setattr(latent, "PART_BYTES", 2 * 3 * (1 + latent.ROTATING) * 26 * 4)
+    q = torch.randn(5, 3, 32).to(device)
+    found = latent.attend(q, pages, *where, 0.2)
+    assert turned == [2, 2, 2, 2, 1, 1]
     limit = 1e-5 if device.type == "cpu" else 2e-2
     torch.testing.assert_close(found, reference.latent_attention(q, pages, *where, 0.2), rtol=limit, atol=limit)
 

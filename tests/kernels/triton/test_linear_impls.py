@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,9 @@ from localllm.kernels.segments import REFERENCES as COMPOSED
 from localllm.kernels.table import implementations
 from localllm.kernels.triton import ops, quantize, segments
 from localllm.kernels.triton.aot_cases import all_specs
-from localllm.kernels.triton.launch import launch
+from localllm.kernels.triton.cards import Card
+from localllm.kernels.triton.launch import launch, recording
+from localllm.kernels.verify.trial import LINEAR_TOKENS, linear_error, unjudged
 from localllm.kernels.weight import Weight
 
 import triton  # isort: skip
@@ -37,6 +40,27 @@ def facts(**more: Any) -> LinearFacts:
         "dtype": "bfloat16", "deterministic": False,
     }  # fmt: skip
     return LinearFacts(**(usual | more))
+
+
+@pytest.mark.parametrize("form", ["dense-bf16", "int4g-128"])
+def test_all_that_a_self_test_launches_is_compiled_ahead(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded kernels leave no results: what the first case made of them ended the test, and the others were compiled
+    one by one."""
+    monkeypatch.setitem(LINEAR_TOKENS, "cpu", LINEAR_TOKENS["cuda"])
+    weight = make(form, 64, 256)
+    prepared, run = IMPLS["triton"].prepare(weight), IMPLS["triton"].run
+
+    def keys(call: Callable[[], object]) -> set[str]:
+        with recording(Card(90, 132)) as launches:
+            call()
+        return {one.key for one in launches}
+
+    each = [partial(run, torch.randn(count, 256).bfloat16(), prepared, None) for count in LINEAR_TOKENS["cuda"]]
+    wanted = set().union(*(keys(one) for one in each))
+    error = partial(linear_error, IMPLS["triton"], facts(device="cpu", shape=(64, 256)), weight, prepared)
+    with unjudged():
+        assert keys(error) == wanted and len(wanted) > 3
+    assert keys(error) < wanted
 
 
 @pytest.mark.parametrize(
