@@ -6,6 +6,7 @@ GGUF                    blk.{i}.ffn_{gate,up,down}_exps.weight [E, N, K], .bias 
 transformers 5          experts.gate_up_proj [E, 2I, H], gate rows first, or experts.up_proj [E, I, H];
                         experts.down_proj [E, H, I]
                         attn_k_b, attn_v_b [heads, N, K] -> attn_k_b.{head}.weight
+Qwen3-VL MoE            experts.gate_up_proj [E, H, 2I], gate columns first, experts.down_proj [E, I, H]
 GraniteMoe              block_sparse_moe.input_linear.weight and output_linear.weight, as the two before
 gpt-oss                 experts.{gate_up,down}_proj_bias [E, N]; gate and up rows take turns, and either
     plain               experts.gate_up_proj [E, H, 2I], experts.down_proj [E, I, H]
@@ -64,22 +65,30 @@ def _parts(name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> It
         for expert, kind, part in _apart(info, kinds, turns=False):
             yield replace(part, name=f"{match[1]}experts.{expert}.{kind}_proj.weight")
     elif (match := _HF.fullmatch(name)) and dims == {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}[match[3]]:
-        yield from _of_transformers(info, match, f"{match[1]}{match[2]}_proj_bias" in tensors)
+        yield from _of_transformers(info, match, tensors)
     else:
         yield info
 
 
-def _of_transformers(info: TensorInfo, match: re.Match[str], gpt_oss: bool) -> Iterator[TensorInfo]:
-    kinds = match[2].split("_")
+def _of_transformers(info: TensorInfo, match: re.Match[str], tensors: Mapping[str, TensorInfo]) -> Iterator[TensorInfo]:
+    kinds, gpt_oss = match[2].split("_"), f"{match[1]}{match[2]}_proj_bias" in tensors
     if match[3] == "_blocks":
         experts, n, groups, width = info.shape
         info = replace(info, shape=(experts, n, groups * width))
-    elif gpt_oss and not match[3]:
+    elif not match[3] and (gpt_oss or _has_columns(match[1], tensors)):
         experts, k, n = info.shape
         item = info.nbytes // math.prod(info.shape)
         info = replace(info, shape=(experts, n, k), strides=(k * n * item, item, n * item))
     for expert, kind, part in _apart(info, kinds, turns=gpt_oss or match[3] in ("_blocks", "_scales")):
         yield replace(part, name=f"{match[1]}{expert}.{kind}_proj.{_SUFFIX[match[3]]}")
+
+
+def _has_columns(start: str, tensors: Mapping[str, TensorInfo]) -> bool:
+    """Whether inputs lie along the rows of all experts: only then has what is read twice as many columns as the other
+    has rows.
+    """
+    wide, down = (tensors.get(f"{start}{kinds}_proj") for kinds in ("gate_up", "down"))
+    return wide is not None and down is not None and wide.shape[1:] == (down.shape[-1], 2 * down.shape[1])
 
 
 def _apart(info: TensorInfo, kinds: list[str], *, turns: bool) -> Iterator[tuple[int, str, TensorInfo]]:

@@ -64,7 +64,7 @@ class Cohere2(Cohere):
     name = "cohere2"
     label = "Command R7B and A"
     hf_types = {"cohere2": DEFAULTS | {"sliding_window": 4096}}
-    hf_wrappers = {"cohere2_vision": "cohere2"}
+    hf_wrappers = {"cohere2_vision": "cohere2", "aya_vision": "cohere2"}
     hf_classes = ("Cohere2ForCausalLM", "Cohere2VisionForConditionalGeneration")
     gguf_types = ("cohere2",)
 

@@ -254,9 +254,10 @@ def _global_heads(config: HfConfig) -> tuple[int, int]:
         raise config.unsupported(f"{config.source} with heads of {len(each) + 1} kinds")
     if each:
         return each.pop()
-    heads = keys.integer("num_global_key_value_heads", 1, MAX_HEADS, config.num_kv_heads)
-    tied = keys.flag("attention_k_eq_v") or config.model_type != "gemma4_text"
-    return keys.integer("global_head_dim", 2, MAX_HEAD_DIM), heads if tied else config.num_kv_heads
+    heads = config.num_kv_heads
+    if keys.flag("attention_k_eq_v"):
+        heads = keys.integer("num_global_key_value_heads", 1, MAX_HEADS, heads)
+    return keys.integer("global_head_dim", 2, MAX_HEAD_DIM), heads
 
 
 def _wide(config: Config, attention: Attention, rope: RopeFacts, kv_heads: int, k_is_v: bool) -> Attention:

@@ -23,8 +23,14 @@ class Glm4(Architecture):
     label = "GLM-4 (dense)"
     hf_types = {
         "glm4": {"head_dim": 128, "partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-7}
-        | {"max_position_embeddings": 131_072, "num_key_value_heads": 2}
-    }
+        | {"max_position_embeddings": 131_072, "num_key_value_heads": 2},
+        "glm4v_text": {
+            "vocab_size": 151_552, "hidden_size": 4096, "intermediate_size": 13_696, "num_hidden_layers": 40,
+            "num_attention_heads": 32, "num_key_value_heads": 2, "max_position_embeddings": 32_768,
+            "rms_norm_eps": 1e-5,
+        },
+    }  # fmt: skip
+    hf_wrappers = {"glm4v": "glm4v_text", "glm46v": "glm4v_text"}
     hf_classes = ("Glm4ForCausalLM",)
     gguf_types = ("glm4",)
 

@@ -21,18 +21,20 @@ from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
 
 SHARED = {f"mlp.shared_expert.{kind}_proj": f"mlp.shared_experts.{kind}_proj" for kind in ("gate", "up", "down")}
 
+# What configurations may leave out.
+DEFAULTS = {
+    "num_local_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "n_shared_experts": 1,
+    "num_key_value_heads": 8, "first_k_dense_replace": 1, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5,
+}  # fmt: skip
+
 
 class Glm4Moe(Architecture):
     """The first layers are dense."""
 
     name = "glm4_moe"
     label = "GLM-4.5 to 4.7"
-    hf_types = {
-        "glm4_moe": {
-            "num_local_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "n_shared_experts": 1,
-            "num_key_value_heads": 8, "first_k_dense_replace": 1, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5,
-        }
-    }  # fmt: skip
+    hf_types = {"glm4_moe": DEFAULTS, "glm4v_moe_text": DEFAULTS | {"max_position_embeddings": 65_536}}
+    hf_wrappers = {"glm4v_moe": "glm4v_moe_text"}
     hf_classes = ("Glm4MoeForCausalLM",)
     gguf_types = ("glm4moe",)
 

@@ -18,6 +18,9 @@ DEFAULTS = {
     "num_hidden_layers": 36, "hidden_size": 2880, "intermediate_size": 2880, "vocab_size": 201088, "head_dim": 64,
     "num_attention_heads": 64, "num_key_value_heads": 8, "num_local_experts": 128, "num_experts_per_tok": 4,
     "sliding_window": 128, "rms_norm_eps": 1e-5, "rope_theta": 150000.0, "max_position_embeddings": 131072,
+    "rope_parameters": {
+        "rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096,
+    },
 }  # fmt: skip
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from localllm.checkpoint import Checkpoint
 from localllm.checkpoint.fields import MAX_HIDDEN
@@ -23,6 +24,17 @@ OLD_BLOCK = BLOCK | {"mlp.gate": "block_sparse_moe.router.layer"}
 # keys of the multipliers of embedding and residual stream, and of the divisor of logits
 HF_SCALES = "embedding_multiplier", "residual_multiplier", "logits_scaling"
 GGUF_SCALES = "embedding_scale", "residual_scale", "logit_scale"
+# What configurations may leave out.
+DEFAULTS = {
+    "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "max_position_embeddings": 2048, "attention_multiplier": 1.0,
+}  # fmt: skip
+DOCLING = {
+    "vocab_size": 133_800, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 28,
+    "num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 32_768, "rms_norm_eps": 1e-5,
+    "attention_multiplier": 1 / 64, "embedding_multiplier": 12.0, "logits_scaling": 4.0, "residual_multiplier": 0.263,
+    "tie_word_embeddings": True,
+}  # fmt: skip
 HF_MOE = {
     "max_position_embeddings": 2048,
     "attention_multiplier": 1.0,
@@ -36,7 +48,11 @@ class Granite(Architecture):
 
     name = "granite"
     label = "Granite 3 (dense)"
-    hf_types = {"granite": {"max_position_embeddings": 2048, "attention_multiplier": 1.0}}
+    hf_types = {"granite": DEFAULTS, "granite4_vision_text": DEFAULTS, "granite_docling_text": DOCLING}
+    hf_wrappers: ClassVar[Mapping[str, str]] = {
+        "granite4_vision": "granite4_vision_text",
+        "granite_docling": "granite_docling_text",
+    }
     hf_classes = ("GraniteForCausalLM",)
     gguf_types = ("granite",)
 
@@ -66,6 +82,7 @@ class GraniteMoe(Granite):
     name = "granitemoe"
     label = "Granite 3 MoE"
     hf_types = {"granitemoe": HF_MOE}
+    hf_wrappers = {}
     hf_classes = ("GraniteMoeForCausalLM",)
     gguf_types = ("granitemoe",)
 

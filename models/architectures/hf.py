@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from localllm.checkpoint import Checkpoint
 from localllm.checkpoint.fields import MAX_CONTEXT, MAX_HEAD_DIM, MAX_LAYERS, MAX_VOCAB, Fields
@@ -23,6 +26,7 @@ from .mixers import RopeFacts
 from .names import TOWER, NameMap
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+PLACES, ENDS = 16, 4 << 20  # where two tables are compared: so often in between, and so many bytes at either end
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 _TEMPLATE = re.compile(rb'"chat_template"\s*+:\s*+(?!null)')
 
@@ -93,7 +97,8 @@ class HfConfig(Config):
     def rope_values(self) -> dict[str, Any]:
         """What the file says of that rotation, wherever it does."""
         theta = {"rope_theta": self.keys.number("rope_theta", 1.0, 1e15, 10_000.0)}
-        return theta | object_of(self.given, "rope_scaling") | object_of(self.given, "rope_parameters")
+        stated = object_of(self.given, "rope_scaling") | object_of(self.given, "rope_parameters")
+        return theta | (stated or object_of(self.keys, "rope_parameters"))
 
     def ropes(self, full_theta: float, local_theta: float | None = None) -> tuple[RopeFacts, RopeFacts, int]:
         """The rotation of layers that see all, that of windowed ones, and the context; the thetas of silent files.
@@ -128,8 +133,9 @@ class HfConfig(Config):
             raise fields.fail("partial_rotary_factor", f"leaves {dim} rotated elements of a head of {self.head_dim}")
         theta = fields.number("rope_theta", 1.0, 1e15)
         kind = fields.text("rope_type", fields.text("type", "default"))
-        if kind in ("default", "none", "dynamic"):
-            # dynamic changes frequencies only beyond the trained context, which is not offered.
+        if kind in ("default", "none", "dynamic", "mrope"):
+            # dynamic changes frequencies only beyond the trained context, which is not offered; the three positions
+            # that mrope gives a token are one in text.
             return RopeFacts(theta, dim), context
         stated = given.integer("original_max_position_embeddings", 1, MAX_CONTEXT, context)
         original = fields.integer("original_max_position_embeddings", 1, MAX_CONTEXT, stated)
@@ -260,19 +266,32 @@ class HfConfig(Config):
         }
 
     def _tied(self) -> bool:
-        """Whether the head is the embedding: by the config, but a missing head is tied, and a quantized one is not."""
+        """Whether the head is the embedding. A wrapper's value comes before that of its text part. But a stored head
+        is tied only where it has the same bytes; a missing one where either of the two says so, or neither anything.
+        """
+        key, tensors = "tie_word_embeddings", self.checkpoint.tensors
+        stated = [fields.flag(key) for fields in (self.top, self.given) if fields.raw(key) is not None]
         start = f"{self.names.source('lm_head')}."
-        head = {name.rpartition(".")[2] for name in self.checkpoint.tensors if name.startswith(start)}
-        stated = self.keys.raw("tie_word_embeddings")
-        if stated is None:
-            stated = self.top.raw("tie_word_embeddings")
-        if stated is not None and not isinstance(stated, bool):
-            raise self.keys.fail("tie_word_embeddings", f"is {stated!r:.60}, it must be true or false")
-        if not self.checkpoint.tensors:
-            return bool(stated)
-        if not head:
-            return stated is not False
-        return bool(stated) and head <= {"weight"}
+        head = {name.rpartition(".")[2] for name in tensors if name.startswith(start)}
+        if tensors and not head:
+            return any(stated) or not stated
+        tied = stated[0] if stated else self.keys.flag(key)
+        return tied and (not tensors or (head == {"weight"} and self._stored_alike("lm_head", "model.embed_tokens")))
+
+    def _stored_alike(self, *modules: str) -> bool:
+        """Whether two tables hold the same, as far as a few of their bytes say: both ends, where added tokens lie, and
+        some in between.
+        """
+        one, other = (self.checkpoint.tensors.get(f"{self.names.source(module)}.weight") for module in modules)
+        if one is None or other is None or (one.dtype, one.shape) != (other.dtype, other.shape):
+            return False
+        ours, theirs = self.checkpoint.read(one.name), self.checkpoint.read(other.name)
+        between = (slice(start, start + 4096) for start in range(0, len(ours), len(ours) // PLACES + 1))
+        parts = itertools.chain(between, (slice(ENDS), slice(-ENDS, None)))
+        found = all(np.array_equal(ours[part], theirs[part]) for part in parts)
+        for info in (one, other):
+            self.checkpoint.forget(info.name, cached=False)
+        return found
 
 
 def object_of(fields: Fields, key: str) -> dict[str, Any]:

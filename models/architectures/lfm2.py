@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from localllm.checkpoint import Checkpoint
 from localllm.checkpoint.fields import MAX_CONV, MAX_HEADS, MAX_HIDDEN, MAX_LAYERS
@@ -60,7 +60,8 @@ class Lfm2(Architecture):
         | {"block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True}
     }
     hf_renamed = {"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings"}
-    hf_classes = ("Lfm2ForCausalLM",)
+    hf_wrappers = {"lfm2_vl": "lfm2"}
+    hf_classes: ClassVar[tuple[str, ...]] = ("Lfm2ForCausalLM",)
     gguf_types = ("lfm2",)
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
@@ -119,6 +120,7 @@ class Lfm2Moe(Lfm2):
         | {"hidden_size": 2048, "intermediate_size": 7168, "moe_intermediate_size": 1792, "num_dense_layers": 2}
         | {"num_experts": 32, "num_experts_per_tok": 4, "use_expert_bias": True, "norm_topk_prob": True}
     }
+    hf_wrappers = {}
     hf_classes = ("Lfm2MoeForCausalLM",)
     gguf_types = ("lfm2moe",)
 

@@ -8,14 +8,28 @@ from .gguf import GgufConfig
 from .hf import HfConfig
 from .layers import LayerFacts
 
+# What configurations may leave out, above all those below a wrapper: LLaVA's have no sizes.
+SIZES = {
+    "vocab_size": 32_000, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+}  # fmt: skip
+
 
 class Llama(Architecture):
     """Two norms, rotated heads, SiLU."""
 
     name = "llama"
     label = "Llama 2 and 3, SmolLM2, Mistral"
-    hf_types = {"llama": {}, "mistral": {"sliding_window": 4096, "num_key_value_heads": 8}}
-    hf_wrappers = {"mistral3": "mistral"}
+    hf_types = {
+        "llama": SIZES | {"intermediate_size": 11_008, "max_position_embeddings": 2048},
+        "mistral": SIZES
+        | {"intermediate_size": 14_336, "max_position_embeddings": 131_072}
+        | {"sliding_window": 4096, "num_key_value_heads": 8},
+    }
+    hf_wrappers = dict.fromkeys(("mistral3", "idefics2"), "mistral") | dict.fromkeys(
+        ("llava", "llava_next", "llava_next_video", "video_llava", "vipllava", "idefics3", "smolvlm", "janus")
+        + ("deepseek_vl", "deepseek_vl_hybrid", "voxtral"),
+        "llama",
+    )
     hf_classes = ("LlamaForCausalLM", "MistralForCausalLM")
     gguf_types = ("llama",)
 

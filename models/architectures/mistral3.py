@@ -10,7 +10,7 @@ from localllm.checkpoint.fields import MAX_CONTEXT
 from .architecture import Architecture
 from .facts import ModelFacts, repeated
 from .gguf import GgufConfig
-from .hf import HfConfig, object_of
+from .hf import HfConfig
 from .layers import LayerFacts
 from .mixers import RopeFacts
 
@@ -20,14 +20,23 @@ class Mistral3(Architecture):
 
     name = "mistral3"
     label = "Ministral 3 (text)"
-    hf_types = {"ministral3": {"head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 262_144}}
+    hf_types = {
+        "ministral3": {
+            "vocab_size": 131_072, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 34,
+            "num_attention_heads": 32, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 262_144,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 1_000_000.0, "factor": 16.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 16_384, "llama_4_scaling_beta": 0.1,
+            },
+        }
+    }  # fmt: skip
     hf_classes = ("Ministral3ForCausalLM", "Mistral3ForConditionalGeneration")
     gguf_types = ("mistral3",)
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
         rope, context = config.rope()
-        parameters = object_of(config.given, "rope_parameters")
-        grown = parameters.get("llama_4_scaling_beta", 0.0)
+        grown = config.rope_values.get("llama_4_scaling_beta", 0.0)
         if type(grown) not in (int, float) or not 0 <= grown <= 100:
             raise config.keys.fail("rope_parameters.llama_4_scaling_beta", f"is {grown!r:.60}, a number is expected")
         temperature = (float(grown), rope.original_context) if grown and rope.original_context else None

@@ -24,7 +24,10 @@ class Mixtral(Architecture):
 
     name = "mixtral"
     label = "Mixtral"
-    hf_types = {"mixtral": {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2}}
+    hf_types = {
+        "mixtral": {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
+        | {"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5}
+    }
     hf_classes = ("MixtralForCausalLM",)
 
     def from_hf(self, config: HfConfig) -> ModelFacts:

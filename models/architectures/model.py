@@ -24,7 +24,8 @@ from .names import TOWER, NameMap
 from .vision import ImageFacts
 
 _TOWER = re.compile(
-    r"(^|\.)(vision_tower|vision_model|visual|audio_tower|vision_embed_tokens|vision_encoder|embed_vision|embed_audio)\."
+    r"(^|\.)(vision_tower|vision_model|visual|image_tower|audio_tower|vision_embed_tokens|vision_encoder|embed_vision"
+    r"|embed_audio)\."
 )
 _SOUND = re.compile(r"(^|\.)(audio_tower|embed_audio)\.")
 

@@ -14,7 +14,7 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.([\w.]+)")
 _ONE_OF_MANY = re.compile(r"(mlp\.experts\.|self_attn\.[kv]_b_proj\.)(\d+)((?:\.\w+)?)")  # experts, or heads
 TOWER = ("vision.", "projector.")  # what canonical names of a tower's tensors begin with
 MTP = "mtp."  # what Qwen's names begin with of the head that predicts the token after next
-_WRAPPERS = ("language_model.model.", "model.language_model.")
+_WRAPPERS = ("language_model.model.", "model.language_model.", "model.text_model.")
 GGUF_LAYER = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",

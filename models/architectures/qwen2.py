@@ -12,13 +12,27 @@ from .gguf import GgufConfig
 from .hf import HfConfig
 from .layers import LayerFacts
 
+# What configurations may leave out.
+DEFAULTS = {
+    "vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 22_016, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "max_position_embeddings": 32_768, "max_window_layers": 28, "sliding_window": 4096,
+}  # fmt: skip
+VL = {
+    "vocab_size": 152_064, "hidden_size": 8192, "intermediate_size": 29_568, "num_hidden_layers": 80,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 32_768, "rms_norm_eps": 1e-5,
+    "rope_theta": 1_000_000.0, "max_window_layers": 80, "sliding_window": 4096,
+}  # fmt: skip
+
 
 class Qwen2(Architecture):
     """Windowed layers, if any, are the last ones."""
 
     name = "qwen2"
     label = "Qwen2, Qwen2.5"
-    hf_types = {"qwen2": {"max_window_layers": 28, "sliding_window": 4096}}
+    hf_types = {"qwen2": DEFAULTS, "qwen2_vl_text": VL, "qwen2_5_vl_text": VL}
+    hf_wrappers = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"} | dict.fromkeys(
+        ("internvl", "llava_onevision", "got_ocr2", "fast_vlm", "ovis2", "video_llama_3", "qwen2_audio"), "qwen2"
+    )
     hf_classes = ("Qwen2ForCausalLM",)
     gguf_types = ("qwen2",)
     own: dict[str, Any] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .qwen2 import Qwen2
+from .qwen2 import DEFAULTS, Qwen2
 
 
 class Qwen3(Qwen2):
@@ -10,7 +10,11 @@ class Qwen3(Qwen2):
 
     name = "qwen3"
     label = "Qwen3"
-    hf_types = {"qwen3": {**Qwen2.hf_types["qwen2"], "head_dim": 128}}
+    hf_types = {
+        "qwen3": DEFAULTS | {"head_dim": 128},
+        "qwen3_vl_text": DEFAULTS | {"head_dim": 128, "max_position_embeddings": 128_000, "rope_theta": 500_000.0},
+    }
+    hf_wrappers = {"qwen3_vl": "qwen3_vl_text", "lighton_ocr": "qwen3"}
     hf_classes = ("Qwen3ForCausalLM",)
     gguf_types = ("qwen3",)
     own = {"qk_norm": True}

@@ -52,7 +52,7 @@ class Qwen3_5(Architecture):
     name = "qwen3_5"
     label = "Qwen3.5, 3.6 and 3.8 (dense)"
     hf_types = {"qwen3_5_text": DEFAULTS}
-    hf_wrappers = {"qwen3_5": "qwen3_5_text"}
+    hf_wrappers = dict.fromkeys(("qwen3_5", "minicpmv4_6", "minicpmv4_7", "minicpm_ocr"), "qwen3_5_text")
     hf_classes: ClassVar[tuple[str, ...]] = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
     gguf_types = ("qwen35",)
     grouped = False  # whether what each key head needs lies together in the checkpoints

@@ -17,8 +17,14 @@ class Qwen3Moe(Architecture):
     hf_types = {
         "qwen3_moe": {
             "num_local_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "sliding_window": 4096,
-        }
+            "num_key_value_heads": 4,
+        },
+        "qwen3_vl_moe_text": {
+            "num_local_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "norm_topk_prob": True,
+            "max_position_embeddings": 128_000, "rope_theta": 500_000.0, "tie_word_embeddings": True,
+        },
     }  # fmt: skip
+    hf_wrappers = {"qwen3_vl_moe": "qwen3_vl_moe_text"}
     hf_classes = ("Qwen3MoeForCausalLM",)
     gguf_types = ("qwen3moe",)
 

@@ -96,7 +96,9 @@ def canonical(source: str) -> str:
         # Not hf_wrappers: a GGUF file of the same name is another architecture (mistral3).
         if source in (one.name, *one.hf_types, *one.hf_classes, *one.gguf_types):
             return one.name
-    return source
+    wrapper = source.removesuffix("ForConditionalGeneration").replace("_", "").lower() if "For" in source else ""
+    names = ((one.name, name) for one in ARCHITECTURES for name in one.hf_wrappers)
+    return next((ours for ours, name in names if name.replace("_", "") == wrapper), source)
 
 
 def understand(checkpoint: Checkpoint) -> tuple[ModelFacts, NameMap]:
@@ -131,6 +133,8 @@ def _from_hf(checkpoint: Checkpoint) -> tuple[ModelFacts, NameMap]:
     for one in ARCHITECTURES:
         if model_type in one.hf_wrappers:
             text = top.raw("text_config")
+            if text is None and "num_hidden_layers" in checkpoint.config:  # as Qwen2-VL was published
+                text = checkpoint.config | {"model_type": one.hf_wrappers[model_type]}
             if not isinstance(text, dict):
                 raise top.fail("text_config", "must be an object")
             model_type = Fields(top.path, text).text("model_type", one.hf_wrappers[model_type])

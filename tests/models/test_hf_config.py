@@ -1,0 +1,108 @@
+"""config.json: what it may leave out, and whether the head is the embedding."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from localllm.checkpoint import Checkpoint
+from localllm.errors import BadModelFile
+from localllm.models.architectures import open_model
+from localllm.models.architectures.facts import ModelFacts
+from localllm.models.architectures.registry import ARCHITECTURES, understand
+from localllm.models.loader import LoadOptions, load_model
+
+TYPES = {model_type: defaults for one in ARCHITECTURES for model_type, defaults in one.hf_types.items()}
+SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "max_position_embeddings",
+)  # fmt: skip
+# where the defaults of transformers are no model
+STATED: dict[str, dict[str, Any]] = {
+    "glm4_moe": {"num_attention_heads": 64},
+    "glm4v_moe_text": {"num_attention_heads": 64},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 16},
+    "nemotron_h": {"layers_block_type": ["mamba", "attention"] * 2},
+}
+IDS = list(range(3, 60))
+
+
+def facts_of(config: dict[str, Any]) -> ModelFacts:
+    return understand(Checkpoint(Path("model"), "safetensors", {}, {}, config=config))[0]
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_what_is_left_out_is_what_transformers_takes(model_type: str) -> None:
+    from transformers import CONFIG_MAPPING
+
+    stated = STATED.get(model_type, {})
+    whole = json.loads(CONFIG_MAPPING[model_type](**stated).to_json_string(use_diff=False))
+    for key in ("bos_token_id", "eos_token_id", "num_nextn_predict_layers"):
+        whole.pop(key, None)
+    sizes = {key: whole[key] for key in SIZES if key in whole and key not in TYPES[model_type]}
+    assert facts_of({"model_type": model_type} | sizes | stated) == facts_of(whole | stated)
+
+
+def test_scaling_of_ministral_is_read_under_either_key(tiny: Callable, loaded: Callable, tmp_path: Path) -> None:
+    model = tiny("ministral3")
+    scaling = dict(model.config["rope_parameters"])
+    older = {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling, "rope_parameters": None}
+    with open_model(model.save(tmp_path, **older)) as checkpoint:
+        assert checkpoint.facts.layers == loaded("ministral3").facts.layers
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_kv_heads_of_gemma_4_unified_are_their_own_where_keys_are_values(tied: bool, tiny: Callable) -> None:
+    config = tiny("gemma4").config | {"model_type": "gemma4_unified_text", "attention_k_eq_v": tied}
+    config |= {"per_layer_config": None, "num_global_key_value_heads": 1, "global_head_dim": 28}
+    assert facts_of(config).layers[1].mixer.num_kv_heads == (1 if tied else 2)
+
+
+@pytest.mark.parametrize(
+    ("top", "text", "head", "expected"),
+    [
+        (True, False, "none", True),
+        (False, True, "none", True),
+        (None, None, "none", True),
+        (None, False, "none", None),
+        (False, False, "none", None),
+        (False, True, "other", False),
+        (None, True, "other", False),
+        (True, True, "other", False),
+        (True, True, "end", False),
+        (True, True, "half", False),
+        (True, False, "same", True),
+        (None, None, "same", True),
+        (False, True, "same", False),
+    ],
+)
+def test_tensors_decide_whether_a_head_is_tied(
+    top: bool | None, text: bool | None, head: str, expected: bool | None, tiny: Callable, tmp_path: Path
+) -> None:
+    """A wrapper of Gemma 3, whose text part is tied where nobody says anything. `expected` None: refused."""
+    model = tiny("gemma3")
+    table = model.tensors["model.embed_tokens.weight"]
+    last = torch.cat([table[:-1], table[-1:] + 1])
+    heads = {"none": None, "same": table.clone(), "other": -table, "end": last, "half": table.half()}
+    inner = model.config | {"tie_word_embeddings": text}
+    config = {"model_type": "gemma3", "text_config": inner, "tie_word_embeddings": top}
+    with open_model(model.save(tmp_path, {"lm_head.weight": heads[head]}, **config)) as checkpoint:
+        if expected is None:
+            with pytest.raises(BadModelFile, match=r"lm_head\.weight: the weight is missing"):
+                _ = checkpoint.facts
+        else:
+            assert checkpoint.facts.tied_embeddings is expected
+
+
+def test_a_head_of_its_own_is_used_whatever_the_file_says(tiny: Callable, paged: Any, tmp_path: Path) -> None:
+    model = tiny("qwen3")
+    with open_model(model.save(tmp_path, tie_word_embeddings=True)) as checkpoint:
+        ours = load_model(checkpoint, LoadOptions(exact=True))
+    reference = model.logits(IDS)
+    assert float((paged(ours).all_logits(IDS, [40]) - reference).abs().max() / reference.abs().max()) < 1e-4
