@@ -9,6 +9,7 @@ import logging
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -21,6 +22,7 @@ from weakref import WeakSet
 from textual import events
 from textual.app import App, SystemCommand
 from textual.css.query import NoMatches
+from textual.driver import Driver
 from textual.screen import ModalScreen, Screen
 from textual.theme import Theme
 from textual.widgets import OptionList
@@ -32,6 +34,7 @@ from localllm.conversation.session import Session
 from localllm.paths import toml_beside
 from localllm.terminal import no_color
 from localllm.tui.keymap import Keymap
+from localllm.tui.terminal_input import InputParser
 
 HANGUP_S = 1.0  # between two looks whether the terminal is still there
 GONE_S = 20.0
@@ -73,7 +76,7 @@ class Frame(App[None]):
 
     TITLE = "localllm"
     HORIZONTAL_BREAKPOINTS = [(0, "-tiny"), (40, "-narrow"), (100, "-wide")]
-    VERTICAL_BREAKPOINTS = [(0, "-low"), (12, "-high")]
+    VERTICAL_BREAKPOINTS = [(0, "-low"), (12, "-short"), (20, "-high")]
 
     def __init__(self, session: Session, options: ScreenOptions | None = None) -> None:
         self.session, self.options = session, options or ScreenOptions()
@@ -112,6 +115,12 @@ class Frame(App[None]):
         self.remove_class("-light-mode" if theme.dark else "-dark-mode", update=False)
         self._refresh_truecolor_filter(self.ansi_theme)
         self.stylesheet.set_variables(self.get_css_variables())
+
+    def _build_driver(self, *args: Any, **options: Any) -> Driver:
+        """Each of Textual's drivers makes the parser that its module names."""
+        driver = super()._build_driver(*args, **options)
+        vars(sys.modules[type(driver).__module__])["XTermParser"] = InputParser
+        return driver
 
     @property
     def size_classes(self) -> list[str]:

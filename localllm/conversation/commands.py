@@ -59,6 +59,8 @@ def _export(session: Session, text: str) -> str:
 
     word, _, rest = text.partition(" ")
     kind, path = (word, rest.strip()) if word in FORMATS else ("md", text)
+    if path == text and path and not {".", "/"} & set(path):
+        raise ConfigError(f"/export {clean_line(text)}: it can be {', '.join(FORMATS)}, or a path", "/export html")
     talk = session.conversation
     if not talk.roots:
         raise ConfigError("there is nothing to export yet", "")

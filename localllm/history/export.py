@@ -29,10 +29,11 @@ def as_markdown(
     chat: SavedChat, messages: Sequence[SavedMessage], *, reasoning: bool = False, pictures: bool = True
 ) -> str:
     """The branch on the screen, a heading per message; pictures as data: URLs, or by name."""
-    parts = [f"# {_title(chat)}\n\n{_meta(chat)}\n"]
+    path = active_path(messages, chat.leaf_id)
+    parts = [f"# {_title(chat)}\n\n{_meta(chat, len(path))}\n"]
     if chat.system:
         parts.append(f"## System\n\n{chat.system}\n")
-    for message in active_path(messages, chat.leaf_id):
+    for message in path:
         parts.append(f"## {_NAMES.get(message.role, message.role)}\n")
         for name, url in _attached(message):
             shown = f"![{_PLAIN.sub('_', name)}]({url})" if url and pictures else f"Attached: {name}"
@@ -63,10 +64,10 @@ def as_html(chat: SavedChat, messages: Sequence[SavedMessage]) -> str:
 
     parser = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"]).disable("image")
     parser.validateLink = lambda url: url.strip().lower().startswith(("http://", "https://", "mailto:", "#"))  # type: ignore[method-assign]
-    body = []
+    path, body = active_path(messages, chat.leaf_id), []
     if chat.system:
         body.append(f'<section class="system"><p class="meta">System</p>{parser.render(chat.system)}</section>')
-    for message in active_path(messages, chat.leaf_id):
+    for message in path:
         thought = f'<div class="text">{html.escape(message.reasoning)}</div>'
         parts = [
             f'<section class="{message.role if message.role in _NAMES else "other"}">',
@@ -81,7 +82,9 @@ def as_html(chat: SavedChat, messages: Sequence[SavedMessage]) -> str:
         ]
         body.append("".join(parts))
     page = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
-    return page.substitute(title=html.escape(_title(chat)), meta=html.escape(_meta(chat)), body="\n".join(body))
+    return page.substitute(
+        title=html.escape(_title(chat)), meta=html.escape(_meta(chat, len(path))), body="\n".join(body)
+    )
 
 
 def render(chat: SavedChat, messages: Sequence[SavedMessage], kind: str) -> str:
@@ -95,9 +98,9 @@ def _title(chat: SavedChat) -> str:
     return " ".join(chat.title.split()) or "Chat"
 
 
-def _meta(chat: SavedChat) -> str:
+def _meta(chat: SavedChat, num_messages: int) -> str:
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(chat.created))
-    return " · ".join(part for part in (when, chat.model, counted(chat.num_messages, "message")) if part)
+    return " · ".join(part for part in (when, chat.model, counted(num_messages, "message")) if part)
 
 
 def _rounds(message: SavedMessage) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:

@@ -18,7 +18,7 @@ from localllm.history.prompts import PromptHistory
 from localllm.history.records import SavedChat, SavedMessage, active_path
 from localllm.history.store import History
 
-CHAT = SavedChat("c0ffee", "A <b>title", "m", "be brief", leaf_id=2, num_messages=2, created=0)
+CHAT = SavedChat("c0ffee", "A <b>title", "m", "be brief", leaf_id=2, created=0)
 MESSAGES = [
     SavedMessage(1, "c0ffee", None, "user", "Q?", params={"attachments": [{"name": "<a>.txt", "text": "x"}]}),
     SavedMessage(
@@ -33,14 +33,14 @@ def test_markdown_holds_the_branch_on_the_screen() -> None:
     text = as_markdown(CHAT, MESSAGES, reasoning=True)
     assert "## You" in text and "## System\n\nbe brief" in text and "Attached: <a>.txt" in text and "> hm" in text
     assert "another branch" not in text
-    assert "· 2 messages" in text and "· 1 message\n" in as_markdown(replace(CHAT, num_messages=1), MESSAGES[:1])
+    assert "· 2 messages" in text and "· 1 message\n" in as_markdown(CHAT, MESSAGES[:1])
 
 
 def test_html_runs_nothing_and_fetches_nothing() -> None:
     text = as_html(CHAT, MESSAGES)
     assert "<script" not in text and "<img" not in text and 'href="javascript' not in text
     assert "&lt;script&gt;" in text and "<strong>A</strong>" in text and 'href="https://ok"' in text
-    assert "A &lt;b&gt;title" in text and "default-src 'none'" in text
+    assert "A &lt;b&gt;title" in text and "· 2 messages" in text and "default-src 'none'" in text
 
 
 def test_calls_of_tools_and_their_results_are_exported() -> None:

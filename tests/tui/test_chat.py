@@ -345,7 +345,11 @@ async def test_the_prompt_remembers() -> None:
 
 
 async def test_commands_are_hinted_and_completed() -> None:
-    async with chat() as running:
+    async with chat(size=(40, 12)) as running:
+        await running.pilot.press("slash")
+        await running.until(lambda: any("/help" in line for line in running.drawn))
+        assert "localllm" in running.drawn[0] and running.drawn[1].strip().startswith("╭")
+        running.prompt.text = ""
         await running.pilot.press("slash", "s", "y")
         await running.until(lambda: "/system" in running.text("#hints"))
         await running.pilot.press("tab")
@@ -373,6 +377,18 @@ async def test_commands() -> None:
         await running.ask("//literal")
         assert running.backend.sent[-1][0][0] == {"role": "system", "content": "be brief"}
         assert running.backend.sent[-1][0][-1]["content"] == "/literal"
+
+
+async def test_bench_takes_the_word_quick_or_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[tuple[str, ...]] = []
+    monkeypatch.setattr("localllm.tui.chat.commands.show_command", lambda app, *words: shown.append(words))
+    async with chat() as running:
+        await running.ready()
+        for line in ("/bench", "/bench quick", "/bench -d 4k"):
+            await running.send(line)
+        await running.until(lambda: len(shown) == 3)
+        quick = ["-p", "128", "-n", "32", "-r", "1", "--no-save"]
+        assert shown == [("bench", "fake", *words) for words in (["-r", "2"], quick, ["-d", "4k"])]
 
 
 @pytest.mark.slow

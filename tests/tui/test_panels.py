@@ -9,7 +9,7 @@ import pytest
 from textual.widgets import DataTable, Input, OptionList, Static
 
 from localllm.backend.scripted import FakeBackend
-from localllm.config import UiConfig
+from localllm.config import Preset, UiConfig
 from localllm.conversation.session import Session
 from localllm.conversation.tree import Conversation
 from localllm.errors import ModelNotFound
@@ -258,6 +258,59 @@ async def test_an_offline_model_is_not_fetched() -> None:
         await running.until(lambda: "offline" in running.text("#state"))
 
 
+SMALL = [(40, 12), pytest.param((60, 15), marks=pytest.mark.slow), pytest.param((80, 20), marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("size", SMALL)
+async def test_home_shows_the_row_under_the_cursor_in_a_small_window(size: tuple[int, int], tmp_path: Path) -> None:
+    path = tmp_path / "chats.db"
+    long_chat(path, 1)
+    async with chat(model="", path=path, home=True, size=size) as running:
+        home = running.screen.query_one(Home)
+        listing = home.query_one(OptionList)
+        await running.until(lambda: home.models and any("A long chat" in row for row in running.drawn))
+
+        def is_seen() -> bool:
+            option = listing.highlighted_option
+            assert option is not None
+            return any(str(option.prompt)[:20].strip() in line for line in running.drawn)
+
+        for key in ("down", "end", "up", "home"):
+            await running.pilot.press(key)
+            await running.until(is_seen)
+        await running.pilot.press("end")
+        home.tell("what went wrong")
+        await running.until(lambda: any("went wrong" in line for line in running.drawn) and is_seen())
+        await running.pilot.resize_terminal(118, 34)
+        await running.pilot.resize_terminal(*size)
+        await running.until(is_seen)
+
+
+async def test_the_table_of_models_shows_the_row_under_the_cursor_in_a_small_window(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    size = 40, 12
+    async with chat(size=size) as running:
+        await running.ready()
+        first, *rest = running.backend.choices()
+        rows = [first, *rest, *(replace(first, name=f"model-{number}") for number in range(20))]
+        monkeypatch.setattr(running.backend, "choices", lambda ctx: rows)
+        await running.pilot.press("ctrl+o")
+        await running.until(lambda: isinstance(running.app.screen, ModelsScreen) and running.app.screen.row)
+        table = running.app.screen.query_one(DataTable)
+
+        def seen() -> list[str]:
+            return [row.name for row in rows if any(f" {row.name} " in line for line in running.drawn)]
+
+        for at in (0, 3, len(rows) - 1, 5):
+            table.move_cursor(row=at)
+            await running.until(lambda at=at: rows[at].name in seen() and len(seen()) >= 3)  # type: ignore[misc]
+        await running.pilot.resize_terminal(118, 34)
+        table.move_cursor(row=len(rows) - 1)
+        await running.pilot.resize_terminal(*size)
+        await running.until(lambda: rows[-1].name in seen())
+
+
 @pytest.mark.parametrize(
     ("size", "columns", "status"),
     [
@@ -292,6 +345,16 @@ async def test_parameters_say_who_recommends_them(size: tuple[int, int], monkeyp
         await running.pilot.press("f2")
         await running.until(lambda: isinstance(running.app.screen, ParamsScreen))
         await running.until(lambda: any("0.6 (card of Qwen3 2507 Thinking)" in line for line in running.drawn))
+
+
+async def test_parameters_can_be_typed_at_once() -> None:
+    sampling: dict[str, object] = {"temperature": 0.5}
+    async with chat(sampling=sampling, presets={"short": Preset()}) as running:  # type: ignore[arg-type]
+        await running.ready()
+        await running.pilot.press("f2")
+        await running.until(lambda: isinstance(running.app.screen, ParamsScreen) and running.app.focused)
+        await running.pilot.press(*"0.3", "enter")
+        await running.until(lambda: sampling == {"temperature": 0.3})
 
 
 async def test_parameters_are_checked_and_taken_over() -> None:

@@ -177,6 +177,10 @@ def test_an_editor_and_a_large_paste(open_terminal: Callable[..., Terminal], tmp
     terminal.has("from the editor")
     terminal.send("\x03")
     terminal.until(lambda: "from the editor" not in terminal.text)
+    terminal.send("one\x1b\rtwo\x1b[200~ three\x1b\rfour\x1b[201~")  # Alt+Enter, and the same bytes in a paste
+    terminal.until(lambda: re.search(r"│ one\s+│\s+│ two three\s+│\s+│ four\s", terminal.text))
+    terminal.send("\x03")
+    terminal.until(lambda: "four" not in terminal.text)
     terminal.send("\x1b[200~" + "\n".join(f"line {n} of a paste" for n in range(2000)) + "\x1b[201~")
     terminal.has("line 1999 of a paste")
     terminal.send("\x03")

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 from textual.command import CommandList
-from textual.events import Key
+from textual.events import Key, Paste
 from textual.geometry import Region
 from textual.widgets import OptionList
 
 from localllm.history.store import History
 from localllm.tui.screens.help import HelpScreen
 from localllm.tui.screens.models import ModelsScreen
+from localllm.tui.terminal_input import InputParser
 from localllm.tui.widgets.choices import Choices
 from localllm.tui.widgets.engine import EnginePanel
 from localllm.tui.widgets.sidebar import Sidebar
@@ -290,3 +291,27 @@ async def test_a_key_that_comes_back_unused_does_nothing_to_a_screen_that_appear
         await running.until(lambda: app.screen.is_mounted and app.screen.row)
         await running.pilot.press("escape")
         assert app.screen is running.screen
+
+
+@pytest.mark.parametrize(
+    ("sent", "read"),
+    [
+        ("a\x1b\rb", ["a", "alt+enter", "b"]),
+        ("\x1b\n\x1b[13;3u\r\n", ["alt+enter", "alt+enter", "enter", "ctrl+j"]),
+        ("\x1b[A\x1b", ["up", "escape"]),
+        ("x\x1b[200~a\x1b\rb\x1b[2Jc\x1b[201~\x1b\r", ["x", "pasted: a\rb[2Jc", "alt+enter"]),
+        ("\x1b[200~a\x1b[200~\x1b[201~\x1b[200~b\x1b\x1b[201~", ["pasted: a[200~", "pasted: b"]),
+    ],
+    ids=["alt-enter", "enters", "escape", "esc-in-a-paste", "pastes"],
+)
+def test_bytes_of_a_terminal_are_keys_and_pasted_texts(
+    sent: str, read: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for size in (1, 5, len(sent)):  # as they come in
+        parser = InputParser()
+        events = [one for at in range(0, len(sent), size) for one in parser.feed(sent[at : at + size])]
+        with monkeypatch.context() as later:  # nothing follows: a lone Esc is a key
+            later.setattr("textual._parser.get_time", lambda: float("inf"))
+            events += parser.tick()
+        keys = [f"pasted: {one.text}" if isinstance(one, Paste) else getattr(one, "key", one) for one in events]
+        assert keys == read, size

@@ -16,6 +16,7 @@ from localllm.tui.widgets.sidebar import Sidebar
 from .turns import Turns
 
 ACTIONS = {"help": "help", "keys": "help", "logs": "logs", "engine": "engine", "params": "params", "quit": "app.quit"}
+BENCHES = {"": "-r 2", "quick": "-p 128 -n 32 -r 1 --no-save"}
 SHOWN = ("ps", "plan", "doctor")  # other commands of this program, shown in a panel
 SAID = (
     "system",
@@ -69,7 +70,8 @@ class Commands:
 
     async def _do_bench(self, text: str) -> None:
         if self._screen.may_change():
-            show_command(self._screen.app, "bench", self._screen.session.model, *(text.split() or ["-r", "2"]))
+            words = BENCHES.get(text, text).split()
+            show_command(self._screen.app, "bench", self._screen.session.model, *words)
 
     async def _do_theme(self, text: str) -> None:
         app = self._screen.app

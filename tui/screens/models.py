@@ -32,6 +32,13 @@ COLUMNS = (  # (from so many columns of the terminal, what is shown)
 )
 
 
+class Table(DataTable[Text]):
+    """The row under the cursor stays in view, also when the details below take room from the table."""
+
+    def on_resize(self) -> None:
+        self.call_after_refresh(lambda: self.move_cursor(row=self.cursor_row))
+
+
 class ModelsScreen(Modal[tuple[str, int | None] | None]):
     """Answers with (name, context asked for), or None."""
 
@@ -64,7 +71,7 @@ class ModelsScreen(Modal[tuple[str, int | None] | None]):
         with Vertical(id="models") as box:
             box.border_title = "Models"
             yield Input(placeholder="/ filter", compact=True, id="model-filter")
-            yield DataTable(cursor_type="row", id="model-table")
+            yield Table(cursor_type="row", id="model-table")
             yield Static("looking …", id="model-detail", markup=False)
 
     def on_mount(self) -> None:

@@ -21,6 +21,7 @@ from .dialogs import Modal
 class ParamsScreen(Modal[bool]):
     """Answers True when something was changed."""
 
+    AUTO_FOCUS = "Input"  # not the presets above: Enter would open their list
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("f2", "leave", "Close"),
         Binding("ctrl+s", "apply", "Apply", priority=True),
@@ -41,7 +42,7 @@ class ParamsScreen(Modal[bool]):
 
     def compose(self) -> ComposeResult:
         talk = self._conversation
-        with VerticalScroll(classes="box -tall -wide") as box:
+        with VerticalScroll(classes="box -tall -wide", can_focus=False) as box:
             box.border_title = "Parameters"
             box.border_subtitle = "⏎/^S apply · esc"
             if self._presets:

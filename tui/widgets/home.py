@@ -21,6 +21,13 @@ MODELS = 6
 SLOW_TPS = 5.0  # a model that is slower here is not offered by itself
 
 
+class Listing(OptionList):
+    """The row under the cursor stays in view, also when what is around the list takes room from it."""
+
+    def on_resize(self) -> None:
+        self.call_after_refresh(self.scroll_to_highlight)
+
+
 class Home(Vertical):
     """Rows to choose from; the id of each is chat:ID, model:NAME or browse."""
 
@@ -33,14 +40,18 @@ class Home(Vertical):
     def compose(self) -> ComposeResult:
         yield Static(Content.styled("l o c a l l l m", "bold $primary"), id="home-name")
         yield Static("", id="home-machine", markup=False)
-        yield OptionList(markup=False, compact=True, id="home-list")
+        yield Listing(markup=False, compact=True, id="home-list")
         models, doctor, leave = map(self._keys.label, ("models.open", "app.doctor", "app.quit"))
         keys = f"⏎ start   {models} all models   {doctor} doctor   {leave} quit   or just type"
         yield Static(keys, id="home-keys", markup=False)
         yield Static("", id="home-said", markup=False)
 
     def on_mount(self) -> None:
+        self.tell("")
         self._fill()
+
+    def on_resize(self) -> None:
+        self.call_after_refresh(self._fill)  # rows of the new width
 
     @property
     def default_model(self) -> str:
@@ -71,12 +82,15 @@ class Home(Vertical):
 
     def tell(self, text: str) -> None:
         """What went wrong with a choice, below the keys; "" takes it away."""
-        self.query_one("#home-said", Static).update(text)
+        said = self.query_one("#home-said", Static)
+        said.update(text)
+        said.display = bool(text)
 
     def _fill(self) -> None:
         listing = self.query_one(OptionList)
         row = listing.highlighted_option
         listing.set_options(self._options())
+        listing.set_styles(max_height=listing.option_count)  # what follows stands right below
         ids = [option.id for option in listing.options]
         if row is not None and row.id in ids:  # the row under the cursor stays, wherever it stands now
             listing.highlighted = ids.index(row.id)
@@ -84,7 +98,7 @@ class Home(Vertical):
             listing.action_first()
 
     def _options(self) -> Iterator[Option]:
-        width = max(40, min(self.size.width or 80, 96) - 6)
+        width = max(30, min(self.size.width or 80, 96) - 6)
         if self.chats:
             yield Option("Continue", disabled=True)
         for chat in self.chats:

@@ -177,17 +177,17 @@ class Hints(Static):
         self._at = (self._at + step) % len(self._rows)
         self._draw()
 
-    def offer(self, text: str) -> None:
-        """Look at what is in front of the cursor."""
+    def offer(self, text: str, rows: int) -> None:
+        """Look at what is in front of the cursor; `rows` is how many there is room for."""
         self._rows, self.spaced, self.takes_enter = [], False, False
         if text.startswith("/") and not text.startswith("//") and " " not in text and "\n" not in text:
-            found = matching(text)[:MAX_HINTS]
+            found = matching(text)[:rows]
             self._rows = [(f"/{s.name}", f"{s.argument}  {s.meaning}".strip()) for s in found]
             self.typed, self.spaced = text, bool(found and found[0].argument)
             if [s for s in found if f"/{s.name}" == text]:
                 self._rows = [row for row in self._rows if row[0] == text]
         elif match := _AT.search(text):
-            self._rows = [(f"@{path}", "") for path in matching_files(match[1], MAX_HINTS)]
+            self._rows = [(f"@{path}", "") for path in matching_files(match[1], rows)]
             self.typed, self.spaced, self.takes_enter = f"@{match[1]}", True, True
             if [row for row in self._rows if row[0] == self.typed]:
                 self._rows = []
@@ -226,8 +226,10 @@ class Prompt(Vertical):
         area = event.text_area
         hints = self.screen.query_one(Hints)
         at_end = area.cursor_location == area.document.end
-        hints.offer(area.text if at_end and len(area.text) < 1000 else "")
-        hints.styles.offset = (2, -(self.outer_size.height + 1))
+        below = self.outer_size.height + 1
+        room = self.screen.size.height - below - 3  # between the title and the prompt, without the frame
+        hints.offer(area.text if at_end and len(area.text) < 1000 else "", max(1, min(MAX_HINTS, room)))
+        hints.styles.offset = (2, -below)
 
     def show(self, title: str, attachments: Sequence[Document], budget: str) -> None:
         """What is queued or being edited, on the upper edge of the frame; above it the files and what they take."""
