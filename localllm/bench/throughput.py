@@ -93,8 +93,11 @@ def run_bench(
     """Measure a loaded model, and a peer in turns with it. Raises ConfigError when a test does not fit its context."""
     longest = max(options.depths) + options.prompt_tokens + options.output_tokens
     if longest >= llm.plan.ctx:
+        most = min(llm.plan.max_ctx, llm.facts.max_context)
+        less = f"measure fewer tokens with -p, -n or -d: no --ctx above {most:,} is possible here"
         raise ConfigError(
-            f"the bench needs {longest:,} tokens, the context window holds {llm.plan.ctx:,}", f"add --ctx {longest + 1}"
+            f"the bench needs {longest:,} tokens, the context window holds {llm.plan.ctx:,}",
+            f"add --ctx {longest + 1}" if longest < most else less,
         )
     engines: list[Engine] = [OurEngine(llm)] if peer is None else [OurEngine(llm), peer]
     rng = random.Random(0)

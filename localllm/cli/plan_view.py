@@ -275,7 +275,8 @@ def _window(one: int | str) -> str:
 
 
 def _remarks(sheet: Sheet) -> list[str]:
-    lines = ["columns in GiB: weights, keys and values of one request, work, margin · MEM CTX: the context that fits"]
+    sizes = "columns in GiB: weights, keys and values of one request, work, margin"
+    lines = [f"{sizes} · MEM CTX: the largest context there is room for"]
     if any(isinstance(row.wished, int) and row.plan and row.plan.ctx < row.wished for row in sheet.rows):
         lines.append("own: the model's own limit is smaller than the window")
     if any(row.plan and row.plan.basis == "measured" for row in sheet.rows):
@@ -286,6 +287,8 @@ def _remarks(sheet: Sheet) -> list[str]:
         lines.append("bf16→fp8: the file does not fit as it is, and becomes smaller while loading")
     lines += [f"quality of {clean_line(name)}: {note}, measured here" for name, note in qualities(sheet)]
     star = sheet.star.plan if sheet.star else None
+    if star and sheet.star and sheet.star.wished == "auto" and star.ctx < star.max_ctx:
+        lines += [f"★ {reason}" for reason in star.reasons if reason.startswith("context ")]
     if star:
         lines += [clean_line(line) for line in (star.idle, *star.warnings) if line]
     return lines

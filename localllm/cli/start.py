@@ -56,9 +56,11 @@ def load_chat(name: str, sampling: dict[str, Any]) -> Conversation:
     Raises ChatNotFound, HistoryError.
     """
     from localllm.conversation.storage import restored
-    from localllm.history.store import History
+    from localllm.history.store import ChatNotFound, History
 
     with History() as history:
+        if name == "last" and not history.chats(1):
+            raise ChatNotFound("there is no saved chat to go on with", "leave out --continue")
         chat = history.find(name)
         return restored(chat, history.messages(chat.id), sampling)
 
@@ -66,8 +68,9 @@ def load_chat(name: str, sampling: dict[str, Any]) -> Conversation:
 def preset_of(config: UserConfig, name: str | None) -> Preset:
     """A preset of the settings, empty without a name. Raises ConfigError for an unknown one."""
     if name is not None and name not in config.presets:
-        known = ", ".join(config.presets) or "none is set"
-        raise ConfigError(f"there is no preset {name!r}", f"one of: {known}")
+        known = ", ".join(config.presets)
+        hint = f"one of: {known}" if known else f"`localllm config set presets.{name}.temperature 0.2` makes one"
+        raise ConfigError(f"there is no preset {name!r}", hint)
     return Preset() if name is None else config.presets[name]
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from localllm import paths
 from localllm.errors import ConfigError
 
-from .keys import TABLES, Key, find_key
+from .keys import KEYS, TABLES, Key, SamplingConfig, did_you_mean, find_key, nearest
 from .load import read_toml, settings_file
 
 
@@ -62,7 +63,16 @@ def _split(path: str) -> tuple[list[str], Key | None]:
             raise ConfigError(
                 f"{path!r} names no setting of a preset", "localllm config set presets.NAME.temperature 0.2"
             )
-        return [first, name, leaf], None if leaf in ("system", "model") else find_key(f"sampling.{leaf}")
+        if leaf in ("system", "model"):
+            return [first, name, leaf], None
+        if (key := KEYS.get(f"sampling.{leaf}")) is None:
+            known = {"system": None, "model": None} | dict.fromkeys(f.name for f in fields(SamplingConfig))
+            raise ConfigError(
+                f"there is no setting {path!r}{did_you_mean(nearest(leaf, known))}",
+                f"a preset has {', '.join(known)}",
+                context={"key": path},
+            )
+        return [first, name, leaf], replace(key, path=path)
     if not rest:
         raise ConfigError(f"{path!r} is a table, not a setting", f"localllm config set {first}.NAME VALUE")
     return [first, rest], None

@@ -30,6 +30,8 @@ from .kinds import (
 
 Auto = Literal["auto"]
 PROJECT_FILE = ".localllm.toml"
+# options of commands that are called otherwise than their settings
+FLAGS = {"engine.adapters": "adapter", "engine.max_parallel": "parallel", "sampling.temperature": "temp"}
 
 # Names that mirror no key. Every other name is `LOCALLLM_` + a key's path.
 ENVIRONMENT: Mapping[str, str] = MappingProxyType(
@@ -82,19 +84,30 @@ class Key:
         """The variable that sets it."""
         return "LOCALLLM_" + self.path.replace(".", "_").upper()
 
+    @property
+    def flag(self) -> str:
+        """The option that sets it for one command."""
+        return "--" + FLAGS.get(self.path, self.path.rpartition(".")[2]).replace("_", "-")
+
     def parse(self, value: Any, origin: str) -> Any:
         """The value, or ConfigError naming where it came from."""
         try:
             return self.kind.parse(value)
         except (ValueError, TypeError, OverflowError):
             meant = nearest(value, dict.fromkeys(self.kind.names())) if isinstance(value, str) else ""
-            expects = f"expected {self.kind.expects}{did_you_mean(meant)}"
             shown = repr(value) if len(repr(value)) <= 60 else repr(value)[:57] + "..."
+            default = self.kind.show(self.default)
+            where, hint = f"{self.path} = {shown} ({origin})", f"localllm config set {self.path} {default or 'VALUE'}"
+            if origin == "argument":
+                hint = f"use {self.attribute}={self.default!r}"
+            elif origin == "flag":
+                where, hint = f"{self.flag} is {shown}", f"leave out {self.flag}"
+                hint += f", or use {self.flag} {default}" if default else ""
+            elif origin == self.env:
+                where, hint = f"{origin} is {shown}", f"`unset {origin}`"
             raise ConfigError(
-                f"{self.path} = {shown} ({origin}): {expects}",
-                f"use {self.attribute}={self.default!r}"
-                if origin == "argument"
-                else f"localllm config set {self.path} {self.kind.show(self.default) or 'VALUE'}",
+                f"{where}: expected {self.kind.expects}{did_you_mean(meant)}",
+                hint,
                 context={"key": self.path, "origin": origin, "expects": self.kind.expects},
             ) from None
 
@@ -288,6 +301,7 @@ class UserConfig:
     mcp_servers: Mapping[str, Any] = field(default_factory=dict)  # [mcp.servers], as `localllm.chat.mcp` reads it
     origins: Mapping[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()  # of the warnings, those about keys and variables that there are not
     broken: str = ""  # why a settings file could not be read at all; it is among the warnings too
 
     def get(self, path: str) -> Any:

@@ -93,6 +93,7 @@ class _Loading:
         self.tables: dict[str, dict[str, Any]] = {name: {} for name in TABLES}
         self.mcp_servers: dict[str, Any] = {}
         self.warnings: list[str] = []
+        self.unknown: list[str] = []
 
     def put(self, path: str, value: Any, origin: str) -> None:
         self.values[path] = value
@@ -137,14 +138,14 @@ class _Loading:
             if name in by_env:
                 self.put(by_env[name].path, by_env[name].parse(text, name), f"env {name}")
             elif name.startswith("LOCALLLM_") and name not in ENVIRONMENT:
-                self.warnings.append(f"unknown variable {name}{did_you_mean(nearest(name, environment()))}")
+                self.unknown.append(f"unknown variable {name}{did_you_mean(nearest(name, environment()))}")
         hub_offline = environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
         if hub_offline and "LOCALLLM_OFFLINE" not in environ:
             self.put("offline", True, "env HF_HUB_OFFLINE")
 
     def _take(self, path: str, value: Any, origin: str) -> None:
         if path not in KEYS:
-            self.warnings.append(f"{origin[5:]}: unknown key {path}{did_you_mean(nearest(path))}")
+            self.unknown.append(f"{origin[5:]}: unknown key {path}{did_you_mean(nearest(path))}")
             return
         try:
             self.put(path, KEYS[path].parse(value, origin), origin)
@@ -187,5 +188,5 @@ class _Loading:
             held[key.section][key.attribute] = value
         sections = {name: holder(**held[name]) for name, holder in SECTIONS.items()}
         rest: dict[str, Any] = {**self.tables, "mcp_servers": self.mcp_servers}
-        rest |= {"origins": self.origins, "broken": self.broken}
-        return UserConfig(**held[""], **sections, **rest, warnings=tuple(self.warnings))
+        rest |= {"origins": self.origins, "broken": self.broken, "unknown": tuple(self.unknown)}
+        return UserConfig(**held[""], **sections, **rest, warnings=(*self.warnings, *self.unknown))

@@ -97,7 +97,7 @@ def verdict(checks: Iterable[Check]) -> str:
     """One sentence about all of them."""
     counts = summary(checks)
     troubles = f"{counted(counts['warn'], 'warning')}, {counted(counts['fail'], 'failure')}"
-    return f"{sum(counts.values())} checks: {counts['ok']} ok, {troubles}, {counts['skip']} skipped"
+    return f"{counted(sum(counts.values()), 'check')}: {counts['ok']} ok, {troubles}, {counts['skip']} skipped"
 
 
 def document(

@@ -42,16 +42,18 @@ def _checks(resolved: Resolved, planner: Planner) -> Iterator[Named]:
         yield from _not_here(resolved, planner)
         return
     title = f"{label(resolved.path)}, {gib(resolved.size_bytes)}"
-    yield "files", ok(title, str(resolved.path), path=str(resolved.path))
+    files, rest = ok(title, str(resolved.path), path=str(resolved.path)), list[Named]()
     try:
         with open_model(resolved.path, planner.options.mmproj) as checkpoint:
-            yield from _here(checkpoint, name, planner)
+            rest.extend(_here(checkpoint, name, planner))
     except UnsupportedModel as error:
-        yield "arch", fail(error.message, fix=error.hint)
+        rest.append(("arch", fail(error.message, fix=error.hint)))
     except LocalLLMError as error:
         known = resolved.pulled_as
         repair = f"localllm pull {known} --repair" if known else error.hint or "localllm ls --all"
-        yield "files", fail(error.message, fix=repair)
+        files = fail(error.message, fix=repair)
+    yield "files", files
+    yield from rest
 
 
 def _here(checkpoint: OpenModel, name: str, planner: Planner) -> Iterator[Named]:

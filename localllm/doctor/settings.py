@@ -22,13 +22,15 @@ CHECKED_BYTES = 64 << 20
 
 @CHECKS.add("config.valid")
 def config_valid(survey: Survey) -> Check:
-    """Whether the file and the environment can be read."""
+    """Whether the file and the environment can be read, and every value is one that its key takes."""
     try:
         config = load_config()
     except ConfigError as error:
-        return fail(error.message, fix="localllm config edit")
+        return fail(error.message, fix=error.hint.strip("`"))
     if config.broken:
         return fail(config.broken, "the defaults hold until it can be read", "localllm config edit")
+    if wrong := [warning for warning in config.warnings if warning not in config.unknown]:
+        return warn(wrong[0], "; ".join(wrong[1:]), "localllm config edit", warnings=wrong)
     if not config.origins:
         return ok(f"defaults; {home_short(settings_file())} may change them")
     return ok(counted(len(config.origins), "setting"), keys=sorted(config.origins))
@@ -36,18 +38,14 @@ def config_valid(survey: Survey) -> Check:
 
 @CHECKS.add("config.unknown_keys")
 def config_warnings(survey: Survey) -> Check:
-    """Unknown keys, wrong values, unknown variables."""
+    """Unknown keys and unknown variables."""
     try:
         config = load_config()
     except ConfigError:
         return skip("the settings cannot be read")
-    warnings = [w for w in config.warnings if not (config.broken and w.startswith(config.broken))]
-    if config.broken and not warnings:
-        return skip("the settings cannot be read")
-    if warnings:
-        more = f" (and {len(warnings) - 1} more)" if len(warnings) > 1 else ""
-        return warn(warnings[0] + more, fix="localllm config edit", warnings=warnings)
-    return ok("none")
+    if names := list(config.unknown):
+        return warn(names[0], "; ".join(names[1:]), "localllm config edit", warnings=names)
+    return skip("the settings cannot be read") if config.broken else ok("none")
 
 
 @CHECKS.add("db.ok")

@@ -107,10 +107,17 @@ def find(name: ModelName) -> list[LocalModel]:
     if not quant and "ollama" in {f.source for f in found}:
         found = [f for f in found if f.quant == "latest"] or (found if len(found) == 1 or "/" in name.base else [])
     if name.revision:
-        commit = (cache.read_ref(found[0].repo, name.revision) if found and found[0].repo else None) or name.revision
-        return [f for f in found if f.revision == commit]
+        return at_revision(found, name.revision)
     newest = {f.repo: f.revision for f in reversed(found)}
     return [f for f in found if newest[f.repo] == f.revision]
+
+
+def at_revision(models: list[LocalModel], revision: str | None) -> list[LocalModel]:
+    """Those of a branch, tag or commit, which only models of our cache have; all of them without one."""
+    if revision is None:
+        return models
+    commits = {repo: cache.read_ref(repo, revision) for repo in {f.repo for f in models if f.repo}}
+    return [f for f in models if f.revision == (commits.get(f.repo) or revision)]
 
 
 def _named(base: str, models: list[LocalModel]) -> list[LocalModel]:
@@ -121,9 +128,10 @@ def _named(base: str, models: list[LocalModel]) -> list[LocalModel]:
 
 
 def find_part(name: ModelName) -> list[LocalModel]:
-    """Models whose name contains the given one, ours if there are any; the newest revision of each."""
+    """Models whose name contains the given one, ours if there are any; the newest revision of each, or that given."""
     part, quant = name.base.casefold(), (name.quant or "").casefold()
-    named = {f.name: f for f in reversed(scan()) if part in f.name.casefold() and quant in ("", f.quant.casefold())}
+    models = reversed(at_revision(scan(), name.revision))
+    named = {f.name: f for f in models if part in f.name.casefold() and quant in ("", f.quant.casefold())}
     found = list(reversed(named.values()))
     return [f for f in found if not f.is_foreign] or found
 

@@ -45,6 +45,12 @@ def shown(text: str, limit: int = 80) -> str:
 
 def parse_name(text: str) -> ModelName:
     """Take a name apart that is not a path. Raises InvalidRequest; nothing has been asked or opened by then."""
+    if text.startswith(("/", "./", "../", "~")):
+        raise InvalidRequest(
+            f"{shown(text)!r} is a path; this takes the name of a model",
+            "localllm ls lists the models on this machine",
+            param="model",
+        )
     base, _, revision = text.partition("@")
     base, _, quant = base.partition(":")
     elsewhere = _ELSEWHERE.fullmatch(base)

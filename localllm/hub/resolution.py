@@ -299,7 +299,7 @@ def _family(parsed: ModelName, ask: _Ask) -> Resolved:
     alias = parsed.base.casefold()
     memory, fits, prefer = ask.judge()
     limit = download_limit(ask.config)
-    here = _best_local(alias, parsed.quant, ask)
+    here = _best_local(alias, parsed, ask)
     skip: frozenset[str] = frozenset()
     refused: LocalLLMError | None = None
     with contextlib.ExitStack() as stack:
@@ -354,14 +354,14 @@ def download_limit(config: UserConfig | None = None, *, disk: bool = True) -> ca
     return catalog.DownloadLimit(int(_FREE_SHARE * free), f"{_FREE_SHARE:.0%} of the {gib(free)} free on the disk")
 
 
-def _best_local(alias: str, quant: str | None, ask: _Ask) -> local.LocalModel | None:
+def _best_local(alias: str, parsed: ModelName, ask: _Ask) -> local.LocalModel | None:
     """The best local member of a family that fits: catalogue entries, and models named after the family."""
     members, (_, fits, prefer) = catalog.members(alias), ask.judge()
     known = {c.spec.casefold(): c for c in members if not c.needs}
     named = re.compile(rf"(^|[/_.-]){re.escape(alias)}", re.IGNORECASE) if alias in catalog.families() else None
     usable: list[tuple[float, local.LocalModel]] = []
-    for found in local.scan():
-        if found.problem or (quant and quant.casefold() != found.quant.casefold()):
+    for found in local.at_revision(local.scan(), parsed.revision):
+        if found.problem or (parsed.quant and parsed.quant.casefold() != found.quant.casefold()):
             continue
         candidate = known.get(found.name.casefold())
         if candidate is None and named and named.search(found.base):

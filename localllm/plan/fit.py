@@ -25,7 +25,7 @@ from localllm.models.architectures.registry import understand
 from localllm.plan.placement import chosen_device
 from localllm.plan.plan import Plan
 from localllm.plan.planner import Planner
-from localllm.terminal import gib
+from localllm.terminal import GIB, gib, tokens_short
 
 MIN_CTX = 2048  # tokens of context that must fit
 # families whose members are for everything; others are for those who name them
@@ -184,7 +184,7 @@ def preference(planner: Planner, made_before: Plans | None = None) -> Callable[[
         if candidate not in plans:
             plans[candidate] = plan_of(candidate, planner)
         made = plans[candidate]
-        tps, ctx = (made.pace, made.max_ctx) if made else (by_size(candidate)[1], wish.context)
+        tps, ctx = (made.pace, made.ctx) if made else (by_size(candidate)[1], wish.context)
         stored = kind_of(candidate)
         extra = MIXED_WORTH if gpu and gpu.unified and 2 * candidate.active_params < candidate.params else 0.0
         extra -= DIVIDED_COST if made and made.host_experts else 0.0
@@ -232,23 +232,30 @@ class Best(NamedTuple):
 
 
 def best_file(name: str, planner: Planner, made_before: Plans | None = None) -> Best:
-    """Of a model's files the one `recommended` takes, else the smallest with what is against it.
+    """Of a model's files the one `recommended` takes, else the smallest that could run, with what is against it.
 
     Where nothing fits on the GPU the plan says what is missing there: a name does not choose the CPU by itself.
     """
-    choice = recommended(name, planner, made_before=made_before)
-    file = choice.best if choice else min(catalog.members(name), key=lambda one: one.download_bytes)
-    if not choice and device_kind(planner) == "cuda":
+    if choice := recommended(name, planner, made_before=made_before):
+        return Best(choice.best, plan_of(choice.best, planner), "")
+    file = min(runnable(name, planner), key=lambda one: one.download_bytes)
+    if device_kind(planner) == "cuda":
         planner = planner.having(device="cuda")
-    made = plan_of(file, planner)
-    if choice:
-        return Best(file, made, "")
+    made = plan_of(file, planner.having(ctx=MIN_CTX))
     if file.needs:
         return Best(file, made, f"needs {file.needs}")
     if made is None:
         only = file.device == "gpu" and device_kind(planner) == "cpu"
         return Best(file, None, GPU_ONLY if only else "cannot be planned with these settings")
-    return Best(file, made, f"needs {gib(made.need_bytes, 1)}, {gib(made.have_bytes, 1)} are free")
+    need = max(made.need_bytes, made.have_bytes + GIB // 10)  # a difference that is seen
+    least = f"{gib(need, 1)} at {tokens_short(made.ctx)} tokens of context"
+    return Best(file, made, f"needs {least}, {gib(made.have_bytes, 1)} are free")
+
+
+def runnable(name: str, planner: Planner) -> list[catalog.Candidate]:
+    """Of a name's files those that this machine could run if they fit; all of them where it could run none."""
+    members, on_cpu = catalog.members(name), device_kind(planner) == "cpu"
+    return [one for one in members if not one.needs and not (on_cpu and one.device == "gpu")] or [*members]
 
 
 def judgement(planner: Planner) -> hub.Judgement:
@@ -310,7 +317,7 @@ def pick(options: Iterable[Option], planner: Planner) -> Advised | None:
         return None
     wish = catalog.WISHES["cpu" if device_kind(planner) == "cpu" else "gpu"]
     fast = [
-        one for one in fitting if one.plan.pace >= wish.tps and one.plan.max_ctx >= min(wish.context, one.model.context)
+        one for one in fitting if one.plan.pace >= wish.tps and one.plan.ctx >= min(wish.context, one.model.context)
     ]
     value = lambda one: one.worth  # noqa: E731
     able = max(one.model.strength for one in fitting)

@@ -51,7 +51,7 @@ class Plan:
     work_bytes: int
     margin_bytes: int
     have_bytes: int
-    max_ctx: int  # the largest context that would fit, 0 when not even the smallest does
+    max_ctx: int  # the largest context that would fit, in any formats; 0 when not even the smallest does
     decode_tps: float  # expected tokens per second of one sequence at the start of its context
     decode_tps_full: float  # the same at its end
     pace: float = 0.0  # the same for choosing among models: one noisy bench does not move it

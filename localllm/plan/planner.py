@@ -134,8 +134,9 @@ class Planner:
 
             # with fewer no format leaves room; with as many perhaps not the one that is best
             for some in range(low + bisect_left(range(low, count + 1), True, key=is_room), count + 1):
-                made = self._on(where, facts, some)
-                if made.fits and made.max_ctx >= wanted:
+                memory, largest = self._best(where, facts, some)
+                made = self.with_memory(memory, largest)
+                if made.fits and memory.max_ctx >= wanted:
                     if made.host_bytes <= have - margin:
                         return made
                     break
@@ -157,16 +158,19 @@ class Planner:
         return made.fits, made.decode_tps
 
     def _on(self, where: Placement, facts: ModelFacts, host_experts: int = 0) -> Plan:
-        """The plan for one device: the best formats that leave room for a useful context, else those with most."""
-        most: Memory | None = None
-        for memory, enough_ctx in self.formats(where, facts):
-            memory = replace(memory, host_experts=host_experts) if host_experts else memory
-            if memory.max_ctx >= enough_ctx:
-                return self.with_memory(memory)
-            if most is None or memory.max_ctx > most.max_ctx:
-                most = memory
-        assert most is not None
-        return self.with_memory(most)
+        """The plan for one device."""
+        return self.with_memory(*self._best(where, facts, host_experts))
+
+    def _best(self, where: Placement, facts: ModelFacts, host_experts: int) -> tuple[Memory, int]:
+        """The best formats that leave room for a useful context, else those with most; and the most that any leave."""
+        choices = [
+            (replace(memory, host_experts=host_experts) if host_experts else memory, enough_ctx)
+            for memory, enough_ctx in self.formats(where, facts)
+        ]
+        smallest, _ = choices[-1]
+        best = next((memory for memory, enough_ctx in choices if memory.max_ctx >= enough_ctx), None)
+        best = best or max((memory for memory, _ in choices), key=lambda memory: memory.max_ctx)
+        return best, max(best.max_ctx, smallest.max_ctx)
 
     def formats(self, where: Placement, facts: ModelFacts) -> Iterator[tuple[Memory, int]]:
         """What is left to choose, and with room for how many tokens nothing smaller is tried.
@@ -200,10 +204,14 @@ class Planner:
             return None
         return without_predictor(self.draft)
 
-    def with_memory(self, memory: Memory, tightest: Memory | None = None) -> Plan:
-        """The plan of a choice. `tightest`: of the ranks, the one that says how much context there can be."""
+    def with_memory(self, memory: Memory, largest: int, tightest: Memory | None = None) -> Plan:
+        """The plan of a choice.
+
+        largest   the most context that any choice leaves room for
+        tightest  of the ranks, the one that says how much context there can be
+        """
         options, machine, facts, where = memory.options, memory.machine, memory.facts, memory.where
-        ctx, why = _context(tightest or memory)
+        ctx, why = _context(tightest or memory, largest)
         num_pages, num_slots, work = memory.num_pages(ctx), memory.num_slots(ctx), memory.work_terms(ctx)
         held, read = memory.weights_and_read
         have, margin = memory.have_and_margin
@@ -234,7 +242,7 @@ class Planner:
             work_bytes=sum(work.values()),
             margin_bytes=margin,
             have_bytes=have,
-            max_ctx=memory.max_ctx,
+            max_ctx=largest,
             **pace,
             read_bytes=read,
             sequence_bytes=memory.sequence_bytes(ctx) + memory.least_slots * memory.slot_bytes,
@@ -308,7 +316,7 @@ def _kv_formats(options: EngineOptions, gpu: GpuFacts | None, measured: Mapping[
 # --- the choice -------------------------------------------------------------------------------------------------------
 
 
-def _context(memory: Memory) -> tuple[int, str]:
+def _context(memory: Memory, largest: int) -> tuple[int, str]:
     """(tokens of context, why)"""
     asked, own, most = memory.options.ctx, memory.facts.max_context, memory.max_ctx
     if isinstance(asked, int):
@@ -316,10 +324,13 @@ def _context(memory: Memory) -> tuple[int, str]:
     wanted = min(own, CPU_CTX) if memory.where.gpu is None else own
     if most < min(MIN_CTX, own):
         return min(MIN_CTX, own), f"context {min(MIN_CTX, own):,}: the smallest that is of use"
+    if most < min(wanted, largest):
+        why = f"what fits at no further cost in speed or quality; --ctx takes up to {largest:,}"
+        return most, f"context {most:,}: {why}"
     if most < wanted:
         return most, f"context {most:,}: the largest that fits; the model's own is {own:,}"
     if wanted < own:
-        return wanted, f"context {wanted:,}: the CPU's default; --ctx takes up to {min(most, own):,}"
+        return wanted, f"context {wanted:,}: the CPU's default; --ctx takes up to {min(largest, own):,}"
     return wanted, f"context {wanted:,}: the model's own"
 
 
@@ -412,8 +423,11 @@ def _warnings(facts: ModelFacts, machine: MachineFacts, made: Plan, gpu: GpuFact
     if not made.quant and facts.decoded_bytes > facts.weight_bytes // 2:
         more = f"{gib(facts.weight_bytes + facts.decoded_bytes, 1)} instead of {facts.weight_bytes / GIB:.1f}"
         yield f"{facts.stored_format} is decoded to bfloat16 while loading: {more}; Q2_K and larger stay as they are"
-    if gpu is None and made.weight_bytes > 1.5 * (facts.weight_bytes + facts.decoded_bytes) + (
-        facts.vocab_size * facts.hidden_size * 4
+    if (
+        gpu is None
+        and not machine.compiler
+        and made.weight_bytes
+        > 1.5 * (facts.weight_bytes + facts.decoded_bytes) + (facts.vocab_size * facts.hidden_size * 4)
     ):
         yield "no C compiler: weights are kept as float32, slower and larger; install gcc (`localllm doctor`)"
     if made.device == "cpu" and (stopped := over_quota(machine.cpu, made.threads)):

@@ -47,7 +47,7 @@ class Chooser(Protocol):
     def measured(self) -> Any: ...
     def having(self, **options: Any) -> Self: ...
     def formats(self, where: Placement, facts: ModelFacts) -> Iterator[tuple[Memory, int]]: ...
-    def with_memory(self, memory: Memory, tightest: Memory | None = None) -> Plan: ...
+    def with_memory(self, memory: Memory, largest: int, tightest: Memory | None = None) -> Plan: ...
 
 
 class Ranks:
@@ -193,14 +193,16 @@ def _with(chooser: Chooser, ranks: Ranks) -> Plan:
     """The best formats that leave every rank room for a useful context, else those with most."""
     found: tuple[Memory, ...] = ()
     enough = 0
-    for memories, enough in _choices(chooser, ranks):
+    choices = list(_choices(chooser, ranks))
+    for memories, enough in choices:
         if not found or _largest(memories) > _largest(found):
             found = memories
         if _largest(memories) >= enough:
             found = memories
             break
     tightest = min(found, key=lambda memory: memory.max_ctx)
-    made = chooser.having(graphs=False).with_memory(found[0], tightest)
+    largest = max(_largest(found), _largest(choices[-1][0]))
+    made = chooser.having(graphs=False).with_memory(found[0], largest, tightest)
     pages = _pages(ranks, found, made.ctx)
     slots = [memory.num_slots(made.ctx) for memory in found if memory.slot_bytes]
     num_slots = min(slots, default=0)
@@ -212,7 +214,6 @@ def _with(chooser: Chooser, ranks: Ranks) -> Plan:
         num_pages=pages,
         num_slots=num_slots,
         kv_bytes=first.kv_bytes,
-        max_ctx=_largest(found),
         threads=_threads(ranks, made.threads),
         ranks=plans,
         split=ranks.split,

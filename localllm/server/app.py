@@ -156,7 +156,10 @@ async def _on_error(request: Request, error: Exception) -> Response:
         case LocalLLMError():
             shown = error
             if rename := RENAMES.get(request.scope["path"]):
-                shown.param = rename(shown.param)
+                theirs, ours = rename(shown.param), f"{shown.param}:"
+                if shown.message.startswith(ours):
+                    shown.message = f"{theirs}:{shown.message.removeprefix(ours)}"
+                shown.param = theirs
         case HTTPException(status_code=404):
             shown = ApiError(404, "There is no such route.", code="unknown_url")
         case HTTPException(status_code=405) if request.method == "POST" and _is_named_by_id(request):

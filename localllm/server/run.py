@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import os
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from localllm.errors import Aborted, ConfigError, DeviceError, ServerError
+from localllm.errors import Aborted, ConfigError, DeviceError, LocalLLMError, ServerError
 from localllm.llm.llm import LLM
 
 from .app import create_app
@@ -91,7 +92,8 @@ def bind(options: ServeOptions) -> socket.socket:
         )
     if given is not None:
         return given
-    return _bind_tcp(options.host, options.port, f"add --port {options.port + 1}")
+    other = options.port + 1 if 1023 < options.port < 65535 else 8000
+    return _bind_tcp(options.host, options.port, f"add --port {other}")
 
 
 def bind_ollama(options: ServeOptions, first: socket.socket) -> list[socket.socket]:
@@ -111,7 +113,13 @@ def _bind_tcp(host: str, port: int, fix: str) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     with _listening(sock, f"{host} port {port}", fix):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host, port))
+        try:
+            sock.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
+                what = f"{host} is not an address of this machine"
+                raise ConfigError(what, "use --host 127.0.0.1, or --host 0.0.0.0 for all its addresses") from None
+            raise
     return sock
 
 
@@ -152,13 +160,13 @@ def _bind_unix(path: Path) -> socket.socket:
 
 @contextlib.contextmanager
 def _listening(sock: socket.socket, where: str, fix: str) -> Iterator[None]:
-    """The socket listens after the block, or is closed. Raises ServerError."""
+    """The socket listens after the block, or is closed. Raises ServerError, and what the block does."""
     try:
         yield
         sock.listen(BACKLOG)
-    except (OSError, ServerError) as error:
+    except (OSError, LocalLLMError) as error:
         sock.close()
-        if isinstance(error, ServerError):
+        if isinstance(error, LocalLLMError):
             raise
         raise ServerError(f"cannot listen on {where}: {error.strerror or error}", fix) from error
 

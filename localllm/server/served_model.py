@@ -12,8 +12,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from localllm.errors import InternalError, LocalLLMError
-from localllm.request import LoadProgress, OnProgress
+from localllm.errors import InternalError, InvalidRequest, LocalLLMError
+from localllm.request import LoadProgress, OnProgress, embeds_only
 
 if TYPE_CHECKING:
     from localllm.device import MachineFacts
@@ -59,6 +59,17 @@ class ServedModel:
     @property
     def ids(self) -> tuple[str, ...]:
         return self.name, *self.aliases
+
+    def check_chats(self) -> None:
+        """Raise InvalidRequest where it answers no conversation, which is known before it is loaded."""
+        if self.embeds:
+            raise embeds_only(self.name)
+        if not self.chat:
+            raise InvalidRequest(
+                f"{self.name} is a base model: its files hold no chat template",
+                "send the text to /v1/completions",
+                param="messages",
+            )
 
 
 def container_of(path: Path) -> str:

@@ -233,6 +233,8 @@ class Service:
 
     async def _open(self, request: Request, asked: Generation) -> Reservation:
         is_chat = isinstance(asked.prompts, Conversation)
+        if is_chat:
+            (await self.find(asked.model)).check_chats()
         async with self.reserve(
             request, asked.model, user=asked.user, priority=asked.priority, cost=asked.num_sequences,
             deadline=asked.deadline,

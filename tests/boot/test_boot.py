@@ -144,7 +144,8 @@ def test_on_a_card_a_plan_that_does_not_hold_is_made_again_once(
     facts = fit.facts_of(next(one for one in catalog.members("qwen3-8b") if one.quant))
     assert facts is not None
     planner = Planner(replace(MACHINES["rtx3060"], torch_cuda="12.8"), measured=Measured(profiles=MemoryProfiles()))
-    planner = planner.having(ctx=planner.plan(facts).max_ctx if ctx is None else ctx, kv="bf16", quant="")
+    planner = planner.having(kv="bf16", quant="")
+    planner = planner.having(ctx=planner.plan(facts).max_ctx if ctx is None else ctx)
     plan = planner.plan(facts)
     assert plan.device == "cuda:0" and plan.fits
     taken = [plan.need_bytes + (2 << 30), plan.need_bytes - 1]

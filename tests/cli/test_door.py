@@ -57,6 +57,7 @@ def test_a_typo_is_answered_with_the_command(invoke: Invoke) -> None:
     assert "Did you mean chat" in result.stderr
     assert "[E201]" in result.stderr
     assert result.stdout == ""
+    assert "Did you mean" not in invoke("help", "nosuch").stderr
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def test_ls_shows_what_runs_and_with_all_what_does_not(invoke: Invoke, models: P
     result = invoke("ls")
     assert "smollm2" in result.stdout and "broken" not in result.stdout
     assert "from the package index" in result.stdout
-    assert "ls --all" in result.stderr
+    assert "ls --all" in result.stderr and "free for downloads in" in result.stderr
     everything = invoke("ls", "--all")
     assert "broken" in everything.stdout
     assert "\x1b" not in everything.output
@@ -48,6 +48,15 @@ def test_ls_json(invoke: Invoke, models: Path) -> None:
     assert {row["id"]: row["supported"] for row in rows}["smollm2"] is True
     assert any(row["broken"] and row["reason"] for row in rows)
     assert valid(invoke("ls", "--json").stdout, "ls-1")["models"][0]["path"].endswith(".gguf")
+    few = {"LOCALLLM_ENGINE_CTX": "2048"}
+    assert valid(invoke("ls", "--json", env=few).stdout, "ls-1")["models"][0]["fits"]["max_ctx"] == 8192
+    assert "  8k  ✓ 8k " in invoke("ls", env=few).stdout
+
+
+def test_a_log_that_cannot_be_written_is_said_at_once(invoke: Invoke, empty_home: Path) -> None:
+    result = invoke("ls", "--log-file", str(empty_home))
+    assert result.exit_code == 2 and "--log-file: " in result.stderr and "Is a directory" in result.stderr
+    assert invoke("ls", "--log-file", str(empty_home / "new/log")).exit_code == 0
 
 
 def test_ls_without_models_is_a_success(invoke: Invoke, empty_home: Path) -> None:
@@ -61,7 +70,8 @@ def test_show(invoke: Invoke, models: Path, smollm2_path: Path) -> None:
     value = valid(invoke("show", "smollm2", "--json").stdout, "show-1")
     assert value["architecture"] == "llama" and value["template"] is True
     assert Path(value["path"]).name == smollm2_path.name
-    assert "Q4_1" in invoke("show", str(smollm2_path)).stdout
+    text = invoke("show", str(smollm2_path)).stdout
+    assert "Q4_1" in text and " at 8,192 tokens with 4 requests at once, " in text
     assert "<|im_start|>" in invoke("show", "smollm2", "--template").stdout
 
 
@@ -86,9 +96,29 @@ def test_a_missing_file_or_name_exits_3(invoke: Invoke, empty_home: Path) -> Non
         assert "localllm" in result.stderr
 
 
+def test_an_empty_name_does_not_mean_the_usual_model(invoke: Invoke, empty_home: Path) -> None:
+    for words in (["run", "", "hi"], ["show", ""], ["plan", "smollm2", ""]):
+        result = invoke(*words)
+        assert result.exit_code == 2 and "the name of the model is empty" in result.stderr
+
+
+def test_formats_that_are_none_are_refused_before_a_model_is_loaded(invoke: Invoke, models: Path) -> None:
+    for option in ("--kv", "--quant"):
+        result = invoke("eval", "smollm2", option, "auto,bogus")
+        assert result.exit_code == 2 and result.stderr.startswith(f"error: {option} ") and "bogus" in result.stderr
+
+
 def test_a_name_that_is_not_here_is_not_fetched_unasked(invoke: Invoke, empty_home: Path) -> None:
     result = invoke("run", "smollm2", "x", "--offline", env={"LOCALLLM_ENGINE": None})
     assert result.exit_code == 3
+
+
+def test_a_revision_that_a_model_does_not_have_is_an_error(invoke: Invoke, models: Path) -> None:
+    assert invoke("show", "smollm2").exit_code == 0
+    for command in ("show", "rm"):
+        result = invoke(command, "smollm2@nosuchrev", "-y")
+        assert result.exit_code == 3 and "smollm2@nosuchrev" in result.stderr and "  try   " in result.stderr
+    assert (models / "smollm2").is_dir()
 
 
 def test_rm_asks_and_without_a_terminal_exits_2(invoke: Invoke, models: Path) -> None:
@@ -159,7 +189,7 @@ def test_doctor(invoke: Invoke, empty_home: Path) -> None:
     assert "gpu.present" in invoke("doctor", "--list").stdout
     assert invoke("doctor", "--only", "no.such").exit_code == 2
     text = invoke("doctor", "--only", "ram").stdout
-    assert "ram" in text and "checks:" in text
+    assert "ram" in text and "1 check:" in text
 
 
 # --- pull, from a hub of our own -------------------------------------------------------------------------------------

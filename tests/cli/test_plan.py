@@ -81,6 +81,25 @@ def test_table_bar_and_marks(invoke: Invoke, home: Path) -> None:
     assert "η 0.75 (default" in result.stderr
 
 
+def test_the_largest_context_is_one_number(invoke: Invoke, empty_home: Path) -> None:
+    """Whatever windows are weighed; what is taken without --ctx may be less, which is said."""
+    listed = rows(invoke, "qwen3-32b", "--ctx", "8k,32k,auto")
+    own = [row for row in listed if row["quant"] == "awq"]
+    (largest,) = {row["max_ctx"] for row in own}
+    assert 8192 < own[-1]["ctx"] < largest < 32768 and own[0]["fits"] and not own[1]["fits"]
+    assert own[1]["alternatives"][0]["cmd"].endswith(f"--ctx {largest}")
+    near = rows(invoke, "qwen3-32b", "--quant", "awq", "--ctx", f"{largest},{largest + 256}")
+    assert [row["fits"] for row in near] == [True, False]
+    result = invoke("plan", "qwen3-32b", env={"LOCALLLM_FAKE_HW": "rtx4090"})
+    assert f" {largest / 1000:.0f}k " in result.stdout.splitlines()[1]
+    assert f"★ context {own[-1]['ctx']:,}: what fits" in result.stderr and f"up to {largest:,}" in result.stderr
+
+
+def test_a_window_that_is_too_small_is_refused_with_the_least(invoke: Invoke, empty_home: Path) -> None:
+    result = invoke("plan", "smollm2", "--ctx", "8")
+    assert result.exit_code == 2 and "--ctx is '8': expected numbers from 16 such as 8k,32k" in result.stderr
+
+
 def test_without_names_what_is_here_and_what_could_be(invoke: Invoke, home: Path) -> None:
     result = invoke("plan", env={"LOCALLLM_FAKE_HW": "rtx5090"})
     assert result.exit_code == 0
@@ -98,7 +117,7 @@ def test_what_matters_is_on_narrow_terminals(invoke: Invoke, empty_home: Path) -
     env = {"LOCALLLM_FAKE_HW": "rtx4060", "COLUMNS": "80"}
     result = invoke("plan", "qwen", env=env)
     lines = result.stdout.splitlines()
-    assert lines[1].startswith("★ qwen3.5-9b") and "34k" in lines[1] and " 7.3 ✓" in lines[1]
+    assert lines[1].startswith("★ qwen3.5-9b") and "37k" in lines[1] and " 7.3 ✓" in lines[1]
     names = [line.split()[0] for line in lines[2 : lines.index("")]]
     assert len(names) == len(set(names)) < 20
     every = invoke("plan", "qwen", "--all", env=env).stdout.splitlines()

@@ -107,6 +107,22 @@ def test_strict_exits_10_when_cut(invoke: Invoke) -> None:
     result = invoke("run", "fake", "long", "--max-tokens", "5", "--strict")
     assert result.exit_code == 10
     assert invoke("run", "fake", "long", "--max-tokens", "5").exit_code == 0
+    for more in (["--strict"], ["--schema", '{"type": "string"}']):
+        result = invoke("run", "fake", "long", "--max-tokens", "5", "--json", *more)
+        assert result.exit_code == 10 and "was cut at 5 tokens" in result.stderr
+        assert valid(result.stdout, "run-1")["output"][0]["stop"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--preset", "nope"), "try   `localllm config set presets.nope.temperature 0.2` makes one"),
+        (("-c",), "there is no saved chat to go on with"),
+        (("--temp", "abc"), "invalid value for '--temp' / '--temperature': it must be a valid number   ["),
+    ],
+)
+def test_what_cannot_be_is_said_in_words(invoke: Invoke, empty_home: Path, words: tuple[str, ...], said: str) -> None:
+    assert said in invoke("run", "fake", "hi", *words).stderr
 
 
 def test_a_base_model_completes_text(invoke: Invoke) -> None:
@@ -212,6 +228,17 @@ def test_a_closed_pipe_is_quiet() -> None:
     assert child.wait(30) == 141
     assert b"Traceback" not in errors and b"Exception" not in errors
     child.stderr.close()
+
+
+@pytest.mark.parametrize("words", [("--version",), ("ls", "-h"), ()])
+def test_help_for_a_closed_pipe_is_quiet(words: tuple[str, ...]) -> None:
+    import os
+
+    read, write = os.pipe()
+    os.close(read)
+    result = process(*words, stdout=write)
+    os.close(write)
+    assert (result.returncode, result.stderr) == (141, b"")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -92,6 +92,35 @@ def test_wrong_words_exit_2(invoke: Invoke, file: Path, words: tuple[str, ...]) 
     assert invoke("config", *words).exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (("--threads", "0"), "leave out --threads, or use --threads auto"),
+        (("--temp", "-1"), "leave out --temp"),
+        (("--max-tokens", "0"), "leave out --max-tokens"),
+        (("--device", "bogus"), "leave out --device, or use --device auto"),
+        (("--adapter", "x="), "leave out --adapter"),
+    ],
+)
+def test_a_wrong_flag_is_named_as_it_was_typed(invoke: Invoke, file: Path, words: tuple[str, str], hint: str) -> None:
+    result = invoke("run", "fake", "hi", *words)
+    assert result.exit_code == 2 and f"error: {words[0]} is " in result.stderr
+    assert result.stderr.endswith(f"try   {hint}\n")
+
+
+def test_a_wrong_setting_of_a_preset_is_named_as_it_was_typed(invoke: Invoke, file: Path) -> None:
+    result = invoke("config", "set", "presets.p.temprature", "1")
+    assert result.exit_code == 2
+    assert "no setting 'presets.p.temprature'; did you mean temperature?" in result.stderr
+    assert "presets.p.top_k = 'x'" in invoke("config", "set", "presets.p.top_k", "x").stderr
+
+
+def test_a_word_that_no_progress_is_shown_as_is_refused_everywhere(invoke: Invoke, file: Path) -> None:
+    for words in (["--progress", "bogus", "ls"], ["ls", "--progress", "bogus"], ["run", "fake", "--progress", "x"]):
+        result = invoke(*words)
+        assert result.exit_code == 2 and "--progress must be one of auto, plain, json, none" in result.stderr
+
+
 def test_edit_runs_the_editor(invoke: Invoke, file: Path) -> None:
     assert invoke("config", "edit", env={"EDITOR": "true", "VISUAL": None}).exit_code == 0
     assert file.exists()

@@ -115,10 +115,12 @@ def test_a_folder_or_unreadable_path_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_wrong_variables_and_flags_stop(file: Path) -> None:
-    with pytest.raises(ConfigError, match="LOCALLLM_SERVER_PORT"):
+    with pytest.raises(ConfigError, match="LOCALLLM_SERVER_PORT is 'many'") as caught:
         load(file, environ={"LOCALLLM_SERVER_PORT": "many"})
-    with pytest.raises(ConfigError, match="flag"):
+    assert caught.value.hint == "`unset LOCALLLM_SERVER_PORT`"
+    with pytest.raises(ConfigError, match="--kv is 'fp4': expected auto") as caught:
         load(file, flags={"engine.kv": "fp4"})
+    assert caught.value.hint == "leave out --kv, or use --kv auto"
     with pytest.raises(ConfigError, match="did you mean engine.ctx"):
         load(file, flags={"engine.ctxt": 1})
     assert "LOCALLLM_ENGINE_CTX" in load(file, environ={"LOCALLLM_ENGINE_CTXT": "1"}).warnings[0]

@@ -181,6 +181,11 @@ def test_settings(empty_home: Path) -> None:
     file.write_text("[engine]\nctxx = 1\n")
     assert one("config.valid").status == "ok"
     assert "did you mean engine.ctx" in one("config.unknown_keys").title
+    file.write_text("[engine]\nctx = 'banana'\nkv = 3\nctxx = 1\n[server]\nport = 70000\n")
+    assert one("config.valid").status == "warn" and "engine.ctx = 'banana'" in one("config.valid").title
+    assert "engine.kv = 3" in one("config.valid").detail and "server.port = 70000" in one("config.valid").detail
+    assert "engine.ctxx" in one("config.unknown_keys").title and not one("config.unknown_keys").detail
+    assert verdict([one("config.valid")]).startswith("1 check: 0 ok, 1 warning")
     file.write_text("[engine")
     assert one("config.valid").status == "fail"
     assert "the defaults hold" in one("config.valid").detail

@@ -137,7 +137,7 @@ def test_a_model_that_is_damaged_or_not_here(tmp_path: Path, empty_home: Path) -
     bad = tmp_path / "bad.gguf"
     bad.write_bytes(b"GGUF" + b"\xff" * 64)
     checks = list(model_checks(resolve_quietly(str(bad), Planner(MACHINES["cpu"])), Planner(MACHINES["cpu"])))
-    assert checks[-1].status == "fail" and checks[-1].fix
+    assert [(check.id, check.status) for check in checks] == [("model.files", "fail")] and checks[0].fix
     card = Planner(MACHINES["rtx4090"])
     away = {c.id: c for c in model_checks(resolve_quietly("qwen", card), card)}
     assert away["model.files"].status == "warn" and away["model.files"].fix.startswith("localllm pull ")

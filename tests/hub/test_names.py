@@ -52,6 +52,11 @@ def test_names_are_taken_apart(text: str, name: ModelName) -> None:
     assert str(name) == text
 
 
+def test_a_path_is_not_asked_to_be_one() -> None:
+    with pytest.raises(InvalidRequest, match="'./zero.gguf' is a path; this takes the name of a model"):
+        parse_name("./zero.gguf")
+
+
 def test_repo_ids_and_revisions_alone() -> None:
     assert check_repo_id("a/b") == "a/b"
     assert check_revision("v1.0") == "v1.0"

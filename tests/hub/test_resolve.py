@@ -182,6 +182,10 @@ def test_a_part_of_a_local_name(fake_hub: FakeHub) -> None:
     assert hub.resolve("tiny").name == "a/Falcon-tiny:Q8_0"
     with pytest.raises(ModelNotFound, match="falcon could be a/Falcon-mini:Q8_0, a/Falcon-tiny:Q8_0"):
         hub.resolve("falcon")
+    assert hub.resolve("tiny@main").name == "a/Falcon-tiny:Q8_0"
+    for name in ("tiny@none", "a/Falcon-tiny@none"):
+        with pytest.raises(ModelNotFound):
+            hub.resolve(name, offline=True)
 
 
 def test_unknown_names_get_a_suggestion(fake_hub: FakeHub) -> None:
@@ -227,6 +231,8 @@ def test_local_members_come_first(fake_hub: FakeHub) -> None:
     assert resolved.reason == "on this machine, the best qwen here that fits"
     assert "would fit too: localllm pull qwen3" in resolved.also[0]
     assert hub.resolve("qwen3-0.6b", offline=True).path == resolved.path
+    with pytest.raises(ModelNotFound, match="not on this machine"):
+        hub.resolve("qwen3-0.6b@none", offline=True)
     assert fake_hub.log() == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -152,6 +153,18 @@ def test_a_mixture_is_divided_before_it_is_downloaded_as_after_it(name: str, spe
     assert any(line.startswith("experts:") and "MiB there" in line for line in best.plan.reasons)
     whole = fit.best_file(name, planner.having(experts="device"))
     assert whole.reason and whole.plan is not None and not whole.plan.host_experts
+
+
+@pytest.mark.parametrize("gigabytes", [17.2, 19.7, 20.1])
+def test_what_is_against_a_model_is_that_of_a_file_it_could_run(gigabytes: float) -> None:
+    """On a machine that has room for a shorter context than is of use, too."""
+    machine = replace(MACHINES["cpu"], ram_available_bytes=int(gigabytes * GIB))
+    for name in ("gemma4-31b", "qwen3-30b-a3b", "qwen3-32b"):
+        best = fit.best_file(name, Planner(machine))
+        assert best.file.device != "gpu" and best.plan is not None and (not best.reason) is best.plan.fits
+        if best.reason:
+            need, have = map(float, re.findall(r"([0-9.]+) GiB", best.reason))
+            assert need > have and " at 2k tokens of context" in best.reason
 
 
 def test_pace_is_a_preference() -> None:

@@ -36,7 +36,7 @@ def mixture(weight_bytes: int = int(17.3 * GIB), **changes: object) -> ModelFact
 def test_as_many_as_the_card_has_no_room_for() -> None:
     made, facts = Planner(CARD).plan(mixture()), mixture()
     assert made.fits and made.device == "cuda:0" and 0 < made.host_experts < NUM
-    assert made.max_ctx >= SPLIT_CTX and made.graph_buckets == ()
+    assert made.ctx >= SPLIT_CTX and made.graph_buckets == ()
     assert made.host_bytes == pytest.approx(facts.weight_bytes * expert_share(facts) * made.host_experts / NUM, abs=2)
     assert made.weight_bytes + made.host_bytes == pytest.approx(facts.weight_bytes, abs=2)
     assert made.host_read_bytes == pytest.approx(made.host_bytes * TOP_K / NUM, abs=2)
@@ -44,7 +44,7 @@ def test_as_many_as_the_card_has_no_room_for() -> None:
     (reason,) = (line for line in made.reasons if line.startswith("experts:"))
     assert f"{made.host_experts} of {NUM} in each layer lie in host memory" in reason and "moves" in reason
     fewer = Planner(CARD).plan(facts, host_experts=made.host_experts - 1)
-    assert not fewer.fits or fewer.max_ctx < SPLIT_CTX, "no more than must be"
+    assert not fewer.fits or fewer.ctx < SPLIT_CTX, "no more than must be"
 
 
 def test_the_pace_lies_between_all_on_the_card_and_all_on_the_cpu() -> None:

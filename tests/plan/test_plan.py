@@ -236,7 +236,7 @@ def test_every_term_of_a_card_is_there_and_what_a_profile_found_shrinks_the_plan
     profiles.keep(model(**BF16_8B), MACHINES["rtx4090"], made, MemoryProfile((Term("work", 0, GIB),), "cuda", 1.0))
     taught = plan(model(**BF16_8B), MACHINES["rtx4090"], measured=Measured(profiles=profiles))
     assert taught.terms()["learned"] == GIB
-    assert taught.max_ctx < made.max_ctx - 7000
+    assert taught.ctx < made.ctx - 7000
 
 
 def test_a_model_that_does_not_fit_names_both_numbers_and_a_way() -> None:
@@ -304,6 +304,8 @@ def test_weights_without_a_compiler_are_larger() -> None:
     bare = plan(other, replace(MACHINES["cpu"], compiler=""))
     assert "compiler" in " ".join(bare.warnings)
     assert not plan(other, MACHINES["cpu"]).warnings
+    drafted = Planner(MACHINES["cpu"], draft=model()).plan(other)  # a draft that is larger than the model
+    assert drafted.weight_bytes > 10 * other.weight_bytes and not drafted.warnings
 
 
 def test_what_becomes_larger_while_loading_is_planned_for() -> None:

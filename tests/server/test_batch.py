@@ -110,6 +110,16 @@ def test_an_output_that_holds_something_else_is_not_written_over(home: Path) -> 
     assert result.exit_code == 2 and "cannot be written" in result.stderr
 
 
+def test_only_regular_files_and_stdout_take_answers(home: Path) -> None:
+    source = written(home / "in.jsonl", [request("a")])
+    for device in ("/dev/null", str(home)):  # from /dev/full one reads zeros without end
+        result = batch(str(source), "-o", device)
+        assert result.exit_code == 2 and f"{device} is not a regular file" in result.stderr
+    result = batch(str(source), "-o", "-", "--ctx", "128")
+    assert result.exit_code == 0 and json.loads(result.stdout)["custom_id"] == "a" and not Path("-").exists()
+    assert batch(str(source), "-o", "-", "--json").exit_code == 2
+
+
 def test_one_batch_writes_to_a_file(home: Path) -> None:
     from localllm.errors import ConfigError
     from localllm.server.openai.batch import Output

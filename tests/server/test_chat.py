@@ -268,6 +268,16 @@ async def test_a_request_without_a_model_is_answered_by_the_only_one(client):
     assert (await client.post(CHAT, json=ask(model="org/tiny"))).json()["model"] == "tiny"
 
 
+@pytest.mark.parametrize(("embeds", "said"), [(False, "hold no chat template"), (True, "embeds text")])
+async def test_a_model_that_cannot_chat_is_not_loaded_to_say_so(make_client, embeds, said):
+    base = ServedModel("base", "base", chat=False, embeds=embeds)
+    pool = ModelPool([base, ServedModel("other", "other")].copy, None, lambda: None)
+    async with make_client(Service(pool)) as client:
+        response = await client.post(CHAT, json=ask(model="base"))
+    assert response.status_code == 400 and said in response.text and not pool.loaded()
+    pool.close()
+
+
 @pytest.fixture
 def two_models():
     pool = ModelPool([ServedModel("first", "first"), ServedModel("second", "second")].copy, None, lambda: None)

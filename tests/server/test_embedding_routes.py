@@ -1,5 +1,7 @@
 """The routes for vectors, scores and ranks over a model that embeds text, and those that it refuses."""
 
+import time
+
 import numpy as np
 import pytest
 
@@ -31,6 +33,7 @@ async def test_every_route_pools_as_the_model_was_trained(client):
     ollama = (await client.post("/api/embed", json=sent)).json()
     assert ollama["pooling"] == "cls" and np.allclose(ollama["embeddings"], vectors)
     scored = (await client.post("/v1/score", json={"model": "bert", "text_1": "the sea", "text_2": "the sun"})).json()
+    assert abs(scored["created"] - time.time()) < 60
     assert scored["pooling"] == "cls" and scored["data"][0]["score"] == pytest.approx(vectors[0] @ vectors[1], abs=1e-5)
     ranks = {"model": "bert", "query": "the sea", "documents": ["hills", "the sea"]}
     assert [row["index"] for row in (await client.post("/rerank", json=ranks)).json()["results"]] == [1, 0]

@@ -46,6 +46,10 @@ def test_unless_it_is_meant():
 def test_a_busy_port_and_a_busy_socket_file(tmp_path):
     with bind(ServeOptions(port=0)) as first, pytest.raises(ServerError, match="cannot listen"):
         bind(ServeOptions(port=first.getsockname()[1]))
+    for host in ("no such host", "192.0.2.1"):
+        with pytest.raises(ConfigError, match="is not an address of this machine") as caught:
+            bind(ServeOptions(host=host, port=0, insecure=True))
+        assert "--host 127.0.0.1" in caught.value.hint
     path = tmp_path / "s.sock"
     with bind(ServeOptions(unix=path)):
         assert path.stat().st_mode & 0o777 == 0o600

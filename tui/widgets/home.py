@@ -132,7 +132,8 @@ def _offered(models: Sequence[ModelChoice]) -> list[ModelChoice]:
 def model_line(row: ModelChoice, width: int) -> str:
     """'smollm2   on disk   fits 8k   ≈ 260 tok/s'."""
     where = ("★ " if row.recommended else "") + ("on disk" if row.local else f"{gib(row.size_bytes)} download")
-    fits = f"fits {tokens_short(row.ctx)}" if row.fits and row.ctx else "fits" if row.fits else "does not fit"
+    ctx = row.max_ctx or row.ctx
+    fits = f"fits {tokens_short(ctx)}" if row.fits and ctx else "fits" if row.fits else "does not fit"
     speed = f"{'✓' if row.basis == 'measured' else '≈'} {row.tps:.0f} tok/s" if row.tps else ""
     room = max(16, width - 52)
     return f"{fit(clean_line(row.name), room):{room}}  {where:20}{fits:12}{speed:>14}"

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def batch(
     env: Env,
     source: Annotated[Path, Argument(metavar="IN.jsonl", help="Requests in OpenAI's batch format, one a line.")],
-    output: Annotated[Path, Option("-o", "--output", metavar="FILE", help="Answers, appended as they come.")],
+    output: Annotated[Path, Option("-o", "--output", metavar="FILE", help="Answers, appended; - is stdout.")],
     model: Annotated[str | None, Option(metavar="NAME", help="For requests that name no model.")] = None,
     retry_failed: Annotated[bool, Option("--retry-failed", help="Ask again what ended in an error.")] = False,
     parallel: Parallel = None,
@@ -42,6 +42,8 @@ def batch(
     """
     if fake_engine():
         raise ConfigError("the scripted engine has no server", "`unset LOCALLLM_ENGINE`")
+    if str(output) == "-" and env.console.as_json:
+        raise ConfigError("-o - and --json both write to stdout", "leave out --json, or name a file: -o FILE")
     config = engine.config(env, {"engine.max_parallel": parallel})
     from localllm.cli.commands.serve import here, new_pool, offered
     from localllm.server import Service, ServiceOptions
@@ -99,6 +101,5 @@ def _report(env: Env, counts: BatchCounts, output: Path) -> None:
     skipped = f" ({counts.skipped} were there already)" if counts.skipped else ""
     rate = f", {counts.completion_tokens / seconds:,.0f} tok/s" if counts.completion_tokens and seconds else ""
     answered = counted(counts.done, "request")
-    env.console.say(
-        f"{answered} answered{skipped}{failed} in {seconds_short(seconds)}{rate}: {clean_line(str(output))}"
-    )
+    where = "" if str(output) == "-" else f": {clean_line(str(output))}"
+    env.console.say(f"{answered} answered{skipped}{failed} in {seconds_short(seconds)}{rate}{where}")

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from localllm.cli.frame.command import Env, command
+from localllm.cli.frame.console import one_of
 from localllm.cli.frame.options import Model, read_text
 from localllm.cli.loading import watched
 from localllm.cli.names import local
+from localllm.config import KEYS
 from localllm.terminal import clean_line
 
 if TYPE_CHECKING:
@@ -47,8 +49,13 @@ def eval(  # noqa: A001
 
     Without --against the reference is the same model in float32 with float32 keys and values.
     """
+    from localllm.plan.memory import TARGET_BYTES
     from localllm.quality.evaluate import save as keep
 
+    for one in _list(kv):
+        KEYS["engine.kv"].parse(one, "flag")
+    for one in _list(quant):
+        one_of("--quant", one, ("auto", *TARGET_BYTES), "--quant auto")
     found = compare(env, model, against, text, tokens, _list(quant), _list(kv))
     for quality in found if save else ():
         keep(quality)

@@ -36,7 +36,10 @@ def ls(
     everything: Annotated[bool, Option("--all", help="Also damaged models and those this version cannot run.")] = False,
     sort: Annotated[str, Option(metavar="name|size|params|used", help="Order.")] = "name",
 ) -> int:
-    """List the models on this machine, whether they fit, and how fast they should be."""
+    """List the models on this machine, whether they fit, and how fast they should be.
+
+    CTX is the model's own limit, FITS the largest context there is room for.
+    """
     from localllm import hub
     from localllm.plan.planner import Planner
 
@@ -51,7 +54,7 @@ def ls(
         return 0
     total = sum({m.path: m.size_bytes for m in shown}.values())  # two names of Ollama's may share a file
     place = clean_line(home_short(hub.cache.hub_dir()))
-    console.say(f"{counted(len(shown), 'model')} · {gib(total)} · {gib(_free())} free in {place}")
+    console.say(f"{counted(len(shown), 'model')} · {gib(total)} · {gib(_free())} free for downloads in {place}")
     if shown:
         columns = ("NAME", "PARAMS", "FORMAT", "SIZE", "CTX", "FITS", "SPEED", "USED", "")
         cells = [_cells(*one) for one in planned]
@@ -93,7 +96,7 @@ def _cells(model: LocalModel, made: Plan | None, reason: str) -> tuple[str, ...]
         model.format,
         gib(model.size_bytes),
         tokens_short(model.max_context),
-        f"✓ {tokens_short(made.ctx)}" if made.fits else "✗",
+        f"✓ {tokens_short(made.max_ctx)}" if made.fits else "✗",
         f"{mark} {made.decode_tps:.0f} t/s" if made.fits else "–",
         _ago(model.last_used),
         " · ".join(part for part in (note, quality) if part),

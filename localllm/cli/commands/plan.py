@@ -136,10 +136,8 @@ def _subjects(
         return
     for name in names:
         target = config.aliases.get(name, name)
-        if members := catalog.members(target):
-            on_gpu = fit.device_kind(planner) == "cuda"
-            runs = [c for c in members if not c.needs and (on_gpu or c.device != "gpu")]
-            yield from _candidates(runs or members, name, paths)
+        if catalog.members(target):
+            yield from _candidates(fit.runnable(target, planner), name, paths)
             continue
         resolved = local(env, config, name)
         checkpoint = stack.enter_context(opened(resolved, config.engine.mmproj))

@@ -41,7 +41,9 @@ def quantize(
         ),
     ],
     out: Annotated[Path | None, Option("-o", "--out", metavar="DIR", help="A new folder.")] = None,
-    group: Annotated[int, Option(metavar="N", help="int4: weights per scale: 32, 64, 128.")] = 0,
+    group: Annotated[
+        int, Option(metavar="N", show_default=False, help="int4: weights per scale: 32, 64 (default) or 128.")
+    ] = 0,
     calib: Annotated[str, Option(metavar="FILE|auto|none", help="Text whose activations weigh the errors.")] = "auto",
     evaluate: Annotated[bool, Option("--eval", help="Measure the result against the source.")] = False,
 ) -> int:

@@ -17,7 +17,7 @@ from localllm.llm.sampling import recommended
 from localllm.paths import home_short
 from localllm.plan.quality import note as quality_note
 from localllm.plan.quality import saved as saved_quality
-from localllm.terminal import clean_line, gib, params_short
+from localllm.terminal import clean_line, counted, gib, params_short
 
 if TYPE_CHECKING:
     from localllm.config import EngineOptions
@@ -146,9 +146,11 @@ def _print_facts(env: Env, checkpoint: OpenModel, fields: dict[str, Any]) -> Non
     sliding = f", {sum(1 for w in facts.windows if w)} of them with a window of {windows[0]:,}" if windows else ""
     here = fields["plan"]
     mark = "✓" if here.get("basis") == "measured" else "≈"
+    requests = counted(env.config.engine.max_parallel, "request")
     fit = here.get("reason") or (
         f"{'fits' if here['fits'] else 'does not fit'} on {here['device']}: needs {gib(here['need_bytes'])} of"
-        f" {gib(here['have_bytes'])} at {here['ctx']:,} tokens, {mark} {here['decode_tps']:.0f} tok/s"
+        f" {gib(here['have_bytes'])} at {here['ctx']:,} tokens with {requests} at once,"
+        f" {mark} {here['decode_tps']:.0f} tok/s"
     )
     rows = [
         ("name", fields["id"] if not facts.name else f"{fields['id']} ({facts.name})"),

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 # of every Typer application: help and errors are ours
 SETTINGS = {"rich_markup_mode": None, "pretty_exceptions_enable": False}
+PROGRESS = ("auto", "plain", "json", "none")
 HELP_NAMES = {"help_option_names": ["-h", "--help"]}
 
 
@@ -64,6 +65,7 @@ class Env:
     def __init__(self, options: Options) -> None:
         color = "auto" if options.color is None else options.color
         one_of("--color", color, ("auto", "always", "never"), "pass --color never")
+        one_of("--progress", options.progress or "auto", PROGRESS, "pass --progress plain")
         self.options = options
         self._warned = False
         self.console = Console(
@@ -100,7 +102,7 @@ class Env:
         return bool(self.config.offline)
 
     def progress(self, title: str) -> Progress:
-        """How slow phases are shown. Raises ConfigError."""
+        """How slow phases are shown."""
         from localllm.cli.frame.progress import make_progress
 
         return make_progress(self.console, self.options.progress or "auto", title)
@@ -188,9 +190,9 @@ def guarded(options: Options, body: Callable[[Env], Any]) -> int:
     try:
         refuse_outside_tests()
         env = Env(options)
+        logs.start(options.log_file, options.verbose)
     except LocalLLMError as error:
         return Console(as_json=bool(options.json)).fail(error)
-    logs.start(options.log_file, options.verbose)
     if not gc.isenabled():
         gc.freeze()  # what was imported stays
         gc.enable()

@@ -82,6 +82,7 @@ class Console:
         self.out_tty = is_tty(self.stdout)
         self.err_tty = is_tty(self.stderr)
         self._cleaner = Cleaner()
+        self._has_document = False  # stdout holds the one JSON object already
         self._start = time.monotonic()
 
     def event(self, event: Mapping[str, Any], stream: IO[str] | None = None) -> None:
@@ -153,6 +154,7 @@ class Console:
 
     def write_json(self, value: Mapping[str, Any]) -> None:
         """One JSON value and a newline on stdout: indented on a terminal, compact otherwise."""
+        self._has_document = True
         indent = 2 if self.out_tty else None
         separators = None if indent else (",", ":")
         text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, default=str)
@@ -214,13 +216,16 @@ class Console:
             self._err(sequence)
 
     def fail(self, error: LocalLLMError) -> int:
-        """Show an error: lines on stderr, with --json also as JSON on stdout. Returns the exit code."""
+        """Show an error: lines on stderr, with --json also as JSON on stdout, unless the result is there already.
+
+        Returns the exit code.
+        """
         if self.as_events:
             self.event({"event": "error", **error_json(error)["error"]})
         else:
             self._err(error_text(error, lambda text, style: self.style(text, style, err=True)))
         try:
-            if self.as_json:
+            if self.as_json and not self._has_document:
                 self.write_json(error_json(error))
             self.stdout.flush()
         except BrokenPipeError:

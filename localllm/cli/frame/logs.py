@@ -6,7 +6,9 @@ import logging
 import logging.handlers
 import sys
 from pathlib import Path
+from typing import Any
 
+from localllm.errors import ConfigError
 from localllm.paths import log_dir
 from localllm.terminal import clean
 
@@ -29,7 +31,7 @@ class _Lines(logging.Formatter):
 
 
 class _LazyFile(logging.handlers.RotatingFileHandler):
-    """Makes its folder when the first line comes; a folder that cannot be written to costs the log, not the command."""
+    """Makes its folder when it is opened; a file that cannot be written to later costs the log, not the command."""
 
     def _open(self):  # type: ignore[no-untyped-def]  # the type is typeshed's own detail
         Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
@@ -46,14 +48,19 @@ def path() -> Path:
 
 
 def start(file: Path | None = None, verbose: int = 0) -> None:
-    """Send all loggers to the file, warnings of libraries included; with `verbose` ours to stderr as well."""
+    """Send all loggers to the file, warnings of libraries included; with `verbose` ours to stderr as well.
+
+    Raises ConfigError when a file that was named cannot be opened; the usual one is opened with its first line.
+    """
     stop()
     target = file or log_dir() / "localllm.log"
-    handlers: dict[logging.Handler, str] = {
-        _LazyFile(target, maxBytes=MAX_BYTES, backupCount=2, delay=True, encoding="utf-8", errors="replace"): (
-            "%(asctime)s %(levelname)s %(name)s: %(message)s"
-        )
-    }
+    limits: dict[str, Any] = {"maxBytes": MAX_BYTES, "backupCount": 2, "encoding": "utf-8", "errors": "replace"}
+    try:
+        to_file = _LazyFile(target, delay=file is None, **limits)
+    except OSError as error:
+        message = f"--log-file: {target} cannot be written: {error.strerror}"
+        raise ConfigError(message, "name a file in a folder that you can write to") from None
+    handlers: dict[logging.Handler, str] = {to_file: "%(asctime)s %(levelname)s %(name)s: %(message)s"}
     if verbose:
         handlers[logging.StreamHandler(sys.stderr)] = "%(levelname)s %(name)s: %(message)s"
     for handler, form in handlers.items():

@@ -43,8 +43,14 @@ def complete_model(incomplete: str) -> list[str]:
 
 
 def model_argument(metavar: str, meaning: str = "A name, alias, org/repo[:quant][@revision], file or folder.") -> Any:
-    """An argument that names models."""
-    return Argument(metavar=metavar, help=meaning, autocompletion=complete_model)
+    """An argument that names models; an empty name is an error, not the usual model."""
+
+    def named(value: str | list[str] | None) -> str | list[str] | None:
+        if "" in ((value,) if isinstance(value, str) else value or ()):
+            raise ConfigError("the name of the model is empty", "`localllm ls` lists the models on this machine")
+        return value
+
+    return Argument(metavar=metavar, help=meaning, autocompletion=complete_model, callback=named)
 
 
 Model = Annotated[str, model_argument("MODEL")]
@@ -250,7 +256,8 @@ def numbers(text: str, option: str, least: int, such: str, words: Sequence[str] 
     except ValueError:
         found = ()
     if not found or any(isinstance(one, int) and one < least for one in found):
-        raise ConfigError(f"{option} is {text!r}: expected numbers such as {such}", f"{option} {such}")
+        expected = f"numbers{f' from {least}' if least > 1 else ''} such as {such}"
+        raise ConfigError(f"{option} is {text!r}: expected {expected}", f"{option} {such}")
     return found
 
 

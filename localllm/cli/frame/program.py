@@ -48,7 +48,7 @@ class Root(QuickParams, TyperGroup):
         if not name.startswith("-") and ALIASES.get(name, name) not in NAMES and not ctx.resilient_parsing:
             from difflib import get_close_matches
 
-            near = get_close_matches(name, NAMES, 2, 0.5)
+            near = get_close_matches(name, NAMES, 2)
             meant = f". Did you mean {' or '.join(near)}?" if near else ""
             hint = f"localllm {near[0]} -h" if near else "localllm --help"
             raise ConfigError(f"no such command: {name}{meant}", hint)
@@ -82,6 +82,8 @@ class Root(QuickParams, TyperGroup):
             code = 130
         except BrokenPipeError:
             code = broken_pipe()
+        except SystemExit as stop:  # click's own answer to a reader that went away is exit code 1
+            code = broken_pipe() if isinstance(stop.__context__, BrokenPipeError) else stop.code
         except Exception as error:
             code = _usage_error(error, as_json)
         sys.exit(code if isinstance(code, int) else 0)
@@ -101,7 +103,8 @@ def _usage_error(error: Exception, as_json: bool) -> int:
         return Console(as_json=as_json).fail(explain(error))
     command = getattr(getattr(error, "ctx", None), "info_name", None)
     hint = f"localllm {command} -h" if command and command != "localllm" else "localllm --help"
-    text = " ".join(str(message()).split()).rstrip(".")
+    text = " ".join(str(message()).split()).rstrip(".").partition(", unable to parse")[0]
+    text = text.replace("Input should be", "it must be")
     return Console(as_json=as_json).fail(ConfigError(text[:1].lower() + text[1:], hint))
 
 

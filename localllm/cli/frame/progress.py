@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from localllm.cli.frame.console import Console, one_of
+from localllm.cli.frame.console import Console
 from localllm.request import LoadProgress
 from localllm.terminal import cell_width, clean_line, dumb, fit, gib, seconds_short
 
@@ -78,8 +78,7 @@ class Progress:
 
 
 def make_progress(console: Console, mode: str = "auto", title: str = "") -> Progress:
-    """The view for a mode; `auto` is a bar on a terminal and lines elsewhere. Raises ConfigError for another word."""
-    one_of("--progress", mode, ("auto", "plain", "json", "none"), "localllm pull MODEL --progress plain")
+    """The view for a mode, one of `command.PROGRESS`; `auto` is a bar on a terminal and lines elsewhere."""
     if mode == "auto":
         mode = "none" if console.quiet else "bar" if console.err_tty and not dumb() else "plain"
     kinds = {"bar": BarProgress, "plain": PlainProgress, "json": JsonProgress, "none": Progress}

@@ -10,6 +10,7 @@ import asyncio
 import fcntl
 import json
 import os
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -98,18 +99,24 @@ def _lock(file: IO[bytes], path: Path) -> None:
 
 
 class Output:
-    """The file of answers: held by one process, without a line that was cut."""
+    """The file of answers: held by one process, without a line that was cut; `-` is stdout, which holds none yet."""
 
     def __init__(self, path: Path, *, again: bool) -> None:
         """`again`: requests that ended in an error are asked again. Raises ConfigError."""
         self.path = path
+        self.answered: set[str] = set()  # ids that need no answer any more
+        if str(path) == "-":
+            self._file: IO[bytes] = sys.stdout.buffer
+            return
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{path} is not a regular file", "choose another -o FILE; -o - is stdout")
         try:
-            self._file: IO[bytes] = path.open("a+b")
+            self._file = path.open("a+b")
         except OSError as error:
             raise ConfigError(f"{path} cannot be written: {error.strerror}", "choose another -o FILE") from None
         try:
             _lock(self._file, path)
-            self.answered = self._read(again)  # ids that need no answer any more
+            self.answered = self._read(again)
         except BaseException:
             self._file.close()
             raise
@@ -159,6 +166,8 @@ class Output:
         self._file.flush()
 
     def close(self) -> None:
+        if str(self.path) == "-":
+            return
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Annotated, Any, Literal
@@ -101,7 +102,7 @@ async def score(request: Request, body: ScoreRequest) -> dict[str, Any]:
     ones, others = vectors[: len(first)], vectors[len(first) :]
     scores = [_cosine(ones[0 if len(ones) == 1 else i], other) for i, other in enumerate(others)]
     data = [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores)]
-    head = {"id": new_id("score"), "object": "list", "created": service_of(request).created}
+    head = {"id": new_id("score"), "object": "list", "created": int(time.time())}
     return {**head, "data": data, "method": METHOD, **facts}
 
 
