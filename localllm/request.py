@@ -189,7 +189,10 @@ def check_token_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
     """Raise InvalidRequest for an id that the vocabulary does not have."""
     for token in ids:
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
-            raise _refused(name, f"token id {token!r}", f"ids from 0 to {vocab_size - 1}")
+            limit = f"ids from 0 to {vocab_size - 1}"
+            raise InvalidRequest(
+                f"{name} names token {token!r:.40}, the model has {limit}", f"give {name} {limit}", param=name
+            )
 
 
 def _refused(name: str, value: object, limit: str) -> InvalidRequest:

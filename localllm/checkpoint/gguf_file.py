@@ -153,7 +153,7 @@ def _check_magic(cursor: _Cursor) -> None:
             raise bad(path, what, offset=0, hint=hint, error=UnsupportedFormat)
         if magic.startswith((b"\x80", b"PK")):
             raise pickle_error(path, 0)
-        raise bad(path, f"is not a GGUF file: it begins with {shown(magic)!r} instead of 'GGUF'", offset=0)
+        raise bad(path, f"no GGUF file: it begins with '{shown(magic)}' instead of 'GGUF'", offset=0)
     cursor.at = 4
     version = cursor.u32("the version")
     if version in (2, 3):

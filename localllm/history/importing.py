@@ -59,7 +59,8 @@ def _entries(path: Path) -> Iterator[Mapping[str, Any]]:
         try:
             value = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{path.name} is not valid JSON: {type(error).__name__}", "export it again") from None
+            where = f" in line {error.lineno}: {error.msg}" if isinstance(error, json.JSONDecodeError) else ""
+            raise ConfigError(f"{path.name} is not valid JSON{where}", "export it again") from None
         yield from (entry for entry in (value if isinstance(value, list) else [value]) if isinstance(entry, dict))
 
 
