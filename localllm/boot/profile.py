@@ -250,8 +250,9 @@ def _every_kernel(runner: Runner, plan: Plan, facts: ModelFacts) -> Iterator[Cal
     for count in sorted({min(count, largest) for count in counts}):
         yield methodcaller("prompt", count)
     if plan.max_parallel > 1:
-        # of 8 bits, keys and values are widened once for many queries, but not beside so long a sequence
-        for count, length in sorted({(min(100, largest), 2), (largest, 2), (largest, plan.ctx - 1)}):
+        # keys and values of E4M3 are widened once for many queries, but not for few, nor beside so long a sequence
+        short = {(min(100, largest), 2), (largest, 2)} if plan.kv == "fp8" else set()
+        for count, length in sorted(short | {(largest, plan.ctx - 1)}):
             yield methodcaller("mixed", count, length)
     captured = max(runner.graphs.captured, default=0) if runner.graphs is not None else 0
     for count in LINEAR_TOKENS["cuda"]:

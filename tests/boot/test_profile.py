@@ -216,10 +216,10 @@ def test_a_gpu_profile_compares_term_by_term_and_survives_a_card_that_is_full(mo
     assert profile.excess_bytes > 0.09 * profile.total.planned_bytes
 
 
-def test_warming_up_launches_every_class_of_rows_once_and_what_graphs_do_not_hold() -> None:
-    made = Planner(MACHINES["rtx4090"], EngineOptions(ctx=1000, prefill_budget=100, max_parallel=20)).plan(
-        model_facts()
-    )
+@pytest.mark.parametrize(("kv", "lengths"), [("bf16", [999]), ("fp8", [2, 999])])
+def test_warming_up_launches_every_class_of_rows_once_and_what_graphs_do_not_hold(kv: str, lengths: list[int]) -> None:
+    options = EngineOptions(ctx=1000, prefill_budget=100, max_parallel=20, kv=kv)
+    made = Planner(MACHINES["rtx4090"], options).plan(model_facts())
     for captured, decoded in (((), [1, 2, 3, 4, 5, 16]), ((1, 2, 4, 8), [16]), ((1, 2, 4, 8, 16, 20), [])):
         model = Noting()
         cache = KVCache(cache_groups(model_facts()), made.num_pages, made.page_size, made.kv)
@@ -228,10 +228,10 @@ def test_warming_up_launches_every_class_of_rows_once_and_what_graphs_do_not_hol
         warm_up(runner, made, model_facts())
         assert [batch.query_lens for batch, _ in model.batches] == [
             *((count,) for count in (1, 2, 3, 4, 5, 16, 23, 50, 70, 100)),
-            *[(100, 1)] * 2,
+            *[(100, 1)] * len(lengths),
             *((1,) * count for count in decoded),
         ]
-        assert [batch.seq_lens[1] for batch, _ in model.batches if batch.query_lens == (100, 1)] == [2, 999]
+        assert [batch.seq_lens[1] for batch, _ in model.batches if batch.query_lens == (100, 1)] == lengths
 
 
 def test_warming_up_takes_a_prompt_for_each_size_of_tiles_of_a_mixture() -> None:
