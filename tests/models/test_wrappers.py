@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -108,7 +107,7 @@ def test_flat_configurations_of_qwen2_vl_are_read(tiny_of: Callable, tmp_path: P
 
 def test_sizes_that_llava_leaves_out_are_those_of_its_text_model() -> None:
     text = {"model_type": "llama", "vocab_size": 32_064, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
-    config = json.loads(json.dumps({"model_type": "llava", "text_config": text}))
+    config = {"model_type": "llava", "text_config": text}
     facts, _ = registry.understand(Checkpoint(Path("llava"), "safetensors", {}, {}, config=config))
     assert (facts.hidden_size, facts.num_layers, facts.num_heads, facts.intermediate_size) == (4096, 32, 32, 11_008)
     assert (facts.vocab_size, facts.max_context) == (32_064, 4096)
