@@ -172,8 +172,6 @@ INLINE void chunk_int(const chunk *k, int64_t row, const int rows, const int hal
                      : [s] "r"(k->x_stride), [m] "r"(k->meta_stride * (int64_t)sizeof(xblock)), [part] "r"(k->part + row * TILE),      \
                        [cross] "i"(offsetof(chunk_numbers, cross)), [min] "i"(offsetof(chunk_numbers, min))                            \
                      : "cc", "memory", "rax", "rcx", "rdx", ZMM_ALL)
-#define ZMM_ALL "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", "xmm11", "xmm12", "xmm13", "xmm14", "xmm15", \
-    "xmm16", "xmm17", "xmm18", "xmm19", "xmm20", "xmm21", "xmm22", "xmm23", "xmm24", "xmm25", "xmm26", "xmm27", "xmm28", "xmm29", "xmm30", "xmm31"
 INLINE void winograd_six(const chunk *k, int64_t row, const int has_min)
 {
     const uint8_t *codes = k->codes, *x = k->x + row * k->x_stride;
@@ -384,7 +382,8 @@ static const few_tiles *few_rows(const ll_weight *w, int64_t m, int one)
 {
     const int half = w->group == 16, min = w->min_kind != NUM_NONE;
     const int in_place = w->scale_kind == NUM_F16 && w->group == BLOCK && (!min || w->min_kind == NUM_F16);
-    if (m > (is_super(w) && !one ? SUPER_FEW : half ? FEW_HALF : FEW)) return NULL;
+    const int super = is_super(w) && !one;
+    if (m > (super ? SUPER_FEW : half ? FEW_HALF : FEW) || (super && HALVED_ROWS(w->code, m))) return NULL;
     switch (w->code) {
     case CODE_8: return half || min ? NULL : in_place ? few_8_zero_f16 : few_8_zero;
     case CODE_4: return half ? NULL : min ? in_place ? few_4_min_f16 : few_4_min : in_place ? few_4_zero_f16 : few_4_zero;

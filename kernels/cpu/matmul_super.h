@@ -14,10 +14,13 @@ INLINE int is_super(const ll_weight *w)
     return MANY_PAIRS && w->scale_kind == NUM_SUB8 && w->k % SUPER == 0 && !w->perm && !w->pre_scale;
 }
 
+/* Whether so many rows meet codes of Q4_K as in `super_halved`. */
+#define HALVED_ROWS(code, m) (WINOGRAD && ll_amd && (code) == CODE_4 && ((m) == 7 || (m) == 8))
+
 /* Up to so many rows of x meet codes that are not multiplied by their scales (256 bits as AVX-VNNI has them, 4 rows: Q4_K 80
  * billion multiply-adds a second, else 74; Q6_K 67 and 72; 6 rows 86 and 90, 63 and 85. One Zen 4 core, which multiplies scales
- * on the ports that add products, 8 rows: Q4_K 90, else 74; Q6_K 82 and 58; 12 rows 92 and 86, 83 and 66; 16 rows 91 and 101). */
-#define SUPER_FEW (VW == 16 ? (ll_amd && LL_VNNI ? 14 : 2) : LL_VNNI ? 4 : 3)
+ * on the ports that add products: 13 rows of Q4_K 91, else 89; of Q6_K 85 and 77; 14 rows 86 and 95, 80 and 81). */
+#define SUPER_FEW (VW == 16 ? (ll_amd && LL_VNNI ? 13 : 2) : LL_VNNI ? 4 : 3)
 
 /* The scales of a quad's codes, as bytes beside zeros where there are products of such pairs, else of 16 bits. */
 typedef struct { vi even, odd; } quad_scales;
@@ -469,10 +472,84 @@ INLINE void super_sums_as(const product *p, int64_t tile, int64_t row, int64_t r
 
 /* ---- a few more: codes are multiplied by their scales in registers ---- */
 
+#if WINOGRAD
+/* A chain of Q4_K's blocks against eight rows of X_SUPER_PAIRS, with half of the multiplications (`WINOGRAD_STEP`) by codes that
+ * are unpacked and multiplied by their scales in registers, a quad of all 32 columns at a time: zmm0 to 15 are sums, zmm16 and 17
+ * what the codes take off, zmm18 to 21 their scales as bytes beside zeros (`quad_scales`). One Zen 4 core, 8 rows of 2,048
+ * inputs: 104 billion multiply-adds a second, 98 with bytes (`super_several`), 79 with codes that are widened into memory. Q6_K,
+ * which needs more instructions for a code, does 84 so and 90 with bytes. */
+#define EIGHT_ROWS(DO) DO(0, 0, 1) DO(1, 2, 3) DO(2, 4, 5) DO(3, 6, 7) DO(4, 8, 9) DO(5, 10, 11) DO(6, 12, 13) DO(7, 14, 15)
+#define HALVED_START(R, I, J) "vpbroadcastd " #R "*32(%[cross]), %%zmm" #I "\n\tvmovdqa64 %%zmm" #I ", %%zmm" #J "\n\t"
+#define HALVED_STEP(Q, R, I, J) WINOGRAD_STEP("+" #R "*512+" #Q "*8(%[x])", "%%zmm" #I, "%%zmm" #J)
+#define HALVED_FOLD_ONE(R, I, FACTOR, TO)                                                                          \
+    "vcvtdq2ps %%zmm" #I ", %%zmm" #I "\n\tvmulps " #R "*32(%[by])%{1to16%}, %%zmm" #FACTOR ", %%zmm30\n\t"           \
+    "vfmadd213ps " TO "(%[to]), %%zmm30, %%zmm" #I "\n\tvmovups %%zmm" #I ", " TO "(%[to])\n\t"
+#define HALVED_FOLD(R, I, J)                                                                                       \
+    "vpsubd %%zmm16, %%zmm" #I ", %%zmm" #I "\n\tvpsubd %%zmm17, %%zmm" #J ", %%zmm" #J "\n\t"                     \
+    HALVED_FOLD_ONE(R, I, 18, #R "*128") HALVED_FOLD_ONE(R, J, 19, #R "*128+64")
+#define HALVED_SCALES                                                                                              \
+    "vpmovzxbd (%[scale]), %%zmm18\n\tvpmovzxbd 16(%[scale]), %%zmm19\n\tadd $32, %[scale]\n\t"                      \
+    "vpslld $16, %%zmm18, %%zmm20\n\tvpslld $16, %%zmm19, %%zmm21\n\tvpord %%zmm20, %%zmm18, %%zmm18\n\tvpord %%zmm21, %%zmm19, %%zmm19\n\t" \
+    "vpslld $8, %%zmm18, %%zmm20\n\tvpslld $8, %%zmm19, %%zmm21\n\t"
+#define LOW_NIBBLES(P) "vpandd " #P "*128(%[codes]), %%zmm22, %%zmm28\n\tvpandd " #P "*128+64(%[codes]), %%zmm22, %%zmm29\n\t"
+#define HIGH_NIBBLES(P)                                                                                            \
+    "vpsrlw $4, " #P "*128(%[codes]), %%zmm28\n\tvpsrlw $4, " #P "*128+64(%[codes]), %%zmm29\n\t"                    \
+    "vpandd %%zmm22, %%zmm28, %%zmm28\n\tvpandd %%zmm22, %%zmm29, %%zmm29\n\t"
+#define HALVED_QUAD(Q)                                                                                             \
+    "vpmaddubsw %%zmm18, %%zmm28, %%zmm24\n\tvpmaddubsw %%zmm19, %%zmm29, %%zmm25\n\t"                               \
+    "vpmaddubsw %%zmm20, %%zmm28, %%zmm26\n\tvpmaddubsw %%zmm21, %%zmm29, %%zmm27\n\t"                               \
+    "vpdpwssd %%zmm24, %%zmm26, %%zmm16\n\tvpdpwssd %%zmm25, %%zmm27, %%zmm17\n\t"                                   \
+    HALVED_STEP(Q, 0, 0, 1) HALVED_STEP(Q, 1, 2, 3) HALVED_STEP(Q, 2, 4, 5) HALVED_STEP(Q, 3, 6, 7)                  \
+    HALVED_STEP(Q, 4, 8, 9) HALVED_STEP(Q, 5, 10, 11) HALVED_STEP(Q, 6, 12, 13) HALVED_STEP(Q, 7, 14, 15)            \
+    "prefetcht1 " #Q "*64(%[next])\n\t"
+INLINE void halved_chain(const uint8_t *codes, const uint8_t *scale, const uint16_t *super_scale, const uint8_t *x, const xblock *meta, const uint8_t *next, int64_t bytes, float *to)
+{
+    const int32_t *cross = meta->ints + cross_at(0, 1);
+    const float *by = &meta->scale;
+    int64_t blocks = SUPER_BLOCKS;
+    _Static_assert(SUPER_META(1, 1) * sizeof(xblock) == 32 && SUPER_BLOCKS * XBYTES == 512 && PLANE == 128 && TILE == 32, "as in the assembly");
+    __asm__ volatile(EIGHT_ROWS(HALVED_START) "vpxord %%zmm16, %%zmm16, %%zmm16\n\tvpxord %%zmm17, %%zmm17, %%zmm17\n\t"
+                     "vpbroadcastd %[nibble], %%zmm22\n\t.p2align 5\n1:\n\t" HALVED_SCALES
+                     LOW_NIBBLES(0) HALVED_QUAD(0) LOW_NIBBLES(1) HALVED_QUAD(1) LOW_NIBBLES(2) HALVED_QUAD(2) LOW_NIBBLES(3) HALVED_QUAD(3)
+                     HIGH_NIBBLES(0) HALVED_QUAD(4) HIGH_NIBBLES(1) HALVED_QUAD(5) HIGH_NIBBLES(2) HALVED_QUAD(6) HIGH_NIBBLES(3) HALVED_QUAD(7)
+                     "prefetcht1 512(%[next])\n\tprefetcht1 576(%[next])\n\t"
+                     "add %[bytes], %[next]\n\tadd $512, %[codes]\n\tadd $64, %[x]\n\tdec %[blocks]\n\tjnz 1b\n\t"
+                     "vcvtph2ps (%[super]), %%zmm18\n\tvcvtph2ps 32(%[super]), %%zmm19\n\t" EIGHT_ROWS(HALVED_FOLD)
+                     : [codes] "+&r"(codes), [scale] "+&r"(scale), [x] "+&r"(x), [next] "+&r"(next), [blocks] "+&r"(blocks)
+                     : [cross] "r"(cross), [by] "r"(by), [to] "r"(to), [super] "r"(super_scale), [bytes] "r"(bytes), [nibble] "r"(0x0f0f0f0f)
+                     : "cc", "memory", ZMM_ALL);
+}
+
+/* part [8][32] = sums of rows row.. of x, eight with those past the end, against a tile of Q4_K. */
+static void super_halved(const product *p, int64_t tile, int64_t row, float *part)
+{
+    const ll_weight *w = p->w;
+    const uint8_t *at = w->data + tile * w->tile_bytes, *x = p->a->planes + row * p->a->x_stride;
+    const xblock *meta = p->a->meta + row * p->a->meta_stride;
+    memset(part, 0, 8 * TILE * 4);
+    for (int64_t s = 0; s < w->supers; s++, at += w->section_bytes, x += p->a->x_step, meta += p->a->meta_step) {
+        const uint8_t *codes = at + w->at_codes;
+        halved_chain(codes, at, (const uint16_t *)(at + w->at_super_scale), x, meta, codes + fetches(CODE_4), w->section_bytes / SUPER_BLOCKS, part);
+        _Alignas(64) int32_t mins[SUPER_BLOCKS / 2][TILE];
+        _Alignas(64) float super_min[TILE];
+        vi sum[8][2];
+        for (int v = 0; v < TILE; v += VW) {
+            for (int i = 0; i < SUPER_BLOCKS / 2; i++) vi_store(&mins[i][v], min_pair(at + w->at_min + 2 * i * TILE + v));
+            vf_store(super_min + v, vf_f16((const uint16_t *)(at + w->at_super_min) + v));
+        }
+        mins_of_eight(mins[0], meta, 1, sum);
+        fold_eight(sum, super_min, &meta->min_scale, SUPER_META(1, 1) * sizeof(xblock), part);
+    }
+}
+#else
+static void super_halved(const product *p, int64_t tile, int64_t row, float *part) { (void)p, (void)tile, (void)row, (void)part; }
+#endif
+
+
 /* Up to so many rows (two Cascade Lake cores, 2,048 x 2,048. Q4_K: 8 rows 0.21 ms, 0.32 where codes are not multiplied; 16
  * rows 0.50 and 0.71; 24 rows 0.61, and 0.58 from widened codes. Q6_K: 8 rows 0.27, 0.31 from widened codes; 16 rows 0.51
- * and 0.49). */
-#define SUPER_SOME(halves) (VW != 16 ? 0 : (halves) == 1 ? 16 : 8)
+ * and 0.49. Where products are halved, one Zen 4 core, 16 rows of Q4_K: 94 billion multiply-adds a second, else 107). */
+#define SUPER_SOME(halves) (VW != 16 || (WINOGRAD && ll_amd) ? 0 : (halves) == 1 ? 16 : 8)
 
 /* part [rows][32] = sums of `count` rows of x from row on against a tile; up to `rows` the last one stands for those that
  * are missing. */
@@ -586,7 +663,8 @@ INLINE void super_some_rows(const product *p, int64_t tile, int64_t row, int64_t
     }                                                                                                       \
     static void NAME##_sums(const product *p, int64_t tile, int64_t row, int64_t rows, float *part)         \
     {                                                                                                       \
-        (SUPER_SOME(HALVES) && rows <= SUPER_SOME(HALVES) ? NAME##_some : NAME##_many)(p, tile, row, rows, part); \
+        if (HALVED_ROWS(CODE, rows)) super_halved(p, tile, row, part);                                      \
+        else (rows <= SUPER_SOME(HALVES) ? NAME##_some : NAME##_many)(p, tile, row, rows, part);            \
     }
 #if MANY_PAIRS
 SUPER_PRODUCT(super_2, CODE_2, 2, 1)

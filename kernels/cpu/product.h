@@ -116,6 +116,8 @@ INLINE void fetch_out(const product *p, int64_t tile, int64_t row, int64_t rows)
     "vpbroadcastd " X ", %%zmm28\n\tvpbroadcastd 4" X ", %%zmm29\n\t"                                              \
     "vpaddw %%zmm26, %%zmm28, %%zmm30\n\tvpaddw %%zmm24, %%zmm29, %%zmm31\n\tvpdpwssd %%zmm30, %%zmm31, " S0 "\n\t"  \
     "vpaddw %%zmm27, %%zmm28, %%zmm28\n\tvpaddw %%zmm25, %%zmm29, %%zmm29\n\tvpdpwssd %%zmm28, %%zmm29, " S1 "\n\t"
+#define ZMM_ALL "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", "xmm11", "xmm12", "xmm13", "xmm14", "xmm15", \
+    "xmm16", "xmm17", "xmm18", "xmm19", "xmm20", "xmm21", "xmm22", "xmm23", "xmm24", "xmm25", "xmm26", "xmm27", "xmm28", "xmm29", "xmm30", "xmm31"
 #define WINOGRAD_CODES                                                                                             \
     "vmovdqa64 (%[codes]), %%zmm24\n\tvmovdqa64 64(%[codes]), %%zmm25\n\t"                                         \
     "vmovdqa64 128(%[codes]), %%zmm26\n\tvmovdqa64 192(%[codes]), %%zmm27\n\tadd $256, %[codes]\n\t"
