@@ -34,7 +34,7 @@ class Code:
 class Number:
     """How scales and mins are stored (weight.h)."""
 
-    NONE, F32, F16, BF16, SUB8, ZERO8 = range(6)
+    NONE, F32, F16, BF16, SUB8, ZERO8, E8M0, E8M0_HALF, E4M3_HALF = range(9)
 
 
 class Take:

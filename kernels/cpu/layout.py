@@ -175,9 +175,10 @@ def _describe(w: Weight, struct: CWeight) -> tuple[int, Tensor, Tensor | None, T
     elif w.form in ("fp4g16", "fp4g32"):
         struct.code, struct.zero_offset, mins, kind = Code.TABLE4, 12, None, From.NIBBLES
         struct.table[:] = [int(2 * v) + 12 for v in E2M1]
-        # codes are twice E2M1, so scales are halved: exact in float16 (from E4M3) and in bfloat16 (powers of two)
-        scales = (w.scales.float() * 0.5).half() if w.form == "fp4g16" else _e8m0(w.scales, -1)
+        # codes are twice E2M1, so scales are halved as they are read
         struct.group = 16 if w.form == "fp4g16" else 32
+        scales, struct.scale_kind = _halves_of(w.scales) if w.form == "fp4g16" else _powers(w.scales, half=True)
+        return kind, w.qweight, scales, None
     else:
         raise ValueError(f"no CPU layout for weights of form {w.form}")
     struct.scale_kind = NUMBERS[scales.dtype]
@@ -194,7 +195,7 @@ def _describe_fp8(w: Weight, struct: CWeight) -> tuple[int, Tensor, Tensor | Non
     if bool(((codes & 0x7F) == 0x7F).any()):  # the fast decoding has no NaN
         codes, struct.code = w.qweight.view(torch.float8_e4m3fn).to(torch.bfloat16), Code.BF16
     if w.form == "fp8mx":
-        struct.scale_kind, scales = Number.BF16, _e8m0(w.scales, 0)
+        scales, struct.scale_kind = _powers(w.scales, half=False)
     elif _row_scale(w) is not None:
         return From.FLOATS, codes, None, None
     else:
@@ -214,12 +215,22 @@ def _row_scale(w: Weight) -> Tensor | None:
     return w.scales.float().reshape(-1) if w.scales.numel() == w.shape[0] else None
 
 
-def _e8m0(exponents: Tensor, shift: int) -> Tensor:
-    """2^(e - 127 + shift) as bfloat16; 255 is NaN."""
-    e = exponents.view(torch.uint8).to(torch.int32) + shift
-    bits = torch.where(e > 0, e << 7, torch.where(e == 0, 0x40, 0x20))
-    bits = torch.where(exponents.view(torch.uint8) == 255, 0x7FC0, bits)
-    return bits.to(torch.int16).view(torch.bfloat16)
+# The fast reading of E4M3 and E8M0 has no NaN: numbers with one are kept as floats.
+
+
+def _powers(exponents: Tensor, half: bool) -> tuple[Tensor, int]:
+    """2^(e - 127), or `half` of it."""
+    e = exponents.view(torch.uint8)
+    if bool((e == 255).any()):
+        return torch.ldexp(torch.where(e == 255, torch.nan, 0.5 if half else 1.0), e.int() - 127), Number.F32
+    return e, Number.E8M0_HALF if half else Number.E8M0
+
+
+def _halves_of(scales: Tensor) -> tuple[Tensor, int]:
+    codes = scales.view(torch.uint8)
+    if bool(((codes & 0x7F) == 0x7F).any()):
+        return scales.float() * 0.5, Number.F32
+    return codes, Number.E4M3_HALF
 
 
 def _padded(numbers: Tensor | None, struct: CWeight) -> Tensor | None:

@@ -124,6 +124,7 @@ INLINE vi vi_round(vf a) { return (vi)_mm512_cvtps_epi32((__m512)a); }
 INLINE vf vf_f16(const uint16_t *p) { return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const void *)p)); }
 INLINE vi vi_u16(const uint16_t *p) { return (vi)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p)); }
 INLINE vi vi_u8(const uint8_t *p) { return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)p)); }
+INLINE vi vi_max(vi a, vi b) { return (vi)_mm512_max_epi32((__m512i)a, (__m512i)b); }
 INLINE vi vi_i8(const uint8_t *p) { return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)p)); }
 INLINE vf vf_e4m3_256(const uint8_t *p) /* value / 256; NaN codes must not occur */
 {
@@ -148,6 +149,7 @@ INLINE vi vi_round(vf a) { return (vi)_mm256_cvtps_epi32((__m256)a); }
 INLINE vf vf_f16(const uint16_t *p) { return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const void *)p)); }
 INLINE vi vi_u16(const uint16_t *p) { return (vi)_mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)p)); }
 INLINE vi vi_u8(const uint8_t *p) { return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)p)); }
+INLINE vi vi_max(vi a, vi b) { return (vi)_mm256_max_epi32((__m256i)a, (__m256i)b); }
 INLINE vi vi_i8(const uint8_t *p) { return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)p)); }
 INLINE vf vf_e4m3_256(const uint8_t *p)
 {
@@ -181,6 +183,7 @@ INLINE vf vf_f16(const uint16_t *p)
 #endif
 INLINE vi vi_u16(const uint16_t *p) { return (vi){p[0], p[1], p[2], p[3]}; }
 INLINE vi vi_u8(const uint8_t *p) { return (vi){p[0], p[1], p[2], p[3]}; }
+INLINE vi vi_max(vi a, vi b) { const vi more = a > b; return (a & more) | (b & ~more); }
 INLINE vi vi_i8(const uint8_t *p) { return (vi){(int8_t)p[0], (int8_t)p[1], (int8_t)p[2], (int8_t)p[3]}; }
 INLINE vf vf_e4m3_256(const uint8_t *p)
 {
@@ -261,6 +264,7 @@ INLINE void by_turns(vi a, vi b, vf *first, vf *second) { *first = (vf)a, *secon
 #endif
 
 INLINE vf vf_bf16(const uint16_t *p) { return (vf)(vi_u16(p) << 16); }
+INLINE vf vf_e8m0(const uint8_t *p) { return (vf)vi_max(vi_u8(p) << 23, vi_set1(0x400000)); } /* 2^(e - 127); 255 must not occur */
 INLINE vf vf_select(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
 
 /* exp(x) to about 1e-7 relative for x <= 0 (it is used on x - max); 0 below -87.3, NaN stays NaN. */

@@ -17,7 +17,8 @@
 #include "vec.h"
 
 enum { CODE_8, CODE_4, CODE_4T, CODE_5, CODE_6, CODE_2, CODE_3, CODE_F32, CODE_F16, CODE_BF16, CODE_E4M3 };
-enum { NUM_NONE, NUM_F32, NUM_F16, NUM_BF16, NUM_SUB8 /* 8-bit number * f16 per 256 inputs */, NUM_ZERO8 /* mins only */ };
+enum { NUM_NONE, NUM_F32, NUM_F16, NUM_BF16, NUM_SUB8 /* 8-bit number * f16 per 256 inputs */, NUM_ZERO8 /* mins only */,
+       NUM_E8M0, NUM_E8M0_HALF, NUM_E4M3_HALF /* half of them */ };
 #define SUPER 256
 #define SUPER_BLOCKS (SUPER / BLOCK)
 
@@ -87,6 +88,9 @@ INLINE vf load_number(const uint8_t *at, int64_t index, const int64_t kind)
     case NUM_F16: return vf_f16((const uint16_t *)at + index);
     case NUM_BF16: return vf_bf16((const uint16_t *)at + index);
     case NUM_SUB8: return vf_cvt(vi_i8(at + index));
+    case NUM_E8M0: return vf_e8m0(at + index);
+    case NUM_E8M0_HALF: return vf_e8m0(at + index) * vf_set1(0.5f);
+    case NUM_E4M3_HALF: return vf_e4m3_256(at + index) * vf_set1(128.0f);
     default: return vf_cvt(vi_u8(at + index)); /* NUM_ZERO8 */
     }
 }
@@ -112,6 +116,9 @@ static void expand_numbers(const uint8_t *at, int64_t first, int64_t count, int6
     case NUM_F16: expand_as(at, first, count, per, to, NUM_F16); break;
     case NUM_BF16: expand_as(at, first, count, per, to, NUM_BF16); break;
     case NUM_ZERO8: expand_as(at, first, count, per, to, NUM_ZERO8); break;
+    case NUM_E8M0: expand_as(at, first, count, per, to, NUM_E8M0); break;
+    case NUM_E8M0_HALF: expand_as(at, first, count, per, to, NUM_E8M0_HALF); break;
+    case NUM_E4M3_HALF: expand_as(at, first, count, per, to, NUM_E4M3_HALF); break;
     default: for (int64_t i = 0; i < count * TILE; i++) to[i] = 1.0f;
     }
 }

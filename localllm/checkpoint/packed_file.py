@@ -30,7 +30,7 @@ import numpy as np
 
 from localllm.paths import cache_dir
 
-VERSION = 3  # counts up with every change of what the bytes mean
+VERSION = 4  # counts up with every change of what the bytes mean
 ALIGN = 4096
 PART = 256 << 20  # bytes with one checksum, read by one thread: few parts, since each waits for the interpreter's lock
 HUGE = 2 << 20  # bytes of a huge page

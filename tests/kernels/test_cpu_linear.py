@@ -53,7 +53,18 @@ FORMS = [
         "int8-row",
         "int8-group",
     ),
-    *("fp4g16", "fp4g32", "fp8-tensor", "fp8-row", "fp8-block", "fp8-nan", "fp8mx"),
+    *(
+        "fp4g16",
+        "fp4g16-nan",
+        "fp4g32",
+        "fp4g32-nan",
+        "fp8-tensor",
+        "fp8-row",
+        "fp8-block",
+        "fp8-nan",
+        "fp8mx",
+        "fp8mx-nan",
+    ),
     *(f"gguf-{name}" for name in BLOCKS),
 ]
 
@@ -91,12 +102,17 @@ def make(form: str, n: int, k: int, group: int = 32) -> tuple[Weight, Tensor]:
         return Weight(kind, (n, k), packed, kept, zeros=zeros, mins=mins, group_size=group), values
     if kind == "fp4g16":
         e4m3 = (torch.rand(n, k // 16) * 4).to(torch.float8_e4m3fn)
+        e4m3.view(torch.uint8)[-1, -1] = 1  # below the normal numbers
+        if variant == "nan":
+            e4m3.view(torch.uint8)[n // 2, 0] = 0x7F
         alpha = torch.rand(n) * 0.01 + 0.001
         values = E2M1[nibbles] * e4m3.float().repeat_interleave(16, 1) * alpha[:, None]
         return Weight(kind, (n, k), packed, e4m3, global_scale=alpha, group_size=16), values
     e8m0 = torch.randint(118, 124, (n, k // 32), dtype=torch.uint8)
-    e8m0[0, 0] = 0  # 2^-127, below the normal numbers
-    power = torch.ldexp(torch.ones(e8m0.shape), e8m0.int() - 127).repeat_interleave(32, 1)
+    e8m0[-1, -1], e8m0[0, 0] = 1, 0  # 2^-126 and 2^-127, which is below the normal numbers
+    if variant == "nan":
+        e8m0[n // 2, 0] = 255
+    power = torch.ldexp(torch.where(e8m0 == 255, torch.nan, 1.0), e8m0.int() - 127).repeat_interleave(32, 1)
     if kind == "fp4g32":
         return Weight(kind, (n, k), packed, e8m0, group_size=32), E2M1[nibbles] * power
     codes = e4m3_codes(n, k)
