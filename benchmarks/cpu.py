@@ -450,10 +450,10 @@ def table(kept: dict[str, Any]) -> str:
         one = 0.0  # of one stream: the row before that of several
         for test, shown in names.items():
             found = {engine: median(runs) for engine, runs in rows.get(f"{model} {test}", {}).items()}
-            if "llama.cpp" not in found:
+            least = LINES[model].get(test)
+            if "llama.cpp" not in found or not (least or one):
                 continue
             ours = found["localllm"]
-            least = LINES[model].get(test)
             line = f"≥ {least:.1f} ×" if least else f"≥ {STREAMS_LINE} × one stream: {ours / one:.2f} ×"
             one = ours
             lines.append(f"| {model} ({form}): {shown} | {ours:,.0f} tok/s | {' | '.join(beside(found))} | {line} |")

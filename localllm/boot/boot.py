@@ -241,12 +241,7 @@ class Boot:
             return True
         started, self.is_tuning = time.monotonic(), True
         try:
-            tuned = tuner().tune(
-                gpu_seconds,
-                self._tuning_left_s,
-                lambda: self._tuning_left_s <= 0 or must_stop(),
-                compile_ahead=self._compile_ahead,
-            )
+            tuned = self._time_tiles(self._tuning_left_s, lambda: self._tuning_left_s <= 0 or must_stop())
         finally:
             self.is_tuning = False
             self._tuning_left_s = max(0.0, self._tuning_left_s - (time.monotonic() - started))
@@ -275,8 +270,7 @@ class Boot:
 
         def job(must_stop: Callable[[], bool]) -> bool:
             try:
-                told = on_progress, self._compile_ahead
-                found.extend(tuner().tune(gpu_seconds, budget_s, lambda: stopped.is_set() or must_stop(), *told))
+                found.extend(self._time_tiles(budget_s, lambda: stopped.is_set() or must_stop(), on_progress))
                 self._on_tuned(found)
                 self._stale = self.engine.runner.capture(self._stale) if self._stale else ()
             finally:
@@ -290,6 +284,14 @@ class Boot:
             stopped.set()
             return list(self.tuned)
         return found
+
+    def _time_tiles(
+        self, budget_s: float, stop: Callable[[], bool], on_tuned: Callable[[Tuned], None] = lambda tuned: None
+    ) -> list[Tuned]:
+        try:
+            return tuner().tune(gpu_seconds, budget_s, stop, on_tuned, self._compile_ahead)
+        finally:
+            torch.cuda.empty_cache()  # the weights that a trial makes up, for the head of an 8B 1.2 GB, are in no plan
 
     def _on_tuned(self, tuned: list[Tuned]) -> bool:
         """Called in the engine's thread. Returns whether graphs hold old tiles, and nobody captures them again yet."""

@@ -284,6 +284,14 @@ class WarmAgain:
         return not self._left
 
     def __call__(self, must_stop: Callable[[], bool]) -> bool:
+        try:
+            self._go_on(must_stop)
+        except BaseException:
+            self._left.clear()  # it is done: whoever chooses other tiles next begins anew
+            raise
+        return self.is_done
+
+    def _go_on(self, must_stop: Callable[[], bool]) -> None:
         free = [pool.free_pages() for pool in self._pages.pools]
         slots = self._pages.slots.free_pages() if self._pages.slots is not None else []
         if not all(free) or self._plan.num_slots and not slots:
@@ -299,7 +307,6 @@ class WarmAgain:
                 step(worst)
                 self._left.popleft()
                 self._compiling = None
-        return not self._left
 
 
 class CpuProfiler:

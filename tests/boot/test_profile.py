@@ -272,6 +272,20 @@ def test_kernels_of_other_tiles_are_launched_in_idle_moments_over_free_pages(com
     assert not {*taken} & {page for table in tables for page in table.flatten().tolist()}
 
 
+def test_a_kernel_that_fails_in_an_idle_moment_ends_the_job() -> None:
+    made = planned(max_parallel=2)
+    cache = KVCache(cache_groups(model_facts()), made.num_pages, made.page_size, made.kv)
+
+    def recorded(call: Callable[[], object]) -> Callable[[], None]:
+        raise OSError("no compiler")
+
+    pages = Pages(made.num_pages, [None], made.page_size)
+    job = WarmAgain(Runner(Noting(), cache, 1000), pages, made, model_facts(), recorded)
+    with pytest.raises(OSError):
+        job(lambda: False)
+    assert job.is_done, "the next tiles that are chosen begin another"
+
+
 # --- what is remembered ----------------------------------------------------------------------------------------------
 
 
