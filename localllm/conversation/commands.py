@@ -58,7 +58,8 @@ def _export(session: Session, text: str) -> str:
     from localllm.history.export import FORMATS, render
 
     word, _, rest = text.partition(" ")
-    kind, path = (word, rest.strip()) if word in FORMATS else ("md", text)
+    ending = Path(text).suffix.lower().lstrip(".")
+    kind, path = (word, rest.strip()) if word in FORMATS else (ending if ending in FORMATS else "md", text)
     if path == text and path and not {".", "/"} & set(path):
         raise ConfigError(f"/export {clean_line(text)}: it can be {', '.join(FORMATS)}, or a path", "/export html")
     talk = session.conversation

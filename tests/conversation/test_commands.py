@@ -84,6 +84,8 @@ def test_every_branch_is_exported_into_a_new_file(tmp_path: Path, monkeypatch: p
         say("/export pdf")
     for path in ("notes.txt", "./notes"):
         assert say(f"/export {path}") == f"written to {path}"
+    say("/export my chat.html")
+    assert "<html" in (tmp_path / "my chat.html").read_text(), "as its ending says"
 
 
 def test_undo_keeps_the_turn_as_a_branch() -> None:
