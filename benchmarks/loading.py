@@ -3,8 +3,9 @@
     python benchmarks/loading.py MODEL.gguf ... [--json FILE] [--repeat 3]
 
 For each model in turns: nothing is kept (`off`), the start that writes the file (`first`), and one that reads it
-(`second`). All read from the page cache; the file lies in a folder of its own, which is removed. A row holds medians:
-seconds to the first byte of the answer, CPU seconds until then, the most anonymous memory, tokens a second of 32.
+(`second`), as the default of `engine.packed_store` has it. All read from the page cache; the file lies in a folder of
+its own, which is removed. A row holds medians: seconds to the first byte of the answer, CPU seconds until then, the
+most anonymous memory, tokens a second of 32.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ STATUS_S = 0.05
 
 def start(model: str, home: Path, keeps: bool) -> dict[str, float]:
     """One command."""
-    limit = {"LOCALLLM_ENGINE_PACKED_STORE": "32G" if keeps else "0"}
+    limit = {"LOCALLLM_ENGINE_PACKED_STORE": "auto" if keeps else "0"}
     environment = os.environ | limit | {"LOCALLLM_HOME": str(home), "LOCALLLM_CACHE": str(cache_folder().parent)}
     begun, peak, ends = time.monotonic(), [0], threading.Event()
     with subprocess.Popen(
@@ -85,6 +86,8 @@ def rows(model: Path, repeat: int) -> list[dict[str, Any]]:
             shutil.rmtree(home / "cache/packed", ignore_errors=True)
             for name, runs in found.items():
                 runs.append(start(str(model), home, keeps=name != "off"))
+            if not any(home.glob("cache/packed/*.packed")):
+                raise SystemExit(f"{home} has too little free space to keep {model.name}")
     return [
         {"model": model.name, "bytes": model.stat().st_size, "start": name, "line_s": LINES.get(name)}
         | {key: statistics.median(run[key] for run in runs) for key in runs[0]}

@@ -430,7 +430,10 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True)
 class LoadProgress:
-    """Something slow before the model is ready: resolve, download, import, weights, kv, compile, warmup; then ready."""
+    """Something slow before the model is ready: resolve, download, import, weights, kv, compile, warmup; then ready.
+
+    And, while it is closed, keep: weights are written to the disk for the next start.
+    """
 
     name: str
     done: int = 0

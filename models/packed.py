@@ -79,7 +79,7 @@ class Packed:
 
     def _pass_over(self, error: Unusable) -> None:
         self.close()
-        self.note = f"repacked weights are not kept, every start takes longer: {self._path} {error}"
+        self.note = f"repacked weights are not kept, the next start takes longer: {self._path} {error}"
         log.info("%s", self.note)
 
     @property

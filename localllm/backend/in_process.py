@@ -35,6 +35,7 @@ class InProcessBackend(ChatBackend):
     completes        a base model, which has no chat template, continues the messages' text instead of refusing it
     constraint       what every answer's content must be
     on_loaded        called in the backend's thread with the name and the model that is ready
+    on_keep          called there, when an end has to wait for weights that are kept on the disk
     settings         fields of `EngineOptions` that differ from `options`
     """
 
@@ -45,6 +46,7 @@ class InProcessBackend(ChatBackend):
         completes: bool = False,
         constraint: Constraint | None = None,
         on_loaded: Callable[[str, LLM], None] = lambda name, llm: None,
+        on_keep: Callable[[], None] = lambda: None,
         offline: bool = False,
         options: EngineOptions | None = None,
         **settings: Any,
@@ -52,7 +54,7 @@ class InProcessBackend(ChatBackend):
         super().__init__()
         self._completes = completes
         self._constraint = constraint
-        self._on_loaded = on_loaded
+        self._on_loaded, self._on_keep = on_loaded, on_keep
         self._offline = offline
         self._options = replace(options or EngineOptions(), **settings)
         self._default_params = default_params
@@ -167,7 +169,10 @@ class InProcessBackend(ChatBackend):
         held: list[LoadProgress] = []  # "ready" is told when facts() knows the model, not before
 
         def on_progress(phase: LoadProgress) -> None:
-            (held if phase.name == "ready" else self._events).append(phase)
+            if phase.name == "keep":
+                self._on_keep()
+            else:
+                (held if phase.name == "ready" else self._events).append(phase)
 
         llm = LLM(name, self._options, offline=self._offline, on_progress=on_progress, cancel=stop, owns_process=True)
         if stop.is_set():  # nobody waits for it any more, and nobody is to see it ready

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from localllm.paths import cache_dir
+from localllm.paths import cache_dir, existing
 
 VERSION = 4  # counts up with every change of what the bytes mean
 ALIGN = 4096
@@ -39,6 +39,7 @@ WRITTEN = 16 * HUGE  # bytes that are written at once, so that the system keeps 
 SETTLED = 16 * HUGE  # bytes that are moved at once: 20 ms for a request to wait
 MREMAP_FIXED = 3  # and MREMAP_MAYMOVE
 SPARE_BYTES = 2 << 30  # that stay free on the disk
+AUTO_SHARE = 0.1  # of what would be free without these files
 _MAGIC = b"LLMPACK\0"
 _TAIL = struct.Struct("<8sIQQ16s")  # magic, version, header at, its bytes, its digest
 
@@ -63,6 +64,16 @@ class Stored(NamedTuple):
 def packed_dir() -> Path:
     """Where they lie."""
     return cache_dir() / "packed"
+
+
+def automatic_limit() -> int:
+    """Bytes that all files may have where nobody says how many; 0 where the disk does not tell."""
+    try:
+        free = shutil.disk_usage(existing(packed_dir())).free
+        kept = sum(path.stat().st_size for path in packed_dir().glob("*.packed"))
+    except OSError:  # also of a file that another process removes
+        return 0
+    return int(AUTO_SHARE * (free + kept))
 
 
 class PackedFile:

@@ -65,7 +65,11 @@ class Sampling:
 @contextmanager
 def open_backend(env: Env, config: UserConfig, sampling: Sampling, **more: Any) -> Iterator[ChatBackend]:
     """A backend that is closed at the end; arguments as of `make_backend`."""
-    backend = make_backend(env, config, sampling, **more)
+
+    def on_keep() -> None:
+        env.console.say("keeping the weights for the next start; Ctrl-C skips it")
+
+    backend = make_backend(env, config, sampling, on_keep=on_keep, **more)
     try:
         yield backend
     except (KeyboardInterrupt, SystemExit, Aborted):
@@ -85,6 +89,7 @@ def make_backend(
     constraint: Constraint | None = None,
     attached: Attached | None = None,
     on_loaded: Callable[[str, LLM], None] = lambda name, llm: None,
+    on_keep: Callable[[], None] = lambda: None,
 ) -> ChatBackend:
     """A running server, the engine in this process, or the scripted one.
 
@@ -92,6 +97,7 @@ def make_backend(
     constraint   what every answer must be
     attached     the server that computes; None for this process
     on_loaded    called with every model that is loaded in this process
+    on_keep      called when its end has to wait for weights that are kept
     """
     if attached is not None:
         from localllm.backend.over_http import RemoteBackend
@@ -111,6 +117,7 @@ def make_backend(
         completes=completes,
         constraint=constraint,
         on_loaded=on_loaded,
+        on_keep=on_keep,
         offline=env.offline,
         options=config.engine,
     )

@@ -147,11 +147,12 @@ class EngineOptions:
         "pages of prompts and answers are kept on the disk, up to this size, so that a chat that goes on after a"
         " restart is not read again; who can read the disk can learn what was said; 0 keeps none",
     )
-    packed_store: int = _key(
-        SIZE,
-        0,
+    packed_store: int | Auto = _key(
+        or_auto(SIZE),
+        "auto",
         "weights of large models are kept on the disk as the CPU reads them, up to this size, so that the next start"
-        " repacks nothing; they are written in an idle moment, or at the end of a command; 0 keeps none",
+        " repacks nothing; they are written in an idle moment, or at the end of a command; auto: up to a tenth of what"
+        " is free there; 0 keeps none",
     )
     speculation: str = _key(
         choice("auto", "off", "ngram", "draft", "mtp"),

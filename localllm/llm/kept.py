@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from localllm._version import __version__
-from localllm.checkpoint.packed_file import PackedFile, packed_dir, read_ahead
+from localllm.checkpoint.packed_file import PackedFile, automatic_limit, packed_dir, read_ahead
+from localllm.request import LoadProgress, OnProgress
 
 if TYPE_CHECKING:  # what is read ahead is found before torch is imported
     from localllm.engine.page_files import PageFiles
@@ -20,6 +22,7 @@ if TYPE_CHECKING:  # what is read ahead is found before torch is imported
 
 SAMPLES, SAMPLE_BYTES = 64, 4096
 LEAST_BYTES = 256 << 20  # A smaller model is repacked in less time than a file of it is worth.
+TOLD_AFTER_S = 0.5  # that an end has waited for the file
 
 
 def model_digest(files: Iterable[Path]) -> bytes:
@@ -62,16 +65,21 @@ def page_files(
 class KeptWeights:
     """A model's repacked weights on the disk: read while torch is imported, written behind the first answer."""
 
-    def __init__(self, checkpoint: OpenModel, plan: Plan, limit: int) -> None:
-        """Nothing is kept of small models, and of those that are divided or on a card; `limit`: bytes of all files."""
-        self._checkpoint, self._limit = checkpoint, limit
+    def __init__(self, checkpoint: OpenModel, plan: Plan, limit: int | Literal["auto"]) -> None:
+        """Nothing is kept of small models, and of those that are divided or on a card.
+
+        limit   bytes of all files; with "auto", `automatic_limit`, a model that is too large for it is no failure
+        """
+        self._checkpoint = checkpoint
+        self._limit = automatic_limit() if limit == "auto" else limit
         self._path: Path | None = None
         self._ahead: PackedFile | None = None
         self._packed: Packed | None = None
-        if plan.device == "cpu" and not plan.ranks and limit and checkpoint.nbytes >= LEAST_BYTES:
+        if plan.device == "cpu" and not plan.ranks and self._limit and checkpoint.nbytes >= LEAST_BYTES:
             name = blake2b(model_digest(checkpoint.files) + plan.quant.encode(), digest_size=16).hexdigest()
-            self._path = packed_dir() / f"{name}.packed"
-            self._ahead = read_ahead(self._path)
+            path = packed_dir() / f"{name}.packed"
+            if limit != "auto" or checkpoint.nbytes <= self._limit or path.exists():
+                self._path, self._ahead = path, read_ahead(path)
 
     def open(self) -> Packed | None:
         """For the loader; None where nothing is kept, or the CPU's kernels cannot be built."""
@@ -96,7 +104,7 @@ class KeptWeights:
         """An idle job (`Engine.when_idle`)."""
         return self._packed is None or self._packed.write(must_stop)
 
-    def close(self, answered: bool) -> None:
+    def close(self, answered: bool, on_progress: OnProgress) -> None:
         """Write what no idle moment was left for, as after a single answer; without one the file goes."""
         ahead, self._ahead = self._ahead, None
         packed, self._packed = self._packed, None
@@ -106,6 +114,9 @@ class KeptWeights:
             return
         try:
             if answered:
-                packed.write()
+                told_at = time.monotonic() + TOLD_AFTER_S
+                if not packed.write(lambda: time.monotonic() >= told_at):
+                    on_progress(LoadProgress("keep"))
+                    packed.write()
         finally:
             packed.close()

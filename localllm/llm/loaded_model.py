@@ -438,7 +438,7 @@ class LoadedModel(AdaptedModel):
 
                 speeds.remember(self.facts, self.plan, self.machine, tps)
             engine.close()
-        self._kept.close(answered=engine is not None and engine.stats().num_output_tokens > 0)
+        self._kept.close(engine is not None and engine.stats().num_output_tokens > 0, self._notify)
         self._checkpoint.close()
         self._sleeping = None
         boot, model = self.__dict__.pop("boot", None), self.__dict__.pop("_model", None)

@@ -164,12 +164,15 @@ def test_rm_takes_the_repacked_weights_of_a_model_along(invoke: Invoke, models: 
         writer = PackedWriter(folder / f"{name}.packed", 1, 1 << 30)
         writer.write(np.zeros(64, np.uint8))
         writer.finish({"files": files})
+    listed = valid(invoke("ls", "--json").stdout, "ls-1")
+    assert listed["packed_bytes"] == sum(path.stat().st_size for path in folder.iterdir())
+    assert "localllm rm --packed" in invoke("ls").stderr
     dry = valid(invoke("rm", "smollm2", "-n", "--json").stdout, "rm-1")
     assert [path for path in dry["paths"] if "own.packed" in path]
     assert invoke("rm", "smollm2", "-y").exit_code == 0
     assert [path.name for path in folder.iterdir()] == ["other.packed"]
     assert invoke("rm", "--packed", "-y").exit_code == 0
-    assert not list(folder.iterdir())
+    assert not list(folder.iterdir()) and "--packed" not in invoke("ls").stderr
 
 
 def test_plan(invoke: Invoke, models: Path) -> None:

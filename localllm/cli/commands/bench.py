@@ -91,6 +91,8 @@ def bench(
         # answers to random words repeat: with guesses smollm2 shows 400 to 650 tok/s, not 290
         asked["engine.speculation"] = "off"
     config = env.settings(asked)
+    if config.engine.packed_store == "auto":  # what is written between two runs would take part in the second
+        config = env.settings(asked | {"engine.packed_store": 0})
     choice = choose(env, config, model)
     from localllm.cli.loading import load_llm
 

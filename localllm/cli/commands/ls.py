@@ -41,6 +41,7 @@ def ls(
     CTX is the model's own limit, FITS the largest context there is room for.
     """
     from localllm import hub
+    from localllm.checkpoint.packed_file import stored_packs
     from localllm.plan.planner import Planner
 
     one_of("--sort", sort, tuple(SORTS), "localllm ls --sort size")
@@ -50,7 +51,9 @@ def ls(
     planned = [(model, *_plan(model, planner)) for model in shown]
     console = env.console
     rows = [_ls_row(*one) for one in planned]
-    if console.emit("ls/1", {"cache": str(hub.cache.hub_dir()), "free_bytes": _free(), "models": rows}):
+    packed = sum(one.num_bytes for one in stored_packs())
+    facts = {"cache": str(hub.cache.hub_dir()), "free_bytes": _free(), "packed_bytes": packed}
+    if console.emit("ls/1", facts | {"models": rows}):
         return 0
     total = sum({m.path: m.size_bytes for m in shown}.values())  # two names of Ollama's may share a file
     place = clean_line(home_short(hub.cache.hub_dir()))
@@ -62,6 +65,8 @@ def ls(
     hidden = len(found) - len(shown)
     if hidden:
         console.say(f"{hidden} more cannot be run: localllm ls --all")
+    if packed:
+        console.say(f"{gib(packed)} of weights are kept as the CPU reads them, for faster starts: localllm rm --packed")
     if not found:
         console.say("Next: localllm pull smollm2")
     return 0

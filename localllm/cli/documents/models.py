@@ -46,6 +46,7 @@ class Ls(TypedDict):
 
     cache: str
     free_bytes: Count
+    packed_bytes: Count
     models: list[ModelRow]
 
 
