@@ -251,7 +251,7 @@ class _Step:
 
 @cache
 def _counters(device: torch.device) -> Tensor:
-    """int32 zeros, which every kernel leaves as zeros: one set a card, steps of one stream at a time."""
+    """int32 zeros, which every kernel leaves as zeros: one set a card, whose kernels all run on one stream."""
     return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 

@@ -15,6 +15,7 @@ computed, where it can: a candidate that disagrees with the first one, which the
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,6 +37,8 @@ POLL_S = 0.005  # between two questions whether to stop
 AGREEMENT = 2e-2
 STEADY = 0.10  # by how much the first candidate may differ when it is timed again: more, and the card's clocks changed
 WORTH = 0.97  # a candidate replaces the one in use when it takes at most this share of its time: less is noise
+
+one_capture = threading.Lock()  # in this process: another engine may capture its steps
 
 Tile = Mapping[str, int]
 Trial = Callable[[Tile], Callable[[], object]]
@@ -213,7 +216,8 @@ def _replay(call: Callable[[], object]) -> Callable[[], None] | None:
     graph, stream, current = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.cuda.current_stream()
     stream.wait_stream(current)
     try:
-        with torch.cuda.stream(stream):  # not `torch.cuda.graph`: it collects garbage and empties the cache first
+        # not `torch.cuda.graph`: it collects garbage and empties the cache first
+        with one_capture, torch.cuda.stream(stream):
             graph.capture_begin(capture_error_mode="thread_local")
             try:
                 call()

@@ -157,8 +157,10 @@ class BatchBuilder:
         """(token ids, positions and each group's slots, int64 [sequences]), (lengths, int32 [sequences])"""
         count = len(ids)
         if self.device.type != "cpu":
-            rows = self._tensor(np.array([ids, positions, *slots], dtype=np.int64)).unbind(0)
-            return rows, self._tensor(np.array(lengths, dtype=np.int32))
+            # rows of whole 16 bytes: kernels are compiled again for an address that is not a multiple of them
+            rows = np.zeros((2 + len(slots), count + count % 2), dtype=np.int64)
+            rows[:, :count] = [ids, positions, *slots]
+            return self._tensor(rows)[:, :count].unbind(0), self._tensor(np.array(lengths, dtype=np.int32))
         kept = self._decoding.get(count)
         if kept is None:
             kept = self._decoding[count] = Decoding.of(2 + len(slots), count)

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from localllm.kernels.verify.tuning import one_capture
 from localllm.models.inputs import ForwardBatch
 from localllm.models.kv_cache import KVCache
 from localllm.models.model import Model
@@ -60,22 +61,24 @@ class Bucket:
 
 
 class CudaCapture:
-    """Captures into one memory pool, shared by all buckets: only one of them runs at a time."""
+    """Captures into one memory pool, shared by all buckets: only one of them runs at a time.
+
+    Another engine of this process may decode meanwhile. What runs here runs on the stream of all steps, since kernels
+    that count their finished programs share the counters of a card. One capture waits for another, since torch has one
+    stream for them all.
+    """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Run) -> Captured:
-        side, current = torch.cuda.Stream(), torch.cuda.current_stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            for _ in range(WARM_RUNS):
-                run()
-        current.wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
+        for _ in range(WARM_RUNS):
+            run()
+        current, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
         # a capture that cannot end leaves its stream current; `stream` restores the one before it. Other threads (a
         # tokenizer, an interface) may call into CUDA meanwhile: only this one is watched
         with (
+            one_capture,
             torch.cuda.stream(current),
             torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
         ):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -17,6 +20,7 @@ from localllm.boot.assembly import assemble
 from localllm.boot.memory_meter import Meter
 from localllm.config import EngineOptions
 from localllm.device.fake import MACHINES
+from localllm.engine.batch import BatchBuilder
 from localllm.engine.cuda_graph import Captured, CudaCapture, DecodeGraphs, Run, Shape, shapes_of
 from localllm.engine.decode_inputs import DecodeInputs
 from localllm.engine.device_sampler import DeviceSampler
@@ -29,6 +33,7 @@ from localllm.engine.sequence import Sequence
 from localllm.engine.speculation import Speculation
 from localllm.kernels.sampling import sample as reference
 from localllm.kernels.verify.selftest import SelfTest
+from localllm.kernels.verify.tuning import one_capture
 from localllm.models.architectures import open_model
 from localllm.models.kv_cache import KVCache
 from localllm.models.loader import LoadOptions, load_model
@@ -471,6 +476,49 @@ def test_a_capture_that_cannot_end_gives_the_stream_back(monkeypatch: pytest.Mon
         "graph": Graph,
     }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
+    used: list[Stream] = []
     with pytest.raises(RuntimeError, match="previous error"):
-        CudaCapture()(lambda: ())
-    assert now is usual
+        CudaCapture()(lambda: (used.append(now), ())[1])
+    assert now is usual and not one_capture.locked()
+    *warm, captured = used
+    assert set(warm) == {usual} and captured is not usual  # what executes does so in the order of all steps
+
+
+def test_two_engines_capture_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch has one stream for all captures of a process."""
+    inside = most = 0
+
+    class Graph:
+        def __init__(self, graph: object, **options: Any) -> None: ...
+
+        def __enter__(self) -> None:
+            nonlocal inside, most
+            inside += 1
+            most = max(most, inside)
+            time.sleep(0.02)
+
+        def __exit__(self, *error: object) -> None:
+            nonlocal inside
+            inside -= 1
+
+    for name, fake in {
+        "graph_pool_handle": lambda: None,
+        "current_stream": lambda: None,
+        "stream": lambda stream: nullcontext(),
+        "CUDAGraph": lambda: SimpleNamespace(replay=None),
+        "graph": Graph,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    with ThreadPoolExecutor(4) as pool:
+        assert len([*pool.map(lambda _: CudaCapture()(lambda: ()), range(8))]) == 8
+    assert most == 1
+
+
+def test_rows_of_a_step_begin_where_their_kernels_were_compiled_for() -> None:
+    """Rows of an odd number of sequences, too: 8 bytes off is another kernel to compile, in the middle of an answer."""
+    builder = SimpleNamespace(device=torch.device("meta"), _tensor=torch.from_numpy)
+    for count in (1, 2, 3, 7):
+        ids = [*range(count)]
+        rows, lens = BatchBuilder._decode_tensors(builder, ids, ids, [ids, [9] * count], ids)  # type: ignore[arg-type]
+        assert [row.tolist() for row in rows] == [ids, ids, ids, [9] * count] and lens.tolist() == ids
+        assert all((row.data_ptr() - rows[0].data_ptr()) % 16 == 0 and row.is_contiguous() for row in rows)
