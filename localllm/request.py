@@ -432,7 +432,7 @@ class TokenEvent:
 class LoadProgress:
     """Something slow before the model is ready: resolve, download, import, weights, kv, compile, warmup; then ready.
 
-    And, while it is closed, keep: weights are written to the disk for the next start.
+    And, while it is closed, keep: weights are written to the disk for the next start; `detail` says why they are not.
     """
 
     name: str

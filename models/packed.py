@@ -18,13 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from localllm.checkpoint.packed_file import PackedFile, PackedWriter, Unusable, remove
+from localllm.checkpoint.packed_file import PackedFile, PackedWriter, Unusable, padded, remove
 from localllm.kernels import LinearFacts, Weight
 from localllm.kernels.cpu import layout
 from localllm.kernels.cpu.build import layout_name
 from localllm.kernels.verify.selftest import OPTIONAL
 
 log = logging.getLogger(__name__)
+SPARED_S = 7 * 86400.0  # two models that are larger than the limit together would replace each other at every start
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +43,16 @@ class PackedPart:
 class Packed:
     """One model's file.
 
-    path    where it lies, or will: its name says which files it was made from, and how
-    files   those files
-    nbytes  about how large it becomes
-    limit   bytes that all such files may have together
-    ahead   the file, where somebody reads it already
+    path      where it lies, or will: its name says which files it was made from, and how
+    files     those files
+    limit     bytes that all such files may have together
+    ahead     the file, where somebody reads it already
+    is_asked  somebody wants a file: what is in its way is said, and other files go for it. Else that is only logged,
+              and files that were used within `SPARED_S` stay
     """
 
     def __init__(
-        self, path: Path, files: Sequence[Path], nbytes: int, limit: int, ahead: PackedFile | None = None
+        self, path: Path, files: Sequence[Path], limit: int, ahead: PackedFile | None = None, is_asked: bool = True
     ) -> None:
         self.note = ""  # what is wrong, for people
         self.read_bytes = 0  # of weights that are in memory of this process
@@ -59,8 +61,11 @@ class Packed:
         self._data: np.ndarray | None = None
         self._found: PackedFile | None = None
         self._entries: dict[str, Any] = {}
+        self._limit, self._is_asked = limit, is_asked
+        self.writes = False  # whether the file is still to be written, with what is repacked
         self._writer: PackedWriter | None = None
         self._waiting: deque[tuple[str, dict[str, Any], layout.Prepared]] = deque()
+        self._pieces: deque[memoryview] = deque()  # of a weight that is being written
         try:
             found = ahead or PackedFile(path)
             self._data, self._entries = found.check(layout_name()), found.entries
@@ -69,23 +74,16 @@ class Packed:
         except FileNotFoundError:
             pass
         except Unusable as error:
-            self.note = f"the repacked weights in {path} are made anew: the file {error}"
-            if error.is_damaged:
-                remove(path)
-        try:
-            self._writer = PackedWriter(path, nbytes, limit)
-        except Unusable as error:
-            self._pass_over(error)
+            is_gone = error.is_damaged and remove(path)
+            if is_gone or is_asked:
+                self.note = f"the repacked weights in {path} are made anew: the file {error}"
+        self.writes = True
 
     def _pass_over(self, error: Unusable) -> None:
-        self.close()
-        self.note = f"repacked weights are not kept, the next start takes longer: {self._path} {error}"
-        log.info("%s", self.note)
-
-    @property
-    def writes(self) -> bool:
-        """Whether the file is still to be written, with what is repacked."""
-        return self._writer is not None
+        said = f"repacked weights are not kept, the next start takes longer: {self._path} {error}"
+        log.info("%s", said)
+        if self._is_asked:
+            self.note = said
 
     def parts(self, key: str) -> tuple[PackedPart, ...] | None:
         """What `keep` was given under a name, in order; None where the file does not have it."""
@@ -121,21 +119,25 @@ class Packed:
         self._waiting.append((key, entry, prepared))
 
     def write(self, must_stop: Callable[[], bool] = lambda: False) -> bool:
-        """Write what is kept, one weight after another until `must_stop`; whether nothing is left to do.
+        """Write what is kept, one piece after another until `must_stop`; whether nothing is left to do.
 
         What goes wrong ends it: `note` says so.
         """
-        writer = self._writer
-        if writer is None:
+        if not self.writes:
             return True
+        if must_stop():
+            return False
         try:
-            while self._waiting:
+            writer = self._writer = self._writer or self._new_writer()
+            while self._waiting or self._pieces:
                 if must_stop():
                     return False
+                if self._pieces:
+                    writer.append(self._pieces.popleft())
+                    continue
                 key, entry, prepared = self._waiting.popleft()
-                entry["data"] = writer.write(prepared.data.numpy())
-                kept = layout.kept_of(prepared).items()
-                entry["kept"] = {name: writer.write(part.view(torch.uint8).numpy()) for name, part in kept}
+                entry["data"] = self._put(writer, prepared.data)
+                entry["kept"] = {name: self._put(writer, part) for name, part in layout.kept_of(prepared).items()}
                 self._entries.setdefault(key, []).append(entry)
             writer.finish({"layout": layout_name(), "files": self._files, "entries": self._entries})
         except Unusable as error:
@@ -143,9 +145,23 @@ class Packed:
         self.close()
         return True
 
+    def _new_writer(self) -> PackedWriter:
+        """Raises Unusable. Not before there is something to write: it takes the place of other files."""
+        weights = [prepared for _, _, prepared in self._waiting]
+        parts = (part for one in weights for part in (one.data, *layout.kept_of(one).values()))
+        num_bytes = sum(padded(part.nbytes) for part in parts)
+        return PackedWriter(self._path, num_bytes, self._limit, 0.0 if self._is_asked else SPARED_S)
+
+    def _put(self, writer: PackedWriter, part: Tensor) -> tuple[int, int]:
+        """(where it will lie, its bytes)"""
+        at, pieces = writer.pieces(part.view(torch.uint8).numpy())
+        self._pieces.extend(pieces)
+        return at, part.nbytes
+
     def close(self) -> None:
         """Leave nothing of a file that is not finished."""
-        writer, self._writer = self._writer, None
+        writer, self._writer, self.writes = self._writer, None, False
         self._waiting.clear()
+        self._pieces.clear()
         if writer is not None:
             writer.close()

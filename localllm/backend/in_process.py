@@ -35,7 +35,8 @@ class InProcessBackend(ChatBackend):
     completes        a base model, which has no chat template, continues the messages' text instead of refusing it
     constraint       what every answer's content must be
     on_loaded        called in the backend's thread with the name and the model that is ready
-    on_keep          called there, when an end has to wait for weights that are kept on the disk
+    on_keep          the end waits for weights that are kept on the disk, and calls this there: with nothing when that
+                     takes time, Ctrl-C ends it; with why they are not kept. None: the end waits for nothing
     settings         fields of `EngineOptions` that differ from `options`
     """
 
@@ -46,7 +47,7 @@ class InProcessBackend(ChatBackend):
         completes: bool = False,
         constraint: Constraint | None = None,
         on_loaded: Callable[[str, LLM], None] = lambda name, llm: None,
-        on_keep: Callable[[], None] = lambda: None,
+        on_keep: Callable[[str], None] | None = None,
         offline: bool = False,
         options: EngineOptions | None = None,
         **settings: Any,
@@ -59,6 +60,7 @@ class InProcessBackend(ChatBackend):
         self._options = replace(options or EngineOptions(), **settings)
         self._default_params = default_params
         self.llm: LLM | None = None  # while one is ready; also for an endpoint beside the chat
+        self._keeping: LLM | None = None  # whose weights the end waits for
         self._takes_turns = False
         self._failure: Failed | None = None  # why the model did not load
         self._stop = threading.Event()  # ends the present thread, also while it loads
@@ -134,7 +136,13 @@ class InProcessBackend(ChatBackend):
         with self._lock:
             self._lock.notify()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+            try:
+                self._thread.join()
+            except KeyboardInterrupt:
+                if self._keeping is None:
+                    raise
+                self._keeping.keeps_weights = False
+                self._thread.join()
         self._thread = None
 
     # --- the backend's thread ----------------------------------------------------------------------------------------
@@ -169,8 +177,9 @@ class InProcessBackend(ChatBackend):
         held: list[LoadProgress] = []  # "ready" is told when facts() knows the model, not before
 
         def on_progress(phase: LoadProgress) -> None:
-            if phase.name == "keep":
-                self._on_keep()
+            if phase.name == "keep" and self._on_keep is not None:
+                self._keeping = llm
+                self._on_keep(phase.detail)
             else:
                 (held if phase.name == "ready" else self._events).append(phase)
 
@@ -179,7 +188,7 @@ class InProcessBackend(ChatBackend):
             llm.close()
             raise Aborted("another start came meanwhile")
         self.llm = llm
-        self.llm.keeps_pace = True
+        llm.keeps_pace, llm.keeps_weights = True, self._on_keep is not None
         gc.freeze()  # torch and the model's facts stay: looking through them stops every thread for 75 ms at a time
         local_models.remember_model(name)
         self._on_loaded(name, self.llm)

@@ -19,6 +19,7 @@ import re
 import shutil
 import stat
 import struct
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +29,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from localllm.paths import cache_dir, existing
+from localllm.paths import cache_dir
 
 VERSION = 4  # counts up with every change of what the bytes mean
 ALIGN = 4096
@@ -39,7 +40,6 @@ WRITTEN = 16 * HUGE  # bytes that are written at once, so that the system keeps 
 SETTLED = 16 * HUGE  # bytes that are moved at once: 20 ms for a request to wait
 MREMAP_FIXED = 3  # and MREMAP_MAYMOVE
 SPARE_BYTES = 2 << 30  # that stay free on the disk
-AUTO_SHARE = 0.1  # of what would be free without these files
 _MAGIC = b"LLMPACK\0"
 _TAIL = struct.Struct("<8sIQQ16s")  # magic, version, header at, its bytes, its digest
 
@@ -66,16 +66,6 @@ def packed_dir() -> Path:
     return cache_dir() / "packed"
 
 
-def automatic_limit() -> int:
-    """Bytes that all files may have where nobody says how many; 0 where the disk does not tell."""
-    try:
-        free = shutil.disk_usage(existing(packed_dir())).free
-        kept = sum(path.stat().st_size for path in packed_dir().glob("*.packed"))
-    except OSError:  # also of a file that another process removes
-        return 0
-    return int(AUTO_SHARE * (free + kept))
-
-
 class PackedFile:
     """A file on its way into memory, which threads of its own read from the start on; `check` waits for them."""
 
@@ -84,16 +74,16 @@ class PackedFile:
         self._path = path
         try:
             descriptor = _open(path)
+            try:
+                self.header, self.size = _header(descriptor)
+                self._reading = _Reading(descriptor, self.size, self.header["sums"])
+            except BaseException:
+                os.close(descriptor)
+                raise
         except FileNotFoundError:
             raise
         except OSError as error:
             raise Unusable(f"cannot be read: {error.strerror}", is_damaged=False) from error
-        try:
-            self.header, self.size = _header(descriptor)
-            self._reading = _Reading(descriptor, self.size, self.header["sums"])
-        except BaseException:
-            os.close(descriptor)
-            raise
 
     def check(self, layout: str) -> np.ndarray:
         """uint8 [size], what was written. Raises Unusable.
@@ -139,16 +129,22 @@ def read_ahead(path: Path) -> PackedFile | None:
 class PackedWriter:
     """A file on its way into the folder."""
 
-    def __init__(self, path: Path, num_bytes: int, limit: int) -> None:
-        """Raises Unusable where the folder or the disk has no room for about `num_bytes`, or another process writes."""
+    def __init__(self, path: Path, num_bytes: int, limit: int, spared_s: float = 0.0) -> None:
+        """Raises Unusable where the folder or the disk has no room for about `num_bytes`, or another process writes.
+
+        limit      bytes that all files may have together
+        spared_s   files that were used within so many seconds do not go for this one
+        """
         self._path, self._part = path, path.with_suffix(".part")
-        self._at, self._file, self._waiting = 0, -1, bytearray()
+        self._at, self._next = 0, 0  # bytes so far, and with the pieces that are still to come
+        self._file, self._waiting = -1, bytearray()
         self._sums = list[Any]()  # of parts: `xxhash`'s objects
         if num_bytes > limit:
             raise Unusable(f"would take {num_bytes:,} bytes, the limit is {limit:,}")
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            make_room(path.parent, limit - num_bytes, keep=path)
+            if make_room(path.parent, limit - num_bytes, path, spared_s) > limit - num_bytes:
+                raise Unusable("has no room beside files that were used lately", is_damaged=False)
             if shutil.disk_usage(path.parent).free < num_bytes + SPARE_BYTES:
                 raise Unusable("has no room: the disk is nearly full")
             self._file = os.open(self._part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -165,21 +161,32 @@ class PackedWriter:
 
     def write(self, data: np.ndarray) -> tuple[int, int]:
         """(where these bytes lie in the file, their number); uint8, contiguous. Raises Unusable."""
+        at, pieces = self.pieces(data)
+        for piece in pieces:
+            self.append(piece)
+        return at, data.nbytes
+
+    def pieces(self, data: np.ndarray) -> tuple[int, list[memoryview]]:
+        """(where these bytes will lie, what to append for that), each piece at most `WRITTEN`; uint8, contiguous."""
+        whole = data.data
+        pieces = [whole[begin : begin + WRITTEN] for begin in range(0, data.nbytes, WRITTEN)]
+        at, self._next = self._next, self._next + padded(data.nbytes)
+        return at, [*pieces, memoryview(bytes(padded(data.nbytes) - data.nbytes))]
+
+    def append(self, rest: memoryview) -> None:
+        """The next of the pieces. Raises Unusable."""
         from xxhash import xxh3_64
 
-        at, gap = self._at, -data.nbytes % ALIGN
-        for rest in data.data, memoryview(bytes(gap)):
-            while rest:
-                if self._at % PART == 0:
-                    self._sums.append(xxh3_64())
-                room = WRITTEN - self._at % WRITTEN
-                part, rest = rest[:room], rest[room:]
-                self._sums[-1].update(part)
-                self._waiting += part
-                self._at += len(part)
-                if len(part) == room:
-                    self._write_waiting()
-        return at, data.nbytes
+        while rest:
+            if self._at % PART == 0:
+                self._sums.append(xxh3_64())
+            room = WRITTEN - self._at % WRITTEN
+            part, rest = rest[:room], rest[room:]
+            self._sums[-1].update(part)
+            self._waiting += part
+            self._at += len(part)
+            if len(part) == room:
+                self._write_waiting()
 
     def _write_waiting(self) -> None:
         waiting, self._waiting = self._waiting, bytearray()
@@ -228,17 +235,24 @@ def of_models(paths: Iterable[Path]) -> list[Stored]:
     return [one for one in stored_packs() if real & set(map(os.path.realpath, one.files))]
 
 
-def make_room(folder: Path, num_bytes: int, keep: Path | None = None) -> None:
-    """Remove files until the others have so many bytes: those whose model is gone or that nobody finished, and then
-    the longest unused.
+def padded(num_bytes: int) -> int:
+    """Bytes that so many take in a file."""
+    return -(-num_bytes // ALIGN) * ALIGN
+
+
+def make_room(folder: Path, num_bytes: int, keep: Path | None = None, spared_s: float = 0.0) -> int:
+    """Remove files until the others have so many bytes, and say how many they have: those whose model is gone or that
+    nobody finished, and then the longest unused, but not what was used within `spared_s` seconds.
     """
+    now = time.time()
     found = [one for one in stored_packs(folder) if one.path != keep]
     left = sum(one.num_bytes for one in found)
     for one in sorted(found, key=_is_wanted):
-        if left <= num_bytes and _is_wanted(one):
-            return
+        if _is_wanted(one) and (left <= num_bytes or now - one.used < spared_s):
+            break
         if remove(one.path):
             left -= one.num_bytes
+    return left
 
 
 def _is_wanted(one: Stored) -> bool:
@@ -249,7 +263,7 @@ def remove(path: Path) -> bool:
     """Whether it is gone; what another process writes right now stays."""
     try:
         if path.suffix == ".part":
-            with open(path, "rb") as file:
+            with open(path, "r+b") as file:  # NFS locks only what may be written
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         path.unlink(missing_ok=True)
     except OSError:

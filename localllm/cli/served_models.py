@@ -175,5 +175,5 @@ class HubLoader:
             options = replace(options, ctx=self.plan(model, machine).ctx)
         llm = LLM(model.source, options, offline=True, machine=machine, on_progress=on_progress, cancel=cancel)
         hub.remember_model(model.source)
-        llm.keeps_pace = True
+        llm.keeps_pace, llm.keeps_weights = True, False  # an end is waited for
         return llm

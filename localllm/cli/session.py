@@ -66,8 +66,11 @@ class Sampling:
 def open_backend(env: Env, config: UserConfig, sampling: Sampling, **more: Any) -> Iterator[ChatBackend]:
     """A backend that is closed at the end; arguments as of `make_backend`."""
 
-    def on_keep() -> None:
-        env.console.say("keeping the weights for the next start; Ctrl-C skips it")
+    def on_keep(trouble: str) -> None:
+        if trouble:
+            env.console.warn(trouble)
+        else:
+            env.console.say("keeping the weights for the next start; Ctrl-C skips it")
 
     backend = make_backend(env, config, sampling, on_keep=on_keep, **more)
     try:
@@ -89,7 +92,7 @@ def make_backend(
     constraint: Constraint | None = None,
     attached: Attached | None = None,
     on_loaded: Callable[[str, LLM], None] = lambda name, llm: None,
-    on_keep: Callable[[], None] = lambda: None,
+    on_keep: Callable[[str], None] | None = None,
 ) -> ChatBackend:
     """A running server, the engine in this process, or the scripted one.
 
@@ -97,7 +100,7 @@ def make_backend(
     constraint   what every answer must be
     attached     the server that computes; None for this process
     on_loaded    called with every model that is loaded in this process
-    on_keep      called when its end has to wait for weights that are kept
+    on_keep      of `InProcessBackend`
     """
     if attached is not None:
         from localllm.backend.over_http import RemoteBackend

@@ -151,8 +151,8 @@ class EngineOptions:
         or_auto(SIZE),
         "auto",
         "weights of large models are kept on the disk as the CPU reads them, up to this size, so that the next start"
-        " repacks nothing; they are written in an idle moment, or at the end of a command; auto: up to a tenth of what"
-        " is free there; 0 keeps none",
+        " repacks nothing; they are written in an idle moment, or at the end of a command; auto: up to a tenth of"
+        " what is free, on a disk of this machine; 0 keeps none",
     )
     speculation: str = _key(
         choice("auto", "off", "ngram", "draft", "mtp"),

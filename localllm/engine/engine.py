@@ -255,7 +255,7 @@ class Engine:
             while True:
                 with self._wake:
                     while not self._is_wanted():
-                        if not (self._idle_jobs and self.stepper.stats.num_output_tokens):
+                        if not (self._idle_jobs and self.stepper.stats.num_prompt_tokens):
                             self._wake.wait()
                         elif not self._wake.wait(IDLE_GRACE_S):
                             break

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from localllm._version import __version__
-from localllm.checkpoint.packed_file import PackedFile, automatic_limit, packed_dir, read_ahead
+from localllm.checkpoint.packed_file import PackedFile, packed_dir, read_ahead
+from localllm.device.disk import disk_facts
 from localllm.request import LoadProgress, OnProgress
 
 if TYPE_CHECKING:  # what is read ahead is found before torch is imported
@@ -22,6 +23,8 @@ if TYPE_CHECKING:  # what is read ahead is found before torch is imported
 
 SAMPLES, SAMPLE_BYTES = 64, 4096
 LEAST_BYTES = 256 << 20  # A smaller model is repacked in less time than a file of it is worth.
+AUTO_SHARE = 0.1  # of what would be free on the disk without the files
+NOT_BY_ITSELF = ("memory", "network")  # kinds of disks where a file costs more than it gives
 TOLD_AFTER_S = 0.5  # that an end has waited for the file
 
 
@@ -62,24 +65,40 @@ def page_files(
     return PageFiles(store_dir(), identity(model_digest(files), facts, plan, sizes, weight_format), limit)
 
 
+def automatic_limit() -> int:
+    """Bytes of repacked weights that are kept where nobody says how many.
+
+    0 where the folder lies in memory or on another machine, or in a container's own layer, which goes with it.
+    """
+    disk = disk_facts(packed_dir())
+    if disk.kind in NOT_BY_ITSELF or disk.filesystem == "overlay":
+        return 0
+    try:
+        kept = sum(path.stat().st_size for path in packed_dir().glob("*.packed"))
+    except OSError:  # also of a file that another process removes
+        return 0
+    return int(AUTO_SHARE * (disk.free_bytes + kept))
+
+
 class KeptWeights:
     """A model's repacked weights on the disk: read while torch is imported, written behind the first answer."""
 
     def __init__(self, checkpoint: OpenModel, plan: Plan, limit: int | Literal["auto"]) -> None:
         """Nothing is kept of small models, and of those that are divided or on a card.
 
-        limit   bytes of all files; with "auto", `automatic_limit`, a model that is too large for it is no failure
+        limit   bytes of all files; with "auto", `automatic_limit`, and what is in the way of a file is only logged
         """
-        self._checkpoint = checkpoint
+        self._checkpoint, self._is_asked = checkpoint, limit != "auto"
         self._limit = automatic_limit() if limit == "auto" else limit
         self._path: Path | None = None
         self._ahead: PackedFile | None = None
         self._packed: Packed | None = None
         if plan.device == "cpu" and not plan.ranks and self._limit and checkpoint.nbytes >= LEAST_BYTES:
+            if plan.weight_bytes > self._limit and not self._is_asked:
+                return  # the digest would be for nothing
             name = blake2b(model_digest(checkpoint.files) + plan.quant.encode(), digest_size=16).hexdigest()
-            path = packed_dir() / f"{name}.packed"
-            if limit != "auto" or checkpoint.nbytes <= self._limit or path.exists():
-                self._path, self._ahead = path, read_ahead(path)
+            self._path = packed_dir() / f"{name}.packed"
+            self._ahead = read_ahead(self._path)
 
     def open(self) -> Packed | None:
         """For the loader; None where nothing is kept, or the CPU's kernels cannot be built."""
@@ -87,8 +106,8 @@ class KeptWeights:
         from localllm.models.packed import Packed
 
         if self._path is not None and library().lib is not None:
-            parts = self._path, tuple(self._checkpoint.files), self._checkpoint.nbytes, self._limit
-            self._packed, self._ahead = Packed(*parts, self._ahead), None
+            parts = self._path, tuple(self._checkpoint.files), self._limit, self._ahead, self._is_asked
+            self._packed, self._ahead = Packed(*parts), None
         return self._packed
 
     @property
@@ -104,8 +123,8 @@ class KeptWeights:
         """An idle job (`Engine.when_idle`)."""
         return self._packed is None or self._packed.write(must_stop)
 
-    def close(self, answered: bool, on_progress: OnProgress) -> None:
-        """Write what no idle moment was left for, as after a single answer; without one the file goes."""
+    def close(self, is_wanted: Callable[[], bool], on_progress: OnProgress) -> None:
+        """Write what no idle moment was left for, as after a single answer, as long as it is wanted."""
         ahead, self._ahead = self._ahead, None
         packed, self._packed = self._packed, None
         if ahead is not None:
@@ -113,10 +132,11 @@ class KeptWeights:
         if packed is None:
             return
         try:
-            if answered:
-                told_at = time.monotonic() + TOLD_AFTER_S
-                if not packed.write(lambda: time.monotonic() >= told_at):
-                    on_progress(LoadProgress("keep"))
-                    packed.write()
+            told_at, before = time.monotonic() + TOLD_AFTER_S, packed.note
+            if not packed.write(lambda: not is_wanted() or time.monotonic() >= told_at) and is_wanted():
+                on_progress(LoadProgress("keep"))
+                packed.write(lambda: not is_wanted())
+            if packed.note != before:
+                on_progress(LoadProgress("keep", detail=packed.note))
         finally:
             packed.close()

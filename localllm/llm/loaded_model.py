@@ -96,6 +96,7 @@ class LoadedModel(AdaptedModel):
         self._sleeping: SleepingWeights | SleepingRanks | None = None
         self._meter: PowerMeter | None = None
         self.keeps_pace = False  # whether the pace of its answers is kept for the next plan
+        self.keeps_weights = True  # whether `close` waits for repacked weights that no idle moment was left to write
         try:
             with self._naming():
                 self._start()
@@ -438,7 +439,8 @@ class LoadedModel(AdaptedModel):
 
                 speeds.remember(self.facts, self.plan, self.machine, tps)
             engine.close()
-        self._kept.close(engine is not None and engine.stats().num_output_tokens > 0, self._notify)
+        has_answered = engine is not None and engine.stats().num_prompt_tokens > 0
+        self._kept.close(lambda: has_answered and self.keeps_weights, self._notify)
         self._checkpoint.close()
         self._sleeping = None
         boot, model = self.__dict__.pop("boot", None), self.__dict__.pop("_model", None)
@@ -461,4 +463,5 @@ class LoadedModel(AdaptedModel):
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.keeps_weights &= error[0] is None
         self.close()

@@ -43,7 +43,7 @@ def source(request: pytest.FixtureRequest, tiny: Callable, tmp_path_factory: pyt
 
 def load(source: Path, folder: Path, selftest: SelfTest | None = None) -> tuple[Model, Packed]:
     with open_model(source) as checkpoint:
-        kept = Packed(folder / "a.packed", [source], checkpoint.nbytes, 1 << 30)
+        kept = Packed(folder / "a.packed", [source], 1 << 30)
         model = load_model(checkpoint, LoadOptions(packed=kept, selftest=selftest))
     kept.write()
     return model, kept
@@ -179,7 +179,7 @@ def test_writing_stops_between_weights_and_goes_on(source: Path, tmp_path: Path)
     """A request that comes in waits for one weight at most; who gives up leaves nothing."""
     for ends in (False, True):
         with open_model(source) as checkpoint:
-            kept = Packed(tmp_path / "a.packed", [source], checkpoint.nbytes, 1 << 30)
+            kept = Packed(tmp_path / "a.packed", [source], 1 << 30)
             model = load_model(checkpoint, LoadOptions(packed=kept))
         calls = iter(range(1_000))
         assert not kept.write(lambda calls=calls: next(calls) == 2)
@@ -201,7 +201,7 @@ def test_a_file_that_is_read_ahead_is_the_same(source: Path, tmp_path: Path) -> 
     assert ahead is not None
     path.unlink()  # what is read already stays
     with open_model(source) as checkpoint:
-        kept = Packed(path, [source], checkpoint.nbytes, 1 << 30, ahead)
+        kept = Packed(path, [source], 1 << 30, ahead)
         assert kept.read_bytes and tiles(load_model(checkpoint, LoadOptions(packed=kept))) == expected
     assert packed_file.read_ahead(path) is None
     load(source, tmp_path)

@@ -283,8 +283,7 @@ class _Life:
 
     def on_progress(self, model: str, phase: LoadProgress) -> None:
         """In the loading thread."""
-        if phase.name != "keep":  # of a model that goes
-            self._phases.append((model, phase))
+        self._phases.append((model, phase))
 
     def on_loaded(self, offer: ServedModel, llm: LLM) -> None:
         """In the loading thread: pin the pages of system prompts; what grammars need, before anybody waits for it."""

@@ -66,7 +66,7 @@ class Replica:
         tag_ids(tag_of(self.name))
         self._app: Any = None
         llm = LLM(options.model, options.engine, offline=options.offline)
-        llm.keeps_pace = True
+        llm.keeps_pace, llm.keeps_weights = True, False  # an end is waited for
         llm.output_rules.prepare()
         pin_system_prompts(llm, options.system_prompts)
         self._llm = llm
