@@ -7,8 +7,9 @@
 
 All engines get two threads (or --threads) and the same file; every figure is the median of runs that alternate. A run
 during which other processes took more than --calm cores is made again. What was measured is kept in the JSON file as it
-comes: a run that is stopped goes on. Lines: decode >= 2.2 (smollm2) and 1.6 (gemma3-270m) times llama.cpp's, prefill
->= 3.5 and 2.2 times, 8 streams >= 2.5 times one stream, the first token of `localllm run` after at most 2.5 s.
+comes: a run that is stopped goes on, and --repeat adds the runs that rows of that number lack. Lines: decode >= 2.2
+(smollm2) and 1.6 (gemma3-270m) times llama.cpp's, prefill >= 3.5 and 2.2 times, 8 streams >= 2.5 times one stream, the
+first token of `localllm run` after at most 2.5 s.
 """
 
 from __future__ import annotations
@@ -38,10 +39,12 @@ from localllm.bench.throughput import Engine, OurEngine, words
 from localllm.device.cpu import read_bandwidth
 from localllm.hub import catalog
 from localllm.hub.starter import starter_path
+from localllm.models.architectures.facts import kv_bytes_per_token
 
 ROOT = Path(__file__).resolve().parents[1]
 PEERS = ("llama.cpp", "ik_llama.cpp")
 BEGIN, END = "<!-- table by benchmarks/cpu.py -->", "<!-- end of the table -->"
+BEGIN_ALL, END_ALL = "<!-- all shapes by benchmarks/cpu.py -->", "<!-- end of all shapes -->"
 MODELS = {"smollm2": "135M, Q4_1", "gemma3-270m": "Q4_K_M"}
 LINES = {"smollm2": {"pp512": 3.5, "tg128": 2.2}, "gemma3-270m": {"pp512": 2.2, "tg128": 1.6}}
 SIZES = (("qwen3-1.7b", "Q4_K_M"), ("qwen3-4b", "Q4_K_M"), ("qwen3-1.7b", "Q4_0"), ("qwen3-1.7b", "Q8_0"))
@@ -65,7 +68,7 @@ SIZE_TESTS = {
     "alone pp256": "prefill 256, one engine loaded at a time",
     "alone tg64": "decode, one engine loaded at a time",
 }
-README_TESTS = ("pp256", "tg64", f"tg32 @{DEPTH}")
+README_TESTS = ("pp256", "tg64", f"tg32 @{DEPTH}", "alone pp256", "alone tg64")
 STREAMS_LINE, HOG_LINE = 2.5, 0.4
 DEPTHS = (0, 512, 1024, 2048, 4096, 7936)
 LENGTHS = (16, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -90,6 +93,10 @@ class Bench:
         """Keep everything so far."""
         self.kept["date"] = datetime.date.today().isoformat()
         self.file.write_text(json.dumps(self.kept, indent=1) + "\n")
+
+    def turns(self, usual: int) -> int:
+        """Runs of a row."""
+        return int(self.options.repeat or usual)
 
     def row(self, name: str, runs: Sequence[tuple[str, Callable[[int], float]]], repeat: int) -> None:
         """Measure (engine, run) in turns, unless they are known or other tests are wanted; rates, or seconds."""
@@ -148,7 +155,7 @@ def main() -> int:
     parser.add_argument("--shapes", nargs="*", help="sizes: these alone, as in qwen3-1.7b-Q4_K_M")
     parser.add_argument("--tests", nargs="*", help="these rows alone, as in pp256")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeat", type=int, default=7)
+    parser.add_argument("--repeat", type=int, help="runs of each row; without it 7 of real files, 3 or 1 of others")
     parser.add_argument("--calm", type=float, default=0.15, metavar="CORES", help="most that others may take")
     parser.add_argument("--only", nargs="*", default=("compare", "sizes", "start", "hog", "growth"))
     parser.add_argument("--render", action="store_true", help="measure nothing")
@@ -181,6 +188,7 @@ def engines(
     with ExitStack() as stack:
         # rivals do not guess tokens here, and what small models say to random words repeats itself
         ours = {"ctx": ctx, "threads": threads, "max_parallel": max(STREAMS), "device": "cpu", "speculation": "off"}
+        ours |= {"packed_store": 0}  # nothing is written between two runs
         ours |= settings
         llm = stack.enter_context(LLM(model, **ours))
         named: list[tuple[str, Engine]] = [("localllm", OurEngine(llm))]
@@ -218,10 +226,10 @@ def compare(bench: Bench) -> None:
                 rng = random.Random(number)
                 return engine.decode([words(llm, rng, 8) for _ in range(streams)], tokens)
 
-            bench.row(f"{model} pp512", [(n, lambda i, e=e: prefill(e, i)) for n, e in named], bench.options.repeat)
+            bench.row(f"{model} pp512", [(n, lambda i, e=e: prefill(e, i)) for n, e in named], bench.turns(7))
             for test, streams, tokens in (("tg128", 1, 128), ("tg64 x8", 8, 64)):
                 runs = [(n, lambda i, e=e, s=streams, t=tokens: decode(e, i, s, t)) for n, e in able(named, streams)]
-                bench.row(f"{model} {test}", runs, bench.options.repeat)
+                bench.row(f"{model} {test}", runs, bench.turns(7))
 
 
 def file_of(bench: Bench, shape: str, form: str) -> Path:
@@ -244,6 +252,11 @@ def bytes_of(llm: LLM, path: Path) -> int:
     return round(active)
 
 
+def bytes_at(llm: LLM, path: Path, tokens: int) -> int:
+    """That a token reads with so many before it."""
+    return bytes_of(llm, path) + tokens * kv_bytes_per_token(llm.facts.keeping_layers, llm.plan.kv)
+
+
 def read_memory(bench: Bench) -> float:
     """GB a second that plain reading gets from memory now; `read_bandwidth` keeps what it finds."""
     return read_bandwidth.__wrapped__(bench.options.threads, 64 << 20) / 1e9
@@ -251,7 +264,8 @@ def read_memory(bench: Bench) -> float:
 
 def alone(bench: Bench) -> None:
     """Mixtures with one engine loaded at a time, processes in turns; the memory is read beside each decoding run."""
-    turns, each = max(1, bench.options.repeat // 2), 3
+    repeat, each = bench.turns(9), 3
+    turns = -(-repeat // each)
     shapes = [pair for pair in TODAY[1:] if not bench.options.shapes or "-".join(pair) in bench.options.shapes]
     for shape, form in shapes:
         name, path = f"{shape}-{form} alone", file_of(bench, shape, form)
@@ -260,11 +274,11 @@ def alone(bench: Bench) -> None:
             with engines(bench, str(path), 1, SIZE_CTX, peers=()) as (llm, named):
                 bench.kept.setdefault("bytes", {})[f"{shape}-{form}"] = bytes_of(llm, path)
                 prompts = prompts or [words(llm, random.Random(number), 256) for number in range(turns * each)]
-                alone_turn(bench, name, *named[0], prompts, (turn + 1) * each)
+                alone_turn(bench, name, *named[0], prompts, min(repeat, (turn + 1) * each))
             for peer in bench.options.pythons:
                 with closing(rival(bench, peer, path, 1, SIZE_CTX)) as engine:
                     warm(engine, prompts[0][:64])
-                    alone_turn(bench, name, peer, engine, prompts, (turn + 1) * each)
+                    alone_turn(bench, name, peer, engine, prompts, min(repeat, (turn + 1) * each))
 
 
 def alone_turn(
@@ -278,7 +292,7 @@ def alone_turn(
 
 def sizes(bench: Bench) -> None:
     """Random weights at the shapes people run; the memory's read bandwidth is measured in the same turns."""
-    repeat = max(1, bench.options.repeat // 2)
+    repeat = bench.turns(3)
     for shape, form in SHAPES:
         name = f"{shape}-{form}"
         wanted = name in bench.options.shapes if bench.options.shapes else (shape, form) in SIZES
@@ -316,10 +330,11 @@ def sizes(bench: Bench) -> None:
             with engines(bench, str(path), 1, depth + 64, kv=kv) as (llm, named):
                 if (depth, kv) == (DEPTH, "auto"):
                     runs = [(n, partial(prefill, e, count=depth, llm=llm)) for n, e in named]
-                    bench.row(f"{name} pp{depth}", runs, max(1, repeat // 2))
+                    bench.row(f"{name} pp{depth}", runs, bench.turns(1))
                 row = " ".join([name, "tg32", f"@{depth}", *([kv] * (kv != "auto"))])
+                bench.kept["bytes"][row] = bytes_at(llm, path, depth + 16)
                 runs = [(n, partial(decode, e, streams=1, depth=depth, tokens=32, llm=llm)) for n, e in named]
-                bench.row(row, [*runs, ("read GB/s", bandwidth)], max(1, repeat // 2))
+                bench.row(row, [*runs, ("read GB/s", bandwidth)], bench.turns(1))
 
 
 def start(bench: Bench) -> None:
@@ -336,7 +351,7 @@ def start(bench: Bench) -> None:
         return elapsed
 
     first_byte(0)
-    bench.row("smollm2 first token s", [("localllm", first_byte)], bench.options.repeat)
+    bench.row("smollm2 first token s", [("localllm", first_byte)], bench.turns(7))
 
 
 def hogged(bench: Bench) -> None:
@@ -347,11 +362,11 @@ def hogged(bench: Bench) -> None:
             return engine.decode([words(llm, random.Random(number), 8)], 64)
 
         runs = [(name, lambda i, e=engine: quiet(e, i)) for name, engine in named]
-        bench.row("smollm2 tg64", runs, bench.options.repeat)
+        bench.row("smollm2 tg64", runs, bench.turns(7))
         busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
         try:
             time.sleep(0.5)
-            bench.row("smollm2 tg64 beside a busy process", runs, bench.options.repeat)
+            bench.row("smollm2 tg64 beside a busy process", runs, bench.turns(7))
         finally:
             busy.kill()
             busy.wait()
@@ -359,7 +374,7 @@ def hogged(bench: Bench) -> None:
 
 def growth(bench: Bench) -> None:
     """Decode over context, prefill over prompt length, throughput over streams."""
-    repeat = max(1, bench.options.repeat // 2)
+    repeat = bench.turns(3)
     with engines(bench, "smollm2", max(STREAMS), 512) as (llm, named):
 
         def decode(engine: Engine, number: int, depth: int, streams: int) -> float:
@@ -386,17 +401,18 @@ def growth(bench: Bench) -> None:
 # --- what is made of it ----------------------------------------------------------------------------------------------
 
 
-def put(page: Path, text: str) -> None:
+def put(page: Path, text: str, begin: str = BEGIN, end: str = END) -> None:
     """A table between its page's marks."""
-    before, rest = page.read_text().split(BEGIN)
-    page.write_text(before + BEGIN + "\n" + text + END + rest.split(END)[1])
+    before, rest = page.read_text().split(begin)
+    page.write_text(before + begin + "\n" + text + end + rest.split(end)[1])
 
 
 def render(kept: dict[str, Any]) -> None:
-    """The tables of README (real shapes) and docs/speed.md (real files), and docs/cpu-*.svg, of what was measured."""
+    """The tables of README (real shapes) and docs/speed.md (real files, all shapes), and docs/cpu-*.svg."""
     rows = kept["rows"]
     if "bytes" in kept:
         put(ROOT / "README.md", sizes_table(kept, README_TESTS, README_SHAPES))
+        put(ROOT / "docs/speed.md", sizes_table(kept, tuple(SIZE_TESTS), SHAPES), BEGIN_ALL, END_ALL)
     if f"{next(iter(MODELS))} tg128" in rows:
         put(ROOT / "docs/speed.md", table(kept))
     charts = (
@@ -417,20 +433,28 @@ def render(kept: dict[str, Any]) -> None:
 
 
 def sizes_table(kept: dict[str, Any], tests: Sequence[str], shapes: Sequence[tuple[str, str]]) -> str:
-    """Markdown: tokens a second of the three engines at real shapes, ours as multiples of the others'."""
-    rows, lines = kept["rows"], []
+    """Markdown: tokens a second of the three engines at real shapes, ours as multiples of the others', runs of each."""
+    rows, lines = kept["rows"], ["| tok/s | localllm | llama.cpp | ik_llama.cpp | runs |", "| --- |" + 4 * " ---: |"]
     for shape, form in shapes:
         for test in tests:
-            found = {engine: median(runs) for engine, runs in rows.get(f"{shape}-{form} {test}", {}).items()}
+            all_runs = rows.get(f"{shape}-{form} {test}", {})
+            found = {engine: median(runs) for engine, runs in all_runs.items()}
             if "llama.cpp" not in found:
                 continue
             rate = found["localllm"]
             ours = f"{rate:,.1f}"
-            if test.endswith("tg64"):
-                read, plain = rate * kept["bytes"][f"{shape}-{form}"] / 1e9, found.get("read GB/s localllm")
+            name = f"{shape}-{form} {test}" if "@" in test else f"{shape}-{form}"
+            if test.endswith("tg64") or ("@" in test and name in kept["bytes"]):
+                read, plain = rate * kept["bytes"][name] / 1e9, found.get("read GB/s localllm")
                 ours += f" ({read:.1f} of {plain or found['read GB/s']:.1f} GB/s)"
-            lines.append(f"| {shape} {form}: {SIZE_TESTS[test]} | {' | '.join([ours, *beside(found, 1)])} |")
-    return "\n".join(["| tok/s | localllm | llama.cpp | ik_llama.cpp |", "| --- | ---: | ---: | ---: |", *lines]) + "\n"
+            cells = [f"{shape} {form}: {SIZE_TESTS[test]}", ours, *beside(found, 1), str(least_runs(all_runs))]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def least_runs(row: dict[str, list[dict[str, float]]]) -> int:
+    """Behind each figure of a row."""
+    return min(map(len, row.values()))
 
 
 def beside(found: dict[str, float], digits: int = 0) -> list[str]:
