@@ -211,19 +211,27 @@ def tuner() -> Tuner:
     return Tuner()
 
 
+@cache
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """One: cuBLAS keeps a workspace for each stream that it was used on, 32 MiB on a Hopper."""
+    return torch.cuda.Stream(device)
+
+
 def _replay(call: Callable[[], object]) -> Callable[[], None] | None:
     """The call's kernels as a CUDA graph; None where it cannot be captured."""
-    graph, stream, current = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.cuda.current_stream()
-    stream.wait_stream(current)
+    graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    stream = _capture_stream(torch.cuda.current_device())
     try:
         # not `torch.cuda.graph`: it collects garbage and empties the cache first
-        with one_capture, torch.cuda.stream(stream):
-            graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                call()
-            finally:
-                graph.capture_end()
-        current.wait_stream(stream)
+        with one_capture:
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    call()
+                finally:
+                    graph.capture_end()
+            current.wait_stream(stream)
         graph.replay()
         torch.cuda.synchronize()
     except RuntimeError as error:
