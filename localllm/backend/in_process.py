@@ -65,6 +65,7 @@ class InProcessBackend(ChatBackend):
         self._failure: Failed | None = None  # why the model did not load
         self._stop = threading.Event()  # ends the present thread, also while it loads
         self._thread: threading.Thread | None = None
+        self._ended = threading.Event()  # that thread
 
     def start(self, model: str | None, changes: Mapping[str, Any] | None = None) -> None:
         """Load in a thread; phases arrive as events. A second start replaces the first model, whose turns end."""
@@ -76,12 +77,17 @@ class InProcessBackend(ChatBackend):
             self._takes_turns, self._failure = True, None
             self._lock.notify()
 
+        self._ended = ended = threading.Event()
+
         def work() -> None:
-            if before is not None:
-                before.join()
-            for turn in doomed:
-                self._end(turn)
-            self._work(model, changes or {}, stop)
+            try:
+                if before is not None:
+                    before.join()
+                for turn in doomed:
+                    self._end(turn)
+                self._work(model, changes or {}, stop)
+            finally:
+                ended.set()
 
         self._thread = threading.Thread(target=work, name="backend", daemon=True)
         self._thread.start()
@@ -142,7 +148,7 @@ class InProcessBackend(ChatBackend):
                 if self._keeping is None:
                     raise
                 self._keeping.keeps_weights = False
-                self._thread.join()
+                self._ended.wait()  # a thread whose `join` was interrupted counts as ended in Python 3.11
         self._thread = None
 
     # --- the backend's thread ----------------------------------------------------------------------------------------
