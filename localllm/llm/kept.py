@@ -94,7 +94,8 @@ class KeptWeights:
         self._ahead: PackedFile | None = None
         self._packed: Packed | None = None
         if plan.device == "cpu" and not plan.ranks and self._limit and checkpoint.nbytes >= LEAST_BYTES:
-            if plan.weight_bytes > self._limit and not self._is_asked:
+            is_too_large = plan.weight_bytes > self._limit and not self._is_asked
+            if is_too_large and not any(packed_dir().glob("*.packed")):
                 return  # the digest would be for nothing
             name = blake2b(model_digest(checkpoint.files) + plan.quant.encode(), digest_size=16).hexdigest()
             self._path = packed_dir() / f"{name}.packed"

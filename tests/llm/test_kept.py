@@ -92,6 +92,14 @@ def test_nothing_is_written_and_nothing_said(why: str, tiny_path: Path, monkeypa
     assert not [phase for phase in phases if phase.name == "keep"]
 
 
+def test_a_file_that_is_there_is_read_when_the_disk_has_filled(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(tiny_path)
+    disk(monkeypatch, 1 << 10)
+    assert use(tiny_path)
+
+
 def test_what_somebody_asked_for_and_cannot_be_is_told(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     no_idle_moment(monkeypatch)
     phases: list[LoadProgress] = []
