@@ -135,10 +135,10 @@ class Transcript(VerticalScroll):
         return list(dict.fromkeys(one.exchange for one in self.messages))
 
     async def _restored(self, exchange: Exchange, before: Widget | None = None) -> None:
-        await self.mount(UserMessage(exchange), before=before)
-        if exchange.stop:
-            answer = AssistantMessage(exchange, self._thinking)
-            await self.mount(answer, before=before)
+        answer = AssistantMessage(exchange, self._thinking) if exchange.stop else None
+        shown = UserMessage(exchange), *filter(None, (answer,))
+        await self.mount(*shown, before=before)  # together: in between, `before` could go
+        if answer is not None:
             await answer.restore()
 
     def _mark_branches(self) -> None:
