@@ -159,13 +159,6 @@ class PackedWriter:
             os.close(self._file)
             raise Unusable("is written by another process", is_damaged=False) from error
 
-    def write(self, data: np.ndarray) -> tuple[int, int]:
-        """(where these bytes lie in the file, their number); uint8, contiguous. Raises Unusable."""
-        at, pieces = self.pieces(data)
-        for piece in pieces:
-            self.append(piece)
-        return at, data.nbytes
-
     def pieces(self, data: np.ndarray) -> tuple[int, list[memoryview]]:
         """(where these bytes will lie, what to append for that), each piece at most `WRITTEN`; uint8, contiguous."""
         whole = data.data

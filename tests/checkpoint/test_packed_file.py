@@ -26,10 +26,17 @@ LIMIT = 1 << 30
 WORDS = bytes(range(256)) * 40
 
 
+def put(writer: PackedWriter, data: np.ndarray) -> tuple[int, int]:
+    at, pieces = writer.pieces(data)
+    for piece in pieces:
+        writer.append(piece)
+    return at, data.nbytes
+
+
 def written(path: Path, data: bytes = WORDS, source: Path = Path(__file__), layout: str = LAYOUT) -> Path:
     writer = PackedWriter(path, len(data), LIMIT)
-    assert writer.write(array(data)) == (0, len(data))
-    assert writer.write(array(b"more"))[0] % packed_file.ALIGN == 0
+    assert put(writer, array(data)) == (0, len(data))
+    assert put(writer, array(b"more"))[0] % packed_file.ALIGN == 0
     writer.finish({"layout": layout, "files": [str(source)], "entries": {"a": [1]}})
     return path
 
@@ -120,7 +127,7 @@ def test_a_disk_that_refuses_leaves_nothing(
 
     monkeypatch.setattr(os, "pwrite", refuse)
     with pytest.raises(Unusable, match=said):
-        writer.write(array(b"x"))
+        put(writer, array(b"x"))
         writer.finish({"layout": LAYOUT, "files": []})
     writer.close()
     writer.close()
@@ -156,7 +163,7 @@ def test_one_process_writes_and_who_maps_a_file_keeps_it(tmp_path: Path) -> None
         PackedWriter(path, 1, LIMIT)
     assert not caught.value.is_damaged
     assert not remove(path.with_suffix(".part"))  # it is being written
-    first.write(array(b"first"))
+    put(first, array(b"first"))
     first.finish({"layout": LAYOUT, "files": []})
     found = PackedFile(path)
     written(path)  # replaced, and then removed, under the eyes of who has the first one
@@ -166,7 +173,7 @@ def test_one_process_writes_and_who_maps_a_file_keeps_it(tmp_path: Path) -> None
 
 def test_what_a_killed_process_left_is_taken_over(tmp_path: Path) -> None:
     killed = PackedWriter(tmp_path / "a.packed", 1, LIMIT)
-    killed.write(array(WORDS * 3))
+    put(killed, array(WORDS * 3))
     os.close(killed._file)  # as the system does
     found = PackedFile(written(tmp_path / "a.packed")).check(LAYOUT)
     assert found[: len(WORDS)].tobytes() == WORDS
