@@ -14,9 +14,10 @@ static int amx_on; /* after its self-test */
 #define AMX_ROWS 16
 #define SUPER_ROWS (VW == 16 ? 8 : 4) /* rows of x that share a load of codes multiplied by their scales */
 /* Integers as `plane_block`, `pair_block` and `digit_block` write them; of 8 bits, one signed byte each. Those of SUPER have
- * one scale for 256, which stands in all of their blocks. */
-enum { X_PLANES, X_PAIRS, X_DIGITS, X_BYTES, X_SUPER_PLANES, X_SUPER_PAIRS };
+ * one scale for 256, which stands in all of their blocks; X_STRASSEN: `strassen_rows`. */
+enum { X_PLANES, X_PAIRS, X_DIGITS, X_BYTES, X_SUPER_PLANES, X_SUPER_PAIRS, X_STRASSEN };
 INLINE int x_is_super(int form) { return form >= X_SUPER_PLANES; }
+INLINE int x_is_super_pairs(int form) { return form >= X_SUPER_PAIRS; }
 INLINE int64_t x_bytes(int form) { return form == X_DIGITS ? 2 * XBYTES : form == X_BYTES ? BLOCK : XBYTES; }
 
 /* What products take: numbers as they are, or rounded. */
@@ -52,9 +53,14 @@ typedef struct {
 
 /* Of X_SUPER_PAIRS: so many xblocks tell of 256 inputs of a row, which lie in one line then (eight took two). */
 #define SUPER_META(halves, has_min) ((has_min) ? 2 * (halves) : 2)
+#define STRASSEN_ROWS (2 * SUPER_ROWS)                             /* rows that are combined with one another */
+#define STRASSEN_PART (SUPER_ROWS * SUPER / 2 * 2)                 /* bytes of one of their seven sums */
+#define STRASSEN_X_STRIDE (7 * STRASSEN_PART / STRASSEN_ROWS)      /* bytes a row of them takes on average */
 #define CROSS 3 /* of X_PAIRS: which of its ints is -(x0 x1 + x2 x3 + ...), for `winograd_six` */
 /* Which of their ints is -(x0 x1 + x2 x3 + ...) of chain i (`chain_of`), for `winograd_eight`. */
 INLINE int cross_at(int i, int has_min) { return has_min ? 4 + 3 * i : i + 1 + i / 2 * 2; }
+/* The same of X_STRASSEN, for the left and the right tile. */
+INLINE int strassen_cross(int tile) { return 4 + 3 * tile; }
 /* The sums of groups 2 i and 2 i + 1 of 256 inputs. */
 INLINE int32_t sum_pair(const xblock *meta, int i) { return meta[i / 2].start[i % 2]; }
 
@@ -160,7 +166,7 @@ INLINE void tell_super(float scale, int32_t sums[SUPER / 16], xblock *meta, int 
     int shift = 0; /* 3 at most: mostly signs differ, and one bit is enough */
     while (most + (1 << shift) / 2 >= 32768 << shift) shift++;
     for (int i = 0; has_min && i < SUPER_BLOCKS * halves; i++) sums[i] = (sums[i] + (1 << shift) / 2) >> shift;
-    for (int b = 0; b < (form == X_SUPER_PAIRS ? SUPER_META(halves, has_min) : SUPER_BLOCKS); b++) {
+    for (int b = 0; b < (x_is_super_pairs(form) ? SUPER_META(halves, has_min) : SUPER_BLOCKS); b++) {
         meta[b].scale = scale;
         meta[b].min_scale = -scale * (float)(1 << shift);
         for (int h = 0; h < 2; h++) {
@@ -198,7 +204,7 @@ static void quantize_super_any(const float *x, uint8_t *planes, xblock *meta, in
             }
             sums[2 * b + h] = vi_sum(total);
         }
-        (form == X_SUPER_PAIRS ? pair_block : plane_block)(q, planes);
+        (x_is_super_pairs(form) ? pair_block : plane_block)(q, planes);
     }
     tell_super(scale, sums, meta, form, halves, has_min, zero);
 }
@@ -276,7 +282,7 @@ static void quantize_super(const float *x, uint8_t *planes, xblock *meta, int fo
     for (int b = 0; b < SUPER_BLOCKS; b++, x += BLOCK, planes += XBYTES) {
         totals[2 * b] = vi_round(vf_load(x) * inverse);
         totals[2 * b + 1] = vi_round(vf_load(x + 16) * inverse);
-        const vi pairs = words_block(words_of(totals[2 * b], totals[2 * b + 1]), planes, form == X_SUPER_PAIRS);
+        const vi pairs = words_block(words_of(totals[2 * b], totals[2 * b + 1]), planes, x_is_super_pairs(form));
         if (!halved) continue;
         cross = cross_sums(cross, pairs);
         if ((b + 1) % chain) continue;
@@ -286,6 +292,30 @@ static void quantize_super(const float *x, uint8_t *planes, xblock *meta, int fo
     vi_store(sums, lane_sums(totals));
     tell_super(peak / X_MAX_SUPER, sums, meta, form, halves, has_min, zero);
     for (int i = 0; halved && i < SUPER_BLOCKS / chain; i++) meta[cross_at(i, has_min) / 4].ints[cross_at(i, has_min) % 4] = crosses[i];
+}
+
+/* 256 inputs of 16 rows (pairs, a1 and a2 of the first eight rows, b1 and b2 of the others, 128 inputs each) as the seven sums
+ * that `strassen_sixteen` multiplies, in its order, and what products take off for them. */
+static void strassen_rows(uint8_t pairs[STRASSEN_ROWS][SUPER * 2], uint8_t *to, xblock *meta)
+{
+    for (int r = 0; r < SUPER_ROWS; r++, to += SUPER / 2 * 2) {
+        vi cross[7];
+        for (int i = 0; i < 7; i++) cross[i] = vi_set1(0);
+        for (int v = 0; v < SUPER; v += 64) {
+            const vh a1 = (vh)vi_load(pairs[r] + v), a2 = (vh)vi_load(pairs[r] + SUPER + v);
+            const vh b1 = (vh)vi_load(pairs[r + SUPER_ROWS] + v), b2 = (vh)vi_load(pairs[r + SUPER_ROWS] + SUPER + v);
+            const vh sum[7] = {a1 + b2, a2 - b2, b1 - a1, b1 + b2, a1, a1 + a2, b2};
+            UNROLL for (int i = 0; i < 7; i++) {
+                vi_store(to + i * STRASSEN_PART + v, (vi)sum[i]);
+                cross[i] = cross_sums(cross[i], (vi)sum[i]);
+            }
+        }
+        int32_t *a = meta[2 * r].ints, *b = meta[2 * (r + SUPER_ROWS)].ints; /* two xblocks a row */
+        a[strassen_cross(0)] = -vi_sum(cross[0] + cross[1] - cross[5] + cross[6]);
+        a[strassen_cross(1)] = -vi_sum(cross[4] + cross[5]);
+        b[strassen_cross(0)] = -vi_sum(cross[3] + cross[6]);
+        b[strassen_cross(1)] = -vi_sum(cross[0] - cross[3] + cross[4] + cross[2]);
+    }
 }
 
 /* The same as `quantize_block`, for MANY_BLOCKS that lie end to end: no block waits for its own largest number. */
@@ -360,6 +390,27 @@ typedef struct {
 
 #define TOGETHER 8 /* rows whose next 256 inputs are written one after another (256 x 9,728: 2.2 ms, row by row 3.2) */
 
+#if WINOGRAD
+static void prepare_strassen(void *arg, int64_t begin, int64_t end, int thread)
+{
+    (void)thread;
+    prepare_job *j = arg;
+    const activations *a = j->a;
+    _Alignas(64) uint8_t pairs[STRASSEN_ROWS][SUPER * 2];
+    xblock left_over[2 * STRASSEN_ROWS];
+    for (int64_t row = begin * STRASSEN_ROWS; row < end * STRASSEN_ROWS; row += STRASSEN_ROWS)
+        for (int64_t s = 0; s < j->w->supers; s++) {
+            const int64_t rows = a->m - row < STRASSEN_ROWS ? a->m - row : STRASSEN_ROWS;
+            xblock *meta = j->meta + s * a->meta_step + row * a->meta_stride, *to = rows == STRASSEN_ROWS ? meta : left_over;
+            for (int r = 0; r < rows; r++)
+                quantize_super(a->x + (row + r) * j->w->k + s * SUPER, pairs[r], to + r * a->meta_stride, a->form, 1, 1, 0, SUPER_BLOCKS);
+            if (rows < STRASSEN_ROWS) memset(pairs[rows], 0, (size_t)(STRASSEN_ROWS - rows) * sizeof *pairs);
+            strassen_rows(pairs, j->planes + s * a->x_step + row * a->x_stride, to);
+            if (to != meta) memcpy(meta, to, (size_t)(rows * a->meta_stride) * sizeof *meta);
+        }
+}
+#endif
+
 static void prepare_rows(void *arg, int64_t begin, int64_t end, int thread)
 {
     (void)thread;
@@ -414,10 +465,10 @@ INLINE int copies_floats(const ll_weight *w, const activations *a) { return a->e
 
 /* Rows whose blocks fill whole KiB lie a line further apart: sixteen rows of a tile would meet in one set of the first cache. */
 INLINE int64_t between_rows(const ll_weight *w) { return w->blocks % MANY_BLOCKS ? 0 : 64; }
-INLINE int64_t x_stride_of(const ll_weight *w, const activations *a) { return w->blocks * x_bytes(a->form) + between_rows(w); }
+INLINE int64_t x_stride_of(const ll_weight *w, const activations *a) { return a->form == X_STRASSEN ? w->supers * STRASSEN_X_STRIDE : w->blocks * x_bytes(a->form) + between_rows(w); }
 INLINE int64_t meta_stride_of(const ll_weight *w) { return w->blocks + between_rows(w) / (int64_t)sizeof(xblock); }
 /* Rows that products read: the last ones of digits and of SUPER are read whole, what comes of those past the end is left. */
-INLINE int64_t rows_read(const activations *a) { return a->form == X_DIGITS ? round_up(a->m, AMX_ROWS) : a->form == X_SUPER_PAIRS ? round_up(a->m, SUPER_ROWS) : a->m; }
+INLINE int64_t rows_read(const activations *a) { return a->form == X_DIGITS ? round_up(a->m, AMX_ROWS) : a->form == X_SUPER_PAIRS ? round_up(a->m, SUPER_ROWS) : a->form == X_STRASSEN ? round_up(a->m, STRASSEN_ROWS) : a->m; }
 INLINE int64_t meta_bytes_of(const ll_weight *w, const activations *a) { return round_up(rows_read(a) * meta_stride_of(w) * (int64_t)sizeof(xblock), 64); }
 
 /* Bytes that `prepare_activations` fills. */
@@ -447,8 +498,8 @@ static void prepare_activations(const ll_weight *w, activations *a, uint8_t *mem
     a->meta_stride = meta_stride_of(w);
     a->x_step = SUPER_BLOCKS * XBYTES;
     a->meta_step = SUPER_BLOCKS;
-    if (!a->exact && a->form == X_SUPER_PAIRS) { /* the same 256 inputs of all rows lie end to end, as many rows are read */
-        a->x_stride = a->x_step, a->x_step *= a->m;
+    if (!a->exact && x_is_super_pairs(a->form)) { /* the same 256 inputs of all rows lie end to end, as many rows are read */
+        a->x_stride = a->form == X_STRASSEN ? STRASSEN_X_STRIDE : a->x_step, a->x_step = a->x_stride * (a->form == X_STRASSEN ? rows_read(a) : a->m);
         a->meta_stride = SUPER_META(halves_of(w), has_min), a->meta_step = a->meta_stride * a->m;
         /* rows past the end have the next 256 inputs, or nothing: numbers that are tiny by chance would take a hundred cycles each */
         memset(job.meta + w->supers * a->meta_step, 0, (size_t)((rows_read(a) - a->m) * a->meta_stride) * sizeof(xblock));
@@ -456,6 +507,12 @@ static void prepare_activations(const ll_weight *w, activations *a, uint8_t *mem
     a->floats = copy ? job.floats : a->x;
     a->stride = copy ? w->blocks * BLOCK : w->k;
     if (a->exact && !copy && !has_min) return;
+#if WINOGRAD
+    if (a->form == X_STRASSEN) {
+        pool_run(prepare_strassen, &job, rows_read(a) / STRASSEN_ROWS);
+        return;
+    }
+#endif
     if (a->m < 2 || a->m * w->blocks < 128) prepare_rows(&job, 0, a->m, 0);
     else pool_run(prepare_rows, &job, a->m);
 }

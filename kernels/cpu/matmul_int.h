@@ -3,7 +3,7 @@
 #define LL_MATMUL_INT_H
 
 #include "matmul_amx.h"
-#include "matmul_super.h"
+#include "matmul_strassen.h"
 
 /* ---- integer codes, integer activations, few rows of x ---- */
 
@@ -319,6 +319,14 @@ static void tile_many(const product *p, int64_t tile, int64_t row, int64_t rows)
     for (int64_t r = 0; r < rows; r++) store_tile(p, tile, row + r, part + r * TILE);
 }
 
+static void tiles_strassen(const product *p, int64_t tile, int64_t row, int64_t rows)
+{
+    _Alignas(64) float parts[2][SLAB * TILE];
+    strassen_sums(p, tile, tile + 1, row, rows, parts);
+    for (int64_t r = 0; r < rows; r++)
+        for (int i = 0; i < 2; i++) store_tile(p, tile + i, row + r, parts[i] + r * TILE);
+}
+
 /* act(gate) * up of many rows, where the weight is gate over up: what both give never leaves the cache. */
 static void gated_tiles(void *arg, int64_t begin, int64_t end, int thread)
 {
@@ -328,7 +336,8 @@ static void gated_tiles(void *arg, int64_t begin, int64_t end, int thread)
     _Alignas(64) float parts[2][SLAB * TILE];
     for (int64_t i = begin; i < end; i++) {
         const int64_t tile = i % half, row = i / half * SLAB, rows = p->a->m - row < SLAB ? p->a->m - row : SLAB;
-        for (int up = 0; up < 2; up++) tile_sums(p, tile + up * half, row, rows, parts[up]);
+        if (p->a->form == X_STRASSEN) strassen_sums(p, tile, tile + half, row, rows, parts);
+        else for (int up = 0; up < 2; up++) tile_sums(p, tile + up * half, row, rows, parts[up]);
         for (int64_t r = 0; r < rows; r++) {
             float *gate = parts[0] + r * TILE, *up = parts[1] + r * TILE, *out = p->out + (row + r) * p->stride + tile * TILE;
             finish_tile(p, tile, row + r, gate, gate);
@@ -400,7 +409,7 @@ static const few_tiles *few_rows(const ll_weight *w, int64_t m, int one)
 static int x_form(const ll_weight *w, int64_t m, int64_t takes)
 {
     if (LL_VNNI && takes == TAKE_INT8) return X_BYTES;
-    if (is_super(w)) return few_rows(w, m, 0) ? X_SUPER_PLANES : X_SUPER_PAIRS;
+    if (is_super(w)) return few_rows(w, m, 0) ? X_SUPER_PLANES : takes == TAKE_INT16 && strassen_pays(w, m) ? X_STRASSEN : X_SUPER_PAIRS;
     if (few_rows(w, m, 0)) return X_PLANES;
 #if LL_AMX
     if (amx_on && m >= AMX_ROWS && digits_are_exact(w)) return X_DIGITS;
@@ -424,8 +433,9 @@ static void int_tiles(void *arg, int64_t begin, int64_t end, int thread)
         return;
     }
     for (int64_t i = begin; i < end; i++) {
-        int64_t row = i / p->w->tiles * SLAB, rows = p->a->m - row < SLAB ? p->a->m - row : SLAB;
-        tile_many(p, i % p->w->tiles, row, rows);
+        int64_t row = i / p->w->tiles * SLAB, rows = p->a->m - row < SLAB ? p->a->m - row : SLAB, tile = i % p->w->tiles;
+        if (p->a->form != X_STRASSEN) tile_many(p, tile, row, rows);
+        else if (tile % 2 == 0) tiles_strassen(p, tile, row, rows); /* with the one behind it */
     }
 }
 

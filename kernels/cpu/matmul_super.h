@@ -207,7 +207,7 @@ INLINE void super_several(const product *p, int64_t tile, int64_t row, int64_t c
 /* ---- the same for many rows ---- */
 
 typedef struct {
-    uint8_t codes[SUPER_BLOCKS * WIDE_BLOCK(0)]; /* times their scales: [pairs][32 lanes] */
+    _Alignas(64) uint8_t codes[SUPER_BLOCKS * WIDE_BLOCK(0)]; /* times their scales: [pairs][32 lanes] */
     int32_t mins[SUPER_BLOCKS][TILE];            /* pairs */
     int32_t cross[SUPER_BLOCKS / 2][TILE];       /* of chains: -(w0 w1 + w2 w3 + ...) */
     float scale[TILE], min[TILE];                /* that all of them share */
@@ -216,9 +216,8 @@ typedef struct {
     float *part; /* [rows][32] sums so far */
 } super_chunk;
 
-INLINE void super_widen(const uint8_t *codes, const uint8_t *scale, const int code, const int halves, vlut table, const int has_min, int32_t offset, super_chunk *k)
+INLINE void super_widen(const uint8_t *codes, const uint8_t *scale, const int code, const int halves, vlut table, const int has_min, int32_t offset, const int halved, super_chunk *k)
 {
-    const int halved = WINOGRAD && ll_amd;
     uint8_t *to = k->codes;
     if (halved) memset(k->cross, 0, sizeof k->cross);
     for (int64_t b = 0; b < SUPER_BLOCKS; b++)
@@ -432,6 +431,16 @@ INLINE void super_rows(const super_chunk *k, int64_t row, const int rows, const 
     }
 }
 
+INLINE void super_factors(const ll_weight *w, const uint8_t *at, const int halves, const int has_min, super_chunk *k)
+{
+    for (int i = 0; has_min && i < SUPER_BLOCKS * halves / 2; i++)
+        for (int v = 0; v < TILE; v += VW) vi_store(&k->mins[i][v], min_pair(at + w->at_min + 2 * i * TILE + v));
+    for (int v = 0; v < TILE; v += VW) {
+        vf_store(k->scale + v, vf_f16((const uint16_t *)(at + w->at_super_scale) + v));
+        if (has_min) vf_store(k->min + v, vf_f16((const uint16_t *)(at + w->at_super_min) + v));
+    }
+}
+
 /* part [rows][32] = sums of rows row.. of x against a tile; up to a whole number of SUPER_ROWS it is written, too */
 INLINE void super_sums_as(const product *p, int64_t tile, int64_t row, int64_t rows, float *part, const int code, const int halves, const int has_min)
 {
@@ -445,14 +454,8 @@ INLINE void super_sums_as(const product *p, int64_t tile, int64_t row, int64_t r
     k.part = part;
     memset(part, 0, (size_t)round_up(rows, SUPER_ROWS) * TILE * 4);
     for (int64_t s = 0; s < w->supers; s++, at += bytes) {
-        const uint16_t *super_scale = (const uint16_t *)(at + w->at_super_scale), *super_min = (const uint16_t *)(at + w->at_super_min);
-        super_widen(at + w->at_codes, at, code, halves, table, has_min, (int32_t)w->zero_offset, &k);
-        for (int i = 0; has_min && i < SUPER_BLOCKS * halves / 2; i++)
-            for (int v = 0; v < TILE; v += VW) vi_store(&k.mins[i][v], min_pair(at + w->at_min + 2 * i * TILE + v));
-        for (int v = 0; v < TILE; v += VW) {
-            vf_store(k.scale + v, vf_f16(super_scale + v));
-            if (has_min) vf_store(k.min + v, vf_f16(super_min + v));
-        }
+        super_widen(at + w->at_codes, at, code, halves, table, has_min, (int32_t)w->zero_offset, WINOGRAD && ll_amd, &k);
+        super_factors(w, at, halves, has_min, &k);
         int64_t r = 0;
         const uint8_t *ask = at + bytes, *end = ask + bytes;
         for (; SUPER_ROWS > 4 && r + 4 < rows; r += SUPER_ROWS) {

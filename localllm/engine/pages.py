@@ -66,7 +66,7 @@ class Pages:
         self.page_size = page_size
         self.windows = tuple(windows)
         self.pools = tuple(map(PagePool, num_pages))
-        self.slots = None if slots is None else PagePool(slots.count, last_first=True)
+        self.slots = None if slots is None else PagePool(slots.count)
         self._copy_slot = None if slots is None else slots.copy
         self.tree = RadixCache(self.pools, windows, page_size, self.slots)
         self.prefix_cache = prefix_cache
@@ -304,7 +304,7 @@ class Pages:
                 continue
             first = min(self.tree.needed_from(group, sequence.num_computed_tokens), len(sequence.block_tables[group]))
             table = sequence.block_tables[group]
-            for index in range(sequence.first_kept[group], first):
+            for index in reversed(range(sequence.first_kept[group], first)):
                 if table[index] >= 0:
                     self.pools[group].release(table[index])
                     table[index] = -1
@@ -331,14 +331,14 @@ class Pages:
         """Give back the pages behind the last one that holds a computed token."""
         kept = -(-sequence.num_computed_tokens // self.page_size)
         for pool, table in zip(self.pools, sequence.block_tables, strict=True):
-            for page in table[kept:]:
+            for page in reversed(table[kept:]):
                 pool.release(page)
             sequence.table_version += len(table) > kept
             del table[kept:]
 
     def release(self, sequence: Sequence) -> None:
         for group, pool in enumerate(self.pools):
-            for page in sequence.block_tables[group]:
+            for page in reversed(sequence.block_tables[group]):
                 if page >= 0:
                     pool.release(page)
             sequence.block_tables[group] = []

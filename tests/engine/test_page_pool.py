@@ -63,9 +63,9 @@ def test_random_operations_keep_the_books():
         pool.check_integrity(+held)
 
 
-def test_slots_freed_last_are_taken_first() -> None:
+def test_pages_freed_last_are_taken_first() -> None:
     """They have their memory already."""
-    pool = PagePool(4, last_first=True)
+    pool = PagePool(4)
     first, second = pool.take(), pool.take()
     assert first is not None and second is not None
     pool.release(first)
@@ -73,3 +73,12 @@ def test_slots_freed_last_are_taken_first() -> None:
     assert pool.take() == second
     assert pool.take() == first
     assert pool.take() == 2
+
+
+def test_withdrawn_pages_are_those_that_nothing_has_touched() -> None:
+    pool = PagePool(4)
+    page = pool.take()
+    assert page == 0
+    pool.release(page)
+    assert pool.withdraw(2) == 2
+    assert [pool.take(), pool.take(), pool.take()] == [0, 1, None]
