@@ -10,6 +10,9 @@ during which other processes took more than --calm cores is made again. What was
 comes: a run that is stopped goes on, and --repeat adds the runs that rows of that number lack. Lines: decode >= 2.2
 (smollm2) and 1.6 (gemma3-270m) times llama.cpp's, prefill >= 3.5 and 2.2 times, 8 streams >= 2.5 times one stream, the
 first token of `localllm run` after at most 2.5 s.
+
+The memory of a shared host may change its speed within a minute, so it is read before and after each decoding run;
+where the two differ by more than --steady, one of ours is made again.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ from localllm.hub.starter import starter_path
 from localllm.models.architectures.facts import kv_bytes_per_token
 
 ROOT = Path(__file__).resolve().parents[1]
-PEERS = ("llama.cpp", "ik_llama.cpp")
+OURS, PEERS = "localllm", ("llama.cpp", "ik_llama.cpp")
 BEGIN, END = "<!-- table by benchmarks/cpu.py -->", "<!-- end of the table -->"
 BEGIN_ALL, END_ALL = "<!-- all shapes by benchmarks/cpu.py -->", "<!-- end of all shapes -->"
 MODELS = {"smollm2": "135M, Q4_1", "gemma3-270m": "Q4_K_M"}
@@ -76,6 +79,7 @@ STREAMS = (1, 2, 4, 8, 16)
 GROWTH_TOKENS = 32
 CTX = 8192
 RETRIES = 60
+STEADY_TRIES = 4
 
 
 class Bench:
@@ -98,8 +102,13 @@ class Bench:
         """Runs of a row."""
         return int(self.options.repeat or usual)
 
-    def row(self, name: str, runs: Sequence[tuple[str, Callable[[int], float]]], repeat: int) -> None:
-        """Measure (engine, run) in turns, unless they are known or other tests are wanted; rates, or seconds."""
+    def row(
+        self, name: str, runs: Sequence[tuple[str, Callable[[int], float]]], repeat: int, reads: bool = False
+    ) -> None:
+        """Measure (engine, run) in turns, unless they are known or other tests are wanted; rates, or seconds.
+
+        With `reads`, GB/s that plain reading of memory gave beside each run are kept with it.
+        """
         if self.options.tests and not name.endswith(tuple(f" {test}" for test in self.options.tests)):
             return
         for number in range(repeat):
@@ -107,11 +116,27 @@ class Bench:
                 done: list[dict[str, float]] = self.kept["rows"].setdefault(name, {}).setdefault(engine, [])
                 if len(done) > number:
                     continue
-                value, others = self.calm(lambda run=run, number=number: run(number))
-                done.append({"value": round(value, 4), "other_cores": round(others, 3)})
+                if reads:
+                    found = self.steady(partial(run, number), STEADY_TRIES if engine == OURS else 1)
+                else:
+                    value, others = self.calm(partial(run, number))
+                    found = {"value": round(value, 4), "other_cores": round(others, 3)}
+                done.append(found)
                 self.save()
         shown = {engine: f"{median(found):,.1f}" for engine, found in self.kept["rows"][name].items()}
         print(name, shown, flush=True)
+
+    def steady(self, run: Callable[[], float], most: int) -> dict[str, float]:
+        """The first of `most` runs before and after which memory was as fast, else the one where it changed least."""
+        tries: list[tuple[float, dict[str, float]]] = []
+        while not tries or (tries[-1][0] > self.options.steady and len(tries) < most):
+            before = read_memory(self)
+            value, others = self.calm(run)
+            after = read_memory(self)
+            found = {"value": round(value, 4), "other_cores": round(others, 3)}
+            found |= {"read_before": round(before, 2), "read_after": round(after, 2)}
+            tries.append((abs(after / before - 1), found))
+        return min(tries, key=lambda tried: tried[0])[1]
 
     def calm(self, run: Callable[[], float]) -> tuple[float, float]:
         """(result, cores that others took): of the first run that was calm, else of the calmest."""
@@ -153,15 +178,17 @@ def main() -> int:
     )
     parser.add_argument("--large", action="store_true", help="sizes: 8B, mixtures of experts and a hybrid, too")
     parser.add_argument("--shapes", nargs="*", help="sizes: these alone, as in qwen3-1.7b-Q4_K_M")
+    parser.add_argument("--ours", action="store_true", help="more runs of ours alone; the rivals' stay")
     parser.add_argument("--tests", nargs="*", help="these rows alone, as in pp256")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeat", type=int, help="runs of each row; without it 7 of real files, 3 or 1 of others")
     parser.add_argument("--calm", type=float, default=0.15, metavar="CORES", help="most that others may take")
+    parser.add_argument("--steady", type=float, default=0.1, metavar="SHARE", help="most that memory may change")
     parser.add_argument("--only", nargs="*", default=("compare", "sizes", "start", "hog", "growth"))
     parser.add_argument("--render", action="store_true", help="measure nothing")
     options = parser.parse_args()
     named = zip(PEERS, (options.peer_python, options.ik_python), strict=True)  # who takes part; None: with our Python
-    options.pythons = {name: python for name, python in named if python or name == "llama.cpp"}
+    options.pythons = {name: python for name, python in named if (python or name == "llama.cpp") and not options.ours}
     bench = Bench(options)
     if not options.render:
         steps = {"compare": compare, "sizes": sizes, "alone": alone, "start": start, "hog": hogged, "growth": growth}
@@ -191,7 +218,7 @@ def engines(
         ours |= {"packed_store": 0}  # nothing is written between two runs
         ours |= settings
         llm = stack.enter_context(LLM(model, **ours))
-        named: list[tuple[str, Engine]] = [("localllm", OurEngine(llm))]
+        named: list[tuple[str, Engine]] = [(OURS, OurEngine(llm))]
         for name in peers:
             if name in bench.options.pythons:
                 peer = rival(bench, name, llm.path, streams, ctx, settings.get("kv", ""))
@@ -286,8 +313,7 @@ def alone_turn(
 ) -> None:
     """One engine's runs up to the number `repeat`."""
     bench.row(f"{name} pp256", [(who, lambda i: engine.prefill([], prompts[i])[0])], repeat)
-    runs = [(who, lambda i: engine.decode([prompts[i][:8]], 64)), (f"read GB/s {who}", lambda _: read_memory(bench))]
-    bench.row(f"{name} tg64", runs, repeat)
+    bench.row(f"{name} tg64", [(who, lambda i: engine.decode([prompts[i][:8]], 64))], repeat, reads=True)
 
 
 def sizes(bench: Bench) -> None:
@@ -299,9 +325,6 @@ def sizes(bench: Bench) -> None:
         if not (wanted or (bench.options.large and (shape, form) not in SIZES)):
             continue
         path = file_of(bench, shape, form)
-
-        def bandwidth(_: int) -> float:
-            return read_memory(bench)
 
         def prefill(engine: Engine, number: int, count: int, llm: LLM) -> float:
             return engine.prefill([], words(llm, random.Random(number), count))[0]
@@ -318,7 +341,7 @@ def sizes(bench: Bench) -> None:
             for test, streams, tokens in (("tg64", 1, 64), ("tg32 x8", 8, 32)):
                 them = able(named, streams)
                 runs = [(n, partial(decode, e, streams=streams, depth=8, tokens=tokens, llm=llm)) for n, e in them]
-                bench.row(f"{name} {test}", [*runs, ("read GB/s", bandwidth)], repeat)
+                bench.row(f"{name} {test}", runs, repeat, reads=True)
         with engines(bench, str(path), 8, SIZE_CTX, activations="int8") as (llm, named):
             runs = [(n, partial(prefill, e, count=256, llm=llm)) for n, e in named]
             bench.row(f"{name} pp256 int8", runs, repeat)
@@ -334,7 +357,7 @@ def sizes(bench: Bench) -> None:
                 row = " ".join([name, "tg32", f"@{depth}", *([kv] * (kv != "auto"))])
                 bench.kept["bytes"][row] = bytes_at(llm, path, depth + 16)
                 runs = [(n, partial(decode, e, streams=1, depth=depth, tokens=32, llm=llm)) for n, e in named]
-                bench.row(row, [*runs, ("read GB/s", bandwidth)], bench.turns(1))
+                bench.row(row, runs, bench.turns(1), reads=True)
 
 
 def start(bench: Bench) -> None:
@@ -445,16 +468,21 @@ def sizes_table(kept: dict[str, Any], tests: Sequence[str], shapes: Sequence[tup
             ours = f"{rate:,.1f}"
             name = f"{shape}-{form} {test}" if "@" in test else f"{shape}-{form}"
             if test.endswith("tg64") or ("@" in test and name in kept["bytes"]):
-                read, plain = rate * kept["bytes"][name] / 1e9, found.get("read GB/s localllm")
-                ours += f" ({read:.1f} of {plain or found['read GB/s']:.1f} GB/s)"
+                ours += f" ({rate * kept['bytes'][name] / 1e9:.1f} of {plain_reading(all_runs):.1f} GB/s)"
             cells = [f"{shape} {form}: {SIZE_TESTS[test]}", ours, *beside(found, 1), str(least_runs(all_runs))]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
+def plain_reading(row: dict[str, list[dict[str, float]]]) -> float:
+    """GB/s beside our runs; once that was in a list of its own."""
+    beside_ours = [run[f"read_{when}"] for run in row[OURS] if "read_before" in run for when in ("before", "after")]
+    return statistics.median(beside_ours) if beside_ours else median(row.get("read GB/s localllm") or row["read GB/s"])
+
+
 def least_runs(row: dict[str, list[dict[str, float]]]) -> int:
     """Behind each figure of a row."""
-    return min(map(len, row.values()))
+    return min(len(runs) for engine, runs in row.items() if not engine.startswith("read"))
 
 
 def beside(found: dict[str, float], digits: int = 0) -> list[str]:
