@@ -147,15 +147,18 @@ INLINE void chunk_int(const chunk *k, int64_t row, const int rows, const int hal
 #endif
 
 #if WINOGRAD
-/* `chunk_int` for six rows, with half of the multiplications (`WINOGRAD_STEP`). All sums stay in registers: floats in zmm0 to 11,
+/* `chunk_int` for six rows, with half of the multiplications in four of them (`WINOGRAD_STEP`). All sums stay in registers: floats in zmm0 to 11,
  * integers in zmm12 to 23; scales, mins and `cross` of a block's columns lie
  * apart as in chunk_numbers. What a row's inputs take off is 12 bytes into its xblock (`CROSS`), their sum 4. */
-#define SIX_ROWS(DO) DO(0, 1, 12, 13, "(%[x])", "(%[meta])") DO(2, 3, 14, 15, "(%[x],%[s])", "(%[meta],%[m])") \
-    DO(4, 5, 16, 17, "(%[x],%[s],2)", "(%[meta],%[m],2)") DO(6, 7, 18, 19, "(%%rax)", "(%%rdx)") \
+#define SIX_ROWS_BUT(WHOLE, DO) WHOLE(0, 1, 12, 13, "(%[x])", "(%[meta])") DO(2, 3, 14, 15, "(%[x],%[s])", "(%[meta],%[m])") \
+    DO(4, 5, 16, 17, "(%[x],%[s],2)", "(%[meta],%[m],2)") WHOLE(6, 7, 18, 19, "(%%rax)", "(%%rdx)") \
     DO(8, 9, 20, 21, "(%%rax,%[s])", "(%%rdx,%[m])") DO(10, 11, 22, 23, "(%%rax,%[s],2)", "(%%rdx,%[m],2)")
+#define SIX_ROWS(DO) SIX_ROWS_BUT(DO, DO)
 #define SIX_LOAD(F, G, I, J, X, M) "vmovups " #F "*64(%[part]), %%zmm" #F "\n\tvmovups " #G "*64(%[part]), %%zmm" #G "\n\t"
 #define SIX_STORE(F, G, I, J, X, M) "vmovups %%zmm" #F ", " #F "*64(%[part])\n\tvmovups %%zmm" #G ", " #G "*64(%[part])\n\t"
 #define SIX_START(F, G, I, J, X, M) "vpaddd 12" M "%{1to16%}, %%zmm24, %%zmm" #I "\n\tvpaddd 12" M "%{1to16%}, %%zmm25, %%zmm" #J "\n\t"
+#define SIX_ZERO(F, G, I, J, X, M) "vpxord %%zmm" #I ", %%zmm" #I ", %%zmm" #I "\n\tvpxord %%zmm" #J ", %%zmm" #J ", %%zmm" #J "\n\t"
+#define SIX_PAIRS(F, G, I, J, X, M) PAIRS_STEP(X, "%%zmm" #I, "%%zmm" #J)
 #define SIX_DOT(F, G, I, J, X, M) WINOGRAD_STEP(X, "%%zmm" #I, "%%zmm" #J)
 #define SIX_FOLD(F, G, I, J, X, M)                                                                                 \
     "vcvtdq2ps %%zmm" #I ", %%zmm" #I "\n\tvmulps " M "%{1to16%}, %%zmm24, %%zmm30\n\tvfmadd231ps %%zmm30, %%zmm" #I ", %%zmm" #F "\n\t" \
@@ -163,8 +166,8 @@ INLINE void chunk_int(const chunk *k, int64_t row, const int rows, const int hal
 #define SIX_MIN(F, G, I, J, X, M) "vfmadd231ps 4" M "%{1to16%}, %%zmm26, %%zmm" #F "\n\tvfmadd231ps 4" M "%{1to16%}, %%zmm27, %%zmm" #G "\n\t"
 #define WINOGRAD_SIX(MIN)                                                                                          \
     __asm__ volatile("lea (%[s],%[s],2), %%rax\n\tadd %[x], %%rax\n\tlea (%[m],%[m],2), %%rdx\n\tadd %[meta], %%rdx\n\t" SIX_ROWS(SIX_LOAD) \
-                     ".p2align 4\n1:\n\tvmovups %c[cross](%[of]), %%zmm24\n\tvmovups %c[cross]+64(%[of]), %%zmm25\n\t" SIX_ROWS(SIX_START) \
-                     "mov $8, %%ecx\n\t.p2align 5\n2:\n\t" WINOGRAD_CODES SIX_ROWS(SIX_DOT)                                \
+                     ".p2align 4\n1:\n\tvmovups %c[cross](%[of]), %%zmm24\n\tvmovups %c[cross]+64(%[of]), %%zmm25\n\t" SIX_ROWS_BUT(SIX_ZERO, SIX_START) \
+                     "mov $8, %%ecx\n\t.p2align 5\n2:\n\t" WINOGRAD_CODES SIX_ROWS_BUT(SIX_PAIRS, SIX_DOT)                                \
                      "add $8, %[x]\n\tadd $8, %%rax\n\tdec %%ecx\n\tjnz 2b\n\t"                    \
                      "vmovups (%[of]), %%zmm24\n\tvmovups 64(%[of]), %%zmm25\n\t" SIX_ROWS(SIX_FOLD) MIN                  \
                      "add $128, %[of]\n\tadd $16, %[meta]\n\tadd $16, %%rdx\n\tdec %[count]\n\tjnz 1b\n\t" SIX_ROWS(SIX_STORE) \

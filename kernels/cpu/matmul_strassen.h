@@ -76,8 +76,8 @@ static void strassen_codes(const ll_weight *w, const uint8_t *const at[2], stras
         int64_t quads = SUPER / 2 / 4;                                                                             \
         _Static_assert(SUPER == 256, "as in the assembly");                                                        \
         __asm__ volatile(START(0) START(1) START(2) START(3) START(4) START(5) START(6) START(7) ".p2align 5\n1:\n\t" WINOGRAD_CODES \
-                         WINOGRAD_ROW(0, "(%[x])") WINOGRAD_ROW(1, "+256(%[x])") WINOGRAD_ROW(2, "+512(%[x])") WINOGRAD_ROW(3, "+768(%[x])") \
-                         WINOGRAD_ROW(4, "+1024(%[x])") WINOGRAD_ROW(5, "+1280(%[x])") WINOGRAD_ROW(6, "+1536(%[x])") WINOGRAD_ROW(7, "+1792(%[x])") \
+                         PAIRS_ROW(0, "(%[x])") WINOGRAD_ROW(1, "+256(%[x])") WINOGRAD_ROW(2, "+512(%[x])") WINOGRAD_ROW(3, "+768(%[x])") \
+                         PAIRS_ROW(4, "+1024(%[x])") WINOGRAD_ROW(5, "+1280(%[x])") WINOGRAD_ROW(6, "+1536(%[x])") WINOGRAD_ROW(7, "+1792(%[x])") \
                          "prefetcht0 (%[next])\n\tadd $64, %[next]\n\tadd $8, %[x]\n\tdec %[quads]\n\tjnz 1b"       \
                          : SUMS_OF(0), SUMS_OF(1), SUMS_OF(2), SUMS_OF(3), SUMS_OF(4), SUMS_OF(5), SUMS_OF(6), SUMS_OF(7), \
                            [codes] "+&r"(codes), [x] "+&r"(x), [quads] "+&r"(quads), [next] "+&r"(next)            \
@@ -106,6 +106,7 @@ INLINE void strassen_fold(const strassen_chunk *k, int64_t row, const int second
     const xblock *meta = tile->meta + first * 2;
     const vi low = vi_load(&k->cross[second][right][0]), high = vi_load(&k->cross[second][right][VW]);
     UNROLL for (int r = 0; r < 8; r++) {
+        if (!IS_HALVED(r)) continue;
         const vi cross = vi_set1(meta[2 * r].ints[strassen_cross(right)]);
         sum[r][0] += low + cross;
         sum[r][1] += high + cross;

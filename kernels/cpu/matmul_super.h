@@ -269,18 +269,20 @@ INLINE void pairs_of_eight(const uint8_t *codes, const uint8_t *x, int64_t strid
                      : "cc", "memory", "xmm29", "xmm30", "xmm31");
 }
 
-/* The same with half of the multiplications (`WINOGRAD_STEP`). */
+/* The same with half of the multiplications in rows 1 to 3 and 5 to 7 (`WINOGRAD_STEP`). */
 #define WINOGRAD_ROW(R, X) WINOGRAD_STEP(X, "%[s" #R "0]", "%[s" #R "1]")
+#define PAIRS_ROW(R, X) PAIRS_STEP(X, "%[s" #R "0]", "%[s" #R "1]")
+#define IS_HALVED(R) ((R) % 4 != 0)
 #define START_ROW(R)                                                                                               \
     "vpaddd " #R "*%c[row](%[meta])%{1to16%}, %%zmm24, %[s" #R "0]\n\tvpaddd " #R "*%c[row](%[meta])%{1to16%}, %%zmm25, %[s" #R "1]\n\t"
 INLINE void winograd_eight(const uint8_t *codes, const int32_t *cross, const int32_t *meta, const int row, const uint8_t *x, int64_t stride, int64_t quads, const uint8_t *next, vi sum[8][2])
 {
     __asm__ volatile("lea (%[stride],%[stride],2), %%rdx\n\tlea (%[x],%%rdx), %%rax\n\tlea (%[x],%%rdx,2), %%rdx\n\t"
                      "vmovdqu64 (%[cross]), %%zmm24\n\tvmovdqu64 64(%[cross]), %%zmm25\n\t"
-                     START_ROW(0) START_ROW(1) START_ROW(2) START_ROW(3) START_ROW(4) START_ROW(5) START_ROW(6) START_ROW(7)
+                     ZERO_ROW(0) START_ROW(1) START_ROW(2) START_ROW(3) ZERO_ROW(4) START_ROW(5) START_ROW(6) START_ROW(7)
                      ".p2align 5\n1:\n\t"
-                     WINOGRAD_CODES WINOGRAD_ROW(0, "(%[x])") WINOGRAD_ROW(1, "(%[x],%[stride])") WINOGRAD_ROW(2, "(%[x],%[stride],2)")
-                     WINOGRAD_ROW(3, "(%%rax)") WINOGRAD_ROW(4, "(%%rax,%[stride])") WINOGRAD_ROW(5, "(%%rax,%[stride],2)")
+                     WINOGRAD_CODES PAIRS_ROW(0, "(%[x])") WINOGRAD_ROW(1, "(%[x],%[stride])") WINOGRAD_ROW(2, "(%[x],%[stride],2)")
+                     WINOGRAD_ROW(3, "(%%rax)") PAIRS_ROW(4, "(%%rax,%[stride])") WINOGRAD_ROW(5, "(%%rax,%[stride],2)")
                      WINOGRAD_ROW(6, "(%%rdx)") WINOGRAD_ROW(7, "(%%rdx,%[stride])")
                      "prefetcht0 (%[next])\n\tadd $64, %[next]\n\t"
                      "add $8, %[x]\n\tadd $8, %%rax\n\tadd $8, %%rdx\n\tdec %[quads]\n\tjnz 1b"
@@ -481,15 +483,17 @@ INLINE void super_sums_as(const product *p, int64_t tile, int64_t row, int64_t r
  * what the codes take off, zmm18 to 21 their scales as bytes beside zeros (`quad_scales`). One Zen 4 core, 8 rows of 2,048
  * inputs: 104 billion multiply-adds a second, 98 with bytes (`super_several`), 79 with codes that are widened into memory. Q6_K,
  * which needs more instructions for a code, does 84 so and 90 with bytes. */
-#define EIGHT_ROWS(DO) DO(0, 0, 1) DO(1, 2, 3) DO(2, 4, 5) DO(3, 6, 7) DO(4, 8, 9) DO(5, 10, 11) DO(6, 12, 13) DO(7, 14, 15)
+#define EIGHT_ROWS(WHOLE, DO) WHOLE(0, 0, 1) DO(1, 2, 3) DO(2, 4, 5) DO(3, 6, 7) WHOLE(4, 8, 9) DO(5, 10, 11) DO(6, 12, 13) DO(7, 14, 15)
+#define WHOLE_START(R, I, J) "vpxord %%zmm" #I ", %%zmm" #I ", %%zmm" #I "\n\tvpxord %%zmm" #J ", %%zmm" #J ", %%zmm" #J "\n\t"
 #define HALVED_START(R, I, J) "vpbroadcastd " #R "*32(%[cross]), %%zmm" #I "\n\tvmovdqa64 %%zmm" #I ", %%zmm" #J "\n\t"
+#define WHOLE_STEP(Q, R, I, J) PAIRS_STEP("+" #R "*512+" #Q "*8(%[x])", "%%zmm" #I, "%%zmm" #J)
 #define HALVED_STEP(Q, R, I, J) WINOGRAD_STEP("+" #R "*512+" #Q "*8(%[x])", "%%zmm" #I, "%%zmm" #J)
 #define HALVED_FOLD_ONE(R, I, FACTOR, TO)                                                                          \
     "vcvtdq2ps %%zmm" #I ", %%zmm" #I "\n\tvmulps " #R "*32(%[by])%{1to16%}, %%zmm" #FACTOR ", %%zmm30\n\t"           \
     "vfmadd213ps " TO "(%[to]), %%zmm30, %%zmm" #I "\n\tvmovups %%zmm" #I ", " TO "(%[to])\n\t"
+#define WHOLE_FOLD(R, I, J) HALVED_FOLD_ONE(R, I, 18, #R "*128") HALVED_FOLD_ONE(R, J, 19, #R "*128+64")
 #define HALVED_FOLD(R, I, J)                                                                                       \
-    "vpsubd %%zmm16, %%zmm" #I ", %%zmm" #I "\n\tvpsubd %%zmm17, %%zmm" #J ", %%zmm" #J "\n\t"                     \
-    HALVED_FOLD_ONE(R, I, 18, #R "*128") HALVED_FOLD_ONE(R, J, 19, #R "*128+64")
+    "vpsubd %%zmm16, %%zmm" #I ", %%zmm" #I "\n\tvpsubd %%zmm17, %%zmm" #J ", %%zmm" #J "\n\t" WHOLE_FOLD(R, I, J)
 #define HALVED_SCALES                                                                                              \
     "vpmovzxbd (%[scale]), %%zmm18\n\tvpmovzxbd 16(%[scale]), %%zmm19\n\tadd $32, %[scale]\n\t"                      \
     "vpslld $16, %%zmm18, %%zmm20\n\tvpslld $16, %%zmm19, %%zmm21\n\tvpord %%zmm20, %%zmm18, %%zmm18\n\tvpord %%zmm21, %%zmm19, %%zmm19\n\t" \
@@ -502,8 +506,8 @@ INLINE void super_sums_as(const product *p, int64_t tile, int64_t row, int64_t r
     "vpmaddubsw %%zmm18, %%zmm28, %%zmm24\n\tvpmaddubsw %%zmm19, %%zmm29, %%zmm25\n\t"                               \
     "vpmaddubsw %%zmm20, %%zmm28, %%zmm26\n\tvpmaddubsw %%zmm21, %%zmm29, %%zmm27\n\t"                               \
     "vpdpwssd %%zmm24, %%zmm26, %%zmm16\n\tvpdpwssd %%zmm25, %%zmm27, %%zmm17\n\t"                                   \
-    HALVED_STEP(Q, 0, 0, 1) HALVED_STEP(Q, 1, 2, 3) HALVED_STEP(Q, 2, 4, 5) HALVED_STEP(Q, 3, 6, 7)                  \
-    HALVED_STEP(Q, 4, 8, 9) HALVED_STEP(Q, 5, 10, 11) HALVED_STEP(Q, 6, 12, 13) HALVED_STEP(Q, 7, 14, 15)            \
+    WHOLE_STEP(Q, 0, 0, 1) HALVED_STEP(Q, 1, 2, 3) HALVED_STEP(Q, 2, 4, 5) HALVED_STEP(Q, 3, 6, 7)                  \
+    WHOLE_STEP(Q, 4, 8, 9) HALVED_STEP(Q, 5, 10, 11) HALVED_STEP(Q, 6, 12, 13) HALVED_STEP(Q, 7, 14, 15)            \
     "prefetcht1 " #Q "*64(%[next])\n\t"
 INLINE void halved_chain(const uint8_t *codes, const uint8_t *scale, const uint16_t *super_scale, const uint8_t *x, const xblock *meta, const uint8_t *next, int64_t bytes, float *to)
 {
@@ -511,13 +515,13 @@ INLINE void halved_chain(const uint8_t *codes, const uint8_t *scale, const uint1
     const float *by = &meta->scale;
     int64_t blocks = SUPER_BLOCKS;
     _Static_assert(SUPER_META(1, 1) * sizeof(xblock) == 32 && SUPER_BLOCKS * XBYTES == 512 && PLANE == 128 && TILE == 32, "as in the assembly");
-    __asm__ volatile(EIGHT_ROWS(HALVED_START) "vpxord %%zmm16, %%zmm16, %%zmm16\n\tvpxord %%zmm17, %%zmm17, %%zmm17\n\t"
+    __asm__ volatile(EIGHT_ROWS(WHOLE_START, HALVED_START) "vpxord %%zmm16, %%zmm16, %%zmm16\n\tvpxord %%zmm17, %%zmm17, %%zmm17\n\t"
                      "vpbroadcastd %[nibble], %%zmm22\n\t.p2align 5\n1:\n\t" HALVED_SCALES
                      LOW_NIBBLES(0) HALVED_QUAD(0) LOW_NIBBLES(1) HALVED_QUAD(1) LOW_NIBBLES(2) HALVED_QUAD(2) LOW_NIBBLES(3) HALVED_QUAD(3)
                      HIGH_NIBBLES(0) HALVED_QUAD(4) HIGH_NIBBLES(1) HALVED_QUAD(5) HIGH_NIBBLES(2) HALVED_QUAD(6) HIGH_NIBBLES(3) HALVED_QUAD(7)
                      "prefetcht1 512(%[next])\n\tprefetcht1 576(%[next])\n\t"
                      "add %[bytes], %[next]\n\tadd $512, %[codes]\n\tadd $64, %[x]\n\tdec %[blocks]\n\tjnz 1b\n\t"
-                     "vcvtph2ps (%[super]), %%zmm18\n\tvcvtph2ps 32(%[super]), %%zmm19\n\t" EIGHT_ROWS(HALVED_FOLD)
+                     "vcvtph2ps (%[super]), %%zmm18\n\tvcvtph2ps 32(%[super]), %%zmm19\n\t" EIGHT_ROWS(WHOLE_FOLD, HALVED_FOLD)
                      : [codes] "+&r"(codes), [scale] "+&r"(scale), [x] "+&r"(x), [next] "+&r"(next), [blocks] "+&r"(blocks)
                      : [cross] "r"(cross), [by] "r"(by), [to] "r"(to), [super] "r"(super_scale), [bytes] "r"(bytes), [nibble] "r"(0x0f0f0f0f)
                      : "cc", "memory", ZMM_ALL);
