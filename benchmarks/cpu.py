@@ -462,27 +462,33 @@ def sizes_table(kept: dict[str, Any], tests: Sequence[str], shapes: Sequence[tup
         for test in tests:
             all_runs = rows.get(f"{shape}-{form} {test}", {})
             found = {engine: median(runs) for engine, runs in all_runs.items()}
-            if "llama.cpp" not in found:
+            if not {OURS, "llama.cpp"} <= found.keys():
                 continue
-            rate = found["localllm"]
+            rate = found[OURS]
             ours = f"{rate:,.1f}"
             name = f"{shape}-{form} {test}" if "@" in test else f"{shape}-{form}"
             if test.endswith("tg64") or ("@" in test and name in kept["bytes"]):
-                ours += f" ({rate * kept['bytes'][name] / 1e9:.1f} of {plain_reading(all_runs):.1f} GB/s)"
-            cells = [f"{shape} {form}: {SIZE_TESTS[test]}", ours, *beside(found, 1), str(least_runs(all_runs))]
+                share, plain = share_of_reading(all_runs, kept["bytes"][name])
+                ours += f" ({share:.2f} of {plain:.1f} GB/s)"
+            cells = [f"{shape} {form}: {SIZE_TESTS[test]}", ours, *beside(found, 1), runs_of(all_runs)]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def plain_reading(row: dict[str, list[dict[str, float]]]) -> float:
-    """GB/s beside our runs; once that was in a list of its own."""
-    beside_ours = [run[f"read_{when}"] for run in row[OURS] if "read_before" in run for when in ("before", "after")]
-    return statistics.median(beside_ours) if beside_ours else median(row.get("read GB/s localllm") or row["read GB/s"])
+def share_of_reading(row: dict[str, list[dict[str, float]]], read_bytes: int) -> tuple[float, float]:
+    """Of the GB/s that plain reading gave beside our runs (once a list of its own), and these, as medians."""
+    runs = [(run["value"] * read_bytes / 1e9, run) for run in row[OURS]]
+    pairs = [(read, (run["read_before"] + run["read_after"]) / 2) for read, run in runs if "read_before" in run]
+    if not pairs:
+        plain = median(row.get("read GB/s localllm") or row["read GB/s"])
+        return median(row[OURS]) * read_bytes / 1e9 / plain, plain
+    return statistics.median(read / plain for read, plain in pairs), statistics.median(plain for _, plain in pairs)
 
 
-def least_runs(row: dict[str, list[dict[str, float]]]) -> int:
-    """Behind each figure of a row."""
-    return min(len(runs) for engine, runs in row.items() if not engine.startswith("read"))
+def runs_of(row: dict[str, list[dict[str, float]]]) -> str:
+    """How many are behind each figure of a row: ours, and the others' where those are fewer."""
+    ours, others = len(row[OURS]), min(len(row[name]) for name in PEERS if name in row)
+    return str(ours) if ours == others else f"{ours}; {others}"
 
 
 def beside(found: dict[str, float], digits: int = 0) -> list[str]:

@@ -216,8 +216,9 @@ typedef struct {
     float *part; /* [rows][32] sums so far */
 } super_chunk;
 
-INLINE void super_widen(const uint8_t *codes, const uint8_t *scale, const int code, const int halves, vlut table, const int has_min, int32_t offset, const int halved, super_chunk *k)
+INLINE void super_widen(const uint8_t *codes, const uint8_t *scale, const int code, const int halves, vlut table, const int has_min, int32_t offset, super_chunk *k)
 {
+    const int halved = WINOGRAD && ll_amd;
     uint8_t *to = k->codes;
     if (halved) memset(k->cross, 0, sizeof k->cross);
     for (int64_t b = 0; b < SUPER_BLOCKS; b++)
@@ -456,7 +457,7 @@ INLINE void super_sums_as(const product *p, int64_t tile, int64_t row, int64_t r
     k.part = part;
     memset(part, 0, (size_t)round_up(rows, SUPER_ROWS) * TILE * 4);
     for (int64_t s = 0; s < w->supers; s++, at += bytes) {
-        super_widen(at + w->at_codes, at, code, halves, table, has_min, (int32_t)w->zero_offset, WINOGRAD && ll_amd, &k);
+        super_widen(at + w->at_codes, at, code, halves, table, has_min, (int32_t)w->zero_offset, &k);
         super_factors(w, at, halves, has_min, &k);
         int64_t r = 0;
         const uint8_t *ask = at + bytes, *end = ask + bytes;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import sys
 import threading
 from collections.abc import Iterator
@@ -394,3 +395,17 @@ def test_models_loaded_side_by_side_share_no_byte(isa: str) -> None:
     places = sorted(place for mine in found for place in mine)
     assert len(places) == 3 * 399
     assert all(end <= start for (_, end), (start, _) in zip(places, places[1:], strict=False))
+
+
+@pytest.mark.parametrize("block_type", ["Q4_K", "Q6_K"])
+def test_rows_that_are_not_finite_spoil_no_other(isa: str, vendor: None, block_type: str) -> None:
+    weight, _ = make(f"gguf-{block_type}", 64, 512)
+    prepared = prepare(weight)
+    x = torch.randn(300, 512)
+    expected = run(x, prepared)
+    bad = torch.tensor([5, 130, 299])
+    x[5, 3], x[130, 300], x[299, 0] = math.nan, math.inf, -math.inf
+    y = run(x, prepared)
+    assert y[bad].isnan().all()
+    others = torch.ones(300, dtype=torch.bool).index_fill(0, bad, False)
+    assert torch.equal(y[others], expected[others])
