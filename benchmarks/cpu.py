@@ -12,7 +12,7 @@ comes: a run that is stopped goes on, and --repeat adds the runs that rows of th
 first token of `localllm run` after at most 2.5 s.
 
 The memory of a shared host may change its speed within a minute, so it is read before and after each decoding run;
-where the two differ by more than --steady, one of ours is made again.
+where the two differ by more than --steady it is made again, unless it is a rival's behind a long prompt.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ GROWTH_TOKENS = 32
 CTX = 8192
 RETRIES = 60
 STEADY_TRIES = 4
+ALIKE = 0.1  # readings of one state of the memory
 
 
 class Bench:
@@ -116,40 +117,34 @@ class Bench:
                 done: list[dict[str, float]] = self.kept["rows"].setdefault(name, {}).setdefault(engine, [])
                 if len(done) > number:
                     continue
-                if reads:
-                    found = self.steady(partial(run, number), STEADY_TRIES if engine == OURS else 1)
-                else:
-                    value, others = self.calm(partial(run, number))
-                    found = {"value": round(value, 4), "other_cores": round(others, 3)}
-                done.append(found)
+                steady_tries = STEADY_TRIES if reads and (engine == OURS or "@" not in name) else 0
+                done.append(self.calm(partial(run, number), reads, steady_tries))
                 self.save()
         shown = {engine: f"{median(found):,.1f}" for engine, found in self.kept["rows"][name].items()}
         print(name, shown, flush=True)
 
-    def steady(self, run: Callable[[], float], most: int) -> dict[str, float]:
-        """The first of `most` runs before and after which memory was as fast, else the one where it changed least."""
-        tries: list[tuple[float, dict[str, float]]] = []
-        while not tries or (tries[-1][0] > self.options.steady and len(tries) < most):
-            before = read_memory(self)
-            value, others = self.calm(run)
-            after = read_memory(self)
-            found = {"value": round(value, 4), "other_cores": round(others, 3)}
-            found |= {"read_before": round(before, 2), "read_after": round(after, 2)}
-            tries.append((abs(after / before - 1), found))
-        return min(tries, key=lambda tried: tried[0])[1]
-
-    def calm(self, run: Callable[[], float]) -> tuple[float, float]:
-        """(result, cores that others took): of the first run that was calm, else of the calmest."""
-        best = (0.0, float("inf"))
-        for _ in range(RETRIES):
+    def calm(self, run: Callable[[], float], reads: bool = False, steady_tries: int = 0) -> dict[str, float]:
+        """The first run that was calm, else the calmest; memory is read before and after with `reads`, and must be as
+        fast in `steady_tries` runs.
+        """
+        best: tuple[float, dict[str, float]] | None = None
+        for number in range(RETRIES):
             wait_for_calm(self.options.calm)
+            before = read_memory(self) if reads else 1.0
             with OtherWork() as others:
                 value = run()
-            if others.cores < best[1]:
-                best = (value, others.cores)
-            if best[1] <= self.options.calm:
+            after = read_memory(self) if reads else 1.0
+            found = {"value": round(value, 4), "other_cores": round(others.cores, 3)}
+            found |= {"read_before": round(before, 2), "read_after": round(after, 2)} if reads else {}
+            disturbed = others.cores / self.options.calm
+            if number < steady_tries:
+                disturbed = max(disturbed, abs(after / before - 1) / self.options.steady)
+            if best is None or disturbed < best[0]:
+                best = disturbed, found
+            if best[0] <= 1:
                 break
-        return best
+        assert best is not None
+        return best[1]
 
 
 def wait_for_calm(most: float, longest_s: float = 20.0) -> None:
@@ -178,7 +173,7 @@ def main() -> int:
     )
     parser.add_argument("--large", action="store_true", help="sizes: 8B, mixtures of experts and a hybrid, too")
     parser.add_argument("--shapes", nargs="*", help="sizes: these alone, as in qwen3-1.7b-Q4_K_M")
-    parser.add_argument("--ours", action="store_true", help="more runs of ours alone; the rivals' stay")
+    parser.add_argument("--ours", action="store_true", help="add runs of ours alone, up to --repeat")
     parser.add_argument("--tests", nargs="*", help="these rows alone, as in pp256")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeat", type=int, help="runs of each row; without it 7 of real files, 3 or 1 of others")
@@ -460,29 +455,35 @@ def sizes_table(kept: dict[str, Any], tests: Sequence[str], shapes: Sequence[tup
     rows, lines = kept["rows"], ["| tok/s | localllm | llama.cpp | ik_llama.cpp | runs |", "| --- |" + 4 * " ---: |"]
     for shape, form in shapes:
         for test in tests:
-            all_runs = rows.get(f"{shape}-{form} {test}", {})
-            found = {engine: median(runs) for engine, runs in all_runs.items()}
-            if not {OURS, "llama.cpp"} <= found.keys():
+            row = rows.get(f"{shape}-{form} {test}", {})
+            if not {OURS, "llama.cpp"} <= row.keys():
                 continue
-            rate = found[OURS]
-            ours = f"{rate:,.1f}"
+            ours = f"{median(row[OURS]):,.1f}"
             name = f"{shape}-{form} {test}" if "@" in test else f"{shape}-{form}"
             if test.endswith("tg64") or ("@" in test and name in kept["bytes"]):
-                share, plain = share_of_reading(all_runs, kept["bytes"][name])
-                ours += f" ({share:.2f} of {plain:.1f} GB/s)"
-            cells = [f"{shape} {form}: {SIZE_TESTS[test]}", ours, *beside(found, 1), runs_of(all_runs)]
+                beside_ours = zip(row[OURS], readings(row, OURS), strict=False)
+                shares = [run["value"] * kept["bytes"][name] / 1e9 / plain for run, plain in beside_ours]
+                ours += f" ({statistics.median(shares):.2f})"
+            cells = [f"{shape} {form}: {SIZE_TESTS[test]}", ours, *beside(row, 1), runs_of(row)]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def share_of_reading(row: dict[str, list[dict[str, float]]], read_bytes: int) -> tuple[float, float]:
-    """Of the GB/s that plain reading gave beside our runs (once a list of its own), and these, as medians."""
-    runs = [(run["value"] * read_bytes / 1e9, run) for run in row[OURS]]
-    pairs = [(read, (run["read_before"] + run["read_after"]) / 2) for read, run in runs if "read_before" in run]
-    if not pairs:
-        plain = median(row.get("read GB/s localllm") or row["read GB/s"])
-        return median(row[OURS]) * read_bytes / 1e9 / plain, plain
-    return statistics.median(read / plain for read, plain in pairs), statistics.median(plain for _, plain in pairs)
+def readings(row: dict[str, list[dict[str, float]]], engine: str) -> list[float]:
+    """GB/s of plain reading beside each run of an engine: of its two, or once in a list of their own."""
+    before = row.get(f"read GB/s {engine}") or row.get("read GB/s") or []
+    return [
+        (run["read_before"] + run["read_after"]) / 2 if "read_before" in run else before[number]["value"]
+        for number, run in enumerate(row[engine])
+        if "read_before" in run or number < len(before)
+    ]
+
+
+def multiple(row: dict[str, list[dict[str, float]]], peer: str) -> float:
+    """Ours over a rival's: the median of pairs of runs beside which the memory was as fast, else of medians."""
+    ours, theirs = (list(zip(row[who], readings(row, who), strict=False)) for who in (OURS, peer))
+    pairs = [a["value"] / b["value"] for a, near in ours for b, read in theirs if abs(near / read - 1) < ALIKE]
+    return statistics.median(pairs) if pairs else median(row[OURS]) / median(row[peer])
 
 
 def runs_of(row: dict[str, list[dict[str, float]]]) -> str:
@@ -491,12 +492,9 @@ def runs_of(row: dict[str, list[dict[str, float]]]) -> str:
     return str(ours) if ours == others else f"{ours}; {others}"
 
 
-def beside(found: dict[str, float], digits: int = 0) -> list[str]:
+def beside(row: dict[str, list[dict[str, float]]], digits: int = 0) -> list[str]:
     """A cell for each of the others: its tokens a second, and ours as a multiple."""
-    return [
-        f"{found[peer]:,.{digits}f} ({found['localllm'] / found[peer]:.2f} ×)" if peer in found else ""
-        for peer in ("llama.cpp", "ik_llama.cpp")
-    ]
+    return [f"{median(row[peer]):,.{digits}f} ({multiple(row, peer):.2f} ×)" if peer in row else "" for peer in PEERS]
 
 
 def table(kept: dict[str, Any]) -> str:
@@ -507,20 +505,19 @@ def table(kept: dict[str, Any]) -> str:
     for model, form in MODELS.items():
         one = 0.0  # of one stream: the row before that of several
         for test, shown in names.items():
-            found = {engine: median(runs) for engine, runs in rows.get(f"{model} {test}", {}).items()}
+            row = rows.get(f"{model} {test}", {})
             least = LINES[model].get(test)
-            if "llama.cpp" not in found or not (least or one):
+            if "llama.cpp" not in row or not (least or one):
                 continue
-            ours = found["localllm"]
+            ours = median(row[OURS])
             line = f"≥ {least:.1f} ×" if least else f"≥ {STREAMS_LINE} × one stream: {ours / one:.2f} ×"
             one = ours
-            lines.append(f"| {model} ({form}): {shown} | {ours:,.0f} tok/s | {' | '.join(beside(found))} | {line} |")
+            lines.append(f"| {model} ({form}): {shown} | {ours:,.0f} tok/s | {' | '.join(beside(row))} | {line} |")
     hogged, quiet = rows.get("smollm2 tg64 beside a busy process"), rows.get("smollm2 tg64")
     if hogged and quiet:
-        found = {engine: median(runs) for engine, runs in hogged.items()}
-        ours, alone = found["localllm"], median(quiet["localllm"])
+        ours, alone = median(hogged[OURS]), median(quiet[OURS])
         line = f"≥ {HOG_LINE} × the {alone:,.0f} tok/s of the same test without it: {ours / alone:.2f} ×"
-        cells = f"{ours:,.0f} tok/s | {' | '.join(beside(found))} | {line}"
+        cells = f"{ours:,.0f} tok/s | {' | '.join(beside(hogged))} | {line}"
         lines.append(f"| smollm2: decode, another process busy on one of the cores | {cells} |")
     first = rows.get("smollm2 first token s")
     if first:

@@ -43,8 +43,10 @@ typedef struct {
     int64_t m;
     int exact;            /* floats instead of integers */
     int form;             /* of integers */
-    const uint8_t *planes; /* [m] rows of [blocks][x_bytes(form)], x_stride bytes apart; X_SUPER_PAIRS [k / 256][m][SUPER_BLOCKS] */
-    const xblock *meta;   /* [m] rows of [blocks], meta_stride blocks apart; X_SUPER_PAIRS [k / 256][m][SUPER_META] */
+    /* [m] rows of [blocks][x_bytes(form)], x_stride bytes apart; X_SUPER_PAIRS [k / 256][m][SUPER_BLOCKS]; X_STRASSEN
+     * [k / 256][m / 16][7 sums][8 rows][128] */
+    const uint8_t *planes;
+    const xblock *meta;   /* [m] rows of [blocks], meta_stride blocks apart; X_SUPER_PAIRS and X_STRASSEN [k / 256][m][SUPER_META] */
     int64_t x_stride, meta_stride;
     int64_t x_step, meta_step; /* of SUPER: from 256 inputs of a row to its next */
     const float *floats;  /* [m][stride] */
@@ -59,8 +61,8 @@ typedef struct {
 #define CROSS 3 /* of X_PAIRS: which of its ints is -(x0 x1 + x2 x3 + ...), for `winograd_six` */
 /* Which of their ints is -(x0 x1 + x2 x3 + ...) of chain i (`chain_of`), for `winograd_eight`. */
 INLINE int cross_at(int i, int has_min) { return has_min ? 4 + 3 * i : i + 1 + i / 2 * 2; }
-/* The same of X_STRASSEN, for the left and the right tile. */
-INLINE int strassen_cross(int tile) { return 4 + 3 * tile; }
+/* The same of a row of X_STRASSEN, for the left and the right tile. */
+#define STRASSEN_CROSS(ROW, RIGHT) ((ROW)[1].ints[3 * (RIGHT)])
 /* The sums of groups 2 i and 2 i + 1 of 256 inputs. */
 INLINE int32_t sum_pair(const xblock *meta, int i) { return meta[i / 2].start[i % 2]; }
 
@@ -294,6 +296,7 @@ static void quantize_super(const float *x, uint8_t *planes, xblock *meta, int fo
     for (int i = 0; halved && i < SUPER_BLOCKS / chain; i++) meta[cross_at(i, has_min) / 4].ints[cross_at(i, has_min) % 4] = crosses[i];
 }
 
+#if WINOGRAD
 /* 256 inputs of 16 rows (pairs, a1 and a2 of the first eight rows, b1 and b2 of the others, 128 inputs each) as the seven sums
  * that `strassen_sixteen` multiplies, in its order, and what products take off for them. */
 static void strassen_rows(uint8_t pairs[STRASSEN_ROWS][SUPER * 2], uint8_t *to, xblock *meta)
@@ -310,13 +313,14 @@ static void strassen_rows(uint8_t pairs[STRASSEN_ROWS][SUPER * 2], uint8_t *to, 
                 cross[i] = cross_sums(cross[i], (vi)sum[i]);
             }
         }
-        int32_t *a = meta[2 * r].ints, *b = meta[2 * (r + SUPER_ROWS)].ints; /* two xblocks a row */
-        a[strassen_cross(0)] = -vi_sum(cross[0] + cross[1] - cross[5] + cross[6]);
-        a[strassen_cross(1)] = -vi_sum(cross[4] + cross[5]);
-        b[strassen_cross(0)] = -vi_sum(cross[3] + cross[6]);
-        b[strassen_cross(1)] = -vi_sum(cross[0] - cross[3] + cross[4] + cross[2]);
+        xblock *a = meta + 2 * r, *b = meta + 2 * (r + SUPER_ROWS); /* SUPER_META(1, 1) */
+        STRASSEN_CROSS(a, 0) = -vi_sum(cross[0] + cross[1] - cross[5] + cross[6]);
+        STRASSEN_CROSS(a, 1) = -vi_sum(cross[4] + cross[5]);
+        STRASSEN_CROSS(b, 0) = -vi_sum(cross[3] + cross[6]);
+        STRASSEN_CROSS(b, 1) = -vi_sum(cross[0] - cross[3] + cross[4] + cross[2]);
     }
 }
+#endif
 
 /* The same as `quantize_block`, for MANY_BLOCKS that lie end to end: no block waits for its own largest number. */
 static void quantize_blocks(const float *x, uint8_t *planes, xblock *meta, int form, int halves, int has_min, int32_t zero)

@@ -147,9 +147,9 @@ INLINE void chunk_int(const chunk *k, int64_t row, const int rows, const int hal
 #endif
 
 #if WINOGRAD
-/* `chunk_int` for six rows, with half of the multiplications in four of them (`WINOGRAD_STEP`). All sums stay in registers: floats in zmm0 to 11,
- * integers in zmm12 to 23; scales, mins and `cross` of a block's columns lie
- * apart as in chunk_numbers. What a row's inputs take off is 12 bytes into its xblock (`CROSS`), their sum 4. */
+/* `chunk_int` for six rows, with half of the multiplications in four of them (`WINOGRAD_STEP`). All sums stay in registers: floats
+ * in zmm0 to 11, integers in zmm12 to 23; scales, mins and `cross` of a block's columns lie apart as in chunk_numbers. What a
+ * row's inputs take off is 12 bytes into its xblock (`CROSS`), their sum 4. */
 #define SIX_ROWS_BUT(WHOLE, DO) WHOLE(0, 1, 12, 13, "(%[x])", "(%[meta])") DO(2, 3, 14, 15, "(%[x],%[s])", "(%[meta],%[m])") \
     DO(4, 5, 16, 17, "(%[x],%[s],2)", "(%[meta],%[m],2)") WHOLE(6, 7, 18, 19, "(%%rax)", "(%%rdx)") \
     DO(8, 9, 20, 21, "(%%rax,%[s])", "(%%rdx,%[m])") DO(10, 11, 22, 23, "(%%rax,%[s],2)", "(%%rdx,%[m],2)")

@@ -8,12 +8,15 @@
 
 #include "matmul_super.h"
 
-/* Up from so many rows (one Zen 4 core, 2,048 x 2,048, billion multiply-adds a second: 96 rows 130 and 131 otherwise, 112 rows
- * 132 and 131, 256 rows 135 and 128). */
+/* From so many rows on (one Zen 4 core, 2,048 x 2,048, billion multiply-adds a second: 96 rows 130 and 131 otherwise, 112 rows
+ * 132 and 131, 256 rows 135 and 128; then every fourth row kept its multiplications, which both gain from), where each thread
+ * gets some pairs of tiles. */
 #define STRASSEN_FROM 112
+#define STRASSEN_PAIRS 4
 static int strassen_pays(const ll_weight *w, int64_t m)
 {
-    return WINOGRAD && ll_amd && w->code == CODE_4 && w->group == BLOCK && w->min_kind != NUM_NONE && w->tiles % 2 == 0 && m >= STRASSEN_FROM;
+    return WINOGRAD && ll_amd && w->code == CODE_4 && w->group == BLOCK && w->min_kind != NUM_NONE && w->tiles % 2 == 0 &&
+           m >= STRASSEN_FROM && (m + SLAB - 1) / SLAB * w->tiles / 2 >= STRASSEN_PAIRS * pool.wanted;
 }
 
 #if WINOGRAD
@@ -107,7 +110,7 @@ INLINE void strassen_fold(const strassen_chunk *k, int64_t row, const int second
     const vi low = vi_load(&k->cross[second][right][0]), high = vi_load(&k->cross[second][right][VW]);
     UNROLL for (int r = 0; r < 8; r++) {
         if (!IS_HALVED(r)) continue;
-        const vi cross = vi_set1(meta[2 * r].ints[strassen_cross(right)]);
+        const vi cross = vi_set1(STRASSEN_CROSS(meta + 2 * r, right));
         sum[r][0] += low + cross;
         sum[r][1] += high + cross;
     }

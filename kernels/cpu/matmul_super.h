@@ -479,11 +479,11 @@ INLINE void super_sums_as(const product *p, int64_t tile, int64_t row, int64_t r
 /* ---- a few more: codes are multiplied by their scales in registers ---- */
 
 #if WINOGRAD
-/* A chain of Q4_K's blocks against eight rows of X_SUPER_PAIRS, with half of the multiplications (`WINOGRAD_STEP`) by codes that
- * are unpacked and multiplied by their scales in registers, a quad of all 32 columns at a time: zmm0 to 15 are sums, zmm16 and 17
- * what the codes take off, zmm18 to 21 their scales as bytes beside zeros (`quad_scales`). One Zen 4 core, 8 rows of 2,048
- * inputs: 104 billion multiply-adds a second, 98 with bytes (`super_several`), 79 with codes that are widened into memory. Q6_K,
- * which needs more instructions for a code, does 84 so and 90 with bytes. */
+/* A chain of Q4_K's blocks against eight rows of X_SUPER_PAIRS, with half of the multiplications in six of them (`WINOGRAD_STEP`),
+ * by codes that are unpacked and multiplied by their scales in registers, a quad of all 32 columns at a time: zmm0 to 15 are
+ * sums, zmm16 and 17 what the codes take off, zmm18 to 21 their scales as bytes beside zeros (`quad_scales`). One Zen 4 core, 8
+ * rows of 2,048 inputs: 115 billion multiply-adds a second, 106 with all rows halved, 98 with bytes (`super_several`), 79 with
+ * codes that are widened into memory. Q6_K, which needs more instructions for a code, did 84 halved and 90 with bytes. */
 #define EIGHT_ROWS(WHOLE, DO) WHOLE(0, 0, 1) DO(1, 2, 3) DO(2, 4, 5) DO(3, 6, 7) WHOLE(4, 8, 9) DO(5, 10, 11) DO(6, 12, 13) DO(7, 14, 15)
 #define WHOLE_START(R, I, J) "vpxord %%zmm" #I ", %%zmm" #I ", %%zmm" #I "\n\tvpxord %%zmm" #J ", %%zmm" #J ", %%zmm" #J "\n\t"
 #define HALVED_START(R, I, J) "vpbroadcastd " #R "*32(%[cross]), %%zmm" #I "\n\tvmovdqa64 %%zmm" #I ", %%zmm" #J "\n\t"

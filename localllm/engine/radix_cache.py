@@ -290,20 +290,18 @@ class RadixCache:
     def _evict_window(self, group: int, num_pages: int) -> int:
         """Window pages may go from any node: the tokens before a window are not read again."""
         pool = self.pools[group]
-        freed = 0
-        goal = max(num_pages, EVICT_BATCH)
         held = [n for n in self.nodes() if (page := n.pages[group]) is not None and pool.refs[page] == 1]
-        for node in sorted(held, key=lambda n: n.rank)[:goal]:
-            if freed >= num_pages and node.rank[0]:
-                break
+        held = sorted(held, key=lambda n: n.rank)[: max(num_pages, EVICT_BATCH)]
+        while len(held) > num_pages and held[-1].rank[0]:  # pinned ones only if they must
+            held.pop()
+        for node in reversed(held):  # pages are taken again in order (`PagePool`)
             page = node.pages[group]
             assert page is not None
             node.pages[group] = None
             pool.leave_tree(page)
-            freed += 1
             while node.parent is not None and not node.children and not any(p is not None for p in node.pages):
                 node = self._detach(node)  # nothing left to find here
-        return freed
+        return len(held)
 
     def _idle(self, node: Node) -> bool:
         return all(page is None or pool.refs[page] == 1 for pool, page in zip(self.pools, node.pages, strict=True))

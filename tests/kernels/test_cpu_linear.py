@@ -14,11 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from localllm.kernels import LinearFacts, Weight, choose
+from localllm.kernels import LinearFacts, OpFacts, Weight, choose
 from localllm.kernels.cpu import build
 from localllm.kernels.cpu.interface import Take
 from localllm.kernels.cpu.layout import Arena, Prepared, prepare
 from localllm.kernels.cpu.linear import IMPLS, rows, run
+from localllm.kernels.layer_weights import Linear, LinearPart, MlpWeights, Norm
+from localllm.kernels.table import kernel_table
 
 C_INT8, C_INT16, C_FLOAT32 = IMPLS
 
@@ -397,15 +399,29 @@ def test_models_loaded_side_by_side_share_no_byte(isa: str) -> None:
     assert all(end <= start for (_, end), (start, _) in zip(places, places[1:], strict=False))
 
 
+@pytest.mark.parametrize("n", [33, 64, 116])
 @pytest.mark.parametrize("block_type", ["Q4_K", "Q6_K"])
-def test_rows_that_are_not_finite_spoil_no_other(isa: str, vendor: None, block_type: str) -> None:
-    weight, _ = make(f"gguf-{block_type}", 64, 512)
+def test_more_rows_than_one_slab_and_those_that_are_not_finite(isa: str, vendor: None, block_type: str, n: int) -> None:
+    """Each row is what it is among a few; NaN and infinities spoil no other."""
+    weight, _ = make(f"gguf-{block_type}", n, 512)
     prepared = prepare(weight)
     x = torch.randn(300, 512)
-    expected = run(x, prepared)
+    expected = torch.cat([run(x[i : i + 50], prepared) for i in range(0, 300, 50)])
+    assert torch.equal(run(x, prepared), expected)
     bad = torch.tensor([5, 130, 299])
     x[5, 3], x[130, 300], x[299, 0] = math.nan, math.inf, -math.inf
     y = run(x, prepared)
     assert y[bad].isnan().all()
     others = torch.ones(300, dtype=torch.bool).index_fill(0, bad, False)
     assert torch.equal(y[others], expected[others])
+
+
+def test_gate_and_up_of_many_rows(isa: str, vendor: None) -> None:
+    """A tile of each is one product: the same as a few rows at a time."""
+    gate_up, down = make("gguf-Q4_K", 128, 256)[0], Weight("dense", (256, 64), torch.randn(256, 64))
+    parts = [Linear((LinearPart(i, i.prepare(w), None, w.shape),)) for i, w in ((IMPLS[1], gate_up), (IMPLS[2], down))]
+    mlp = MlpWeights(Norm(torch.rand(256) + 0.5, 1e-5), *parts, "silu")
+    table = kernel_table(OpFacts(num_heads=4, num_kv_heads=2, head_dim=8))
+    x = torch.randn(300, 256)
+    few = torch.cat([table.mlp(x[i : i + 50].clone(), mlp) for i in range(0, 300, 50)])
+    assert torch.equal(table.mlp(x.clone(), mlp), few)
