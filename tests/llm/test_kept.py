@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -209,7 +210,8 @@ def test_ctrl_c_ends_the_wait_and_nothing_else(tiny_path: Path, monkeypatch: pyt
 
     def on_keep(trouble: str) -> None:
         assert not trouble
-        os.kill(os.getpid(), signal.SIGINT)  # to the main thread, which waits for this one
+        time.sleep(0.5)  # until it waits: a signal right before would be seen after the wait alone
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         held = backend._keeping
         assert held is not None
         while held.keeps_weights:
