@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -461,28 +462,29 @@ def sizes_table(kept: dict[str, Any], tests: Sequence[str], shapes: Sequence[tup
             ours = f"{median(row[OURS]):,.1f}"
             name = f"{shape}-{form} {test}" if "@" in test else f"{shape}-{form}"
             if test.endswith("tg64") or ("@" in test and name in kept["bytes"]):
-                beside_ours = zip(row[OURS], readings(row, OURS), strict=False)
-                shares = [run["value"] * kept["bytes"][name] / 1e9 / plain for run, plain in beside_ours]
+                shares = [rate * kept["bytes"][name] / 1e9 / plain for rate, plain in with_reading(row, OURS)]
                 ours += f" ({statistics.median(shares):.2f})"
             cells = [f"{shape} {form}: {SIZE_TESTS[test]}", ours, *beside(row, 1), runs_of(row)]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def readings(row: dict[str, list[dict[str, float]]], engine: str) -> list[float]:
-    """GB/s of plain reading beside each run of an engine: of its two, or once in a list of their own."""
-    before = row.get(f"read GB/s {engine}") or row.get("read GB/s") or []
-    return [
-        (run["read_before"] + run["read_after"]) / 2 if "read_before" in run else before[number]["value"]
-        for number, run in enumerate(row[engine])
-        if "read_before" in run or number < len(before)
-    ]
+def with_reading(row: dict[str, list[dict[str, float]]], engine: str) -> list[tuple[float, float]]:
+    """(tokens a second, GB/s of plain reading beside it) of an engine's runs that have both; once in lists apart."""
+    apart = row.get(f"read GB/s {engine}") or row.get("read GB/s") or []
+    pairs = []
+    for run, read in zip_longest(row[engine], apart[: len(row[engine])]):
+        if "read_before" in run:
+            pairs.append((run["value"], (run["read_before"] + run["read_after"]) / 2))
+        elif read is not None:
+            pairs.append((run["value"], read["value"]))
+    return pairs
 
 
 def multiple(row: dict[str, list[dict[str, float]]], peer: str) -> float:
     """Ours over a rival's: the median of pairs of runs beside which the memory was as fast, else of medians."""
-    ours, theirs = (list(zip(row[who], readings(row, who), strict=False)) for who in (OURS, peer))
-    pairs = [a["value"] / b["value"] for a, near in ours for b, read in theirs if abs(near / read - 1) < ALIKE]
+    ours, theirs = with_reading(row, OURS), with_reading(row, peer)
+    pairs = [a / b for a, near in ours for b, read in theirs if abs(near / read - 1) < ALIKE]
     return statistics.median(pairs) if pairs else median(row[OURS]) / median(row[peer])
 
 

@@ -104,13 +104,8 @@ def main() -> None:
     found: dict[str, list[float]] = {name: [] for name in (*MACS, "read")}
     with tempfile.TemporaryDirectory() as folder:
         library = compiled(Path(folder))
-        functions = dict(
-            zip(
-                MACS,
-                (library.peak_pairs, library.peak_halved, library.peak_mostly_halved, library.peak_bytes),
-                strict=True,
-            )
-        )
+        kinds = ("pairs", "halved", "mostly_halved", "bytes")
+        functions = {name: library[f"peak_{kind}"] for name, kind in zip(MACS, kinds, strict=True)}
         until = time.monotonic() + options.seconds
         while time.monotonic() < until or not found["read"]:
             for name, function in functions.items():

@@ -100,6 +100,10 @@ INLINE void strassen_put(int32_t *to, vi sum[8][2]) { EACH_SUM(PUT) }
 INLINE void strassen_take(int32_t *to, vi sum[8][2]) { EACH_SUM(TAKE) }
 INLINE void strassen_join(vi sum[8][2], const int32_t *from) { EACH_SUM(JOIN) }
 INLINE void strassen_add(int32_t *to, vi sum[8][2]) { EACH_SUM(ADD) }
+#undef PUT
+#undef ADD
+#undef TAKE
+#undef JOIN
 
 /* Ends a block: the first or the second eight rows from `row` on, of the left tile or the right. */
 INLINE void strassen_fold(const strassen_chunk *k, int64_t row, const int second, const int right, vi sum[8][2])
