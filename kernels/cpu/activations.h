@@ -14,8 +14,9 @@ static int amx_on; /* after its self-test */
 #define AMX_ROWS 16
 #define SUPER_ROWS (VW == 16 ? 8 : 4) /* rows of x that share a load of codes multiplied by their scales */
 /* Integers as `plane_block`, `pair_block` and `digit_block` write them; of 8 bits, one signed byte each. Those of SUPER have
- * one scale for 256, which stands in all of their blocks; X_STRASSEN: `strassen_rows`. */
-enum { X_PLANES, X_PAIRS, X_DIGITS, X_BYTES, X_SUPER_PLANES, X_SUPER_PAIRS, X_STRASSEN };
+ * one scale for 256, which stands in all of their blocks; X_STRASSEN: `strassen_rows`. X_TILES, X_SUPER_TILES: bytes for AMX,
+ * of rows that fill whole tiles. */
+enum { X_PLANES, X_PAIRS, X_DIGITS, X_TILES, X_BYTES, X_SUPER_PLANES, X_SUPER_PAIRS, X_STRASSEN, X_SUPER_TILES };
 INLINE int x_is_super(int form) { return form >= X_SUPER_PLANES; }
 INLINE int x_is_super_pairs(int form) { return form >= X_SUPER_PAIRS; }
 INLINE int64_t x_bytes(int form) { return form == X_DIGITS ? 2 * XBYTES : form == X_BYTES ? BLOCK : XBYTES; }
@@ -44,9 +45,9 @@ typedef struct {
     int exact;            /* floats instead of integers */
     int form;             /* of integers */
     /* [m] rows of [blocks][x_bytes(form)], x_stride bytes apart; X_SUPER_PAIRS [k / 256][m][SUPER_BLOCKS]; X_STRASSEN
-     * [k / 256][m / 16][7 sums][8 rows][128] */
+     * [k / 256][m / 16][7 sums][8 rows][128]; X_SUPER_TILES [k / 256][m / 16][high digits, low ones][4][16 rows][64] */
     const uint8_t *planes;
-    const xblock *meta;   /* [m] rows of [blocks], meta_stride blocks apart; X_SUPER_PAIRS and X_STRASSEN [k / 256][m][SUPER_META] */
+    const xblock *meta;   /* [m] rows of [blocks], meta_stride blocks apart; others of SUPER than planes [k / 256][m][SUPER_META] */
     int64_t x_stride, meta_stride;
     int64_t x_step, meta_step; /* of SUPER: from 256 inputs of a row to its next */
     const float *floats;  /* [m][stride] */
@@ -58,6 +59,7 @@ typedef struct {
 #define STRASSEN_ROWS (2 * SUPER_ROWS)                             /* rows that are combined with one another */
 #define STRASSEN_PART (SUPER_ROWS * SUPER / 2 * 2)                 /* bytes of one of their seven sums */
 #define STRASSEN_X_STRIDE (7 * STRASSEN_PART / STRASSEN_ROWS)      /* bytes a row of them takes on average */
+#define TILES_X_STRIDE (2 * SUPER)                                 /* the same of X_SUPER_TILES */
 #define CROSS 3 /* of X_PAIRS: which of its ints is -(x0 x1 + x2 x3 + ...), for `winograd_six` */
 /* Which of their ints is -(x0 x1 + x2 x3 + ...) of chain i (`chain_of`), for `winograd_eight`. */
 INLINE int cross_at(int i, int has_min) { return has_min ? 4 + 3 * i : i + 1 + i / 2 * 2; }
@@ -111,6 +113,18 @@ INLINE void digit_block(const int32_t *q, uint8_t *planes, int halves)
         to[at / per * 2 * per + at % per + per] = (uint16_t)(bits_f32((float)(q[i] - hi)) >> 16);
     }
 }
+
+/* 32 numbers of 14 bits as digits, 128 * high + low: parts of rows of two tiles. */
+INLINE void super_digits(const int32_t *q, uint8_t *to)
+{
+    for (int i = 0; i < BLOCK; i++) {
+        const int32_t high = (q[i] + 64) >> 7, low = q[i] - high * 128;
+        to[i] = (uint8_t)high;
+        to[SUPER * AMX_ROWS + i] = (uint8_t)low;
+    }
+}
+/* Where block b of 256 inputs goes, behind the first of their row. */
+INLINE int64_t super_at(int form, int b) { return form == X_SUPER_TILES ? b / 2 * (AMX_ROWS * 64) + b % 2 * BLOCK : b * XBYTES; }
 
 #if VW == 16 && LL_VNNI
 /* sum + (x0 x1 + x2 x3) of 8 quads of pairs, in lanes 0, 2, 4, ... */
@@ -195,7 +209,7 @@ static void quantize_super_any(const float *x, uint8_t *planes, xblock *meta, in
     if (vi_sum(bad)) scale = f32_bits(0x7fc00000), inverse = 0.0f;
     const vi some = vi_set1(inverse == 0.0f ? 0 : -1);
     int32_t sums[SUPER / 16];
-    for (int b = 0; b < SUPER_BLOCKS; b++, x += BLOCK, planes += XBYTES) {
+    for (int b = 0; b < SUPER_BLOCKS; b++, x += BLOCK) {
         int32_t q[BLOCK];
         for (int h = 0; h < 2; h++) {
             vi total = vi_set1(0);
@@ -206,7 +220,7 @@ static void quantize_super_any(const float *x, uint8_t *planes, xblock *meta, in
             }
             sums[2 * b + h] = vi_sum(total);
         }
-        (x_is_super_pairs(form) ? pair_block : plane_block)(q, planes);
+        (form == X_SUPER_TILES ? super_digits : x_is_super_pairs(form) ? pair_block : plane_block)(q, planes + super_at(form, b));
     }
     tell_super(scale, sums, meta, form, halves, has_min, zero);
 }
@@ -248,10 +262,18 @@ INLINE void digit_blocks(vi first, vi second, uint8_t *to, int halves)
     _mm512_storeu_si512(to + 64, _mm512_shufflelo_epi16(_mm512_shufflehi_epi16(b, 0xd8), 0xd8));
 }
 
-/* `pair_block` or `plane_block` of 32 numbers of 16 bits; returns the pairs. */
-INLINE vi words_block(__m512i words, uint8_t *to, int pairs)
+/* `super_digits`, `pair_block` or `plane_block` of 32 numbers of 16 bits; returns the pairs. */
+INLINE vi words_block(__m512i words, uint8_t *to, int form)
 {
-    if (pairs) {
+    if (form == X_SUPER_TILES) {
+        const __m512i raised = _mm512_add_epi16(words, _mm512_set1_epi16(64));
+        const __m256i high = _mm512_cvtepi16_epi8(_mm512_srai_epi16(raised, 7));
+        const __m256i low = _mm512_cvtepi16_epi8(_mm512_sub_epi16(_mm512_and_si512(raised, _mm512_set1_epi16(127)), _mm512_set1_epi16(64)));
+        _mm256_storeu_si256((void *)to, high);
+        _mm256_storeu_si256((void *)(to + SUPER * AMX_ROWS), low);
+        return (vi)words;
+    }
+    if (form == X_PAIRS || x_is_super_pairs(form)) {
         words = _mm512_shufflelo_epi16(_mm512_shufflehi_epi16(words, 0xd8), 0xd8);
         _mm512_storeu_si512(to, words);
         return (vi)words;
@@ -281,10 +303,10 @@ static void quantize_super(const float *x, uint8_t *planes, xblock *meta, int fo
     const int halved = WINOGRAD && ll_amd && form == X_SUPER_PAIRS;
     vi totals[SUPER / 16], cross = vi_set1(0);
     int32_t sums[SUPER / 16], crosses[SUPER_BLOCKS];
-    for (int b = 0; b < SUPER_BLOCKS; b++, x += BLOCK, planes += XBYTES) {
+    for (int b = 0; b < SUPER_BLOCKS; b++, x += BLOCK) {
         totals[2 * b] = vi_round(vf_load(x) * inverse);
         totals[2 * b + 1] = vi_round(vf_load(x + 16) * inverse);
-        const vi pairs = words_block(words_of(totals[2 * b], totals[2 * b + 1]), planes, x_is_super_pairs(form));
+        const vi pairs = words_block(words_of(totals[2 * b], totals[2 * b + 1]), planes + super_at(form, b), form);
         if (!halved) continue;
         cross = cross_sums(cross, pairs);
         if ((b + 1) % chain) continue;
@@ -354,7 +376,7 @@ static void quantize_blocks(const float *x, uint8_t *planes, xblock *meta, int f
         const __m512i words = words_of(first, second);
         if (form == X_BYTES) _mm256_storeu_si256((void *)(planes + b * BLOCK), _mm512_cvtepi16_epi8(words));
         else {
-            const vi pairs = words_block(words, planes + b * x_bytes(form), form == X_PAIRS);
+            const vi pairs = words_block(words, planes + b * x_bytes(form), form);
             if (halved) crosses[b] = cross_sums(vi_set1(0), pairs);
         }
     }
@@ -392,6 +414,12 @@ typedef struct {
     float *floats;
 } prepare_job;
 
+/* From the first row's first inputs to those of another. */
+INLINE int64_t row_at(const activations *a, int64_t row)
+{
+    return a->form == X_SUPER_TILES ? (row - row % AMX_ROWS) * a->x_stride + row % AMX_ROWS * 64 : row * a->x_stride;
+}
+
 #define TOGETHER 8 /* rows whose next 256 inputs are written one after another (256 x 9,728: 2.2 ms, row by row 3.2) */
 
 #if WINOGRAD
@@ -407,7 +435,7 @@ static void prepare_strassen(void *arg, int64_t begin, int64_t end, int thread)
             const int64_t rows = a->m - row < STRASSEN_ROWS ? a->m - row : STRASSEN_ROWS;
             xblock *meta = j->meta + s * a->meta_step + row * a->meta_stride, *to = rows == STRASSEN_ROWS ? meta : left_over;
             for (int r = 0; r < rows; r++)
-                quantize_super(a->x + (row + r) * j->w->k + s * SUPER, pairs[r], to + r * a->meta_stride, a->form, 1, 1, 0, SUPER_BLOCKS);
+                quantize_super(a->x + (row + r) * j->w->k + s * SUPER, pairs[r], to + r * a->meta_stride, X_STRASSEN, 1, 1, 0, SUPER_BLOCKS);
             if (rows < STRASSEN_ROWS) memset(pairs[rows], 0, (size_t)(STRASSEN_ROWS - rows) * sizeof *pairs);
             strassen_rows(pairs, j->planes + s * a->x_step + row * a->x_stride, to);
             if (to != meta) memcpy(meta, to, (size_t)(rows * a->meta_stride) * sizeof *meta);
@@ -428,7 +456,7 @@ static void prepare_rows(void *arg, int64_t begin, int64_t end, int thread)
         for (int64_t first = begin; first < end; first += TOGETHER)
             for (int64_t s = 0; s < w->supers; s++)
                 for (int64_t row = first; row < first + TOGETHER && row < end; row++)
-                    quantize_super(j->a->x + row * w->k + s * SUPER, j->planes + row * x_stride + s * j->a->x_step,
+                    quantize_super(j->a->x + row * w->k + s * SUPER, j->planes + row_at(j->a, row) + s * j->a->x_step,
                                    j->meta + row * meta_stride + s * j->a->meta_step, form, halves, has_min, zero, chain_of((int)w->code));
         return;
     }
@@ -469,10 +497,22 @@ INLINE int copies_floats(const ll_weight *w, const activations *a) { return a->e
 
 /* Rows whose blocks fill whole KiB lie a line further apart: sixteen rows of a tile would meet in one set of the first cache. */
 INLINE int64_t between_rows(const ll_weight *w) { return w->blocks % MANY_BLOCKS ? 0 : 64; }
-INLINE int64_t x_stride_of(const ll_weight *w, const activations *a) { return a->form == X_STRASSEN ? w->supers * STRASSEN_X_STRIDE : w->blocks * x_bytes(a->form) + between_rows(w); }
+INLINE int64_t x_stride_of(const ll_weight *w, const activations *a)
+{
+    if (a->form == X_STRASSEN || a->form == X_SUPER_TILES) return w->supers * (a->form == X_STRASSEN ? STRASSEN_X_STRIDE : TILES_X_STRIDE);
+    return w->blocks * x_bytes(a->form) + between_rows(w);
+}
 INLINE int64_t meta_stride_of(const ll_weight *w) { return w->blocks + between_rows(w) / (int64_t)sizeof(xblock); }
-/* Rows that products read: the last ones of digits and of SUPER are read whole, what comes of those past the end is left. */
-INLINE int64_t rows_read(const activations *a) { return a->form == X_DIGITS ? round_up(a->m, AMX_ROWS) : a->form == X_SUPER_PAIRS ? round_up(a->m, SUPER_ROWS) : a->form == X_STRASSEN ? round_up(a->m, STRASSEN_ROWS) : a->m; }
+/* Rows that products read: the last ones of tiles and of SUPER are read whole, what comes of those past the end is left. */
+INLINE int64_t rows_read(const activations *a)
+{
+    switch (a->form) {
+    case X_DIGITS: case X_TILES: case X_SUPER_TILES: return round_up(a->m, AMX_ROWS);
+    case X_SUPER_PAIRS: return round_up(a->m, SUPER_ROWS);
+    case X_STRASSEN: return round_up(a->m, STRASSEN_ROWS);
+    default: return a->m;
+    }
+}
 INLINE int64_t meta_bytes_of(const ll_weight *w, const activations *a) { return round_up(rows_read(a) * meta_stride_of(w) * (int64_t)sizeof(xblock), 64); }
 
 /* Bytes that `prepare_activations` fills. */
@@ -503,7 +543,8 @@ static void prepare_activations(const ll_weight *w, activations *a, uint8_t *mem
     a->x_step = SUPER_BLOCKS * XBYTES;
     a->meta_step = SUPER_BLOCKS;
     if (!a->exact && x_is_super_pairs(a->form)) { /* the same 256 inputs of all rows lie end to end, as many rows are read */
-        a->x_stride = a->form == X_STRASSEN ? STRASSEN_X_STRIDE : a->x_step, a->x_step = a->x_stride * (a->form == X_STRASSEN ? rows_read(a) : a->m);
+        if (a->form == X_SUPER_PAIRS) a->x_stride = a->x_step, a->x_step *= a->m;
+        else a->x_stride = a->form == X_STRASSEN ? STRASSEN_X_STRIDE : TILES_X_STRIDE, a->x_step = a->x_stride * rows_read(a);
         a->meta_stride = SUPER_META(halves_of(w), has_min), a->meta_step = a->meta_stride * a->m;
         /* rows past the end have the next 256 inputs, or nothing: numbers that are tiny by chance would take a hundred cycles each */
         memset(job.meta + w->supers * a->meta_step, 0, (size_t)((rows_read(a) - a->m) * a->meta_stride) * sizeof(xblock));

@@ -19,20 +19,27 @@ static int amx_allowed(void)
     return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
 }
 
-/* A product of random numbers, with tiles and without. */
-static int amx_agrees(int64_t code, int64_t group, int64_t zero, int64_t takes)
+/* A product of random numbers, with tiles and without. `super`: with scales that share a float for 256 inputs, and mins where codes
+ * have no zero offset, else with a float each. */
+static int amx_agrees(int64_t code, int64_t group, int64_t zero, int super, int64_t takes)
 {
-    enum { N = 64, K = 160, M = 37 };
-    ll_weight w = {.n = N, .k = K, .code = code, .scale_kind = NUM_F32, .min_kind = NUM_NONE, .zero_offset = zero, .group = group};
+    enum { N = 224, M = 37 }; /* more tiles than are computed together, and rows that do not fill theirs */
+    const int64_t k = super ? 2 * SUPER : 160;
+    const int64_t scales = super ? NUM_SUB8 : NUM_F32, mins = super && !zero ? NUM_SUB8 : NUM_NONE;
+    ll_weight w = {.n = N, .k = k, .code = code, .scale_kind = scales, .min_kind = mins, .zero_offset = zero, .group = group};
     const int64_t bytes = ll_layout(&w);
     uint8_t *data = aligned_alloc(64, (size_t)round_up(bytes, 64));
-    float *x = malloc(sizeof(float) * M * K), *out = malloc(sizeof(float) * 2 * M * N);
+    float *x = malloc(sizeof(float) * (size_t)(M * k)), *out = malloc(sizeof(float) * 2 * M * N);
     int same = data && x && out;
     uint32_t seed = 1;
     for (int64_t i = 0; same && i < bytes; i++) data[i] = (uint8_t)((seed = seed * 1664525 + 1013904223) >> 24);
-    for (int64_t t = 0; same && t < w.tiles; t++)
-        for (int64_t i = 0; i < w.groups * TILE; i++) ((float *)(data + t * w.tile_bytes))[i] = (float)((seed = seed * 1664525 + 1013904223) >> 20) * 0x1p-16f;
-    for (int64_t i = 0; same && i < M * K; i++) x[i] = (float)(int32_t)(seed = seed * 1664525 + 1013904223) * 0x1p-28f;
+    for (int64_t i = 0; same && i < w.tiles * (w.blocks / w.section); i++) {
+        uint8_t *at = data + i * w.section_bytes;
+        for (int64_t j = 0; !super && j < w.groups * TILE; j++) ((float *)at)[j] = (float)((seed = seed * 1664525 + 1013904223) >> 20) * 0x1p-16f;
+        for (int64_t j = 0; mins != NUM_NONE && j < w.at_super_scale; j++) at[j] &= 63;
+        for (int64_t j = w.at_super_scale; super && j < w.at_codes; j += 2) at[j + 1] = 0x1c; /* 0.004 to 0.005 */
+    }
+    for (int64_t i = 0; same && i < M * k; i++) x[i] = (float)(int32_t)(seed = seed * 1664525 + 1013904223) * 0x1p-28f;
     w.data = data;
     for (int on = 0; same && on < 2; on++) {
         amx_on = on;
@@ -55,7 +62,8 @@ int64_t ll_amx(void)
     pthread_mutex_lock(&pool.lock);
     on = amx_allowed();
     for (int64_t takes = TAKE_INT16; on && takes <= TAKE_INT8; takes += TAKE_INT8)
-        on = amx_agrees(CODE_8, 32, 32, takes) && amx_agrees(CODE_5, 32, 16, takes) && amx_agrees(CODE_4, 32, 8, takes) && amx_agrees(CODE_6, 16, 32, takes);
+        on = amx_agrees(CODE_8, 32, 32, 0, takes) && amx_agrees(CODE_5, 32, 16, 0, takes) && amx_agrees(CODE_4, 32, 8, 0, takes) && amx_agrees(CODE_6, 16, 32, 0, takes);
+    on = on && amx_agrees(CODE_4, 32, 0, 1, TAKE_INT16) && amx_agrees(CODE_5, 32, 0, 1, TAKE_INT16) && amx_agrees(CODE_6, 16, 32, 1, TAKE_INT16);
     amx_on = on;
     pthread_mutex_unlock(&pool.lock);
 #endif

@@ -182,10 +182,10 @@ INLINE void chunk_amx(const chunk *k, int64_t rows, const int held, const int ha
     }
 }
 
-/* The first rows, as many as whole tiles hold; returns how many. Digits fill their last tile, and rows past the end of part are written. */
+/* The first rows, as many as whole tiles hold; returns how many. Of 16 bits the last tile is filled, and rows past the end of part are written. */
 static int64_t chunk_amx_rows(const chunk *k, int64_t rows, int held, int halves, int has_min)
 {
-    rows = held == AMX_DIGITS ? round_up(rows, AMX_ROWS) : rows - rows % AMX_ROWS;
+    rows = held == AMX_BYTES ? rows - rows % AMX_ROWS : round_up(rows, AMX_ROWS);
     if (!amx_on || !rows) return 0;
     amx_configure(held, halves);
     switch (held * 4 + (halves == 2) * 2 + !!has_min) {

@@ -2,8 +2,8 @@
 #ifndef LL_MATMUL_INT_H
 #define LL_MATMUL_INT_H
 
-#include "matmul_amx.h"
 #include "matmul_strassen.h"
+#include "matmul_super_amx.h"
 
 /* ---- integer codes, integer activations, few rows of x ---- */
 
@@ -75,9 +75,8 @@ INLINE void tile_few(const product *p, int64_t tile, int64_t row, const int rows
 #define ROWS (VW == 8 ? 4 : 6)
 
 #if VW == 8 && MANY_PAIRS
-INLINE void chunk_int(const chunk *k, int64_t row, const int rows, const int halves, const int has_min, const int one)
+INLINE void chunk_pairs(const chunk *k, int64_t row, const int rows, const int halves, const int has_min)
 {
-    (void)one;
     const int64_t pairs = BLOCK / 2 / halves;
     for (int64_t b = 0; b < k->count; b++)
         for (int h = 0; h < halves; h++)
@@ -99,8 +98,15 @@ INLINE void chunk_int(const chunk *k, int64_t row, const int rows, const int hal
             }
 }
 #else
+INLINE void chunk_pairs(const chunk *k, int64_t row, const int rows, const int halves, const int has_min) { (void)k, (void)row, (void)rows, (void)halves, (void)has_min; }
+#endif
+
 INLINE void chunk_int(const chunk *k, int64_t row, const int rows, const int halves, const int has_min, const int one)
 {
+    if (VW == 8 && MANY_PAIRS && !one) {
+        chunk_pairs(k, row, rows, halves, has_min);
+        return;
+    }
     const uint8_t *x = k->x + row * k->x_stride;
     const xblock *meta = k->meta + row * k->meta_stride;
     for (int v = 0; v < NV; v += COLS) {
@@ -144,7 +150,6 @@ INLINE void chunk_int(const chunk *k, int64_t row, const int rows, const int hal
             for (int c = 0; c < COLS; c++) vf_store(part + r * TILE + c * VW, acc[r][c]);
     }
 }
-#endif
 
 #if WINOGRAD
 /* `chunk_int` for six rows, with half of the multiplications in four of them (`WINOGRAD_STEP`). All sums stay in registers: floats
@@ -296,19 +301,19 @@ static void tile_sums(const product *p, int64_t tile, int64_t row, int64_t rows,
         return;
     }
     const ll_weight *w = p->w;
-    const int halves = halves_of(w), has_min = w->min_kind != NUM_NONE, one = p->a->form == X_BYTES;
+    const int halves = halves_of(w), has_min = w->min_kind != NUM_NONE, tiles = p->a->form == X_TILES, one = p->a->form == X_BYTES || tiles;
     const uint8_t *at = w->data + tile * w->tile_bytes;
     _Alignas(64) uint8_t codes[CHUNK_W * WIDE_BLOCK(0)];
     _Alignas(64) chunk_numbers of;
-    memset(part, 0, (size_t)rows * TILE * 4);
+    memset(part, 0, (size_t)(tiles ? round_up(rows, AMX_ROWS) : rows) * TILE * 4);
     for (int64_t first = 0; first < w->blocks; first += CHUNK_W) {
         int64_t count = w->blocks - first < CHUNK_W ? w->blocks - first : CHUNK_W;
         widen_chunk(w, at + codes_at(w, first), count, one, codes, of.cross);
         expand_scales(w, at, first, count, of.scale, of.min);
         chunk k = {codes, of.scale, of.min, count, p->a->planes + row * p->a->x_stride + first * x_bytes(p->a->form),
                    p->a->meta + row * p->a->meta_stride + first, p->a->x_stride, p->a->meta_stride, part};
-        const int64_t done = chunk_amx_rows(&k, rows, one ? AMX_BYTES : AMX_PLANES, halves, has_min);
-        chunk_rows[one][halves - 1][has_min](&k, done, rows);
+        const int64_t done = !one ? 0 : chunk_amx_rows(&k, rows, tiles ? AMX_PLANES : AMX_BYTES, halves, has_min);
+        if (done < rows) chunk_rows[one][halves - 1][has_min](&k, done, rows);
         /* what comes next is fetched while the many rows are computed */
         const uint8_t *next = at + codes_at(w, first) + count * w->block_bytes;
         for (int64_t i = 0; i < CHUNK_W * w->tile_bytes / w->blocks; i += 64) __builtin_prefetch(next + i, 0, 2);
@@ -322,6 +327,18 @@ static void tile_many(const product *p, int64_t tile, int64_t row, int64_t rows)
     for (int64_t r = 0; r < rows; r++) store_tile(p, tile, row + r, part + r * TILE);
 }
 
+#if LL_AMX
+static __attribute__((noinline)) void tiles_amx(const product *p, int64_t tile, int count, int64_t row, int64_t rows)
+{
+    _Alignas(64) tile_part parts[TILES_TOGETHER];
+    int64_t tiles[TILES_TOGETHER];
+    for (int i = 0; i < count; i++) tiles[i] = tile + i;
+    tiles_of[p->w->code](p, tiles, count, row, rows, parts);
+    for (int i = 0; i < count; i++)
+        for (int64_t r = 0; r < rows; r++) store_tile(p, tile + i, row + r, parts[i] + r * TILE);
+}
+#endif
+
 static void tiles_strassen(const product *p, int64_t tile, int64_t row, int64_t rows)
 {
     _Alignas(64) float parts[2][SLAB * TILE];
@@ -331,22 +348,37 @@ static void tiles_strassen(const product *p, int64_t tile, int64_t row, int64_t 
 }
 
 /* act(gate) * up of many rows, where the weight is gate over up: what both give never leaves the cache. */
+static void store_gated(const product *p, int64_t tile, int64_t row, int64_t rows, float *gates, float *ups)
+{
+    for (int64_t r = 0; r < rows; r++) {
+        float *gate = gates + r * TILE, *up = ups + r * TILE, *out = p->out + (row + r) * p->stride + tile * TILE;
+        finish_tile(p, tile, row + r, gate, gate);
+        finish_tile(p, tile + p->w->tiles / 2, row + r, up, up);
+        for (int l = 0; l < TILE; l += VW) vf_store(out + l, activate(vf_load(gate + l), p->gelu) * vf_load(up + l));
+    }
+}
+
 static void gated_tiles(void *arg, int64_t begin, int64_t end, int thread)
 {
     (void)thread;
     const product *p = arg;
     const int64_t half = p->w->tiles / 2;
-    _Alignas(64) float parts[2][SLAB * TILE];
+    _Alignas(64) float parts[LL_AMX ? 4 : 2][SLAB * TILE];
     for (int64_t i = begin; i < end; i++) {
         const int64_t tile = i % half, row = i / half * SLAB, rows = p->a->m - row < SLAB ? p->a->m - row : SLAB;
+#if LL_AMX
+        if (p->a->form == X_SUPER_TILES) {
+            const int both = i + 1 < end && tile + 1 < half;
+            tiles_of[p->w->code](p, (int64_t[]){tile, tile + half, tile + 1, tile + 1 + half}, both ? 4 : 2, row, rows, parts);
+            store_gated(p, tile, row, rows, parts[0], parts[1]);
+            if (both) store_gated(p, tile + 1, row, rows, parts[2], parts[3]);
+            i += both;
+            continue;
+        }
+#endif
         if (p->a->form == X_STRASSEN) strassen_sums(p, tile, tile + half, row, rows, parts);
         else for (int up = 0; up < 2; up++) tile_sums(p, tile + up * half, row, rows, parts[up]);
-        for (int64_t r = 0; r < rows; r++) {
-            float *gate = parts[0] + r * TILE, *up = parts[1] + r * TILE, *out = p->out + (row + r) * p->stride + tile * TILE;
-            finish_tile(p, tile, row + r, gate, gate);
-            finish_tile(p, tile + half, row + r, up, up);
-            for (int l = 0; l < TILE; l += VW) vf_store(out + l, activate(vf_load(gate + l), p->gelu) * vf_load(up + l));
-        }
+        store_gated(p, tile, row, rows, parts[0], parts[1]);
     }
 }
 
@@ -412,11 +444,11 @@ static const few_tiles *few_rows(const ll_weight *w, int64_t m, int one)
 static int x_form(const ll_weight *w, int64_t m, int64_t takes)
 {
     if (LL_VNNI && takes == TAKE_INT8) return X_BYTES;
+#if LL_AMX
+    if (amx_on && m >= AMX_ROWS) return is_super(w) ? X_SUPER_TILES : digits_are_exact(w) ? X_DIGITS : X_TILES;
+#endif
     if (is_super(w)) return few_rows(w, m, 0) ? X_SUPER_PLANES : takes == TAKE_INT16 && strassen_pays(w, m) ? X_STRASSEN : X_SUPER_PAIRS;
     if (few_rows(w, m, 0)) return X_PLANES;
-#if LL_AMX
-    if (amx_on && m >= AMX_ROWS && digits_are_exact(w)) return X_DIGITS;
-#endif
     return MANY_PAIRS ? X_PAIRS : X_PLANES;
 }
 
@@ -437,6 +469,14 @@ static void int_tiles(void *arg, int64_t begin, int64_t end, int thread)
     }
     for (int64_t i = begin; i < end; i++) {
         int64_t row = i / p->w->tiles * SLAB, rows = p->a->m - row < SLAB ? p->a->m - row : SLAB, tile = i % p->w->tiles;
+#if LL_AMX
+        if (p->a->form == X_SUPER_TILES) {
+            const int64_t left = end - i < p->w->tiles - tile ? end - i : p->w->tiles - tile, count = left < TILES_TOGETHER ? left : TILES_TOGETHER;
+            tiles_amx(p, tile, (int)count, row, rows);
+            i += count - 1;
+            continue;
+        }
+#endif
         if (p->a->form != X_STRASSEN) tile_many(p, tile, row, rows);
         else if (tile % 2 == 0) tiles_strassen(p, tile, row, rows); /* with the one behind it */
     }

@@ -492,8 +492,8 @@ INLINE vi madd16_at(vi sum, vi a, const uint8_t *pair)
 /* Many rows of x meet codes that were widened once. As 16-bit pairs they need as many dot products as two planes of bytes,
  * but one sum, which nothing is left to be done to (Zen 4, prefill of 512: 2 to 3 %). So scales of K-quants can be multiplied
  * in, too (256 rows, in vectors of 256 bits as AVX-VNNI has them: Q4_K 129 -> 160 billion multiply-adds a second, Q6_K
- * 93 -> 148). AMX has products of bytes. */
-#if LL_VNNI && (VW == 4 || (defined(__AMX_TILE__) && defined(__AMX_INT8__) && defined(__AMX_BF16__)))
+ * 93 -> 148). */
+#if LL_VNNI && VW == 4
 #define MANY_PAIRS 0
 #else
 #define MANY_PAIRS 1

@@ -9,6 +9,7 @@
 #undef _tile_loadd
 #undef _tile_stored
 #undef _tile_dpbsud
+#undef _tile_dpbssd
 #undef _tile_dpbf16ps
 
 static _Thread_local struct {
@@ -30,17 +31,22 @@ static inline void _tile_stored(int t, void *to, int64_t stride)
 {
     for (int r = 0; r < emulated_rows(t); r++) memcpy((uint8_t *)to + r * stride, emulated.tile[t][r], (size_t)emulated_bytes(t));
 }
-static inline void _tile_dpbsud(int c, int a, int b)
+static inline void emulated_bytes_product(int c, int a, int b, int is_signed)
 {
     for (int m = 0; m < emulated_rows(c); m++)
         for (int n = 0; n < emulated_bytes(c) / 4; n++) {
             int32_t sum;
             memcpy(&sum, emulated.tile[c][m] + 4 * n, 4);
             for (int k = 0; k < emulated_rows(b); k++)
-                for (int i = 0; i < 4; i++) sum += (int8_t)emulated.tile[a][m][4 * k + i] * emulated.tile[b][k][4 * n + i];
+                for (int i = 0; i < 4; i++) {
+                    const int of_b = emulated.tile[b][k][4 * n + i];
+                    sum += (int8_t)emulated.tile[a][m][4 * k + i] * (is_signed ? (int8_t)of_b : of_b);
+                }
             memcpy(emulated.tile[c][m] + 4 * n, &sum, 4);
         }
 }
+static inline void _tile_dpbsud(int c, int a, int b) { emulated_bytes_product(c, a, b, 0); }
+static inline void _tile_dpbssd(int c, int a, int b) { emulated_bytes_product(c, a, b, 1); }
 static inline void _tile_dpbf16ps(int c, int a, int b)
 {
     for (int m = 0; m < emulated_rows(c); m++)
