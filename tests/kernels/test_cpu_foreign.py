@@ -169,34 +169,32 @@ def test_attention(arm: Callable[[bytes], bytes]) -> None:
     assert not out
 
 
-def library(path: Path, *extra: str) -> ctypes.CDLL:
-    """The kernels for AVX-512 with more flags; skips where this machine or its compiler has none."""
-    if "avx512vnni" not in build.runnable_isas():
-        pytest.skip("AVX-512 VNNI is needed beside the tiles")
+def library(path: Path, isa: str, *extra: str) -> ctypes.CDLL:
+    """The kernels for an instruction set with more flags; skips where this machine has none."""
+    if isa not in build.runnable_isas():
+        pytest.skip(f"{isa} is needed beside what is emulated")
     compiler = build._compiler()
-    command = [*compiler, *build._flags("avx512vnni"), *extra, str(FOLDER / "main.c"), "-o", str(path), "-lm"]
+    command = [*compiler, *build._flags(isa), *extra, str(FOLDER / "main.c"), "-o", str(path), "-lm"]
     subprocess.run(command, check=True, timeout=600)
     lib = ctypes.CDLL(str(path))
     interface.declare(lib)
     return lib
 
 
-def test_amx_in_emulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    emulated = (*(f"-D__AMX_{name}__" for name in ("TILE", "INT8", "BF16")), "-DLL_AMX_EMULATED")
-    emulated += ("-include", str(HERE / "amx_emulation.h"))
-    tiles = library(tmp_path / "tiles.so", *emulated)
-    assert tiles.ll_amx() == 1
+def check_rows(lib: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many rows give the bits of single ones, and those are close to what floats give."""
     for module in (linear, layout):
-        monkeypatch.setattr(module, "lib", lambda: tiles)
+        monkeypatch.setattr(module, "lib", lambda: lib)
     # 256 inputs three times, and more tiles of 32 rows than are computed together
     several = {f"{name} of 768": gguf_weight(name, 200, 768) for name in ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")}
     for name, weight in (weights() | several).items():
         prepared = linear.prepare(weight)
-        for m, takes in ((13, 0), (16, 0), (40, 0), (150, 0), (16, 2), (40, 2), *(((261, 0),) if name in several else ())):
+        rows = ((13, 0), (16, 0), (40, 0), (150, 0), (16, 2), (40, 2))
+        for m, takes in (*rows, (261, 0)) if name in several else rows:
             if takes and weight.form == "dense":
                 continue
             x = torch.randn(m, weight.shape[1])
-            single = torch.cat([linear.run(row, prepared, takes=takes) for row in x.split(1)])  # without tiles
+            single = torch.cat([linear.run(row, prepared, takes=takes) for row in x.split(1)])
             assert torch.equal(linear.run(x, prepared, takes=takes), single), (name, m, takes)
             floats = linear.run(x, prepared, takes=interface.Take.FLOATS)
             # of 8, of 14 and of 16 bits
@@ -204,7 +202,22 @@ def test_amx_in_emulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             torch.testing.assert_close(single, floats, rtol=0, atol=off * float(floats.abs().max()), msg=f"{name} {m}")
 
 
+def test_amx_in_emulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulated = (*(f"-D__AMX_{name}__" for name in ("TILE", "INT8", "BF16")), "-DLL_AMX_EMULATED")
+    emulated += ("-include", str(HERE / "amx_emulation.h"))
+    tiles = library(tmp_path / "tiles.so", "avx512vnni", *emulated)
+    assert tiles.ll_amx() == 1
+    check_rows(tiles, monkeypatch)
+
+
+def test_avx_vnni_in_emulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulated = ("-D__AVXVNNI__", "-include", str(HERE / "avxvnni_emulation.h"))
+    lib = library(tmp_path / "vnni.so", "avx2", *emulated)
+    assert lib.ll_abi() & 1
+    check_rows(lib, monkeypatch)
+
+
 def test_amx_is_off_where_the_system_has_no_tiles(tmp_path: Path) -> None:
-    lib = library(tmp_path / "amx.so", *build.ISAS["amx"])
+    lib = library(tmp_path / "amx.so", "avx512vnni", *build.ISAS["amx"])
     if "amx" not in build.runnable_isas():
         assert lib.ll_amx() == 0
