@@ -19,6 +19,7 @@ static int amx_on; /* after its self-test */
 enum { X_PLANES, X_PAIRS, X_DIGITS, X_TILES, X_BYTES, X_SUPER_PLANES, X_SUPER_PAIRS, X_STRASSEN, X_SUPER_TILES };
 INLINE int x_is_super(int form) { return form >= X_SUPER_PLANES; }
 INLINE int x_is_super_pairs(int form) { return form >= X_SUPER_PAIRS; }
+INLINE int x_is_tiles(int form) { return form == X_DIGITS || form == X_TILES || form == X_SUPER_TILES; }
 INLINE int64_t x_bytes(int form) { return form == X_DIGITS ? 2 * XBYTES : form == X_BYTES ? BLOCK : XBYTES; }
 
 /* What products take: numbers as they are, or rounded. */

@@ -1,10 +1,9 @@
 """`linear` in C for the CPU: every canonical form, repacked into tiles of 16 rows (`layout`).
 
 Three implementations of the same layouts. `c_int16` rounds activations to 16 bits per 32 of them (K-quants: 14 bits per
-256, where the CPU has no AMX) and sums integers exactly; `c_float32` keeps them, for dense weights and for a user who
-asked for the dtype by name; `c_int8` rounds them to 8 bits, for a user who asked for that, where the CPU has products
-of bytes. In all of them a row's result does not
-depend on the other rows, nor on the number of threads.
+256, except with Arm's products of bytes) and sums integers exactly; `c_float32` keeps them, for dense weights and for a
+user who asked for the dtype by name; `c_int8` rounds them to 8 bits, for a user who asked for that, where the CPU has
+products of bytes. In all of them a row's result does not depend on the other rows, nor on the number of threads.
 """
 
 from __future__ import annotations

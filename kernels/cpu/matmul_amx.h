@@ -13,6 +13,8 @@
 enum { AMX_PLANES, AMX_DIGITS, AMX_BYTES };
 
 #if LL_AMX
+#define TILES_TOGETHER 4 /* tiles of the weight that share loads of x from the third cache */
+typedef float tile_part[SLAB * TILE];
 #define AMX_GROUPS 8              /* groups of inputs unpacked at a time: 16 KiB of bfloat16 */
 #define AMX_GROUP (AMX_ROWS * PLANE) /* bytes of one: [pairs of inputs][32 lanes][2]; of 16 inputs it is there twice, for both digits */
 
@@ -70,8 +72,8 @@ static void widen_digits(const ll_weight *w, const uint8_t *codes, int64_t count
     }
 }
 
-/* Tiles 0..3: sums, of digits 0 and 1 for both halves of the columns, of bytes the high ones in 0 and 2, the low ones in 1
- * and 3. 4, 5: digits or bytes of 16 rows of x. 6, 7: codes, [pairs or quads][16 lanes]. */
+/* Tiles 0..3: sums, of bytes the high ones of both halves of the columns in 0 and 2, the low ones in 1 and 3; else those of one
+ * group in 0 and 1, of the next in 2 and 3. 4, 5: digits or bytes of 16 rows of x. 6, 7: codes, [pairs or quads][16 lanes]. */
 static void amx_configure(int held, int halves)
 {
     const int rows = held == AMX_DIGITS ? AMX_ROWS : 8 / halves;
@@ -85,78 +87,34 @@ static void amx_configure(int held, int halves)
 
 typedef uint32_t amx_sums[4][AMX_ROWS][16];
 
-/* Sums of one group of AMX_ROWS rows. */
-INLINE void amx_dots(const chunk *k, const uint8_t *x, int64_t group, const int held, const int halves, amx_sums to)
-{
-    _tile_zero(0);
-    _tile_zero(1);
-    if (held == AMX_DIGITS) {
-        const uint8_t *codes = k->codes + group * AMX_GROUP;
-        x += group * (2 * XBYTES / halves);
-        _tile_loadd(4, x, k->x_stride);
-        _tile_loadd(6, codes, PLANE);
-        _tile_loadd(7, codes + 64, PLANE);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        if (halves == 1) {
-            _tile_loadd(5, x + 64, k->x_stride);
-            _tile_dpbf16ps(0, 5, 6);
-            _tile_dpbf16ps(1, 5, 7);
-        }
-        _tile_stored(0, to[0], 64);
-        _tile_stored(1, to[1], 64);
-        return;
-    }
-    const int quads = 8 / halves;
-    const uint8_t *codes = k->codes + group * quads * PLANE;
-    x += group / halves * (held == AMX_BYTES ? BLOCK : XBYTES) + group % halves * 4 * quads;
-    if (held == AMX_BYTES) {
-        _tile_loadd(4, x, k->x_stride);
-        _tile_loadd(6, codes, PLANE);
-        _tile_loadd(7, codes + 64, PLANE);
-        _tile_dpbsud(0, 4, 6);
-        _tile_dpbsud(1, 4, 7);
-        _tile_stored(0, to[0], 64);
-        _tile_stored(1, to[1], 64);
-        return;
-    }
-    _tile_zero(2);
-    _tile_zero(3);
-    _tile_loadd(4, x, k->x_stride);
-    _tile_loadd(5, x + BLOCK, k->x_stride);
-    _tile_loadd(6, codes, PLANE);
-    _tile_loadd(7, codes + 64, PLANE);
-    _tile_dpbsud(0, 4, 6);
-    _tile_dpbsud(1, 5, 6);
-    _tile_dpbsud(2, 4, 7);
-    _tile_dpbsud(3, 5, 7);
-    _tile_stored(0, to[0], 64);
-    _tile_stored(1, to[1], 64);
-    _tile_stored(2, to[2], 64);
-    _tile_stored(3, to[3], 64);
-}
+/* The sums of a group of AMX_ROWS rows, which are to be finished; row < 0: none. */
+typedef struct {
+    amx_sums *sums;
+    int64_t row, group;
+} amx_done;
 
-/* Adds a group's sums times its scales to those of four rows. */
-INLINE void amx_finish(const chunk *k, int64_t row, int64_t group, amx_sums sums, int at, const int held, const int halves, const int has_min)
+/* Adds a group's sums times its scales to those of `count` rows from `at` on. */
+INLINE void amx_finish(const chunk *k, const amx_done *d, const int at, const int count, const int held, const int halves, const int has_min)
 {
-    const int64_t h = group % halves;
-    const xblock *meta = k->meta + row * k->meta_stride + group / halves;
+    if (d->row < 0) return;
+    const int64_t h = d->group % halves, row = d->row + at;
+    const xblock *meta = k->meta + row * k->meta_stride + d->group / halves;
     float *part = k->part + row * TILE;
     vf scale[2], min[2];
     for (int c = 0; c < 2; c++) {
-        scale[c] = vf_load(k->scale + group * TILE + c * VW);
-        min[c] = has_min ? vf_load(k->min + group * TILE + c * VW) : scale[c];
+        scale[c] = vf_load(k->scale + d->group * TILE + c * VW);
+        min[c] = has_min ? vf_load(k->min + d->group * TILE + c * VW) : scale[c];
     }
-    for (int r = 0; r < 4; r++, meta += k->meta_stride, part += TILE) {
-        for (int c = 0; c < 2; c++) {
+    UNROLL for (int r = 0; r < count; r++, meta += k->meta_stride, part += TILE)
+        UNROLL for (int c = 0; c < 2; c++) {
             vf sum, acc = vf_load(part + c * VW);
             if (held == AMX_DIGITS) {
-                sum = vf_load((const float *)sums[c][at + r]);
+                sum = vf_load((const float *)(*d->sums)[c][at + r]);
             } else if (held == AMX_BYTES) {
-                const vi dot = vi_load(sums[c][at + r]);
+                const vi dot = vi_load((*d->sums)[c][at + r]);
                 sum = vf_cvt(has_min ? dot : dot + vi_set1(meta->start[h]));
             } else {
-                vdot dot = {vi_load(sums[2 * c][at + r]), vi_load(sums[2 * c + 1][at + r])};
+                vdot dot = {vi_load((*d->sums)[2 * c][at + r]), vi_load((*d->sums)[2 * c + 1][at + r])};
                 if (!has_min) dot.lo = dot.lo + vi_set1(meta->start[h]);
                 sum = dot_value(dot);
             }
@@ -164,21 +122,89 @@ INLINE void amx_finish(const chunk *k, int64_t row, int64_t group, amx_sums sums
             if (has_min) acc = vf_fma(min[c], vf_set1(meta->sums[h]), acc);
             vf_store(part + c * VW, acc);
         }
+}
+
+/* A product, the AT-th of COUNT of a group, and its share of what is finished meanwhile. FIRST: the first with this tile, which
+ * stores what the tile held: some products lie between that and it (`TILES_DOT`). */
+#define AMX_DOT(OP, AT, COUNT, FIRST, T, TO, X, CODES)                                                              \
+    if (FIRST) {                                                                                                    \
+        _tile_stored(T, (*to)[TO], 64);                                                                             \
+        _tile_zero(T);                                                                                              \
+    }                                                                                                               \
+    OP(T, X, CODES);                                                                                                \
+    amx_finish(k, before, AMX_ROWS / COUNT * (AT), AMX_ROWS / COUNT, held, halves, has_min);
+#define AMX_DIGITS_OF_GROUP(T0, T1)                                                                                 \
+    AMX_DOT(_tile_dpbf16ps, 0, (halves == 1 ? 4 : 2), 1, T0, 0, 4, 6)                                               \
+    _tile_loadd(7, codes + 64, PLANE);                                                                              \
+    AMX_DOT(_tile_dpbf16ps, 1, (halves == 1 ? 4 : 2), 1, T1, 1, 4, 7)                                               \
+    if (halves == 1) {                                                                                              \
+        _tile_loadd(5, x + 64, k->x_stride);                                                                        \
+        AMX_DOT(_tile_dpbf16ps, 2, 4, 0, T0, 0, 5, 6)                                                               \
+        AMX_DOT(_tile_dpbf16ps, 3, 4, 0, T1, 1, 5, 7)                                                               \
+    }
+#define AMX_BYTES_OF_GROUP(T0, T1)                                                                                  \
+    AMX_DOT(_tile_dpbsud, 0, 2, 1, T0, 0, 4, 6)                                                                     \
+    _tile_loadd(7, codes + 64, PLANE);                                                                              \
+    AMX_DOT(_tile_dpbsud, 1, 2, 1, T1, 1, 4, 7)
+
+/* Computes a group of AMX_ROWS rows in tiles, stores what they held of an earlier one to `to`, and finishes the one before that. */
+INLINE void amx_group(const chunk *k, int64_t row, int64_t group, const int odd, const int held, const int halves, const int has_min, amx_sums *to, const amx_done *before)
+{
+    const int quads = 8 / halves;
+    const uint8_t *codes = k->codes + group * (held == AMX_DIGITS ? AMX_GROUP : quads * PLANE), *x = k->x + row * k->x_stride;
+    if (held == AMX_DIGITS) x += group * (2 * XBYTES / halves);
+    else x += group / halves * (held == AMX_BYTES ? BLOCK : XBYTES) + group % halves * 4 * quads;
+    _tile_loadd(4, x, k->x_stride);
+    _tile_loadd(6, codes, PLANE);
+    if (held == AMX_DIGITS) {
+        if (odd) { AMX_DIGITS_OF_GROUP(2, 3) }
+        else { AMX_DIGITS_OF_GROUP(0, 1) }
+    } else if (held == AMX_BYTES) {
+        if (odd) { AMX_BYTES_OF_GROUP(2, 3) }
+        else { AMX_BYTES_OF_GROUP(0, 1) }
+    } else {
+        AMX_DOT(_tile_dpbsud, 0, 4, 1, 0, 0, 4, 6)
+        _tile_loadd(7, codes + 64, PLANE);
+        AMX_DOT(_tile_dpbsud, 1, 4, 1, 2, 2, 4, 7)
+        _tile_loadd(5, x + BLOCK, k->x_stride);
+        AMX_DOT(_tile_dpbsud, 2, 4, 1, 1, 1, 5, 6)
+        AMX_DOT(_tile_dpbsud, 3, 4, 1, 3, 3, 5, 7)
     }
 }
 
-/* While four rows of a group are finished, tiles compute the next group. */
 INLINE void chunk_amx(const chunk *k, int64_t rows, const int held, const int halves, const int has_min)
 {
     _Alignas(64) amx_sums sums[2];
-    const int64_t groups = k->count * halves, steps = rows / AMX_ROWS * groups;
-    amx_dots(k, k->x, 0, held, halves, sums[0]);
-    for (int64_t step = 0, row = 0, group = 0; step < steps; step++) {
-        const int64_t next_group = group + 1 < groups ? group + 1 : 0, next_row = next_group ? row : row + AMX_ROWS;
-        if (step + 1 < steps) amx_dots(k, k->x + next_row * k->x_stride, next_group, held, halves, sums[(step + 1) & 1]);
-        for (int i = 0; i < AMX_ROWS; i += 4) amx_finish(k, row + i, group, sums[step & 1], i, held, halves, has_min);
-        row = next_row;
-        group = next_group;
+    const int behind = held == AMX_PLANES ? 1 : 2; /* groups that tiles hold */
+    const int64_t groups = k->count * halves;
+    amx_done done[4] = {{NULL, -1, 0}, {NULL, -1, 0}, {NULL, -1, 0}, {NULL, -1, 0}}; /* the latest last */
+    int64_t row = 0, group = 0;
+    for (int64_t step = 0, steps = rows / AMX_ROWS * groups; step < steps; step++) {
+        const amx_done *before = &done[3 - behind];
+        if (step & 1) amx_group(k, row, group, 1, held, halves, has_min, &sums[1], before);
+        else amx_group(k, row, group, 0, held, halves, has_min, &sums[0], before);
+        for (int i = 0; i < 3; i++) done[i] = done[i + 1];
+        done[3 - behind].sums = &sums[step & 1];
+        done[3] = (amx_done){NULL, row, group};
+        if (++group == groups) group = 0, row += AMX_ROWS;
+    }
+    amx_finish(k, &done[3 - behind], 0, AMX_ROWS, held, halves, has_min);
+    for (int i = 4 - behind; i < 4; i++) {
+        if (done[i].row < 0) continue;
+        const int64_t step = done[i].row / AMX_ROWS * groups + done[i].group;
+        if (held == AMX_PLANES || step % 2 == 0) {
+            _tile_stored(0, sums[0][0], 64);
+            _tile_stored(1, sums[0][1], 64);
+        } else {
+            _tile_stored(2, sums[0][0], 64);
+            _tile_stored(3, sums[0][1], 64);
+        }
+        if (held == AMX_PLANES) {
+            _tile_stored(2, sums[0][2], 64);
+            _tile_stored(3, sums[0][3], 64);
+        }
+        done[i].sums = &sums[0];
+        amx_finish(k, &done[i], 0, AMX_ROWS, held, halves, has_min);
     }
 }
 
@@ -206,33 +232,8 @@ static int64_t chunk_amx_rows(const chunk *k, int64_t rows, int held, int halves
     return rows;
 }
 
-/* part [rows][32] = sums of rows row.. of x against a tile, of digits */
-static void tile_digits(const product *p, int64_t tile, int64_t row, int64_t rows, float *part)
-{
-    const ll_weight *w = p->w;
-    const int halves = halves_of(w), has_min = w->min_kind != NUM_NONE;
-    const uint8_t *at = w->data + tile * w->tile_bytes;
-    _Alignas(64) uint8_t codes[AMX_GROUPS * AMX_GROUP];
-    _Alignas(64) float scale[AMX_GROUPS * TILE], min[AMX_GROUPS * TILE];
-    _Alignas(64) uint16_t digits[64];
-    int32_t values[64];
-    code_values(w, values);
-    for (int i = 0; i < 64; i++) digits[i] = (uint16_t)(bits_f32((float)values[i]) >> 16);
-    memset(part, 0, (size_t)round_up(rows, AMX_ROWS) * TILE * 4);
-    for (int64_t first = 0, step = AMX_GROUPS / halves; first < w->blocks; first += step) {
-        const int64_t count = w->blocks - first < step ? w->blocks - first : step;
-        widen_digits(w, at + codes_at(w, first), count, digits, codes);
-        expand_scales(w, at, first, count, scale, min);
-        const chunk k = {codes, scale, min, count, p->a->planes + row * p->a->x_stride + first * x_bytes(X_DIGITS),
-                         p->a->meta + row * p->a->meta_stride + first, p->a->x_stride, p->a->meta_stride, part};
-        chunk_amx_rows(&k, rows, AMX_DIGITS, halves, has_min);
-        const uint8_t *next = at + codes_at(w, first) + count * w->block_bytes;
-        for (int64_t i = 0; i < step * w->tile_bytes / w->blocks; i += 64) __builtin_prefetch(next + i, 0, 2);
-    }
-}
 #else
 static int digits_are_exact(const ll_weight *w) { return (void)w, 0; }
-static void tile_digits(const product *p, int64_t tile, int64_t row, int64_t rows, float *part) { (void)p, (void)tile, (void)row, (void)rows, (void)part; }
 static int64_t chunk_amx_rows(const chunk *k, int64_t rows, int held, int halves, int has_min)
 {
     (void)k, (void)rows, (void)held, (void)halves, (void)has_min;

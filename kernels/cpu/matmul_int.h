@@ -296,23 +296,19 @@ static void tile_sums(const product *p, int64_t tile, int64_t row, int64_t rows,
     }
 #endif
     fetch_out(p, tile, row, rows);
-    if (p->a->form == X_DIGITS) {
-        tile_digits(p, tile, row, rows, part);
-        return;
-    }
     const ll_weight *w = p->w;
-    const int halves = halves_of(w), has_min = w->min_kind != NUM_NONE, tiles = p->a->form == X_TILES, one = p->a->form == X_BYTES || tiles;
+    const int halves = halves_of(w), has_min = w->min_kind != NUM_NONE, one = p->a->form == X_BYTES;
     const uint8_t *at = w->data + tile * w->tile_bytes;
     _Alignas(64) uint8_t codes[CHUNK_W * WIDE_BLOCK(0)];
     _Alignas(64) chunk_numbers of;
-    memset(part, 0, (size_t)(tiles ? round_up(rows, AMX_ROWS) : rows) * TILE * 4);
+    memset(part, 0, (size_t)rows * TILE * 4);
     for (int64_t first = 0; first < w->blocks; first += CHUNK_W) {
         int64_t count = w->blocks - first < CHUNK_W ? w->blocks - first : CHUNK_W;
         widen_chunk(w, at + codes_at(w, first), count, one, codes, of.cross);
         expand_scales(w, at, first, count, of.scale, of.min);
         chunk k = {codes, of.scale, of.min, count, p->a->planes + row * p->a->x_stride + first * x_bytes(p->a->form),
                    p->a->meta + row * p->a->meta_stride + first, p->a->x_stride, p->a->meta_stride, part};
-        const int64_t done = !one ? 0 : chunk_amx_rows(&k, rows, tiles ? AMX_PLANES : AMX_BYTES, halves, has_min);
+        const int64_t done = one ? chunk_amx_rows(&k, rows, AMX_BYTES, halves, has_min) : 0;
         if (done < rows) chunk_rows[one][halves - 1][has_min](&k, done, rows);
         /* what comes next is fetched while the many rows are computed */
         const uint8_t *next = at + codes_at(w, first) + count * w->block_bytes;
@@ -328,12 +324,45 @@ static void tile_many(const product *p, int64_t tile, int64_t row, int64_t rows)
 }
 
 #if LL_AMX
-static __attribute__((noinline)) void tiles_amx(const product *p, int64_t tile, int count, int64_t row, int64_t rows)
+/* parts [count][rows][32] = sums of rows row.. of x against some tiles; up to whole AMX_ROWS they are written, too. */
+static __attribute__((noinline)) void amx_tiles(const product *p, const int64_t *tiles, int count, int64_t row, int64_t rows, tile_part *parts)
+{
+    const ll_weight *w = p->w;
+    if (p->a->form == X_SUPER_TILES) {
+        tiles_of[w->code](p, tiles, count, row, rows, parts);
+        return;
+    }
+    const int halves = halves_of(w), has_min = w->min_kind != NUM_NONE, of_digits = p->a->form == X_DIGITS;
+    const int64_t step = of_digits ? AMX_GROUPS / halves : CHUNK_W;
+    _Alignas(64) uint8_t codes[AMX_GROUPS * AMX_GROUP];
+    _Alignas(64) chunk_numbers of;
+    _Alignas(64) uint16_t digits[64];
+    int32_t values[64];
+    code_values(w, values);
+    for (int i = 0; i < 64; i++) digits[i] = (uint16_t)(bits_f32((float)values[i]) >> 16);
+    for (int i = 0; i < count; i++) memset(parts[i], 0, (size_t)round_up(rows, AMX_ROWS) * TILE * 4);
+    for (int64_t first = 0; first < w->blocks; first += step)
+        for (int i = 0; i < count; i++) {
+            const uint8_t *at = w->data + tiles[i] * w->tile_bytes, *of_chunk = at + codes_at(w, first);
+            const int64_t blocks = w->blocks - first < step ? w->blocks - first : step;
+            if (of_digits) widen_digits(w, of_chunk, blocks, digits, codes);
+            else widen_chunk(w, of_chunk, blocks, 1, codes, of.cross);
+            expand_scales(w, at, first, blocks, of.scale, of.min);
+            const chunk k = {codes, of.scale, of.min, blocks, p->a->planes + row * p->a->x_stride + first * x_bytes(p->a->form),
+                             p->a->meta + row * p->a->meta_stride + first, p->a->x_stride, p->a->meta_stride, parts[i]};
+            if (first + step >= w->blocks) fetch_out(p, tiles[i], row, rows);
+            chunk_amx_rows(&k, rows, of_digits ? AMX_DIGITS : AMX_PLANES, halves, has_min);
+            const uint8_t *next = of_chunk + blocks * w->block_bytes;
+            for (int64_t j = 0; j < step * w->tile_bytes / w->blocks; j += 64) __builtin_prefetch(next + j, 0, 2);
+        }
+}
+
+static __attribute__((noinline)) void store_amx_tiles(const product *p, int64_t tile, int count, int64_t row, int64_t rows)
 {
     _Alignas(64) tile_part parts[TILES_TOGETHER];
     int64_t tiles[TILES_TOGETHER];
     for (int i = 0; i < count; i++) tiles[i] = tile + i;
-    tiles_of[p->w->code](p, tiles, count, row, rows, parts);
+    amx_tiles(p, tiles, count, row, rows, parts);
     for (int i = 0; i < count; i++)
         for (int64_t r = 0; r < rows; r++) store_tile(p, tile + i, row + r, parts[i] + r * TILE);
 }
@@ -367,9 +396,9 @@ static void gated_tiles(void *arg, int64_t begin, int64_t end, int thread)
     for (int64_t i = begin; i < end; i++) {
         const int64_t tile = i % half, row = i / half * SLAB, rows = p->a->m - row < SLAB ? p->a->m - row : SLAB;
 #if LL_AMX
-        if (p->a->form == X_SUPER_TILES) {
+        if (x_is_tiles(p->a->form)) {
             const int both = i + 1 < end && tile + 1 < half;
-            tiles_of[p->w->code](p, (int64_t[]){tile, tile + half, tile + 1, tile + 1 + half}, both ? 4 : 2, row, rows, parts);
+            amx_tiles(p, (int64_t[]){tile, tile + half, tile + 1, tile + 1 + half}, both ? 4 : 2, row, rows, parts);
             store_gated(p, tile, row, rows, parts[0], parts[1]);
             if (both) store_gated(p, tile + 1, row, rows, parts[2], parts[3]);
             i += both;
@@ -470,9 +499,9 @@ static void int_tiles(void *arg, int64_t begin, int64_t end, int thread)
     for (int64_t i = begin; i < end; i++) {
         int64_t row = i / p->w->tiles * SLAB, rows = p->a->m - row < SLAB ? p->a->m - row : SLAB, tile = i % p->w->tiles;
 #if LL_AMX
-        if (p->a->form == X_SUPER_TILES) {
+        if (x_is_tiles(p->a->form)) {
             const int64_t left = end - i < p->w->tiles - tile ? end - i : p->w->tiles - tile, count = left < TILES_TOGETHER ? left : TILES_TOGETHER;
-            tiles_amx(p, tile, (int)count, row, rows);
+            store_amx_tiles(p, tile, (int)count, row, rows);
             i += count - 1;
             continue;
         }

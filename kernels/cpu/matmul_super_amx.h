@@ -12,10 +12,8 @@
 
 #if LL_AMX
 #define TILE_BYTES (AMX_ROWS * 64) /* of a tile: 16 rows of x with 64 inputs, or 16 quads of codes with 16 columns */
-#define TILES_TOGETHER 4           /* of the weight that are computed together */
 #define TILE_STEPS (SUPER / 64)    /* tiles that 256 inputs take */
 
-typedef float tile_part[SLAB * TILE];
 typedef int32_t tiles_sums[6][AMX_ROWS][VW]; /* of both halves of the columns: high * high, high * low and low * high, low * low */
 /* What all rows share of 256 inputs. */
 typedef struct {

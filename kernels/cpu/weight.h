@@ -56,7 +56,7 @@ int64_t ll_layout(ll_weight *w)
     int sub = w->scale_kind == NUM_SUB8 || w->min_kind == NUM_SUB8;
     w->supers = sub ? (w->blocks * BLOCK + SUPER - 1) / SUPER : 0;
     w->section = w->groups && w->blocks % SUPER_BLOCKS == 0 && SUPER % w->group == 0 ? SUPER_BLOCKS : w->blocks;
-    /* AMX takes the codes of several blocks end to end; narrower vectors were not measured. */
+    /* Narrower vectors were not measured. */
     if (VW == 16 && LL_VNNI && MANY_PAIRS && w->code == CODE_8 && w->group == BLOCK && w->min_kind == NUM_NONE) w->section = 1;
     const int64_t sections = w->blocks / w->section, groups = w->groups / sections, supers = w->supers / sections;
     w->at_min = round_up(groups * TILE * number_bytes(w->scale_kind), 64);

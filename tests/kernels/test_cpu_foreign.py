@@ -186,7 +186,8 @@ def check_rows(lib: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (linear, layout):
         monkeypatch.setattr(module, "lib", lambda: lib)
     # 256 inputs three times, and more tiles of 32 rows than are computed together
-    several = {f"{name} of 768": gguf_weight(name, 200, 768) for name in ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")}
+    names = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
+    several = {f"{name} of 768": gguf_weight(name, 200, 768) for name in names}
     for name, weight in (weights() | several).items():
         prepared = linear.prepare(weight)
         rows = ((13, 0), (16, 0), (40, 0), (150, 0), (16, 2), (40, 2))
