@@ -469,12 +469,19 @@ static const few_tiles *few_rows(const ll_weight *w, int64_t m, int one)
     }
 }
 
+#if LL_AMX
+/* From so many rows on tiles are used (one Emerald Rapids core, 2,048 x 2,048, billion multiply-adds a second with tiles and
+ * without: Q4_K 16 rows 198 and 124, where a tile holds as many; Q6_K, whose chains are short, 24 rows 116 and 127, 32 rows 147 and
+ * 132; Q4_1 24 rows 94 and 110, 32 rows 118 and 111). */
+INLINE int64_t amx_from(const ll_weight *w) { return is_super(w) && chain_of((int)w->code) > 2 ? 12 : 32; }
+#endif
+
 /* How a product of integers with m rows takes them; `takes`: TAKE_INT8, or 16 bits. */
 static int x_form(const ll_weight *w, int64_t m, int64_t takes)
 {
     if (LL_VNNI && takes == TAKE_INT8) return X_BYTES;
 #if LL_AMX
-    if (amx_on && m >= AMX_ROWS) return is_super(w) ? X_SUPER_TILES : digits_are_exact(w) ? X_DIGITS : X_TILES;
+    if (amx_on && m >= amx_from(w)) return is_super(w) ? X_SUPER_TILES : digits_are_exact(w) ? X_DIGITS : X_TILES;
 #endif
     if (is_super(w)) return few_rows(w, m, 0) ? X_SUPER_PLANES : takes == TAKE_INT16 && strassen_pays(w, m) ? X_STRASSEN : X_SUPER_PAIRS;
     if (few_rows(w, m, 0)) return X_PLANES;
