@@ -481,7 +481,7 @@ static int x_form(const ll_weight *w, int64_t m, int64_t takes)
 {
     if (LL_VNNI && takes == TAKE_INT8) return X_BYTES;
 #if LL_AMX
-    if (amx_on && m >= amx_from(w)) return is_super(w) ? X_SUPER_TILES : digits_are_exact(w) ? X_DIGITS : X_TILES;
+    if (amx_on && m >= amx_from(w) && !few_rows(w, m, 0)) return is_super(w) ? X_SUPER_TILES : digits_are_exact(w) ? X_DIGITS : X_TILES;
 #endif
     if (is_super(w)) return few_rows(w, m, 0) ? X_SUPER_PLANES : takes == TAKE_INT16 && strassen_pays(w, m) ? X_STRASSEN : X_SUPER_PAIRS;
     if (few_rows(w, m, 0)) return X_PLANES;
