@@ -550,6 +550,7 @@ static void prepare_activations(const ll_weight *w, activations *a, uint8_t *mem
         /* rows past the end have the next 256 inputs, or nothing: numbers that are tiny by chance would take a hundred cycles each */
         memset(job.meta + w->supers * a->meta_step, 0, (size_t)((rows_read(a) - a->m) * a->meta_stride) * sizeof(xblock));
     }
+    else if (x_is_tiles(a->form)) memset(job.meta + a->m * a->meta_stride, 0, (size_t)((rows_read(a) - a->m) * a->meta_stride) * sizeof(xblock));
     a->floats = copy ? job.floats : a->x;
     a->stride = copy ? w->blocks * BLOCK : w->k;
     if (a->exact && !copy && !has_min) return;

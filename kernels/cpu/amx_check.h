@@ -27,6 +27,7 @@ static int amx_agrees(int64_t code, int64_t group, int64_t zero, int super, int6
     const int64_t k = super ? 2 * SUPER : 160;
     const int64_t scales = super ? NUM_SUB8 : NUM_F32, mins = super && !zero ? NUM_SUB8 : NUM_NONE;
     ll_weight w = {.n = N, .k = k, .code = code, .scale_kind = scales, .min_kind = mins, .zero_offset = zero, .group = group};
+    for (int i = 0; i < 16; i++) w.table[i] = (uint8_t)(i * 17);
     const int64_t bytes = ll_layout(&w);
     uint8_t *data = aligned_alloc(64, (size_t)round_up(bytes, 64));
     float *x = malloc(sizeof(float) * (size_t)(M * k)), *out = malloc(sizeof(float) * 2 * M * N);
@@ -35,8 +36,8 @@ static int amx_agrees(int64_t code, int64_t group, int64_t zero, int super, int6
     for (int64_t i = 0; same && i < bytes; i++) data[i] = (uint8_t)((seed = seed * 1664525 + 1013904223) >> 24);
     for (int64_t i = 0; same && i < w.tiles * (w.blocks / w.section); i++) {
         uint8_t *at = data + i * w.section_bytes;
-        for (int64_t j = 0; !super && j < w.groups * TILE; j++) ((float *)at)[j] = (float)((seed = seed * 1664525 + 1013904223) >> 20) * 0x1p-16f;
-        for (int64_t j = 0; mins != NUM_NONE && j < w.at_super_scale; j++) at[j] &= 63;
+        for (int64_t j = 0; !super && j < w.groups / (w.blocks / w.section) * TILE; j++) ((float *)at)[j] = (float)((seed = seed * 1664525 + 1013904223) >> 20) * 0x1p-16f;
+        for (int64_t j = 0; super && code != CODE_6 && j < w.at_super_scale; j++) at[j] = (uint8_t)((at[j] & 63) - (mins == NUM_NONE ? 32 : 0)); /* as formats have them */
         for (int64_t j = w.at_super_scale; super && j < w.at_codes; j += 2) at[j + 1] = 0x1c; /* 0.004 to 0.005 */
     }
     for (int64_t i = 0; same && i < M * k; i++) x[i] = (float)(int32_t)(seed = seed * 1664525 + 1013904223) * 0x1p-28f;
@@ -64,6 +65,7 @@ int64_t ll_amx(void)
     for (int64_t takes = TAKE_INT16; on && takes <= TAKE_INT8; takes += TAKE_INT8)
         on = amx_agrees(CODE_8, 32, 32, 0, takes) && amx_agrees(CODE_5, 32, 16, 0, takes) && amx_agrees(CODE_4, 32, 8, 0, takes) && amx_agrees(CODE_6, 16, 32, 0, takes);
     on = on && amx_agrees(CODE_4, 32, 0, 1, TAKE_INT16) && amx_agrees(CODE_5, 32, 0, 1, TAKE_INT16) && amx_agrees(CODE_6, 16, 32, 1, TAKE_INT16);
+    on = on && amx_agrees(CODE_2, 16, 0, 1, TAKE_INT16) && amx_agrees(CODE_3, 16, 4, 1, TAKE_INT16) && amx_agrees(CODE_4T, 32, 128, 1, TAKE_INT16);
     amx_on = on;
     pthread_mutex_unlock(&pool.lock);
 #endif

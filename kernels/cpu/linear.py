@@ -1,4 +1,4 @@
-"""`linear` in C for the CPU: every canonical form, repacked into tiles of 16 rows (`layout`).
+"""`linear` in C for the CPU: every canonical form, repacked into tiles of 32 rows (`layout`).
 
 Three implementations of the same layouts. `c_int16` rounds activations to 16 bits per 32 of them (K-quants: 14 bits per
 256, except with Arm's products of bytes) and sums integers exactly; `c_float32` keeps them, for dense weights and for a

@@ -72,8 +72,8 @@ static void widen_digits(const ll_weight *w, const uint8_t *codes, int64_t count
     }
 }
 
-/* Tiles 0..3: sums, of bytes the high ones of both halves of the columns in 0 and 2, the low ones in 1 and 3; else those of one
- * group in 0 and 1, of the next in 2 and 3. 4, 5: digits or bytes of 16 rows of x. 6, 7: codes, [pairs or quads][16 lanes]. */
+/* Tiles 0..3: sums, of two planes the high ones of both halves of the columns in 0 and 2, the low ones in 1 and 3; else those of
+ * one group in 0 and 1, of the next in 2 and 3. 4, 5: digits or bytes of 16 rows of x. 6, 7: codes, [pairs or quads][16 lanes]. */
 static void amx_configure(int held, int halves)
 {
     const int rows = held == AMX_DIGITS ? AMX_ROWS : 8 / halves;
@@ -214,6 +214,7 @@ static int64_t chunk_amx_rows(const chunk *k, int64_t rows, int held, int halves
     rows = held == AMX_BYTES ? rows - rows % AMX_ROWS : round_up(rows, AMX_ROWS);
     if (!amx_on || !rows) return 0;
     amx_configure(held, halves);
+    __asm__ volatile("" ::: "memory"); /* gcc does not know that tiles are loaded from codes */
     switch (held * 4 + (halves == 2) * 2 + !!has_min) {
     case 0: chunk_amx(k, rows, 0, 1, 0); break;
     case 1: chunk_amx(k, rows, 0, 1, 1); break;

@@ -471,7 +471,7 @@ static const few_tiles *few_rows(const ll_weight *w, int64_t m, int one)
 
 #if LL_AMX
 /* From so many rows on tiles are used (one Emerald Rapids core, 2,048 x 2,048, billion multiply-adds a second with tiles and
- * without: Q4_K 16 rows 198 and 124, where a tile holds as many; Q6_K, whose chains are short, 24 rows 116 and 127, 32 rows 147 and
+ * without: Q4_K 12 rows 181 and 145, 16 rows 234 and 149, Q5_K 12 rows 134 and 120; Q6_K, whose chains are short, 24 rows 116 and 127, 32 rows 147 and
  * 132; Q4_1 24 rows 94 and 110, 32 rows 118 and 111). */
 INLINE int64_t amx_from(const ll_weight *w) { return is_super(w) && chain_of((int)w->code) > 2 ? 12 : 32; }
 #endif

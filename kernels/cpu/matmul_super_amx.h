@@ -155,6 +155,7 @@ INLINE void tiles_sums_as(const product *p, const int64_t *tiles, int count, int
             tiles_factors *f = &factors[at_factors = at_factors == 2 ? 0 : at_factors + 1];
             tiles_widen(at + w->at_codes, at, code, halves, table, has_min, (int32_t)w->zero_offset, codes);
             tiles_factors_of(w, at, halves, has_min, f);
+            __asm__ volatile("" ::: "memory"); /* gcc does not know that tiles are loaded from codes */
             for (int64_t r = 0; r < rows; r += AMX_ROWS) {
                 if (s + 1 == w->supers) fetch_out(p, tiles[i], row + r, rows - r < AMX_ROWS ? rows - r : AMX_ROWS);
                 for (const uint8_t *some = ask + bytes * AMX_ROWS / rows; ask < some && ask < end; ask += 64) __builtin_prefetch(ask, 0, 2);

@@ -7,7 +7,7 @@
 
 #define CHUNK 16               /* blocks whose scales are expanded at a time */
 /* Up to so many rows of x unpack codes in registers (Cascade Lake 24. One Zen 4 core, 3,072 x 576 of Q4_1, billion
- * multiply-adds a second: 16 rows 83 and 85 otherwise, 24 rows 83 and 96). AMX has rows of 16. */
+ * multiply-adds a second: 16 rows 83 and 85 otherwise, 24 rows 83 and 96. One Emerald Rapids core with AMX, 16 rows: 97 and 108). */
 #define FEW (!LL_VNNI ? 3 : LL_AMX || VW != 16 ? 12 : ll_amd ? 16 : 24)
 /* The same for groups of 16 (one Zen 4 core, Q6_K 9,728 x 2,560: 1.79 ms for 4 rows, else 2.44; 2.95 and 3.07 for 6). */
 #define FEW_HALF (!LL_VNNI ? 3 : 6)

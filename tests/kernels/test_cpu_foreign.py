@@ -187,11 +187,16 @@ def check_rows(lib: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "lib", lambda: lib)
     # 256 inputs three times, and more tiles of 32 rows than are computed together
     names = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
-    several = {f"{name} of 768": gguf_weight(name, 200, 768) for name in names}
+    several = {f"{name} of 768": gguf_weight(name, 136, 768) for name in names}
+    ints, scales = torch.randint(-128, 128, (136, 768), dtype=torch.int8), torch.rand(136, 24).half()
+    codes, bytes_ = (torch.randint(0, top, (136, n), dtype=torch.uint8) for top, n in ((256, 384), (120, 48)))
+    several["int8 of 768"] = Weight("int8", (136, 768), ints, scales, group_size=32)
+    several["int4 of 768"] = Weight("int4g", (136, 768), codes, scales, group_size=32)
+    several["fp4g16 of 768"] = Weight("fp4g16", (136, 768), codes, bytes_.view(torch.float8_e4m3fn))
     for name, weight in (weights() | several).items():
         prepared = linear.prepare(weight)
         rows = ((13, 0), (16, 0), (40, 0), (150, 0), (16, 2), (40, 2))
-        for m, takes in (*rows, (261, 0)) if name in several else rows:
+        for m, takes in ((13, 0), (37, 0), (261 if name == "Q5_K of 768" else 16, 0)) if name in several else rows:
             if takes and weight.form == "dense":
                 continue
             x = torch.randn(m, weight.shape[1])
