@@ -338,8 +338,8 @@ static __attribute__((noinline)) void amx_tiles(const product *p, const int64_t 
     _Alignas(64) chunk_numbers of;
     _Alignas(64) uint16_t digits[64];
     int32_t values[64];
-    code_values(w, values);
-    for (int i = 0; i < 64; i++) digits[i] = (uint16_t)(bits_f32((float)values[i]) >> 16);
+    if (of_digits) code_values(w, values);
+    for (int i = 0; of_digits && i < 64; i++) digits[i] = (uint16_t)(bits_f32((float)values[i]) >> 16);
     for (int i = 0; i < count; i++) memset(parts[i], 0, (size_t)round_up(rows, AMX_ROWS) * TILE * 4);
     for (int64_t first = 0; first < w->blocks; first += step)
         for (int i = 0; i < count; i++) {
