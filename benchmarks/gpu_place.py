@@ -16,7 +16,7 @@ from localllm.config import EngineOptions
 from localllm.device import MachineFacts, machine
 from localllm.engine.engine import Engine
 from localllm.kernels import table
-from localllm.kernels.triton import ops
+from localllm.kernels.triton import ops, product, product_tiles
 from localllm.kernels.verify.tuning import gpu_seconds
 from localllm.models.architectures.facts import ModelFacts
 from localllm.models.model import Model
@@ -24,6 +24,7 @@ from localllm.plan.plan import Plan
 from localllm.plan.planner import Planner
 
 GIB = 1 << 30
+ROWS = 32  # of a program of `gemv_kernel` in a rehearsal: the interpreter takes 18 ms for one, of however many
 
 
 @dataclass(frozen=True)
@@ -215,6 +216,12 @@ def as_on_card() -> None:
         op: tuple(replace(impl, fits=partial(fits, impl.fits)) for impl in found) for op, found in ops.IMPLS.items()
     }
     table.BACK_ENDS = (impls, table.PLAIN)
+    usual = product_tiles.gemv_tiles
+
+    def gemv_tiles(*shape: Any, **more: Any) -> tuple[product_tiles.Tile, ...]:
+        return tuple({**tile, "rows": ROWS} for tile in usual(*shape, **more))
+
+    product.gemv_tiles = product_tiles.gemv_tiles = gemv_tiles  # type: ignore[assignment]
 
 
 def _again(run: Callable[[], Any]) -> Any:
