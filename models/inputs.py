@@ -24,7 +24,7 @@ class ImageRows:
     sequence: int  # whose: a row of the block tables
     first: int  # row of the step
     position: int  # in its sequence
-    vectors: Tensor  # [rows, hidden], what they have in place of an embedding
+    vectors: Tensor  # [rows, hidden], what they have in place of an embedding; then what is added behind first layers
 
 
 @dataclass(frozen=True, slots=True)

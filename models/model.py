@@ -32,6 +32,7 @@ from localllm.kernels.segments import KernelTable, with_images
 
 from .adapters import Adapters
 from .architectures.facts import ModelFacts, layer_views
+from .architectures.vision import GridFacts
 from .inputs import ForwardBatch
 from .kv_cache import CacheGroup, KVCache, state_groups
 from .vision_pooled import AnyTower
@@ -138,7 +139,25 @@ class Model:
         kind = vision.bidirectional if batch.images and vision is not None else ""
         decoder = with_images(self.table, batch.images, kind == "windowed") if kind else self.table.decoder
         apart = {} if batch.state_starts is None else {"state_starts": batch.state_starts}
+        if batch.images and isinstance(vision, GridFacts) and vision.taps:
+            first = self._span.start or 0
+            for number in range(first, min(len(vision.taps), first + len(calls))):
+                # lists: kernels keep what they know of tuples
+                one = list(calls[:1]), list(kept[:1])
+                x = self._with_deeper(decoder(x, *one, views, *lens, None, batch.slots, inputs, **apart), batch, number)
+                calls, kept = calls[1:], kept[1:]
+            if not calls:
+                return x if wanted is None else x[wanted]
+            calls, kept = list(calls), list(kept)  # type: ignore[assignment]
         return decoder(x, calls, kept, views, *lens, wanted, batch.slots, inputs, **apart)
+
+    def _with_deeper(self, x: Tensor, batch: ForwardBatch, number: int) -> Tensor:
+        """With what images add behind a layer: their second vector behind the first one."""
+        size = x.shape[1]
+        for image in batch.images:
+            added = image.vectors[:, (number + 1) * size : (number + 2) * size]
+            x[image.first : image.first + added.shape[0]] += added.to(x.dtype)
+        return x
 
     def step(self, batch: ForwardBatch, cache: KVCache, finds_best: bool = False) -> Stepped:
         """`forward` and `logits` of a batch whose every token's logits are wanted, valid until the next step; the first
@@ -174,7 +193,7 @@ class Model:
         """What stands for the tokens of a step: [num_tokens, hidden]."""
         x = self.embedding(batch.token_ids, batch.positions)
         for image in batch.images:
-            x[image.first : image.first + image.vectors.shape[0]] = image.vectors.to(x.dtype)
+            x[image.first : image.first + image.vectors.shape[0]] = image.vectors[:, : x.shape[1]].to(x.dtype)
         return x
 
     def _ids_for_layers(self, batch: ForwardBatch) -> Tensor:

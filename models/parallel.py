@@ -200,7 +200,7 @@ def _described(batch: ForwardBatch) -> Message:
         "seq_lens": batch.seq_lens,
         "shapes": [None if one is None else list(one.shape) for one in tensors],
         "wide": [one is not None and one.dtype == torch.int64 for one in tensors],
-        "images": [(one.sequence, one.first, one.position, one.vectors.shape[0]) for one in batch.images],
+        "images": [(one.sequence, one.first, one.position, *one.vectors.shape) for one in batch.images],
     }
 
 
@@ -210,7 +210,7 @@ def _tell_tensors(batch: ForwardBatch, ranks: Ranks) -> None:
         ranks.told(image.vectors.float().contiguous())
 
 
-def _heard(message: Message, ranks: Ranks, hidden: int, device: torch.device) -> ForwardBatch:
+def _heard(message: Message, ranks: Ranks, device: torch.device) -> ForwardBatch:
     """The batch that rank 0 describes, its tensors taken from it."""
     shapes: list[list[int] | None] = message["shapes"]
     sizes = [0 if shape is None else math.prod(shape) for shape in shapes]
@@ -221,8 +221,8 @@ def _heard(message: Message, ranks: Ranks, hidden: int, device: torch.device) ->
     ]
     token_ids, positions, starts, lens, rows, slots, image_positions, *groups = parts
     images = tuple(
-        ImageRows(sequence, first, position, ranks.told(torch.empty(count, hidden, device=device)))
-        for sequence, first, position, count in message["images"]
+        ImageRows(sequence, first, position, ranks.told(torch.empty(*shape, device=device)))
+        for sequence, first, position, *shape in message["images"]
     )
     assert token_ids is not None and positions is not None and starts is not None and lens is not None
     assert rows is not None
@@ -305,7 +305,7 @@ class Follower:
             model.logits(torch.empty(size, dtype=model.embedding.dtype, device=device))
         elif do in ("forward", "step"):
             assert self._cache is not None
-            batch = _heard(message, model.ranks, model.facts.hidden_size, device)
+            batch = _heard(message, model.ranks, device)
             if do == "step":
                 model.step(batch, self._cache)
             else:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +18,19 @@ from .reader import Reader
 from .vision import LayerNorm, Parts, TowerLayer
 
 
+class Merger(NamedTuple):
+    """Squares of patches -> a vector each; a norm as wide as a square is one of all of it, else of every patch."""
+
+    norm: LayerNorm
+    fc1: Linear
+    fc2: Linear
+
+    def __call__(self, x: Tensor, facts: GridFacts) -> Tensor:
+        """[patches, hidden] -> [tokens, hidden of the decoder]"""
+        squares = self.norm(x.view(-1, *self.norm.weight.shape), facts.eps).view(-1, facts.hidden * facts.merge**2)
+        return self.fc2(functional.gelu(self.fc1(squares)))
+
+
 @dataclass(frozen=True)
 class GridTower:
     """The tower and what makes one vector of a square of patches; patches lie square by square."""
@@ -26,13 +41,14 @@ class GridTower:
     patch_bias: Tensor
     positions: Tensor  # [1, hidden, side, side]
     layers: tuple[TowerLayer, ...]
-    norm: LayerNorm
-    fc1: Linear
-    fc2: Linear
+    merger: Merger
+    deep: Mapping[int, Merger]  # of layers whose results the decoder gets as well
 
     @torch.inference_mode()
     def __call__(self, pixels: Tensor) -> Tensor:
-        """uint8 [height, width, 3], sizes that `GridFacts.fitted` gives -> [tokens, hidden of the decoder]."""
+        """uint8 [height, width, 3], sizes that `GridFacts.fitted` gives -> [tokens, hidden of the decoder]; with `taps`
+        so many for the layers of the decoder behind them.
+        """
         facts, device = self.facts, self.positions.device
         rows, columns = pixels.shape[0] // facts.patch_size, pixels.shape[1] // facts.patch_size
         mean, std = (torch.tensor(values, device=device) * 255 for values in (facts.mean, facts.std))
@@ -45,12 +61,14 @@ class GridTower:
         del given, squares, patches, at
         x = x.to(self.dtype)
         cos, sin = self._turns(rows, columns)
-        for layer in self.layers:
+        deep = []
+        for index, layer in enumerate(self.layers):
             x = x + layer.out(self._attended(layer.qkv(layer.norm1(x, facts.eps)), cos, sin))
             inner = layer.fc1(layer.norm2(x, facts.eps))
             x = x + layer.fc2(functional.gelu(inner, approximate="tanh"))
-        merged = self.norm(x, facts.eps).view(-1, facts.hidden * merge**2)
-        return self.fc2(functional.gelu(self.fc1(merged)))
+            if index in self.deep:
+                deep.append(self.deep[index](x, facts))
+        return torch.cat([self.merger(x, facts), *deep], -1)
 
     def _by_square(self, values: Tensor) -> Tensor:
         """[rows, columns, n], a patch each -> [patches, n]"""
@@ -79,10 +97,12 @@ class GridTower:
     @property
     def nbytes(self) -> int:
         """Bytes of its prepared weights."""
+        mergers = [self.merger, *self.deep.values()]
         linears = [one for layer in self.layers for one in (layer.qkv, layer.out, layer.fc1, layer.fc2)]
-        norms = [self.norm, *(norm for layer in self.layers for norm in (layer.norm1, layer.norm2))]
-        own = (self.patches, self.patch_bias, self.positions, *(part for norm in norms for part in norm))
-        return sum(one.nbytes for one in (*linears, self.fc1, self.fc2)) + sum(one.nbytes for one in own)
+        linears += [one for merger in mergers for one in (merger.fc1, merger.fc2)]
+        norms = [norm for layer in self.layers for norm in (layer.norm1, layer.norm2)]
+        parts = (part for norm in (*norms, *(merger.norm for merger in mergers)) for part in norm)
+        return sum(one.nbytes for one in (*linears, self.patches, self.patch_bias, self.positions, *parts))
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -105,7 +125,12 @@ def load_grid_tower(reader: Reader, facts: GridFacts) -> GridTower:
             fc2=parts.linear(f"{start}mlp.linear_fc2"),
         )
 
+    def merger(start: str) -> Merger:
+        fc1, fc2 = (parts.linear(f"{start}.linear_fc{number}") for number in (1, 2))
+        return Merger(parts.norm(f"{start}.norm"), fc1, fc2)
+
     kernels = [parts.tensor(f"vision.patch_embed.proj.weight{end}").sum(2) for end in facts.kernels]
+    last, *deep = map(merger, facts.mergers)
     table = parts.tensor("vision.pos_embed.weight").t().reshape(1, facts.hidden, facts.side, facts.side)
     return GridTower(
         facts,
@@ -114,7 +139,6 @@ def load_grid_tower(reader: Reader, facts: GridFacts) -> GridTower:
         parts.tensor("vision.patch_embed.proj.bias"),
         table.contiguous(),
         tuple(layer(f"vision.blocks.{index}.") for index in range(facts.num_layers)),
-        parts.norm("vision.merger.norm"),
-        parts.linear("vision.merger.linear_fc1"),
-        parts.linear("vision.merger.linear_fc2"),
+        last,
+        dict(zip(facts.taps, deep, strict=True)),
     )

@@ -45,6 +45,8 @@ _GRID = {
     "ffn_up": "vision.blocks.{}.mlp.linear_fc1",
     "ffn_down": "vision.blocks.{}.mlp.linear_fc2",
     "v.post_ln": "vision.merger.norm",
+    "deepstack norm": "vision.deepstack_merger_list.{}.norm",
+    **{f"deepstack fc{number}": f"vision.deepstack_merger_list.{{}}.linear_fc{number}" for number in (1, 2)},
     "mm.0": "vision.merger.linear_fc1",
     "mm.2": "vision.merger.linear_fc2",
 }
@@ -136,13 +138,12 @@ _INSTEAD = {"<image_soft_token>": b"<mask>"}  # a control token, so that no text
 
 def _grid(found: Projector) -> ImageFacts | None:
     keys, ropes = found.keys, found.text.ropes
-    deep = keys.raw("is_deepstack_layers")
-    if isinstance(deep, np.ndarray) and deep.any():
-        raise bad(keys.path, "layers that add to the decoder's are not computed", key="clip.vision.is_deepstack_layers",
-                  hint=OTHER_HINT, error=UnsupportedModel)  # fmt: skip
-    sizes = found.numbers(depth="block_count", num_heads="attention.head_count", out_hidden_size="projection_dim")
+    sizes: dict[str, Any] = found.numbers(
+        depth="block_count", num_heads="attention.head_count", out_hidden_size="projection_dim"
+    )
     square = found.numbers(image="image_size", patch="patch_size")
     sizes |= {"num_position_embeddings": (square["image"] // square["patch"]) ** 2, "temporal_patch_size": 1}
+    sizes["deepstack_visual_indexes"] = _taps(found.file)
     sizes["spatial_merge_size"] = keys.integer("spatial_merge_size", 1, 16, 2)
     sections = found.model.metadata.get(f"{found.text.source_architecture}.rope.dimension_sections")
     stated: list[int] = SECTIONS
@@ -194,7 +195,7 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "qwen3vl_merger": Kind(("qwen35", "qwen35moe"), _GRID, _grid),
+    "qwen3vl_merger": Kind(("qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe"), _GRID, _grid),
     "gemma3": Kind(("gemma3",), _SIGLIP, _siglip),
     "gemma4v": Kind(("gemma4",), _POOLED, _pooled),
 }
@@ -277,6 +278,13 @@ def _read(path: Path, model: Checkpoint, text: ModelFacts, named: bool = False) 
 
 
 _BLOCK, _TOP = re.compile(r"v\.blk\.(\d{1,4})\.(\w+)(\..+)"), re.compile(r"()((?:v|mm)\.\w+)(.*)")
+_DEEP = re.compile(r"v\.deepstack\.(\d{1,4})\.(\w+)(\..+)")
+
+
+def _taps(file: Checkpoint) -> list[int]:
+    """Layers whose results are made into vectors for the decoder's first layers."""
+    stated = file.metadata.get("clip.vision.is_deepstack_layers")
+    return np.flatnonzero(stated).tolist() if isinstance(stated, np.ndarray) else []
 
 
 def _renamed(file: Checkpoint, names: Mapping[str, str]) -> dict[str, TensorInfo]:
@@ -286,17 +294,22 @@ def _renamed(file: Checkpoint, names: Mapping[str, str]) -> dict[str, TensorInfo
     down = file.tensors.get("v.blk.0.ffn_down.weight")
     if down is not None and down.shape[0] == inner and down.shape[-1] != inner:  # the first files of Gemma 3
         names = {**names, "ffn_up": names["ffn_down"], "ffn_down": names["ffn_up"]}
+    taps = _taps(file)
     for name, info in file.tensors.items():
         if name.startswith(("a.", "mm.a.")):
             continue
-        match = _BLOCK.fullmatch(name) or _TOP.fullmatch(name)
+        deep = _DEEP.fullmatch(name)
+        match = deep or _BLOCK.fullmatch(name) or _TOP.fullmatch(name)
         module, rest = (match[2], match[3]) if match else (name, "")
+        if deep:  # called by the layer, not by its place among those that are listed
+            module = f"deepstack {module}"
         whole = names.get(module + rest)
         ours = whole or names.get(module, "")
-        if not match or not ours or (match[1] and int(match[1]) >= MAX_LAYERS):
+        known = match and ours and (int(deep[1]) in taps if deep else not match[1] or int(match[1]) < MAX_LAYERS)
+        if not match or not known:
             raise bad(file.path, "is not read: it belongs to another kind of tower", key=name, hint=OTHER_HINT,
                       error=UnsupportedModel)  # fmt: skip
-        ours = ours.format(match[1]) + ("" if whole else rest)
+        ours = ours.format(taps.index(int(deep[1])) if deep else match[1]) + ("" if whole else rest)
         shape = info.shape
         if ours == "vision.patch_embedder.input_proj.weight":
             shape = (shape[0], math.prod(shape[1:]))

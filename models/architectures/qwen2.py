@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from localllm.checkpoint.fields import MAX_LAYERS
 
@@ -11,6 +11,7 @@ from .facts import ModelFacts, repeated
 from .gguf import GgufConfig
 from .hf import HfConfig
 from .layers import LayerFacts
+from .vision import ImageFacts
 
 # What configurations may leave out.
 DEFAULTS = {
@@ -34,7 +35,8 @@ class Qwen2(Architecture):
         ("internvl", "llava_onevision", "got_ocr2", "fast_vlm", "ovis2", "video_llama_3", "qwen2_audio"), "qwen2"
     )
     hf_classes = ("Qwen2ForCausalLM",)
-    gguf_types = ("qwen2",)
+    # positions in three dimensions are one in text; the last name is Ollama's
+    gguf_types: ClassVar[tuple[str, ...]] = ("qwen2", "qwen2vl", "qwen25vl")
     own: dict[str, Any] = {}
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
@@ -43,7 +45,11 @@ class Qwen2(Architecture):
         first = config.keys.integer("max_window_layers", 0, MAX_LAYERS)
         enabled = config.keys.flag("use_sliding_window") and config.window is not None
         windows = config.windows(lambda layer: layer >= first, enabled=enabled)
-        return config.facts(repeated(layer, windows), context)
+        return config.facts(repeated(layer, windows), context, vision=self.vision(config, rope.dim // 2))
+
+    def vision(self, config: HfConfig, half: int) -> ImageFacts | None:
+        """The tower of those that have one which is computed here; `half` pairs of a head's dimensions turn."""
+        return None
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         rope, context = config.rope()

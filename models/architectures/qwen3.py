@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+from localllm.checkpoint import Checkpoint
+
+from .hf import HfConfig
+from .names import NameMap
 from .qwen2 import DEFAULTS, Qwen2
+from .qwen_vision import VL_SECTIONS, grid_vision, hf_axes, with_grid
+from .vision import ImageFacts
 
 
 class Qwen3(Qwen2):
     """Its head size does not follow from the hidden size."""
 
     name = "qwen3"
-    label = "Qwen3"
+    label = "Qwen3, Qwen3-VL"
     hf_types = {
         "qwen3": DEFAULTS | {"head_dim": 128},
         "qwen3_vl_text": DEFAULTS | {"head_dim": 128, "max_position_embeddings": 128_000, "rope_theta": 500_000.0},
     }
     hf_wrappers = {"qwen3_vl": "qwen3_vl_text", "lighton_ocr": "qwen3"}
     hf_classes = ("Qwen3ForCausalLM",)
-    gguf_types = ("qwen3",)
+    gguf_types = ("qwen3", "qwen3vl")
     own = {"qk_norm": True}
+
+    def vision(self, config: HfConfig, half: int) -> ImageFacts | None:
+        return grid_vision(config.tower, hf_axes(config, half, VL_SECTIONS))
+
+    def names(self, checkpoint: Checkpoint) -> NameMap:
+        return with_grid(super().names(checkpoint), checkpoint)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from localllm.checkpoint import Checkpoint
+
 from .architecture import Architecture
 from .facts import ModelFacts
 from .gguf import GgufConfig
 from .hf import HfConfig
 from .layers import LayerFacts
+from .names import NameMap
+from .qwen_vision import VL_SECTIONS, grid_vision, hf_axes, with_grid
 
 
 class Qwen3Moe(Architecture):
     """Layers may have a dense feed-forward layer instead."""
 
     name = "qwen3_moe"
-    label = "Qwen3 MoE"
+    label = "Qwen3 MoE, Qwen3-VL MoE"
     hf_types = {
         "qwen3_moe": {
             "num_local_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "sliding_window": 4096,
@@ -26,7 +30,7 @@ class Qwen3Moe(Architecture):
     }  # fmt: skip
     hf_wrappers = {"qwen3_vl_moe": "qwen3_vl_moe_text"}
     hf_classes = ("Qwen3MoeForCausalLM",)
-    gguf_types = ("qwen3moe",)
+    gguf_types = ("qwen3moe", "qwen3vlmoe")
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
         rope, context = config.rope()
@@ -38,7 +42,12 @@ class Qwen3Moe(Architecture):
         )
         dense = config.dense_layers()
         kinds = LayerFacts(attention, experts), LayerFacts(attention, config.dense(act))
-        return config.facts(tuple(kinds[layer in dense] for layer in range(config.num_layers)), context)
+        layers = tuple(kinds[layer in dense] for layer in range(config.num_layers))
+        axes = hf_axes(config, rope.dim // 2, VL_SECTIONS)
+        return config.facts(layers, context, vision=grid_vision(config.tower, axes))
+
+    def names(self, checkpoint: Checkpoint) -> NameMap:
+        return with_grid(super().names(checkpoint), checkpoint)
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         rope, context = config.rope()

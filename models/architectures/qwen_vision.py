@@ -1,19 +1,22 @@
-"""The tower of Qwen3.5's files as facts: `vision_config`, `preprocessor_config.json`, and the decoder's sections."""
+"""The tower of Qwen3-VL's and Qwen3.5's files: `vision_config`, `preprocessor_config.json`, the decoder's sections."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from localllm.checkpoint import Checkpoint
 from localllm.checkpoint.fields import MAX_LAYERS, MAX_VOCAB, Fields
 
 from .hf import Described, HfConfig, below, object_of
+from .names import NameMap
 from .vision import MAX_IMAGE_TOKENS, GridFacts
 
 _END = "patch_embed.proj.weight"
-SECTIONS = [11, 11, 10]  # pairs that turn by time, row and column
+SECTIONS = [11, 11, 10]  # pairs that turn by time, row and column, where files do not say it
+VL_SECTIONS = [24, 20, 20]  # Qwen3-VL's, which turns whole heads
 MIN_PIXELS, MAX_PIXELS = 1 << 16, 1 << 24  # what files without a processor's configuration mean
 SHARE = 0.5  # mean and deviation of a colour, where they are not stated
 
@@ -24,6 +27,11 @@ def grid_parts(checkpoint: Checkpoint) -> dict[str, str]:
     return {} if start is None else {"vision.": start}
 
 
+def with_grid(names: NameMap, checkpoint: Checkpoint) -> NameMap:
+    """With what the tower's tensors begin with in safetensors."""
+    return names if checkpoint.kind == "gguf" else replace(names, parts=names.parts | grid_parts(checkpoint))
+
+
 def grid_vision(given: Described | None, axes: tuple[int, ...]) -> GridFacts | None:
     """The tower, where files have one that is computed here; limits are far above those of published models.
 
@@ -32,8 +40,8 @@ def grid_vision(given: Described | None, axes: tuple[int, ...]) -> GridFacts | N
     if given is None:
         return None
     own = below(given.top, "vision_config")
-    if own.raw("deepstack_visual_indexes") or own.text("hidden_act", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
-        return None  # layers that add to the decoder's, another function: the text part runs
+    if own.text("hidden_act", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
+        return None  # another function: the text part runs
     hidden, heads = own.integer("hidden_size", 4, 1 << 14, 1152), own.integer("num_heads", 1, 1 << 10, 16)
     if hidden % (4 * heads):
         raise own.fail("hidden_size", f"is {hidden}, no multiple of 4 for each of {heads} heads")
@@ -41,11 +49,16 @@ def grid_vision(given: Described | None, axes: tuple[int, ...]) -> GridFacts | N
     places = own.integer("num_position_embeddings", 1, 1 << 20, 2304)
     if math.isqrt(places) ** 2 != places:
         raise own.fail("num_position_embeddings", f"is {places}, no square number")
-    factor = patch * merge
+    factor, depth = patch * merge, own.integer("depth", 1, MAX_LAYERS, 27)
+    taps = own.raw("deepstack_visual_indexes") or []
+    if not isinstance(taps, list) or not all(type(n) is int and 0 <= n < depth for n in taps):
+        raise own.fail("deepstack_visual_indexes", f"must list layers of {depth}")
+    if taps != sorted(set(taps)):
+        raise own.fail("deepstack_visual_indexes", "must list each layer once, in ascending order")
     parameters = below(own, "rope_parameters")
     pixels, mean, std = _processing(given.processor)
     facts = GridFacts(
-        num_layers=own.integer("depth", 1, MAX_LAYERS, 27),
+        num_layers=depth,
         hidden=hidden,
         inner=own.integer("intermediate_size", 1, 1 << 16, 4304),
         num_heads=heads,
@@ -62,16 +75,17 @@ def grid_vision(given: Described | None, axes: tuple[int, ...]) -> GridFacts | N
         image_token=given.top.integer("image_token_id", 0, MAX_VOCAB, 248056),
         axes=axes,
         nbytes=given.nbytes,
+        taps=tuple(taps),
     )
     if facts.outputs != given.hidden_size:
         raise own.fail("out_hidden_size", f"is {facts.outputs}, the decoder's hidden_size {given.hidden_size}")
     return facts if facts.axes and facts.image_token < given.vocab_size else None
 
 
-def hf_axes(config: HfConfig, half: int) -> tuple[int, ...]:
+def hf_axes(config: HfConfig, half: int, usual: Sequence[int] = SECTIONS) -> tuple[int, ...]:
     """By which axis each of `half` pairs turns: interleaved, or one section after the other; () where these differ."""
     values = object_of(config.given, "rope_scaling") | object_of(config.given, "rope_parameters")
-    sections = values.get("mrope_section", SECTIONS)
+    sections = values.get("mrope_section", list(usual))
     if not isinstance(sections, list) or len(sections) != 3 or not all(type(n) is int and n >= 0 for n in sections):
         raise config.keys.fail("rope_parameters.mrope_section", "must list three numbers")
     if values.get("mrope_interleaved", True):

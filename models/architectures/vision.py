@@ -129,6 +129,9 @@ class GridFacts(Proportional):
     """A tower that keeps an image's proportions (Qwen): patches with interpolated positions and rotary ones by row and
     column, layers that all see each other, then squares of `merge` patches a side made into one vector. In the decoder
     an image's tokens are as causal as text, and positions count its rows and columns.
+
+    Qwen3-VL's makes vectors of what some of its layers give, too (DeepStack): those of the first are added behind the
+    decoder's first layer, and so on. The vectors of a token lie one behind the other.
     """
 
     num_layers: int
@@ -151,6 +154,7 @@ class GridFacts(Proportional):
     eps: float = 1e-6
     nbytes: int = 0  # stored bytes
     kernels: tuple[str, ...] = ("",)  # ends of the names of the tensors that make a patch of pixels
+    taps: tuple[int, ...] = ()  # ascending: layers of the tower whose results decoder layers 0, 1, .. get
     bidirectional: ClassVar[Bidirectional] = ""
 
     @property
@@ -196,9 +200,9 @@ class GridFacts(Proportional):
             shapes[f"{start}mlp.linear_fc1"] = (self.inner, self.hidden)
             shapes[f"{start}mlp.linear_fc2"] = (self.hidden, self.inner)
         merged = self.hidden * self.merge**2
-        return shapes | {
-            "vision.merger.linear_fc1": (merged, merged), "vision.merger.linear_fc2": (self.outputs, merged)
-        }  # fmt: skip
+        for merger in self.mergers:
+            shapes |= {f"{merger}.linear_fc1": (merged, merged), f"{merger}.linear_fc2": (self.outputs, merged)}
+        return shapes
 
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
         """Shapes of the other tensors, biases included; `hidden` is the decoder's size."""
@@ -209,15 +213,22 @@ class GridFacts(Proportional):
         shapes |= {"vision.patch_embed.proj.bias": (own,), "vision.pos_embed.weight": (self.side**2, own)}
         for norm in (*(f"blocks.{index}.norm{n}" for index in range(self.num_layers) for n in (1, 2)), "merger.norm"):
             shapes[f"vision.{norm}.weight"] = shapes[f"vision.{norm}.bias"] = (own,)
+        for merger in self.mergers[1:]:
+            shapes[f"{merger}.norm.weight"] = shapes[f"{merger}.norm.bias"] = (own * self.merge**2,)
         return shapes | {f"{module}.bias": shape[:1] for module, shape in self.linears().items()}
+
+    @property
+    def mergers(self) -> list[str]:
+        """What makes vectors of squares: of the last layer's patches, then of each of `taps`."""
+        return ["vision.merger", *(f"vision.deepstack_merger_list.{index}" for index in range(len(self.taps)))]
 
     @property
     def work(self) -> int:
         """Bytes that the largest image takes while it is computed: attention's inputs and their turned copies, or the
-        feed-forward layer's, float32, and the pixels.
+        feed-forward layer's, float32, the pixels, and vectors for more than one layer of the decoder.
         """
-        patches = self.tokens * self.merge**2
-        return patches * 4 * (4 * self.hidden + max(6 * self.hidden, 2 * self.inner)) + 9 * self.max_pixels * 4
+        patches, more = self.tokens * self.merge**2, 4 * len(self.taps) * self.tokens * self.outputs
+        return patches * 4 * (4 * self.hidden + max(6 * self.hidden, 2 * self.inner)) + 9 * self.max_pixels * 4 + more
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,11 +2,11 @@
 
 Tensors get their names from the `gguf` package, which is the converter's own table. What the converter does besides is
 in llama.cpp's conversion/base.py (`MmprojModel`), qwen3vl.py and gemma.py: which keys there are; Qwen's patches are
-taken apart by frames, its merger is mm.0 and mm.2; the norm of Gemma 3's projector has 1 added; a patch of Gemma 4 has
-its colours one after the other, and its bounds are vectors of one number.
+taken apart by frames, its merger is mm.0 and mm.2, the other mergers are called by their layers; the norm of Gemma 3's
+projector has 1 added; a patch of Gemma 4 has its colours one after the other, and its bounds are vectors of one number.
 
-llama-cpp-python 0.3.36 (libmtmd 0.5.0) reads those of Gemma 3 and Qwen3.5: its vectors, on the CPU with flash
-attention, were within 4e-4 and 1e-3 of the largest element of what safetensors give here (by hand, an image each).
+llama-cpp-python 0.3.36 (libmtmd 0.5.0) reads those of Gemma 3, Qwen3.5 and Qwen3-VL: its vectors, on the CPU with flash
+attention, were within 4e-4, 1e-3 and 6e-4 of the largest element of what safetensors give here (by hand, one image).
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from .test_gguf_models import write_gguf
 from .test_images import Pictured
 
 F32 = gguf.GGMLQuantizationType.F32
-TYPES = {"qwen3_5": "qwen3vl_merger", "qwen3_5_moe": "qwen3vl_merger", "gemma3": "gemma3", "gemma4": "gemma4v"}
+TYPES = dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_vl"), "qwen3vl_merger") | {
+    "gemma3": "gemma3",
+    "gemma4": "gemma4v",
+}
 TOKENS = {
     "qwen3vl_merger": {"image_token_id": "<|image_pad|>"},
     "gemma3": {"image_token_index": "<image_soft_token>", "boi_token_index": "<start_of_image>",
@@ -33,6 +36,7 @@ TOKENS = {
     "gemma4v": {"image_token_id": "<|image|>", "boi_token_id": "<|image>", "eoi_token_id": "<image|>"},
 }  # fmt: skip
 _OF_TEXT = re.compile(r"(model\.)?language_model\.(model\.)?")
+_DEEP = re.compile(r"visual\.deepstack_merger_list\.(\d+)\.")
 _SUFFIXES = (".weight", ".bias", ".input_max", ".input_min", ".output_max", ".output_min")
 
 
@@ -94,7 +98,7 @@ def write_mmproj(path: Path, made: Pictured, kind: gguf.GGMLQuantizationType = F
         adders = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
         if value is not None:
             adders[type(value)](key, value)
-    for name, tensor in _tensors(projector, depth, made.tensors):
+    for name, tensor in _tensors(projector, vision, made.tensors):
         if name.startswith(drop):
             continue
         plain = tensor.ndim < 2 or "embd" in name or tensor.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]
@@ -111,7 +115,9 @@ def write_mmproj(path: Path, made: Pictured, kind: gguf.GGMLQuantizationType = F
 def _of_kind(projector: str, config: dict[str, Any], vision: dict[str, Any]) -> dict[str, Any]:
     if projector == "qwen3vl_merger":
         side = round(vision["num_position_embeddings"] ** 0.5)
-        return {"image_size": side * vision["patch_size"], "spatial_merge_size": vision.get("spatial_merge_size", 2)}
+        taps = vision.get("deepstack_visual_indexes", ())
+        sizes = {"image_size": side * vision["patch_size"], "spatial_merge_size": vision.get("spatial_merge_size", 2)}
+        return sizes | {"is_deepstack_layers": [layer in taps for layer in range(vision["depth"])]}
     if projector == "gemma4v":
         return {"image_size": 224, "projector.scale_factor": vision["pooling_kernel_size"]}
     side = vision["image_size"] // vision["patch_size"]
@@ -119,13 +125,14 @@ def _of_kind(projector: str, config: dict[str, Any], vision: dict[str, Any]) -> 
     return {"image_size": vision["image_size"], "projector.scale_factor": step if step != 4 else None}
 
 
-def _tensors(projector: str, depth: int, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _tensors(projector: str, vision: dict[str, Any], tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    depth = vision.get("depth") or vision["num_hidden_layers"]
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, depth)
     for name, tensor in tensors.items():
         if "language_model." in name or name.startswith(("lm_head.", "mtp.")):
             continue
         if projector == "qwen3vl_merger":
-            yield from _of_qwen(name.removeprefix("model."), tensor, names)
+            yield from _of_qwen(name.removeprefix("model."), tensor, names, vision)
             continue
         if projector == "gemma3":
             name = name.removeprefix("model.").replace("_weight", ".weight")
@@ -144,7 +151,7 @@ def _tensors(projector: str, depth: int, tensors: dict[str, Tensor]) -> Iterator
         yield _mapped(names, name), tensor
 
 
-def _of_qwen(name: str, tensor: Tensor, names: Any) -> Iterator[tuple[str, Tensor]]:
+def _of_qwen(name: str, tensor: Tensor, names: Any, vision: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
     if name == "visual.patch_embed.proj.weight":
         yield "v.patch_embd.weight", tensor[:, :, 0]
         yield "v.patch_embd.weight.1", tensor[:, :, 1]
@@ -152,6 +159,9 @@ def _of_qwen(name: str, tensor: Tensor, names: Any) -> Iterator[tuple[str, Tenso
         for theirs, own in (("linear_fc1", "mm.0"), ("linear_fc2", "mm.2"), ("norm", "v.post_ln")):
             if f".{theirs}." in name:
                 yield f"{own}.{name.rpartition('.')[2]}", tensor
+    elif match := _DEEP.match(name):
+        layer = vision["deepstack_visual_indexes"][int(match[1])]
+        yield _mapped(names, name.replace(match[0], f"model.visual.deepstack_merger_list.{layer}.")), tensor
     else:
         yield _mapped(names, name), tensor
 

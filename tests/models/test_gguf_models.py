@@ -21,7 +21,7 @@ from localllm.models.loader import LoadOptions, load_model
 
 # where GGUF has another word for a model_type
 ARCHITECTURE = {"mistral": "llama", "mixtral": "llama", "gemma3_text": "gemma3"}
-ARCHITECTURE |= {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}
+ARCHITECTURE |= {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_vl_text": "qwen3vl"}
 ARCHITECTURE |= {"qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "glm4_moe": "glm4moe"}
 ARCHITECTURE |= {"lfm2_moe": "lfm2moe", "qwen3_next": "qwen3next", "granitemoehybrid": "granitehybrid"}
 ARCHITECTURE |= {"deepseek_v2": "deepseek2", "glm4_moe_lite": "deepseek2"}
@@ -427,6 +427,21 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in SLOW_NAMES]
 def test_gguf_equals_safetensors(name: str, tiny: Callable, loaded: Callable, paged: Any, tmp_path: Path) -> None:
     ids = torch.randint(0, 99, (70,)).tolist()
     rows = gguf_logits(tiny(name), paged, tmp_path / "tiny.gguf", gguf.GGMLQuantizationType.F32, ids)
+    expected = paged(loaded(name)).all_logits(ids, [50])
+    assert float((rows - expected).abs().max() / expected.abs().max()) < 2e-5
+
+
+QWEN_VL = (("qwen2", "qwen2vl"), ("qwen2", "qwen25vl"), ("qwen3", "qwen3vl"), ("qwen3-moe", "qwen3vlmoe"))
+
+
+@pytest.mark.parametrize(("name", "arch"), QWEN_VL)
+def test_the_text_part_of_qwen_vl(
+    name: str, arch: str, tiny: Callable, loaded: Callable, paged: Any, tmp_path: Path
+) -> None:
+    ids = torch.randint(0, 99, (70,)).tolist()
+    model = tiny(name)
+    named = replace(model, config=model.config | {"model_type": arch})
+    rows = gguf_logits(named, paged, tmp_path / "tiny.gguf", gguf.GGMLQuantizationType.F32, ids)
     expected = paged(loaded(name)).all_logits(ids, [50])
     assert float((rows - expected).abs().max() / expected.abs().max()) < 2e-5
 

@@ -1,4 +1,4 @@
-"""Qwen3.5's tower, positions of three axes, and what the processor makes of an image, as in transformers."""
+"""The towers of Qwen3-VL and Qwen3.5, positions of three axes, and images as the processor resizes them."""
 
 from __future__ import annotations
 
@@ -55,26 +55,44 @@ VISION |= {"num_position_embeddings": 25, "deepstack_visual_indexes": []}
 SIDE = 12  # pixels of a vector
 
 
-@cache
-def made() -> Pictured:
-    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+# what layers of the tower give is added behind as many of the decoder's
+DEEP = VISION | {"depth": 4, "deepstack_visual_indexes": [0, 2], "hidden_act": "gelu_pytorch_tanh"}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 4, 4], "mrope_interleaved": True}
+OWN = {name: TEXT[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "bos_token_id")}
+OWN |= {name: TEXT[name] for name in ("num_attention_heads", "num_key_value_heads", "max_position_embeddings")}
+OWN |= {"num_hidden_layers": 3, "eos_token_id": 2, "rope_parameters": ROPE, "tie_word_embeddings": False}
+MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "decoder_sparse_step": 1}
+FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qwen3.5": ("Qwen3_5", TEXT, VISION),
+    "qwen3-vl": ("Qwen3VL", OWN, DEEP),
+    "qwen3-vl-moe": ("Qwen3VLMoe", OWN | MOE | {"norm_topk_prob": True, "mlp_only_layers": []}, DEEP),
+}
 
-    config = Qwen3_5Config(text_config=TEXT, vision_config=VISION, image_token_id=IMAGE, attn_implementation="eager")
+
+@cache
+def made(family: str = "qwen3.5") -> Pictured:
+    import transformers
+
+    name, text, vision = FAMILIES[family]
+    kind = getattr(transformers, f"{name}ForConditionalGeneration")
+    config = kind.config_class(
+        text_config=text, vision_config=vision, image_token_id=IMAGE, attn_implementation="eager"
+    )
     torch.manual_seed(5)
-    model = Qwen3_5ForConditionalGeneration(config).float().eval()
+    model = kind(config).float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             scale = 0.2 if parameter.dim() == 1 else parameter[0].numel() ** -0.5
-            base = 1.0 if "visual" in name and "norm" in name and "bias" not in name else 0.0
+            base = 1.0 if ("visual" in name or family != "qwen3.5") and "norm" in name and "bias" not in name else 0.0
             parameter.copy_(base + scale * torch.randn_like(parameter))
     described = json.loads(config.to_json_string(use_diff=False))
-    described["architectures"] = ["Qwen3_5ForConditionalGeneration"]
+    described["architectures"] = [kind.__name__]
     return Pictured(model, described, {name: tensor.detach().clone() for name, tensor in model.state_dict().items()})
 
 
-@pytest.fixture(scope="module")
-def pictured() -> Pictured:
-    return made()
+@pytest.fixture(scope="module", params=["qwen3.5", "qwen3-vl", pytest.param("qwen3-vl-moe", marks=pytest.mark.slow)])
+def pictured(request: pytest.FixtureRequest) -> Pictured:
+    return made(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -104,8 +122,10 @@ def theirs(images: list[Tensor]) -> dict[str, Tensor]:
 def test_vectors_match_transformers(pictured: Pictured, model: Any) -> None:
     images = [pixels(grid) for grid in GRIDS]
     with torch.no_grad():
-        reference = pictured.reference.model.get_image_features(**theirs(images), return_dict=True).pooler_output
-    for one, wanted in zip(images, reference, strict=True):
+        reference = pictured.reference.model.get_image_features(**theirs(images), return_dict=True)
+    deep = getattr(reference, "deepstack_features", [])
+    for index, one in enumerate(images):
+        wanted = torch.cat([part[index] for part in (reference.pooler_output, *deep)], -1)
         assert error(model.image_vectors(one), wanted) < 1e-4
 
 
@@ -256,7 +276,10 @@ def test_the_plan_counts_the_tower_and_the_largest_image(pictured: Pictured, tmp
         ({"num_heads": 7}, "hidden_size"),
         ({"num_position_embeddings": 24}, "num_position_embeddings"),
         ({"out_hidden_size": 45}, "out_hidden_size"),
-        ({"depth": 3}, "blocks.2"),
+        ({"depth": 5}, r"blocks\.[24]"),
+        ({"deepstack_visual_indexes": [0, 1, 2, 3], "depth": 4}, r"blocks.2|deepstack_merger_list\.[02]"),
+        ({"deepstack_visual_indexes": [1, 0]}, "must list each layer once, in ascending order"),
+        ({"deepstack_visual_indexes": [9]}, r"must list layers of \d"),
         ({"patch_size": 7}, "patch_embed"),
     ],
 )
@@ -271,7 +294,7 @@ def test_a_tower_that_contradicts_its_tensors_is_refused(
         _ = checkpoint.facts
 
 
-@pytest.mark.parametrize("change", [{"deepstack_visual_indexes": [1]}, {"hidden_act": "relu"}, None])
+@pytest.mark.parametrize("change", [{"hidden_act": "relu"}, None])
 def test_the_text_part_of_another_tower_runs_and_says_so(change: Any, pictured: Pictured, tmp_path: Path) -> None:
     vision = None if change is None else pictured.config["vision_config"] | change
     with open_model(pictured.save(tmp_path, vision_config=vision)) as checkpoint:
@@ -286,6 +309,8 @@ def asked() -> list[Request]:
 
 @pytest.mark.slow
 def test_a_head_that_predicts_reads_images_along(pictured: Pictured, model: Any, tmp_path: Path) -> None:
+    if pictured is not made():
+        pytest.skip("has no such head")
     start, norms = "model.language_model.layers.1.", ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
     layer = {name: tensor for name, tensor in pictured.tensors.items() if name.startswith(start)}
     head = {name.replace(start, "mtp.layers.0."): 0.7 * tensor for name, tensor in layer.items()}

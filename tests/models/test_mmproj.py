@@ -20,11 +20,11 @@ from .mmproj_files import TOKENS, as_gguf, rounded, write_mmproj
 from .test_images import Pictured, error
 
 MODELS: dict[str, Any] = {"gemma3": test_images, "qwen3.5": test_grid_images, "gemma4-e2b": test_gemma4_images}
-MODELS |= {"gemma4-31b": test_gemma4_images}
+MODELS |= {"gemma4-31b": test_gemma4_images, "qwen3-vl": test_grid_images}
 
 
 def model_of(name: str) -> Pictured:
-    made: Pictured = MODELS[name].made(*name.split("-")[1:])
+    made: Pictured = MODELS[name].made(*([name] if "qwen" in name else name.split("-")[1:]))
     return made
 
 
@@ -87,7 +87,7 @@ FLAWS = {
     "another width": ({"projection_dim": 48}, "vectors have 48 elements, those of this one have 44"),
     "another kind": ({"projector_type": "pixtral"}, "the projector type pixtral is not read"),
     "no kind": ({"projector_type": None}, r"the projector type \(none\) is not read"),
-    "deepstack": ({"is_deepstack_layers": [False, True]}, "layers that add to the decoder's"),
+    "deepstack": ({"is_deepstack_layers": [False, True]}, r"deepstack_merger_list\.0.*is missing"),
     "a missing tensor": ({"drop": "v.blk.1.ln1"}, r"vision\.blocks\.1\.norm1\.weight: the tensor is missing"),
     "a missing number": ({"block_count": None}, r"clip\.vision\.block_count: is missing"),
     "heads": ({"attention.head_count": 7}, "no multiple of 4 for each of 7 heads"),
@@ -107,6 +107,13 @@ def test_a_file_that_is_not_read_leaves_the_text_model(flaw: str, tmp_path: Path
         _ = checkpoint.facts
     with open_model(path, "off") as checkpoint:
         assert checkpoint.facts.vision is None and checkpoint.unread == ""
+
+
+def test_layers_that_the_file_does_not_list(tmp_path: Path) -> None:
+    path = as_gguf(model_of("qwen3-vl"), tmp_path, is_deepstack_layers=[True, False, False, False])
+    with open_model(path) as checkpoint:
+        assert checkpoint.facts.vision is None
+        assert "v.deepstack.2." in checkpoint.unread and "belongs to another kind of tower" in checkpoint.unread
 
 
 def test_which_file_is_taken(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import base64
 import io
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from localllm.models.architectures.vision import PooledFacts
 from localllm.server import AppOptions, Service, ServiceOptions, create_app
 from localllm.server.pool import ModelPool
 
-from .test_grid_images import hybrid_folder
+from .test_grid_images import grid_folder
 from .test_images import huge, pictured_folder
 
 BEGIN, SOFT, END = "<|image>", "<|image|>", "<image|>"
@@ -179,10 +180,23 @@ def test_chunks_preemption_and_answers_that_are_read_again_change_nothing(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "split"), [("gemma4", "tensor"), ("gemma3", "tensor"), ("gemma3", "layers"), ("hybrid", "layers")]
+    ("kind", "split"),
+    [
+        ("gemma4", "tensor"),
+        ("gemma3", "tensor"),
+        ("gemma3", "layers"),
+        ("hybrid", "layers"),
+        ("vl", "tensor"),
+        ("vl", "layers"),
+    ],
 )
 def test_ranks_read_the_same_image(kind: str, split: str, tmp_path: Path) -> None:
-    folder = {"gemma4": gemma4_folder, "gemma3": pictured_folder, "hybrid": hybrid_folder}[kind](tmp_path / "m")
+    folder = {
+        "gemma4": gemma4_folder,
+        "gemma3": pictured_folder,
+        "hybrid": grid_folder,
+        "vl": partial(grid_folder, kind="vl"),
+    }[kind](tmp_path / "m")
     how: dict[str, Any] = {"device": "cpu", "ctx": 512, "dtype": "float32"}
     with LLM(folder, **how) as alone, LLM(folder, tensor_parallel=2, split=split, **how) as divided:
         ids, logprobs, _ = answer(alone, asked(WIDE, OTHER))

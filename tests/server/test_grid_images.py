@@ -30,10 +30,22 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0
 HIDDEN, SIDE = 32, 12
 
 
-def hybrid_folder(folder: Path) -> Path:
-    """A tiny Qwen3.5 with a tower, random weights and a tokenizer."""
+ROPE, FULL = RopeFacts(10000.0, 12), RopeFacts(10000.0, 16)
+GATED = Attention(2, 1, 16, ROPE, qk_norm=True, gate=True)
+HYBRID = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2}
+HYBRID |= {"linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+# model_type, the class, what mixes tokens, layers of the tower that add to the decoder's, and keys of their own
+KINDS: dict[str, tuple[str, str, tuple[Any, ...], tuple[int, ...], dict[str, Any]]] = {
+    "hybrid": ("qwen3_5", "Qwen3_5", (GatedDelta(2, 4, 8, 8, 4), GATED), (), HYBRID),
+    "vl": ("qwen3_vl", "Qwen3VL", (Attention(2, 1, 16, FULL, qk_norm=True),) * 4, (0, 1), {}),
+}
+
+
+def grid_folder(folder: Path, kind: str = "hybrid") -> Path:
+    """A tiny Qwen3.5 or Qwen3-VL with a tower, random weights and a tokenizer."""
     import tiny_models
 
+    model_type, family, mixers, taps, more = KINDS[kind]
     tokenizer = tiny_models.tokenizer_json()
     first = max(token["id"] for token in tokenizer["added_tokens"])
     first = max(first, *tokenizer["model"]["vocab"].values()) + 1
@@ -41,8 +53,6 @@ def hybrid_folder(folder: Path) -> Path:
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
         tokenizer["added_tokens"].append({"id": first + at, "content": text, "special": True, **flags})
     vocab = first + 3
-    rope = RopeFacts(10000.0, 12)
-    mixers = GatedDelta(2, 4, 8, 8, 4), Attention(2, 1, 16, rope, qk_norm=True, gate=True)
     shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (vocab, HIDDEN), "norm.weight": (HIDDEN,)}
     for index, layer in enumerate(mixers):
         start = f"layers.{index}."
@@ -52,22 +62,22 @@ def hybrid_folder(folder: Path) -> Path:
         shapes |= {f"{start}{name}_layernorm.weight": (HIDDEN,) for name in ("input", "post_attention")}
     shapes = {f"model.language_model.{name}": shape for name, shape in shapes.items()}
     half = (0.5, 0.5, 0.5)
-    vision = GridFacts(2, 24, 40, 3, 6, 2, 2, 4, HIDDEN, 1e4, 600, 9000, half, half, first + 1, ())
+    vision = GridFacts(2, 24, 40, 3, 6, 2, 2, 4, HIDDEN, 1e4, 600, 9000, half, half, first + 1, (), taps=taps)
     of_tower = vision.vectors(HIDDEN) | {f"{name}.weight": shape for name, shape in vision.linears().items()}
     shapes |= {f"model.visual.{name.removeprefix('vision.')}": shape for name, shape in of_tower.items()}
     generator = torch.Generator().manual_seed(3)
     tensors = {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
-    conv = "model.language_model.layers.0.linear_attn.conv1d.weight"
-    tensors[conv] = tensors[conv][:, None]
-    text = {"model_type": "qwen3_5_text", "vocab_size": vocab, "hidden_size": HIDDEN, "intermediate_size": 48}
-    text |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
-    text |= {"layer_types": ["linear_attention", "full_attention"], "max_position_embeddings": 512}
-    text |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
-    text |= {"linear_value_head_dim": 8, "tie_word_embeddings": True}
-    turned = {"rope_theta": 1e4, "partial_rotary_factor": 0.75, "mrope_section": [2, 2, 2], "mrope_interleaved": True}
+    for conv in (name for name in tensors if name.endswith("conv1d.weight")):
+        tensors[conv] = tensors[conv][:, None]
+    text = {"model_type": f"{model_type}_text", "vocab_size": vocab, "hidden_size": HIDDEN, "intermediate_size": 48}
+    text |= {"num_hidden_layers": len(mixers), "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    text |= {"max_position_embeddings": 512, "tie_word_embeddings": True} | more
+    turned = {"rope_theta": 1e4, "mrope_section": [2, 2, 2], "mrope_interleaved": True}
+    turned |= {"partial_rotary_factor": 0.75} if more else {"mrope_section": [3, 3, 2]}
     own = {"hidden_size": 24, "intermediate_size": 40, "depth": 2, "num_heads": 3, "patch_size": 6}
+    own |= {"deepstack_visual_indexes": list(taps)}
     config = {
-        "architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "image_token_id": first + 1,
+        "architectures": [f"{family}ForConditionalGeneration"], "model_type": model_type, "image_token_id": first + 1,
         "text_config": text | {"rope_parameters": turned}, "eos_token_id": 2,
         "vision_config": own | {"out_hidden_size": HIDDEN, "num_position_embeddings": 16},
     }  # fmt: skip
@@ -102,9 +112,9 @@ def answer(llm: LLM, messages: Any) -> tuple[list[int], list[float], int]:
 WIDE, HIGH, OTHER = ("red", 96, 60), ("red", 60, 96), ("blue", 96, 60)  # 40 tokens each
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return hybrid_folder(tmp_path_factory.mktemp("models") / "hybrid")
+@pytest.fixture(scope="module", params=KINDS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return grid_folder(tmp_path_factory.mktemp("models") / request.param, request.param)
 
 
 @pytest.fixture(scope="module")
