@@ -14,7 +14,10 @@ from .cores import cores, memory_nodes
 from .facts import CpuFacts
 from .procfs import read
 
-X86_FLAGS = ("avx", "f16c", "fma", "avx2", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "amx_int8")
+X86_FLAGS = (
+    *("avx", "f16c", "fma", "avx2", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16"),
+    *("amx_tile", "amx_int8", "amx_bf16"),
+)
 ARM_FLAGS = ("asimd", "asimdhp", "asimddp", "i8mm", "bf16", "sve", "sve2")
 CORE_BYTES_S = 10e9  # what one core reads from memory on its own, cautiously: 10 to 15 GB/s on current machines
 SOCKET_BYTES_S = 40e9  # two channels of DDR4-3200 give 51 GB/s at best
@@ -62,6 +65,8 @@ def _name(info: dict[str, str]) -> str:
 
 
 def _isa(flags: frozenset[str]) -> str:
+    if {"avx512_vnni", "amx_tile", "amx_int8", "amx_bf16"} <= flags:
+        return "amx"
     if {"avx512f", "avx512bw"} <= flags:
         return "avx512_vnni" if "avx512_vnni" in flags else "avx512"
     if {"avx2", "fma", "f16c"} <= flags:

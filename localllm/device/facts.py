@@ -33,7 +33,7 @@ class CpuFacts:
     """The CPU as this process may use it."""
 
     name: str
-    isa: str  # the widest instructions our kernels know: avx512_vnni, avx512, avx2, neon_dotprod, neon, or generic
+    isa: str  # the widest instructions our kernels know: amx, avx512_vnni, avx512, avx2, neon_dotprod, neon, or generic
     flags: tuple[str, ...] = ()  # all of the CPU's instruction sets that matter here
     cores_usable: int = 1  # physical cores within the affinity mask and the cgroup's quota, at least 1
     cpus_usable: int = 1  # the same counted in logical CPUs

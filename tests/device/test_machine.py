@@ -82,6 +82,11 @@ def test_a_quota_limits_the_cores(tmp_path: Path) -> None:
             "AMD Ryzen 9",
             "avx512_vnni",
         ),
+        (
+            "model name : Xeon\nflags : avx2 fma f16c avx512f avx512bw avx512_vnni amx_bf16 amx_tile amx_int8\n",
+            "Xeon",
+            "amx",
+        ),
         ("model name : Xeon\nflags : avx2 fma f16c avx512f avx512bw\n", "Xeon", "avx512"),
         ("model name : Core i5\nflags : avx2 fma f16c\n", "Core i5", "avx2"),
         ("model name : Core 2\nflags : sse4_1\n", "Core 2", "generic"),
