@@ -29,7 +29,7 @@ from .architectures.layers import Entry as EntryFacts
 from .architectures.layers import InputTable
 from .architectures.names import MTP
 from .architectures.sharding import Shard, column_unit, shard
-from .architectures.vision import GridFacts, ImageFacts, PatchFacts, PooledFacts
+from .architectures.vision import GridFacts, ImageFacts, PatchFacts, PooledFacts, RowFacts
 from .kv_cache import cache_groups
 from .kv_scales import read_kv_scales
 from .layers import load_layer
@@ -42,6 +42,7 @@ from .samples import POSITIONS, head_sizes, layer_samples, model_shapes
 from .vision import load_tower
 from .vision_grid import load_grid_tower
 from .vision_pooled import AnyTower, load_patches, load_pooled_tower
+from .vision_rows import load_row_tower
 
 __all__ = ["LoadOptions", "Loading", "load_model"]
 
@@ -129,6 +130,8 @@ class Loading(Reader):
         """What makes vectors of images."""
         if isinstance(facts, GridFacts):
             return load_grid_tower(self, facts)
+        if isinstance(facts, RowFacts):
+            return load_row_tower(self, facts)
         if isinstance(facts, PooledFacts):
             return load_pooled_tower(self, facts)
         return load_patches(self, facts) if isinstance(facts, PatchFacts) else load_tower(self, facts)
@@ -259,7 +262,7 @@ class Loading(Reader):
     def _refuse_unknown_parts(self) -> None:
         known: set[str] = set()
         spare = set(self.checkpoint.names.beyond(self.checkpoint.tensors, self.facts.num_layers))
-        for name in (name for name in self.checkpoint.tensors if name not in spare and not name.startswith(MTP)):
+        for name in (name for name in self.checkpoint.tensors if name not in spare and f".{MTP}" not in f".{name}"):
             for part, what in _CHANGES_RESULT.items():
                 if part not in name:
                     continue

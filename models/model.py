@@ -32,7 +32,7 @@ from localllm.kernels.segments import KernelTable, with_images
 
 from .adapters import Adapters
 from .architectures.facts import ModelFacts, layer_views
-from .architectures.vision import GridFacts
+from .architectures.vision import GridFacts, RowFacts
 from .inputs import ForwardBatch
 from .kv_cache import CacheGroup, KVCache, state_groups
 from .vision_pooled import AnyTower
@@ -191,9 +191,13 @@ class Model:
 
     def embedded(self, batch: ForwardBatch) -> Tensor:
         """What stands for the tokens of a step: [num_tokens, hidden]."""
-        x = self.embedding(batch.token_ids, batch.positions)
+        x, vision = self.embedding(batch.token_ids, batch.positions), self.facts.vision
         for image in batch.images:
-            x[image.first : image.first + image.vectors.shape[0]] = image.vectors[:, : x.shape[1]].to(x.dtype)
+            rows, given = slice(image.first, image.first + image.vectors.shape[0]), image.vectors[:, : x.shape[1]]
+            if isinstance(vision, RowFacts):  # what stands between two rows of an image is a token like others
+                between = batch.token_ids[rows] == vision.break_token
+                given = torch.where(between[:, None], x[rows], given.to(x.dtype))
+            x[rows] = given.to(x.dtype)
         return x
 
     def _ids_for_layers(self, batch: ForwardBatch) -> Tensor:

@@ -18,6 +18,7 @@ from .architectures.vision import BOUNDS, LAYER_NORMS, PatchFacts, PooledFacts
 from .reader import Reader
 from .vision import LayerNorm, Parts, Tower
 from .vision_grid import GridTower, turned
+from .vision_rows import RowTower
 
 PATCH_EPS = 1e-5  # of the norms of patches that no layer follows
 
@@ -151,7 +152,7 @@ class Patches:
         return self.dense.nbytes + self.projection.nbytes + sum(part.nbytes for part in own)
 
 
-AnyTower = Tower | GridTower | PooledTower | Patches
+AnyTower = Tower | GridTower | RowTower | PooledTower | Patches
 
 
 def _squares(pixels: Tensor, size: int, planar: bool = False) -> Tensor:

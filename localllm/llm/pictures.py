@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from localllm.chat.template import RenderedPrompt, encode_chat
 from localllm.errors import ContextTooLong, InvalidRequest
-from localllm.models.architectures.vision import ImageFacts
+from localllm.models.architectures.vision import ImageFacts, RowFacts
 from localllm.request import PromptImage, PromptTokens, open_image
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ def take_images(
         number, at, _ = found[0]
         raise InvalidRequest(
             "Content of type 'image_url' is not supported: this model reads text",
-            "use Gemma 3 or 4 or Qwen3.5: safetensors with the tower, or GGUF with its mmproj file beside it"
-            " (localllm show MODEL says what is wrong with one)",
+            "use Gemma 3 or 4, Qwen3-VL, Qwen3.5 or Mistral 3: safetensors with the tower, or GGUF with its mmproj file"
+            " beside it (localllm show MODEL says what is wrong with one)",
             param=f"messages[{number}].content[{at}]",
         )
     _check_room(len(found), len(found) * vision.least_tokens, max_context)
@@ -128,7 +128,7 @@ def encode_with_images(
         digest = blake2b(repr((height, width)).encode() + one.tobytes(), digest_size=16).digest()
         count, grid = vision.num_tokens(width, height), vision.grid(width, height)
         images.append(PromptImage(len(made), len(made) + count, one, digest, grid, not vision.bidirectional))
-        made += [token] * count
+        made += vision.ids(width, height) if isinstance(vision, RowFacts) else [token] * count
     made.images = tuple(images)
     return made
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from localllm.checkpoint import Checkpoint
+
 from .architecture import Architecture
 from .facts import ModelFacts, repeated
 from .gguf import GgufConfig
 from .hf import HfConfig
 from .layers import LayerFacts
+from .names import NameMap
+from .pixtral_vision import row_vision, with_rows
 
 # What configurations may leave out, above all those below a wrapper: LLaVA's have no sizes.
 SIZES = {
@@ -38,7 +42,10 @@ class Llama(Architecture):
         layer = LayerFacts(config.attention(rope), config.dense(config.activation()))
         # Llama has no window, whatever its config carries along.
         windows = config.windows(lambda layer: True) if config.model_type == "mistral" else (None,) * config.num_layers
-        return config.facts(repeated(layer, windows), context)
+        return config.facts(repeated(layer, windows), context, vision=row_vision(config))
+
+    def names(self, checkpoint: Checkpoint) -> NameMap:
+        return with_rows(super().names(checkpoint), checkpoint)
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         rope, context = config.rope(interleaved=True)

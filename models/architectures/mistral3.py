@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from localllm.checkpoint import Checkpoint
 from localllm.checkpoint.fields import MAX_CONTEXT
 
 from .architecture import Architecture
@@ -13,13 +14,15 @@ from .gguf import GgufConfig
 from .hf import HfConfig
 from .layers import LayerFacts
 from .mixers import RopeFacts
+from .names import NameMap
+from .pixtral_vision import row_vision, with_rows
 
 
 class Mistral3(Architecture):
-    """The text part."""
+    """Text, and images in safetensors."""
 
     name = "mistral3"
-    label = "Ministral 3 (text)"
+    label = "Ministral 3"
     hf_types = {
         "ministral3": {
             "vocab_size": 131_072, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 34,
@@ -41,7 +44,11 @@ class Mistral3(Architecture):
             raise config.keys.fail("rope_parameters.llama_4_scaling_beta", f"is {grown!r:.60}, a number is expected")
         temperature = (float(grown), rope.original_context) if grown and rope.original_context else None
         layer = LayerFacts(config.attention(rope, temperature=temperature), config.dense(config.activation()))
-        return config.facts(repeated(layer, config.windows(lambda layer: True)), min(context, config.context))
+        windows = config.windows(lambda layer: True)
+        return config.facts(repeated(layer, windows), min(context, config.context), vision=row_vision(config))
+
+    def names(self, checkpoint: Checkpoint) -> NameMap:
+        return with_rows(super().names(checkpoint), checkpoint)
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         rope, context = config.rope(interleaved=True)

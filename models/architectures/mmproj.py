@@ -3,7 +3,8 @@
 llama.cpp's converter writes it beside the text model: `general.architecture` is clip, `clip.projector_type` or
 `clip.vision.projector_type` says what tower it is, `clip.vision.*` has its numbers, `v.*` and `mm.*` are its tensors.
 The norm of Gemma 3's projector has its 1 added, Qwen's patches have a tensor for each of two frames, and those of Gemma
-4 have their colours one after the other. What stands for an image in a prompt is found in the text model's vocabulary.
+4 have their colours one after the other. Queries and keys of Mistral 3's tower turn by neighbouring pairs. What stands
+for an image in a prompt is found in the text model's vocabulary.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from .facts import ModelFacts
 from .gemma3 import gemma3_vision
 from .gemma4_vision import TOKENS, gemma4_vision
 from .hf import Described
+from .pixtral_vision import described_rows
 from .qwen_vision import SECTIONS, grid_vision, interleaved
 from .vision import ImageFacts, PooledFacts
 
@@ -81,6 +83,21 @@ _POOLED = {
     "v.std_bias": "vision.std_bias",
     "v.std_scale": "vision.std_scale",
     "mm.input_projection": "projector.embedding_projection",
+}
+_ROW = "vision.transformer.layers.{}."
+_ROWS = {
+    "v.patch_embd": "vision.patch_conv",
+    "v.pre_ln": "vision.ln_pre",
+    "ln1": f"{_ROW}attention_norm",
+    **{f"attn_{name}": f"{_ROW}attention.{name}_proj" for name in "qkv"},
+    "attn_out": f"{_ROW}attention.o_proj",
+    "ln2": f"{_ROW}ffn_norm",
+    **{f"ffn_{name}": f"{_ROW}feed_forward.{name}_proj" for name in ("gate", "up", "down")},
+    "mm.input_norm": "projector.norm",
+    "mm.patch_merger": "projector.patch_merger.merging_layer",
+    "mm.1": "projector.linear_1",
+    "mm.2": "projector.linear_2",
+    "v.token_embd.img_break": "vision.img_break",  # a row of the text model's embedding, which is read there
 }
 
 
@@ -165,6 +182,20 @@ def _siglip(found: Projector) -> ImageFacts | None:
     return gemma3_vision(found.described(top | {"mm_tokens_per_image": across**2}, sizes | eps))
 
 
+def _rows(found: Projector) -> ImageFacts | None:
+    keys, both = found.keys, Fields(found.file.path, found.file.metadata, "clip.")
+    if "projector.patch_merger.merging_layer.weight" not in found.file.tensors or not both.flag("use_silu"):
+        return None  # Pixtral 12B's, whose patches are vectors of their own; another function
+    vision = found.numbers(image_size="image_size", num_hidden_layers="block_count")
+    top = found.tokens(image_token_id="[IMG]", image_break_token_id="[IMG_BREAK]", image_end_token_id="[IMG_END]") | {
+        "spatial_merge_size": keys.integer("spatial_merge_size", 1, 16, 1)
+    }
+    top |= {"multimodal_projector_bias": "projector.linear_1.bias" in found.file.tensors}
+    eps = keys.number("attention.layer_norm_epsilon", 1e-12, 0.1, 1e-5)
+    facts = described_rows(found.described(top, {**vision, "hidden_act": "silu"}), eps)
+    return facts and replace(facts, paired=True)
+
+
 def _pooled(found: Projector) -> ImageFacts | None:
     keys, layer = found.keys, f"{_LAYER}self_attn.".format(0)
     [dim] = found.shape(f"{layer}q_norm.weight", 1)
@@ -196,6 +227,7 @@ class Kind(NamedTuple):
 
 KINDS = {
     "qwen3vl_merger": Kind(("qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe"), _GRID, _grid),
+    "pixtral": Kind(("llama", "mistral3"), _ROWS, _rows),
     "gemma3": Kind(("gemma3",), _SIGLIP, _siglip),
     "gemma4v": Kind(("gemma4",), _POOLED, _pooled),
 }

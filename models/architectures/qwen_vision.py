@@ -29,7 +29,7 @@ def grid_parts(checkpoint: Checkpoint) -> dict[str, str]:
 
 def with_grid(names: NameMap, checkpoint: Checkpoint) -> NameMap:
     """With what the tower's tensors begin with in safetensors."""
-    return names if checkpoint.kind == "gguf" else replace(names, parts=names.parts | grid_parts(checkpoint))
+    return names if checkpoint.kind == "gguf" else replace(names, parts={**names.parts, **grid_parts(checkpoint)})
 
 
 def grid_vision(given: Described | None, axes: tuple[int, ...]) -> GridFacts | None:
@@ -104,13 +104,18 @@ def _processing(fields: Fields) -> tuple[tuple[int, int], Any, Any]:
     size = below(fields, "size")
     least = size.integer("shortest_edge", 1, 1 << 30, fields.integer("min_pixels", 1, 1 << 30, MIN_PIXELS))
     most = size.integer("longest_edge", 1, 1 << 30, fields.integer("max_pixels", 1, 1 << 30, MAX_PIXELS))
-    colours = []
-    for name in ("image_mean", "image_std"):
+    return (least, max(least, most)), *colours(fields, [SHARE] * 3, [SHARE] * 3)
+
+
+def colours(fields: Fields, mean: list[float], std: list[float]) -> tuple[Any, Any]:
+    """Means and deviations of the colours as the processor's file says, else these."""
+    found = []
+    for name, usual in (("image_mean", mean), ("image_std", std)):
         stated = fields.raw(name)
-        numbers = [SHARE] * 3 if stated is None else stated
+        numbers = usual if stated is None else stated
         if not isinstance(numbers, list) or len(numbers) != 3 or not all(type(n) in (int, float) for n in numbers):
             raise fields.fail(name, "must list three numbers")
-        colours.append(tuple(map(float, numbers)))
-    if min(map(abs, colours[1])) < 1e-6:
+        found.append(tuple(map(float, numbers)))
+    if min(map(abs, found[1])) < 1e-6:
         raise fields.fail("image_std", "has a number that is 0")
-    return (least, max(least, most)), colours[0], colours[1]
+    return found[0], found[1]

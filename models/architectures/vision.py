@@ -232,6 +232,106 @@ class GridFacts(Proportional):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RowFacts(Proportional):
+    """A tower that keeps an image's proportions (Pixtral): normed patches, gated layers that all see each other and
+    rotary positions by row and column, then squares of `merge` patches a side projected. In a prompt a token stands
+    between two rows of vectors, another one behind the last, and positions count on through an image.
+    """
+
+    num_layers: int
+    hidden: int
+    inner: int
+    num_heads: int
+    patch_size: int  # pixels of a side
+    merge: int  # patches of a side that become one vector
+    outputs: int  # elements of a vector: the decoder's hidden size
+    theta: float  # of the rotary positions
+    longest: int  # pixels of an image's longer side: a larger one is made smaller
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    eps: float  # of the projector's norm
+    biased: bool  # the projector's last two layers have biases
+    image_token: int  # stands for a vector, and what the template writes for an image
+    break_token: int  # between two rows
+    end_token: int
+    nbytes: int = 0  # stored bytes of tower and projector
+    paired: bool = False  # queries and keys turn by neighbouring pairs, not by dimensions half a head apart
+    axes: ClassVar[tuple[int, ...]] = ()
+    bidirectional: ClassVar[Bidirectional] = ""
+
+    @property
+    def tokens(self) -> int:
+        """Of the largest image."""
+        return self.num_tokens(*self.fitted(self.longest, self.longest))
+
+    @property
+    def least_tokens(self) -> int:
+        """Of the smallest image."""
+        return 1
+
+    @property
+    def placed(self) -> tuple[int | str, ...]:
+        """What takes the place of the mark."""
+        return self.image_token, self.end_token
+
+    def num_tokens(self, width: int, height: int) -> int:
+        """Of an image that was resized, those between rows among them."""
+        rows, columns = height // self.factor, width // self.factor
+        return rows * columns + rows - 1
+
+    def ids(self, width: int, height: int) -> list[int]:
+        """The tokens of an image that was resized."""
+        columns = width // self.factor
+        row = [*[self.image_token] * columns, self.break_token]
+        return (row * (height // self.factor))[:-1]
+
+    def fitted(self, width: int, height: int) -> tuple[int, int]:
+        """The size that an image is resized to: whole squares, small images as they are. Raises ValueError for one that
+        is far too long.
+        """
+        if max(width, height) > MAX_RATIO * min(width, height):
+            raise ValueError(f"an image of {width:,} x {height:,} pixels is longer than {MAX_RATIO} times its width")
+        ratio = max(1.0, max(width, height) / self.longest)
+        across, down = (max(1, math.ceil(math.floor(side / ratio) / self.factor)) for side in (width, height))
+        return across * self.factor, down * self.factor
+
+    def grid(self, width: int, height: int) -> tuple[int, int] | None:
+        """Positions do not know of rows and columns."""
+        return None
+
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """(N, K) of the linear modules, by canonical name."""
+        shapes: dict[str, tuple[int, int]] = {}
+        for index in range(self.num_layers):
+            start = f"vision.transformer.layers.{index}."
+            shapes |= {f"{start}attention.{name}_proj": (self.hidden, self.hidden) for name in "qkvo"}
+            shapes |= {f"{start}feed_forward.{name}_proj": (self.inner, self.hidden) for name in ("gate", "up")}
+            shapes[f"{start}feed_forward.down_proj"] = (self.hidden, self.inner)
+        return shapes | {
+            "projector.patch_merger.merging_layer": (self.hidden, self.hidden * self.merge**2),
+            "projector.linear_1": (self.outputs, self.hidden),
+            "projector.linear_2": (self.outputs, self.outputs),
+        }
+
+    def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of the other tensors; `hidden` is the decoder's size."""
+        layers = (f"vision.transformer.layers.{index}." for index in range(self.num_layers))
+        norms = (*(f"{layer}{name}_norm" for layer in layers for name in ("attention", "ffn")), "vision.ln_pre")
+        shapes: dict[str, tuple[int, ...]] = {f"{norm}.weight": (self.hidden,) for norm in (*norms, "projector.norm")}
+        shapes["vision.patch_conv.weight"] = (self.hidden, 3, self.patch_size, self.patch_size)
+        return shapes | {f"projector.linear_{n}.bias": (hidden,) for n in (1, 2) if self.biased}
+
+    @property
+    def work(self) -> int:
+        """Bytes that the largest image takes while it is computed: attention's inputs and their turned copies, or the
+        feed-forward layer's, float32, and the pixels.
+        """
+        side, _ = self.fitted(self.longest, self.longest)
+        patches = (side // self.patch_size) ** 2
+        return patches * 4 * (4 * self.hidden + max(6 * self.hidden, 2 * self.inner)) + 9 * side**2 * 4
+
+
+@dataclass(frozen=True, kw_only=True)
 class BudgetFacts(Proportional):
     """What resizes an image of any proportions to as many tokens as a budget has room for (Gemma 4)."""
 
@@ -366,4 +466,4 @@ class PatchFacts(BudgetFacts):
         return self.tokens * 4 * (4 * self.hidden + self.outputs) + self._pixel_work
 
 
-ImageFacts = VisionFacts | GridFacts | PooledFacts | PatchFacts
+ImageFacts = VisionFacts | GridFacts | RowFacts | PooledFacts | PatchFacts

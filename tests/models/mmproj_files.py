@@ -5,8 +5,8 @@ in llama.cpp's conversion/base.py (`MmprojModel`), qwen3vl.py and gemma.py: whic
 taken apart by frames, its merger is mm.0 and mm.2, the other mergers are called by their layers; the norm of Gemma 3's
 projector has 1 added; a patch of Gemma 4 has its colours one after the other, and its bounds are vectors of one number.
 
-llama-cpp-python 0.3.36 (libmtmd 0.5.0) reads those of Gemma 3, Qwen3.5 and Qwen3-VL: its vectors, on the CPU with flash
-attention, were within 4e-4, 1e-3 and 6e-4 of the largest element of what safetensors give here (by hand, one image).
+llama-cpp-python 0.3.36 (libmtmd 0.5.0) reads those of Gemma 3, Qwen3.5, Qwen3-VL and Mistral 3: its vectors, on the
+CPU with flash attention, were within 4e-4, 1e-3, 6e-4 and 7e-4 of the largest element of ours (by hand, one image).
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from localllm.models.architectures.pixtral_vision import MEAN, STD
+
 from .test_gguf_models import write_gguf
 from .test_images import Pictured
 
@@ -29,10 +31,12 @@ TYPES = dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_vl"), "qwen3vl_merger") 
     "gemma3": "gemma3",
     "gemma4": "gemma4v",
 }
+TYPES["mistral3"] = "pixtral"
 TOKENS = {
     "qwen3vl_merger": {"image_token_id": "<|image_pad|>"},
     "gemma3": {"image_token_index": "<image_soft_token>", "boi_token_index": "<start_of_image>",
                "eoi_token_index": "<end_of_image>"},
+    "pixtral": {"image_token_index": "[IMG]", "break": "[IMG_BREAK]", "end": "[IMG_END]"},
     "gemma4v": {"image_token_id": "<|image|>", "boi_token_id": "<|image>", "eoi_token_id": "<image|>"},
 }  # fmt: skip
 _OF_TEXT = re.compile(r"(model\.)?language_model\.(model\.)?")
@@ -60,7 +64,7 @@ def as_gguf(
     text = dict(made.config["text_config"])
     tokens = tokens or [f"t{index}" for index in range(text["vocab_size"])]
     for key, spelled in TOKENS[projector].items():
-        tokens[made.config[key]] = spelled
+        tokens[made.config.get(key) or {"break": 12, "end": 13}[key]] = spelled
     own = {_OF_TEXT.sub("model.", one): tensor for one, tensor in made.tensors.items() if "language_model." in one}
     own |= {one: tensor for one, tensor in made.tensors.items() if one.startswith("lm_head.")}
     path = write_gguf(folder / "model.gguf", text | {"tokens": tokens, "strings": strings or {}}, own, F32)
@@ -78,7 +82,10 @@ def write_mmproj(path: Path, made: Pictured, kind: gguf.GGMLQuantizationType = F
     writer = gguf.GGUFWriter(path, "clip")
     writer.add_type(gguf.GGUFType.MMPROJ)
     writer.add_clip_has_vision_encoder(True)
-    writer.add_vision_use_gelu(True)
+    if projector == "pixtral":
+        writer.add_vision_use_silu(True)
+    else:
+        writer.add_vision_use_gelu(True)
     depth = vision.get("depth") or vision["num_hidden_layers"]
     values = {
         "projector_type": projector,
@@ -98,7 +105,9 @@ def write_mmproj(path: Path, made: Pictured, kind: gguf.GGMLQuantizationType = F
         adders = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
         if value is not None:
             adders[type(value)](key, value)
-    for name, tensor in _tensors(projector, vision, made.tensors):
+    embedding = next(tensor for name, tensor in made.tensors.items() if name.endswith("embed_tokens.weight"))
+    more = {"v.token_embd.img_break": embedding[12]} if projector == "pixtral" else {}
+    for name, tensor in (*_tensors(projector, vision, made.tensors), *more.items()):
         if name.startswith(drop):
             continue
         plain = tensor.ndim < 2 or "embd" in name or tensor.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]
@@ -118,6 +127,10 @@ def _of_kind(projector: str, config: dict[str, Any], vision: dict[str, Any]) -> 
         taps = vision.get("deepstack_visual_indexes", ())
         sizes = {"image_size": side * vision["patch_size"], "spatial_merge_size": vision.get("spatial_merge_size", 2)}
         return sizes | {"is_deepstack_layers": [layer in taps for layer in range(vision["depth"])]}
+    if projector == "pixtral":
+        sizes = {"image_size": vision["image_size"], "spatial_merge_size": config["spatial_merge_size"]}
+        eps = {"attention.layer_norm_epsilon": config["text_config"]["rms_norm_eps"]}
+        return sizes | eps | {"image_mean": MEAN, "image_std": STD}
     if projector == "gemma4v":
         return {"image_size": 224, "projector.scale_factor": vision["pooling_kernel_size"]}
     side = vision["image_size"] // vision["patch_size"]
@@ -127,12 +140,15 @@ def _of_kind(projector: str, config: dict[str, Any], vision: dict[str, Any]) -> 
 
 def _tensors(projector: str, vision: dict[str, Any], tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     depth = vision.get("depth") or vision["num_hidden_layers"]
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, depth)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, max(depth, 3))  # two of a projector are numbered, too
     for name, tensor in tensors.items():
         if "language_model." in name or name.startswith(("lm_head.", "mtp.")):
             continue
         if projector == "qwen3vl_merger":
             yield from _of_qwen(name.removeprefix("model."), tensor, names, vision)
+            continue
+        if projector == "pixtral":
+            yield from _of_pixtral(name.removeprefix("model."), tensor, names, vision)
             continue
         if projector == "gemma3":
             name = name.removeprefix("model.").replace("_weight", ".weight")
@@ -164,6 +180,15 @@ def _of_qwen(name: str, tensor: Tensor, names: Any, vision: dict[str, Any]) -> I
         yield _mapped(names, name.replace(match[0], f"model.visual.deepstack_merger_list.{layer}.")), tensor
     else:
         yield _mapped(names, name), tensor
+
+
+def _of_pixtral(name: str, tensor: Tensor, names: Any, vision: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Queries and keys have the two numbers that turn together side by side."""
+    if name.endswith(("q_proj.weight", "k_proj.weight")):
+        tensor = (
+            tensor.view(vision["num_attention_heads"], 2, -1, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
+        )
+    yield _mapped(names, name), tensor
 
 
 def _mapped(names: Any, name: str) -> str:

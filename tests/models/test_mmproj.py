@@ -15,16 +15,16 @@ from localllm.models.architectures import open_model
 from localllm.models.architectures.vision import GridFacts
 from localllm.models.loader import LoadOptions, load_model
 
-from . import test_gemma4_images, test_grid_images, test_images
+from . import test_gemma4_images, test_grid_images, test_images, test_row_images
 from .mmproj_files import TOKENS, as_gguf, rounded, write_mmproj
 from .test_images import Pictured, error
 
 MODELS: dict[str, Any] = {"gemma3": test_images, "qwen3.5": test_grid_images, "gemma4-e2b": test_gemma4_images}
-MODELS |= {"gemma4-31b": test_gemma4_images, "qwen3-vl": test_grid_images}
+MODELS |= {"gemma4-31b": test_gemma4_images, "qwen3-vl": test_grid_images, "mistral": test_row_images}
 
 
 def model_of(name: str) -> Pictured:
-    made: Pictured = MODELS[name].made(*([name] if "qwen" in name else name.split("-")[1:]))
+    made: Pictured = MODELS[name].made(*(name.split("-")[1:] if "gemma" in name else [name]))
     return made
 
 
@@ -85,7 +85,7 @@ def test_gemma_3_as_it_was_written_first(tmp_path: Path) -> None:
 
 FLAWS = {
     "another width": ({"projection_dim": 48}, "vectors have 48 elements, those of this one have 44"),
-    "another kind": ({"projector_type": "pixtral"}, "the projector type pixtral is not read"),
+    "another kind": ({"projector_type": "resampler"}, "the projector type resampler is not read"),
     "no kind": ({"projector_type": None}, r"the projector type \(none\) is not read"),
     "deepstack": ({"is_deepstack_layers": [False, True]}, r"deepstack_merger_list\.0.*is missing"),
     "a missing tensor": ({"drop": "v.blk.1.ln1"}, r"vision\.blocks\.1\.norm1\.weight: the tensor is missing"),

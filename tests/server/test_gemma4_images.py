@@ -27,6 +27,7 @@ from localllm.server.pool import ModelPool
 
 from .test_grid_images import grid_folder
 from .test_images import huge, pictured_folder
+from .test_row_images import row_folder
 
 BEGIN, SOFT, END = "<|image>", "<|image|>", "<image|>"
 TEMPLATE = (
@@ -188,6 +189,7 @@ def test_chunks_preemption_and_answers_that_are_read_again_change_nothing(
         ("hybrid", "layers"),
         ("vl", "tensor"),
         ("vl", "layers"),
+        ("rows", "tensor"),
     ],
 )
 def test_ranks_read_the_same_image(kind: str, split: str, tmp_path: Path) -> None:
@@ -196,6 +198,7 @@ def test_ranks_read_the_same_image(kind: str, split: str, tmp_path: Path) -> Non
         "gemma3": pictured_folder,
         "hybrid": grid_folder,
         "vl": partial(grid_folder, kind="vl"),
+        "rows": row_folder,
     }[kind](tmp_path / "m")
     how: dict[str, Any] = {"device": "cpu", "ctx": 512, "dtype": "float32"}
     with LLM(folder, **how) as alone, LLM(folder, tensor_parallel=2, split=split, **how) as divided:
