@@ -110,14 +110,15 @@ class ChatTemplate:
     ) -> RenderedPrompt:
         """Prompt text, byte for byte as `apply_chat_template` of transformers makes it.
 
-        kwargs  further template variables: enable_thinking, documents, reasoning_effort, ...
+        kwargs  further template variables: enable_thinking (also for templates that call it otherwise), documents,
+                reasoning_effort, ...
 
         Raises InvalidRequest for messages that are malformed, that the template refuses or that exceed its limits, and
         BadModelFile for a template of the model that is broken or forbidden.
         """
         template = self.chosen(tools)
         shaped = [_shape(message, number) for number, message in enumerate(_checked(messages))]
-        given = {"documents": None, **kwargs, "tools": tools}
+        given = {"documents": None, **_thinking(template, kwargs), **kwargs, "tools": tools}
         marker = _Marker([shaped, given])
         find = self._finders(template)
         variables = {
@@ -162,6 +163,14 @@ def encode_chat(tokenizer: Tokenizer, rendered: RenderedPrompt) -> list[int]:
     if tokenizer.add_bos and bos is not None and ids[:1] != [bos]:
         ids.insert(0, bos)
     return ids
+
+
+def _thinking(template: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """`enable_thinking` under the names that other templates have: DeepSeek V3.1 and Granite 3; Seed-OSS."""
+    on = values.get("enable_thinking")
+    if on is None or "enable_thinking" in template:
+        return {}
+    return {"thinking": on} if on else {"thinking": on, "thinking_budget": 0}
 
 
 class _Marker:

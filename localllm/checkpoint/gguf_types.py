@@ -12,8 +12,8 @@ TENSOR_TYPES: dict[int, tuple[str, int, int]] = {  # id: (name, elements in a bl
     35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18), 42: ("Q2_0", 64, 18),
 }  # fmt: skip
 RETIRED_TYPES = {
-    4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8",
-    38: "IQ4_NL_8_8",
+    4: "Q4_2, or MXFP4 as only Ollama writes it", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8",
+    36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8",
 }  # fmt: skip
 ACTIVATION_TYPES = {9: "Q8_1", 15: "Q8_K"}
 

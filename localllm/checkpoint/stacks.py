@@ -3,11 +3,16 @@ The same of tensors that hold all heads of a layer.
 
 GGUF                    blk.{i}.ffn_{gate,up,down}_exps.weight [E, N, K], .bias [E, N], .scale [E];
                         ffn_gate_up_exps: gate rows first; before llama.cpp stacked them: ffn_gate.{e}.weight [N, K]
+                        attn_k_b, attn_v_b [heads, N, K] -> attn_k_b.{head}.weight
 transformers 5          experts.gate_up_proj [E, 2I, H], gate rows first, or experts.up_proj [E, I, H];
                         experts.down_proj [E, H, I]
-                        attn_k_b, attn_v_b [heads, N, K] -> attn_k_b.{head}.weight
-Qwen3-VL MoE            experts.gate_up_proj [E, H, 2I], gate columns first, experts.down_proj [E, I, H]
-GraniteMoe              block_sparse_moe.input_linear.weight and output_linear.weight, as the two before
+    compressed-tensors  experts.gate_up_proj_packed I32 [E, 2I, words], _scale [E, 2I, H/g], and so down_proj
+    FP8                 experts.gate_up_proj [E, 2I, H], _scale_inv [E, 2I/128, H/128]
+    ModelOpt NVFP4      experts.gate_up_proj U8 [E, 2I, H/2], _weight_scale [E, 2I, H/16], _weight_scale_2 [E] or [E, 2]
+Qwen3-VL MoE            experts.gate_up_proj [E, H, 2I], gate columns first, experts.down_proj [E, I, H]; in FP8 the
+                        rows and columns of _scale_inv are exchanged as well
+GraniteMoe              block_sparse_moe.input_linear.weight and output_linear.weight, as the two before; FP8 has a
+                        weight_scale [E, N, 1] beside each
 gpt-oss                 experts.{gate_up,down}_proj_bias [E, N]; gate and up rows take turns, and either
     plain               experts.gate_up_proj [E, H, 2I], experts.down_proj [E, I, H]
     MXFP4               experts.{gate_up,down}_proj_blocks U8 [E, N, K/32, 16], _scales U8 [E, N, K/32]
@@ -24,15 +29,28 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from localllm.errors import UnsupportedFormat
+
 from .fields import MAX_EXPERTS
 from .mapped_file import TensorInfo, bad
 
 _GGUF = re.compile(r"(blk\.\d{1,6}\.ffn_)(gate|up|down|gate_up)_exps\.(weight|bias|scale)")
 _GGUF_SPLIT = re.compile(r"(blk\.\d{1,6}\.ffn_(?:gate|up|down))\.(\d{1,6})\.(weight|bias)")
 _GGUF_HEADS = re.compile(r"(blk\.\d{1,6}\.attn_[kv]_b)\.weight")
-_HF = re.compile(r"(.+\.experts\.)(gate_up|up|down)_proj(|_bias|_blocks|_scales)")
-_GRANITE = re.compile(r"(.+\.block_sparse_moe\.)(input|output)_linear\.weight")
-_SUFFIX = {"": "weight", "_bias": "bias", "_blocks": "weight_packed", "_scales": "weight_scale"}
+_GRANITE = re.compile(r"(.+\.block_sparse_moe\.)(input|output)_linear\.(weight|weight_scale)")
+_OF_PROJECTION = {  # what follows `experts.gate_up_proj` -> what one expert has instead, and dimensions of the stack
+    "": ("weight", (3,)),
+    "_bias": ("bias", (2,)),
+    "_blocks": ("weight_packed", (4,)),
+    "_scales": ("weight_scale", (3,)),
+    "_packed": ("weight_packed", (3,)),
+    "_scale": ("weight_scale", (3,)),
+    "_scale_inv": ("weight_scale_inv", (3,)),
+    "_weight_scale": ("weight_scale", (3,)),
+    "_weight_scale_2": ("weight_scale_2", (1, 2)),
+    "_input_scale": ("input_scale", (1, 2)),
+}
+_HF = re.compile(rf"(.+\.experts\.)(gate_up|up|down)_proj({'|'.join(_OF_PROJECTION)})")
 
 
 def unstacked(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
@@ -63,8 +81,8 @@ def _parts(name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> It
     elif (match := _GRANITE.fullmatch(name)) and dims == 3:
         kinds = ["gate", "up"] if match[2] == "input" else ["down"]
         for expert, kind, part in _apart(info, kinds, turns=False):
-            yield replace(part, name=f"{match[1]}experts.{expert}.{kind}_proj.weight")
-    elif (match := _HF.fullmatch(name)) and dims == {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}[match[3]]:
+            yield replace(part, name=f"{match[1]}experts.{expert}.{kind}_proj.{match[3]}")
+    elif (match := _HF.fullmatch(name)) and dims in _OF_PROJECTION[match[3]][1]:
         yield from _of_transformers(info, match, tensors)
     else:
         yield info
@@ -72,15 +90,28 @@ def _parts(name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> It
 
 def _of_transformers(info: TensorInfo, match: re.Match[str], tensors: Mapping[str, TensorInfo]) -> Iterator[TensorInfo]:
     kinds, gpt_oss = match[2].split("_"), f"{match[1]}{match[2]}_proj_bias" in tensors
+    columns = _has_columns(match[1], tensors)
     if match[3] == "_blocks":
         experts, n, groups, width = info.shape
         info = replace(info, shape=(experts, n, groups * width))
-    elif not match[3] and (gpt_oss or _has_columns(match[1], tensors)):
+    elif (not match[3] and gpt_oss) or (match[3] in ("", "_scale_inv") and columns):
         experts, k, n = info.shape
         item = info.nbytes // math.prod(info.shape)
         info = replace(info, shape=(experts, n, k), strides=(k * n * item, item, n * item))
-    for expert, kind, part in _apart(info, kinds, turns=gpt_oss or match[3] in ("_blocks", "_scales")):
-        yield replace(part, name=f"{match[1]}{expert}.{kind}_proj.{_SUFFIX[match[3]]}")
+    if match[3] == "_scale_inv" and len(kinds) > 1:
+        _check_blocks(info, tensors.get(f"{match[1]}gate_up_proj"), axis=2 if columns else 1)
+    for some in [[kind] for kind in kinds] if len(info.shape) == 1 else [kinds]:  # one number counts for all of them
+        for expert, kind, part in _apart(info, some, turns=gpt_oss or match[3] in ("_blocks", "_scales")):
+            yield replace(part, name=f"{match[1]}{expert}.{kind}_proj.{_OF_PROJECTION[match[3]][0]}")
+
+
+def _check_blocks(scale: TensorInfo, weight: TensorInfo | None, *, axis: int) -> None:
+    """Refuse a block of FP8 weights that lies across gate and up rows: the rows of scales cannot be parted there."""
+    rows = weight.shape[axis] if weight is not None and len(weight.shape) == 3 else 0
+    if scale.shape[1] % 2 or scale.shape[1] * 128 != rows:
+        what = f"has {scale.shape[1]} rows an expert for {rows} gate and up rows; 128 x 128 blocks of either are read"
+        hint = "fetch a BF16, NVFP4 or GGUF version of this model"
+        raise bad(scale.file, what, key=scale.name, hint=hint, error=UnsupportedFormat)
 
 
 def _has_columns(start: str, tensors: Mapping[str, TensorInfo]) -> bool:

@@ -39,10 +39,11 @@ _ENDS = (
     "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|calls|> <|flush|> <end_of_turn> <turn|> <|endoftext|> "
     "<|end_of_text|> <|eom_id|> <end_of_utterance> <|tool_response> <｜end▁of▁sentence｜> [e~["
 )
-# these are also ordinary markup: Gemma 3 has </s> as an HTML tag
-_ENDS_IF_CONTROL = "</s> <EOT> [EOT] [EOS] <eos>"
+# these are also ordinary markup: Gemma 3 has </s> as an HTML tag; GLM's answers end where another one's turn begins
+_ENDS_IF_CONTROL = "</s> <EOT> [EOT] [EOS] <eos> <|user|> <|observation|>"
 END_TEXTS, END_TEXTS_IF_CONTROL = frozenset(_ENDS.split()), frozenset(_ENDS_IF_CONTROL.split())
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_OTHER_FILES = ("tekken.json", "tiktoken.model")  # all that Mistral's and Moonshot's repositories may have
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 
 
@@ -159,6 +160,10 @@ def _around(backend: Backend) -> tuple[list[int], list[int]]:
 
 def _tokenizer_file(ckpt: Checkpoint) -> Path:
     files = ckpt.tokenizer_files
+    other = next((name for name in _OTHER_FILES if (ckpt.path / name).is_file()), "")
+    if "tokenizer.json" not in files and other:
+        what = f"the model's tokenizer is {other}, which is not read"
+        raise UnsupportedFormat(what, "use a GGUF version of the model, or one that has a tokenizer.json")
     if "tokenizer.json" not in files:
         raise UnsupportedFormat(
             f"the model has no tokenizer.json (found: {', '.join(sorted(files)) or 'no tokenizer'})",

@@ -85,6 +85,7 @@ def read_vocabulary(path: Path, metadata: Mapping[str, Any]) -> Vocabulary:
         have = _first_ids(tokens)
         ids = {name: have[text] for name, text in (("bos", "[CLS]"), ("seperator", "[SEP]")) if text in have} | ids
     add_bos = fields.flag("add_bos_token", model not in ("gpt2", "t5") or pre in ADD_BOS)
+    add_bos |= model == "gemma4"  # the first files say no
     ends = ("seperator", "eos") if model == "bert" else ("eos",)  # the key is spelled so
     behind = [ids[name] for name in ends if name in ids][: fields.flag("add_eos_token", model in ("bert", "t5"))]
     return Vocabulary(

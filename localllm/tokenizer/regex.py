@@ -16,6 +16,13 @@ _CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_U
 _AFTER_CASED = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_WS}"
 _GPT4O = rf"{_CASED % (_C + '?', _C + '?')}|\p{{N}}{{1,3}}|{_AFTER_CASED}"
 _TEKKEN = rf"{_CASED % ('', '')}|\p{{N}}|{_AFTER_CASED}"
+_NO_HAN = r"&&[^\p{Han}]]"
+_UPPER_NO_HAN, _LOWER_NO_HAN = _UPPER[:-1] + _NO_HAN, _LOWER[:-1] + _NO_HAN
+_KIMI_K2 = (
+    rf"\p{{Han}}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER_NO_HAN}*{_LOWER_NO_HAN}+{_C}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER_NO_HAN}+{_LOWER_NO_HAN}*{_C}?|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_WS}"
+)
+_MINICPM5 = rf"{_C}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_WS}"
 _ASCII_PUNCTUATION = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
 _DEEPSEEK3 = (
     rf"{_ASCII_PUNCTUATION}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_WS}"
@@ -44,6 +51,8 @@ _PRE_GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("gigachat mellum a.x-4.0 modern-bert exaone4 granite-docling", (_GPT2,)),
     ("gpt-4o llama4 kanana2 talkie minimax-m2", (_GPT4O,)),
     ("tekken", (_TEKKEN,)),
+    ("kimi-k2", (_KIMI_K2,)),
+    ("minicpm5", (r"\p{N}{1,3}", _MINICPM5)),
     ("deepseek-v3 hunyuan-dense joyai-llm hy_v4", (r"\p{N}{1,3}", r"[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK3)),
     ("deepseek-coder", (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK_RUN, r"\p{N}")),
     (
@@ -63,7 +72,7 @@ _PRE_GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 # name -> regexes, each an isolated split of what the one before left
 PRE_TOKENIZERS = {name: regexes for names, regexes in _PRE_GROUPS for name in names.split()}
-IGNORE_MERGES = frozenset([*_PRE_GROUPS[0][0].split(), "tekken"])  # a piece that is a token as it stands is taken whole
-ADD_BOS = IGNORE_MERGES  # BOS is added unless the file says otherwise
+ADD_BOS = frozenset([*_PRE_GROUPS[0][0].split(), "tekken"])  # BOS is added unless the file says otherwise
+IGNORE_MERGES = ADD_BOS | {"glm4", "minicpm5"}  # a piece that is a token as it stands is taken whole
 # text is normalised to NFC first: Hugging Face's Qwen tokenizers do, llama.cpp does not
 NFC = frozenset(["qwen2", "qwen35", "deepseek-r1-qwen", "megrez", "kormo", "f2llmv2"])

@@ -78,7 +78,9 @@ class HfConfig(Config):
 
     @property
     def causal(self) -> bool:
-        return not self.keys.flag("use_bidirectional_attention")
+        """The class of LFM2.5's and `is_causal` of GTE's embedding models say it, which bring code of their own."""
+        named = "Bidirectional" in self.source or self.keys.raw("is_causal") is False
+        return not named and not self.keys.flag("use_bidirectional_attention")
 
     @property
     def pooling(self) -> str:
@@ -358,4 +360,6 @@ def _yarn_attention(fields: Fields, factor: float) -> float:
 
     mscale = fields.optional_number("mscale", 0.0, 1e3)
     over = fields.optional_number("mscale_all_dim", 0.0, 1e3)
-    return grown(mscale) / grown(over) if mscale and over else grown(1.0)
+    if mscale and over:
+        return grown(mscale) / grown(over)
+    return grown(1.0) * fields.number("attn_factor", 1e-3, 1e3, 1.0)

@@ -31,6 +31,7 @@ _MLP = ("up_proj", "down_proj")
 # what is in front of a block is its mixer, whatever it is
 _HF = {
     "input_layernorm": "norm",
+    "self_attn": "mixer",
     **{f"self_attn.{name}_proj": f"mixer.{name}_proj" for name in "qkvo"},
     **{f"mamba.{name}": f"mixer.{name}" for name in ("in_proj", "out_proj", "conv1d", "norm", "A_log", "D", "dt_bias")},
     **{f"mlp.{name}": f"mixer.{name}" for name in _MLP},

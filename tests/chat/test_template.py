@@ -98,6 +98,23 @@ def plain(text: str, child: RenderChild, **kwargs: Any) -> ChatTemplate:
     return ChatTemplate(SimpleNamespace(**facts | kwargs), child=child)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("text", "on", "off", "unsaid"),
+    [
+        ("{{ enable_thinking }} {{ thinking }}", "True ", "False ", " "),
+        ("{{ 'long' if thinking else 'short' }}", "long", "short", "short"),
+        ("{{ thinking_budget if thinking_budget is defined else 'free' }}", "free", "0", "free"),
+    ],
+)
+def test_thinking_is_switched_under_the_templates_own_name(
+    text: str, on: str, off: str, unsaid: str, child: RenderChild
+) -> None:
+    template, chat = plain(text, child), [{"role": "user", "content": "x"}]
+    assert template.render(chat, enable_thinking=True) == on
+    assert template.render(chat, enable_thinking=False) == off
+    assert template.render(chat) == unsaid
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_renders_as_transformers(name: str, child: RenderChild, reference: Any) -> None:
     """Same text; where transformers fails, we refuse."""

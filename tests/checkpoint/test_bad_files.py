@@ -81,7 +81,7 @@ def test_messages_say_what_value_and_limit(tmp_path: Path) -> None:
     wanted = {
         "array_u8_2e40_alone": "is 1,099,511,627,776, the rest of the file holds at most 0",
         "big_endian": "big-endian",
-        "t_type_4": "type 4 (Q4_2), which is retired",
+        "t_type_4": "type 4 (Q4_2, or MXFP4 as only Ollama writes it), which is retired",
         "t_type_140": "type 140, which is unknown",
         "arch_unknown": "architecture mamba99 is not supported",
         "arch_clip": "is a vision projector, not a model",

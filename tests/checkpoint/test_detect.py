@@ -111,6 +111,12 @@ CASES: dict[str, tuple[dict, dict, str, dict]] = {
         "gptq",
         {"bits": 8},
     ),
+    "gptq_8_bit_without_g_idx_among_others": (
+        {"qweight": ("I32", (K // 4, N)), "qzeros": ("I32", (K // 128, N // 4)), "scales": ("F16", (K // 128, N))},
+        {"quant_method": "auto-round", "bits": 4, "group_size": 128, "extra_config": {"a": {"bits": 8}}},
+        "gptq",
+        {"bits": 8, "group_size": 128},
+    ),
     "gptq_whole_column": (
         {**GPTQ, "scales": ("F16", (1, N)), "qzeros": ("I32", (1, N // 8))},
         {"group_size": -1},
@@ -245,6 +251,7 @@ def test_shapes_that_do_not_fit(tensors: dict[str, Any]) -> None:
         ({"weight": ("U8", (N * K // 2, 1)), "absmax": ("F32", (8,))}, {}, "bitsandbytes"),
         ({"trellis": ("I16", (8, 8, 64))}, {}, "EXL3"),
         ({"W_q": ("U8", (N, K))}, {}, "HQQ"),
+        ({"weight": ("U32", (N, K // 8)), "scales": ("F16", (N, 2)), "biases": ("F16", (N, 2))}, {}, "MLX"),
         (GPTQ, {"checkpoint_format": "gptq_p"}, "gptq_p"),
         (GPTQ, {"is_marlin_format": True}, "marlin"),
         (AWQ, {"bits": 3}, "AWQ with 3 bits"),

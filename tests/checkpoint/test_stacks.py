@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from localllm.checkpoint import stored_formats
 from localllm.checkpoint.checkpoint import Checkpoint
 from localllm.checkpoint.mapped_file import MappedFile, TensorInfo
 from localllm.checkpoint.stacks import unstacked
-from localllm.errors import BadModelFile
+from localllm.errors import BadModelFile, UnsupportedFormat
 
 HF = "model.layers.0.mlp.experts."
 
@@ -64,6 +65,86 @@ def test_experts_of_transformers_5(tmp_path: Path) -> None:
     assert np.array_equal(read(found, f"{HF}1.up_proj.weight"), gate_up[1, 3:])
     assert np.array_equal(read(found, f"{HF}1.down_proj.weight"), down[1])
     assert found.nbytes == gate_up.nbytes + down.nbytes
+
+
+def test_fp8_experts_of_granite_have_their_scales(tmp_path: Path) -> None:
+    start = "model.layers.0.block_sparse_moe."
+    both, down = numbers(2, 6, 1), numbers(2, 5, 1)
+    tensors = {
+        f"{start}input_linear.weight": ("F8_E4M3", numbers(2, 6, 5, dtype="u1")),
+        f"{start}input_linear.weight_scale": ("F32", both),
+        f"{start}output_linear.weight": ("F8_E4M3", numbers(2, 5, 3, dtype="u1")),
+        f"{start}output_linear.weight_scale": ("F32", down),
+    }
+    found = checkpoint(tmp_path / "f", tensors)
+    assert np.array_equal(read(found, f"{start}experts.1.gate_proj.weight_scale"), both[1, :3])
+    assert np.array_equal(read(found, f"{start}experts.1.up_proj.weight_scale"), both[1, 3:])
+    assert np.array_equal(read(found, f"{start}experts.1.down_proj.weight_scale"), down[1])
+    assert {stored.kind for stored in stored_formats(found).values()} == {"fp8"}
+
+
+def test_packed_experts_of_gemma_4(tmp_path: Path) -> None:
+    packed, scale = numbers(2, 6, 8, dtype="i4"), numbers(2, 6, 2)
+    tensors = {
+        f"{HF}gate_up_proj_packed": ("I32", packed),
+        f"{HF}gate_up_proj_scale": ("F32", scale),
+        f"{HF}down_proj_packed": ("I32", numbers(2, 5, 4, dtype="i4")),
+        f"{HF}down_proj_scale": ("F32", numbers(2, 5, 1)),
+    }
+    found = checkpoint(tmp_path / "f", tensors)
+    found.quantization_config = {"config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 32}}}}
+    assert np.array_equal(read(found, f"{HF}1.up_proj.weight_packed", "i4"), packed[1, 3:])
+    assert np.array_equal(read(found, f"{HF}1.gate_proj.weight_scale"), scale[1, :3])
+    formats = stored_formats(found)
+    assert {stored.label for stored in formats.values()} == {"w4a16"}
+    assert formats[f"{HF}0.gate_proj"].shape == (3, 64)
+    assert formats[f"{HF}1.down_proj"].shape == (5, 32)
+
+
+def test_fp8_blocks_of_stacked_experts(tmp_path: Path) -> None:
+    both = numbers(2, 4, 1)
+    tensors = {
+        f"{HF}gate_up_proj": ("F8_E4M3", numbers(2, 512, 128, dtype="u1")),
+        f"{HF}gate_up_proj_scale_inv": ("F32", both),
+        f"{HF}down_proj": ("F8_E4M3", numbers(2, 128, 256, dtype="u1")),
+        f"{HF}down_proj_scale_inv": ("F32", numbers(2, 1, 2)),
+    }
+    found = checkpoint(tmp_path / "f", tensors)
+    assert np.array_equal(read(found, f"{HF}1.gate_proj.weight_scale_inv"), both[1, :2])
+    assert np.array_equal(read(found, f"{HF}1.up_proj.weight_scale_inv"), both[1, 2:])
+    assert {stored.kind for stored in stored_formats(found).values()} == {"fp8"}
+    tensors[f"{HF}gate_up_proj"] = ("F8_E4M3", numbers(2, 448, 128, dtype="u1"))  # the second block has 32 up rows
+    with pytest.raises(UnsupportedFormat, match="448 gate and up rows"):
+        checkpoint(tmp_path / "f", tensors)
+
+
+def test_fp8_blocks_of_experts_in_columns(tmp_path: Path) -> None:
+    both, down = numbers(2, 1, 4), numbers(2, 2, 1)
+    tensors = {
+        f"{HF}gate_up_proj": ("F8_E4M3", numbers(2, 128, 512, dtype="u1")),
+        f"{HF}gate_up_proj_scale_inv": ("F32", both),
+        f"{HF}down_proj": ("F8_E4M3", numbers(2, 256, 128, dtype="u1")),
+        f"{HF}down_proj_scale_inv": ("F32", down),
+    }
+    found = checkpoint(tmp_path / "f", tensors)
+    assert np.array_equal(read(found, f"{HF}1.up_proj.weight_scale_inv"), both[1, :, 2:].T)
+    assert np.array_equal(read(found, f"{HF}1.down_proj.weight_scale_inv"), down[1].T)
+    assert stored_formats(found)[f"{HF}0.gate_proj"].shape == (256, 128)
+
+
+@pytest.mark.parametrize("world", [(2,), (2, 2)])
+def test_nvfp4_of_stacked_experts(world: tuple[int, ...], tmp_path: Path) -> None:
+    scale, whole = numbers(2, 6, 2, dtype="u1"), np.arange(math.prod(world), dtype="f4").reshape(world)
+    tensors = {
+        f"{HF}gate_up_proj": ("U8", numbers(2, 6, 16, dtype="u1")),
+        f"{HF}gate_up_proj_weight_scale": ("F8_E4M3", scale),
+        f"{HF}gate_up_proj_weight_scale_2": ("F32", whole),
+        f"{HF}gate_up_proj_input_scale": ("F32", whole),
+    }
+    found = checkpoint(tmp_path / "f", tensors)
+    assert np.array_equal(read(found, f"{HF}1.up_proj.weight_scale", "u1"), scale[1, 3:])
+    assert read(found, f"{HF}1.up_proj.weight_scale_2") == whole[1, ...].reshape(-1)[-1]
+    assert {stored.kind for stored in stored_formats(found).values()} == {"nvfp4"}
 
 
 def test_gpt_oss_keeps_gate_and_up_rows_in_turns(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from localllm.checkpoint import Checkpoint
-from localllm.errors import BadModelFile
+from localllm.errors import BadModelFile, UnsupportedModel
 from localllm.models.architectures import open_model
 from localllm.models.architectures.facts import ModelFacts
 from localllm.models.architectures.registry import ARCHITECTURES, understand
@@ -55,6 +55,28 @@ def test_scaling_of_ministral_is_read_under_either_key(tiny: Callable, loaded: C
     older = {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling, "rope_parameters": None}
     with open_model(model.save(tmp_path, **older)) as checkpoint:
         assert checkpoint.facts.layers == loaded("ministral3").facts.layers
+
+
+def test_attn_factor_multiplies_what_yarn_makes_of_the_factor() -> None:
+    """As DeepSeek-R1-0528-Qwen3-8B states it, the one cancels the other; transformers does not read it."""
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
+    config = {"model_type": "qwen3", "max_position_embeddings": 131_072, "rope_theta": 1_000_000}
+    for factor, expected in ((0.8782488562869419, 1.0), (None, 1.1386294361119891)):
+        stated = scaling | ({} if factor is None else {"attn_factor": factor})
+        rope = facts_of(config | {"rope_scaling": stated}).layers[0].mixer.rope
+        assert rope.attention_factor == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "is_causal": False},
+        {"model_type": "lfm2", "architectures": ["Lfm2BidirectionalModel"]},
+    ],
+)
+def test_models_made_bidirectional_by_code_of_their_own_are_refused(config: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedModel, match="bidirectional"):
+        facts_of(config)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -53,9 +53,21 @@ def test_a_bias_the_architecture_has_must_be_there(tiny: Callable, tmp_path: Pat
 def test_extra_tensors_are_ignored_unless_they_change_the_result(tiny: Callable, tmp_path: Path) -> None:
     spare = {"model.rotary_emb.inv_freq": torch.ones(6), "vision.patch.weight": torch.ones(2, 2)}
     load_model(open_model(tiny("llama").save(tmp_path / "a", spare)))
+    heads = {f"{start}mtp.layers.0.mlp.experts.0.up_proj.weight": torch.ones(2, 2) for start in ("", "model.")}
+    load_model(open_model(tiny("llama").save(tmp_path / "heads", heads)))
     sinks = {f"{LAYER}self_attn.sinks": torch.ones(6)}
     with pytest.raises(UnsupportedModel, match="attention sinks"):
         load_model(open_model(tiny("llama").save(tmp_path / "b", sinks)))
+
+
+def test_scales_of_keys_and_values_of_nemotron_are_below_its_mixers(tiny: Callable, tmp_path: Path) -> None:
+    model = tiny("nemotron-h")
+    number = model.config["layers_block_type"].index("full_attention")
+    start = next(name for name in model.tensors if name.endswith(f"layers.{number}.mixer.k_proj.weight"))[:-13]
+    added = {f"{start}{one}_proj.{one}_scale": torch.tensor(0.5 if one == "k" else 0.25) for one in "kv"}
+    with open_model(model.save(tmp_path, added)) as checkpoint:
+        (group,) = load_model(checkpoint).groups
+    assert list(dict(group.scales).values()) == [(0.5, 0.25)]
 
 
 def test_scales_of_keys_and_values_come_from_the_checkpoint(tiny: Callable, tmp_path: Path, paged: Callable) -> None:

@@ -268,6 +268,8 @@ def test_pre_tokenizers_cut_as_published() -> None:
     assert pieces("llama-bpe", SAMPLE)[:14] == [*head, "123", "456", "78", *tail]
     assert pieces("qwen2", SAMPLE)[:19] == [*head, *"12345678", *tail]
     assert pieces("gpt-4o", SAMPLE)[:4] == ["Hello", " WORLD's", " isn't", " "]
+    assert pieces("kimi-k2", "Es ist日本語 isn't 1234\n") == ["Es", " ist", "日本語", " isn't", " ", "123", "4", "\n"]
+    assert pieces("minicpm5", "Es isn't 1234\n") == ["Es", " isn", "'t", " ", "123", "4", "\n"]
     assert pieces("smollm", "a  12")[:4] == ["a", "  ", "1", "2"]
     assert pieces("gpt-2", "a  12") == ["a", " ", " 12"]
 
@@ -277,6 +279,14 @@ def test_every_pre_tokenizer_partitions_text(pre: str) -> None:
     tokenizer = from_gguf(bpe_metadata(pre))
     for text in (SAMPLE, "a\r\nb\t c", "日本語123 ١٢٣", "x==y  ;\n\n\n", "ÄÖ 🙂👍🏽 é!?", "1234567"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_glm_takes_pieces_that_are_tokens_whole() -> None:
+    """`abc` is a token that no merges lead to: `ab` is joined first where merges are asked."""
+    for pre, expected in (("glm4", ["abc"]), ("dbrx", ["ab", "c"])):
+        tokenizer = from_gguf(bpe_metadata(pre, ("a b",), (("bc", 1), ("abc", 1))))
+        assert shown(tokenizer, tokenizer.encode("abc")) == expected
+        assert not tokenizer.add_bos
 
 
 def test_qwen_normalises_and_others_do_not() -> None:
@@ -318,6 +328,8 @@ def test_gemma4_vocabularies() -> None:
         "a", "▁a", "\n\n", "b", "▁▁", "b", "<0xC3>", "<0xA9>",
     ]  # fmt: skip
     assert tokenizer.decode(tokenizer.encode("a a\n\nb  bé")) == "a a\n\nb  bé"
+    keys["add_bos_token"] = False  # in the first files of Gemma 4
+    assert from_gguf({f"tokenizer.ggml.{key}": value for key, value in keys.items()}).add_bos
 
 
 @pytest.mark.parametrize(
@@ -333,6 +345,8 @@ def test_gemma4_vocabularies() -> None:
             ["<end_of_turn>", "<|endoftext|>", "<|im_end|>"],
         ),
         ([("<｜end▁of▁sentence｜>", 3), ("[EOS]", 4)], ["<｜end▁of▁sentence｜>"]),
+        ([("<|user|>", 3), ("<|observation|>", 3)], ["<|observation|>", "<|user|>"]),
+        ([("<|user|>", 1)], []),
     ],
 )
 def test_what_ends_a_turn(texts: list[tuple[str, int]], ends: list[str]) -> None:
@@ -538,6 +552,10 @@ def test_unsupported_tokenizers_are_named(folder: Path) -> None:
     (folder / "tokenizer.json").rename(folder / "tokenizer.model")
     with pytest.raises(UnsupportedFormat, match=r"tokenizer\.model"):
         from_folder(folder)
+    (folder / "tekken.json").write_text("{}")
+    with pytest.raises(UnsupportedFormat, match=r"tekken\.json, which is not read") as caught:
+        from_folder(folder)
+    assert "GGUF" in caught.value.hint
 
 
 # --- odds and ends ---------------------------------------------------------------------------------------------------

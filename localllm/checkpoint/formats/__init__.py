@@ -33,6 +33,7 @@ _FOREIGN = {
     "nested_absmax": "bitsandbytes",
     "SCB": "bitsandbytes",
     "W_q": "HQQ",
+    "biases": "MLX",
     "codebooks": "AQLM",
     "trellis": "EXL3",
     "q_weight": "EXL2",

@@ -26,9 +26,11 @@ def detect(module: StoredModule) -> StoredFormat | None:
     if label not in ("gptq", "gptq_v2") or module.setting("is_marlin_format"):
         label = "marlin" if label == "gptq" else label
         raise module.unsupported(f"GPTQ in the layout {label}; gptq and gptq_v2 are read")
-    bits = positive(module.setting("bits", "w_bit"))
+    bits, qzeros = positive(module.setting("bits", "w_bit")), module.get("qzeros")
     if g_idx is not None:
         bits = rows * 32 // g_idx.shape[0] if g_idx.shape[0] else 0
+    elif qzeros is not None and columns:  # the config's bits are not those of every module (AutoRound's extra_config)
+        bits = module.matrix("qzeros")[1] * 32 // columns
     bits = bits or 4
     if bits not in (2, 3, 4, 8) or rows * 32 % bits:
         raise module.unsupported(f"GPTQ with {bits} bits; 2, 3, 4 and 8 are read")
@@ -37,7 +39,7 @@ def detect(module: StoredModule) -> StoredFormat | None:
         module.expect("g_idx", (k,))
     module.expect("scales", (groups, columns))
     sym = module.setting("sym")
-    if sym is not True or module.get("qzeros") is not None:
+    if sym is not True or qzeros is not None:
         module.need("qzeros", "an asymmetric GPTQ weight")
         module.expect("qzeros", (groups, columns * bits // 32))
     size = positive(module.setting("group_size"))
