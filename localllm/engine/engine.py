@@ -23,7 +23,7 @@ from localllm.errors import DeviceError, InternalError, InvalidRequest, LocalLLM
 from localllm.request import FinishReason, Request, embeds_only
 
 from .adapters import Adapter, Residents
-from .failures import device_lost, is_device_lost
+from .failures import device_lost, explained, is_device_lost
 from .kv_events import KVEvents
 from .kv_events import Listener as Listening
 from .kv_store import KVStore
@@ -324,6 +324,13 @@ class Engine:
         self._publisher.publish()
 
     def _accept(self, stream: RequestStream, adapter: Adapter | None) -> None:
+        try:
+            self._schedule(stream, adapter)
+        except Exception as error:  # nothing else would ever end it
+            log.exception("a request was not accepted")
+            self._publisher.refuse(stream, explained(error))
+
+    def _schedule(self, stream: RequestStream, adapter: Adapter | None) -> None:
         request, params = stream.request, stream.request.params
         room = self.max_context - len(request.prompt_token_ids)
         seed = params.seed if params.seed is not None else random.SystemRandom().getrandbits(62)

@@ -313,6 +313,8 @@ class Pages:
 
     def _grow_tree(self, sequence: Sequence) -> None:
         size = self.page_size
+        if sequence.num_tree_pages >= sequence.num_computed_tokens // size:
+            return  # before a root is made, which would stay: whoever asks chooses the salt
         if sequence.node is not None and sequence.node.parent is None:
             return  # its node was evicted with its last window page: nothing below it could be found again
         node = sequence.node or self.tree.root(sequence.cache_salt)

@@ -56,6 +56,11 @@ class RequestStream:
                 self._ended.set()
 
     @property
+    def num_open(self) -> int:
+        """Answers that had no terminal event yet."""
+        return self._open
+
+    @property
     def is_done(self) -> bool:
         """Whether every answer had its terminal event published."""
         return self._open <= 0
@@ -124,6 +129,11 @@ class Publisher:
             return
         sequence.finish_reason = FinishReason.ERROR
         self.finish(sequence, FinishReason.ERROR, TokenEvent(sequence.request.request_id, sequence.index, error=error))
+
+    def refuse(self, stream: RequestStream, error: LocalLLMError) -> None:
+        """End every answer of a request that no sequence stands for."""
+        for index in range(stream.num_open):
+            self.add(TokenEvent(stream.request.request_id, index, finish_reason=FinishReason.ERROR, error=error))
 
     def abort(self, request_id: str) -> None:
         for sequence in [s for s in self._scheduler.sequences() if s.request.request_id == request_id]:

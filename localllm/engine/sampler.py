@@ -118,7 +118,7 @@ def sample_row(logits: Tensor, sequence: Sequence) -> int:
         logits[stops] = -torch.inf
     _penalise(logits, sequence)
     if params.temperature < COLDEST:
-        return int(logits.argmax())
+        return token_choice.argmax(logits.unsqueeze(0))[0]
     position = sequence.num_tokens
     if not sorts(params, logits.numel()) and params.min_p == 0:
         return token_choice.draw(logits, params.temperature, uniform(sequence.seed, position))

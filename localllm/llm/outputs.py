@@ -150,6 +150,7 @@ class OutputProcessor:
         self._detokenizers = [detokenizer.fork() for _ in range(n)]
         self._splitters = [spec.new_splitter() if spec.new_splitter else None for _ in range(n)]
         self._num_reasoning_tokens = [0] * n
+        self._num_unshown = [0] * n  # tokens whose text waits: half a character, perhaps a tag
 
     def take(self, event: TokenEvent) -> OutputDelta:
         index, last = event.index, event.finish_reason is not None
@@ -162,8 +163,11 @@ class OutputProcessor:
         else:
             parts = splitter.push(text) if text else []
             parts = [*parts, *splitter.finish()] if last else parts
-        if parts and all(kind == "reasoning" for kind, _ in parts):
-            self._num_reasoning_tokens[index] += len(event.token_ids)
+        self._num_unshown[index] += len(event.token_ids)
+        if parts:
+            if all(kind == "reasoning" for kind, _ in parts):
+                self._num_reasoning_tokens[index] += self._num_unshown[index]
+            self._num_unshown[index] = 0
         usage = event.usage
         if usage is not None:
             usage = replace(usage, reasoning_tokens=self._num_reasoning_tokens[index])

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
-from .errors import ApiError
+from .errors import ApiError, shutting_down
 
 MAX_CLIENTS = 4096  # clients whose last turn is remembered
 
@@ -33,12 +33,12 @@ class Ticket:
     _granted: asyncio.Future[None] | None = None
 
     async def granted(self) -> None:
-        """Wait for its turn. Raises ApiError 503 when the deadline comes first; the place is then given back."""
+        """Wait for its turn. Raises ApiError 503 when the deadline or the server's end comes first."""
         self.queue.enter(self)
-        if self.is_granted:
+        left = None if self.deadline is None else self.deadline - time.monotonic()
+        if self.is_granted and (left is None or left > 0):
             return
         self._granted = asyncio.get_running_loop().create_future()
-        left = None if self.deadline is None else self.deadline - time.monotonic()
         try:
             await asyncio.wait_for(self._granted, left)
         except TimeoutError:
@@ -60,6 +60,11 @@ class Ticket:
         if self._granted is not None and not self._granted.done():
             self._granted.set_result(None)
 
+    def refuse(self) -> None:
+        """Its turn does not come any more; called by the queue."""
+        if self._granted is not None and not self._granted.done():
+            self._granted.set_exception(shutting_down())
+
 
 class Admission:
     """The queue in front of one model's engine."""
@@ -72,6 +77,7 @@ class Admission:
         self.num_reserved = 0  # requests that hold a place, waiting or not
         self.num_running = 0  # sequences handed to the engine
         self._waiting: list[Ticket] = []
+        self._is_closed = False
         self._per_client: Counter[str] = Counter()
         self._served: dict[str, int] = {}  # client -> number of its last grant
         self._numbers = 0
@@ -99,9 +105,18 @@ class Admission:
             )  # fmt: skip
 
     def enter(self, ticket: Ticket) -> None:
-        """Wait for a turn, or have it at once."""
+        """Wait for a turn, or have it at once. Raises ApiError 503 once the queue is closed."""
+        if self._is_closed:
+            raise shutting_down()
         self._waiting.append(ticket)
         self._grant()
+
+    def close(self) -> None:
+        """Refuse all that waits, and what comes."""
+        self._is_closed = True
+        waiting, self._waiting = self._waiting, []
+        for ticket in waiting:
+            ticket.refuse()
 
     def _grant(self) -> None:
         while self._waiting and self.num_running < self.parallel + self.ahead:

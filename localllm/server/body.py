@@ -52,7 +52,9 @@ def checked(value: Any, model: type[Body]) -> Body:
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        found = error.errors(include_url=False, include_context=False, include_input=False)
+        # of what a union says of each of its members, the one that came further than the type
+        first = min(found, key=lambda one: one["type"].endswith("_type"))
         path = dotted(first["loc"])
         code = CODES.get(first["type"], "invalid_type" if first["type"].endswith("_type") else "invalid_value")
         raise invalid(f"{path or 'body'}: {first['msg']}.", path or None, code) from None

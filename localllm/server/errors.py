@@ -58,13 +58,20 @@ def bug() -> ApiError:
     return ApiError(500, "The server failed on this request; see its log.", "server_error", "internal_error")
 
 
+def shutting_down() -> ApiError:
+    """What is refused once the server is about to end."""
+    return ApiError(503, "The server is shutting down.", "unavailable_error", "shutting_down", retry_after=5)
+
+
 def openai_body(error: LocalLLMError) -> dict[str, Any]:
     """{"error": {message, type, param, code}}"""
     message = error.message
     if too_long := _too_long(error):  # clients look for these words, with numbers as plain digits
         have, most = too_long
+        spare = ", and the answer needs one" if have <= most else ""
         message = (
             f"This model's maximum context length is {most} tokens. However, your messages resulted in {have} tokens"
+            f"{spare}"
         )
     shown = {"message": _sentence(message), "type": error.kind, "param": error.param, "code": error.api_code}
     return {"error": shown}
@@ -76,7 +83,8 @@ def anthropic_body(error: LocalLLMError) -> dict[str, Any]:
     where = f"{error.param}: " if error.param and not error.message.startswith(error.param) else ""
     shown = {"type": kind, "message": _sentence(where + error.message)}
     if too_long := _too_long(error):  # as above
-        shown["message"] = "prompt is too long: {} tokens > {} maximum".format(*too_long)
+        have, most = too_long
+        shown["message"] = f"prompt is too long: {have} tokens > {min(most, have - 1)} maximum"
     details = getattr(error, "details", None)
     return {"type": "error", "error": shown | ({"details": details} if details else {})}
 

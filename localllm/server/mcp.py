@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from localllm.chat.mcp.servers import ServerEntry
@@ -13,6 +14,7 @@ from localllm.chat.mcp.servers import ServerEntry
 if TYPE_CHECKING:
     from localllm.chat.mcp.client import McpTools, Result
 
+CALL_THREADS = 32  # a call may take minutes: not in asyncio's few threads, which parse bodies
 MAX_RESULTS = 256  # of approved calls, kept so that none is made twice
 
 
@@ -23,6 +25,7 @@ class OwnersTools:
         self._entries = entries
         self._lock = asyncio.Lock()
         self._tools: McpTools | None = None
+        self._threads = ThreadPoolExecutor(CALL_THREADS, "mcp")
         self._once: OrderedDict[tuple[str, str, str], Result] = OrderedDict()  # of approved calls
 
     @property
@@ -47,7 +50,8 @@ class OwnersTools:
         """Every failure is a result that says so. Cancelling this ends the call."""
         tools, cancel = await self.tools(), threading.Event()
         try:
-            return await asyncio.to_thread(tools.call, name, arguments, cancel)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._threads, tools.call, name, arguments, cancel)
         finally:
             cancel.set()
 
@@ -62,5 +66,6 @@ class OwnersTools:
 
     def close(self) -> None:
         """End all programs."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
         if self._tools is not None:
             self._tools.close()

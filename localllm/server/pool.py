@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from localllm.errors import Aborted, DeviceError, LocalLLMError, ModelNotFound
 
+from .errors import shutting_down
 from .served_model import Lease, Loader, PoolEntry, PoolOptions, ServedModel, State, with_freed, without_promised
 
 if TYPE_CHECKING:
@@ -137,13 +138,14 @@ class ModelPool:
         """(name, model) of those that are loaded and do not sleep."""
         return [(row.name, row.llm) for row in self.loaded() if row.llm is not None and row.llm.is_awake]
 
-    def keep(self, name: str, ttl_s: float | None) -> None:
-        """From now on, unload this model after so many idle seconds; None never, 0 at once."""
+    def keep(self, name: str, ttl_s: float | None) -> bool:
+        """From now on, unload this model after so many idle seconds: None never, 0 at once. False: it is pinned."""
         with self._changed:
             entry = self._entries.get(name)
             if entry is not None and not entry.pinned:
                 entry.ttl_s = ttl_s
                 self._changed.notify_all()
+        return entry is None or not entry.pinned
 
     def unload(self, name: str) -> Future[bool]:
         """Unload a model as soon as its requests have ended; False when it is not loaded. Unpins it."""
@@ -152,6 +154,15 @@ class ModelPool:
     def sleep(self, name: str) -> Future[bool]:
         """Put a model to sleep as soon as its requests have ended; the next request wakes it."""
         return self._command(name, self._put_to_sleep)
+
+    def refuse_waiting(self) -> None:
+        """Tell whoever waits for a model that none comes any more."""
+        with self._changed:
+            futures = [future for entry in self._entries.values() for future in entry.waiting]
+            for entry in self._entries.values():
+                entry.waiting, entry.waits_since = [], None
+        for future in futures:
+            settle(future, shutting_down())
 
     @property
     def is_loading(self) -> bool:

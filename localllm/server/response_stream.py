@@ -54,7 +54,7 @@ class AsyncResponseStream:
         """`on_end` is called once, when all have ended, read or not; without `streams` deltas come when theirs has."""
         self.num_answers = num_answers  # to each prompt
         self.prompts: list[Sequence[int]] = []  # the token ids of those that the engine has taken
-        self.is_late = False  # ended by its deadline
+        self._cut_by = ""  # what ended it before its time: deadline | shutdown
         self._mailbox, self._on_end, self._streams = mailbox, on_end, streams
         self._requests: list[ResponseStream] = []
         self._open = self._unread = 0
@@ -100,13 +100,13 @@ class AsyncResponseStream:
     def end_at(self, deadline: float) -> None:
         """End with what there is at this time, on the monotonic clock."""
         left = max(0.0, deadline - time.monotonic())
-        self._timer = asyncio.get_running_loop().call_later(left, self.cut, "its deadline passed")
+        self._timer = asyncio.get_running_loop().call_later(left, self.cut, "deadline")
 
     def take(self, number: int, delta: OutputDelta) -> None:
         if delta.finish_reason is not None:
             self._open -= 1
-            if self.is_late and delta.finish_reason is FinishReason.ABORT:
-                delta.finish_reason, delta.stop_reason = FinishReason.LENGTH, "deadline"
+            if self._cut_by and delta.finish_reason is FinishReason.ABORT:
+                delta.finish_reason, delta.stop_reason = FinishReason.LENGTH, self._cut_by
         if not self._abandoned:
             keep(self._pending, number, delta)
             if self._waiter is not None and not self._waiter.done():
@@ -163,11 +163,11 @@ class AsyncResponseStream:
         self._pending.clear()
         self._stop()
 
-    def cut(self, why: str) -> None:
-        """End it now with what it has; its reader gets a regular end."""
-        self.is_late = True
+    def cut(self, by: str) -> None:
+        """End it now with what it has; its reader gets a regular end, with `by` as its stop reason."""
+        self._cut_by = self._cut_by or by
         if not self.has_ended:
-            log.info("an answer was cut: %s", why)
+            log.info("an answer was cut: %s", by)
             self._stop()
 
     def _stop(self) -> None:

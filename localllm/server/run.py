@@ -65,8 +65,6 @@ class Served(Protocol):
 
     @property
     def num_reserved(self) -> int: ...
-    @property
-    def num_streams(self) -> int: ...
     def cut_all(self) -> None: ...
 
 
@@ -325,7 +323,7 @@ async def drain(service: Served, server: Any, drain_s: float) -> None:
     if service.num_reserved:
         service.cut_all()
         deadline = loop.time() + CUT_S
-        while service.num_streams and loop.time() < deadline:
+        while service.num_reserved and loop.time() < deadline:
             await asyncio.sleep(0.05)
     server.should_exit = True
 

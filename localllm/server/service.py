@@ -11,7 +11,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,7 +26,7 @@ from localllm.server.openai.responses_store import ResponseStore
 
 from .adapters import AdapterNames
 from .admission import Admission, Ticket
-from .errors import ApiError, invalid
+from .errors import ApiError, invalid, shutting_down
 from .exchange import Exchange, exchange_of
 from .generation import Conversation, Generation
 from .mcp import OwnersTools
@@ -110,12 +110,15 @@ class Service:
         self._streams: set[AsyncResponseStream] = set()
         self._mailbox: Mailbox | None = None
         self._text = ThreadPoolExecutor(TEXT_THREADS, "text")
+        # of their own: they wait for each other, up to two seconds each, and asyncio's few threads parse bodies
+        self._rules = ThreadPoolExecutor(TEXT_THREADS, "rules")
 
     def close(self) -> None:
         """End the threads and the MCP servers; the models are their owner's."""
         if self.mcp is not None:
             self.mcp.close()
-        self._text.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._text, self._rules):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     async def models(self) -> tuple[ServedModel, ...]:
         return await self.in_thread(self.pool.models)
@@ -144,7 +147,7 @@ class Service:
     def check_ready(self) -> None:
         """Raise ApiError 503 when nothing new is taken."""
         if self.is_draining:
-            raise ApiError(503, "The server is shutting down.", "unavailable_error", "shutting_down", retry_after=5)
+            raise shutting_down()
         if self.is_loading:
             raise ApiError(503, "The model is being loaded.", "unavailable_error", "model_loading")
         if broken := self.pool.broken:
@@ -199,8 +202,8 @@ class Service:
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
-            if not future.cancel() and future.done() and future.exception() is None:
-                future.result().release()
+            future.cancel()
+            future.add_done_callback(_give_back)  # it may be on its way all the same, from another thread
             raise
 
     async def text_work(self, size: int, work: Callable[[], T]) -> T:
@@ -249,11 +252,11 @@ class Service:
             more: dict[str, Any] = {"splits_reasoning": is_chat, "cache_salt": asked.cache_salt}
             more["adapter"] = reservation.adapter
             if asked.constraint is not None or asked.tool_use is not None:
-                # not in the threads that make token ids: compiling may take two seconds
-                more["spec"] = await asyncio.to_thread(
+                spec = partial(
                     llm.output_rules.spec, prompts[0] if is_chat else (), chat=is_chat, constraint=asked.constraint,
                     tool_use=asked.tool_use,
                 )  # fmt: skip
+                more["spec"] = await asyncio.get_running_loop().run_in_executor(self._rules, spec)
             try:
                 for prompt in prompts:
                     llm.check_prompt(prompt, params)
@@ -281,19 +284,23 @@ class Service:
         return reservation
 
     @property
-    def num_streams(self) -> int:
-        """Requests that are with an engine."""
-        return len(self._streams)
-
-    @property
     def num_reserved(self) -> int:
         """Requests that hold a place, with an engine or not."""
         return sum(queue.num_reserved for queue in self.queues.values())
 
     def cut_all(self) -> None:
-        """End every stream with what it has: the time to drain is over."""
+        """End every stream with what it has, and refuse what waits: the time to drain is over."""
+        for queue in self.queues.values():
+            queue.close()
+        self.pool.refuse_waiting()
         for stream in list(self._streams):
-            stream.cut("the server is shutting down")
+            stream.cut("shutdown")
+
+
+def _give_back(future: Future[Lease]) -> None:
+    """Release a lease that nobody waits for any more."""
+    if not future.cancelled() and future.exception() is None:
+        future.result().release()
 
 
 def service_of(request: Request) -> Service:

@@ -641,6 +641,24 @@ def test_a_lost_device_ends_the_engine_and_says_so():
         engine.submit(request([1]))
 
 
+def test_a_request_that_cannot_be_taken_in_ends_alone(monkeypatch):
+    engine = make()
+    monkeypatch.setattr(engine.scheduler, "add", lambda sequence: 1 / 0)
+    bad = engine.submit(request([1, 2], n=2))
+    engine.run_once()
+    monkeypatch.undo()
+    good = run(engine, request([1, 2]))[0]
+    assert [(e.index, e.finish_reason) for e in bad] == [(0, FinishReason.ERROR), (1, FinishReason.ERROR)]
+    assert ids_of(good) == alone([1, 2])
+
+
+def test_salts_of_prompts_that_fill_no_page_leave_nothing():
+    engine = make()
+    for number in range(20):
+        run(engine, request([1, 2], max_tokens=1, cache_salt=f"salt {number}"))
+    assert not engine._pages.tree._roots
+
+
 def test_a_fault_outside_requests_kills_the_engine_and_tells_everyone(monkeypatch):
     engine = make()
     monkeypatch.setattr(engine.scheduler, "schedule", lambda: 1 / 0)

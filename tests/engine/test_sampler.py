@@ -5,6 +5,7 @@ import torch
 
 from localllm.engine.sampler import candidates, repeats, sample, sample_row, token_logprob, uniform
 from localllm.engine.sequence import Sequence
+from localllm.kernels.token_choice import NotANumber
 from localllm.request import Request, SamplingParams
 
 
@@ -49,6 +50,13 @@ PROBS = [0.4, 0.3, 0.15, 0.1, 0.05]
 )
 def test_cuts(params, kept):
     assert left(PROBS, **params) == kept
+
+
+def test_a_greedy_token_is_never_taken_from_what_is_not_a_number():
+    """Whatever changes the logits first."""
+    for params in ({}, {"logit_bias": {1: 1.0}}, {"repetition_penalty": 1.2}, {"min_tokens": 5}):
+        (result,) = sample(torch.tensor([[0.0, math.nan, 1.0, 2.0]]), [sequence(temperature=0, **params)])
+        assert isinstance(result, NotANumber), params
 
 
 def test_top_p_beyond_the_first_cut_is_exact():

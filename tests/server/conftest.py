@@ -165,11 +165,11 @@ async def settled(llm, service, seconds=5.0):
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         stats = llm.stats()
-        if stats.num_running == stats.num_waiting == service.num_reserved == service.num_streams == 0:
+        if stats.num_running == stats.num_waiting == service.num_reserved == 0:
             assert stats.pages_free + stats.pages_cached == stats.pages_total
             return
         await asyncio.sleep(0.01)
-    raise AssertionError(f"still busy: {llm.stats()}, {service.num_reserved} reserved, {service.num_streams} streams")
+    raise AssertionError(f"still busy: {llm.stats()}, {service.num_reserved} reserved")
 
 
 class Live:

@@ -17,6 +17,17 @@ def complete(**fields: Any) -> dict[str, Any]:
     return {"model": "tiny", "prompt": "x", "max_tokens": 4, **fields}
 
 
+def after(**item: Any) -> dict[str, Any]:
+    """A wrong item behind instructions, which become a message before it."""
+    return {"instructions": "Be short.", "input": [{"role": "user", **item}]}
+
+
+def called(call: dict[str, Any]) -> dict[str, Any]:
+    """A conversation with this call of a tool in it."""
+    said = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
+    return ask(messages=[*said, {"role": "tool", "content": "x", "tool_call_id": "1"}])
+
+
 def said(content: Any, **fields: Any) -> dict[str, Any]:
     return ask(messages=[{"role": "user", "content": content, **fields}])
 
@@ -96,6 +107,9 @@ CASES: list[tuple[str, str, Any, int, str | None]] = [
     ("sampling", RESPONSES, {"input": "x", "seed": 2**70}, 400, "seed"),
     ("lengths", RESPONSES, {"input": "x", "max_output_tokens": 0}, 400, "max_output_tokens"),
     ("messages", RESPONSES, {"input": [{"role": "user", "content": [{"type": ["text"]}]}]}, 400, "input[0].content[0]"),
+    ("messages", RESPONSES, after(content=None), 400, "input[0].content"),
+    ("messages", RESPONSES, after(content=[{"type": "input_text"}]), 400, "input[0].content[0].text"),
+    ("messages", RESPONSES, after(type="function_call_output", output="x"), 400, "input[0].call_id"),
     ("messages", RESPONSES, {"input": [{"type": "reasoning", "content": [{"text": 1}]}, {}]}, 400, "input[1].role"),
     *_each("sampling", "min_tokens", -1, 9),
     *_each("messages", "messages", [], None),
@@ -103,7 +117,12 @@ CASES: list[tuple[str, str, Any, int, str | None]] = [
     ("messages", CHAT, ask(messages=[1]), 400, "messages[0]"),
     ("messages", CHAT, said(None), 400, "messages[0].content"),
     ("messages", CHAT, said([{"type": "hologram"}]), 400, "messages[0].content[0]"),
-    ("messages", CHAT, said([{"x": 1}] * 300_000), 400, "messages[0].content"),
+    ("messages", CHAT, said([{"type": "text"}]), 400, "messages[0].content[0].text"),
+    ("messages", CHAT, said([{"text": "x"}]), 400, "messages[0].content[0].type"),
+    ("messages", CHAT, called({"foo": 1}), 400, "messages[1].tool_calls[0]"),
+    ("messages", CHAT, called({"id": "1", "function": {"arguments": "{}"}}), 400, "messages[1].tool_calls[0]"),
+    ("messages", CHAT, called({"id": "1", "type": "custom", "custom": {}}), 400, "messages[1].tool_calls[0]"),
+    ("messages", CHAT, said([{"x": 1}] * 300_000), 400, "messages[0].content[0].type"),
     ("messages", CHAT, ask(messages=[{"role": "user", "content": "x"}] * 100_000), 400, "messages"),
     ("messages", CHAT, ask(messages=[{"role": "tool", "content": "x"}]), 400, "messages[0].tool_call_id"),
     *[

@@ -79,6 +79,30 @@ async def test_a_deadline_that_passes_while_waiting_is_refused():
     assert queue.num_reserved == queue.num_waiting == 0
 
 
+async def test_a_deadline_that_has_passed_already_is_refused_though_there_is_room():
+    queue = Admission(1, 9, 0)
+    late = queue.reserve("a", deadline=time.monotonic() - 0.01)
+    with pytest.raises(ApiError) as caught:
+        await late.granted()
+    late.release()
+    assert caught.value.api_code == "deadline_exceeded"
+    assert queue.num_reserved == queue.num_running == queue.num_waiting == 0
+
+
+async def test_a_closed_queue_refuses_what_waits_and_what_comes():
+    queue = Admission(1, 9, 0)
+    first = await blocked(queue)
+    tickets = [queue.reserve("a") for _ in range(3)]
+    waits = [asyncio.ensure_future(ticket.granted()) for ticket in tickets[:2]]
+    await asyncio.sleep(0)
+    queue.close()
+    refusals = await asyncio.gather(*waits, tickets[2].granted(), return_exceptions=True)
+    assert [(one.status, one.api_code) for one in refusals] == [(503, "shutting_down")] * 3
+    for ticket in (*tickets, first):
+        ticket.release()
+    assert queue.num_reserved == queue.num_running == queue.num_waiting == 0
+
+
 async def test_a_full_house_is_refused_at_once():
     queue = Admission(2, 3)
     tickets = [queue.reserve("a") for _ in range(5)]

@@ -114,13 +114,16 @@ async def test_prompt_logprobs_with_several_answers(client):
         assert len(choice["logprobs"]["tokens"]) == len(choice["logprobs"]["token_logprobs"])
 
 
-async def test_offsets_of_a_streamed_completion_go_on(client):
-    fields = complete(logprobs=1, echo=True)
-    whole = (await client.post(TEXT, json=fields)).json()["choices"][0]["logprobs"]
+async def test_a_streamed_completion_has_the_log_probabilities_of_a_whole_one(client):
+    """Of every answer to every prompt."""
+    fields = complete(prompt=["hello world", "hello"], n=2, logprobs=1, echo=True)
+    whole = (await client.post(TEXT, json=fields)).json()["choices"]
     chunks = events((await client.post(TEXT, json=fields | {"stream": True})).text)
-    parts = [c["logprobs"] for chunk in chunks for c in chunk["choices"] if c["logprobs"]]
-    for key in ("tokens", "token_logprobs", "text_offset"):
-        assert [x for part in parts for x in part[key]] == whole[key]
+    for one in whole:
+        choices = [c for chunk in chunks for c in chunk["choices"] if c["index"] == one["index"]]
+        assert "".join(c["text"] for c in choices) == one["text"]
+        for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            assert [x for c in choices if c["logprobs"] for x in c["logprobs"][key]] == one["logprobs"][key]
 
 
 async def test_a_suffix_is_refused_by_name(client):

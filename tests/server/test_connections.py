@@ -308,7 +308,7 @@ def test_random_disconnects_leak_nothing(pool, tiny_llm, count):
         started = time.monotonic()
         assert httpx.post(live.url + CHAT, json=ask(max_tokens=1)).status_code == 200
         assert time.monotonic() - started < 5
-        assert live.service.num_streams == 0
+        assert live.service.num_reserved == 0
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])

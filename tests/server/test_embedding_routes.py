@@ -34,6 +34,8 @@ async def test_every_route_pools_as_the_model_was_trained(client):
     assert ollama["pooling"] == "cls" and np.allclose(ollama["embeddings"], vectors)
     scored = (await client.post("/v1/score", json={"model": "bert", "text_1": "the sea", "text_2": "the sun"})).json()
     assert abs(scored["created"] - time.time()) < 60
+    twice = {"model": "bert", "text_1": "a", "queries": "b", "text_2": "c"}
+    assert (await client.post("/v1/score", json=twice)).json()["error"]["param"] == "queries"
     assert scored["pooling"] == "cls" and scored["data"][0]["score"] == pytest.approx(vectors[0] @ vectors[1], abs=1e-5)
     ranks = {"model": "bert", "query": "the sea", "documents": ["hills", "the sea"]}
     assert [row["index"] for row in (await client.post("/rerank", json=ranks)).json()["results"]] == [1, 0]

@@ -1,7 +1,9 @@
 """Tools of type "mcp" in /v1/responses: those of the owner's servers, called by the server itself."""
 
+import asyncio
 import json
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -213,3 +215,13 @@ REQUEST = {"type": "mcp_approval_request", "id": "mcpr_1", "server_label": "rogu
 async def test_an_approval_that_cannot_be(client, calls, items, param):
     response = await client.post(RESPONSES, json=asked(tools=[GUARDED], input=items))
     assert (response.status_code, response.json()["error"]["param"], calls) == (400, param, [])
+
+
+async def test_calls_that_take_long_leave_the_threads_that_parse_bodies_alone(tools, monkeypatch):
+    called = threading.Event()
+    monkeypatch.setattr(await tools.tools(), "call", lambda *_: called.wait(20) and Result("done"))
+    calls = [asyncio.ensure_future(tools.call("pick", "{}")) for _ in range(40)]
+    await asyncio.sleep(0.1)
+    assert await asyncio.wait_for(asyncio.to_thread(str, 1), 10) == "1"
+    called.set()
+    assert {result.text for result in await asyncio.gather(*calls)} == {"done"}

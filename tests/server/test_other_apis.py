@@ -11,8 +11,10 @@ import numpy as np
 import openai
 import pytest
 
+from localllm.errors import ContextTooLong
 from localllm.request import Message
 from localllm.server import AppOptions, create_app
+from localllm.server.errors import anthropic_body
 from localllm.server.generation import without_oldest
 from localllm.server.ollama.routes import _capabilities
 from localllm.server.served_model import ServedModel
@@ -151,6 +153,8 @@ async def test_the_tokens_of_an_input_are_counted(client):
     assert counted == {"object": "response.input_tokens", "input_tokens": first["usage"]["input_tokens"]}
     more = (await client.post(f"{RESPONSES}/input_tokens", json=asked | {"previous_response_id": first["id"]})).json()
     assert more["input_tokens"] > counted["input_tokens"]
+    odd = {"previous_response_id": first["id"], "input": [{"type": "odd"}]}
+    assert (await client.post(RESPONSES, json=odd)).json()["error"]["param"] == "input[0]"
 
 
 BAD_RESPONSES = [
@@ -328,6 +332,10 @@ async def test_too_long_is_said_in_the_words_that_clients_look_for(client):
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
     error = (await client.post(MESSAGES, json={"model": "tiny", "max_tokens": 4, "messages": long})).json()["error"]
     assert re.fullmatch(r"prompt is too long: \d{4} tokens > \d+ maximum", error["message"])
+    error = (await client.post("/v1/completions", json={"model": "tiny", "prompt": [5] * 256})).json()["error"]
+    assert error["message"].endswith("your messages resulted in 256 tokens, and the answer needs one.")
+    full = ContextTooLong("too long", context={"prompt_tokens": 256, "max_context": 256})
+    assert anthropic_body(full)["error"]["message"] == "prompt is too long: 256 tokens > 255 maximum"
 
 
 async def test_anthropic_events_in_order(client):
@@ -401,6 +409,11 @@ async def test_ollama_generates_raw_and_through_the_template(client):
     templated = (await client.post("/api/generate", json=sent)).json()
     raw = (await client.post("/api/generate", json=sent | {"raw": True})).json()
     assert templated["prompt_eval_count"] > raw["prompt_eval_count"] == 5
+    unset = {"system": "", "template": "", "suffix": "", "context": []}  # as clients in Go send it
+    assert (await client.post("/api/generate", json=sent | unset)).json()["response"] == templated["response"]
+    for more in ({"context": [1, 2]}, {"template": "x"}, {"raw": True, "template": "x"}, {"raw": True, "system": "x"}):
+        refused = await client.post("/api/generate", json=sent | more)
+        assert refused.status_code == 400 and list(more)[-1] in refused.json()["error"]
     assert (await client.post("/api/generate", json={"model": "tiny"})).json()["done_reason"] == "load"
 
 
@@ -456,6 +469,8 @@ BAD_OLLAMA = [
     (ollama(options={"temperature": -1}), 400, "options.temperature"),
     (ollama(options={"num_predict": 0}), 400, "options.num_predict"),
     (ollama(keep_alive="soon"), 400, "keep_alive"),
+    (ollama(keep_alive=True), 400, "keep_alive"),
+    (ollama(messages=[], keep_alive=0), 400, "pinned"),
     (ollama(messages=[{"role": "user", "content": "x", "images": ["aaaa"]}]), 400, "messages[0].images"),
     (ollama(format="yaml"), 400, "format"),
 ]

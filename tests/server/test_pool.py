@@ -372,6 +372,17 @@ def test_an_abandoned_wait_holds_nothing(make):
     assert pool.unload("a").result(5) is True
 
 
+def test_what_waits_for_a_model_can_be_refused(make):
+    world = World(room=1)
+    world.gate.clear()
+    pool = make(world)
+    waiting = [pool.acquire(pool.find(name)) for name in ("a", "a", "b")]
+    pool.refuse_waiting()
+    assert [future.exception(1).api_code for future in waiting] == ["shutting_down"] * 3
+    world.gate.set()
+    lease(pool, "b").release()  # nothing is in its way
+
+
 def test_closing_ends_what_waits_and_frees_what_is_loaded():
     world = World()
     models = [ServedModel(name, name) for name in NAMES]

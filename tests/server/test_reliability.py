@@ -9,7 +9,7 @@ import os
 import random
 import threading
 import time
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,8 +19,10 @@ import psutil
 import pytest
 
 from localllm import LLM
+from localllm.llm.outputs import OutputSpec
 from localllm.server import Service, ServiceOptions, reply
 from localllm.server.pool import ModelPool
+from localllm.server.served_model import Lease
 
 from .conftest import CHAT, TEXT, ask, events, live_server, opened, settled
 
@@ -348,6 +350,30 @@ def test_health_answers_while_texts_are_read(live):
     assert max(pulse.times) < 5.0
 
 
+async def test_schemas_that_take_long_do_not_hold_up_large_bodies(service, client, tiny_llm, monkeypatch):
+    """A large body is parsed in a thread, too."""
+    compiling = threading.Event()
+    monkeypatch.setattr(tiny_llm.output_rules, "spec", lambda *_, **__: compiling.wait(20) and OutputSpec())
+    slow = [client.post(CHAT, json=ask(response_format={"type": "json_object"})) for _ in range(40)]
+    waiting = [asyncio.ensure_future(one) for one in slow]
+    while service.num_reserved < len(slow):
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    large = await asyncio.wait_for(client.post(CHAT, json=ask(user="x" * (1 << 17))), 10)
+    compiling.set()
+    assert large.status_code == 400
+    assert {answer.status_code for answer in await asyncio.gather(*waiting)} == {200}
+
+
+async def test_many_rows_are_written_beside_the_event_loop():
+    """A row a call, so that others get the interpreter between two."""
+    for count in (3, 500):
+        rows = ({"é": number, "by": threading.current_thread().name} for number in range(count))
+        answer = json.loads((await reply.with_rows({"object": "list", "x": 1}, "data", rows, count)).body)
+        assert (answer["object"], answer["x"], [row["é"] for row in answer["data"]]) == ("list", 1, [*range(count)])
+        assert ({row["by"] for row in answer["data"]} == {threading.main_thread().name}) == (count == 3)
+
+
 def test_a_template_bomb_stops_nobody(own, own_llm, monkeypatch):
     """Refused in two seconds, streams go on, health answers."""
     template = own_llm._template.template
@@ -606,6 +632,19 @@ async def test_an_aborted_request_is_counted_as_such(service, make_client, tiny_
     assert 'vllm:request_success_total{finished_reason="abort",model_name="tiny"} 1.0' in page
 
 
+async def test_a_lease_that_comes_as_its_request_leaves_is_given_back(service, monkeypatch):
+    """The thread that loads has begun to hand it over, so that the wait for it cannot be cancelled any more."""
+    future, released = Future(), []
+    future.set_running_or_notify_cancel()
+    monkeypatch.setattr(service.pool, "acquire", lambda model: future)
+    asking = asyncio.ensure_future(service.lease((await service.models())[0]))
+    await asyncio.sleep(0)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    future.set_result(Lease(None, lambda: released.append(True)))
+    assert released == [True]
+
+
 # --- memory of a slow reader -----------------------------------------------------------------------------------------
 
 
@@ -616,7 +655,7 @@ async def test_deltas_nobody_reads_are_merged(service, tiny_llm):
     sent = {"max_tokens": 180, "ignore_eos": True, "logprobs": True}
     (whole,) = await (await opened(service, **sent)).outputs()
     stream = await opened(service, **sent)
-    while tiny_llm.stats().num_running or service.num_streams:
+    while tiny_llm.stats().num_running or service.num_reserved:
         await asyncio.sleep(0.01)
     assert stream.num_pending <= MAX_PENDING + 1
     (late,) = await stream.outputs()

@@ -449,7 +449,7 @@ async def test_a_full_queue_is_logged_once_a_second(make_service, make_client, c
         monkeypatch.setattr("localllm.server.exchange.REFUSALS_S", 0.0)
         assert (await client.post(CHAT, json=ask())).status_code == 429
         kept = []
-        monkeypatch.setattr(service.pool, "keep", lambda name, seconds: kept.append((name, seconds)))
+        monkeypatch.setattr(service.pool, "keep", lambda name, seconds: kept.append((name, seconds)) or True)
         unloaded = await client.post("/api/generate", json={"model": "tiny", "keep_alive": 0})
         assert unloaded.json()["done_reason"] == "unload"  # what needs no place is not refused
         assert kept == [("tiny", 0.0)]

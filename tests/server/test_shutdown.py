@@ -1,5 +1,6 @@
 """How a server ends, and what the commands see of it; ps, stop."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -18,7 +20,9 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from .conftest import CHAT, Served, ask, events
+from localllm.server.run import drain
+
+from .conftest import CHAT, Served, ask, events, live_server
 
 COMMAND = [sys.executable, "-c", "from localllm.cli import main; main()"]
 
@@ -104,6 +108,27 @@ def test_a_busy_server_drains(tiny_path, tmp_path):
     assert set(refused) <= {(503, "shutting_down", True)}
     gone(served, children)
     assert "CANARY" not in served.log.read_text()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_still_waits_when_the_time_is_over_is_refused(pool, tiny_llm, monkeypatch, stream):
+    """The server's last moment: what runs ends regularly, what waits for its turn gets 503, nothing breaks off."""
+    monkeypatch.setattr(tiny_llm.engine.stepper, "fault", lambda step: time.sleep(0.02))  # 4 s an answer
+    with live_server(pool, parallel=1) as live, ThreadPoolExecutor(6) as threads:
+        sent = ask(stream=stream, max_tokens=200, ignore_eos=True)
+        asked = [threads.submit(httpx.post, live.url + CHAT, json=sent, timeout=30) for _ in range(6)]
+        deadline = time.monotonic() + 10
+        while live.service.num_reserved < 6 or tiny_llm.stats().num_output_tokens < 1:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        asyncio.run_coroutine_threadsafe(drain(live.service, live.server, 0.0), live.loop).result(20)
+        answers = [one.result(20) for one in asked]
+    cut = [one for one in answers if one.status_code == 200]
+    ends = [events(one.text)[-1] if stream else one.json() for one in cut]
+    reasons = [(choice["finish_reason"], choice["stop_reason"]) for one in ends for choice in one["choices"]]
+    assert reasons == [("length", "shutdown")] * 2
+    refused = [one for one in answers if one.status_code != 200]
+    assert [(one.status_code, one.json()["error"]["code"]) for one in refused] == [(503, "shutting_down")] * 4
 
 
 def test_ps_shows_what_is_loaded(served):

@@ -24,7 +24,7 @@ from localllm.errors import LocalLLMError
 from localllm.server.anthropic.messages import ANTHROPIC_EVENTS
 from localllm.server.app import ROUTES, document
 from localllm.server.body import INLINE_BYTES
-from localllm.server.errors import ApiError, ClientLeft, bug, is_anthropic, is_ollama, openai_body
+from localllm.server.errors import ApiError, ClientLeft, bug, is_anthropic, is_ollama, openai_body, shutting_down
 from localllm.server.exchange import Exchange, Exchanges, exchange_of, refuse
 from localllm.server.middleware import AppOptions, Gate
 from localllm.server.ollama.library import OLLAMA_LINES
@@ -69,14 +69,10 @@ class Door:
     def num_replicas(self) -> int:
         return len(Fleet.running)
 
-    @property
-    def num_streams(self) -> int:
-        return self.num_reserved
-
     def check_ready(self) -> None:
         """Raise ApiError 503 while nobody could answer."""
         if self.is_draining:
-            raise ApiError(503, "The server is shutting down.", "unavailable_error", "shutting_down", retry_after=5)
+            raise shutting_down()
         if self.handle is None or not Fleet.running:
             raise ApiError(503, "The model is being loaded.", "unavailable_error", "model_loading")
 

@@ -22,13 +22,14 @@ from localllm._version import __version__
 from localllm.chat.parser import reasoning_tags
 from localllm.llm.outputs import OutputDelta, add_tool_call
 from localllm.request import FinishReason, Timing, TokenLogprob, Usage
+from localllm.server.errors import invalid
 from localllm.server.ollama import schemas
 from localllm.server.ollama.library import OLLAMA_LINES
 from localllm.server.openai.embeddings import MAX_TEXTS, Vectors, pooled_texts, unit
 from localllm.server.openai.output import TokenNames, arguments_of
 from localllm.server.openai.reading import read_chat, read_completion, split_prompts
 from localllm.server.openai.schemas import ChatRequest, CompletionRequest
-from localllm.server.reply import line, reply, unless_left
+from localllm.server.reply import line, reply, unless_left, with_rows
 from localllm.server.response_stream import AsyncResponseStream
 from localllm.server.served_model import MAX_TTL_S, ServedModel
 from localllm.server.service import Reservation, service_of
@@ -136,7 +137,9 @@ async def _load_or_unload(request: Request, body: schemas.Asked, empty: dict[str
     keep = schemas.keep_alive_s(body.keep_alive)
     model = await service.find(body.model)
     if keep == 0:
-        service.pool.keep(model.name, 0.0)
+        if not service.pool.keep(model.name, 0.0):
+            why = "it was named when the server was started, or pinned"
+            raise invalid(f"{model.name} stays loaded, {why}; localllm stop {model.name} unloads it.", "keep_alive")
         return _head(body.model) | empty | {"done": True, "done_reason": "unload"}
     async with unless_left(request.receive), service.reserve(request, body.model):
         if keep != "default":
@@ -144,16 +147,17 @@ async def _load_or_unload(request: Request, body: schemas.Asked, empty: dict[str
     return _head(body.model) | empty | {"done": True, "done_reason": "load"}
 
 
-async def embed(request: Request, body: schemas.OllamaEmbedRequest) -> dict[str, Any]:
+async def embed(request: Request, body: schemas.OllamaEmbedRequest) -> Response:
     """One vector per text, of length 1; none for no text, which loads the model."""
     started = time.monotonic()
     texts = split_prompts(body.input, "input", MAX_TEXTS) if body.input not in ("", []) else []
     vectors, count, pooling = await _vectors(request, body, texts, "input", truncate=body.truncate is not False)
     took = _ns(time.monotonic() - started)
-    return {
-        "model": body.model, "embeddings": [unit(v[: body.dimensions]).tolist() for v in vectors],
-        "total_duration": took, "load_duration": 0, "prompt_eval_count": count, "pooling": pooling,
+    head = {
+        "model": body.model, "total_duration": took, "load_duration": 0, "prompt_eval_count": count, "pooling": pooling,
     }  # fmt: skip
+    rows = (unit(vector[: body.dimensions]).tolist() for vector in vectors)
+    return await with_rows(head, "embeddings", rows, len(vectors))
 
 
 async def embedding(request: Request, body: schemas.OllamaEmbeddingRequest) -> dict[str, Any]:

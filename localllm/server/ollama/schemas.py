@@ -10,7 +10,7 @@ from pydantic import Field, StrictBool, StrictInt, StrictStr
 from localllm.server.body import checked
 from localllm.server.errors import invalid, unsupported
 from localllm.server.openai.reading import with_further
-from localllm.server.openai.schemas import MAX_MESSAGES, TEXTS_OR_IDS, Body, ChatRequest, CompletionRequest
+from localllm.server.openai.schemas import MAX_MESSAGES, TEXTS_OR_IDS, Body, ChatRequest, CompletionRequest, Number
 
 PART = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|)")
 WAIT = re.compile(r"\d+(\.\d+)?|(\d+(\.\d+)?(ms|s|m|h))+")
@@ -41,7 +41,7 @@ class Asked(Body):
     stream: StrictBool | None = None
     format: Any = None
     options: dict[str, Any] | None = None
-    keep_alive: StrictStr | StrictInt | float | None = None
+    keep_alive: StrictStr | Number | None = None
     think: StrictBool | Literal["low", "medium", "high"] | None = None
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
@@ -70,7 +70,7 @@ class Embedded(Body):
     """What both ways to embed share."""
 
     model: StrictStr
-    keep_alive: StrictStr | StrictInt | float | None = None
+    keep_alive: StrictStr | Number | None = None
     options: dict[str, Any] | None = None
 
 
@@ -121,8 +121,6 @@ def chat_of(body: OllamaChatRequest) -> ChatRequest:
 
 def generate_of(body: OllamaGenerateRequest) -> ChatRequest | CompletionRequest:
     """The request of a prompt, with the model's own template or, raw, as it is. Raises ApiError."""
-    if body.template is not None and not body.raw:
-        raise invalid("A template may not come with a request.", "template")
     fields = with_further(body, _common(body), "format")
     if body.raw:
         fields |= {"prompt": body.prompt, "max_tokens": fields.pop("max_completion_tokens", None)}
@@ -151,6 +149,12 @@ def check_generate(body: OllamaGenerateRequest) -> None:
         raise unsupported("suffix is not supported: no model here fills in the middle.", "suffix")
     if body.images and body.raw:
         raise unsupported("Images need the model's template: leave raw out.", "images")
+    if body.system and body.raw:
+        raise invalid("A raw prompt is read as it is: put system into it, or leave raw out.", "system")
+    if body.template:
+        raise invalid("A template may not come with a request.", "template")
+    if body.context:
+        raise unsupported("context is not supported: send the conversation to /api/chat.", "context")
 
 
 _PART = re.compile(r"messages\[(\d+)\]\.content\[\d+\]")  # only images are parts here

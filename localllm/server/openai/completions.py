@@ -205,6 +205,7 @@ class CompletionRendering(OpenAIRendering):
         self.generates = body.max_tokens != 0
         self._body, self._per_prompt = body, self._stream.num_answers
         self._seen: set[int] = set()  # choices whose first chunk is out
+        self._scored: dict[int, list[TokenLogprob | None]] = {}  # by prompt: they come with its first answer
         self._lengths = [0] * (
             len(self._stream.prompts) * self._per_prompt
         )  # characters that log-probabilities have covered
@@ -235,10 +236,14 @@ class CompletionRendering(OpenAIRendering):
         ended = delta.finish_reason is not None
         text = delta.text if self.generates else ""
         more: dict[str, Any] = {}
+        scored: list[TokenLogprob | None] | None = None
         if body.return_token_ids and self.generates and delta.token_ids:
             more["token_ids"] = delta.token_ids
+        if delta.prompt_logprobs:
+            self._scored[number] = delta.prompt_logprobs
         if index not in self._seen and (delta.token_ids or ended):
             self._seen.add(index)
+            scored = self._scored.get(number)
             if body.echo:
                 text = self._reservation.llm.tokenizer.decode(prompt, skip_special=False) + text
             if body.return_token_ids:
@@ -246,9 +251,9 @@ class CompletionRendering(OpenAIRendering):
         logprobs = None
         entries: list[TokenLogprob | None] = list(delta.logprobs) if self.generates else []
         ids = [e.token_id for e in delta.logprobs] if self.generates else []
-        if body.echo and delta.prompt_logprobs:
-            cached = [None] * (len(prompt) - len(delta.prompt_logprobs))
-            entries, ids = [*cached, *delta.prompt_logprobs, *entries], [*prompt, *ids]
+        if body.echo and scored:
+            cached = [None] * (len(prompt) - len(scored))
+            entries, ids = [*cached, *scored, *entries], [*prompt, *ids]
         if body.logprobs is not None and entries:
             logprobs = self.names.completion(entries, ids, self._lengths[index])
             self._lengths[index] += sum(map(len, logprobs["tokens"]))

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, StrictBool, StrictInt, StrictStr
 from starlette.requests import Request
+from starlette.responses import Response
 
 from localllm.errors import LocalLLMError
 from localllm.llm.outputs import OutputDelta
@@ -26,7 +27,7 @@ from localllm.server.openai.output import new_id
 from localllm.server.openai.reading import split_prompts
 from localllm.server.openai.schemas import TEXTS_OR_IDS, Body, Name
 from localllm.server.pool import settle
-from localllm.server.reply import unless_left
+from localllm.server.reply import unless_left, with_rows
 from localllm.server.service import Reservation, Service, service_of
 
 Pooling = Literal["mean", "cls", "last"]
@@ -78,21 +79,25 @@ class RerankRequest(Pooled):
     return_documents: StrictBool | None = None
 
 
-async def embeddings(request: Request, body: EmbeddingRequest) -> dict[str, Any]:
+async def embeddings(request: Request, body: EmbeddingRequest) -> Response:
     """One vector per text."""
     texts = split_prompts(body.input, "input", MAX_TEXTS)
     vectors, facts = await _vectors(request, body, texts, "input")
-    data = []
-    for index, vector in enumerate(vectors):
-        short = vector[: body.dimensions]
+
+    def row(index: int) -> dict[str, Any]:
+        short = vectors[index][: body.dimensions]
         short = short if body.normalize is False else unit(short)
         coded = base64.b64encode(short.astype("<f4").tobytes()).decode() if body.encoding_format == "base64" else None
-        data.append({"object": "embedding", "index": index, "embedding": coded or short.tolist()})
-    return {"object": "list", "data": data, **facts}
+        return {"object": "embedding", "index": index, "embedding": coded or short.tolist()}
+
+    return await with_rows({"object": "list", **facts}, "data", map(row, range(len(vectors))), len(vectors))
 
 
 async def score(request: Request, body: ScoreRequest) -> dict[str, Any]:
     """How near texts are to each other: pairs, or one against many."""
+    for one, other in (("text_1", "queries"), ("text_2", "documents")):
+        if getattr(body, one) is not None and getattr(body, other) is not None:
+            raise invalid(f"{one} and {other} exclude each other.", other)
     first_name = "text_1" if body.queries is None else "queries"
     second_name = "text_2" if body.documents is None else "documents"
     first, second = _list(getattr(body, first_name), first_name), _list(getattr(body, second_name), second_name)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -222,6 +222,10 @@ def _message(message: ChatMessage, where: str) -> Message:
         content = parts if has_images else "".join(part["text"] for part in parts)
     if content is None and not (message.role == "assistant" and message.tool_calls):
         raise invalid("content is missing.", f"{where}.content", "missing_required_parameter")
+    for number, call in enumerate(message.tool_calls or ()):
+        function = call.get("function")
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise invalid("A call must have a function with a name.", f"{where}.tool_calls[{number}]")
     if message.role == "tool" and not message.tool_call_id:
         raise invalid("tool_call_id is missing.", f"{where}.tool_call_id", "missing_required_parameter")
     out = Message(role="system" if message.role == "developer" else message.role, content=content or "")
@@ -241,9 +245,11 @@ def _part(part: ContentPart, where: str) -> dict[str, Any]:
         if not isinstance(url, str) or not url.startswith("data:"):
             raise invalid("An image must be a data: URL: nothing is fetched.", where, "unsupported_value")
         return {"type": "image_url", "image_url": {"url": url}}
-    text = part.text if part.type == "text" else getattr(part, "refusal", None)
-    if part.type not in ("text", "refusal") or not isinstance(text, str):
+    if part.type not in ("text", "refusal"):
         raise not_text("Content", part.type, where)
+    text = getattr(part, part.type, None)
+    if not isinstance(text, str):
+        raise invalid(f"{part.type} is missing.", f"{where}.{part.type}", "missing_required_parameter")
     return {"type": "text", "text": text}
 
 

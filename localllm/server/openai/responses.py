@@ -24,12 +24,14 @@ async def create_response(request: Request, body: schemas.ResponsesRequest) -> R
     """Answer, with what an earlier response left as its beginning."""
     service = service_of(request)
     schemas.refuse(body)
-    items = [*_earlier(service, body), *_named(service, schemas.input_items(body))]
+    before = _earlier(service, body)
+    items = [*before, *_named(service, schemas.input_items(body))]
     tools, guarded = await offered(service, body)
-    calls = approved(items, tools)
+    calls = approved(items, tools, len(before))
 
     def read(items: list[dict[str, Any]]) -> Generation:
-        return replace(read_chat(schemas.to_chat(body, items, shaped(tools))), shortens=body.truncation == "auto")
+        chat = schemas.to_chat(body, items, shaped(tools), len(before))
+        return replace(read_chat(chat), shortens=body.truncation == "auto")
 
     def after(output: list[dict[str, Any]]) -> Generation:
         asked = read([*items, *output])
@@ -62,9 +64,10 @@ async def create_response(request: Request, body: schemas.ResponsesRequest) -> R
 async def count_input_tokens(request: Request, body: schemas.ResponsesRequest) -> dict[str, Any]:
     """How many tokens the input of a response has, with what an earlier response left as its beginning."""
     service = service_of(request)
-    items = [*_earlier(service, body), *_named(service, schemas.input_items(body))]
+    before = _earlier(service, body)
+    items = [*before, *_named(service, schemas.input_items(body))]
     tools, _ = await offered(service, body)
-    conversation = read_conversation(schemas.to_chat(body, items, shaped(tools)))
+    conversation = read_conversation(schemas.to_chat(body, items, shaped(tools), len(before)))
     async with unless_left(request.receive), service.reserve(request, body.model) as reservation:
         (ids,) = await service.encode(reservation.llm, conversation)
     return {"object": "response.input_tokens", "input_tokens": len(ids)}

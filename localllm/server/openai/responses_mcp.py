@@ -79,15 +79,18 @@ def _names(filtered: Any, where: str) -> list[str] | None:
     return filtered
 
 
-def approved(items: Sequence[dict[str, Any]], tools: Mapping[str, Tool]) -> list[dict[str, Any]]:
-    """The calls that these items approve and that have not been made, as items of type mcp_call. Raises ApiError."""
+def approved(items: Sequence[dict[str, Any]], tools: Mapping[str, Tool], earlier: int = 0) -> list[dict[str, Any]]:
+    """The calls that these items approve and that have not been made, as items of type mcp_call. Raises ApiError.
+
+    earlier   so many of the items are those of earlier responses
+    """
     requests = {str(item.get("id")): item for item in items if item.get("type") == "mcp_approval_request"}
     made = {str(item.get("approval_request_id")) for item in items if item.get("type") == "mcp_call"}
     calls = []
     for number, item in enumerate(items):
         if item.get("type") != "mcp_approval_response":
             continue
-        where, name = f"input[{number}]", str(item.get("approval_request_id"))
+        where, name = f"input[{number - earlier}]", str(item.get("approval_request_id"))
         request = requests.get(name)
         if request is None:
             raise invalid(f"No approval request {name[:80]!r} precedes it.", f"{where}.approval_request_id")

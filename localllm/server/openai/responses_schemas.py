@@ -64,9 +64,14 @@ def refuse(body: ResponsesRequest) -> None:
             raise unsupported(f"{name} is not supported: nothing of it is stored here.", name)
 
 
-def to_chat(body: ResponsesRequest, items: list[dict[str, Any]], mcp: Sequence[dict[str, Any]] = ()) -> ChatRequest:
-    """The chat request that answers these items, with tools of MCP servers in a chat's shape. Raises ApiError."""
-    messages = messages_of(items)
+def to_chat(
+    body: ResponsesRequest, items: list[dict[str, Any]], mcp: Sequence[dict[str, Any]] = (), earlier: int = 0
+) -> ChatRequest:
+    """The chat request that answers these items, with tools of MCP servers in a chat's shape. Raises ApiError.
+
+    earlier   so many of the items are those of earlier responses
+    """
+    messages = messages_of(items, earlier)
     if body.instructions is not None:
         messages.insert(0, {"role": "system", "content": body.instructions})
     same = {"model", "stream", "temperature", "top_p", "user", "safety_identifier", "prompt_cache_key"}
@@ -101,19 +106,24 @@ def input_items(body: ResponsesRequest) -> list[dict[str, Any]]:
     return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": body.input}]}]
 
 
-def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Items as chat messages: calls join the assistant's message before them, reasoning the one after it."""
+def messages_of(items: list[dict[str, Any]], earlier: int = 0) -> list[dict[str, Any]]:
+    """Items as chat messages: calls join the assistant's message before them, reasoning the one after it.
+
+    What is wrong with an item is found here, where its place in the request is known: `earlier` as of `to_chat`.
+    """
     messages: list[dict[str, Any]] = []
     reasoning = ""
     made = {str(item.get("approval_request_id")) for item in items if item.get("type") == "mcp_call"}
     for number, item in enumerate(items):
-        where = f"input[{number}]"
+        where = f"input[{number - earlier}]"
         kind = item.get("type", "message")
         if kind == "message":
             if item.get("role") not in ROLES:
                 roles = ", ".join(ROLES[:-1])
                 raise invalid(f"A message's role must be one of {roles} or {ROLES[-1]}.", f"{where}.role")
-            message: dict[str, Any] = {"role": item.get("role"), "content": _content(item.get("content"), where)}
+            message: dict[str, Any] = {
+                "role": item.get("role"), "content": _content(item.get("content"), f"{where}.content"),
+            }  # fmt: skip
             if reasoning and message["role"] == "assistant":
                 message["reasoning_content"], reasoning = reasoning, ""
             messages.append(message)
@@ -130,9 +140,10 @@ def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
                     messages[-1]["reasoning_content"], reasoning = reasoning, ""
             messages[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
-            output = item.get("output")
-            text = output if isinstance(output, str) else _text(_content(output, f"{where}.output"))
-            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
+            if not isinstance(item.get("call_id"), str):
+                raise invalid("call_id is missing.", f"{where}.call_id", "missing_required_parameter")
+            text = _text(_content(item.get("output"), f"{where}.output"))
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": text})
         elif kind == "mcp_call" or (kind == "mcp_approval_request" and str(item.get("id")) not in made):
             function = {"name": str(item.get("name")), "arguments": str(item.get("arguments") or "{}")}
             call = {"id": str(item.get("id")), "type": "function", "function": function}
@@ -160,16 +171,22 @@ def _denied(asked: dict[str, Any], items: list[dict[str, Any]]) -> str:
 
 def _content(content: Any, where: str) -> Any:
     """Parts under the names a chat request has for them."""
-    if not isinstance(content, list):
+    if isinstance(content, str):
         return content
+    if not isinstance(content, list):
+        name = where.rpartition(".")[2]
+        raise invalid(f"{name} must be text or a list of parts.", where, "invalid_type")
     parts = []
     for number, part in enumerate(content):
         if not isinstance(part, dict):
-            raise invalid("A part of content must be an object.", f"{where}.content[{number}]")
+            raise invalid("A part of content must be an object.", f"{where}[{number}]")
         kind = part.get("type")
         if not isinstance(kind, str) or (kind not in TEXT_PARTS and kind != "refusal"):
-            raise not_text("Content", kind, f"{where}.content[{number}]")
-        parts.append({"type": "text", "text": part.get("refusal" if kind == "refusal" else "text")})
+            raise not_text("Content", kind, f"{where}[{number}]")
+        name = "refusal" if kind == "refusal" else "text"
+        if not isinstance(part.get(name), str):
+            raise invalid(f"{name} is missing.", f"{where}[{number}].{name}", "missing_required_parameter")
+        parts.append({"type": "text", "text": part[name]})
     return parts
 
 
