@@ -80,6 +80,7 @@ class Boot:
     adapters       those that requests may name
     base_bytes     anonymous memory of the process before the weights were loaded
     program_bytes  what of it our own imports and the tokenizer took
+    since          `profile.Neighbours.changes` when that was read
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Boot:
         adapters: Residents | None = None,
         base_bytes: int = 0,
         program_bytes: int = 0,
+        since: int = 0,
     ) -> None:
         self.plan = plan  # as it is kept: smaller than asked for where a memory profile has shown that it must be
         self._model, self._draft, self._adapters = model, draft, adapters
@@ -118,7 +120,7 @@ class Boot:
             self.profile_note = str(known)
         elif plan.device == "cpu":
             self.profile_note = "profile pending"
-            pages, host = self.engine.scheduler.pages, (base_bytes, program_bytes)
+            pages, host = self.engine.scheduler.pages, (base_bytes, program_bytes, since)
             theirs = self.weight_bytes - model.weight_bytes, self.kv_bytes - self.engine.runner.cache.nbytes
             profiler = CpuProfiler(self.engine.runner, pages, self.plan, *host, theirs, self._on_cpu_profile)
             self.engine.when_idle(profiler)
@@ -187,8 +189,11 @@ class Boot:
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
-    def _on_cpu_profile(self, profile: MemoryProfile) -> None:
+    def _on_cpu_profile(self, profile: MemoryProfile | None) -> None:
         """Called in the engine's thread: what is missing is taken from the pages that are free."""
+        if profile is None:
+            self.profile_note = "not profiled beside another model"
+            return
         self._keep(profile)
         if not profile.held:
             pages = self.engine.scheduler.pages

@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from operator import methodcaller
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 
@@ -309,13 +309,20 @@ class WarmAgain:
                 self._compiling = None
 
 
+class Neighbours:
+    """How often a model came into this process's memory, or gave some back: in between it tells of one model alone."""
+
+    changes: ClassVar[int] = 0
+
+
 class CpuProfiler:
     """An idle job (`Engine.when_idle`) that profiles a plan on the CPU; a request stops it, and it begins anew.
 
     base_bytes     anonymous memory of the process with everything but this model in it
     program_bytes  what of it our own imports and the tokenizer took
+    since          `Neighbours.changes` when that was read
     draft          bytes of a draft model's weights, and of its pages: these are not touched
-    done           called with the profile, in the engine's thread
+    done           called with the profile, in the engine's thread; None where the memory is not this model's alone
     """
 
     def __init__(
@@ -325,8 +332,9 @@ class CpuProfiler:
         plan: Plan,
         base_bytes: int,
         program_bytes: int,
+        since: int,
         draft: tuple[int, int],
-        done: Callable[[MemoryProfile], None],
+        done: Callable[[MemoryProfile | None], None],
     ) -> None:
         self._runner = runner
         self._pages = pages
@@ -334,6 +342,7 @@ class CpuProfiler:
         self._plan = plan
         self._draft = draft
         self._base_bytes, self._program_bytes = base_bytes, program_bytes
+        self._since = since
         self._done = done
         self._failed: MemoryProfile | None = None
 
@@ -342,6 +351,8 @@ class CpuProfiler:
         started = time.monotonic()
         free = [pool.free_pages() for pool in self._pages.pools]
         slots = self._pages.slots.free_pages() if self._pages.slots is not None else []
+        if not self._is_alone():
+            return True
         if not self._has_room(free) or (self._plan.num_slots and not slots):
             log.info("the plan is not profiled: others took the memory that it counts on")
             return True
@@ -356,12 +367,22 @@ class CpuProfiler:
             for group, pages in enumerate(free):
                 self._cache.forget(group, pages)
             self._cache.forget_slots(slots)
+        if not self._is_alone():
+            return True
         profile = self._profile(peak.highest + untouched, watch.found, time.monotonic() - started)
         if not profile.held and self._failed is None:
             self._failed = profile  # something else in this process may have taken memory just then: once more
             return False
         self._done(min(profile, self._failed or profile, key=lambda one: one.total.measured_bytes))
         return True
+
+    def _is_alone(self) -> bool:
+        """Whether no other model came or went since the memory without this one was read; says so where one did."""
+        if self._since == Neighbours.changes:
+            return True
+        log.info("the plan is not profiled: another model came into this process, or left it")
+        self._done(None)
+        return False
 
     def _has_room(self, free: list[list[int]]) -> bool:
         """Whether the machine still has what the pages need, and there are enough of them to write to."""

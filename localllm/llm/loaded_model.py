@@ -212,6 +212,7 @@ class LoadedModel(AdaptedModel):
     def _load_weights(self, device: torch.device) -> None:
         from localllm.boot.boot import first_use
         from localllm.boot.claim import serve_torch
+        from localllm.boot.profile import Neighbours
         from localllm.boot.ranks import load
         from localllm.device import rss_anon_bytes
         from localllm.models.loader import LoadOptions
@@ -236,6 +237,8 @@ class LoadedModel(AdaptedModel):
             packed=packed,
         )
         read = 0 if packed is None else packed.read_bytes  # weights that are in memory already
+        Neighbours.changes += 1
+        self._since = Neighbours.changes
         self._selftest, self._base_bytes = options.selftest, rss_anon_bytes() - read
         if device.type == "cuda" and self._selftest is not None and not self._selftest.records.items():
             self._notify(LoadProgress("compile", detail="kernels for this card, once; up to a minute"))
@@ -262,6 +265,7 @@ class LoadedModel(AdaptedModel):
             adapters=self.adapters,
             base_bytes=self._base_bytes,
             program_bytes=self._base_bytes - self._start_bytes,
+            since=self._since,
         )
         self.plan = self.boot.plan
         self._engine = self.boot.engine
@@ -414,12 +418,20 @@ class LoadedModel(AdaptedModel):
             return
         engine.close()
         del engine  # what it holds is given back to the card below
+        self._tell_neighbours()
         self.boot.release()
         self.adapters.clear()
         if self.plan.device != "cpu" and self._sleeping is None:
             from localllm.models.parallel import asleep
 
             self._sleeping = asleep(self._model, self._drafter)
+
+    @staticmethod
+    def _tell_neighbours() -> None:
+        """Memory of this process was given back."""
+        from localllm.boot.profile import Neighbours
+
+        Neighbours.changes += 1
 
     def wake(self) -> None:
         """Be ready again after `sleep`. Raises OutOfMemory when the memory is taken."""
@@ -451,6 +463,8 @@ class LoadedModel(AdaptedModel):
             if loaded is not None:
                 loaded.forget_layers()
         had_model, loaded = model is not None, None
+        if had_model:
+            self._tell_neighbours()
         del engine, boot, model, drafter  # what they hold is given back to the card
         if had_model and self.plan.device != "cpu":
             from localllm.models.sleep import free_cached

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from localllm.boot.memory_meter import Peak
-from localllm.boot.profile import CpuProfiler, WarmAgain, WorstSteps, warm_up
+from localllm.boot.profile import CpuProfiler, Neighbours, WarmAgain, WorstSteps, warm_up
 from localllm.config import EngineOptions
 from localllm.device import rss_anon_bytes
 from localllm.device.fake import MACHINES
@@ -119,7 +119,7 @@ def cpu_profiler(made: Plan, found: list[MemoryProfile]) -> tuple[CpuProfiler, P
     cache = KVCache(cache_groups(model_facts()), made.num_pages, made.page_size, made.kv)
     pages = Pages(made.num_pages, [None], made.page_size)
     runner = Runner(Noting(), cache, 1000)
-    return CpuProfiler(runner, pages, made, rss_anon_bytes(), 0, (0, 0), found.append), pages
+    return CpuProfiler(runner, pages, made, rss_anon_bytes(), 0, Neighbours.changes, (0, 0), found.append), pages
 
 
 def test_a_cpu_profiler_fills_the_pages_and_gives_them_back() -> None:
@@ -145,6 +145,21 @@ def test_somebody_who_asks_stops_the_profile_and_it_begins_anew() -> None:
     assert not job(lambda: next(calls)) and not found
     assert pages.pools[0].num_free == pages.pools[0].num_pages
     assert job(lambda: False) and len(found) == 1
+
+
+def test_beside_another_model_nothing_is_said_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another model takes or gives back would count as this one's: before, or while it is measured."""
+    for comes_within in (False, True):
+        found: list[MemoryProfile | None] = []
+        job, pages = cpu_profiler(planned(), found)  # type: ignore[arg-type]
+
+        def must_stop(comes: bool = comes_within) -> bool:
+            Neighbours.changes += comes
+            return False
+
+        Neighbours.changes += not comes_within
+        assert job(must_stop) and found == [None]
+        assert pages.pools[0].num_free == pages.pools[0].num_pages
 
 
 def test_a_profile_that_fails_is_repeated_once(monkeypatch: pytest.MonkeyPatch) -> None:
