@@ -242,6 +242,17 @@ def test_every_api_reads_the_same_image(pictured: Any, llm: LLM) -> None:
     assert theirs["usage"]["input_tokens"] + theirs["usage"]["cache_read_input_tokens"] == count
     counted = pictured.post("/v1/messages/count_tokens", json={"model": "pictured", "messages": messages})
     assert counted.json()["input_tokens"] == count
+    parts = [
+        {"type": "input_image", "image_url": f"data:image/png;base64,{data}", "detail": "auto"},
+        {"type": "input_text", "text": "what is the"},
+    ]
+    asks = {
+        "model": "pictured",
+        "temperature": 0,
+        "max_output_tokens": 16,
+        "input": [{"role": "user", "content": parts}],
+    }
+    assert pictured.post("/v1/responses", json=asks).json()["usage"]["input_tokens"] == count
     options = {"model": "pictured", "stream": False, "options": {"temperature": 0, "num_predict": 6}}
     message = {"role": "user", "content": "what is the", "images": [data]}
     ollama = pictured.post("/api/chat", json=options | {"messages": [message]}).json()
@@ -271,6 +282,10 @@ def test_what_is_refused_says_where(pictured: Any) -> None:
     fetched = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/x.png"}}
     answer = pictured.post("/v1/messages", json=options | {"messages": [{"role": "user", "content": [fetched]}]})
     assert answer.status_code == 400 and "nothing is fetched" in answer.text
+    for image in ({"file_id": "file-1"}, {"image_url": "http://127.0.0.1/x.png"}):
+        item = {"role": "user", "content": [{"type": "input_image", **image}]}
+        answer = pictured.post("/v1/responses", json={"model": "pictured", "input": [item]})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "input[0].content[0]"
     asked_of_ollama = {"model": "pictured", "messages": [{"role": "user", "images": [cut]}]}
     answer = pictured.post("/api/chat", json=asked_of_ollama)
     assert answer.status_code == 400 and "messages[0].images" in answer.text and "cut off" in answer.text

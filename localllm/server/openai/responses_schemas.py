@@ -122,7 +122,8 @@ def messages_of(items: list[dict[str, Any]], earlier: int = 0) -> list[dict[str,
                 roles = ", ".join(ROLES[:-1])
                 raise invalid(f"A message's role must be one of {roles} or {ROLES[-1]}.", f"{where}.role")
             message: dict[str, Any] = {
-                "role": item.get("role"), "content": _content(item.get("content"), f"{where}.content"),
+                "role": item.get("role"),
+                "content": _content(item.get("content"), f"{where}.content", images=item.get("role") == "user"),
             }  # fmt: skip
             if reasoning and message["role"] == "assistant":
                 message["reasoning_content"], reasoning = reasoning, ""
@@ -169,8 +170,8 @@ def _denied(asked: dict[str, Any], items: list[dict[str, Any]]) -> str:
     return "The user did not approve this call" + (f": {reason}" if reason else ".")
 
 
-def _content(content: Any, where: str) -> Any:
-    """Parts under the names a chat request has for them."""
+def _content(content: Any, where: str, images: bool = False) -> Any:
+    """Parts under the names a chat request has for them; `images`: whether they may be some."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -181,6 +182,13 @@ def _content(content: Any, where: str) -> Any:
         if not isinstance(part, dict):
             raise invalid("A part of content must be an object.", f"{where}[{number}]")
         kind = part.get("type")
+        if images and kind == "input_image":
+            url = part.get("image_url")
+            if not isinstance(url, str) or not url.startswith("data:"):
+                what = "An image must be a data: URL: nothing is fetched, no files are stored."
+                raise invalid(what, f"{where}[{number}]", "unsupported_value")
+            parts.append({"type": "image_url", "image_url": {"url": url}})
+            continue
         if not isinstance(kind, str) or (kind not in TEXT_PARTS and kind != "refusal"):
             raise not_text("Content", kind, f"{where}[{number}]")
         name = "refusal" if kind == "refusal" else "text"
