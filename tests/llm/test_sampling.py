@@ -90,6 +90,8 @@ def test_vendors_values_are_found_by_name(path: str, name: str, temperature: flo
         ("/m/Qwen3.5-2B-Q4_K_M.gguf", {"presence_penalty": 2.0, "top_p": 1.0}),
         ("/m/Qwen3.6-35B-A3B-UD-Q4_K_M.gguf", {"presence_penalty": 1.5}),
         ("/m/DeepSeek-R1-0528-Qwen3-8B-Q4_K_M.gguf", {"temperature": 0.6, "top_p": 0.95}),
+        ("/m/Qwen3-VL-8B-Instruct-Q4_K_M.gguf", {"temperature": 0.7, "presence_penalty": 1.5}),
+        ("/m/Qwen3-VL-8B-Thinking-Q4_K_M.gguf", {"temperature": 1.0, "top_p": 0.95}),
         ("/m/LFM2.5-8B-A1B-Q4_K_M.gguf", {"top_k": 80, "repetition_penalty": 1.05}),
         ("/m/LFM2.5-1.2B-Instruct-Q4_K_M.gguf", {"top_k": 50, "top_p": 0.1}),
     ],
