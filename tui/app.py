@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from textual import events
+
 from localllm.tui.chat.screen import ChatScreen
 from localllm.tui.frame import Frame
 from localllm.tui.keymap import KEYS
@@ -30,9 +32,11 @@ class ChatApp(Frame):
     def typed_before(self, character: str) -> None:
         self.chat.prompt.insert(character)
 
-    def before_key(self) -> None:
+    def before_key(self, event: events.Key) -> None:
         if isinstance(self.screen, ChatScreen):
             self.screen.settle_focus()
+            if event.character and event.is_printable:
+                self.screen.before_letter()
 
     def on_mount(self) -> None:
         self.set_keymap({name: keys for name, keys in self.keymap.own.items() if KEYS[name].action})

@@ -167,7 +167,7 @@ class Frame(App[None]):
             if not event.is_forwarded:
                 if event.key in ("pageup", "pagedown") and self._list_has_no_room():
                     return
-                self.before_key()
+                self.before_key(event)
         await super().on_event(event)
 
     def _list_has_no_room(self) -> bool:
@@ -180,15 +180,17 @@ class Frame(App[None]):
         """Take a letter that was typed before the screen on top was there."""
         raise NotImplementedError
 
-    def before_key(self) -> None:
-        """See that a key reaches something that is shown."""
+    def before_key(self, event: events.Key) -> None:
+        """See that a key reaches something that is shown and takes it."""
         raise NotImplementedError
 
     def run(self, **options: Any) -> None:
         """Signals end it as a key does: the terminal is put back, and the chat is saved."""
-        before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM)}
-        for number, handler in before.items():
-            if handler is not signal.SIG_IGN:
+        ours = (signal.SIGHUP, signal.SIGTERM)
+        # the driver takes the last two and keeps them: after the end they would draw without an event loop
+        before = {number: signal.getsignal(number) for number in (*ours, signal.SIGTSTP, signal.SIGCONT)}
+        for number in ours:
+            if before[number] is not signal.SIG_IGN:
                 signal.signal(number, self._told_to_end)
         try:
             super().run(**options)

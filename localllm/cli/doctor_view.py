@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from localllm.cli.frame.console import Console, picked, wrapped
 from localllm.doctor import MEASURED
 from localllm.interface import Check
-from localllm.terminal import clean, clean_line
+from localllm.terminal import clean, clean_line, counted
 
 if TYPE_CHECKING:
     from localllm.doctor.advice import Advice
@@ -98,7 +98,7 @@ def ending(console: Console, found: Sequence[Check], known: Sequence[Match], adv
 def diagnosis(console: Console, found: Sequence[Match], lines: int) -> None:
     """What an error text means."""
     if not found:
-        console.say(f"nothing known in {lines} lines")
+        console.say(f"nothing known in {counted(lines, 'line')}")
         console.line("No known trouble matches. The first error in a log says more than the last.")
         return
     here = [match for match in found if match.applies]
@@ -217,8 +217,8 @@ _KINDS = {
     "setting": "In the settings file",
     "command": "Can be run here",
     "root": "Need the administrator",
-    "shell": "For the shell you sit in",
-    "step": "For your hands",
+    "shell": "To run in your own shell",
+    "step": "To do by hand",
 }
 
 

@@ -153,7 +153,7 @@ def announce(env: Env, resolved: Resolved, made: Plan | None) -> None:
     if line := fit_line(made):
         lines.insert(2, f"  {line}")
     for line in lines:
-        env.console.say(f"  {clean_line(line)}" if line.startswith("  ") else clean_line(line))
+        env.console.paragraph(f"  {clean_line(line)}" if line.startswith("  ") else clean_line(line))
 
 
 def agree(env: Env, resolved: Resolved, *, asked_for: bool) -> None:

@@ -107,7 +107,7 @@ class Sheet:
         if made is None or self.imagined:
             return False
         name = "cpu" if made.device == "cpu" else self.planner.machine.gpus[int(made.device[5:] or 0)].name
-        return any(one.device == name for one in self.planner.measured.speeds.measured)
+        return any(one.device == name and one.bytes_s for one in self.planner.measured.speeds.measured)
 
     def of(self, subject: Subject) -> list[Row]:
         return [row for row in self.rows if row.subject is subject]
@@ -203,7 +203,7 @@ def _cells(sheet: Sheet, subject: Subject) -> list[str]:
     longest = max(row.plan.max_ctx for row in rows if row.plan)
     most = tokens_short(longest) if longest else "–"
     star = sheet.star is not None and sheet.star.subject is subject
-    wait = made.first_token_s(min(FIRST_TOKEN_AT, longest)) if longest else 0.0
+    wait = made.first_token_s(FIRST_TOKEN_AT) if longest >= FIRST_TOKEN_AT else 0.0
     return [
         f"★ {subject.shown}" if star else subject.shown,
         _short_format(subject.quant) + (f"→{made.quant}" if made.quant else ""),
@@ -224,8 +224,9 @@ def _download(subject: Subject) -> str:
 def option_line(subject: Subject, made: Plan) -> str:
     """'qwen3-32b awq, 20k tokens of context, ≈ 37 tok/s, first token of 8k after 4.2 s'."""
     mark = "✓" if made.basis == "measured" else "≈"
-    wait = made.first_token_s(FIRST_TOKEN_AT)
-    first = f", first token of {tokens_short(FIRST_TOKEN_AT)} after {rate(wait)} s" if wait else ""
+    prompt = min(FIRST_TOKEN_AT, made.ctx)
+    wait = made.first_token_s(prompt)
+    first = f", first token of {tokens_short(prompt)} after {rate(wait)} s" if wait else ""
     what = f"{clean_line(subject.shown)} {_short_format(subject.quant)}"
     return f"{what}, {tokens_short(made.ctx)} tokens of context, {mark} {rate(made.decode_tps)} tok/s{first}"
 
@@ -277,13 +278,14 @@ def _window(one: int | str) -> str:
 def _remarks(sheet: Sheet) -> list[str]:
     sizes = "columns in GiB: weights, keys and values of one request, work, margin"
     lines = [f"{sizes} · MEM CTX: the largest context there is room for"]
-    if any(isinstance(row.wished, int) and row.plan and row.plan.ctx < row.wished for row in sheet.rows):
+    rows = [row for row in sheet.rows if row.subject in sheet.shown]
+    if any(isinstance(row.wished, int) and row.plan and row.plan.ctx < row.wished for row in rows):
         lines.append("own: the model's own limit is smaller than the window")
-    if any(row.plan and row.plan.basis == "measured" for row in sheet.rows):
+    if any(row.plan and row.plan.basis == "measured" for row in rows):
         lines.append("✓ measured here, ≈ estimated")
-    if any(row.plan and row.plan.kv in EIGHT_BITS and row.fits for row in sheet.rows):
+    if any(row.plan and row.plan.kv in EIGHT_BITS and row.fits for row in rows):
         lines.append("kv8: keys and values in 8 bits, because 16 would not leave room")
-    if any(row.plan and row.plan.quant for row in sheet.rows):
+    if any(row.plan and row.plan.quant for row in rows):
         lines.append("bf16→fp8: the file does not fit as it is, and becomes smaller while loading")
     lines += [f"quality of {clean_line(name)}: {note}, measured here" for name, note in qualities(sheet)]
     star = sheet.star.plan if sheet.star else None

@@ -60,6 +60,7 @@ class Job:
     extract: str | None = None  # the language of the code block that is the answer; "" for any
     tools: Toolbox | None = None  # what may be called without a question
     chat: KeptChat | None = None  # where question and answer are kept
+    resumed: str = ""  # the model of the chat that goes on
     template: dict[str, Any] = field(default_factory=dict)  # what the chat template is told about reasoning
     place: str = "auto"  # a running server that has the model, `off`, or a server's address
     stream: bool = False
@@ -164,14 +165,14 @@ class KeptChat:
         self._exchange: Exchange = talk.ask(text)
 
     @classmethod
-    def open(cls, system: str, text: str, sampling: dict[str, Any], *, resumes: bool) -> KeptChat:
+    def open(cls, system: str, text: str, sampling: dict[str, Any], resumed: str | None) -> KeptChat:
         """`sampling` gets what the resumed chat had set and it has not. Raises ChatNotFound, HistoryError."""
-        if not resumes:
+        if resumed is None:
             from localllm.conversation.tree import Conversation
 
             return cls(Conversation(system, sampling), text)
         given = dict(sampling)
-        talk = load_chat("last", sampling)
+        talk = load_chat(resumed, sampling)
         sampling.update(given)
         talk.system = system or talk.system
         return cls(talk, text)

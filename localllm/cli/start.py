@@ -89,6 +89,15 @@ def think_of(config: UserConfig, typed: str | None) -> str:
     return "auto" if config.chat.think == "auto" else "on" if config.chat.think else "off"
 
 
+def template_of(think: str) -> dict[str, Any]:
+    """What a chat template is told about reasoning."""
+    if think == "auto":
+        return {}
+    from localllm.conversation.tree import template_values
+
+    return template_values(think)
+
+
 def new_start(config: UserConfig, sampling: Sampling, system: str, resumed: str | None = None) -> Start:
     """A new conversation, or a saved one. Raises ChatNotFound."""
     from localllm.conversation.saver import Saver

@@ -59,14 +59,15 @@ def _model(survey: Survey, config: UserConfig) -> Advice | None:
     best, made, _, _ = choice.best
     text = (
         f"{best.name} {best.format}: {gib(made.weight_bytes)} of weights, {tokens_short(made.ctx)} tokens of context"
-        f" with keys and values in {made.kv}, {_pace(made)}"
+        f" with keys and values in {made.kv}, {pace(made)}"
     )
     if choice.fast and choice.fast.model.name != best.name:
-        text += f"; faster: {choice.fast.model.name}, {_pace(choice.fast.plan)}"
+        text += f"; faster: {choice.fast.model.name}, {pace(choice.fast.plan)}"
     return Advice("model", text, f"localllm chat {best.name}")
 
 
-def _pace(made: Plan) -> str:
+def pace(made: Plan) -> str:
+    """'≈ 0.7 tok/s'."""
     mark = "measured" if made.basis == "measured" else "≈"
     return f"{mark} {made.decode_tps:.0f} tok/s" if made.decode_tps >= 10 else f"{mark} {made.decode_tps:.1f} tok/s"
 

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from localllm.device import MachineFacts, machine
@@ -23,10 +24,19 @@ class Survey:
     """What checks look at: the machine at once, its surroundings read in a thread meanwhile.
 
     machine, host   given ones are taken as they are (tests, other commands)
+    settings        --config; None for the user's own file
+    offline         --offline: nothing is asked of the network
     """
 
-    def __init__(self, machine_facts: MachineFacts | None = None, host_facts: HostFacts | None = None) -> None:
-        self.machine = machine_facts or machine()
+    def __init__(
+        self,
+        machine_facts: MachineFacts | None = None,
+        host_facts: HostFacts | None = None,
+        *,
+        settings: Path | None = None,
+        offline: bool = False,
+    ) -> None:
+        self.machine, self.settings, self._offline = machine_facts or machine(), settings, offline
         self._host: Future[HostFacts] = Future()
         if host_facts is not None:
             self._host.set_result(host_facts)
@@ -40,12 +50,13 @@ class Survey:
 
     def _read(self) -> None:
         try:
-            self._host.set_result(read_host(max((gpu.capability for gpu in self.machine.gpus), default=0)))
+            capability = max((gpu.capability for gpu in self.machine.gpus), default=0)
+            self._host.set_result(read_host(capability, self.settings, self._offline))
         except BaseException as error:  # it is raised where the facts are needed
             self._host.set_exception(error)
 
 
-def read_host(capability: int) -> HostFacts:
+def read_host(capability: int, settings: Path | None = None, offline: bool = False) -> HostFacts:
     """The surroundings of this process, its hub and its port."""
     from localllm import hub
     from localllm.config import load_config
@@ -54,10 +65,10 @@ def read_host(capability: int) -> HostFacts:
     from localllm.hub.cache import hub_dir
 
     try:
-        config = load_config()
-        offline, port = config.offline or hub.is_offline(), config.server.port or 8000
+        config = load_config(path=settings)
+        offline, port = offline or config.offline or hub.is_offline(), config.server.port or 8000
     except ConfigError:  # `config.valid` says so
-        offline, port = hub.is_offline(), 8000
+        offline, port = offline or hub.is_offline(), 8000
     try:
         address = "" if offline else proxy() or hub.endpoint()
     except ConfigError:  # `hf.endpoint` says so

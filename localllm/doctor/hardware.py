@@ -40,16 +40,16 @@ def cpu_cores(survey: Survey) -> Check:
         title = f"a control group allows {cpu.quota:g} of a CPU: expect long pauses"
         return warn(title, fix="docker update --cpus 4 CONTAINER", **data)
     title = f"{cpu.cores_usable} cores usable of {cpu.cpus_total} logical CPUs"
-    chosen = chosen_threads(cpu, _threads_wanted())
+    chosen = chosen_threads(cpu, _threads_wanted(survey))
     if stopped := over_quota(cpu, chosen.count):
         return warn(title, stopped, "localllm config set engine.threads auto", **data)
     is_told = cpu.quota or cpu.cores and chosen.why != EACH_CORE
     return ok(title, "; ".join(chosen.reasons) if is_told else "", threads=chosen.count, **data)
 
 
-def _threads_wanted() -> int | str:
+def _threads_wanted(survey: Survey) -> int | str:
     try:
-        return load_config().engine.threads
+        return load_config(path=survey.settings).engine.threads
     except ConfigError:  # `config.valid` says so
         return "auto"
 

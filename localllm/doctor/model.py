@@ -23,6 +23,7 @@ from localllm.terminal import gib, params_short
 from localllm.tokenizer.files import load_tokenizer
 from localllm.tokenizer.tokenizer import Tokenizer
 
+from .advice import pace
 from .finding import MODEL, fail, found, ok, skip, warn
 
 Named = tuple[str, Check]  # what follows "model." in the id, and the finding
@@ -183,10 +184,9 @@ def _fit(made: Plan | None, name: str) -> Check:
     if not made.fits:
         error = made.error(name)
         return fail(error.message, error.why, error.hint)
-    mark = "measured" if made.basis == "measured" else "≈"
     title = (
         f"{gib(made.need_bytes)} of {gib(made.have_bytes)} on {made.device} with {made.ctx:,} tokens of context,"
-        f" {mark} {made.decode_tps:.0f} tok/s"
+        f" {pace(made)}"
     )
     return ok(title, "; ".join(made.warnings), need_bytes=made.need_bytes, have_bytes=made.have_bytes)
 

@@ -1,6 +1,6 @@
 """What other engines must know of a model to be started well: experts, recurrent layers, weight format, draft head.
 
-From its config.json where it is on this machine, else from the catalogue, else from its name; which, is told.
+From its config.json or its GGUF file where it is here, else from the catalogue, else from its name; which, is told.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from localllm import hub
 from localllm.errors import LocalLLMError, ModelNotFound
 from localllm.hub import catalog
 from localllm.hub.names import parse_name, shown
+from localllm.models.architectures import kv_bytes_per_token, open_model
+from localllm.models.architectures.facts import expert_counts
 from localllm.paths import read_json
 
 MAX_CONFIG_BYTES = 4 << 20
@@ -91,7 +93,8 @@ def model_kind(name: str) -> ModelKind:
     entry = next((c for c in catalog.candidates() if name.casefold() in (c.spec.casefold(), c.name.casefold())), None)
     if entry is not None:
         return from_catalogue(entry)
-    return _from_name(name)
+    path = Path(name).expanduser()
+    return _from_gguf(name, path) if path.suffix == ".gguf" and path.is_file() else _from_name(name)
 
 
 def from_catalogue(entry: catalog.Candidate) -> ModelKind:
@@ -129,10 +132,7 @@ def asked_for(name: str, gguf: bool, suited: Suited) -> ModelKind:
     of_kind = [found for found in here if found.path.is_file() is gguf]
     if of_kind:
         found = of_kind[0]
-        kind = model_kind(name)
-        if gguf:
-            kind = replace(kind, format="gguf", method="gguf", size_bytes=found.size_bytes, known_from="its name")
-        return replace(kind, name=str(found.path) if gguf or not found.repo else found.repo)
+        return _from_gguf(name, found.path) if gguf else replace(model_kind(name), name=found.repo or str(found.path))
     pool = [c for c in catalog.members(name) if bool(c.quant) is gguf]
     if pool:
         return suited(pool) or from_catalogue(min(pool, key=lambda c: c.download_bytes))
@@ -155,6 +155,24 @@ def _here(name: str) -> list[hub.LocalModel]:
         return hub.local.find(parse_name(name))
     except LocalLLMError:
         return []
+
+
+def _from_gguf(name: str, path: Path) -> ModelKind:
+    """A GGUF file of this machine, as it describes itself; one that says too little, by its name."""
+    kind = replace(_from_name(name), name=str(path), format="gguf", method="gguf", size_bytes=path.stat().st_size)
+    try:
+        with open_model(path, "off") as checkpoint:
+            facts = checkpoint.facts
+    except LocalLLMError:
+        return kind
+    windowed = [(layer, window) for layer, window in zip(facts.layers, facts.windows, strict=True) if window]
+    every, some = (kv_bytes_per_token(layers, "bf16") for layers in (facts.layers, [layer for layer, _ in windowed]))
+    fixed = facts.state_bytes + sum(kv_bytes_per_token([layer], "bf16") * window for layer, window in windowed)
+    return replace(
+        kind, kind="moe" if expert_counts(facts)[0] else "dense", hybrid=facts.state_bytes > 0,
+        mtp=facts.extra_layers > 0, size_bytes=facts.weight_bytes, context=facts.max_context,
+        kv_per_token=every - some, kv_fixed=fixed, active_share=facts.active_share, known_from="its file",
+    )  # fmt: skip
 
 
 def _from_name(name: str) -> ModelKind:

@@ -24,7 +24,7 @@ CHECKED_BYTES = 64 << 20
 def config_valid(survey: Survey) -> Check:
     """Whether the file and the environment can be read, and every value is one that its key takes."""
     try:
-        config = load_config()
+        config = load_config(path=survey.settings)
     except ConfigError as error:
         return fail(error.message, fix=error.hint.strip("`"))
     if config.broken:
@@ -32,7 +32,7 @@ def config_valid(survey: Survey) -> Check:
     if wrong := [warning for warning in config.warnings if warning not in config.unknown]:
         return warn(wrong[0], "; ".join(wrong[1:]), "localllm config edit", warnings=wrong)
     if not config.origins:
-        return ok(f"defaults; {home_short(settings_file())} may change them")
+        return ok(f"defaults; {home_short(survey.settings or settings_file())} may change them")
     return ok(counted(len(config.origins), "setting"), keys=sorted(config.origins))
 
 
@@ -40,7 +40,7 @@ def config_valid(survey: Survey) -> Check:
 def config_warnings(survey: Survey) -> Check:
     """Unknown keys and unknown variables."""
     try:
-        config = load_config()
+        config = load_config(path=survey.settings)
     except ConfigError:
         return skip("the settings cannot be read")
     if names := list(config.unknown):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -18,7 +19,7 @@ import pytest
 
 from localllm.history.store import History
 
-from .conftest import LOCALLLM, Invoke, process
+from .conftest import LOCALLLM, Invoke, process, valid
 
 
 def test_piped_input_is_answered_once_and_alone_on_stdout(invoke: Invoke) -> None:
@@ -30,6 +31,32 @@ def test_piped_input_is_answered_once_and_alone_on_stdout(invoke: Invoke) -> Non
 
 def test_piped_input_and_a_prompt_go_together(invoke: Invoke) -> None:
     assert invoke("chat", "fake", "second", stdin="first").stdout == "first\n\nsecond\n"
+
+
+def test_piped_input_goes_on_with_a_chat(invoke: Invoke, empty_home: Path) -> None:
+    assert invoke("chat", "-c", stdin="x").exit_code == 3
+    assert invoke("run", "fake", "one", "--log", "-s", "be brief").exit_code == 0
+    more = valid(invoke("chat", "-c", "--json", stdin="two").stdout, "run-1")
+    assert more["usage"]["prompt"] > 2 and more["model"] == "fake"
+    chat = json.loads(invoke("logs", "list", "--json").stdout)["chats"][0]["id"]
+    assert invoke("chat", "--resume", chat[:6], "--no-save", stdin="three").stdout == "three\n"
+    shown = json.loads(invoke("logs", "show", "last", "--json").stdout)["chat"]
+    assert [message["content"] for message in shown["messages"]] == ["one", "one", "two", "two"]
+    assert invoke("chat", "--resume", "nosuch", stdin="x").exit_code == 3
+
+
+def test_piped_input_follows_preset_and_think(invoke: Invoke, empty_home: Path) -> None:
+    assert invoke("config", "set", "presets.exact.temperature", "0.125").exit_code == 0
+    assert invoke("config", "set", "presets.exact.model", "fake-b").exit_code == 0
+    answer = valid(invoke("chat", "--preset", "exact", "--json", stdin="x").stdout, "run-1")
+    assert (answer["model"], answer["params"]["temperature"]) == ("fake-b", 0.125)
+    assert invoke("chat", "--preset", "nosuch", stdin="x").exit_code == 2
+    assert invoke("chat", "--think", "nosuch", stdin="x").exit_code == 2
+
+
+def test_piped_input_cannot_agree_to_calls(invoke: Invoke) -> None:
+    result = invoke("chat", "fake", "--mcp", "servers.json", stdin="x")
+    assert result.exit_code == 2 and "--yes-tools" in result.stderr and not result.stdout
 
 
 def test_nothing_on_stdin_exits_2(invoke: Invoke) -> None:

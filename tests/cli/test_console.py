@@ -198,6 +198,16 @@ def test_json_lines_never_decrease() -> None:
     assert [json.loads(line)["done"] for line in err.getvalue().splitlines()] == [100, 100, 400]
 
 
+def test_a_sentence_of_the_hub_is_no_model() -> None:
+    err = io.StringIO()
+    view = JsonProgress(Console(stderr=err))
+    for detail in ("the hub does not answer", "org/repo"):
+        view.update(Told("resolve", detail=detail))
+    note, name = map(json.loads, err.getvalue().splitlines())
+    assert (note["event"], note["message"]) == ("note", "the hub does not answer")
+    assert (name["event"], name["model"]) == ("resolve", "org/repo")
+
+
 def test_a_sentence_of_the_hub_stays_on_the_screen() -> None:
     err = Terminal()
     BarProgress(Console(stderr=err), "m").update(Told("resolve", detail="the hub does not answer; taking the index"))
@@ -290,6 +300,20 @@ def test_paragraphs_break_at_words_on_a_terminal(monkeypatch: pytest.MonkeyPatch
         assert (len(lines) > 2) is tty
         assert " ".join(lines).split() == ["one", "two", "three"] * 6
         assert all(len(line) < 30 for line in lines) is tty
+
+
+def test_a_paragraph_keeps_its_indent_and_is_one_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    err = io.StringIO()
+    console = Console(stderr=err, color="never")
+    console.err_tty = True
+    console.paragraph("  note: " + "word " * 9)
+    assert len(err.getvalue().splitlines()) > 1
+    assert all(line.startswith("  ") for line in err.getvalue().splitlines())
+    err.truncate(err.seek(0))
+    console.as_events = True
+    console.paragraph("word " * 20)
+    assert len(err.getvalue().splitlines()) == 1
 
 
 def test_long_silent_work_is_told_of_off_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from localllm.device.host import HostFacts
+from localllm.device.host import host as read
 from localllm.doctor import repair
 
 from .conftest import LOCALLLM, Invoke, process, valid
@@ -80,7 +82,7 @@ def test_an_error_text_is_explained(invoke: Invoke, tmp_path: Path) -> None:
     twin = valid(invoke("doctor", "--log", "-", "--json", stdin=LOG, env=RTX).stdout, "diagnosis-1")
     assert [(m["id"], m["applies"], m["doubts"]) for m in twin["matches"]] == [("R24", False, ["wsl"])]
     nothing = invoke("doctor", "--log", "-", stdin="all is well\n")
-    assert nothing.exit_code == 11 and "No known trouble" in nothing.stdout
+    assert nothing.exit_code == 11 and "No known trouble" in nothing.stdout and "in 1 line\n" in nothing.stderr
     assert invoke("doctor", "--log", "-", stdin="").exit_code == 2
     assert "\x1b" not in here.output
 
@@ -131,7 +133,7 @@ def test_apply_shows_asks_and_runs(invoke: Invoke, empty_home: Path, monkeypatch
     wsl = {"LOCALLLM_FAKE_HW": "wsl2"}
     shown = invoke("doctor", "--apply", "-n", env=wsl)
     assert shown.exit_code == 0 and not ran
-    assert "pip install ziglang" in shown.stdout and "For the shell you sit in" in shown.stdout
+    assert "pip install ziglang" in shown.stdout and "To run in your own shell" in shown.stdout
     assert invoke("doctor", "--apply", env=wsl).exit_code == 2, "nobody to ask"
     assert not ran
     agreed = invoke("doctor", "--apply", "-y", env=wsl)
@@ -200,3 +202,27 @@ def test_troubles_of_other_engines_are_not_named(invoke: Invoke, empty_home: Pat
     refused = invoke("doctor", "--for", "vllm", "Qwen/Qwen3-32B", env={"LOCALLLM_FAKE_HW": "rtx3060"})
     assert refused.exit_code == 5 and "vllm serve" not in refused.stdout
     assert "Qwen/Qwen3-32B needs 63.5 GiB" in refused.stderr
+
+
+def test_the_settings_file_that_was_named_is_checked(invoke: Invoke, empty_home: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    for text, code, words in (
+        ("x = [", 11, "mine.toml is not valid TOML"), ("nosuch = 1", 0, "unknown key nosuch"),
+        ("offline = true", 0, "1 setting"),
+    ):  # fmt: skip
+        file.write_text(text)
+        result = invoke("--config", str(file), "doctor", "--only", "config")
+        assert result.exit_code == code and words in " ".join(result.stdout.split())
+
+
+def test_offline_is_kept(invoke: Invoke, empty_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def recorded(folder: Path, address: str, port: int, *, capability: int = 0) -> HostFacts:
+        asked.append(address)
+        return read(folder, "", port, capability=capability)
+
+    monkeypatch.setattr("localllm.device.host.host", recorded)
+    for words in (("--offline",), ()):
+        assert invoke(*words, "doctor", "--only", "net").exit_code == 0
+    assert asked[0] == "" and asked[1]

@@ -14,6 +14,7 @@ import pytest
 from localllm.cli.plan_view import shares
 from localllm.hub import catalog
 from localllm.hub.catalog import DownloadLimit
+from localllm.plan.speeds import ANSWERS
 from localllm.quality import evaluate
 from localllm.quality.evaluate import Quality
 
@@ -254,6 +255,28 @@ def test_a_bench_marks_its_model_and_corrects_the_others(invoke: Invoke, home: P
     assert "✓ " in text.stdout and "from benches here" in text.stderr
     assert "default" in invoke("plan", "smollm2", "--gpu", "4090", env={"LOCALLLM_FAKE_HW": "cpu"}).stderr
     assert "✓ " in next(line for line in invoke("ls", env={"LOCALLLM_FAKE_HW": "cpu"}).stdout.splitlines()[1:])
+
+
+def test_the_pace_of_answers_is_no_bench(invoke: Invoke, home: Path) -> None:
+    made = bench_file(home, 50)
+    made.write_text(json.dumps(json.loads(made.read_text()) | {"from": ANSWERS}))
+    shown = invoke("plan", "smollm2", env={"LOCALLLM_FAKE_HW": "cpu"})
+    assert "✓ 50" in shown.stdout and "η 0.70 (default" in shown.stderr
+
+
+def test_what_the_marks_mean_is_said_of_rows_that_are_shown(invoke: Invoke, empty_home: Path) -> None:
+    best = invoke("plan", "qwen3-14b", env={"LOCALLLM_FAKE_HW": "rtx5090"})
+    assert "→fp8" not in best.stdout and "bf16→fp8" not in best.stderr
+    every = invoke("plan", "qwen3-14b", "--all", env={"LOCALLLM_FAKE_HW": "rtx5090"})
+    assert "→fp8" in every.stdout and "bf16→fp8" in every.stderr
+
+
+def test_the_first_token_is_foretold_of_a_prompt_that_fits(invoke: Invoke, empty_home: Path) -> None:
+    shown = invoke("plan", "qwen3-32b", "--ram", "21G", env={"LOCALLLM_FAKE_HW": "cpu"}).stdout
+    row, said = (next(line for line in shown.splitlines() if line.startswith(w)) for w in ("★", "largest that fits"))
+    window = re.search(r"Q4_K_M, (\S+) tokens of context", said)
+    assert window and window[1] != "8k" and f"first token of {window[1]} after" in said
+    assert not re.search(r"\d s\b", row), "8k tokens are more than there is room for"
 
 
 def test_benches_of_other_machines_and_damaged_ones_are_passed_over(invoke: Invoke, home: Path) -> None:

@@ -155,7 +155,7 @@ def test_verdicts(check_id: str, facts: MachineFacts, status: str, words: str) -
 def test_what_a_control_group_allows_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = replace(CPU.cpu, cores=(), cores_usable=2, quota=2.5)
     for threads, status in (("auto", "ok"), (3, "warn")):
-        monkeypatch.setattr("localllm.doctor.hardware._threads_wanted", lambda threads=threads: threads)
+        monkeypatch.setattr("localllm.doctor.hardware._threads_wanted", lambda survey, threads=threads: threads)
         check = one("cpu.cores", replace(CPU, cpu=cpu))
         assert check.status == status and f"{check.title} {check.detail}".count("a control group allows 2.5") == 1
 

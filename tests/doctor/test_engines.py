@@ -427,3 +427,19 @@ def test_no_more_context_than_the_model_has(empty_home: Path) -> None:
         assert window.text == f"--max-model-len {tokens}"
         assert ("own limit" in window.why) is ("/" not in name)
     assert "not known" in made.notes[-1], "what cannot be checked is said"
+
+
+def test_a_gguf_file_of_this_machine_says_what_it_is(empty_home: Path, smollm2_path: Path) -> None:
+    folder = paths.models_dir() / "mine"
+    folder.mkdir(parents=True)
+    file = folder / "plain.gguf"
+    file.symlink_to(smollm2_path.resolve())
+    survey = Survey(fake_machine("cpu"), fake_host("cpu"))
+    for name in ("mine", str(file)):
+        made = launch("llama.cpp", name, survey)
+        assert (made.model.known_from, made.model.context) == ("its file", 8192)
+        assert made.model.kv_per_token == 23_040 and made.model.size_bytes > 90 << 20
+        (window,) = [piece for piece in made.flags if piece.text.startswith("-c ")]
+        assert window.text == "-c 8192" and "own limit" in window.why
+    (folder / "notes.txt").write_text("text")
+    assert model_kind(str(folder / "notes.txt")).known_from == "its name"

@@ -17,8 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from textual.app import App
 
+from localllm.backend.scripted import FakeBackend
+from localllm.conversation.saver import Saver
+from localllm.conversation.session import Session
+from localllm.conversation.tree import Conversation
 from localllm.history.store import History
+from localllm.tui.app import ChatApp
 
 COMMAND = [sys.executable, "-P", "-c", "from localllm.cli import main; main()", "chat", "fake"]
 WAIT_S = 200
@@ -70,3 +76,17 @@ def test_a_chat_ends_with_its_terminal_and_keeps_the_answer(
     with History(tmp_path / "data/chats.db") as history:
         _, answer = history.messages(history.find("last").id)
     assert answer.content.startswith("Sentence") and answer.status in ("abort", "partial")
+
+
+def test_an_interface_that_has_ended_hears_no_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Handlers of the driver of Textual would draw: a SIGCONT while the model was given back ended in a traceback."""
+    numbers = (signal.SIGHUP, signal.SIGTERM, signal.SIGTSTP, signal.SIGCONT)
+
+    def run(self: App[None], **options: Any) -> None:
+        for number in (signal.SIGTSTP, signal.SIGCONT):
+            signal.signal(number, lambda *_: None)
+
+    monkeypatch.setattr(App, "run", run)
+    before = [signal.getsignal(number) for number in numbers]
+    ChatApp(Session(FakeBackend(), Conversation(""), Saver(None), "fake", {})).run()
+    assert [signal.getsignal(number) for number in numbers] == before

@@ -18,6 +18,7 @@ from localllm.tui.screens.models import ModelsScreen
 from localllm.tui.terminal_input import InputParser
 from localllm.tui.widgets.choices import Choices
 from localllm.tui.widgets.engine import EnginePanel
+from localllm.tui.widgets.home import Home
 from localllm.tui.widgets.sidebar import Sidebar
 
 from .conftest import chat
@@ -315,3 +316,14 @@ def test_bytes_of_a_terminal_are_keys_and_pasted_texts(
             events += parser.tick()
         keys = [f"pasted: {one.text}" if isinstance(one, Paste) else getattr(one, "key", one) for one in events]
         assert keys == read, size
+
+
+async def test_enter_right_behind_the_letters_that_leave_the_first_screen_sends_them() -> None:
+    """As they arrive over a slow line, all at once: each was for the list, until the first brought the prompt."""
+    async with chat(home=True) as running:
+        await running.until(lambda: running.screen.query_one(Home).default_model)
+        for letter in "hello":
+            running.app.post_message(Key(letter, letter))
+        running.app.post_message(Key("enter", "\r"))
+        await running.until(lambda: running.screen.conversation.exchanges)
+        assert running.screen.conversation.exchanges[0].user == "hello" and not running.prompt.text

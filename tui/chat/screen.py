@@ -17,7 +17,7 @@ from textual import events, on, work
 from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import Horizontal
-from textual.widgets import Static
+from textual.widgets import OptionList, Static
 
 from localllm.conversation.attachments import mentioned, refuse_pictures
 from localllm.conversation.documents import Document
@@ -153,6 +153,11 @@ class ChatScreen(Actions):
             return  # it is empty, and so takes no room, until the chats are read
         if (at is None or not at.is_on_screen) and self.is_current and self.app.app_focus:
             self.set_focus(self.prompt)  # at once: a key may be waiting for it
+
+    def before_letter(self) -> None:
+        """A list takes no letters. The prompt has the focus before the first one, so that all arrive in their order."""
+        if isinstance(self.focused, OptionList) and not isinstance(self.focused, Choices):
+            self.set_focus(self.prompt)
 
     async def submit(self, text: str, editing: tuple[Exchange, bool] | None = None) -> None:
         """Carry out what was typed, in its turn. Names and files are looked up before anything changes.

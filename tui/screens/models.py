@@ -19,6 +19,7 @@ from localllm.interface import ModelChoice
 from localllm.terminal import clean_line, fit, gib, params_short, tokens_short
 from localllm.tui.downloads import fetch
 from localllm.tui.widgets.engine import MEMORY_MARKS, memory_bar
+from localllm.tui.widgets.home import pace
 
 from .dialogs import Modal
 from .viewer import show_command
@@ -154,7 +155,8 @@ class ModelsScreen(Modal[tuple[str, int | None] | None]):
         elif not row.local and self.frame.options.offline:
             self._say("✗ offline: only models on this disk can be used")
         else:
-            self.dismiss((row.name, WINDOWS[self._window]))
+            window = WINDOWS[self._window]  # a model whose own limit is smaller was judged with that
+            self.dismiss((row.name, window and min(window, row.ctx or window)))
 
     @on(Input.Changed)
     def _typed(self) -> None:
@@ -239,14 +241,13 @@ def _cells(row: ModelChoice, wide: bool, now: str) -> dict[str, str]:
         status = f"✗ {gib(short)} short" if wide and short > 0 else "✗ too large"
     else:
         status = "✓ running" if row.name == now else "✓ on disk" if row.local else "↓ to fetch"
-    speed = f"{'✓' if row.basis == 'measured' else '≈'} {row.tps:.0f} {'tok/s' if wide else 't/s'}"
     return {
         "MODEL": fit(clean_line(row.name), 40 if wide else 22),
         "QUANT": row.format if wide else fit(row.format, 10),
         "SIZE": gib(row.size_bytes),
         "MEMORY": f"{gib(row.need_bytes)} @{tokens_short(row.ctx)}" if row.need_bytes and row.ctx else "–",
         "MAX CTX": tokens_short(row.max_ctx) if row.max_ctx else "–",
-        "SPEED": speed if row.tps and row.fits else "–",
+        "SPEED": pace(row, "tok/s" if wide else "t/s") if row.tps and row.fits else "–",
         "STATUS": status,
     }
 

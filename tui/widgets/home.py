@@ -129,11 +129,16 @@ def _offered(models: Sequence[ModelChoice]) -> list[ModelChoice]:
     return [*local[:MODELS], *picks[: max(0, MODELS - len(local)) or 1]]
 
 
+def pace(row: ModelChoice, unit: str = "tok/s") -> str:
+    """'✓ 91 tok/s', measured, or '≈ 0.7 tok/s', estimated."""
+    return f"{'✓' if row.basis == 'measured' else '≈'} {row.tps:.{0 if row.tps >= 10 else 1}f} {unit}"
+
+
 def model_line(row: ModelChoice, width: int) -> str:
     """'smollm2   on disk   fits 8k   ≈ 260 tok/s'."""
     where = ("★ " if row.recommended else "") + ("on disk" if row.local else f"{gib(row.size_bytes)} download")
     ctx = row.max_ctx or row.ctx
     fits = f"fits {tokens_short(ctx)}" if row.fits and ctx else "fits" if row.fits else "does not fit"
-    speed = f"{'✓' if row.basis == 'measured' else '≈'} {row.tps:.0f} tok/s" if row.tps else ""
+    speed = pace(row) if row.tps else ""
     room = max(16, width - 52)
     return f"{fit(clean_line(row.name), room):{room}}  {where:20}{fits:12}{speed:>14}"

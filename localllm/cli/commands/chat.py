@@ -26,14 +26,13 @@ from localllm.cli.frame.options import (
 )
 from localllm.cli.full_screen import full_screen, in_tab
 from localllm.cli.names import placed
-from localllm.cli.question import Job, gather_prompt, messages_of
+from localllm.cli.question import Job, KeptChat, gather_prompt, messages_of
 from localllm.cli.session import Sampling
-from localllm.cli.start import Start, new_start, noted, preset_of, think_of, typed_or_else
+from localllm.cli.start import Start, new_start, noted, preset_of, template_of, think_of, typed_or_else
 from localllm.cli.tools import toolbox
 from localllm.config import UserConfig
 from localllm.conversation.slash import OFF, parse_port
 from localllm.errors import ConfigError
-from localllm.request import Message
 from localllm.terminal import dumb, is_tty
 
 
@@ -93,13 +92,25 @@ def chat(
         raise ConfigError(f"--web is a chat in a browser, {other[0]} one in a terminal", "leave one of them out")
     first = " ".join(prompt or [])
     sampling = Sampling(config.sampling.given(), tuple(sampled.stop or ()))
-    instructions = text_or_file(system, "--system") or config.chat.system
     typed = in_tab() or is_tty(sys.stdin)
     port = _port(serve, web or not typed, attach_to)
+    resumed = resume or ("last" if resume_last else None)
     if not typed and not web:
-        messages = messages_of(instructions, gather_prompt([first] if first else [], []))
-        return once(env, config, model, messages, sampling, wish_of(env, config, engine, attach_to), attach or ())
-    start = new_start(config, sampling, instructions, resume or ("last" if resume_last else None))
+        if mcp is not None:
+            raise ConfigError(
+                "--mcp needs a terminal, where each call is agreed to", "localllm run MODEL --mcp FILE --yes-tools NAME"
+            )
+        chosen = preset_of(config, preset)
+        sampling.given = chosen.sampling.given() | typed_or_else(config, preset)
+        asked = gather_prompt([first] if first else [], [])
+        system = text_or_file(system, "--system") or chosen.system or config.chat.system
+        kept = KeptChat.open(system, asked, sampling.given, resumed) if resumed else None
+        job = Job(kept.messages if kept else messages_of(system, asked), sampling)
+        job.chat, job.resumed = kept if config.chat.save else None, kept.talk.model if kept else ""
+        job.place, job.template = wish_of(env, config, engine, attach_to), template_of(think_of(config, think))
+        return once(env, config, model or chosen.model or None, job, attach or ())
+    instructions = text_or_file(system, "--system") or config.chat.system
+    start = new_start(config, sampling, instructions, resumed)
     start.first, start.ctx, start.inline, start.serve = first, engine.ctx, inline, port
     _prepare(start, config, preset, think, attach or [])
     start.tools = toolbox(env, config, mcp)
@@ -131,23 +142,14 @@ def home(env: Env) -> int:
         return full_screen(env, env.config, start)
 
 
-def once(
-    env: Env,
-    config: UserConfig,
-    model: str | None,
-    messages: list[Message],
-    sampling: Sampling,
-    place: str,
-    attach: Sequence[Path] = (),
-) -> int:
+def once(env: Env, config: UserConfig, model: str | None, job: Job, attach: Sequence[Path]) -> int:
     """Standard input is not a terminal: answer it as `run` does."""
     from localllm.cli.commands.run import answer
     from localllm.conversation.documents import read_document
 
-    documents = tuple(map(read_document, attach))
+    job.documents = tuple(map(read_document, attach))
+    job.stream = job.show_thinking = job.stats = env.console.out_tty
     env.console.say("stdin is not a terminal: answering it once, as `localllm run` does")
-    tty = env.console.out_tty
-    job = Job(messages, sampling, documents=documents, stream=tty, show_thinking=tty, stats=tty, place=place)
     return answer(env, config, model, job)
 
 

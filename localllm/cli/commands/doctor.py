@@ -79,7 +79,7 @@ def doctor(
     measured = [n for n in named if deep and n in checks.MEASURED]
     rest = [n for n in named if n not in measured]
     ids = checks.wanted(rest) if rest or not named else []
-    survey = checks.Survey()
+    survey = checks.Survey(settings=env.options.config, offline=bool(env.options.offline))
     if engine is not None:
         return _for(env, engine, model, survey)
     if log is not None:

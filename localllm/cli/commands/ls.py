@@ -11,6 +11,7 @@ from typer import Option
 
 from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.console import iso, one_of, picked
+from localllm.cli.plan_view import rate
 from localllm.errors import LocalLLMError
 from localllm.paths import existing, home_short
 from localllm.plan.quality import note as quality_note
@@ -102,7 +103,7 @@ def _cells(model: LocalModel, made: Plan | None, reason: str) -> tuple[str, ...]
         gib(model.size_bytes),
         tokens_short(model.max_context),
         f"✓ {tokens_short(made.max_ctx)}" if made.fits else "✗",
-        f"{mark} {made.decode_tps:.0f} t/s" if made.fits else "–",
+        f"{mark} {rate(made.decode_tps)} t/s" if made.fits else "–",
         _ago(model.last_used),
         " · ".join(part for part in (note, quality) if part),
     )

@@ -25,7 +25,7 @@ from localllm.cli.frame.options import (
     numbers,
 )
 from localllm.cli.names import local, opened
-from localllm.cli.plan_view import FIRST_TOKEN_AT, Row, Sheet, Subject, option_line, show
+from localllm.cli.plan_view import FIRST_TOKEN_AT, Row, Sheet, Subject, option_line, rate, show
 from localllm.config import UserConfig
 from localllm.errors import ConfigError, LocalLLMError, UnsupportedModel
 from localllm.terminal import gib
@@ -68,8 +68,9 @@ def plan(
     """Say what fits: memory, context and expected speed. Exit 5 when a model that was named does not fit, 12 when this
     version cannot run it.
 
-    ≈ is an estimate: bandwidth times an efficiency, divided by the bytes read per token. ✓ was measured on this machine
-    by `localllm bench`, which also corrects the estimates of other models. -v prints the formulas with their numbers.
+    ≈ is an estimate: bandwidth times an efficiency, divided by the bytes read per token. ✓ was measured on this
+    machine, while it answered or by `localllm bench`, which also corrects the estimates of other models. -v prints the
+    formulas with their numbers.
     """
     from localllm import hub
     from localllm.plan import fit
@@ -308,7 +309,7 @@ def _splits(subjects: Sequence[Subject], planner: Planner) -> Iterator[str]:
             yield f"{subject.shown} {asked}: {error.message}"
             continue
         sizes = " + ".join(f"{gib(rank.need_bytes, 1)} of {gib(rank.have_bytes, 1)}" for rank in made.ranks)
-        window = f"context {made.ctx:,}, ≈ {made.decode_tps:.0f} tok/s" if made.fits else "does not fit"
+        window = f"context {made.ctx:,}, ≈ {rate(made.decode_tps)} tok/s" if made.fits else "does not fit"
         assumed = "; link assumed" if made.link_assumed else ""
         yield f"{subject.shown} {subject.quant} {asked}: {window}; {sizes}{assumed}"
 

@@ -100,7 +100,7 @@ def _pull(env: Env, name: str, wish: Wish) -> dict[str, Any]:
     made = foreseen(env, config, resolved)
     announce(env, resolved, made)
     if resolved.license_url:
-        console.say(f"  license text: {clean_line(resolved.license_url)}")
+        console.paragraph(f"  license text: {clean_line(resolved.license_url)}")
     if wish.dry_run:
         rows = [(f.name, gib(f.size)) for f in resolved.files] or [(resolved.name, gib(resolved.size_bytes))]
         console.table(("FILE", "SIZE"), rows, right=("SIZE",))

@@ -27,7 +27,7 @@ from localllm.cli.question import (
 )
 from localllm.cli.run_view import RunEvents, StartTrace, Text, timing_json, usage_json
 from localllm.cli.session import Sampling, follow, open_backend, stats_line, wait_ready
-from localllm.cli.start import preset_of, think_of, typed_or_else
+from localllm.cli.start import preset_of, template_of, think_of, typed_or_else
 from localllm.cli.tools import answered, connect_for_run, toolbox_for_run
 from localllm.config import UserConfig
 from localllm.conversation.answer import Answer
@@ -121,11 +121,12 @@ def run(
     sampling = Sampling(chosen.sampling.given() | typed_or_else(config, preset), tuple(sampled.stop or ()), samples)
     chat = None
     if keep or resume_last:
-        chat = KeptChat.open(instructions or config.chat.system, text, sampling.given, resumes=resume_last)
+        resumed = "last" if resume_last else None
+        chat = KeptChat.open(instructions or config.chat.system, text, sampling.given, resumed)
     job = Job(
         messages=chat.messages if chat else messages_of(instructions or config.chat.system, text),
         sampling=sampling,
-        template=_template(think_of(config, think)),
+        template=template_of(think_of(config, think)),
         place=wish_of(env, config, engine, attach_to),
         constraint=constraint,
         truncate=truncate,
@@ -153,18 +154,10 @@ def _read(files: list[Path]) -> tuple[list[Path], tuple[Document, ...]]:
     return [one for one in files if one not in documents], tuple(map(read_document, documents))
 
 
-def _template(think: str) -> dict[str, Any]:
-    if think == "auto":
-        return {}
-    from localllm.conversation.tree import template_values
-
-    return template_values(think)
-
-
 def answer(env: Env, config: UserConfig, model: str | None, job: Job) -> int:
     """Find a server that has the model, or load it; answer, show. Returns the exit code."""
     console = env.console
-    choice, attached = placed(env, config, _place(env, job), model)
+    choice, attached = placed(env, config, _place(env, job), model, job.resumed)
     events = RunEvents(console) if console.as_json and job.stream else None
     progress, started = env.progress(choice.shown), StartTrace()
 

@@ -186,7 +186,9 @@ class Console:
 
     def paragraph(self, text: str) -> None:
         """A message on stderr, broken at words where a terminal is too narrow for it."""
-        for line in wrapped(text, max(20, columns(self.err_tty))):
+        start = text[: len(text) - len(text.lstrip())]
+        width = max(20, columns(self.err_tty))
+        for line in [text] if self.as_events else wrapped(text, width, subsequent_indent=start):
             self.say(line)
 
     @property

@@ -93,6 +93,8 @@ def phase_event(phase: LoadProgress) -> dict[str, Any]:
             event["eta_s"] = round(phase.eta_s, 1)
         if phase.file:
             event["file"] = phase.file
+    elif _is_note(phase):
+        return {"event": "note", "message": clean_line(phase.detail)}
     elif phase.name == "resolve":
         event = {"model": phase.detail}
     elif phase.name == "ready":
@@ -134,7 +136,7 @@ class PlainProgress(Progress):
             self._phase_start = now
         self._phase = None if phase.name in ("download", "resolve", "ready") else phase
         if _is_note(phase):
-            self._console.say(clean_line(phase.detail))
+            self._console.paragraph(clean_line(phase.detail))
         elif phase.name == "download":
             if self._shown_percent < 0 <= self._resumed:
                 self._console.say(f"download resumes at {self._resumed} %")
@@ -188,7 +190,7 @@ class BarProgress(Progress):
         """Redraw, at most 20 times a second."""
         if _is_note(phase):
             self.close()
-            self._console.say(clean_line(phase.detail))
+            self._console.paragraph(clean_line(phase.detail))
             return
         now = self._clock()
         changed = self._last is None or self._last.name != phase.name
