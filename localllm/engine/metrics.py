@@ -61,7 +61,7 @@ class EngineStats:
     used_tokens: int = 0  # K/V tokens of running sequences
     step_tokens: StepTokens = field(default_factory=StepTokens)
     longest_step_s: float = 0.0
-    fastest_tps: float = 0.0  # tokens per second of the fastest answer of at least `PACE_TOKENS`
+    fastest_tps: float = 0.0  # tokens per second of the fastest answer of at least `PACE_TOKENS`, guesses left out
 
 
 def timing_of(sequence: Sequence) -> Timing:

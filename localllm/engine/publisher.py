@@ -118,7 +118,8 @@ class Publisher:
         event.usage = Usage(sequence.num_prompt_tokens, sequence.num_cached_tokens, sequence.num_output_tokens)
         event.timing = timing_of(sequence)
         if sequence.num_output_tokens >= PACE_TOKENS:
-            self.fastest_tps = max(self.fastest_tps, event.timing.decode_tps)
+            own = 1 - sequence.num_accepted_tokens / sequence.num_output_tokens  # without what was guessed right
+            self.fastest_tps = max(self.fastest_tps, event.timing.decode_tps * own)
         forks, sequence.pending_forks = sequence.pending_forks, 0
         self.add(event)
         for index in range(1, forks + 1):

@@ -86,11 +86,11 @@ def _version(text: str) -> tuple[int, ...]:
 
 def idle_card(machine: MachineFacts, device: str) -> str:
     """What the best of the other usable cards could do."""
-    others = [g for i, g in enumerate(machine.gpus) if f"cuda:{i}" != device and not unusable(machine, g)]
+    others = {f"cuda:{i}": g for i, g in enumerate(machine.gpus) if not unusable(machine, g)}
+    others.pop(device, None)
     if device == "cpu" or not others:
         return ""
-    other = max(others, key=lambda g: g.free_bytes)
-    place = f"cuda:{machine.gpus.index(other)}"
+    place, other = max(others.items(), key=lambda one: one[1].free_bytes)
     return (
         f"{other.name} ({place}, {gib(other.free_bytes, 1)} free) stays unused: it could run a second model"
         f" (--device {place}), or share one (--tensor-parallel 2)"

@@ -196,6 +196,8 @@ def test_of_two_cards_one_is_used_and_the_other_named() -> None:
     assert "RTX 4060 (cuda:0, 7.6 GiB free) stays unused" in made.idle and "--device cuda:0" in made.idle
     assert plan(model(), machine, EngineOptions(device="cuda:0")).idle.startswith("NVIDIA GeForce RTX 4090 (cuda:1")
     assert plan(model(), MACHINES["rtx4090"]).idle == ""
+    twins = replace(machine, gpus=(cards[1],) * 2)
+    assert "(cuda:1, " in plan(model(), twins, EngineOptions(device="cuda:0")).idle, "equal cards are two"
 
 
 def test_a_busy_card_and_a_missing_compiler_are_warnings() -> None:
