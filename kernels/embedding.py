@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from . import reference
 from .dequant import dequantize_rows
@@ -63,6 +64,7 @@ class Embedding:
     prepared: Any = None  # that table, as an implementation of `linear` has prepared it
     entry: Entry | None = None
     inputs: LayerInputs | None = None
+    norm_eps: float = 0.0  # rows are normed, without a weight; 0: they are not
 
     def layer_inputs(self, token_ids: Tensor, x: Tensor) -> Tensor | None:
         """What the tokens have for each layer, where layers take in more than the residual stream."""
@@ -73,7 +75,10 @@ class Embedding:
         rows = self.rows(token_ids)
         if self.entry is not None and positions is not None:
             return self.entry(rows.float(), positions).to(self.dtype)
-        return (rows if self.scale == 1.0 else rows.mul_(self.scale)).to(self.dtype)
+        rows = rows if self.scale == 1.0 else rows.mul_(self.scale)
+        if self.norm_eps:
+            rows = functional.rms_norm(rows.float(), rows.shape[-1:], eps=self.norm_eps)
+        return rows.to(self.dtype)
 
 
 def weight_rows(weight: Weight) -> RowReader:

@@ -85,6 +85,11 @@ class LayerReader:
     def norm_if(self, name: str | None, size: int = 0) -> Norm | None:
         return None if name is None else self.norm(name, size)
 
+    def norm_after(self, name: str | None) -> Norm | None:
+        """Of what is added to the residual stream."""
+        norm, eps = self.norm_if(name), self.norms.after_eps
+        return norm if norm is None or eps is None else replace(norm, eps=eps)
+
     def vector(self, name: str) -> Tensor:
         """Another tensor of the layer, float32."""
         return self.reader.tensor(self.start + name, self._sizes[name])
@@ -105,6 +110,11 @@ class LayerReader:
         weight = self.reader.encoded(self.start + module, weight)
         return Linear((self.reader.prepare(layer_class, weight, None),))
 
+    def gated(self, facts: Attention) -> Linear:
+        """Queries, their gates, keys and values, where gates are a module of their own."""
+        names, shapes = ([self.start + one for one in facts.inputs], [self._shapes[one] for one in facts.inputs])
+        return self.reader.gated("qkv", names, shapes, facts.head_dim)
+
     def linear(
         self, layer_class: str, *modules: str, order: Tensor | None = None, on_host: bool | None = None
     ) -> Linear:
@@ -120,20 +130,25 @@ class LayerReader:
 
 
 def _attention(layer: LayerReader, facts: Attention) -> AttentionWeights:
-    q, k = (facts.num_heads, facts.num_kv_heads) if facts.whole_norms else (1, 1)
     keeps = facts.shares_kv_with is None
+
+    def head_norm(name: str, heads: int) -> Norm | None:
+        if not facts.qk_norm or facts.bare_norms:
+            return layer.plain_norm(facts.head_dim) if facts.qk_norm else None
+        return layer.norm(f"self_attn.{name}_norm", facts.head_dim * (heads if facts.whole_norms else 1))
+
     return AttentionWeights(
         norm=layer.norm_if(layer.norms.before_mixer),
-        qkv=_in_file_order(layer.linear("qkv", *facts.inputs), facts),
+        qkv=layer.gated(facts) if facts.gate_apart else _in_file_order(layer.linear("qkv", *facts.inputs), facts),
         **layer.joined("o", "self_attn.o_proj"),
         num_heads=facts.num_heads,
         num_kv_heads=facts.num_kv_heads,
         head_dim=facts.head_dim,
         scale=facts.scale,
-        q_norm=layer.norm_if("self_attn.q_norm" if facts.qk_norm else None, q * facts.head_dim),
-        k_norm=layer.norm_if("self_attn.k_norm" if facts.qk_norm and keeps else None, k * facts.head_dim),
+        q_norm=head_norm("q", facts.num_heads),
+        k_norm=head_norm("k", facts.num_kv_heads) if keeps else None,
         whole_norms=facts.whole_norms,
-        post_norm=layer.norm_if(layer.norms.after_mixer),
+        post_norm=layer.norm_after(layer.norms.after_mixer),
         window=facts.window,
         softcap=facts.softcap,
         interleaved=facts.rope.interleaved,
@@ -274,7 +289,7 @@ def _dense(layer: LayerReader, facts: Dense) -> MlpWeights:
         gate_up=layer.linear("gate_up", *facts.inputs),
         **layer.joined("down", "mlp.down_proj"),
         activation=facts.act,
-        post_norm=layer.norm_if(layer.norms.after_ffn),
+        post_norm=layer.norm_after(layer.norms.after_ffn),
         sum_norm=layer.norm_if(layer.norms.over_ffn),
         scale=layer.scale(last=False),
         input=layer.input(),

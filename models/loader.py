@@ -95,7 +95,9 @@ class Loading(Reader):
             table = self.selftest.table(shapes, options.disabled)
         embedding, linear = self.tables()
         layers = [load_layer(self, index) for index in range(*self.span)]
-        norm = self.norm("model.norm", facts.hidden_size) if facts.final_norm else None  # it may scale the logits
+        norm = None
+        if facts.final_norm:  # it may scale the logits
+            norm = self.norm("model.norm", facts.hidden_size, has_offset=facts.final_offset)
         norm = norm and replace(norm, weight=norm.weight * facts.logit_scale)
         join = (
             None
@@ -166,6 +168,8 @@ class Loading(Reader):
         if self.shard.vocabulary and ranks is not None:
             first = self.shard.vocabulary[ranks.share.rank].start
             embedding = replace(embedding, rows=VocabularyRows(ranks, embedding.rows, first, own), prepared=None)
+        if facts.embedding_norm:
+            embedding = replace(embedding, norm_eps=facts.rms_norm_eps, prepared=None)
         if facts.entry is not None:
             embedding = replace(embedding, entry=self.entry(facts.entry))
         if facts.inputs is not None:

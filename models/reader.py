@@ -123,6 +123,31 @@ class Reader:
             bias = torch.cat([torch.zeros(n, device=device) if part is None else part for part, (n, _) in pairs])
         return Linear((replace(parts[0], bias=bias),), modules)
 
+    def gated(self, layer_class: str, names: Sequence[str], shapes: Sequence[tuple[int, int]], dim: int) -> Linear:
+        """As `linear`, of which the first two modules are queries and their gates: head by head, `dim` rows of each."""
+        key, queries = "+".join(names), shapes[0][0]
+        parts = self.kept(layer_class, key, names, shapes)
+        if parts is None:
+            query, gate, *others = (self.weight(*one) for one in zip(names, shapes, strict=True))
+            pair, source = fuse([query, gate]), self.checkpoint.names.source(names[0])
+            if pair is None:
+                raise UnsupportedFormat(
+                    f"{self.checkpoint.path.name}: {source} and its gate are stored in different ways, or take their"
+                    " inputs in different orders, and cannot be joined",
+                    "choose another format of the same model (localllm ls, localllm pull)",
+                )
+            by_head = torch.arange(2 * queries, device=self.device).view(2, -1, dim).transpose(0, 1).flatten()
+            weights = [self.reordered(source, pair, by_head), *others]
+            whole = fuse(weights)
+            parts = tuple(self.prepare(layer_class, one, None, key) for one in ([whole] if whole else weights))
+            self.release(names)
+        # an update of queries alone would have to know of this order: none has a name
+        rest = [
+            Module((name, self.checkpoint.names.source(name)), n)
+            for name, (n, _) in list(zip(names, shapes, strict=True))[2:]
+        ]
+        return Linear(parts, (Module((), 2 * queries), *rest))
+
     def _take(self, count: int) -> Tensor:
         """uint8 [count], which the next call uses again: `owned` copies what is to stay."""
         if count > self._scratch.numel():
@@ -317,9 +342,9 @@ class Reader:
                 bias = torch.cat([bias[one.start : one.stop] for one in cut.rows])
         return (bias if order is None else bias[order]).to(device)
 
-    def norm(self, name: str, size: int) -> Norm:
-        """A norm of the model's kind, its weight float32 with the model's offset added."""
-        kind, offset = self.facts.layers[0].norms, self.facts.norm_offset
+    def norm(self, name: str, size: int, *, has_offset: bool = True) -> Norm:
+        """A norm of the model's kind, its weight float32 with the model's offset added, where it has that."""
+        kind, offset = self.facts.layers[0].norms, self.facts.norm_offset * has_offset
         weight = self.tensor(f"{name}.weight", (size,))
         weight = weight + offset if offset else weight
         bias = self.tensor(f"{name}.bias", (size,)) if kind.bias else torch.zeros_like(weight) if kind.centred else None

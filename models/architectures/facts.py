@@ -58,6 +58,8 @@ class ModelFacts:
     entry: Entry | None = None
     inputs: InputTable | None = None  # where layers have inputs of their own
     final_norm: bool = True  # whether a norm follows the last layer: of the kind that the layers have
+    final_offset: bool = True  # whether `norm_offset` is added to its weight, too
+    embedding_norm: bool = False  # rows of the embedding are normed, without a weight
     vision: ImageFacts | None = None  # what reads images; None: the model reads text only
     vision_flaw: str = ""  # why there is none though an mmproj file lies beside the model
     decoded_bytes: int = 0  # what those of them take on top that are decoded to bfloat16 while loading

@@ -145,6 +145,7 @@ class Norms:
     after_ffn: str | None = None
     over_mixer: str | None = None
     over_ffn: str | None = None
+    after_eps: float | None = None  # of those that norm what is added; None: the model's
     centred: bool = False  # they are LayerNorms: the mean is taken off first
     bias: bool = False  # and a stored bias is added
 

@@ -45,12 +45,14 @@ class Attention:
     softcap: float | None = None
     qk_norm: bool = False  # a norm over every query and key head before RoPE
     whole_norms: bool = False  # that norm is over all heads together
+    bare_norms: bool = False  # it has no weight
     temperature: tuple[float, int] | None = None  # (b, n): queries at position p grow by 1 + b ln(1 + floor(p / n))
     qkv_bias: bool = False
     o_bias: bool = False
     fused: bool = False  # q, k and v are stored as one module
     sinks: bool = False  # a score more for every head, without a value
     gate: bool = False  # what a head gives is multiplied with the sigmoid of its gate, which follows each query in q
+    gate_apart: bool = False  # gates are stored as a module of their own
     causal: bool = True  # False: a query sees what is behind it, too, with a window as far as before it
     v_norm: bool = False  # values are normed, too, without a weight
     k_is_v: bool = False  # values are what keys are made of
@@ -67,18 +69,19 @@ class Attention:
         if self.fused:
             return ("self_attn.qkv_proj",)
         names = "q" if self.shares_kv_with is not None else "qk" if self.k_is_v else "qkv"
-        return tuple(f"self_attn.{name}_proj" for name in names)
+        first, *others = (f"self_attn.{name}_proj" for name in names)
+        return (first, *["self_attn.gate_proj"] * self.gate_apart, *others)
 
     def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        rows = q * (1 + self.gate)
-        sizes = (rows + 2 * kv,) if self.fused else (rows, kv, kv)[: len(self.inputs)]
+        rows = [q, q] if self.gate_apart else [q * (1 + self.gate)]
+        sizes = (sum(rows) + 2 * kv,) if self.fused else (*rows, kv, kv)[: len(self.inputs)]
         shapes = {name: (size, hidden) for name, size in zip(self.inputs, sizes, strict=True)}
         return shapes | {"self_attn.o_proj": (hidden, q)}
 
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
         sizes: dict[str, tuple[int, ...]] = {}
-        if self.qk_norm:
+        if self.qk_norm and not self.bare_norms:
             heads = {"q": self.num_heads, "k": self.num_kv_heads}
             normed = "qk" if self.shares_kv_with is None else "q"
             sizes = {

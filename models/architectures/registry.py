@@ -28,6 +28,7 @@ from .lfm2 import Lfm2, Lfm2Moe
 from .llama import Llama
 from .mistral3 import Mistral3
 from .mixtral import Mixtral
+from .muse_glimmer import MuseGlimmer
 from .names import NameMap
 from .nemotron_h import NemotronH
 from .olmo2 import Olmo2
@@ -68,6 +69,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     SeedOss(),
     Glm4(),
     Mistral3(),
+    MuseGlimmer(),
     Cohere(),
     Cohere2(),
     Bert(),

@@ -344,11 +344,11 @@ def test_shares_of_a_bar(sizes: list[int], width: int) -> None:
 
 
 def test_a_family_this_version_cannot_run_is_refused_by_name(invoke: Invoke, empty_home: Path) -> None:
-    result = invoke("plan", "muse")
+    result = invoke("plan", "mistral-small4")
     assert result.exit_code == 12
-    assert "muse-glimmer-30b" in result.stdout and "needs a newer localllm" in result.stdout
-    assert "localllm doctor --for llama.cpp muse-glimmer-30b" in result.stdout
-    for name in ("muse", "muse-glimmer-30b"):
+    assert "this version cannot run Mistral Small 4" in result.stdout
+    assert "localllm doctor --for llama.cpp mistral-small4" in result.stdout
+    for name in ("mistral-small4", "llama4-scout"):
         found = rows(invoke, name, hw="rtxpro6000", code=12)
         assert found and all(row["needs"] and row["need_bytes"] > 0 and not row["recommended"] for row in found)
     assert invoke("plan", "no-such-model", "--offline").exit_code == 3

@@ -54,7 +54,7 @@ GEMMA4_ROPE = {
 }
 NORM = re.compile(r"norm(_\d)?\.weight$|router\.\w*scale$")  # what is about 1
 # whose norms are stored less 1
-ZERO_CENTRED = ("gemma2", "gemma3_text", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+ZERO_CENTRED = ("gemma2", "gemma3_text", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "muse_glimmer_text")
 LATENT = {
     "hidden_size": 45, "intermediate_size": 70, "q_lora_rank": 22, "kv_lora_rank": 34, "qk_nope_head_dim": 14,
     "qk_rope_head_dim": 10, "v_head_dim": 18, "n_routed_experts": 7, "num_experts_per_tok": 3,
@@ -234,6 +234,17 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 26}
         | {"shared_expert_intermediate_size": 30, "rope_parameters": PLAIN | {"partial_rotary_factor": 0.25}},
     ),
+    "muse-glimmer-packable": (
+        "muse_glimmer",
+        {"hidden_size": 64, "intermediate_size": 128, "heads": (4, 2, 32), "num_hidden_layers": 2}
+        | {"vision_config": {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32}},
+    ),
+    "muse-glimmer": (
+        "muse_glimmer",
+        {"hidden_size": 48, "intermediate_size": 52, "heads": (4, 2, 20), "num_hidden_layers": 5, "sliding_window": 24}
+        | {"qk_scale_factor": 2.5, "output_multiplier": 0.6, "rms_norm_eps": 1e-3, "post_norm_eps": 1e-5}
+        | {"vision_config": {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32}},
+    ),
     "qwen3-next": (
         "qwen3_next",
         {"hidden_size": 44, "heads": (4, 2, 24), "num_hidden_layers": 2}
@@ -410,6 +421,9 @@ def tiny(tiny_of: Callable[..., Tiny]) -> Callable[[str], Tiny]:
             heads, kv_heads, head_dim = values["heads"]
             settings = COMMON | {key: value for key, value in values.items() if key != "heads"}
             settings |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+            if "vision_config" in settings:
+                vision = settings.pop("vision_config")
+                settings = {"text_config": settings, "vision_config": vision}
             made[name] = tiny_of(model_type, settings, sum(map(ord, name)))
         return made[name]
 

@@ -30,6 +30,7 @@ NAMES = (
         "qwen3.5",
         "qwen3.5-moe",
         "qwen3-next",
+        "muse-glimmer",
         "qwen3-next-mixed",
         "lfm2",
         "lfm2-moe",

@@ -1,4 +1,4 @@
-"""A tiny Llama and a tiny Phi-3 in each family of stored formats, against transformers on the dequantized weights."""
+"""A tiny Llama, Phi-3 and Muse Glimmer in each family of stored formats, against transformers on their values."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from packed_weights import FORMATS, packed_model
 from torch.func import functional_call
 
 from localllm.checkpoint import stored_formats
+from localllm.errors import UnsupportedFormat
 from localllm.models.architectures import open_model
 from localllm.models.loader import LoadOptions, load_model
 from localllm.quant import dequantize, load_weight
 
 
-@pytest.mark.parametrize("kind", ["llama", "phi3"])
+@pytest.mark.parametrize("kind", ["llama", "phi3", "muse-glimmer"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_quantized_model_matches_its_dense_form(
     name: str, kind: str, tiny: Callable, paged: Any, tmp_path: Path
@@ -27,6 +28,10 @@ def test_a_quantized_model_matches_its_dense_form(
     folder = model.save(tmp_path, tensors, quantization_config=config)
     dense = dict(model.reference.state_dict())
     with open_model(folder) as checkpoint:
+        if (name, kind) == ("gptq", "muse-glimmer"):  # queries and gates with inputs in an order of their own each
+            with pytest.raises(UnsupportedFormat, match="and its gate are stored in different ways"):
+                load_model(checkpoint)
+            return
         for module, stored in stored_formats(checkpoint).items():
             key = f"{module}.weight"
             dense[key] = dequantize(load_weight(checkpoint, module, stored, tuple(dense[key].shape)))

@@ -37,7 +37,7 @@ def test_shapes_explain_parameters(candidate: catalog.Candidate) -> None:
 
 
 # what reads images or sounds, and what predicts further tokens: not of the text model, the rest of a rounded number
-BESIDE = {"qwen3.5-0.8b": 0.15, "qwen3.5-2b": 0.11, "qwen3.5-4b": 0.05, "qwen3.5-9b": 0.03}
+BESIDE = {"muse-glimmer-30b": 0.06, "qwen3.5-0.8b": 0.15, "qwen3.5-2b": 0.11, "qwen3.5-4b": 0.05, "qwen3.5-9b": 0.03}
 BESIDE |= {"gemma4-e2b": 0.1, "gemma4-e4b": 0.07, "gemma4-26b-a4b": 0.03}
 
 
