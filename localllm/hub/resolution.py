@@ -31,7 +31,6 @@ from .client import (
     HubClient,
     Patience,
     endpoint,
-    endpoint_notes,
     gated_error,
     is_offline,
     token,
@@ -72,7 +71,6 @@ class Resolved:
     reason: str = ""  # why this one, in words, for families and starters
     also: tuple[str, ...] = ()  # what else there would be
     candidates: tuple[catalog.Considered, ...] = ()
-    notes: tuple[str, ...] = ()  # what a user should see before the download starts
 
     @property
     def pulled_as(self) -> str:
@@ -89,7 +87,6 @@ class Resolved:
             first,
             *((load,) if self.path is None else ()),
             *(f"  also: {line}" for line in self.also),
-            *(f"  note: {line}" for line in self.notes),
         )
 
 
@@ -275,7 +272,6 @@ def _from_hub(client: HubClient, parsed: ModelName, ask: _Ask) -> Resolved:
         license_url=f"{DEFAULT_ENDPOINT}/{info.repo}",
         gated=info.gated,
         architecture=architecture,
-        notes=tuple(endpoint_notes()),
     )
 
 
@@ -395,7 +391,7 @@ def _starter(starter: catalog.Starter, ask: _Ask) -> Resolved:
     info, file = found
     return replace(
         base, kind="hub", repo=info.repo, revision=info.revision, ref="main", files=(file,), reason="from the hub",
-        download_bytes=missing_bytes(info.repo, (file,)), notes=tuple(endpoint_notes()),
+        download_bytes=missing_bytes(info.repo, (file,)),
         license_url=f"{DEFAULT_ENDPOINT}/{info.repo}",
     )  # fmt: skip
 
