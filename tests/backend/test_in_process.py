@@ -62,9 +62,10 @@ def test_the_pace_of_answers_is_what_the_next_start_expects(tiny_path, tmp_path,
         wait(backend, is_ready, seen)
         plan, facts = backend.llm.plan, backend.facts()
         backend.send(HELLO, LONG if long else SHORT)
-        timing = wait(backend, lambda e: isinstance(e, Done), seen).timing
+        done = wait(backend, lambda e: isinstance(e, Done), seen)
         backend.close()
-        return plan, facts.decode_tps, timing.decode_tps
+        own = 1 - done.timing.accepted_tokens / done.usage.completion_tokens  # what was guessed is no pace
+        return plan, facts.decode_tps, done.timing.decode_tps * own
 
     plan, _, measured = expected(long=True)
     assert plan.basis == "estimate"
