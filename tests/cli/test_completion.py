@@ -121,7 +121,15 @@ def test_the_actions_that_complete_are_those_there_are() -> None:
         assert tuple(value for value, _ in candidates([command], "") or ()) == actions
 
 
-@pytest.mark.parametrize(("words", "value"), [("run m --kv i", "int8"), ("quantize m --to nv", "nvfp4")])
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        ("run m --kv i", "int8"),
+        ("quantize m --to nv", "nvfp4"),
+        ("doctor --for v", "vllm"),
+        ("doctor --only cpu.i", "cpu.isa"),
+    ],
+)
 def test_values_of_options_complete(words: str, value: str) -> None:
     line = f"localllm {words}"
     env = {"_LOCALLLM_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1)}

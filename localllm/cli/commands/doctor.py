@@ -27,6 +27,20 @@ if TYPE_CHECKING:
 FAILED = 11
 
 
+def _engines() -> list[str]:
+    """For the shell: what `--for` takes."""
+    from localllm.doctor.engines import engine_names
+
+    return engine_names()
+
+
+def _checks() -> list[str]:
+    """For the shell: groups of checks, then the checks."""
+    from localllm.doctor import CHECKS
+
+    return [*dict.fromkeys(name.partition(".")[0] for name in CHECKS), *CHECKS]
+
+
 @command(
     "localllm doctor",
     "localllm doctor --deep",
@@ -43,12 +57,25 @@ def doctor(
     deep: Annotated[bool, Option("--deep", help="Measure too: bandwidth, kernels, disk; 20 s or more.")] = False,
     log: Annotated[str | None, Option(metavar="FILE|-", help="Explain an error text or log of any engine.")] = None,
     engine: Annotated[
-        str | None, Option("--for", metavar="ENGINE", help="How to start vllm, sglang, tensorrt-llm, llama.cpp.")
+        str | None,
+        Option(
+            "--for",
+            metavar="ENGINE",
+            help="How to start vllm, sglang, tensorrt-llm, llama.cpp.",
+            autocompletion=lambda typed: [name for name in _engines() if name.startswith(typed)],
+        ),
     ] = None,
     report: Annotated[bool, Option("--report", help="Markdown for an issue, without names and secrets.")] = False,
     apply: Annotated[bool, Option("--apply", help="Carry out what can be, each after asking.")] = False,
     dry_run: Annotated[bool, Option("-n", "--dry-run", help="With --apply: only show.")] = False,
-    only: Annotated[str | None, Option(metavar="ID,...", help="Only these checks, or groups of them.")] = None,
+    only: Annotated[
+        str | None,
+        Option(
+            metavar="ID,...",
+            help="Only these checks, or groups of them.",
+            autocompletion=lambda typed: [name for name in _checks() if name.startswith(typed)],
+        ),
+    ] = None,
     strict: Annotated[bool, Option("--strict", help="Warnings fail too.")] = False,
     kernels: Annotated[
         bool, Option("--kernels", help="Kernels by op: for this card, or the one named (sm_75 ... sm_121, cpu).")
