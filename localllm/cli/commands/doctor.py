@@ -62,7 +62,7 @@ def doctor(
             "--for",
             metavar="ENGINE",
             help="How to start vllm, sglang, tensorrt-llm, llama.cpp.",
-            autocompletion=lambda typed: [name for name in _engines() if name.startswith(typed)],
+            autocompletion=lambda incomplete: [name for name in _engines() if name.startswith(incomplete)],
         ),
     ] = None,
     report: Annotated[bool, Option("--report", help="Markdown for an issue, without names and secrets.")] = False,
@@ -73,7 +73,7 @@ def doctor(
         Option(
             metavar="ID,...",
             help="Only these checks, or groups of them.",
-            autocompletion=lambda typed: [name for name in _checks() if name.startswith(typed)],
+            autocompletion=lambda incomplete: [name for name in _checks() if name.startswith(incomplete)],
         ),
     ] = None,
     strict: Annotated[bool, Option("--strict", help="Warnings fail too.")] = False,
