@@ -31,13 +31,20 @@ pytestmark = pytest.mark.skipif(build.library().lib is None, reason="no C compil
 
 @pytest.fixture(
     scope="module",
-    params=[("llama-packable", "Q8_0"), pytest.param(("gemma3", "F16"), marks=pytest.mark.slow)],
-    ids=["quantized", "tied"],
+    params=[
+        ("llama-packable", "Q8_0"),
+        pytest.param(("gemma3", "F16"), marks=pytest.mark.slow),
+        pytest.param(("muse-glimmer", ""), marks=pytest.mark.slow),
+    ],
+    ids=["quantized", "tied", "gates apart"],
 )
 def source(request: pytest.FixtureRequest, tiny: Callable, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model: quantized, or one whose head reads the embedding."""
+    """A tiny model: quantized, or one whose head reads the embedding, or whose queries and gates are joined."""
     name, kind = request.param
     path, model = tmp_path_factory.mktemp("packed") / "tiny.gguf", tiny(name)
+    if not kind:
+        model.save(path.with_suffix(""))
+        return path.with_suffix("")
     return write_gguf(path, model.config, model.tensors, gguf.GGMLQuantizationType[kind])
 
 
