@@ -13,6 +13,7 @@ Qwen3-VL MoE            experts.gate_up_proj [E, H, 2I], gate columns first, exp
                         rows and columns of _scale_inv are exchanged as well
 GraniteMoe              block_sparse_moe.input_linear.weight and output_linear.weight, as the two before; FP8 has a
                         weight_scale [E, N, 1] beside each
+ERNIE 4.5               moe_statics.e_score_correction_bias [1, E] -> gate.e_score_correction_bias [E]
 gpt-oss                 experts.{gate_up,down}_proj_bias [E, N]; gate and up rows take turns, and either
     plain               experts.gate_up_proj [E, H, 2I], experts.down_proj [E, I, H]
     MXFP4               experts.{gate_up,down}_proj_blocks U8 [E, N, K/32, 16], _scales U8 [E, N, K/32]
@@ -38,6 +39,7 @@ _GGUF = re.compile(r"(blk\.\d{1,6}\.ffn_)(gate|up|down|gate_up)_exps\.(weight|bi
 _GGUF_SPLIT = re.compile(r"(blk\.\d{1,6}\.ffn_(?:gate|up|down))\.(\d{1,6})\.(weight|bias)")
 _GGUF_HEADS = re.compile(r"(blk\.\d{1,6}\.attn_[kv]_b)\.weight")
 _GRANITE = re.compile(r"(.+\.block_sparse_moe\.)(input|output)_linear\.(weight|weight_scale)")
+_ERNIE = re.compile(r"(.+\.mlp\.)(?:gate\.)?moe_statics(\.e_score_correction_bias)")
 _OF_PROJECTION = {  # what follows `experts.gate_up_proj` -> what one expert has instead, and dimensions of the stack
     "": ("weight", (3,)),
     "_bias": ("bias", (2,)),
@@ -82,6 +84,8 @@ def _parts(name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> It
         kinds = ["gate", "up"] if match[2] == "input" else ["down"]
         for expert, kind, part in _apart(info, kinds, turns=False):
             yield replace(part, name=f"{match[1]}experts.{expert}.{kind}_proj.{match[3]}")
+    elif (match := _ERNIE.fullmatch(name)) and info.shape[:-1] == (1,):
+        yield replace(info, name=f"{match[1]}gate{match[2]}", shape=info.shape[1:])
     elif (match := _HF.fullmatch(name)) and dims in _OF_PROJECTION[match[3]][1]:
         yield from _of_transformers(info, match, tensors)
     else:

@@ -14,6 +14,7 @@ from .cohere import Cohere, Cohere2
 from .config import unsupported
 from .deepseek import DeepseekV2, DeepseekV3, Glm4MoeLite
 from .encoders import Bert, NomicBert, XlmRoberta
+from .ernie4_5 import Ernie4_5, Ernie4_5Moe
 from .facts import ModelFacts
 from .gemma2 import Gemma2
 from .gemma3 import Gemma3
@@ -70,6 +71,8 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Glm4(),
     Mistral3(),
     MuseGlimmer(),
+    Ernie4_5(),
+    Ernie4_5Moe(),
     Cohere(),
     Cohere2(),
     Bert(),

@@ -195,6 +195,13 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"routed_scaling_factor": 1.5, "num_nextn_predict_layers": 0}
         | {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}},
     ),
+    "ernie": ("ernie4_5", {"hidden_size": 42, "intermediate_size": 70, "heads": (6, 2, 12)}),
+    "ernie-moe": (
+        "ernie4_5_moe",
+        {"hidden_size": 42, "intermediate_size": 70, "heads": (6, 2, 12), "tie_word_embeddings": False}
+        | {"num_hidden_layers": 4, "moe_k": 3, "moe_num_experts": 7, "moe_intermediate_size": 26}
+        | {"moe_layer_interval": 2},
+    ),
     "glm4-moe-packable": (
         "glm4_moe",
         {"hidden_size": 64, "intermediate_size": 64, "heads": (4, 2, 16), "n_routed_experts": 64}

@@ -87,6 +87,23 @@ def test_older_names_of_granite(tiny: Callable, loaded: Callable, paged: Any, tm
     assert torch.equal(rows, paged(loaded("granitemoe")).all_logits(ids, [20]))
 
 
+def test_ernie_as_it_is_published(tiny: Callable, loaded: Callable, paged: Any, tmp_path: Path) -> None:
+    """The bias lies beside the router, and a head that predicts tokens further ahead beside the layers."""
+    model, ids = tiny("ernie-moe"), list(range(3, 40))
+    named = ((name, name.replace("gate.moe_statics", "moe_statics"), one) for name, one in model.tensors.items())
+    moved: dict[str, Tensor | None] = {}
+    for name, published, tensor in named:
+        moved |= {name: None, published: tensor} if name != published else {}
+    assert len(moved) == 4
+    extra = {"model.mtp_block.0.mlp.up_proj.weight": torch.ones(70, 42), "model.mtp_emb_norm.0.weight": torch.ones(42)}
+    path = model.save(tmp_path / "published", moved | extra, num_nextn_predict_layers=1)
+    assert torch.equal(logits(path, paged, ids), paged(loaded("ernie-moe")).all_logits(ids, [20]))
+    with open_model(path) as checkpoint, open_model(model.save(tmp_path / "plain")) as plain:
+        assert checkpoint.facts.weight_bytes == plain.facts.weight_bytes
+    with pytest.raises(UnsupportedModel, match="with use_bias"):
+        _ = open_model(model.save(tmp_path / "biased", use_bias=True)).facts
+
+
 def test_layers_that_predict_further_tokens_are_left_out(tiny: Callable, tmp_path: Path) -> None:
     model = tiny("glm4-moe")
     with open_model(model.save(tmp_path / "a")) as checkpoint:

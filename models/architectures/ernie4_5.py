@@ -1,0 +1,99 @@
+"""ERNIE 4.5: Llama whose neighbours turn together; routers of its mixtures add a bias to the shares they choose by."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+from localllm.checkpoint import Checkpoint
+from localllm.checkpoint.fields import MAX_EXPERTS, MAX_LAYERS
+
+from .architecture import Architecture
+from .facts import ModelFacts, repeated
+from .gguf import GgufConfig
+from .glm4_moe import SHARED
+from .hf import HfConfig
+from .layers import LayerFacts
+from .mixers import RopeFacts
+from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
+
+# What configurations may leave out.
+DEFAULTS = {
+    "vocab_size": 103_424, "max_position_embeddings": 131_072, "rope_theta": 500_000.0, "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+EXPERTS = {"count": "moe_num_experts", "top_k": "moe_k", "inner": "moe_intermediate_size"}
+CHOICE_BIAS = "mlp.gate.e_score_correction_bias"
+
+
+class Ernie4_5(Architecture):
+    """In GGUF its rows are not permuted."""
+
+    name = "ernie4_5"
+    label = "ERNIE 4.5"
+    hf_types = {
+        "ernie4_5": DEFAULTS
+        | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 18, "num_attention_heads": 16}
+        | {"num_key_value_heads": 2, "head_dim": 128},
+    }
+    hf_classes: ClassVar[tuple[str, ...]] = ("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM")
+    gguf_types = ("ernie4_5",)
+
+    def from_hf(self, config: HfConfig) -> ModelFacts:
+        rope, context = config.rope()
+        if config.keys.flag("use_bias"):
+            raise config.unsupported(f"{config.source} with use_bias")
+        facts = config.facts(self.layers(config, replace(rope, interleaved=True)), context)
+        more = sum(one.nbytes for name, one in config.checkpoint.tensors.items() if name.startswith("model.mtp_"))
+        return replace(facts, weight_bytes=facts.weight_bytes - more)  # a head that predicts tokens, which is not read
+
+    def from_gguf(self, config: GgufConfig) -> ModelFacts:
+        rope, context = config.rope(interleaved=True)
+        return config.facts(self.layers(config, replace(rope, permuted=False)), context)
+
+    def layers(self, config: HfConfig | GgufConfig, rope: RopeFacts) -> tuple[LayerFacts, ...]:
+        layer = LayerFacts(config.attention(rope), config.dense(_act(config)))
+        return repeated(layer, (None,) * config.num_layers)
+
+
+class Ernie4_5Moe(Ernie4_5):
+    """The first layers are dense; experts that every token goes through are one, so many times as wide."""
+
+    name = "ernie4_5_moe"
+    label = "ERNIE 4.5 MoE"
+    hf_types = {
+        "ernie4_5_moe": DEFAULTS
+        | {"hidden_size": 2560, "intermediate_size": 12_288, "num_hidden_layers": 28, "num_attention_heads": 20}
+        | {"num_key_value_heads": 4, "moe_k": 6, "moe_num_experts": 64, "moe_intermediate_size": 1536}
+        | {"moe_num_shared_experts": 2, "moe_layer_start_index": 1},
+    }
+    hf_classes = ("Ernie4_5_MoeForCausalLM",)
+    gguf_types = ("ernie4_5-moe",)
+
+    def layers(self, config: HfConfig | GgufConfig, rope: RopeFacts) -> tuple[LayerFacts, ...]:
+        keys, attention, act, last = config.keys, config.attention(rope), _act(config), config.num_layers - 1
+        if isinstance(config, HfConfig):
+            experts = config.experts(EXPERTS, act)
+            first, every, shared = "moe_layer_start_index", "moe_layer_interval", "moe_num_shared_experts"
+            stated = keys.integer("moe_layer_end_index", -1, MAX_LAYERS, -1)
+            last = last if stated < 0 else stated
+        else:
+            experts = config.mixture()
+            first, every, shared = "leading_dense_block_count", "interleave_moe_layer_step", "expert_shared_count"
+        start, step = keys.integer(first, 0, MAX_LAYERS, 0), keys.integer(every, 1, MAX_LAYERS, 1)
+        sparse = [start <= layer <= last and (layer + 1) % step == 0 for layer in range(config.num_layers)]
+        if True in sparse:
+            bias = config.names.tensor(f"model.layers.{sparse.index(True)}.{CHOICE_BIAS}")
+            experts = replace(experts, choice_bias=bias in config.checkpoint.tensors)
+        experts = replace(experts, shared_inner=keys.integer(shared, 0, MAX_EXPERTS, 0) * experts.inner)
+        kinds = LayerFacts(attention, config.dense(act)), LayerFacts(attention, experts)
+        return tuple(kinds[one] for one in sparse)
+
+    def names(self, checkpoint: Checkpoint) -> NameMap:
+        if checkpoint.kind != "gguf":
+            return hf_names(checkpoint.tensors, SHARED)
+        return gguf_names(GGUF_LAYER | {CHOICE_BIAS: "exp_probs_b.bias"})
+
+
+def _act(config: HfConfig | GgufConfig) -> str:
+    return config.activation() if isinstance(config, HfConfig) else "silu"
