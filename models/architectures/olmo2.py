@@ -14,6 +14,7 @@ from .names import GGUF_LAYER, NameMap, gguf_names
 
 FULL_EVERY, THETA = 4, 500_000.0  # OLMo 3: three windowed layers, then one that sees all
 NORMS = Norms(None, None, "post_attention_layernorm", "post_feedforward_layernorm")
+AFTER = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}  # in GGUF
 
 
 class Olmo2(Architecture):
@@ -45,5 +46,4 @@ class Olmo2(Architecture):
     def names(self, checkpoint: Checkpoint) -> NameMap:
         if checkpoint.kind != "gguf":
             return super().names(checkpoint)
-        after = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
-        return gguf_names(GGUF_LAYER | after)
+        return gguf_names(GGUF_LAYER | AFTER)

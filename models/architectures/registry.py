@@ -15,6 +15,7 @@ from .config import unsupported
 from .deepseek import DeepseekV2, DeepseekV3, Glm4MoeLite
 from .encoders import Bert, NomicBert, XlmRoberta
 from .ernie4_5 import Ernie4_5, Ernie4_5Moe
+from .exaone4 import Exaone4
 from .facts import ModelFacts
 from .gemma2 import Gemma2
 from .gemma3 import Gemma3
@@ -73,6 +74,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     MuseGlimmer(),
     Ernie4_5(),
     Ernie4_5Moe(),
+    Exaone4(),
     Cohere(),
     Cohere2(),
     Bert(),

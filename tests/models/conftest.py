@@ -195,6 +195,16 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"routed_scaling_factor": 1.5, "num_nextn_predict_layers": 0}
         | {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}},
     ),
+    "exaone4": (
+        "exaone4",
+        {"hidden_size": 44, "intermediate_size": 70, "heads": (4, 2, 18), "sliding_window": 11, "num_hidden_layers": 5}
+        | {"sliding_window_pattern": 3, "rope_parameters": LLAMA3},
+    ),
+    "exaone4-small": (
+        "exaone4",
+        {"hidden_size": 44, "intermediate_size": 70, "heads": (4, 2, 18), "sliding_window": None}
+        | {"layer_types": ["full_attention"] * 3},
+    ),
     "ernie": ("ernie4_5", {"hidden_size": 42, "intermediate_size": 70, "heads": (6, 2, 12)}),
     "ernie-moe": (
         "ernie4_5_moe",

@@ -30,6 +30,7 @@ STATED: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 16},
     "nemotron_h": {"layers_block_type": ["mamba", "attention"] * 2},
 }
+RENAMED = {"exaone4_5_text": "exaone4"}  # as first published -> what transformers calls it today
 IDS = list(range(3, 60))
 
 
@@ -42,7 +43,8 @@ def test_what_is_left_out_is_what_transformers_takes(model_type: str) -> None:
     from transformers import CONFIG_MAPPING
 
     stated = STATED.get(model_type, {})
-    whole = json.loads(CONFIG_MAPPING[model_type](**stated).to_json_string(use_diff=False))
+    whole = json.loads(CONFIG_MAPPING[RENAMED.get(model_type, model_type)](**stated).to_json_string(use_diff=False))
+    whole["model_type"] = model_type
     for key in ("bos_token_id", "eos_token_id", "num_nextn_predict_layers"):
         whole.pop(key, None)
     sizes = {key: whole[key] for key in SIZES if key in whole and key not in TYPES[model_type]}
@@ -128,3 +130,14 @@ def test_a_head_of_its_own_is_used_whatever_the_file_says(tiny: Callable, paged:
         ours = load_model(checkpoint, LoadOptions(exact=True))
     reference = model.logits(IDS)
     assert float((paged(ours).all_logits(IDS, [40]) - reference).abs().max() / reference.abs().max()) < 1e-4
+
+
+def test_patterns_of_windows_are_letters_or_a_number() -> None:
+    config = {"model_type": "exaone4", "num_hidden_layers": 8, "max_position_embeddings": 64, "sliding_window": 16}
+    expected = [16, 16, 16, None] * 2
+    for pattern in ("LLLG", 4, None):
+        layers = facts_of(config | {"sliding_window_pattern": pattern, "layer_types": None}).layers
+        assert [layer.mixer.window for layer in layers] == expected
+        assert [layer.mixer.rope.scaling == "off" for layer in layers] == [window is None for window in expected]
+    with pytest.raises(BadModelFile, match="sliding_window_pattern"):
+        facts_of(config | {"sliding_window_pattern": "LLXG"})

@@ -35,6 +35,7 @@ DELTA = {
 # transformers multiplies no logits in these wrappers, which the models were trained with: 1 in the tests
 COHERE = {"logit_scale": 1.0, "sliding_window": 24}
 LLAMA = {"model_type": "llama"}
+WINDOWS = ["sliding_attention", "sliding_attention", "full_attention"]
 WRAPPERS: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"rope_parameters": MROPE},
     "llava": LLAMA,
@@ -50,6 +51,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("minicpmv4_6", "minicpmv4_7", "minicpm_ocr"), {"model_type": "qwen3_5_text"} | DELTA),
     "lfm2_vl": {"model_type": "lfm2", "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 8},
     **dict.fromkeys(("aya_vision", "cohere2_vision"), {"model_type": "cohere2"} | COHERE),
+    "exaone4_5": {"model_type": "exaone4", "head_dim": 16, "sliding_window": 24, "layer_types": WINDOWS},
     "glm4v": {"rope_parameters": MROPE},
     "glm46v": {"model_type": "glm4v_text", "rope_parameters": MROPE},
     "glm4v_moe": GLM_MOE | {"rope_parameters": MROPE | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}},
