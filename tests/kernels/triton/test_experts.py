@@ -29,6 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "chosen": {"router_kind": "softmax_topk", "activation": "swiglu_oai", "limit": 0.5, "biases": True},
     "sigmoid": SOFTMAX | {"router_kind": "sigmoid", "choice_bias": True, "shared": 38, "expert_scales": True},
     "grouped": SOFTMAX | {"router_kind": "sigmoid", "groups": 3, "group_top_k": 2},
+    "softmax with a bias": SOFTMAX | {"choice_bias": True, "shared": 38},
     "without a gate": SOFTMAX | {"activation": "relu2"},
     "in kernels": SOFTMAX | {"shared": 32, "shared_gate": True, "in_kernels": True},
     "routed by a kernel": SOFTMAX | {"in_kernels": True},
