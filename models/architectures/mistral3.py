@@ -19,7 +19,7 @@ from .pixtral_vision import row_vision, with_rows
 
 
 class Mistral3(Architecture):
-    """Text, and images in safetensors."""
+    """Text and images."""
 
     name = "mistral3"
     label = "Ministral 3"
