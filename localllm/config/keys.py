@@ -359,7 +359,7 @@ def nearest(path: str, among: Mapping[str, Any] = KEYS) -> str:
     leaves = {p.rsplit(".", 1)[-1]: p for p in among}
     if path.rsplit(".", 1)[-1] in leaves:  # the right name in the wrong table
         return leaves[path.rsplit(".", 1)[-1]]
-    near = get_close_matches(path, list(among), 1, 0.75) or get_close_matches(path, list(leaves), 1, 0.75)
+    near = get_close_matches(path, list(among), 1, 0.8) or get_close_matches(path, list(leaves), 1, 0.75)
     return leaves.get(near[0], near[0]) if near else ""
 
 

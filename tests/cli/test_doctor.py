@@ -215,6 +215,15 @@ def test_the_settings_file_that_was_named_is_checked(invoke: Invoke, empty_home:
         assert result.exit_code == code and words in " ".join(result.stdout.split())
 
 
+def test_settings_that_cannot_be_read_keep_nothing_back(invoke: Invoke, empty_home: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text("x = [")
+    result = invoke("--json", "--config", str(file), "doctor", env=CPU)
+    found = valid(result.stdout, "doctor-1")
+    [settings] = [check for check in found["checks"] if check["id"] == "config.valid"]
+    assert result.exit_code == 11 and settings["status"] == "fail" and found["advice"]
+
+
 def test_offline_is_kept(invoke: Invoke, empty_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 

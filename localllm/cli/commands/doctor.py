@@ -16,7 +16,8 @@ from localllm.cli import doctor_view
 from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.console import picked
 from localllm.cli.frame.options import MaybeModel
-from localllm.doctor.advice import advice
+from localllm.config import UserConfig
+from localllm.doctor.advice import Advice, advice
 from localllm.doctor.rules import MAX_LOG_BYTES, match_log, match_machine
 from localllm.errors import ConfigError
 from localllm.interface import Check
@@ -123,7 +124,7 @@ def doctor(
         env.console.answer(report_markdown(found, survey, match_machine(survey)))
     elif env.console.as_json:
         found += coming
-        env.console.write_json(checks.document(found, survey, match_machine(survey), advice(survey, env.config)))
+        env.console.write_json(checks.document(found, survey, match_machine(survey), _advice(env, survey)))
     else:
         width = max(len(name) for name in (*ids, *(measured or checks.MEASURED if deep else ())))
         shown = doctor_view.Findings(env.console, width)
@@ -132,10 +133,19 @@ def doctor(
             shown.add(check)
         whole = not only and not model
         doctor_view.ending(
-            env.console, found, match_machine(survey) if whole else [], advice(survey, env.config) if whole else []
+            env.console, found, match_machine(survey) if whole else [], _advice(env, survey) if whole else []
         )
     counts = checks.summary(found)
     return FAILED if counts["fail"] or (strict and counts["warn"]) else 0
+
+
+def _advice(env: Env, survey: Survey) -> list[Advice]:
+    """By the defaults where the settings cannot be read: `config.valid` says so, and nothing found is kept back."""
+    try:
+        config = env.config
+    except ConfigError:
+        config = UserConfig()
+    return advice(survey, config)
 
 
 def _model_checks(env: Env, name: str, survey: Survey) -> Iterator[Check]:
