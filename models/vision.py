@@ -27,13 +27,25 @@ class LayerNorm(NamedTuple):
         return functional.layer_norm(x.float(), self.weight.shape, self.weight, self.bias, eps).to(x.dtype)
 
 
-class TowerLayer(NamedTuple):
-    """Attention among all patches, then a feed-forward layer without a gate."""
+class RmsNorm(NamedTuple):
+    """Weight, float32 [hidden]."""
 
-    norm1: LayerNorm
+    weight: Tensor
+
+    def __call__(self, x: Tensor, eps: float) -> Tensor:
+        return rms_norm(x, self.weight, eps)
+
+
+AnyNorm = LayerNorm | RmsNorm
+
+
+class TowerLayer(NamedTuple):
+    """Attention among patches, then a feed-forward layer; where that is gated, `fc1` gives gate and up."""
+
+    norm1: AnyNorm
     qkv: Linear
     out: Linear
-    norm2: LayerNorm
+    norm2: AnyNorm
     fc1: Linear
     fc2: Linear
 
@@ -48,7 +60,7 @@ class Tower:
     patch_bias: Tensor
     positions: Tensor  # [patches, hidden]
     layers: tuple[TowerLayer, ...]
-    last_norm: LayerNorm
+    last_norm: AnyNorm
     norm: Norm  # over averaged patches
     projection: Tensor  # [hidden, hidden of the decoder]
 
@@ -98,8 +110,10 @@ class Parts:
         """float32"""
         return self._reader.tensor(name, self._vectors[name])
 
-    def norm(self, name: str) -> LayerNorm:
-        return LayerNorm(self.tensor(f"{name}.weight"), self.tensor(f"{name}.bias"))
+    def norm(self, name: str) -> AnyNorm:
+        """A LayerNorm where it has a bias."""
+        weight, bias = self.tensor(f"{name}.weight"), f"{name}.bias"
+        return LayerNorm(weight, self.tensor(bias)) if bias in self._vectors else RmsNorm(weight)
 
     def linear(self, *names: str) -> Linear:
         """Modules with the same input, as one."""

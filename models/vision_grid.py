@@ -1,4 +1,4 @@
-"""`GridTower`: an image of any proportions -> the vectors of its tokens (the tower of Qwen3-VL and Qwen3.5)."""
+"""`GridTower`: an image of any proportions -> the vectors of its tokens (Qwen2.5-VL, Qwen3-VL, Qwen3.5)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from localllm.kernels.rope import inverse_frequencies
 
 from .architectures.vision import GridFacts
 from .reader import Reader
-from .vision import LayerNorm, Parts, TowerLayer
+from .vision import AnyNorm, Parts, TowerLayer
 
 
 class Merger(NamedTuple):
     """Squares of patches -> a vector each; a norm as wide as a square is one of all of it, else of every patch."""
 
-    norm: LayerNorm
+    norm: AnyNorm
     fc1: Linear
     fc2: Linear
 
@@ -38,8 +38,8 @@ class GridTower:
     facts: GridFacts
     dtype: torch.dtype
     patches: Tensor  # [hidden, 3 * patch_size²]: an image is the same in all frames of a patch
-    patch_bias: Tensor
-    positions: Tensor  # [1, hidden, side, side]
+    patch_bias: Tensor | None
+    positions: Tensor | None  # [1, hidden, side, side]
     layers: tuple[TowerLayer, ...]
     merger: Merger
     deep: Mapping[int, Merger]  # of layers whose results the decoder gets as well
@@ -49,26 +49,57 @@ class GridTower:
         """uint8 [height, width, 3], sizes that `GridFacts.fitted` gives -> [tokens, hidden of the decoder]; with `taps`
         so many for the layers of the decoder behind them.
         """
-        facts, device = self.facts, self.positions.device
+        facts, device = self.facts, self.patches.device
         rows, columns = pixels.shape[0] // facts.patch_size, pixels.shape[1] // facts.patch_size
         mean, std = (torch.tensor(values, device=device) * 255 for values in (facts.mean, facts.std))
         given = (pixels.to(device).float() - mean) / std
         size, merge = facts.patch_size, facts.merge
         squares = given.view(rows // merge, merge, size, columns // merge, merge, size, 3)
         patches = squares.permute(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, -1)
-        at = functional.interpolate(self.positions, (rows, columns), mode="bilinear", align_corners=True)[0]
-        x = functional.linear(patches, self.patches, self.patch_bias) + self._by_square(at.permute(1, 2, 0))
-        del given, squares, patches, at
+        x = functional.linear(patches, self.patches, self.patch_bias)
+        if self.positions is not None:
+            at = functional.interpolate(self.positions, (rows, columns), mode="bilinear", align_corners=True)[0]
+            x += self._by_square(at.permute(1, 2, 0))
+        del given, squares, patches
         x = x.to(self.dtype)
         cos, sin = self._turns(rows, columns)
+        order, windows = self._windows(rows // merge, columns // merge)
+        if order is not None:
+            x, cos, sin = (one.view(-1, merge**2, *one.shape[1:])[order].flatten(0, 1) for one in (x, cos, sin))
         deep = []
         for index, layer in enumerate(self.layers):
-            x = x + layer.out(self._attended(layer.qkv(layer.norm1(x, facts.eps)), cos, sin))
-            inner = layer.fc1(layer.norm2(x, facts.eps))
-            x = x + layer.fc2(functional.gelu(inner, approximate="tanh"))
+            seen = [(1, x.shape[0])] if order is None or index in facts.whole else windows
+            x = x + layer.out(self._attended(layer.qkv(layer.norm1(x, facts.eps)), cos, sin, seen))
+            x = x + layer.fc2(self._activated(layer.fc1(layer.norm2(x, facts.eps))))
             if index in self.deep:
                 deep.append(self.deep[index](x, facts))
-        return torch.cat([self.merger(x, facts), *deep], -1)
+        vectors = torch.cat([self.merger(x, facts), *deep], -1)
+        return vectors if order is None else vectors[order.argsort()]
+
+    def _windows(self, rows: int, columns: int) -> tuple[Tensor | None, list[tuple[int, int]]]:
+        """Squares window by window, windows of a size together, and (how many, patches of each) of every size.
+
+        None where layers see all.
+        """
+        side, order = self.facts.window, []
+        sizes: list[tuple[int, int]] = []
+        if not side:
+            return None, sizes
+        squares = torch.arange(rows * columns, device=self.patches.device).view(rows, columns)
+        for band in squares.split([rows - rows % side, rows % side]):
+            for block in band.split([columns - columns % side, columns % side], 1):
+                if block.numel():
+                    high, wide = (min(side, count) for count in block.shape)
+                    parts = block.unflatten(1, (-1, wide)).unflatten(0, (-1, high)).transpose(1, 2)
+                    order.append(parts.flatten())
+                    sizes.append((parts.shape[0] * parts.shape[1], high * wide * self.facts.merge**2))
+        return torch.cat(order), sizes
+
+    def _activated(self, inner: Tensor) -> Tensor:
+        if not self.facts.gated:
+            return functional.gelu(inner, approximate="tanh")
+        gate, up = inner.chunk(2, -1)
+        return functional.silu(gate) * up
 
     def _by_square(self, values: Tensor) -> Tensor:
         """[rows, columns, n], a patch each -> [patches, n]"""
@@ -80,19 +111,23 @@ class GridTower:
     def _turns(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines, each float32 [patches, 1, head_dim / 2]: half of the pairs turn by row, half by column."""
         half = self.facts.hidden // self.facts.num_heads // 2
-        frequencies = inverse_frequencies(self.facts.theta, half).to(self.positions.device)
+        frequencies = inverse_frequencies(self.facts.theta, half).to(self.patches.device)
         row, column = (torch.arange(count, device=frequencies.device).float() for count in (rows, columns))
         by_row = (row[:, None, None] * frequencies).expand(rows, columns, -1)
         by_column = (column[None, :, None] * frequencies).expand(rows, columns, -1)
         angles = self._by_square(torch.cat([by_row, by_column], -1))[:, None]
         return angles.cos(), angles.sin()
 
-    def _attended(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """[patches, 3 * hidden] -> [patches, hidden]"""
+    def _attended(self, qkv: Tensor, cos: Tensor, sin: Tensor, seen: list[tuple[int, int]]) -> Tensor:
+        """[patches, 3 * hidden] -> [patches, hidden]; `seen`: (how many, patches of each) of the windows in order."""
         q, k, v = qkv.view(qkv.shape[0], 3, self.facts.num_heads, -1).unbind(1)
-        q, k, v = (one.transpose(0, 1)[None] for one in (turned(q, cos, sin), turned(k, cos, sin), v))
-        mixed = functional.scaled_dot_product_attention(q, k, v)[0]
-        return mixed.transpose(0, 1).reshape(qkv.shape[0], -1)
+        q, k = turned(q, cos, sin), turned(k, cos, sin)
+        parts = zip(seen, *(one.split([count * size for count, size in seen]) for one in (q, k, v)), strict=True)
+        mixed = []
+        for (count, _), *rows in parts:
+            of_windows = (one.unflatten(0, (count, -1)).transpose(1, 2) for one in rows)
+            mixed.append(functional.scaled_dot_product_attention(*of_windows).transpose(1, 2).flatten(0, 1))
+        return torch.cat(mixed).flatten(1)
 
     @property
     def nbytes(self) -> int:
@@ -102,7 +137,8 @@ class GridTower:
         linears += [one for merger in mergers for one in (merger.fc1, merger.fc2)]
         norms = [norm for layer in self.layers for norm in (layer.norm1, layer.norm2)]
         parts = (part for norm in (*norms, *(merger.norm for merger in mergers)) for part in norm)
-        return sum(one.nbytes for one in (*linears, self.patches, self.patch_bias, self.positions, *parts))
+        own = (one for one in (self.patches, self.patch_bias, self.positions) if one is not None)
+        return sum(one.nbytes for one in (*linears, *own, *parts))
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -118,11 +154,11 @@ def load_grid_tower(reader: Reader, facts: GridFacts) -> GridTower:
     def layer(start: str) -> TowerLayer:
         return TowerLayer(
             norm1=parts.norm(f"{start}norm1"),
-            qkv=parts.linear(f"{start}attn.qkv"),
+            qkv=parts.linear(*(f"{start}attn.{name}" for name in facts.attention)),
             out=parts.linear(f"{start}attn.proj"),
             norm2=parts.norm(f"{start}norm2"),
-            fc1=parts.linear(f"{start}mlp.linear_fc1"),
-            fc2=parts.linear(f"{start}mlp.linear_fc2"),
+            fc1=parts.linear(*(f"{start}mlp.{name}" for name in facts.feed_forward[:-1])),
+            fc2=parts.linear(f"{start}mlp.{facts.feed_forward[-1]}"),
         )
 
     def merger(start: str) -> Merger:
@@ -131,13 +167,16 @@ def load_grid_tower(reader: Reader, facts: GridFacts) -> GridTower:
 
     kernels = [parts.tensor(f"vision.patch_embed.proj.weight{end}").sum(2) for end in facts.kernels]
     last, *deep = map(merger, facts.mergers)
-    table = parts.tensor("vision.pos_embed.weight").t().reshape(1, facts.hidden, facts.side, facts.side)
+    bias = table = None
+    if not facts.gated:
+        bias, rows = (parts.tensor(f"vision.{name}") for name in ("patch_embed.proj.bias", "pos_embed.weight"))
+        table = rows.t().reshape(1, facts.hidden, facts.side, facts.side).contiguous()
     return GridTower(
         facts,
         parts.dtype,
         torch.stack(kernels).sum(0).flatten(1),
-        parts.tensor("vision.patch_embed.proj.bias"),
-        table.contiguous(),
+        bias,
+        table,
         tuple(layer(f"vision.blocks.{index}.") for index in range(facts.num_layers)),
         last,
         dict(zip(facts.taps, deep, strict=True)),

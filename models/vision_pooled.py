@@ -16,7 +16,7 @@ from localllm.kernels.rope import inverse_frequencies
 
 from .architectures.vision import BOUNDS, LAYER_NORMS, PatchFacts, PooledFacts
 from .reader import Reader
-from .vision import LayerNorm, Parts, Tower
+from .vision import AnyNorm, Parts, Tower
 from .vision_grid import GridTower, turned
 from .vision_rows import RowTower
 
@@ -126,12 +126,12 @@ class Patches:
 
     facts: PatchFacts
     dtype: torch.dtype
-    first: LayerNorm
+    first: AnyNorm
     dense: Linear
-    second: LayerNorm
+    second: AnyNorm
     columns: Tensor  # float32 [most in a row, hidden]
     rows: Tensor
-    last: LayerNorm
+    last: AnyNorm
     projection: Linear
 
     @torch.inference_mode()

@@ -31,7 +31,7 @@ from .gemma3 import gemma3_vision
 from .gemma4_vision import TOKENS, gemma4_vision
 from .hf import Described
 from .pixtral_vision import described_rows
-from .qwen_vision import SECTIONS, grid_vision, interleaved
+from .qwen_vision import GATED_SECTIONS, SECTIONS, grid_vision, in_sections, interleaved
 from .vision import ImageFacts, PooledFacts
 
 AUTO, OFF = "auto", "off"  # what is beside the model, and none; anything else is a file
@@ -51,6 +51,12 @@ _GRID = {
     **{f"deepstack fc{number}": f"vision.deepstack_merger_list.{{}}.linear_fc{number}" for number in (1, 2)},
     "mm.0": "vision.merger.linear_fc1",
     "mm.2": "vision.merger.linear_fc2",
+}
+_GATED = {
+    **{name: ours for name, ours in _GRID.items() if not name.startswith(("deepstack", "attn", "ffn", "v.position"))},
+    **{f"attn_{name}": f"vision.blocks.{{}}.attn.{name}" for name in "qkv"},
+    "attn_out": _GRID["attn_out"],
+    **{f"ffn_{name}": f"vision.blocks.{{}}.mlp.{name}_proj" for name in ("gate", "up", "down")},
 }
 _SIGLIP = {
     "v.patch_embd": "vision.embeddings.patch_embedding",
@@ -154,21 +160,36 @@ _INSTEAD = {"<image_soft_token>": b"<mask>"}  # a control token, so that no text
 
 
 def _grid(found: Projector) -> ImageFacts | None:
-    keys, ropes = found.keys, found.text.ropes
-    sizes: dict[str, Any] = found.numbers(
-        depth="block_count", num_heads="attention.head_count", out_hidden_size="projection_dim"
-    )
     square = found.numbers(image="image_size", patch="patch_size")
-    sizes |= {"num_position_embeddings": (square["image"] // square["patch"]) ** 2, "temporal_patch_size": 1}
+    sizes: dict[str, Any] = {"num_position_embeddings": (square["image"] // square["patch"]) ** 2}
     sizes["deepstack_visual_indexes"] = _taps(found.file)
-    sizes["spatial_merge_size"] = keys.integer("spatial_merge_size", 1, 16, 2)
-    sections = found.model.metadata.get(f"{found.text.source_architecture}.rope.dimension_sections")
-    stated: list[int] = SECTIONS
-    if isinstance(sections, np.ndarray) and sections.dtype.kind in "iu" and len(sections) > 2:
-        stated = sections.tolist()
-    axes = interleaved(stated, ropes[0].dim // 2)
-    facts = grid_vision(found.described(found.tokens(image_token_id="<|image_pad|>"), sizes), axes)
+    axes = interleaved(_sections(found, SECTIONS), found.text.ropes[0].dim // 2)
+    facts = grid_vision(_described_grid(found, sizes), axes)
     return facts and replace(facts, kernels=("", ".1"))
+
+
+def _gated(found: Projector) -> ImageFacts | None:
+    keys = found.keys
+    every, depth = keys.integer("n_wa_pattern", 1, MAX_LAYERS), keys.integer("block_count", 1, MAX_LAYERS)
+    sizes = {"window_size": keys.integer("window_size", 1, 1 << 16, 112)}
+    whole = {"fullatt_block_indexes": list(range(every - 1, depth, every))}
+    axes = in_sections(_sections(found, GATED_SECTIONS)[:3], found.text.ropes[0].dim // 2)
+    facts = grid_vision(_described_grid(found, sizes | whole), axes, gated=True)
+    return facts and replace(facts, kernels=("", ".1"), apart=True)
+
+
+def _described_grid(found: Projector, sizes: Mapping[str, Any]) -> Described:
+    own = found.numbers(depth="block_count", num_heads="attention.head_count", out_hidden_size="projection_dim")
+    own |= {"temporal_patch_size": 1, "spatial_merge_size": found.keys.integer("spatial_merge_size", 1, 16, 2)}
+    return found.described(found.tokens(image_token_id="<|image_pad|>"), {**own, **sizes})
+
+
+def _sections(found: Projector, usual: list[int]) -> list[int]:
+    """How many pairs turn by time, row and column."""
+    stated = found.model.metadata.get(f"{found.text.source_architecture}.rope.dimension_sections")
+    if isinstance(stated, np.ndarray) and stated.dtype.kind in "iu" and len(stated) > 2:
+        return list(stated.tolist())
+    return usual
 
 
 def _siglip(found: Projector) -> ImageFacts | None:
@@ -227,6 +248,7 @@ class Kind(NamedTuple):
 
 KINDS = {
     "qwen3vl_merger": Kind(("qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe"), _GRID, _grid),
+    "qwen2.5vl_merger": Kind(("qwen2vl",), _GATED, _gated),
     "pixtral": Kind(("llama", "mistral3"), _ROWS, _rows),
     "gemma3": Kind(("gemma3",), _SIGLIP, _siglip),
     "gemma4v": Kind(("gemma4",), _POOLED, _pooled),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from localllm.checkpoint import Checkpoint
 from localllm.checkpoint.fields import MAX_LAYERS
 
 from .architecture import Architecture
@@ -11,6 +12,8 @@ from .facts import ModelFacts, repeated
 from .gguf import GgufConfig
 from .hf import HfConfig
 from .layers import LayerFacts
+from .names import NameMap
+from .qwen_vision import GATED_SECTIONS, grid_vision, hf_axes, with_grid
 from .vision import ImageFacts
 
 # What configurations may leave out.
@@ -29,7 +32,7 @@ class Qwen2(Architecture):
     """Windowed layers, if any, are the last ones."""
 
     name = "qwen2"
-    label = "Qwen2, Qwen2.5"
+    label = "Qwen2, Qwen2.5, Qwen2.5-VL"
     hf_types = {"qwen2": DEFAULTS, "qwen2_vl_text": VL, "qwen2_5_vl_text": VL}
     hf_wrappers = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"} | dict.fromkeys(
         ("internvl", "llava_onevision", "got_ocr2", "fast_vlm", "ovis2", "video_llama_3", "qwen2_audio"), "qwen2"
@@ -49,7 +52,12 @@ class Qwen2(Architecture):
 
     def vision(self, config: HfConfig, half: int) -> ImageFacts | None:
         """The tower of those that have one which is computed here; `half` pairs of a head's dimensions turn."""
-        return None
+        if config.model_type != "qwen2_5_vl_text":
+            return None
+        return grid_vision(config.tower, hf_axes(config, half, GATED_SECTIONS, in_turn=False), gated=True)
+
+    def names(self, checkpoint: Checkpoint) -> NameMap:
+        return with_grid(super().names(checkpoint), checkpoint)
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         rope, context = config.rope()

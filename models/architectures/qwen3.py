@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from localllm.checkpoint import Checkpoint
-
 from .hf import HfConfig
-from .names import NameMap
 from .qwen2 import DEFAULTS, Qwen2
-from .qwen_vision import VL_SECTIONS, grid_vision, hf_axes, with_grid
+from .qwen_vision import VL_SECTIONS, grid_vision, hf_axes
 from .vision import ImageFacts
 
 
@@ -27,6 +24,3 @@ class Qwen3(Qwen2):
 
     def vision(self, config: HfConfig, half: int) -> ImageFacts | None:
         return grid_vision(config.tower, hf_axes(config, half, VL_SECTIONS))
-
-    def names(self, checkpoint: Checkpoint) -> NameMap:
-        return with_grid(super().names(checkpoint), checkpoint)

@@ -1,4 +1,4 @@
-"""The tower of Qwen3-VL's and Qwen3.5's files: `vision_config`, `preprocessor_config.json`, the decoder's sections."""
+"""The towers of Qwen2.5-VL, Qwen3-VL and Qwen3.5: `vision_config`, the processor's file, the decoder's sections."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from .names import NameMap
 from .vision import MAX_IMAGE_TOKENS, GridFacts
 
 _END = "patch_embed.proj.weight"
+_GATED_MERGER = {"merger.norm": "merger.ln_q", "merger.linear_fc1": "merger.mlp.0", "merger.linear_fc2": "merger.mlp.2"}
 SECTIONS = [11, 11, 10]  # pairs that turn by time, row and column, where files do not say it
 VL_SECTIONS = [24, 20, 20]  # Qwen3-VL's, which turns whole heads
+GATED_SECTIONS = [16, 24, 24]  # Qwen2.5-VL's, one behind the other
 MIN_PIXELS, MAX_PIXELS = 1 << 16, 1 << 24  # what files without a processor's configuration mean
 SHARE = 0.5  # mean and deviation of a colour, where they are not stated
 
@@ -24,7 +26,10 @@ SHARE = 0.5  # mean and deviation of a colour, where they are not stated
 def grid_parts(checkpoint: Checkpoint) -> dict[str, str]:
     """What the tower's tensors begin with; {} where the file has the text model only."""
     start = next((name.removesuffix(_END) for name in checkpoint.tensors if name.endswith(_END)), None)
-    return {} if start is None else {"vision.": start}
+    if start is None:
+        return {}
+    own = _GATED_MERGER if f"{start}merger.ln_q.weight" in checkpoint.tensors else {}
+    return {f"vision.{name}": f"{start}{stored}" for name, stored in own.items()} | {"vision.": start}
 
 
 def with_grid(names: NameMap, checkpoint: Checkpoint) -> NameMap:
@@ -32,29 +37,29 @@ def with_grid(names: NameMap, checkpoint: Checkpoint) -> NameMap:
     return names if checkpoint.kind == "gguf" else replace(names, parts={**names.parts, **grid_parts(checkpoint)})
 
 
-def grid_vision(given: Described | None, axes: tuple[int, ...]) -> GridFacts | None:
+def grid_vision(given: Described | None, axes: tuple[int, ...], *, gated: bool = False) -> GridFacts | None:
     """The tower, where files have one that is computed here; limits are far above those of published models.
 
-    axes   as in `GridFacts`
+    axes, gated   as in `GridFacts`
     """
     if given is None:
         return None
     own = below(given.top, "vision_config")
-    if own.text("hidden_act", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
+    act = "silu" if gated else "gelu_pytorch_tanh"
+    if own.text("hidden_act", act) != act:
         return None  # another function: the text part runs
     hidden, heads = own.integer("hidden_size", 4, 1 << 14, 1152), own.integer("num_heads", 1, 1 << 10, 16)
     if hidden % (4 * heads):
         raise own.fail("hidden_size", f"is {hidden}, no multiple of 4 for each of {heads} heads")
     patch, merge = own.integer("patch_size", 1, 1 << 8, 16), own.integer("spatial_merge_size", 1, 16, 2)
-    places = own.integer("num_position_embeddings", 1, 1 << 20, 2304)
+    places = 0 if gated else own.integer("num_position_embeddings", 1, 1 << 20, 2304)
     if math.isqrt(places) ** 2 != places:
         raise own.fail("num_position_embeddings", f"is {places}, no square number")
     factor, depth = patch * merge, own.integer("depth", 1, MAX_LAYERS, 27)
-    taps = own.raw("deepstack_visual_indexes") or []
-    if not isinstance(taps, list) or not all(type(n) is int and 0 <= n < depth for n in taps):
-        raise own.fail("deepstack_visual_indexes", f"must list layers of {depth}")
-    if taps != sorted(set(taps)):
-        raise own.fail("deepstack_visual_indexes", "must list each layer once, in ascending order")
+    taps = () if gated else _layers(own, "deepstack_visual_indexes", depth)
+    window = own.integer("window_size", 1, 1 << 16, 112) // factor if gated else 0
+    if gated and not window:
+        raise own.fail("window_size", f"holds no square of {factor} pixels a side")
     parameters = below(own, "rope_parameters")
     pixels, mean, std = _processing(given.processor)
     facts = GridFacts(
@@ -75,21 +80,42 @@ def grid_vision(given: Described | None, axes: tuple[int, ...]) -> GridFacts | N
         image_token=given.top.integer("image_token_id", 0, MAX_VOCAB, 248056),
         axes=axes,
         nbytes=given.nbytes,
-        taps=tuple(taps),
+        taps=taps,
+        gated=gated,
+        window=window,
+        whole=_layers(own, "fullatt_block_indexes", depth) if gated else (),
     )
     if facts.outputs != given.hidden_size:
         raise own.fail("out_hidden_size", f"is {facts.outputs}, the decoder's hidden_size {given.hidden_size}")
     return facts if facts.axes and facts.image_token < given.vocab_size else None
 
 
-def hf_axes(config: HfConfig, half: int, usual: Sequence[int] = SECTIONS) -> tuple[int, ...]:
-    """By which axis each of `half` pairs turns: interleaved, or one section after the other; () where these differ."""
+def _layers(own: Fields, key: str, depth: int) -> tuple[int, ...]:
+    """Numbers of layers of the tower."""
+    stated = own.raw(key) or []
+    if not isinstance(stated, list) or not all(type(n) is int and 0 <= n < depth for n in stated):
+        raise own.fail(key, f"must list layers of {depth}")
+    if stated != sorted(set(stated)):
+        raise own.fail(key, "must list each layer once, in ascending order")
+    return tuple(stated)
+
+
+def hf_axes(config: HfConfig, half: int, usual: Sequence[int] = SECTIONS, *, in_turn: bool = True) -> tuple[int, ...]:
+    """By which axis each of `half` pairs turns: interleaved, or one section after the other; () where these differ.
+
+    in_turn   interleaved where the file does not say it
+    """
     values = object_of(config.given, "rope_scaling") | object_of(config.given, "rope_parameters")
     sections = values.get("mrope_section", list(usual))
     if not isinstance(sections, list) or len(sections) != 3 or not all(type(n) is int and n >= 0 for n in sections):
         raise config.keys.fail("rope_parameters.mrope_section", "must list three numbers")
-    if values.get("mrope_interleaved", True):
+    if values.get("mrope_interleaved", in_turn):
         return interleaved(sections, half)
+    return in_sections(sections, half)
+
+
+def in_sections(sections: Sequence[int], half: int) -> tuple[int, ...]:
+    """Pairs that turn by time, then those by row, then those by column; () where there are more or fewer of them."""
     axes = tuple(axis for axis, count in enumerate(sections) for _ in range(count))
     return axes if len(axes) == half else ()
 

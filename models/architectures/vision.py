@@ -132,6 +132,9 @@ class GridFacts(Proportional):
 
     Qwen3-VL's makes vectors of what some of its layers give, too (DeepStack): those of the first are added behind the
     decoder's first layer, and so on. The vectors of a token lie one behind the other.
+
+    Qwen2.5-VL's has rotary positions only, most of its layers see windows, their feed-forward layers are gated, and
+    their norms take no mean off.
     """
 
     num_layers: int
@@ -141,7 +144,7 @@ class GridFacts(Proportional):
     patch_size: int  # pixels of a side
     merge: int  # patches of a side that become one vector
     frames: int  # frames of a video in one patch, of one tensor of it: an image stands for all of them
-    side: int  # rows and columns of the table of positions
+    side: int  # rows and columns of the table of positions; 0: there is none
     outputs: int  # elements of a vector: the decoder's hidden size
     theta: float  # of the rotary positions
     min_pixels: int  # an image is resized to so many, or more
@@ -155,6 +158,10 @@ class GridFacts(Proportional):
     nbytes: int = 0  # stored bytes
     kernels: tuple[str, ...] = ("",)  # ends of the names of the tensors that make a patch of pixels
     taps: tuple[int, ...] = ()  # ascending: layers of the tower whose results decoder layers 0, 1, .. get
+    gated: bool = False  # as Qwen2.5-VL's
+    window: int = 0  # vectors a side of the windows that all layers see but those of `whole`; 0: they see all
+    whole: tuple[int, ...] = ()
+    apart: bool = False  # queries, keys and values are modules of their own
     bidirectional: ClassVar[Bidirectional] = ""
 
     @property
@@ -195,10 +202,12 @@ class GridFacts(Proportional):
         shapes: dict[str, tuple[int, int]] = {}
         for index in range(self.num_layers):
             start = f"vision.blocks.{index}."
-            shapes[f"{start}attn.qkv"] = (3 * self.hidden, self.hidden)
+            rows = 3 * self.hidden // len(self.attention)
+            shapes |= {f"{start}attn.{name}": (rows, self.hidden) for name in self.attention}
             shapes[f"{start}attn.proj"] = (self.hidden, self.hidden)
-            shapes[f"{start}mlp.linear_fc1"] = (self.inner, self.hidden)
-            shapes[f"{start}mlp.linear_fc2"] = (self.hidden, self.inner)
+            *inputs, output = self.feed_forward
+            shapes |= {f"{start}mlp.{name}": (self.inner, self.hidden) for name in inputs}
+            shapes[f"{start}mlp.{output}"] = (self.hidden, self.inner)
         merged = self.hidden * self.merge**2
         for merger in self.mergers:
             shapes |= {f"{merger}.linear_fc1": (merged, merged), f"{merger}.linear_fc2": (self.outputs, merged)}
@@ -210,12 +219,23 @@ class GridFacts(Proportional):
         shapes: dict[str, tuple[int, ...]] = {
             f"vision.patch_embed.proj.weight{end}": (own, 3, self.frames, patch, patch) for end in self.kernels
         }
-        shapes |= {"vision.patch_embed.proj.bias": (own,), "vision.pos_embed.weight": (self.side**2, own)}
+        if not self.gated:
+            shapes |= {"vision.patch_embed.proj.bias": (own,), "vision.pos_embed.weight": (self.side**2, own)}
         for norm in (*(f"blocks.{index}.norm{n}" for index in range(self.num_layers) for n in (1, 2)), "merger.norm"):
-            shapes[f"vision.{norm}.weight"] = shapes[f"vision.{norm}.bias"] = (own,)
+            shapes |= {f"vision.{norm}.{end}": (own,) for end in ("weight", "bias")[: 2 - self.gated]}
         for merger in self.mergers[1:]:
             shapes[f"{merger}.norm.weight"] = shapes[f"{merger}.norm.bias"] = (own * self.merge**2,)
         return shapes | {f"{module}.bias": shape[:1] for module, shape in self.linears().items()}
+
+    @property
+    def attention(self) -> tuple[str, ...]:
+        """The modules of a layer's that queries, keys and values come from, in this order."""
+        return ("q", "k", "v") if self.apart else ("qkv",)
+
+    @property
+    def feed_forward(self) -> tuple[str, ...]:
+        """The modules of a layer's, the last one that which gives the result."""
+        return ("gate_proj", "up_proj", "down_proj") if self.gated else ("linear_fc1", "linear_fc2")
 
     @property
     def mergers(self) -> list[str]:
@@ -228,7 +248,8 @@ class GridFacts(Proportional):
         feed-forward layer's, float32, the pixels, and vectors for more than one layer of the decoder.
         """
         patches, more = self.tokens * self.merge**2, 4 * len(self.taps) * self.tokens * self.outputs
-        return patches * 4 * (4 * self.hidden + max(6 * self.hidden, 2 * self.inner)) + 9 * self.max_pixels * 4 + more
+        inner = (2 + self.gated) * self.inner
+        return patches * 4 * (4 * self.hidden + max(6 * self.hidden, inner)) + 9 * self.max_pixels * 4 + more
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,9 @@ in llama.cpp's conversion/base.py (`MmprojModel`), qwen3vl.py and gemma.py: whic
 taken apart by frames, its merger is mm.0 and mm.2, the other mergers are called by their layers; the norm of Gemma 3's
 projector has 1 added; a patch of Gemma 4 has its colours one after the other, and its bounds are vectors of one number.
 
-llama-cpp-python 0.3.36 (libmtmd 0.5.0) reads those of Gemma 3, Qwen3.5, Qwen3-VL and Mistral 3: its vectors, on the
-CPU with flash attention, were within 4e-4, 1e-3, 6e-4 and 7e-4 of the largest element of ours (by hand, one image).
+llama-cpp-python 0.3.36 (libmtmd 0.5.0) reads those of Gemma 3, Qwen3.5, Qwen3-VL, Mistral 3 and Qwen2.5-VL: its
+vectors, on the CPU with flash attention, were within 4e-4, 1e-3, 6e-4, 7e-4 and 7e-4 of the largest element of ours (by
+hand, one image).
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ TYPES = dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_vl"), "qwen3vl_merger") 
     "gemma3": "gemma3",
     "gemma4": "gemma4v",
 }
-TYPES["mistral3"] = "pixtral"
+TYPES |= {"mistral3": "pixtral", "qwen2_5_vl": "qwen2.5vl_merger"}
 TOKENS = {
-    "qwen3vl_merger": {"image_token_id": "<|image_pad|>"},
+    **dict.fromkeys(("qwen3vl_merger", "qwen2.5vl_merger"), {"image_token_id": "<|image_pad|>"}),
     "gemma3": {"image_token_index": "<image_soft_token>", "boi_token_index": "<start_of_image>",
                "eoi_token_index": "<end_of_image>"},
     "pixtral": {"image_token_index": "[IMG]", "break": "[IMG_BREAK]", "end": "[IMG_END]"},
@@ -82,7 +83,7 @@ def write_mmproj(path: Path, made: Pictured, kind: gguf.GGMLQuantizationType = F
     writer = gguf.GGUFWriter(path, "clip")
     writer.add_type(gguf.GGUFType.MMPROJ)
     writer.add_clip_has_vision_encoder(True)
-    if projector == "pixtral":
+    if projector in ("pixtral", "qwen2.5vl_merger"):
         writer.add_vision_use_silu(True)
     else:
         writer.add_vision_use_gelu(True)
@@ -127,6 +128,9 @@ def _of_kind(projector: str, config: dict[str, Any], vision: dict[str, Any]) -> 
         taps = vision.get("deepstack_visual_indexes", ())
         sizes = {"image_size": side * vision["patch_size"], "spatial_merge_size": vision.get("spatial_merge_size", 2)}
         return sizes | {"is_deepstack_layers": [layer in taps for layer in range(vision["depth"])]}
+    if projector == "qwen2.5vl_merger":
+        every = vision["fullatt_block_indexes"][0] + 1
+        return {"image_size": 560, "n_wa_pattern": every, "window_size": vision["window_size"]}
     if projector == "pixtral":
         sizes = {"image_size": vision["image_size"], "spatial_merge_size": config["spatial_merge_size"]}
         eps = {"attention.layer_norm_epsilon": config["text_config"]["rms_norm_eps"]}
@@ -144,7 +148,7 @@ def _tensors(projector: str, vision: dict[str, Any], tensors: dict[str, Tensor])
     for name, tensor in tensors.items():
         if "language_model." in name or name.startswith(("lm_head.", "mtp.")):
             continue
-        if projector == "qwen3vl_merger":
+        if projector in ("qwen3vl_merger", "qwen2.5vl_merger"):
             yield from _of_qwen(name.removeprefix("model."), tensor, names, vision)
             continue
         if projector == "pixtral":
@@ -171,8 +175,12 @@ def _of_qwen(name: str, tensor: Tensor, names: Any, vision: dict[str, Any]) -> I
     if name == "visual.patch_embed.proj.weight":
         yield "v.patch_embd.weight", tensor[:, :, 0]
         yield "v.patch_embd.weight.1", tensor[:, :, 1]
+    elif ".qkv." in name and "fullatt_block_indexes" in vision:
+        for kind, part in zip("qkv", tensor.chunk(3), strict=True):
+            yield _mapped(names, name.replace("qkv", kind)), part
     elif name.startswith("visual.merger."):
-        for theirs, own in (("linear_fc1", "mm.0"), ("linear_fc2", "mm.2"), ("norm", "v.post_ln")):
+        for theirs, own in (("linear_fc1", "mm.0"), ("linear_fc2", "mm.2"), ("norm", "v.post_ln"),
+                            ("mlp.0", "mm.0"), ("mlp.2", "mm.2"), ("ln_q", "v.post_ln")):  # fmt: skip
             if f".{theirs}." in name:
                 yield f"{own}.{name.rpartition('.')[2]}", tensor
     elif match := _DEEP.match(name):

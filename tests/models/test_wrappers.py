@@ -60,11 +60,12 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     "llava_next-granite": {"model_type": "granite", **GRANITE},
     "internvl-qwen3-moe": {"model_type": "qwen3_moe", "head_dim": 16, **EXPERTS},
 }
-SEE = ("qwen3_vl", "qwen3_vl_moe")  # whose towers are computed
+SEE = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")  # whose towers are computed
 OTHERS: dict[str, dict[str, Any]] = {
     "granite4_vision": {"deepstack_layer_map": [[0, 0]], "downsample_rate": "1/2"},
     "fast_vlm": {"vision_config": TOWER | {"model_type": "clip_vision_model"}},  # its own needs another package
-    **dict.fromkeys(SEE, {"vision_config": TOWER | {"deepstack_visual_indexes": [0]}}),
+    "qwen2_5_vl": {"vision_config": TOWER | {"fullatt_block_indexes": [1]}},
+    **dict.fromkeys(SEE[1:], {"vision_config": TOWER | {"deepstack_visual_indexes": [0]}}),
 }
 FAST = ("qwen2_vl", "llava")
 NAMES = tuple(name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in WRAPPERS)
