@@ -131,10 +131,9 @@ class RandomLoading(Loading):
         """Qwen3 has none."""
         return None
 
-    def norm(self, name: str, size: int, bias: bool = False) -> Norm:
+    def norm(self, name: str, size: int, *, has_offset: bool = True) -> Norm:
         """Ones."""
-        added = torch.zeros(size, device=self.device) if bias else None
-        return Norm(torch.ones(size, device=self.device), self.facts.rms_norm_eps, added)
+        return Norm(torch.ones(size, device=self.device), self.facts.rms_norm_eps)
 
 
 def load(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import os
 import re
@@ -80,6 +81,15 @@ def test_all_of_it_is_rehearsed_on_a_bare_machine(tmp_path: Path) -> None:
         *("torch over ours: bf16", "torch over ours: attention"),
     ):
         assert word in names, word
+
+
+def test_drawn_models_load_as_stored_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loader that asks for more is noticed here, and not on a card."""
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    drawn = importlib.import_module("gpu_models").RandomLoading
+    for name in [name for name in vars(drawn) if not name.startswith("_")]:
+        ours, theirs = (inspect.signature(getattr(one, name)).parameters for one in (drawn, drawn.__mro__[1]))
+        assert list(ours) == list(theirs), name
 
 
 def test_every_product_is_tried_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
