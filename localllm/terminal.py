@@ -151,6 +151,11 @@ def params_short(count: int) -> str:
     return f"{count / 1e9:.1f} B" if count >= 1e9 else f"{count / 1e6:.0f} M"
 
 
+def rate(value: float) -> str:
+    """Tokens a second, or seconds, for people: '0.7', '42'."""
+    return f"{value:.0f}" if value >= 10 else f"{value:.1f}"
+
+
 def seconds_short(seconds: float) -> str:
     """A duration for people: '0.4 s', '12 s', '2:43', '1:02:03'."""
     if seconds < 10:

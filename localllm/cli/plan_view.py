@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localllm.cli.frame.console import Console, columns, wrapped
-from localllm.terminal import GIB, cell_width, clean, clean_line, counted, gib, tokens_short
+from localllm.terminal import GIB, cell_width, clean, clean_line, counted, gib, rate, tokens_short
 
 if TYPE_CHECKING:
     from localllm.cli.frame.command import Env
@@ -229,11 +229,6 @@ def option_line(subject: Subject, made: Plan) -> str:
     first = f", first token of {tokens_short(prompt)} after {rate(wait)} s" if wait else ""
     what = f"{clean_line(subject.shown)} {_short_format(subject.quant)}"
     return f"{what}, {tokens_short(made.ctx)} tokens of context, {mark} {rate(made.decode_tps)} tok/s{first}"
-
-
-def rate(tps: float) -> str:
-    """A speed, or seconds: whole from ten on."""
-    return f"{tps:.0f}" if tps >= 10 else f"{tps:.1f}"
 
 
 def _short_format(name: str) -> str:

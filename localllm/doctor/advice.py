@@ -11,7 +11,7 @@ from localllm.plan import fit
 from localllm.plan.placement import chosen_device
 from localllm.plan.plan import Plan
 from localllm.plan.planner import Planner
-from localllm.terminal import gib, tokens_short
+from localllm.terminal import gib, rate, tokens_short
 
 from .finding import Survey
 
@@ -69,7 +69,7 @@ def _model(survey: Survey, config: UserConfig) -> Advice | None:
 def pace(made: Plan) -> str:
     """'≈ 0.7 tok/s'."""
     mark = "measured" if made.basis == "measured" else "≈"
-    return f"{mark} {made.decode_tps:.0f} tok/s" if made.decode_tps >= 10 else f"{mark} {made.decode_tps:.1f} tok/s"
+    return f"{mark} {rate(made.decode_tps)} tok/s"
 
 
 def _format(survey: Survey) -> Advice | None:

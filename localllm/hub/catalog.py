@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from localllm.errors import DoesNotFit, UnsupportedModel
-from localllm.terminal import GIB, gib
+from localllm.terminal import GIB, gib, rate
 
 DEFAULT_CONTEXT = 8192  # tokens of context the default memory rule leaves room for
 
@@ -358,7 +358,7 @@ def _explain(
     """The sentence for the choice, and the lines about what else there is."""
     models = {c.candidate.name for c in considered}
     count, which = (len(models), "best") if len(models) > 1 else (len(considered), "best file")
-    reason = f"{count} candidate{'s' if count > 1 else ''}; {which} that fits {free_label}, ≈ {best.tps:.0f} tok/s"
+    reason = f"{count} candidate{'s' if count > 1 else ''}; {which} that fits {free_label}, ≈ {rate(best.tps)} tok/s"
     also = []
     bigger = [
         c for c in considered if not c.fits and not c.candidate.needs and c.candidate.params > best.candidate.params

@@ -10,14 +10,12 @@ from localllm.checkpoint.fields import MAX_LAYERS, MAX_VOCAB
 
 from .hf import Described, HfConfig, below
 from .names import NameMap
-from .qwen_vision import colours
+from .qwen_vision import CLIP_MEAN, CLIP_STD, colours
 from .vision import MAX_IMAGE_TOKENS, RowFacts
 
 _TOWER, _PROJECTOR = "patch_conv.weight", "patch_merger.merging_layer.weight"
 # the tokens of every published model: files name the first at most
 IMAGE_TOKEN, BREAK_TOKEN, END_TOKEN = 10, 12, 13
-# of colours, where no file states them: CLIP's
-MEAN, STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 
 
 def with_rows(names: NameMap, checkpoint: Checkpoint) -> NameMap:
@@ -51,7 +49,7 @@ def described_rows(given: Described, eps: float) -> RowFacts | None:
     stated = own.integer("image_size", 1, 1 << 16, 1024)
     stated = below(given.processor, "size").integer("longest_edge", 1, 1 << 16, stated)
     columns = (math.isqrt(4 * MAX_IMAGE_TOKENS + 5) - 1) // 2  # of a square image, with a token behind each row but one
-    mean, std = colours(given.processor, MEAN, STD)
+    mean, std = colours(given.processor, CLIP_MEAN, CLIP_STD)
     image_token = top.integer("image_token_id", 0, MAX_VOCAB, IMAGE_TOKEN)
     image_token = top.integer("image_token_index", 0, MAX_VOCAB, image_token)
     if image_token != IMAGE_TOKEN and top.raw("image_break_token_id") is None:

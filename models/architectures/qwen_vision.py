@@ -20,7 +20,8 @@ SECTIONS = [11, 11, 10]  # pairs that turn by time, row and column, where files 
 VL_SECTIONS = [24, 20, 20]  # Qwen3-VL's, which turns whole heads
 GATED_SECTIONS = [16, 24, 24]  # Qwen2.5-VL's, one behind the other
 MIN_PIXELS, MAX_PIXELS = 1 << 16, 1 << 24  # what files without a processor's configuration mean
-SHARE = 0.5  # mean and deviation of a colour, where they are not stated
+HALF = [0.5] * 3  # means and deviations of the colours, where they are not stated
+CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]  # of Qwen2.5-VL's
 
 
 def grid_parts(checkpoint: Checkpoint) -> dict[str, str]:
@@ -61,7 +62,8 @@ def grid_vision(given: Described | None, axes: tuple[int, ...], *, gated: bool =
     if gated and not window:
         raise own.fail("window_size", f"holds no square of {factor} pixels a side")
     parameters = below(own, "rope_parameters")
-    pixels, mean, std = _processing(given.processor)
+    pixels = _pixels(given.processor)
+    mean, std = colours(given.processor, *((CLIP_MEAN, CLIP_STD) if gated else (HALF, HALF)))
     facts = GridFacts(
         num_layers=depth,
         hidden=hidden,
@@ -125,12 +127,12 @@ def interleaved(sections: Sequence[int], half: int) -> tuple[int, ...]:
     return tuple(next((a for a in (1, 2) if pair % 3 == a and pair < 3 * sections[a]), 0) for pair in range(half))
 
 
-def _processing(fields: Fields) -> tuple[tuple[int, int], Any, Any]:
-    """(the least and the most pixels), means and deviations of the colours, as the processor's file says."""
+def _pixels(fields: Fields) -> tuple[int, int]:
+    """The least and the most pixels of an image, as the processor's file says."""
     size = below(fields, "size")
     least = size.integer("shortest_edge", 1, 1 << 30, fields.integer("min_pixels", 1, 1 << 30, MIN_PIXELS))
     most = size.integer("longest_edge", 1, 1 << 30, fields.integer("max_pixels", 1, 1 << 30, MAX_PIXELS))
-    return (least, max(least, most)), *colours(fields, [SHARE] * 3, [SHARE] * 3)
+    return least, max(least, most)
 
 
 def colours(fields: Fields, mean: list[float], std: list[float]) -> tuple[Any, Any]:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from localllm.models.architectures.pixtral_vision import MEAN, STD
+from localllm.models.architectures.qwen_vision import CLIP_MEAN, CLIP_STD
 
 from .test_gguf_models import write_gguf
 from .test_images import Pictured
@@ -130,11 +130,12 @@ def _of_kind(projector: str, config: dict[str, Any], vision: dict[str, Any]) -> 
         return sizes | {"is_deepstack_layers": [layer in taps for layer in range(vision["depth"])]}
     if projector == "qwen2.5vl_merger":
         every = vision["fullatt_block_indexes"][0] + 1
-        return {"image_size": 560, "n_wa_pattern": every, "window_size": vision["window_size"]}
+        sizes = {"image_size": 560, "n_wa_pattern": every, "window_size": vision["window_size"]}
+        return sizes | {"image_mean": CLIP_MEAN, "image_std": CLIP_STD}
     if projector == "pixtral":
         sizes = {"image_size": vision["image_size"], "spatial_merge_size": config["spatial_merge_size"]}
         eps = {"attention.layer_norm_epsilon": config["text_config"]["rms_norm_eps"]}
-        return sizes | eps | {"image_mean": MEAN, "image_std": STD}
+        return sizes | eps | {"image_mean": CLIP_MEAN, "image_std": CLIP_STD}
     if projector == "gemma4v":
         return {"image_size": 224, "projector.scale_factor": vision["pooling_kernel_size"]}
     side = vision["image_size"] // vision["patch_size"]

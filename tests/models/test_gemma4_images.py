@@ -7,6 +7,7 @@ import functools
 import io
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,12 @@ from localllm.errors import BadModelFile
 from localllm.llm.pictures import read_image
 from localllm.models.architectures import open_model
 from localllm.models.architectures.vision import PatchFacts, PooledFacts
-from localllm.models.inputs import ImageRows
 from localllm.models.loader import LoadOptions, load_model
 from localllm.request import PromptImage, Request, SamplingParams
 
 from .conftest import GEMMA4_ROPE
 from .test_decode_graphs import answers, engine_of
-from .test_images import Pictured, error
+from .test_images import Pictured, computed_of, error
 
 IMAGE = 90  # its token
 GRIDS = ((2, 4), (3, 2), (1, 3))  # rows and columns of vectors
@@ -152,21 +152,7 @@ def test_vectors_in_half_precision_are_as_near_as_theirs(
     assert found.dtype == reference.dtype and 0 < off < 1.2 * allowed
 
 
-def computed(driver: Any, vectors: list[Tensor], chunks: list[int]) -> Tensor:
-    """Logits of every token of PROMPT."""
-    rows, start = [], 0
-    for length in chunks:
-        batch = driver.batch({0: PROMPT[start : start + length]})
-        images = []
-        for at, found in zip(STARTS, vectors, strict=True):
-            first, last = max(at, start), min(at + found.shape[0], start + length)
-            if first < last:
-                images.append(ImageRows(0, first - start, first, found[first - at : last - at]))
-        with torch.inference_mode():
-            rows.append(driver.model.logits(driver.model.forward(replace(batch, images=tuple(images)), driver.cache)))
-        start += length
-    assert start == len(PROMPT)
-    return torch.cat(rows)
+computed = partial(computed_of, PROMPT, STARTS)
 
 
 @pytest.mark.parametrize("kind", kinds("31b", "12b"))

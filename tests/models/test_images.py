@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,25 @@ def pictured() -> Pictured:
     return made()
 
 
+def computed_of(
+    prompt: Sequence[int], starts: Sequence[int], driver: Any, vectors: list[Tensor], chunks: list[int]
+) -> Tensor:
+    """Logits of every token of a prompt with images at these places; a chunk may begin and end in one."""
+    rows, start = [], 0
+    for length in chunks:
+        batch = driver.batch({0: prompt[start : start + length]})
+        images = []
+        for at, found in zip(starts, vectors, strict=True):
+            first, last = max(at, start), min(at + found.shape[0], start + length)
+            if first < last:
+                images.append(ImageRows(0, first - start, first, found[first - at : last - at]))
+        with torch.inference_mode():
+            rows.append(driver.model.logits(driver.model.forward(replace(batch, images=tuple(images)), driver.cache)))
+        start += length
+    assert start == len(prompt)
+    return torch.cat(rows)
+
+
 def pixels(number: int) -> Tensor:
     generator = torch.Generator().manual_seed(number)
     return torch.randint(0, 256, (42, 42, 3), generator=generator, dtype=torch.uint8)
@@ -102,22 +121,7 @@ def test_vectors_match_transformers(pictured: Pictured, model: Any) -> None:
     assert error(ours, reference) < 1e-4
 
 
-def computed(driver: Any, vectors: list[Tensor], chunks: list[int]) -> Tensor:
-    """Logits of every token of PROMPT; chunks may begin in an image, and never end in one."""
-    rows, start = [], 0
-    for length in chunks:
-        batch = driver.batch({0: PROMPT[start : start + length]})
-        images = []
-        for first, found in zip(STARTS, vectors, strict=True):
-            if first < start + length and start < first + TOKENS:
-                skipped = max(0, start - first)
-                images.append(ImageRows(0, first + skipped - start, first + skipped, found[skipped:]))
-        with torch.inference_mode():
-            batch = replace(batch, images=tuple(images))
-            rows.append(driver.model.logits(driver.model.forward(batch, driver.cache)))
-        start += length
-    assert start == len(PROMPT)
-    return torch.cat(rows)
+computed = partial(computed_of, PROMPT, STARTS)
 
 
 def test_logits_with_images_match_transformers(pictured: Pictured, model: Any, paged: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,13 @@ from torch import Tensor
 from localllm.errors import BadModelFile
 from localllm.models.architectures import open_model
 from localllm.models.architectures.vision import MAX_IMAGE_TOKENS, RowFacts
-from localllm.models.inputs import ImageRows
 from localllm.models.loader import LoadOptions, load_model
 
-from .test_images import Pictured, error
+from .test_grid_images import SIDE, pixels
+from .test_images import Pictured, computed_of, error
 
 IMAGE, BREAK, END = 10, 12, 13
 GRIDS = ((3, 5), (4, 2), (1, 3))  # rows and columns of vectors
-SIDE = 12  # pixels of a vector
 TEXT = {
     "vocab_size": 99, "hidden_size": 44, "intermediate_size": 70, "num_hidden_layers": 2, "head_dim": 20,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": 1,
@@ -77,12 +76,6 @@ def model(pictured: Pictured, tmp_path_factory: pytest.TempPathFactory) -> Any:
         return load_model(checkpoint, LoadOptions(exact=True))
 
 
-def pixels(grid: tuple[int, int]) -> Tensor:
-    generator = torch.Generator().manual_seed(sum(grid))
-    size = (grid[0] * SIDE, grid[1] * SIDE, 3)
-    return torch.randint(0, 256, size, generator=generator, dtype=torch.uint8)
-
-
 def processor(longest: int = 120) -> Any:
     from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
@@ -94,21 +87,7 @@ def theirs(images: list[Tensor]) -> dict[str, Tensor]:
     return {"pixel_values": given["pixel_values"], "image_sizes": given["image_sizes"]}
 
 
-def computed(driver: Any, vectors: list[Tensor], chunks: list[int]) -> Tensor:
-    """Logits of every token of PROMPT; a chunk may begin and end in an image."""
-    rows, start = [], 0
-    for length in chunks:
-        batch = driver.batch({0: PROMPT[start : start + length]})
-        images = []
-        for at, found in zip(STARTS, vectors, strict=True):
-            first, last = max(at, start), min(at + len(found), start + length)
-            if first < last:
-                images.append(ImageRows(0, first - start, first, found[first - at : last - at]))
-        with torch.inference_mode():
-            rows.append(driver.model.logits(driver.model.forward(replace(batch, images=tuple(images)), driver.cache)))
-        start += length
-    assert start == len(PROMPT)
-    return torch.cat(rows)
+computed = partial(computed_of, PROMPT, STARTS)
 
 
 def test_logits_with_images_match_transformers(pictured: Pictured, model: Any, paged: Any) -> None:

@@ -135,7 +135,8 @@ def test_pages_of_an_image_belong_to_that_image_and_shape(llm: LLM) -> None:
     assert again[0] == wide[0] and again[1] == pytest.approx(wide[1], abs=1e-4) and again[2] >= 40
 
 
-def test_chunks_preemption_and_answers_that_are_read_again_change_nothing(llm: LLM, folder: Path) -> None:
+def check_pieces(llm: LLM, folder: Path) -> None:
+    """Chunks, preemption and answers that are read again change nothing."""
     questions = asked(WIDE, OTHER, HIGH), asked(HIGH, text="the sea and")
     wanted = [answer(llm, one)[:2] for one in questions]
     with LLM(folder, device="cpu", ctx=512, prefill_budget=7, prefix_cache=False, debug_invariants=True) as small:
@@ -147,6 +148,10 @@ def test_chunks_preemption_and_answers_that_are_read_again_change_nothing(llm: L
         found = [[one.token_ids for one in turn.answer().completions] for turn in turns]  # the second begins
         assert small.stats().num_preemptions > 0
     assert found == [[ids, ids] for ids, _ in wanted]
+
+
+def test_chunks_preemption_and_answers_that_are_read_again_change_nothing(llm: LLM, folder: Path) -> None:
+    check_pieces(llm, folder)
 
 
 def test_what_does_not_fit_or_is_no_picture_for_it_is_refused(llm: LLM) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from localllm.models.architectures.layers import Dense
 from localllm.models.architectures.mixers import Attention, RopeFacts
 from localllm.models.architectures.vision import RowFacts
 
-from .test_grid_images import GREEDY, HIDDEN, HIGH, OTHER, SIDE, WIDE, answer, asked
+from .test_grid_images import HIDDEN, HIGH, OTHER, SIDE, WIDE, answer, asked, check_pieces
 
 TEMPLATE = (
     "{% for m in messages %}[INST]{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
@@ -95,14 +94,4 @@ def test_a_token_stands_between_rows_and_one_behind_them(llm: LLM) -> None:
 
 
 def test_chunks_and_preemption_change_nothing(llm: LLM, folder: Path) -> None:
-    questions = asked(WIDE, OTHER, HIGH), asked(HIGH, text="the sea and")
-    wanted = [answer(llm, one)[:2] for one in questions]
-    with LLM(folder, device="cpu", ctx=512, prefill_budget=7, prefix_cache=False, debug_invariants=True) as small:
-        for question, (ids, logprobs) in zip(questions, wanted, strict=True):  # a chunk ends inside of an image
-            found = answer(small, question)
-            assert found[0] == ids and found[1] == pytest.approx(logprobs, abs=1e-4)
-        small.engine.scheduler.limits = replace(small.engine.scheduler.limits, preempt_every=3, prefill_budget=50)
-        turns = [small.begin_chat(question, replace(GREEDY, n=2)) for question in questions]
-        found = [[one.token_ids for one in turn.answer().completions] for turn in turns]
-        assert small.stats().num_preemptions > 0
-    assert found == [[ids, ids] for ids, _ in wanted]
+    check_pieces(llm, folder)

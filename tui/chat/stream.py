@@ -11,7 +11,7 @@ from localllm.conversation.session import Session
 from localllm.conversation.slash import OFF
 from localllm.interface import ChatEvent, Delta, Done, Failed, Prefill
 from localllm.request import LoadProgress
-from localllm.terminal import clean_line, tokens_short
+from localllm.terminal import clean_line, rate, tokens_short
 from localllm.tui.widgets.engine import EnginePanel, sparkline
 from localllm.tui.widgets.messages import AssistantMessage
 from localllm.tui.widgets.status import bar
@@ -122,7 +122,7 @@ class Stream(Turns):
             await self._loading_failed(Failed(-1, "E202", message, "", fixes))
             return
         self.phase = "ready"
-        speed = f" · est. {facts.decode_tps:.0f} tok/s" if facts.decode_tps else ""
+        speed = f" · est. {rate(facts.decode_tps)} tok/s" if facts.decode_tps else ""
         self.state.text = f"ready{speed}"
         await transcript.say(facts.run_summary, after=card)
         for warning in facts.warnings:

@@ -19,7 +19,7 @@ from textual.widgets import Static
 from localllm.conversation.session import Session
 from localllm.interface import Facts
 from localllm.request import Timing
-from localllm.terminal import clean, gib
+from localllm.terminal import clean, gib, rate
 from localllm.tui.frame import Frame
 
 LOOK_S = 0.5
@@ -147,9 +147,9 @@ class EnginePanel(VerticalScroll):
         yield Content("")
 
     def _speed(self, facts: Facts, width: int) -> Iterator[Content]:
-        rate = self._decode_tps[-1] if self._decode_tps else 0.0
-        expected = f" · ≈ {facts.decode_tps:.0f} expected" if facts.decode_tps and not rate else ""
-        yield _head("Speed", (f"{rate:.1f} tok/s" if rate else "–") + expected)
+        now = self._decode_tps[-1] if self._decode_tps else 0.0
+        expected = f" · ≈ {rate(facts.decode_tps)} expected" if facts.decode_tps and not now else ""
+        yield _head("Speed", (f"{now:.1f} tok/s" if now else "–") + expected)
         yield _row(self._decode_tps, width)
         ttft = f"{self._ttft_s[-1] * 1000:,.0f} ms" if self._ttft_s else "–"
         yield _head("TTFT", ttft)

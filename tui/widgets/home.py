@@ -13,7 +13,7 @@ from textual.widgets.option_list import Option
 
 from localllm.history.records import SavedChat
 from localllm.interface import Check, ModelChoice
-from localllm.terminal import clean_line, fit, gib, tokens_short
+from localllm.terminal import clean_line, fit, gib, rate, tokens_short
 from localllm.tui.keymap import Keymap
 
 CHATS = 3
@@ -131,7 +131,7 @@ def _offered(models: Sequence[ModelChoice]) -> list[ModelChoice]:
 
 def pace(row: ModelChoice, unit: str = "tok/s") -> str:
     """'✓ 91 tok/s', measured, or '≈ 0.7 tok/s', estimated."""
-    return f"{'✓' if row.basis == 'measured' else '≈'} {row.tps:.{0 if row.tps >= 10 else 1}f} {unit}"
+    return f"{'✓' if row.basis == 'measured' else '≈'} {rate(row.tps)} {unit}"
 
 
 def model_line(row: ModelChoice, width: int) -> str:

@@ -11,12 +11,11 @@ from typer import Option
 
 from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.console import iso, one_of, picked
-from localllm.cli.plan_view import rate
 from localllm.errors import LocalLLMError
 from localllm.paths import existing, home_short
 from localllm.plan.quality import note as quality_note
 from localllm.plan.quality import saved as saved_quality
-from localllm.terminal import clean_line, counted, gib, params_short, tokens_short
+from localllm.terminal import clean_line, counted, gib, params_short, rate, tokens_short
 
 if TYPE_CHECKING:
     from localllm.hub import LocalModel

@@ -25,10 +25,10 @@ from localllm.cli.frame.options import (
     numbers,
 )
 from localllm.cli.names import local, opened
-from localllm.cli.plan_view import FIRST_TOKEN_AT, Row, Sheet, Subject, option_line, rate, show
+from localllm.cli.plan_view import FIRST_TOKEN_AT, Row, Sheet, Subject, option_line, show
 from localllm.config import UserConfig
 from localllm.errors import ConfigError, LocalLLMError, UnsupportedModel
-from localllm.terminal import gib
+from localllm.terminal import gib, rate
 
 if TYPE_CHECKING:
     from localllm.hub.catalog import Candidate, DownloadLimit

@@ -9,7 +9,7 @@ from localllm.cli.attach import ask
 from localllm.cli.frame.command import Env, command
 from localllm.device.processes import Running, running
 from localllm.engine.page_files import stored_files
-from localllm.terminal import clean_line, gib, seconds_short
+from localllm.terminal import clean_line, gib, rate, seconds_short
 
 
 @command("localllm ps", "localllm ps --json")
@@ -69,7 +69,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         f"{row.get('running', 0)}/{parallel}"
         if ready and parallel
         else _STATES.get(row.get("state"), str(row.get("state"))),
-        f"{tps:.0f} t/s" if tps else "–",
+        f"{rate(tps)} t/s" if tps else "–",
         seconds_short(row["up_s"]),
         seconds_short(expires) if expires is not None else "–",
         row["url"] or "–",

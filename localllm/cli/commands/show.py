@@ -17,7 +17,7 @@ from localllm.llm.sampling import recommended
 from localllm.paths import home_short
 from localllm.plan.quality import note as quality_note
 from localllm.plan.quality import saved as saved_quality
-from localllm.terminal import clean_line, counted, gib, params_short
+from localllm.terminal import clean_line, counted, gib, params_short, rate
 
 if TYPE_CHECKING:
     from localllm.config import EngineOptions
@@ -150,7 +150,7 @@ def _print_facts(env: Env, checkpoint: OpenModel, fields: dict[str, Any]) -> Non
     fit = here.get("reason") or (
         f"{'fits' if here['fits'] else 'does not fit'} on {here['device']}: needs {gib(here['need_bytes'])} of"
         f" {gib(here['have_bytes'])} at {here['ctx']:,} tokens with {requests} at once,"
-        f" {mark} {here['decode_tps']:.0f} tok/s"
+        f" {mark} {rate(here['decode_tps'])} tok/s"
     )
     rows = [
         ("name", fields["id"] if not facts.name else f"{fields['id']} ({facts.name})"),
