@@ -47,7 +47,7 @@ def test_a_violated_invariant_ends_the_process(tiny_path: Path) -> None:
         "import sys; from localllm import LLM; from localllm.engine import invariant\n"
         "llm = LLM(sys.argv[1], ctx=256, debug_invariants=True); llm.generate([1, 2, 3])\n"
         "invariant.exit_on_violation()\n"
-        "llm.engine.scheduler.pages.pools[0].refs[0] += 1\n"
+        "llm.engine.scheduler.pages.pools[0].refs[-1] += 1\n"  # a page that no sequence will take and so mend
         "llm.generate([4, 5, 6]); print('still here')"
     )
     done = subprocess.run(
