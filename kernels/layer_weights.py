@@ -122,6 +122,7 @@ class AttentionWeights:
     softcap: float | None = None
     interleaved: bool = False  # RoPE pairs (2j, 2j + 1) instead of (j, j + half)
     gate: bool = False  # after each query head in `qkv` comes its gate; its sigmoid multiplies what attention gives
+    head_gates: bool = False  # gates are one number a head, which lie behind all queries in `qkv`
     v_norm: Norm | None = None  # over head_dim
     temperature: tuple[float, int] | None = None  # (b, n): queries at position p grow by 1 + b ln(1 + floor(p / n))
     sinks: Tensor | None = None  # float32 [num_heads]: a score more for every query of a head, without a value
@@ -192,6 +193,7 @@ class ConvWeights:
     out: Linear
     conv: Tensor  # float32 [channels, width]
     bias: Tensor | None = None  # float32 [channels]
+    post_norm: Norm | None = None  # on the output, before the residual
     join: Join | None = None  # of `out`, where ranks have a part each
 
 
@@ -315,7 +317,7 @@ FUSED_DELTA = frozenset(
         *("num_k_heads", "num_v_heads", "k_dim", "v_dim", "tiled"),
     )
 )
-FUSED_CONV = frozenset(("norm", "inputs", "out", "conv", "bias"))
+FUSED_CONV = frozenset(("norm", "inputs", "out", "conv", "bias", "post_norm"))
 FUSED_MAMBA = frozenset(
     (
         *("norm", "inputs", "out", "conv", "conv_bias", "decay", "skip", "dt_bias", "out_norm", "gain"),

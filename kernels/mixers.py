@@ -63,7 +63,11 @@ def attn_in(
     normed = norm_rows(rms_norm, x, weights.norm)  # lives on until the end: the plan counts it
     rows = weights.qkv(normed)
     gates = None
-    if weights.gate:
+    if weights.head_gates:
+        queries, numbers, rest = rows.split([heads * dim, heads, (kv_heads + v_heads) * dim], -1)
+        gates = numbers.unsqueeze(-1).expand(-1, -1, dim)
+        rows = torch.cat([queries, rest], -1)
+    elif weights.gate:
         gated, rest = rows.split([2 * heads * dim, (kv_heads + v_heads) * dim], -1)
         queries, gates = gated.view(-1, heads, 2 * dim).split(dim, -1)
         rows = torch.cat([queries.flatten(1), rest], -1)
@@ -206,13 +210,14 @@ def short_conv(
     slots: Tensor,
     cu_query_lens: Tensor,
 ) -> Tensor:
-    """x + out(c · conv(b · h)), where b, c and h are made of the normed x: [num_tokens, hidden], in the place of x.
+    """x + post_norm(out(c · conv(b · h))), b, c and h made of the normed x: [num_tokens, hidden], in its place.
 
     kept, slots   as of `gated_delta`; there is no state but the convolution's
     """
     b, c, h = weights.inputs(norm_rows(rms_norm, x, weights.norm)).chunk(3, -1)
     mixed = causal_conv(b * h, weights.conv, weights.bias, kept.conv, slots, cu_query_lens)
-    return x.add_(product(weights.out, (c * mixed).to(x.dtype), weights.join))
+    given = product(weights.out, (c * mixed).to(x.dtype), weights.join)
+    return add_output(rms_norm, x, given, weights.post_norm)
 
 
 def mamba(

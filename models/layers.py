@@ -139,7 +139,7 @@ def _attention(layer: LayerReader, facts: Attention) -> AttentionWeights:
 
     return AttentionWeights(
         norm=layer.norm_if(layer.norms.before_mixer),
-        qkv=layer.gated(facts) if facts.gate_apart else _in_file_order(layer.linear("qkv", *facts.inputs), facts),
+        qkv=layer.gated(facts) if facts.gate == "apart" else _in_file_order(layer.linear("qkv", *facts.inputs), facts),
         **layer.joined("o", "self_attn.o_proj"),
         num_heads=facts.num_heads,
         num_kv_heads=facts.num_kv_heads,
@@ -156,7 +156,8 @@ def _attention(layer: LayerReader, facts: Attention) -> AttentionWeights:
         k_is_v=facts.k_is_v and keeps,
         reads_only=not keeps,
         sinks=layer.vector("self_attn.sinks") if facts.sinks else None,
-        gate=facts.gate,
+        gate=bool(facts.gate),
+        head_gates=facts.gate == "heads",
         temperature=facts.temperature if facts.temperature and layer.reader.context > facts.temperature[1] else None,
         causal=facts.causal,
         sum_norm=layer.norm_if(layer.norms.over_mixer),
@@ -256,6 +257,7 @@ def _short_conv(layer: LayerReader, facts: ShortConv) -> ConvWeights:
         norm=layer.norm_if(layer.norms.before_mixer),
         inputs=layer.linear("conv_in", "conv.in_proj"),
         **layer.joined("o", "conv.out_proj"),
+        post_norm=layer.norm_after(layer.norms.after_mixer),
         conv=layer.vector("conv.conv.weight"),
         bias=layer.vector("conv.conv.bias") if facts.bias else None,
     )

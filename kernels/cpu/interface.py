@@ -169,7 +169,7 @@ class CDeltaLayer(ctypes.Structure):
 class CConvLayer(ctypes.Structure):
     """`ll_conv_layer`."""
 
-    _fields_ = [("hidden", c_int64), ("norm", CNorm), *_each(CLinear, "inputs out"), ("conv", CConv)]
+    _fields_ = [("hidden", c_int64), *_each(CNorm, "norm post_norm"), *_each(CLinear, "inputs out"), ("conv", CConv)]
 
 
 class CMambaLayer(ctypes.Structure):

@@ -50,7 +50,7 @@ from .linear import TAKES
 
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 _EXPERT_ACTIVATIONS = ("silu", "gelu_tanh", "swiglu_oai")  # as experts.h numbers them
-KNOWN_ATTENTION = FUSED_ATTENTION | {"gate"}
+KNOWN_ATTENTION = FUSED_ATTENTION | {"gate", "head_gates"}
 LARGEST_CONV = 8  # CONV_WIDTH_MAX of C
 LARGEST_HEAD, LARGEST_TURN = 512, 128  # DIM_MAX and TURNED_MAX of C
 _ROUTERS = ("softmax", "softmax_topk", "sigmoid")
@@ -80,7 +80,7 @@ def attention_layer(w: AttentionWeights) -> Layer | None:
         num_kv_heads=w.num_kv_heads,
         head_dim=w.head_dim,
         interleaved=w.interleaved,
-        gated=w.gate,
+        gated=w.gate + w.head_gates,
         norm=_norm(w.norm, kept),
         q_norm=_norm(w.q_norm, kept),
         k_norm=_norm(w.k_norm, kept),
@@ -127,7 +127,9 @@ def conv_layer(w: ConvWeights) -> Layer | None:
     inputs, out, conv = _linear(w.inputs, kept), _linear(w.out, kept), _conv(w.conv, w.bias, kept)
     if inputs is None or out is None or conv is None or w.norm is None or not has_only(w, FUSED_CONV):
         return None
-    return Layer(CConvLayer(w.norm.weight.shape[0], _norm(w.norm, kept), inputs, out, conv), kept)
+    return Layer(
+        CConvLayer(w.norm.weight.shape[0], _norm(w.norm, kept), _norm(w.post_norm, kept), inputs, out, conv), kept
+    )
 
 
 def mamba_layer(w: MambaWeights) -> Layer | None:

@@ -7,7 +7,7 @@
 
 typedef struct {
     int64_t hidden;
-    ll_norm norm;
+    ll_norm norm, post_norm;
     ll_linear_op inputs, out;
     ll_conv conv;
 } ll_conv_layer;
@@ -135,9 +135,9 @@ static void run_convolution(task_fn fn, state_segment *job)
     else pool_run(fn, job, tasks);
 }
 
-/* x [tokens][hidden] += out(what `job` makes of the normed x); of `job` the first four members are there. */
-static int states_locked(state_segment *job, const ll_norm *norm, const ll_linear_op *inputs, const ll_linear_op *out,
-                         const ll_linear_op *next, int64_t tokens, int64_t hidden, float *x)
+/* x [tokens][hidden] += post(out(what `job` makes of the normed x)); of `job` the first four members are there. */
+static int states_locked(state_segment *job, const ll_norm *norm, const ll_norm *post, const ll_linear_op *inputs,
+                         const ll_linear_op *out, const ll_linear_op *next, int64_t tokens, int64_t hidden, float *x)
 {
     const int64_t most = tokens < AT_ONCE ? tokens : AT_ONCE, channels = job->conv->channels;
     const int64_t inner = job->mamba ? job->mamba->heads * job->mamba->dim : channels;
@@ -164,8 +164,7 @@ static int states_locked(state_segment *job, const ll_norm *norm, const ll_linea
             run_convolution(gated_convolve, job);
         }
         hint_next(next, job->m);
-        const ll_norm none = {NULL, 0.0};
-        if (linear_onto(out, &none, job->made, job->m, x, normed)) break;
+        if (linear_onto(out, post, job->made, job->m, x, normed)) break;
     }
     adapters_from = 0;
     return job->first < tokens ? -1 : 0;
@@ -175,17 +174,18 @@ static int short_conv_locked(const ll_conv_layer *l, const ll_state_slots *kept,
                              int64_t tokens, float *x)
 {
     state_segment job = {.conv = &l->conv, .kept = kept, .sequences = sequences};
-    return states_locked(&job, &l->norm, &l->inputs, &l->out, next, tokens, l->hidden, x);
+    return states_locked(&job, &l->norm, &l->post_norm, &l->inputs, &l->out, next, tokens, l->hidden, x);
 }
 
 static int mamba_locked(const ll_mamba_layer *l, const ll_state_slots *kept, const ll_sequences *sequences, const ll_linear_op *next,
                         int64_t tokens, float *x)
 {
     state_segment job = {.conv = &l->conv, .mamba = l, .kept = kept, .sequences = sequences};
-    return states_locked(&job, &l->norm, &l->inputs, &l->out, next, tokens, l->hidden, x);
+    const ll_norm none = {NULL, 0.0};
+    return states_locked(&job, &l->norm, &none, &l->inputs, &l->out, next, tokens, l->hidden, x);
 }
 
-/* x [tokens][hidden] += out(c conv(b h)), b, c and h of the normed x */
+/* x [tokens][hidden] += post(out(c conv(b h))), b, c and h of the normed x */
 int64_t ll_short_conv(const ll_conv_layer *l, const ll_state_slots *kept, const ll_sequences *sequences, int64_t tokens, float *x)
 {
     pthread_mutex_lock(&pool.lock);

@@ -14,7 +14,7 @@
 
 typedef struct {
     int64_t hidden, num_heads, num_kv_heads, head_dim, interleaved;
-    int64_t gated; /* behind each query comes its gate, in `qkv` and in q */
+    int64_t gated; /* behind each query comes its gate, in q and in `qkv`; 2: in `qkv` one number a head lies behind all queries */
     ll_norm norm, q_norm, k_norm, post_norm;
     ll_linear_op qkv, out;
 } ll_attention_layer;
@@ -47,18 +47,20 @@ static void split_tokens(void *arg, int64_t begin, int64_t end, int thread)
     (void)thread;
     const split_job *j = arg;
     const ll_attention_layer *l = j->l;
-    const int64_t dim = l->head_dim, heads = l->num_heads, kv = l->num_kv_heads, half = j->s->half, width = dim * (1 + l->gated);
+    const int64_t dim = l->head_dim, heads = l->num_heads, kv = l->num_kv_heads, half = j->s->half, width = dim * (1 + !!l->gated);
+    const int64_t step = l->gated == 2 ? dim : width, queries = heads * (l->gated == 2 ? dim + 1 : width);
     const kv_pages *pages = &j->s->cache.pages;
     float head[DIM_MAX];
     for (int64_t i = begin; i < end; i++) {
         const int64_t t = j->first + i, slot = j->s->cache.slots[t];
         const int64_t turn = (j->s->rows ? j->s->rows[t] : t) * half;
-        const float *row = j->qkv + i * (heads * width + 2 * kv * dim), *keys = row + heads * width, *cos = j->s->cos + turn, *sin = j->s->sin + turn;
+        const float *row = j->qkv + i * (queries + 2 * kv * dim), *keys = row + queries, *cos = j->s->cos + turn, *sin = j->s->sin + turn;
         for (int64_t h = 0; h < heads + kv; h++) {
             const ll_norm *norm = h < heads ? &l->q_norm : &l->k_norm;
-            const float *from = h < heads ? row + h * width : keys + (h - heads) * dim;
+            const float *from = h < heads ? row + h * step : keys + (h - heads) * dim;
             float *to = h < heads ? j->q + (t * heads + h) * width : head;
-            if (h < heads && l->gated) memcpy(to + dim, from + dim, (size_t)dim * 4);
+            if (h < heads && l->gated == 1) memcpy(to + dim, from + dim, (size_t)dim * 4);
+            for (int64_t d = 0; h < heads && l->gated == 2 && d < dim; d++) to[dim + d] = row[heads * dim + h];
             if (norm->weight) {
                 norm_row(from, norm->weight, (float)norm->eps, dim, to);
                 from = to;
@@ -255,11 +257,11 @@ static int mixer_locked(const ll_decoder_layer *d, const ll_pass *p, int picks, 
     const ll_view *view = &p->views[d->view];
     const ll_step step = {p->num_tokens, view->half, view->cos, view->sin, p->positions, {d->pages, view->slots}};
     const ll_attention_args args = {d->pages, q, attended, view->block_table, picks ? cu_rows : p->cu_query_lens, p->seq_lens, d->sinks,
-                                    p->num_seqs, view->max_pages, l->num_heads, d->window, (float)d->scale, (float)d->softcap, 0, l->gated};
+                                    p->num_seqs, view->max_pages, l->num_heads, d->window, (float)d->scale, (float)d->softcap, 0, !!l->gated};
     hint_next(&l->out, rows);
     if (attn_in_locked(l, x, &step, q)) return -1;
     if (!rows) return 0;
-    if (picks) pick_rows(p, l->num_heads * l->head_dim * (1 + l->gated), l->hidden, q, x, cu_rows);
+    if (picks) pick_rows(p, l->num_heads * l->head_dim * (1 + !!l->gated), l->hidden, q, x, cu_rows);
     if (attention_locked(&args)) return -1;
     hint_next(next, rows);
     return attn_out_locked(l, attended, rows, x);
@@ -292,7 +294,7 @@ int64_t ll_decoder(const ll_decoder_layer *layers, const ll_pass *p, float *x)
     int64_t widest = 0;
     for (int64_t i = 0; i < p->num_layers; i++) {
         const ll_attention_layer *l = layers[i].attention;
-        if (l && l->num_heads * l->head_dim * (1 + l->gated) > widest) widest = l->num_heads * l->head_dim * (1 + l->gated);
+        if (l && l->num_heads * l->head_dim * (1 + !!l->gated) > widest) widest = l->num_heads * l->head_dim * (1 + !!l->gated);
     }
     pthread_mutex_lock(&pool.lock);
     float *q = (float *)scratch(3, 2 * p->num_tokens * widest * 4 + (p->num_seqs + 1) * 4), *attended = q + p->num_tokens * widest;

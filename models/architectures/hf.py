@@ -108,7 +108,7 @@ class HfConfig(Config):
         Scaling that is stated once is that of the layers that see all. Without `local_theta` both have one theta.
         """
         given, keys = self.given, self.keys
-        parameters = object_of(given, "rope_parameters")
+        parameters = object_of(given, "rope_parameters") or object_of(keys, "rope_parameters")
         nested = {}
         for kind in ("full_attention", "sliding_attention"):
             nested[kind] = {} if parameters.get(kind) is None else parameters[kind]
@@ -127,10 +127,10 @@ class HfConfig(Config):
         `rope_scaling` beside `rope_theta`, or transformers 5's `rope_parameters`.
         """
         given, context, fields = self.given, self.context, Fields(self.given.path, values)
-        partial = self.keys.number(
-            "partial_rotary_factor", 1e-3, 1.0, 1.0
-        )  # it may lie outside of the rope's own object
-        dim = int(self.head_dim * fields.number("partial_rotary_factor", 1e-3, 1.0, partial))
+        # it may lie outside of the rope's own object
+        partial = self.keys.number("partial_rotary_factor", 1e-3, 1.0, 1.0)
+        partial = fields.number("partial_rotary_factor", 1e-3, 1.0, partial)
+        dim = int(self.head_dim * partial)
         if not 2 <= dim <= MAX_HEAD_DIM:
             raise fields.fail("partial_rotary_factor", f"leaves {dim} rotated elements of a head of {self.head_dim}")
         theta = fields.number("rope_theta", 1.0, 1e15)
@@ -143,6 +143,8 @@ class HfConfig(Config):
         original = fields.integer("original_max_position_embeddings", 1, MAX_CONTEXT, stated)
         if kind in ("longrope", "su") or (kind == "yarn" and fields.raw("long_factor") is not None):
             return self._longrope(fields, RopeFacts(theta, dim, original_context=original)), context
+        if kind == "proportional" and fields.number("factor", 1e-3, 1e6, 1.0) == 1.0:
+            return RopeFacts(theta, self.head_dim, kind, turning=int(partial * self.head_dim // 2)), context
         factor = fields.number("factor", 1e-3, 1e6)
         if kind == "linear":
             return RopeFacts(theta, dim, "linear", factor), context

@@ -1,4 +1,4 @@
-"""LFM2 and LFM2.5, dense and mixtures of experts: gated short convolutions, and a few layers of attention."""
+"""LFM2, LFM2.5 and LFM3, dense and mixtures of experts: gated short convolutions, and a few layers of attention."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from localllm.checkpoint.fields import MAX_CONV, MAX_HEADS, MAX_HIDDEN, MAX_LAYE
 from .architecture import Architecture
 from .config import Config
 from .facts import ModelFacts
+from .gemma3 import NORMS
 from .gguf import GgufConfig
 from .hf import HfConfig
-from .layers import Dense, Experts, LayerFacts
+from .layers import Dense, Experts, LayerFacts, Norms
 from .mixers import Attention, RopeFacts, ShortConv
 from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
 
 KINDS = "conv", "full_attention"
+FULL_THETA, LOCAL_THETA = 1_000_000.0, 10_000.0  # of LFM3
 # What configurations may leave out.
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 65_536,
@@ -96,6 +98,8 @@ class Lfm2(Architecture):
     def feed_forward_of_gguf(self, config: GgufConfig) -> Sequence[Dense | Experts]:
         return [config.dense()] * config.num_layers
 
+    inner: ClassVar[dict[str, str]] = _INNER
+
     def names(self, checkpoint: Checkpoint) -> NameMap:
         if checkpoint.kind == "gguf":
             found, last = gguf_names(_GGUF_INNER), "token_embd_norm"
@@ -105,7 +109,9 @@ class Lfm2(Architecture):
             inner = {f"mlp.{part}": f"feed_forward.{name}" for part, name in _PARTS.items()}
             for part, name in _PARTS.items():
                 inner[f"mlp.experts.{{}}.{part}"] = f"feed_forward.experts.{{}}.{part if stacked else name}"
-            found = hf_names(checkpoint.tensors, _INNER | inner)
+            if any(".self_attn.g_proj." in name for name in checkpoint.tensors):  # as the model's code calls it
+                inner["self_attn.gate_proj"] = "self_attn.g_proj"
+            found = hf_names(checkpoint.tensors, self.inner | inner)
             last = found.top["model.norm"].removesuffix("norm") + "embedding_norm"
         return replace(found, top={**found.top, "model.norm": last})
 
@@ -138,6 +144,47 @@ class Lfm2Moe(Lfm2):
     def feed_forward_of_gguf(self, config: GgufConfig) -> Sequence[Dense | Experts]:
         experts = config.mixture(router="sigmoid", choice_bias=True)
         return _after_dense(config, experts, config.keys.integer("leading_dense_block_count", 0, MAX_LAYERS, 0))
+
+
+class Lfm3(Lfm2):
+    """Longer convolutions, some attention within a window, a gate for each head, and norms behind both halves."""
+
+    name = "lfm3"
+    label = "LFM3"
+    hf_types = {
+        "lfm3": DEFAULTS
+        | {"vocab_size": 128_000, "hidden_size": 2048, "intermediate_size": 7680, "num_hidden_layers": 24}
+        | {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128, "conv_L_cache": 7}
+        | {"sliding_window": 256, "use_sandwich_norm": True, "use_attention_gate": True}
+        | {"rope_parameters": {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5}}}
+    }
+    hf_wrappers = {"lfm3_vl": "lfm3"}
+    hf_classes = ("Lfm3ForCausalLM",)
+    gguf_types = ()
+    inner = {
+        "input_layernorm": "operator_norm",
+        "post_attention_layernorm": "post_operator_norm",
+        "pre_feedforward_layernorm": "ffn_norm",
+        "post_feedforward_layernorm": "post_ffn_norm",
+    }
+
+    def from_hf(self, config: HfConfig) -> ModelFacts:
+        keys, (rope, local_rope, context) = config.keys, config.ropes(FULL_THETA, LOCAL_THETA)
+        conv = ShortConv(config.hidden_size, keys.integer("conv_L_cache", 2, MAX_CONV), keys.flag("conv_bias"))
+        full = config.attention(rope, qk_norm=True, gate="heads" if keys.flag("use_attention_gate") else "")
+        mixers = {"conv": conv, "full_attention": full}
+        mixers["sliding_attention"] = replace(full, rope=local_rope, window=config.window)
+        norms = NORMS if keys.flag("use_sandwich_norm") else Norms(before_ffn=NORMS.before_ffn)
+        made = {kind: LayerFacts(mixer, config.dense(), norms) for kind, mixer in mixers.items()}
+        kinds = config.layer_types(tuple(mixers), _kind)
+        if config.window is None and "sliding_attention" in kinds:
+            raise keys.fail("sliding_window", "is missing, layer_types names windowed layers")
+        return config.facts(tuple(made[kind] for kind in kinds), context)
+
+
+def _kind(layer: int) -> str:
+    """Of a layer where the file does not say it."""
+    return "conv" if layer % 2 or not layer else "full_attention" if layer % 4 == 2 else "sliding_attention"
 
 
 def _after_dense(config: Config, experts: Experts, first: int) -> list[Dense | Experts]:

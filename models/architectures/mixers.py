@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,9 @@ class Attention:
     o_bias: bool = False
     fused: bool = False  # q, k and v are stored as one module
     sinks: bool = False  # a score more for every head, without a value
-    gate: bool = False  # what a head gives is multiplied with the sigmoid of its gate, which follows each query in q
-    gate_apart: bool = False  # gates are stored as a module of their own
+    # what a head gives is multiplied with the sigmoid of its gate. "queries": gates follow each query in q; "apart":
+    # they are a module of their own; "heads": of one number for each head
+    gate: Literal["", "queries", "apart", "heads"] = ""
     causal: bool = True  # False: a query sees what is behind it, too, with a window as far as before it
     v_norm: bool = False  # values are normed, too, without a weight
     k_is_v: bool = False  # values are what keys are made of
@@ -70,11 +71,11 @@ class Attention:
             return ("self_attn.qkv_proj",)
         names = "q" if self.shares_kv_with is not None else "qk" if self.k_is_v else "qkv"
         first, *others = (f"self_attn.{name}_proj" for name in names)
-        return (first, *["self_attn.gate_proj"] * self.gate_apart, *others)
+        return (first, *["self_attn.gate_proj"] * (self.gate in ("apart", "heads")), *others)
 
     def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        rows = [q, q] if self.gate_apart else [q * (1 + self.gate)]
+        rows = {"": [q], "queries": [2 * q], "apart": [q, q], "heads": [q, self.num_heads]}[self.gate]
         sizes = (sum(rows) + 2 * kv,) if self.fused else (*rows, kv, kv)[: len(self.inputs)]
         shapes = {name: (size, hidden) for name, size in zip(self.inputs, sizes, strict=True)}
         return shapes | {"self_attn.o_proj": (hidden, q)}
@@ -98,7 +99,7 @@ class Attention:
         """Values held for a token while queries and keys are turned, beside the residual stream and its norm."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         kv = kv if self.shares_kv_with is None else 0
-        return 2 * q + (q + 2 * kv) + 2 * q + kv + 3 * q * self.gate
+        return 2 * q + (q + 2 * kv) + 2 * q + kv + 3 * q * bool(self.gate)
 
 
 @dataclass(frozen=True)

@@ -43,9 +43,7 @@ class MuseGlimmer(Architecture):
             raise config.unsupported(f"{config.source} with other layer_rope_theta than windowed layers turn by")
         scale = config.head_dim**-0.5 * keys.number("qk_scale_factor", 1e-6, 1e6)
         still = RopeFacts(rope.theta, rope.dim, "off")
-        attention = config.attention(
-            still, scale=scale, qk_norm=True, bare_norms=True, gate=True, gate_apart=True, fused=False
-        )
+        attention = config.attention(still, scale=scale, qk_norm=True, bare_norms=True, gate="apart", fused=False)
         norms = replace(NORMS, after_eps=keys.number("post_norm_eps", 1e-12, 0.1))
         layer = LayerFacts(attention, config.dense(config.activation("hidden_activation")), norms)
         return config.facts(

@@ -177,7 +177,7 @@ class Qwen3Next(Qwen3_5Moe):
 
 
 def _attention(config: HfConfig | GgufConfig, rope: RopeFacts, biased: bool = False) -> Attention:
-    return config.attention(rope, qk_norm=True, gate=True, qkv_bias=biased, o_bias=biased, fused=False)
+    return config.attention(rope, qk_norm=True, gate="queries", qkv_bias=biased, o_bias=biased, fused=False)
 
 
 def _check(keys: Fields, key: str, delta: GatedDelta) -> None:

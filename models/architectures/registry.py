@@ -26,7 +26,7 @@ from .gpt_oss import GptOss
 from .granite import Granite, GraniteMoe
 from .granite_hybrid import GraniteHybrid
 from .layers import Experts
-from .lfm2 import Lfm2, Lfm2Moe
+from .lfm2 import Lfm2, Lfm2Moe, Lfm3
 from .llama import Llama
 from .mistral3 import Mistral3
 from .mixtral import Mixtral
@@ -62,6 +62,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Glm4MoeLite(),
     Lfm2(),
     Lfm2Moe(),
+    Lfm3(),
     SmolLM3(),
     Granite(),
     GraniteMoe(),

@@ -244,12 +244,12 @@ def _taken_back(
 def _attention(facts: Attention, hidden: int, share: Share) -> tuple[Attention, dict[str, Cut]]:
     ranks, dim = head_pieces(facts.num_heads, facts.num_kv_heads, share.world), facts.head_dim
     queries, kv = ranks[share.rank]
-    wide = dim * (1 + (facts.gate and not facts.gate_apart))
+    wide = dim * (1 + (facts.gate == "queries"))
     q, k = _times(queries, wide), _times(kv, dim)
     after_q, after_k = facts.num_heads * wide, facts.num_heads * wide + facts.num_kv_heads * dim
     rows = {
         "self_attn.q_proj": [q],
-        "self_attn.gate_proj": [q],
+        "self_attn.gate_proj": [queries if facts.gate == "heads" else q],
         "self_attn.k_proj": [k],
         "self_attn.v_proj": [k],
         "self_attn.qkv_proj": [q, _moved(k, after_q), _moved(k, after_k)],

@@ -291,6 +291,19 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_hidden_layers": 2, "num_dense_layers": 1, "num_experts": 5, "num_experts_per_tok": 2}
         | {"moe_intermediate_size": 26, "routed_scaling_factor": 1.5, "norm_eps": 1e-5},
     ),
+    "lfm3": (
+        "lfm3",
+        {"hidden_size": 42, "intermediate_size": 70, "heads": (6, 2, 12), "conv_L_cache": 7, "sliding_window": 24}
+        | {"layer_types": ["conv", "full_attention", "sliding_attention", "conv"], "num_hidden_layers": 4}
+        | {"norm_eps": 1e-5, "tie_word_embeddings": True, "rope_parameters": None},
+    ),
+    "lfm3-plain": (
+        "lfm3",
+        {"hidden_size": 40, "intermediate_size": 70, "heads": (5, 5, 10), "conv_L_cache": 3, "conv_bias": True}
+        | {"layer_types": ["sliding_attention", "conv", "full_attention"], "sliding_window": 9}
+        | {"use_sandwich_norm": False, "use_attention_gate": False, "norm_eps": 1e-5, "num_hidden_layers": 3}
+        | {"rope_parameters": {"full_attention": PLAIN, "sliding_attention": PLAIN | {"rope_theta": 500.0}}},
+    ),
     "deepseek-v2": (  # as the Lite ones: queries without a latent, YaRN with both of its scales
         "deepseek_v2",
         LATENT

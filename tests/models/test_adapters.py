@@ -313,6 +313,7 @@ TARGETS = (
     "glm4",
     "smollm3",
     "lfm2",
+    "lfm3",
 )
 
 

@@ -16,7 +16,7 @@ from localllm.device.fake import MACHINES
 from localllm.errors import BadModelFile, UnsupportedFormat
 from localllm.kernels.cpu import segments
 from localllm.kernels.cpu.build import library
-from localllm.models.architectures import ModelFacts, open_model
+from localllm.models.architectures import ModelFacts, open_model, registry
 from localllm.models.architectures.facts import linear_shapes
 from localllm.models.architectures.layers import ROUTERS
 from localllm.models.calibration import hessians
@@ -81,7 +81,7 @@ def test_the_plan_counts_a_slot_for_every_sequence_and_checkpoint(tiny: Callable
 
 
 @pytest.mark.skipif(bool(library().reason), reason="no C compiler")
-@pytest.mark.parametrize("name", ["qwen3.5", "qwen3-next", "lfm2", "granite-hybrid"])
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3-next", "lfm2", "lfm3", "granite-hybrid"])
 def test_layers_that_keep_states_are_one_call_with_the_others(
     name: str, loaded: Callable, paged: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,6 +135,21 @@ LFM2 = [
 @pytest.mark.parametrize(("change", "words"), LFM2, ids=[str(index) for index in range(len(LFM2))])
 def test_what_lfm2_cannot_be_is_refused_by_name(change: dict, words: str, tiny: Callable, tmp_path: Path) -> None:
     with open_model(tiny("lfm2").save(tmp_path, **change)) as checkpoint, pytest.raises(BadModelFile, match=words):
+        _ = checkpoint.facts
+
+
+def test_an_lfm3_that_says_little_is_the_published_one(tiny: Callable, tmp_path: Path) -> None:
+    silent = dict.fromkeys(("layer_types", "rope_parameters", "conv_L_cache", "use_sandwich_norm"))
+    with open_model(tiny("lfm3").save(tmp_path, **silent)) as checkpoint:
+        facts, _ = registry.understand(checkpoint)
+    conv, _, full, _ = (layer.mixer for layer in facts.layers)
+    assert conv.conv_width == 7 and facts.layers[0].norms.after_mixer
+    assert full.window is None and full.gate == "heads"
+    assert (full.rope.theta, full.rope.scaling, full.rope.turning) == (1_000_000.0, "proportional", 3)
+    with (
+        open_model(tiny("lfm3").save(tmp_path / "none", sliding_window=None)) as checkpoint,
+        pytest.raises(BadModelFile, match="sliding_window"),
+    ):
         _ = checkpoint.facts
 
 

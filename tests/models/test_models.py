@@ -35,6 +35,8 @@ NAMES = (
         "qwen3-next-mixed",
         "lfm2",
         "lfm2-moe",
+        "lfm3",
+        pytest.param("lfm3-plain", marks=pytest.mark.slow),
         *MAMBAS,
         *MORE_MAMBAS,
         *MIXTURES,

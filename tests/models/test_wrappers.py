@@ -49,6 +49,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("video_llama_3", "qwen2_audio"), {"model_type": "qwen2"}),
     "lighton_ocr": {"model_type": "qwen3", "head_dim": 16},
     **dict.fromkeys(("minicpmv4_6", "minicpmv4_7", "minicpm_ocr"), {"model_type": "qwen3_5_text"} | DELTA),
+    "lfm3_vl": {"model_type": "lfm3", "layer_types": ["conv", "full_attention", "sliding_attention"]},
     "lfm2_vl": {"model_type": "lfm2", "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 8},
     **dict.fromkeys(("aya_vision", "cohere2_vision"), {"model_type": "cohere2"} | COHERE),
     "exaone4_5": {"model_type": "exaone4", "head_dim": 16, "sliding_window": 24, "layer_types": WINDOWS},

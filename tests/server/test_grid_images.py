@@ -31,7 +31,7 @@ HIDDEN, SIDE = 32, 12
 
 
 ROPE, FULL = RopeFacts(10000.0, 12), RopeFacts(10000.0, 16)
-GATED = Attention(2, 1, 16, ROPE, qk_norm=True, gate=True)
+GATED = Attention(2, 1, 16, ROPE, qk_norm=True, gate="queries")
 HYBRID = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2}
 HYBRID |= {"linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 # model_type, the class, what mixes tokens, layers of the tower that add to the decoder's, and keys of their own
