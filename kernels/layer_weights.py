@@ -156,6 +156,7 @@ class LatentWeights:
     scale: float  # of q·k
     interleaved: bool = False  # RoPE pairs (2j, 2j + 1) instead of (j, j + half)
     post_norm: Norm | None = None  # on the output, before the residual
+    temperature: tuple[float, int] | None = None  # as of `AttentionWeights`
     join: Join | None = None  # of `out`, where ranks have a part each
 
     @property
@@ -308,7 +309,7 @@ FUSED_ATTENTION = frozenset(
 FUSED_LATENT = frozenset(
     (
         *("norm", "qkv", "q_up", "q_norm", "kv_norm", "k_up", "v_up", "out", "rank", "turned", "scale"),
-        *("interleaved", "post_norm"),
+        *("interleaved", "post_norm", "temperature"),
     )
 )
 FUSED_DELTA = frozenset(

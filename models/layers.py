@@ -158,11 +158,16 @@ def _attention(layer: LayerReader, facts: Attention) -> AttentionWeights:
         sinks=layer.vector("self_attn.sinks") if facts.sinks else None,
         gate=bool(facts.gate),
         head_gates=facts.gate == "heads",
-        temperature=facts.temperature if facts.temperature and layer.reader.context > facts.temperature[1] else None,
+        temperature=_temperature(layer, facts),
         causal=facts.causal,
         sum_norm=layer.norm_if(layer.norms.over_mixer),
         parallel=layer.facts.parallel,
     )
+
+
+def _temperature(layer: LayerReader, facts: Attention | LatentAttention) -> tuple[float, int] | None:
+    """None where no position that is offered grows."""
+    return facts.temperature if facts.temperature and layer.reader.context > facts.temperature[1] else None
 
 
 def _in_file_order(qkv: Linear, facts: Attention) -> Linear:
@@ -202,6 +207,7 @@ def _latent_attention(layer: LayerReader, facts: LatentAttention) -> LatentWeigh
         scale=facts.scale,
         interleaved=facts.rope.interleaved,
         post_norm=layer.norm_if(layer.norms.after_mixer),
+        temperature=_temperature(layer, facts),
     )
 
 

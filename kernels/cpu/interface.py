@@ -237,7 +237,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ll_attn_in": (c_int64, (c_void_p, c_void_p, c_void_p, c_void_p)),
     "ll_attn_out": (c_int64, (c_void_p, c_void_p, c_int64, c_void_p)),
     "ll_head": (c_int64, (c_void_p, c_void_p, c_int64, c_void_p)),
-    "ll_latent": (c_int64, (c_void_p, c_void_p, c_void_p, c_void_p)),
+    "ll_latent": (c_int64, (c_void_p,) * 5),
     **dict.fromkeys(
         ("ll_gated_delta", "ll_short_conv", "ll_mamba"), (c_int64, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p))
     ),

@@ -19,7 +19,8 @@ typedef struct {
 typedef struct {
     const ll_latent_layer *l;
     const ll_step *s;
-    int64_t first, m; /* the tokens */
+    const float *growth; /* [tokens] what multiplies a token's queries; NULL: nothing */
+    int64_t first, m;    /* the tokens */
     float *normed;    /* [m][hidden] */
     float *made;      /* [m][what queries are made of, latent, what turns] */
     float *asked;     /* [m][what queries are made of], normed */
@@ -52,6 +53,7 @@ static void latent_keys(void *arg, int64_t begin, int64_t end, int thread)
         kv_store_value(&turned, r->s->cache.slots[t], 0, key);
         if (l->q_norm.weight) norm_row(row, l->q_norm.weight, (float)l->q_norm.eps, of_q, r->asked + i * of_q);
         else memcpy(r->asked + i * of_q, row, (size_t)of_q * 4);
+        for (int64_t d = 0; r->growth && d < of_q; d++) r->asked[i * of_q + d] *= r->growth[t];
     }
 }
 
@@ -136,7 +138,7 @@ static int latent_rows(latent_room *r, const ll_attention_args *given, float *x)
     return spare ? linear_onto(&l->out, &l->post_norm, r->queries, m, x, spare) : -1;
 }
 
-static int latent_locked(const ll_latent_layer *l, const ll_step *s, const ll_attention_args *given, float *x)
+static int latent_locked(const ll_latent_layer *l, const ll_step *s, const ll_attention_args *given, const float *growth, float *x)
 {
     const int64_t most = s->num_tokens < LATENT_ROWS ? s->num_tokens : LATENT_ROWS, heads = l->num_heads;
     const int64_t of_q = l->qkv.n - l->rank - l->turned, asked = l->still + l->turned;
@@ -147,7 +149,7 @@ static int latent_locked(const ll_latent_layer *l, const ll_step *s, const ll_at
     for (int i = 0; i < 8; i++) floats += each[i];
     uint8_t *memory = scratch(3, heads * (int64_t)sizeof(one_product) + most * floats * 4 + (2 * given->num_seqs + 1) * 4);
     if (!memory) return -1;
-    latent_room r = {.l = l, .s = s, .products = (one_product *)memory};
+    latent_room r = {.l = l, .s = s, .growth = growth, .products = (one_product *)memory};
     float *at = (float *)(memory + heads * (int64_t)sizeof(one_product)), **parts[8] = {&r.normed, &r.made, &r.asked, &r.queries,
                                                                                        &r.apart, &r.met, &r.q, &r.attended};
     for (int i = 0; i < 8; i++) {
@@ -166,10 +168,10 @@ static int latent_locked(const ll_latent_layer *l, const ll_step *s, const ll_at
 }
 
 /* x += post_norm(attention over latents of the normed x); stores latents. `given` lacks its queries and their place. */
-int64_t ll_latent(const ll_latent_layer *l, const ll_step *s, const ll_attention_args *given, float *x)
+int64_t ll_latent(const ll_latent_layer *l, const ll_step *s, const ll_attention_args *given, const float *growth, float *x)
 {
     pthread_mutex_lock(&pool.lock);
-    int failed = latent_locked(l, s, given, x);
+    int failed = latent_locked(l, s, given, growth, x);
     pthread_mutex_unlock(&pool.lock);
     return failed;
 }

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import mixers
 from ..embedding import Embedding
 from ..kv_pages import KVPages
 from ..layer_weights import (
@@ -166,7 +167,9 @@ def latent_attention(
     places = 0, 0, block_table.data_ptr(), cu_query_lens.data_ptr(), seq_lens.data_ptr(), 0
     sizes = *block_table.shape, len(weights.k_up), 0, weights.scale, 0.0, weights.turned, 0
     step += KV_TARGET.pack(slot_mapping.data_ptr())
-    _check(lib().ll_latent(layer.address, step, kept + ATTENTION.pack(*places, *sizes), x.data_ptr()))
+    grown = weights.temperature and mixers.growth(weights.temperature, x.shape[0], cu_query_lens, seq_lens)
+    grows = 0 if grown is None else grown.data_ptr()
+    _check(lib().ll_latent(layer.address, step, kept + ATTENTION.pack(*places, *sizes), grows, x.data_ptr()))
     return x
 
 

@@ -1,7 +1,7 @@
-"""DeepSeek V2 and V3, and GLM-4.7 Flash: latent attention, the first layers dense, then experts with a shared one.
+"""DeepSeek V2 and V3, GLM-4.7 Flash, Mistral Small 4: latent attention, dense layers, then experts with a shared one.
 
-V2 has a softmax router, the others a sigmoid one with a bias for the choice. Rows of what turns are never permuted:
-pairs are neighbours in either container. A layer behind the last one predicts a second token (MTP).
+V2 and Mistral's have a softmax router, the others a sigmoid one with a bias for the choice. Rows of what turns are
+never permuted: pairs are neighbours in either container. A layer behind the last one predicts a second token (MTP).
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from .gguf import GgufConfig
 from .glm4_moe import SHARED
 from .hf import HfConfig
 from .layers import Experts, Fusion, LayerFacts
+from .mistral3 import gguf_temperature, hf_temperature
 from .mixers import LatentAttention, RopeFacts
 from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
+from .pixtral_vision import row_vision, with_rows
 
 GGUF_LATENT = GGUF_LAYER | {
     "self_attn.q_a_proj": "attn_q_a",
@@ -40,6 +42,10 @@ LATENT = {
     "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "head_dim": 64, "v_head_dim": 128,
     "n_shared_experts": 1,
 }  # fmt: skip
+MISTRAL4_ROPE = {
+    "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 128.0, "original_max_position_embeddings": 8192,
+    "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
 
 
 class DeepseekV2(Architecture):
@@ -56,7 +62,8 @@ class DeepseekV2(Architecture):
     gguf_types = ("deepseek2",)
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
-        rope, context = config.rope()
+        # what turns is a part of `head_dim` by its own name: a share of the whole head says the same once more
+        rope, context = config.rope_from(config.rope_values | {"partial_rotary_factor": 1.0})
         keys, act = config.keys, config.activation()
         if keys.integer("moe_layer_freq", 1, MAX_LAYERS, 1) != 1:
             raise config.unsupported(f"{config.source} with experts in some of the layers behind the dense ones")
@@ -72,6 +79,7 @@ class DeepseekV2(Architecture):
             value_dim=keys.integer("v_head_dim", 1, MAX_HEAD_DIM),
             query_rank=query_rank,
             scale=_hf_scale(config, still_dim + rope.dim),
+            temperature=hf_temperature(config, rope),
         )  # fmt: skip
         experts = config.mixture("n_routed_experts", "moe_intermediate_size", act, **self.router(config))
         experts = _with_shared(experts, keys.integer("n_shared_experts", 1, MAX_EXPERTS))
@@ -110,6 +118,7 @@ class DeepseekV2(Architecture):
             query_rank=keys.integer("attention.q_lora_rank", 0, MAX_HIDDEN, 0),
             scale=grown**2 / math.sqrt(key_dim),
             by_head=config.stores_module("self_attn.k_b_proj.0"),
+            temperature=gguf_temperature(config, rope, context),
         )  # fmt: skip
         dense = keys.integer("leading_dense_block_count", 0, MAX_LAYERS, 0)
         experts = _with_shared(_gguf_experts(config, dense), keys.integer("expert_shared_count", 1, MAX_EXPERTS))
@@ -165,6 +174,34 @@ class Glm4MoeLite(DeepseekV3):
         if unknown:
             raise config.unsupported(f"{config.source} with layers of type {unknown[0][:60]}")
         return [kind == "dense" for kind in kinds]
+
+
+class Mistral4(DeepseekV2):
+    """All layers have experts; queries grow with their position; Pixtral's tower reads images."""
+
+    name = "mistral4"
+    label = "Mistral Small 4"
+    hf_types = {
+        "mistral4": LATENT
+        | {"vocab_size": 131_072, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36}
+        | {"num_attention_heads": 32, "q_lora_rank": 1024, "kv_lora_rank": 256, "qk_nope_head_dim": 64}
+        | {"n_routed_experts": 128, "num_experts_per_tok": 4, "moe_intermediate_size": 2048}
+        | {"first_k_dense_replace": 0, "norm_topk_prob": True, "max_position_embeddings": 1_048_576}
+        | {"rope_parameters": MISTRAL4_ROPE}
+    }
+    hf_classes = ("Mistral4ForCausalLM",)
+    gguf_types = ("mistral4",)
+
+    def from_hf(self, config: HfConfig) -> ModelFacts:
+        return replace(super().from_hf(config), vision=row_vision(config))
+
+    def router(self, config: HfConfig) -> dict[str, Any]:
+        if config.keys.integer("n_group", 1, MAX_EXPERTS, 1) > 1:
+            raise config.unsupported(f"{config.source} with experts in groups")
+        return _router(config, groups=False) | {"renormalise": config.keys.flag("norm_topk_prob")}
+
+    def names(self, checkpoint: Checkpoint) -> NameMap:
+        return with_rows(super().names(checkpoint), checkpoint)
 
 
 def _attention(config: Config, rope: RopeFacts, rank: int, **values: Any) -> LatentAttention:

@@ -39,11 +39,8 @@ class Mistral3(Architecture):
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
         rope, context = config.rope()
-        grown = config.rope_values.get("llama_4_scaling_beta", 0.0)
-        if type(grown) not in (int, float) or not 0 <= grown <= 100:
-            raise config.keys.fail("rope_parameters.llama_4_scaling_beta", f"is {grown!r:.60}, a number is expected")
-        temperature = (float(grown), rope.original_context) if grown and rope.original_context else None
-        layer = LayerFacts(config.attention(rope, temperature=temperature), config.dense(config.activation()))
+        attention = config.attention(rope, temperature=hf_temperature(config, rope))
+        layer = LayerFacts(attention, config.dense(config.activation()))
         windows = config.windows(lambda layer: True)
         return config.facts(repeated(layer, windows), min(context, config.context), vision=row_vision(config))
 
@@ -52,12 +49,24 @@ class Mistral3(Architecture):
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         rope, context = config.rope(interleaved=True)
-        keys = config.keys
-        rope = _attended(rope, keys.optional_number("rope.scaling.yarn_log_multiplier", 0.0, 1e3))
-        grown = keys.number("attention.temperature_scale", 0.0, 100.0, 0.0)
-        every = keys.integer("attention.temperature_length", 1, MAX_CONTEXT, rope.original_context or context)
-        attention = config.attention(rope, temperature=(grown, every) if grown else None)
+        rope = _attended(rope, config.keys.optional_number("rope.scaling.yarn_log_multiplier", 0.0, 1e3))
+        attention = config.attention(rope, temperature=gguf_temperature(config, rope, context))
         return config.facts(repeated(LayerFacts(attention, config.dense()), config.windows()), context)
+
+
+def hf_temperature(config: HfConfig, rope: RopeFacts) -> tuple[float, int] | None:
+    """How queries grow, as `Attention` has it; the step is the trained context."""
+    grown = config.rope_values.get("llama_4_scaling_beta") or 0.0
+    if type(grown) not in (int, float) or not 0 <= grown <= 100:
+        raise config.keys.fail("rope_parameters.llama_4_scaling_beta", f"is {grown!r:.60}, a number is expected")
+    return (float(grown), rope.original_context) if grown and rope.original_context else None
+
+
+def gguf_temperature(config: GgufConfig, rope: RopeFacts, context: int) -> tuple[float, int] | None:
+    """The same."""
+    grown = config.keys.number("attention.temperature_scale", 0.0, 100.0, 0.0)
+    every = config.keys.integer("attention.temperature_length", 1, MAX_CONTEXT, rope.original_context or context)
+    return (grown, every) if grown else None
 
 
 def _attended(rope: RopeFacts, mscale: float | None) -> RopeFacts:

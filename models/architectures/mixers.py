@@ -119,6 +119,7 @@ class LatentAttention:
     o_bias: bool = False
     # keys and values are made by a module a head; those of keys take what does not turn of a query to the latents
     by_head: bool = False
+    temperature: tuple[float, int] | None = None  # as of `Attention`
     # what `Attention` may have besides
     window: ClassVar[None] = None
     softcap: ClassVar[None] = None

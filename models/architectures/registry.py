@@ -12,7 +12,7 @@ from . import gguf, hf
 from .architecture import Architecture
 from .cohere import Cohere, Cohere2
 from .config import unsupported
-from .deepseek import DeepseekV2, DeepseekV3, Glm4MoeLite
+from .deepseek import DeepseekV2, DeepseekV3, Glm4MoeLite, Mistral4
 from .encoders import Bert, NomicBert, XlmRoberta
 from .ernie4_5 import Ernie4_5, Ernie4_5Moe
 from .exaone4 import Exaone4
@@ -72,6 +72,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     SeedOss(),
     Glm4(),
     Mistral3(),
+    Mistral4(),
     MuseGlimmer(),
     Ernie4_5(),
     Ernie4_5Moe(),

@@ -115,7 +115,7 @@ def test_a_second_quant_of_a_cached_repository_is_asked_for(fake_hub: FakeHub) -
     [
         ({"config": {"architectures": ["Llama4ForConditionalGeneration"]}}, "Llama4ForConditionalGeneration"),
         ({"gguf": {"architecture": "mpt"}}, "mpt"),
-        ({"gguf": {"architecture": "mistral4"}}, "mistral4"),
+        ({"gguf": {"architecture": "jamba"}}, "jamba"),
         ({"config": {"architectures": ["\u001b[2JEvil"]}}, "Evil"),
     ],
 )

@@ -322,6 +322,12 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"heads": (3, 3, 10), "first_k_dense_replace": 1, "n_routed_experts": 12, "n_group": 4, "topk_group": 2}
         | {"num_nextn_predict_layers": 0, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}},
     ),
+    "mistral4": (
+        "mistral4",
+        LATENT
+        | {"heads": (3, 3, 24), "first_k_dense_replace": 1}
+        | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}},
+    ),
     "glm4-moe-lite": ("glm4_moe_lite", LATENT | {"heads": (5, 5, 10), "routed_scaling_factor": 1.8}),
     "glm4-moe-lite-packable": (
         "glm4_moe_lite",

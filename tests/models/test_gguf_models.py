@@ -140,7 +140,7 @@ def write_gguf(
             name.replace("moe_statics.", ""): tensor.squeeze(0) if "moe_statics" in name else tensor
             for name, tensor in tensors.items()
         }
-    if arch == "deepseek2":
+    if arch in ("deepseek2", "mistral4"):
         tensors = _latent(writer, config, tensors, apart)
     vocabulary = config["vocab_size"]
     writer.add_tokenizer_model("llama")
@@ -213,6 +213,9 @@ def _latent(
     writer.add_value_length(rank)
     writer.add_key_length_mla(still + turned)
     writer.add_value_length_mla(values)
+    if config["model_type"] == "mistral4":
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if config["model_type"] == "glm4_moe_lite":
         writer.add_expert_weights_norm(config["norm_topk_prob"])
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
@@ -435,7 +438,7 @@ NAMES = ["llama", "llama-bias", "llama-yarn", "mistral", "qwen2", "qwen3", "qwen
 NAMES += ["gpt-oss", "mixtral", "glm4-moe", "qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2", "lfm2-moe"]
 NAMES += ["granite-hybrid", "nemotron-h", "gemma2", "gemma4", "gemma4-e2b", "gemma4-moe"]
 NAMES += ["smollm3", "granite", "granitemoe", "olmo2", "olmo3", "seed-oss", "glm4", "ministral3"]
-NAMES += ["deepseek-v2", "cohere2", "ernie", "ernie-moe", "exaone4", "exaone4-small"]
+NAMES += ["deepseek-v2", "mistral4", "cohere2", "ernie", "ernie-moe", "exaone4", "exaone4-small"]
 SLOW_NAMES = ("cohere", "cohere2-packable", "glm4-moe-lite", "granite-hybrid-dense", "nemotron-h-moe")
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in SLOW_NAMES]
 

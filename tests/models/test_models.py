@@ -15,7 +15,7 @@ from localllm.models.loader import LoadOptions, load_model
 
 MIXTURES = ("qwen3-moe", "qwen3-moe-mixed", "gpt-oss", "mixtral", "glm4-moe", "glm4-moe-groups", "granitemoe")
 MIXTURES += ("ernie-moe",)
-LATENT = ("glm4-moe-lite", "deepseek-v2", "deepseek-v2-groups", "deepseek-v3")
+LATENT = ("glm4-moe-lite", "mistral4", "deepseek-v2", "deepseek-v2-groups", "deepseek-v3")
 MAMBAS = ("granite-hybrid", "nemotron-h")
 MORE_MAMBAS = (pytest.param(name, marks=pytest.mark.slow) for name in ("granite-hybrid-dense", "nemotron-h-moe"))
 NAMES = (

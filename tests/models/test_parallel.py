@@ -201,7 +201,7 @@ DENSE += ("phi3", "smollm3", "smollm3-windows", "granite", "seed-oss", "glm4", "
 DENSE += ("muse-glimmer", "ernie", "exaone4")
 MIXTURES = ("qwen3-moe", "qwen3-moe-mixed", "gpt-oss", "mixtral", "glm4-moe", "glm4-moe-groups", "granitemoe")
 MIXTURES += ("gemma4-moe", "ernie-moe")
-LATENT = ("glm4-moe-lite", "deepseek-v2", "deepseek-v2-groups", "deepseek-v3")
+LATENT = ("glm4-moe-lite", "mistral4", "deepseek-v2", "deepseek-v2-groups", "deepseek-v3")
 HYBRIDS = ("qwen3.5", "qwen3.5-moe", "qwen3-next", "qwen3-next-mixed", "lfm2", "lfm2-moe", "granite-hybrid")
 HYBRIDS += ("nemotron-h", "nemotron-h-moe", "lfm3")
 

@@ -23,11 +23,16 @@ from .test_grid_images import SIDE, pixels
 from .test_images import Pictured, computed_of, error
 
 IMAGE, BREAK, END = 10, 12, 13
+OTHERS = ("ministral3", "mistral4")
 GRIDS = ((3, 5), (4, 2), (1, 3))  # rows and columns of vectors
 TEXT = {
     "vocab_size": 99, "hidden_size": 44, "intermediate_size": 70, "num_hidden_layers": 2, "head_dim": 20,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": 1,
     "eos_token_id": 2, "rms_norm_eps": 1e-4, "sliding_window": None,
+}  # fmt: skip
+LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 22, "kv_lora_rank": 34, "qk_nope_head_dim": 10, "qk_rope_head_dim": 10,
+    "head_dim": 20, "v_head_dim": 18, "n_routed_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 26,
 }  # fmt: skip
 VISION = {
     "hidden_size": 24, "intermediate_size": 50, "num_hidden_layers": 2, "num_attention_heads": 3, "patch_size": 6,
@@ -48,10 +53,11 @@ STARTS = (2, 23, 36)
 def made(family: str = "mistral") -> Pictured:
     from transformers import AutoConfig, Mistral3Config, Mistral3ForConditionalGeneration
 
-    text = AutoConfig.for_model(family, **TEXT)
+    text = AutoConfig.for_model(family, **TEXT | (LATENT if family == "mistral4" else {}))
     config = Mistral3Config(
         text_config=text, vision_config=AutoConfig.for_model("pixtral", **VISION), image_token_index=IMAGE,
         multimodal_projector_bias=family != "mistral", spatial_merge_size=2, attn_implementation="eager",
+        experts_implementation="eager",
     )  # fmt: skip
     torch.manual_seed(5)
     model = Mistral3ForConditionalGeneration(config).float().eval()
@@ -65,7 +71,7 @@ def made(family: str = "mistral") -> Pictured:
     return Pictured(model, described, {name: tensor.detach().clone() for name, tensor in model.state_dict().items()})
 
 
-@pytest.fixture(scope="module", params=["mistral", pytest.param("ministral3", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["mistral", *(pytest.param(one, marks=pytest.mark.slow) for one in OTHERS)])
 def pictured(request: pytest.FixtureRequest) -> Pictured:
     return made(request.param)
 
