@@ -64,7 +64,7 @@ class Lfm2(Architecture):
     hf_renamed = {"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings"}
     hf_wrappers = {"lfm2_vl": "lfm2"}
     hf_classes: ClassVar[tuple[str, ...]] = ("Lfm2ForCausalLM",)
-    gguf_types = ("lfm2",)
+    gguf_types: ClassVar[tuple[str, ...]] = ("lfm2",)
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
         rope, context = config.rope()
@@ -172,7 +172,7 @@ class Lfm3(Lfm2):
         keys, (rope, local_rope, context) = config.keys, config.ropes(FULL_THETA, LOCAL_THETA)
         conv = ShortConv(config.hidden_size, keys.integer("conv_L_cache", 2, MAX_CONV), keys.flag("conv_bias"))
         full = config.attention(rope, qk_norm=True, gate="heads" if keys.flag("use_attention_gate") else "")
-        mixers = {"conv": conv, "full_attention": full}
+        mixers: dict[str, Attention | ShortConv] = {"conv": conv, "full_attention": full}
         mixers["sliding_attention"] = replace(full, rope=local_rope, window=config.window)
         norms = NORMS if keys.flag("use_sandwich_norm") else Norms(before_ffn=NORMS.before_ffn)
         made = {kind: LayerFacts(mixer, config.dense(), norms) for kind, mixer in mixers.items()}

@@ -216,6 +216,7 @@ def _latent(
     if config["model_type"] == "mistral4":
         writer.add_expert_weights_norm(config["norm_topk_prob"])
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+        writer.add_attn_temperature_length(rope["original_max_position_embeddings"])
     if config["model_type"] == "glm4_moe_lite":
         writer.add_expert_weights_norm(config["norm_topk_prob"])
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
