@@ -21,6 +21,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -91,16 +92,23 @@ class Report:
             "rows": [],
         }
         self._before = json.loads(file.read_text()) if file.exists() else []
-        self.missed = 0
         self.without: list[str] = []  # what failed, but for what is not installed
+
+    @property
+    def missed(self) -> int:
+        """Lines that are not met."""
+        return sum(row["holds"] is False for row in self.document["rows"])
 
     def row(self, name: str, value: float, unit: str, line: str = "", holds: bool | None = None, **more: Any) -> None:
         """One number; `line` is what it should meet."""
-        self.missed += holds is False
         mark = "" if holds is None else "ok" if holds else "MISSED"
         print(f"{name:58} {value:12.4g} {unit:8} {line:10} {mark}", flush=True)
         entry = {"name": name, "value": value, "unit": unit, "line": line, "holds": holds, **more}
-        self.document["rows"].append(entry)
+        self.take([entry])
+
+    def take(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Keep rows that are told of already."""
+        self.document["rows"] += rows
         self._file.parent.mkdir(parents=True, exist_ok=True)
         temporary = self._file.with_suffix(".part")
         temporary.write_text(json.dumps([*self._before, self.document], indent=1) + "\n")
@@ -235,6 +243,21 @@ def run_part(part: str, place: Place, options: argparse.Namespace, report: Repor
     return failed
 
 
+def rehearse(options: argparse.Namespace, report: Report) -> int:
+    """The checks beside all other parts, each half in a process; the rows of both in one file. How many failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        halves = []
+        for parts in (PARTS[:1], PARTS[1:]):
+            file = Path(folder) / f"{parts[0]}.json"
+            words = [*parts, "--dry", "--half", "yes", "--out", str(file), "--only", options.only]
+            words += ["--minutes", str(options.minutes), "--workers", str(options.workers), "--file", options.file]
+            halves.append((subprocess.Popen([sys.executable, str(Path(__file__).resolve()), *words]), file))
+        failed = sum(process.wait() != 0 for process, _ in halves)
+        found = [json.loads(file.read_text())[-1]["rows"] for _, file in halves if file.exists()]
+    report.take(row for rows in found for row in rows)
+    return failed
+
+
 def parser() -> argparse.ArgumentParser:
     """Of this command."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -254,7 +277,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--out", type=Path, help="JSON file; benchmarks/results/gpu-CARD.json by default")
     made.add_argument("--llama-bench", nargs=2, metavar=("BINARY", "GGUF"), help="compare with llama.cpp at the end")
-    for hidden in ("--group", "--warm", "--cold"):
+    for hidden in ("--group", "--warm", "--cold", "--half"):
         made.add_argument(hidden, help=argparse.SUPPRESS)
     return made
 
@@ -288,10 +311,12 @@ def main() -> int:
     plain = "".join(c if c.isalnum() else "-" for c in place.name.lower())
     file = options.out or ROOT / "benchmarks/results" / f"gpu-{plain}.json"
     report = Report(file, place, STARTED + 60 * options.minutes)
-    failed = sum(
-        run_part(part, place, options, report) for part in options.part or (PARTS if options.dry else ("speed",))
-    )
-    print(f"{report.missed} lines missed, {len(report.document['rows'])} rows in {file}")
+    if options.dry and not options.part:
+        failed = rehearse(options, report)
+    else:
+        failed = sum(run_part(part, place, options, report) for part in options.part or ("speed",))
+    if not options.half:
+        print(f"{report.missed} lines missed, {len(report.document['rows'])} rows in {file}")
     if options.dry:  # speeds of a rehearsal mean nothing
         return 1 if failed or report.without else 0
     return 1 if failed or report.missed else 0
