@@ -17,6 +17,7 @@ from .encoders import Bert, NomicBert, XlmRoberta
 from .ernie4_5 import Ernie4_5, Ernie4_5Moe
 from .exaone4 import Exaone4
 from .facts import ModelFacts
+from .gemma import Gemma
 from .gemma2 import Gemma2
 from .gemma3 import Gemma3
 from .gemma4 import Gemma4
@@ -50,6 +51,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Qwen3_5(),
     Qwen3_5Moe(),
     Qwen3Next(),
+    Gemma(),
     Gemma2(),
     Gemma3(),
     Gemma4(),

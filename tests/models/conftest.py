@@ -54,7 +54,8 @@ GEMMA4_ROPE = {
 }
 NORM = re.compile(r"norm(_\d)?\.weight$|router\.\w*scale$")  # what is about 1
 # whose norms are stored less 1
-ZERO_CENTRED = ("gemma2", "gemma3_text", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "muse_glimmer_text")
+ZERO_CENTRED = ("gemma", "gemma2", "gemma3_text")
+ZERO_CENTRED += ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "muse_glimmer_text")
 LATENT = {
     "hidden_size": 45, "intermediate_size": 70, "q_lora_rank": 22, "kv_lora_rank": 34, "qk_nope_head_dim": 14,
     "qk_rope_head_dim": 10, "v_head_dim": 18, "n_routed_experts": 7, "num_experts_per_tok": 3,
@@ -90,6 +91,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         {"hidden_size": 48, "intermediate_size": 70, "heads": (3, 1, 16), "sliding_window": 40}
         | {"original_max_position_embeddings": 64, "rope_parameters": LONGROPE},
     ),
+    "gemma": ("gemma", {"hidden_size": 44, "intermediate_size": 70, "heads": (4, 1, 18)}),
     "gemma2": (
         "gemma2",
         {"hidden_size": 44, "intermediate_size": 70, "heads": (4, 2, 18), "sliding_window": 13}

@@ -305,6 +305,7 @@ TARGETS = (
     "qwen2",
     "qwen3",
     "phi3",
+    "gemma",
     "gemma2",
     "gemma3",
     "gemma4",

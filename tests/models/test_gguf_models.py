@@ -162,7 +162,7 @@ def write_gguf(
         module, _, suffix = (f"{name}.weight" if name.endswith("layer_scalar") else name).rpartition(".")
         if arch in PERMUTED and module.endswith(("q_proj", "k_proj")):
             tensor = permuted(tensor, heads if module.endswith("q_proj") else kv_heads)
-        if arch in ("gemma2", "gemma3") and module.endswith("norm"):
+        if arch in ("gemma", "gemma2", "gemma3") and module.endswith("norm"):
             tensor = tensor + 1
         plain = tensor.ndim == 1 or suffix in ("bias", "A_log", "D")
         plain |= any(part in name for part in ("ffn_gate_inp", "conv1d", ".conv.conv."))
@@ -437,7 +437,7 @@ def gguf_logits(
 
 NAMES = ["llama", "llama-bias", "llama-yarn", "mistral", "qwen2", "qwen3", "qwen3-moe", "phi3", "gemma3"]
 NAMES += ["gpt-oss", "mixtral", "glm4-moe", "qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2", "lfm2-moe"]
-NAMES += ["granite-hybrid", "nemotron-h", "gemma2", "gemma4", "gemma4-e2b", "gemma4-moe"]
+NAMES += ["granite-hybrid", "nemotron-h", "gemma", "gemma2", "gemma4", "gemma4-e2b", "gemma4-moe"]
 NAMES += ["smollm3", "granite", "granitemoe", "olmo2", "olmo3", "seed-oss", "glm4", "ministral3"]
 NAMES += ["deepseek-v2", "mistral4", "cohere2", "ernie", "ernie-moe", "exaone4", "exaone4-small"]
 SLOW_NAMES = ("cohere", "cohere2-packable", "glm4-moe-lite", "granite-hybrid-dense", "nemotron-h-moe")

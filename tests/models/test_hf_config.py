@@ -81,6 +81,11 @@ def test_models_made_bidirectional_by_code_of_their_own_are_refused(config: dict
         facts_of(config)
 
 
+def test_gelu_of_the_first_gemma_is_the_one_with_tanh() -> None:
+    facts = facts_of({"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": None})
+    assert facts == facts_of({"model_type": "gemma"}) and facts.layers[0].ffn.act == "gelu_tanh"
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_kv_heads_of_gemma_4_unified_are_their_own_where_keys_are_values(tied: bool, tiny: Callable) -> None:
     config = tiny("gemma4").config | {"model_type": "gemma4_unified_text", "attention_k_eq_v": tied}

@@ -41,7 +41,7 @@ NAMES = (
         *MORE_MAMBAS,
         *MIXTURES,
     ),
-    *("gemma2", "gemma4", "gemma4-e2b", "gemma4-moe", "smollm3", "smollm3-windows"),
+    *("gemma", "gemma2", "gemma4", "gemma4-e2b", "gemma4-moe", "smollm3", "smollm3-windows"),
     *("granite", "olmo2", "olmo3", "seed-oss", "glm4", "ministral3", "cohere2", "ernie", "exaone4", "exaone4-small"),
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("cohere", "cohere2-packable")),
     LATENT[0],
