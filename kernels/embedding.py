@@ -88,6 +88,11 @@ def weight_rows(weight: Weight) -> RowReader:
     return partial(dequantize_rows, weight)
 
 
+def rows_within(count: int, read: RowReader) -> RowReader:
+    """Reads rows of a table of `count`; ids beyond it read the first one."""
+    return lambda ids: read(torch.where(ids < count, ids, 0))
+
+
 def is_plain_table(weight: Weight) -> bool:
     """Whether its rows lie in `qweight` as they are."""
     return weight.form == "dense" and weight.perm is None and weight.pre_scale is None

@@ -132,11 +132,29 @@ class AttentionWeights:
     reads_only: bool = False  # `qkv` has rows for queries only: another layer stores keys and values
     parallel: bool = False  # what follows reads the residual stream before the output is added to it
     join: Join | None = None  # of `out`, where ranks have a part each
+    streams: StreamWeights | None = None  # where a token has several residual streams
 
     @property
     def kept(self) -> tuple[int, int, int]:
         """Heads of its pages, elements of a key and of a value there."""
         return self.num_kv_heads, self.head_dim, self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class StreamWeights:
+    """How a layer predicts and corrects the residual streams of a token: see `streams`."""
+
+    count: int
+    router: Linear  # one row a stream
+    router_norm: Norm
+    predict: Tensor  # float32 [count * count, count]
+    correct: Tensor  # float32 [count, count]
+    scale: Tensor | None  # float32 [hidden]: of the first stream where the layer's own numbers are let in
+    left: Linear  # LAuReL: to few numbers
+    right: Linear  # and back
+    laurel_norm: Norm
+    widen: Linear | None = None  # of the first layer: all streams but the first, end to end
+    narrow: tuple[Linear, ...] = ()  # of the last layer: of each stream but the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +262,7 @@ class MlpWeights:
     scale: float = 1.0  # multiplies the result, residual stream included
     input: InputWeights | None = None  # what follows
     join: Join | None = None  # of `down`, where ranks have a part each
+    cut: float | None = None  # gate less its mean and so many deviations, and nothing below: see `segments.thinned`
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,7 +372,7 @@ def linears_of(weights: Any) -> Iterator[Linear]:
     """The linear layers of a mixer or a feed-forward layer, in the order of its fields; none of one that is absent."""
     for field in () if weights is None else fields(weights):
         value = getattr(weights, field.name)
-        if isinstance(value, InputWeights):
+        if isinstance(value, InputWeights | StreamWeights):
             yield from linears_of(value)
         yield from (one for one in (value if isinstance(value, tuple) else (value,)) if isinstance(one, Linear))
 
@@ -363,7 +382,7 @@ def nbytes_of(weights: Any) -> int:
     total = 0
     for field in () if weights is None else fields(weights):
         value = getattr(weights, field.name)
-        if isinstance(value, (InputWeights, ApartNorms)):
+        if isinstance(value, (InputWeights, StreamWeights, ApartNorms)):
             total += nbytes_of(value)
         for one in value if isinstance(value, tuple) else (value,):
             total += one.nbytes if isinstance(one, (Linear, Tensor)) else 0

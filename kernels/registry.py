@@ -15,7 +15,7 @@ RECURRENT = ("causal_conv", "delta_rule", "state_space")  # these carry a state
 OPS = ("rms_norm", "rope", "silu_mul", "gelu_tanh_mul", "kv_write", "paged_attention", *RECURRENT)
 # each after those it is composed of
 MIXERS = ("attn_in", "attention", "attn_out", "latent_attention", "gated_delta", "short_conv", "mamba")
-SEGMENTS = (*MIXERS, "mlp", "experts", "layer_input", "head", "decoder", "step")
+SEGMENTS = (*MIXERS, "mlp", "experts", "layer_input", "streams_in", "streams_out", "head", "decoder", "step")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

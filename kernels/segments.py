@@ -8,6 +8,8 @@
     mamba        norm, projection, convolution, state space, gated norm, output projection, residual
     experts      as mlp, where a router chooses among many
     layer_input  gate, a token's numbers for the layer, projection, norm, residual
+    streams_in   where a token has several residual streams: each predicted, the first for the layer, LAuReL
+    streams_out  each corrected by what the layer made of the first, a token's numbers for the layer
     head         norm, vocabulary projection, soft-cap  (and a norm before each residual where the model has one)
 
 and what is made of them: `decoder`, all layers; `step`, from token ids to logits. The composed segments are always
@@ -41,6 +43,7 @@ from .layer_weights import (
     MambaWeights,
     MlpWeights,
     Stepped,
+    StreamWeights,
     View,
     product,
 )
@@ -56,6 +59,7 @@ from .mixers import (
     short_conv,
 )
 from .registry import OPS, RECURRENT, SEGMENTS
+from .streams import joined, let_in, moments, narrowed, streams_in, streams_out
 
 # weights of a mixer that keeps a state -> its segment
 STATEFUL = {DeltaWeights: "gated_delta", ConvWeights: "short_conv", MambaWeights: "mamba"}
@@ -79,6 +83,8 @@ class KernelTable:
     mlp: Callable[..., Tensor]
     experts: Callable[..., Tensor]
     layer_input: Callable[..., Tensor]
+    streams_in: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    streams_out: Callable[..., Tensor]
     head: Callable[..., Tensor]
     decoder: Callable[..., Tensor]
     step: Callable[..., Stepped]
@@ -96,9 +102,21 @@ def mlp(
     plain = {"gelu": reference.gelu, "relu2": reference.relu2}
     activated = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul, **plain}[weights.activation]
     normed = norm_rows(rms_norm, x, weights.norm)  # lives on until the end: the plan counts it
-    out = product(weights.down, activated(weights.gate_up(normed)), weights.join)
+    out = product(weights.down, activated(thinned(weights.gate_up(normed), weights.cut)), weights.join)
     x = norm_rows(rms_norm, add_output(rms_norm, x, out, weights.post_norm), weights.sum_norm)
     return x if weights.scale == 1.0 else x.mul_(weights.scale)
+
+
+def thinned(rows: Tensor, cut: float | None) -> Tensor:
+    """Gates and ups [num_tokens, 2 inner], in their place: gates less mean + `cut` deviations of a token's gates, where
+    they are above that, and 0 elsewhere. All of them without a cut.
+    """
+    if cut is None:
+        return rows
+    gates = rows[:, : rows.shape[1] // 2]
+    mean, spread = moments(gates)
+    gates.copy_(gates.float().sub(spread.mul_(cut).add_(mean)).relu_())
+    return rows
 
 
 def experts(
@@ -145,9 +163,7 @@ def layer_input(
 
     given   [num_tokens, size]: what each token has for this layer
     """
-    activated = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}[weights.activation]
-    let_in = activated(torch.cat([weights.gate(x), given], -1))
-    x = add_output(rms_norm, x, weights.projection(let_in), weights.norm)
+    x = x.add_(let_in(rms_norm, silu_mul, gelu_tanh_mul, x, weights, given))
     return x if weights.scale == 1.0 else x.mul_(weights.scale)
 
 
@@ -162,6 +178,8 @@ def decoder(
     mlp: Callable[..., Tensor],
     experts: Callable[..., Tensor],
     layer_input: Callable[..., Tensor],
+    streams_in: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    streams_out: Callable[..., Tensor],
     x: Tensor,
     layers: Sequence[LayerCall],
     caches: Sequence[LayerCache],
@@ -184,6 +202,9 @@ def decoder(
     starts = cu_query_lens if state_starts is None else state_starts
     stateful = {"gated_delta": gated_delta, "short_conv": short_conv, "mamba": mamba}
 
+    streams: Tensor | None = None  # where a token has several
+    own: StreamWeights | None = None  # of the layer
+
     def fed(x: Tensor, ffn: MlpWeights | ExpertsWeights | None, number: int, rows: Tensor | None) -> Tensor:
         if ffn is None:
             return x
@@ -191,19 +212,27 @@ def decoder(
         if ffn.input is None:
             return x
         assert inputs is not None
-        return layer_input(x, ffn.input, inputs[slice(None) if rows is None else rows, number])
+        given = inputs[slice(None) if rows is None else rows, number]
+        return layer_input(x, ffn.input, given) if own is None else streams_out(streams, x, own, ffn.input, given)
 
     for number, ((weights, ffn, view), of_layer) in enumerate(zip(layers, caches, strict=True)):
         rows = wanted if number == len(layers) - 1 else None
         if isinstance(weights, AttentionWeights):
             cos, sin, block_table, slot_mapping = views[view]
+            own = weights.streams
+            if own is not None:
+                streams, x, added = streams_in(x, weights)
             q = attn_in(x, weights, cos, sin, of_layer, slot_mapping)
             if rows is not None and rows.shape[0] == 0:
                 return x[:0]
             attended = attention(q, weights, of_layer, block_table, cu_query_lens, seq_lens)
             if rows is not None:
                 attended, x = attended[rows], x[rows]
+                if streams is not None:
+                    streams, added = streams[rows], added[rows]
             x = attn_out(attended, fed(x, ffn, number, rows) if weights.parallel else x, weights)
+            if own is not None:
+                x = joined(x, added)
             if weights.parallel:
                 continue
         else:
@@ -213,7 +242,7 @@ def decoder(
                 x = stateful[STATEFUL[type(weights)]](x, weights, of_layer, slots, starts)
             x = x if rows is None else x[rows]
         x = fed(x, ffn, number, rows) if x.shape[0] else x
-    return x
+    return x if own is None else narrowed(x, own)
 
 
 def with_images(table: KernelTable, images: Sequence[Any], windowed: bool = False) -> Callable[..., Tensor]:
@@ -291,11 +320,13 @@ COMPOSED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "head": (head, ("rms_norm",)),
     "experts": (experts, ("rms_norm", "silu_mul", "gelu_tanh_mul")),
     "layer_input": (layer_input, ("rms_norm", "silu_mul", "gelu_tanh_mul")),
+    "streams_in": (streams_in, ("rms_norm",)),
+    "streams_out": (streams_out, ("rms_norm", "silu_mul", "gelu_tanh_mul")),
     "decoder": (
         decoder,
         (
             *("attn_in", "attention", "attn_out", "latent_attention", "gated_delta", "short_conv", "mamba"),
-            *("mlp", "experts", "layer_input"),
+            *("mlp", "experts", "layer_input", "streams_in", "streams_out"),
         ),
     ),
     "step": (step, ("decoder", "head")),

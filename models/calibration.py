@@ -14,9 +14,10 @@ from torch import Tensor
 
 from localllm.errors import UnsupportedModel
 from localllm.kernels.kv_pages import KVPages
-from localllm.kernels.layer_weights import AttentionWeights, ExpertsWeights, Linear
+from localllm.kernels.layer_weights import AttentionWeights, ExpertsWeights, Linear, MlpWeights
 from localllm.kernels.rope import RopeTable
 from localllm.kernels.segments import REFERENCES, STATEFUL
+from localllm.kernels.streams import joined
 
 from .architectures import Attention, Dense, Experts, GatedDelta, LatentAttention, LayerFacts, OpenModel
 from .architectures.mixers import Mamba2, Paged, ShortConv, Stateful
@@ -60,7 +61,7 @@ Seen = dict[tuple[str, ...], Sum]  # by the modules that see the same rows
 class _Stream:
     """One sequence on its way through the layers."""
 
-    x: Tensor  # [num_tokens, hidden]
+    x: Tensor  # [num_tokens, hidden], or [num_tokens, streams, hidden] behind a layer where tokens have several
     inputs: Tensor | None  # [num_tokens, layers, size]
     pages: dict[int, KVPages] = field(default_factory=dict)  # of layers whose keys and values others read
 
@@ -168,11 +169,18 @@ def _run(
     table: RopeTable | None,
     pages: KVPages | None,
 ) -> Tensor:
-    """One layer over one sequence that starts at position 0: [num_tokens, hidden]."""
+    """One layer over one sequence that starts at position 0: as `_Stream.x`."""
     ffn, x = layer.ffn, stream.x
     bounds = torch.tensor([0, x.shape[0]], dtype=torch.int32, device=x.device)
     if isinstance(layer.mixer, AttentionWeights):
         assert table is not None and pages is not None
+        if layer.mixer.streams is not None:
+            assert isinstance(ffn, MlpWeights) and ffn.input is not None and stream.inputs is not None
+            streams, x, added = REFERENCES["streams_in"](x, layer.mixer)
+            attended = _attended(layer.mixer, x, table, bounds, pages)
+            x = REFERENCES["mlp"](joined(REFERENCES["attn_out"](attended, x, layer.mixer), added), ffn)
+            given = ffn.input, stream.inputs[:, index]
+            return REFERENCES["streams_out"](streams, x, layer.mixer.streams, *given)
         attended = _attended(layer.mixer, x, table, bounds, pages)
         if layer.mixer.parallel:
             return REFERENCES["attn_out"](attended, _fed(ffn, stream, x, index), layer.mixer)

@@ -26,6 +26,7 @@ from localllm.kernels.layer_weights import (
     MlpWeights,
     Module,
     Norm,
+    StreamWeights,
 )
 from localllm.quant import dequantize
 
@@ -42,6 +43,7 @@ class LayerReader:
 
     def __init__(self, reader: Reader, index: int) -> None:
         self.reader = reader
+        self.index = index
         self.hidden = reader.facts.hidden_size
         self.facts = reader.facts.keeping_layers[index]
         self.norms: Norms = self.facts.norms
@@ -81,6 +83,32 @@ class LayerReader:
             norm=self.norm("post_per_layer_input_norm"),
             scale=self.scale(last=True),
         )
+
+    def streams(self) -> StreamWeights | None:
+        """How the layer predicts and corrects residual streams, where there are several."""
+        facts, reader, last = self.facts.streams, self.reader, self.index == self.reader.facts.num_layers - 1
+        if facts is None:
+            return None
+        scale = self.vector("altup.correct_output_scale")
+        square = (self.hidden, self.hidden)
+        widen = None if self.index else reader.linear("streams", facts.widen, [square] * len(facts.widen))
+        return StreamWeights(
+            count=facts.count,
+            router=self.linear("router", "altup.modality_router"),
+            router_norm=self.norm("altup.router_norm"),
+            predict=self.matrix("altup.prediction_coefs"),
+            correct=self.matrix("altup.correction_coefs"),
+            scale=scale if facts.scaled else None,
+            left=self.linear("laurel", "laurel.linear_left"),
+            right=self.linear("laurel", "laurel.linear_right"),
+            laurel_norm=self.norm("laurel.post_laurel_norm"),
+            widen=widen,
+            narrow=tuple(reader.linear("streams", (name,), [square]) for name in facts.narrow) if last else (),
+        )
+
+    def matrix(self, module: str) -> Tensor:
+        """A small linear module's weight, float32 [N, K]."""
+        return dequantize(self.reader.weight(self.start + module, self._shapes[module])).float().clone()
 
     def norm_if(self, name: str | None, size: int = 0) -> Norm | None:
         return None if name is None else self.norm(name, size)
@@ -162,6 +190,7 @@ def _attention(layer: LayerReader, facts: Attention) -> AttentionWeights:
         causal=facts.causal,
         sum_norm=layer.norm_if(layer.norms.over_mixer),
         parallel=layer.facts.parallel,
+        streams=layer.streams(),
     )
 
 
@@ -301,6 +330,7 @@ def _dense(layer: LayerReader, facts: Dense) -> MlpWeights:
         sum_norm=layer.norm_if(layer.norms.over_ffn),
         scale=layer.scale(last=False),
         input=layer.input(),
+        cut=facts.cut,
     )
 
 

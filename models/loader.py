@@ -17,7 +17,7 @@ from torch import Tensor
 from localllm.checkpoint.text_modules import Projection
 from localllm.errors import DeviceError, OutOfMemory, UnsupportedModel
 from localllm.kernels import OpFacts, Weight, reference, rope
-from localllm.kernels.embedding import Embedding, Entry, LayerInputs, is_plain_table, weight_rows
+from localllm.kernels.embedding import Embedding, Entry, LayerInputs, is_plain_table, rows_within, weight_rows
 from localllm.kernels.layer_weights import HeadWeights, Linear
 from localllm.kernels.table import kernel_table
 from localllm.kernels.verify.selftest import KernelCrash
@@ -228,7 +228,9 @@ class Loading(Reader):
         linear = self.linear("input_model", (projection,), (other,))
         norm = self.norm("model.per_layer_projection_norm", facts.size)
         held = weight.nbytes + linear.nbytes + norm.weight.nbytes
-        return LayerInputs(weight_rows(weight), linear, norm, getattr(torch, self.options.dtype), held)
+        rows = weight_rows(weight)
+        rows = rows if facts.rows >= self.facts.vocab_size else rows_within(facts.rows, rows)
+        return LayerInputs(rows, linear, norm, getattr(torch, self.options.dtype), held)
 
     def dense(self, module: str, shape: tuple[int, int]) -> Tensor:
         """A table or a matrix as float32, by its canonical name."""

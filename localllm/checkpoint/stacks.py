@@ -1,9 +1,10 @@
 """Tensors that hold all experts of a layer, taken apart: one tensor for each expert, as most safetensors have them.
-The same of tensors that hold all heads of a layer.
+The same of tensors that hold all heads of a layer, or all residual streams of a model.
 
 GGUF                    blk.{i}.ffn_{gate,up,down}_exps.weight [E, N, K], .bias [E, N], .scale [E];
                         ffn_gate_up_exps: gate rows first; before llama.cpp stacked them: ffn_gate.{e}.weight [N, K]
                         attn_k_b, attn_v_b [heads, N, K] -> attn_k_b.{head}.weight
+                        altup_proj, altup_unembd_proj [streams - 1, N, K] -> altup_proj.{number}.weight
 transformers 5          experts.gate_up_proj [E, 2I, H], gate rows first, or experts.up_proj [E, I, H];
                         experts.down_proj [E, H, I]
     compressed-tensors  experts.gate_up_proj_packed I32 [E, 2I, words], _scale [E, 2I, H/g], and so down_proj
@@ -37,7 +38,7 @@ from .mapped_file import TensorInfo, bad
 
 _GGUF = re.compile(r"(blk\.\d{1,6}\.ffn_)(gate|up|down|gate_up)_exps\.(weight|bias|scale)")
 _GGUF_SPLIT = re.compile(r"(blk\.\d{1,6}\.ffn_(?:gate|up|down))\.(\d{1,6})\.(weight|bias)")
-_GGUF_HEADS = re.compile(r"(blk\.\d{1,6}\.attn_[kv]_b)\.weight")
+_GGUF_MATRICES = re.compile(r"(blk\.\d{1,6}\.attn_[kv]_b|altup_proj|altup_unembd_proj)\.weight")  # of heads, or streams
 _GRANITE = re.compile(r"(.+\.block_sparse_moe\.)(input|output)_linear\.(weight|weight_scale)")
 _ERNIE = re.compile(r"(.+\.mlp\.)(?:gate\.)?moe_statics(\.e_score_correction_bias)")
 _OF_PROJECTION = {  # what follows `experts.gate_up_proj` -> what one expert has instead, and dimensions of the stack
@@ -77,9 +78,9 @@ def _parts(name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> It
                 yield replace(part, name=f"{match[1]}{kind}_exps.{expert}.{match[3]}")
     elif match := _GGUF_SPLIT.fullmatch(name):
         yield replace(info, name=f"{match[1]}_exps.{match[2]}.{match[3]}")
-    elif (match := _GGUF_HEADS.fullmatch(name)) and dims == 3:
-        for head, _, part in _apart(info, ["head"], turns=False):
-            yield replace(part, name=f"{match[1]}.{head}.weight")
+    elif (match := _GGUF_MATRICES.fullmatch(name)) and dims == 3:
+        for number, _, part in _apart(info, ["matrix"], turns=False):
+            yield replace(part, name=f"{match[1]}.{number}.weight")
     elif (match := _GRANITE.fullmatch(name)) and dims == 3:
         kinds = ["gate", "up"] if match[2] == "input" else ["down"]
         for expert, kind, part in _apart(info, kinds, turns=False):

@@ -14,7 +14,7 @@ from typing import Any
 
 from localllm.checkpoint.text_modules import Projection
 
-from .layers import Entry, Experts, InputTable, LayerFacts
+from .layers import Entry, Experts, InputTable, LayerFacts, Streams
 from .mixers import EXPANDED, Attention, LatentAttention, Paged, RopeFacts, Stateful
 from .vision import ImageFacts
 
@@ -77,6 +77,11 @@ class ModelFacts:
     def embedding_size(self) -> int:
         """Elements of a text's vector."""
         return self.projections[-1].outputs if self.projections else self.hidden_size
+
+    @property
+    def streams(self) -> Streams | None:
+        """Where a token has several residual streams."""
+        return self.layers[0].streams
 
     @cached_property
     def keeping_layers(self) -> tuple[LayerFacts, ...]:
@@ -235,6 +240,8 @@ def count_params(facts: ModelFacts) -> int:
     tables = facts.vocab_size * facts.hidden_size * (1 if facts.tied_embeddings else 2)
     if facts.inputs is not None:
         tables += sum(n * k for n, k in facts.inputs.linears(hidden).values()) + facts.inputs.size
+    if facts.streams is not None:
+        tables += sum(n * k for n, k in facts.streams.outer(hidden).values())
     return count_linear_params(facts) + vectors + tables + facts.hidden_size
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from localllm.checkpoint import Checkpoint
 from localllm.checkpoint.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN, MAX_VOCAB, Fields
@@ -21,7 +22,7 @@ from .gemma3 import GGUF_NORMS, NORMS
 from .gemma4_vision import gemma4_parts, gemma4_vision
 from .gguf import GgufConfig
 from .hf import HfConfig, object_of
-from .layers import Dense, Experts, InputTable, LayerFacts, LayerInput
+from .layers import Dense, Experts, InputTable, LayerFacts, LayerInput, Streams
 from .mixers import Attention, RopeFacts
 from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
 from .vision import Bidirectional
@@ -107,7 +108,7 @@ class Gemma4(Architecture):
         if keys.flag("enable_moe_block"):
             names = {"count": "num_experts", "top_k": "top_k_experts", "inner": "moe_intermediate_size"}
             ffn = config.experts(names, dense.act, apart=True, scales="router")
-        stack = _Stack(
+        stack = Stack(
             narrow=attention,
             full=full,
             ffn=ffn,
@@ -143,7 +144,7 @@ class Gemma4(Architecture):
         size = keys.integer("embedding_length_per_layer_input", 0, MAX_HIDDEN, 0)
         pad = config.general.integer("tokenizer.ggml.padding_token_id", 0, config.vocab_size - 1, 0)
         inputs = InputTable(config.vocab_size, size, config.num_layers, pad=pad) if size else None
-        return _Stack(narrow, full, ffn, windows, inners, keeping, inputs).facts(config, context)
+        return Stack(narrow, full, ffn, windows, inners, keeping, inputs).facts(config, context)
 
     def names(self, checkpoint: Checkpoint) -> NameMap:
         if checkpoint.kind == "gguf":
@@ -159,7 +160,7 @@ _KINDS = ("full", "sliding")
 
 
 @dataclass(frozen=True)
-class _Stack:
+class Stack:
     """What the layers are made of, and what they differ in."""
 
     narrow: Attention
@@ -169,29 +170,30 @@ class _Stack:
     inners: Sequence[int]  # of each layer's dense feed-forward layer
     keeping: int  # layers that keep keys and values; those after them read what the last of their kind keeps
     inputs: InputTable | None
+    cuts: Sequence[float | None] = ()  # of each layer's gates; none: they are not cut
+    streams: Streams | None = None
 
-    def facts(self, config: Config, context: int) -> ModelFacts:
+    def facts(self, config: Config, context: int, **changes: Any) -> ModelFacts:
+        """`changes` as of `Config.facts`."""
         layers, inputs = self._layers(config), self.inputs
-        facts = config.facts(layers, context, embedding_scale=math.sqrt(config.hidden_size))
+        facts = config.facts(layers, context, embedding_scale=math.sqrt(config.hidden_size), **changes)
         tensors = config.checkpoint.tensors
         unread = tuple(_unread(config, layers))
         spare = sum(info.nbytes for name, info in tensors.items() if name.startswith(unread)) if unread else 0
         if inputs is not None:
             table = f"{config.names.source('model.embed_tokens_per_layer')}."
-            if inputs.rows < config.vocab_size:
-                what = f"has {inputs.rows:,} rows for a vocabulary of {config.vocab_size:,}"
-                raise bad(config.keys.path, what, key=table.rstrip("."))
             nbytes = sum(info.nbytes for name, info in tensors.items() if name.startswith(table))
             inputs = replace(inputs, nbytes=nbytes)
         return replace(facts, weight_bytes=facts.weight_bytes - spare, inputs=inputs)
 
     def _layers(self, config: Config) -> tuple[LayerFacts, ...]:
         """Equal layers are the same object."""
-        made: dict[tuple[int | None, ...], LayerFacts] = {}
+        made: dict[tuple[object, ...], LayerFacts] = {}
         keepers: dict[int | None, int] = {}
         found, scaled = [], config.stores_scale()
         own = None if self.inputs is None else LayerInput(self.inputs.size, self.ffn.act)
-        for layer, (window, inner) in enumerate(zip(self.windows, self.inners, strict=True)):
+        cuts = self.cuts or (None,) * len(self.windows)
+        for layer, (window, inner, cut) in enumerate(zip(self.windows, self.inners, cuts, strict=True)):
             if layer < self.keeping:
                 keepers[window] = layer
             elif window not in keepers:
@@ -199,17 +201,18 @@ class _Stack:
                 what = f"reads the keys and values of a {kind} layer among the first {self.keeping}, which have none"
                 raise bad(config.keys.path, what, key=f"layer {layer}")
             source = None if layer < self.keeping else keepers[window]
-            kind_of = window, inner, source
+            kind_of = window, inner, source, cut
             if kind_of not in made:
                 mixer = self.full if window is None else replace(self.narrow, window=window)
                 mixer = replace(mixer, shares_kv_with=source)
-                made[kind_of] = LayerFacts(mixer, _with_inner(self.ffn, inner), NORMS, scaled, own)
+                ffn = _with_inner(self.ffn, inner, cut)
+                made[kind_of] = LayerFacts(mixer, ffn, NORMS, scaled, own, streams=self.streams)
             found.append(made[kind_of])
         return tuple(found)
 
 
-def _with_inner(ffn: Dense | Experts, inner: int) -> Dense | Experts:
-    return replace(ffn, shared_inner=inner) if isinstance(ffn, Experts) else replace(ffn, inner=inner)
+def _with_inner(ffn: Dense | Experts, inner: int, cut: float | None) -> Dense | Experts:
+    return replace(ffn, shared_inner=inner) if isinstance(ffn, Experts) else replace(ffn, inner=inner, cut=cut)
 
 
 def _inputs(config: HfConfig) -> InputTable | None:
@@ -220,6 +223,9 @@ def _inputs(config: HfConfig) -> InputTable | None:
     if not size:
         return None
     rows = keys.integer("vocab_size_per_layer_input", 1, MAX_VOCAB)
+    if rows < config.vocab_size:
+        what = f"has {rows:,} rows for a vocabulary of {config.vocab_size:,}"
+        raise bad(keys.path, what, key=config.names.source("model.embed_tokens_per_layer"))
     return InputTable(rows, size, config.num_layers, pad=keys.integer("pad_token_id", 0, rows - 1, 0))
 
 

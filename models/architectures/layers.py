@@ -16,6 +16,9 @@ class Dense:
     bias: bool = False
     fused: bool = False  # gate and up are stored as one module
     gated: bool = True
+    cut: float | None = (
+        None  # of a token's gates so many deviations above their mean are taken off, and none are below 0
+    )
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -32,14 +35,22 @@ class Dense:
         return {f"{name}.bias": shape[:1] for name, shape in self.linears(hidden).items() if self.bias}
 
     def work(self, hidden: int) -> int:
-        """Values held for a token beside the residual stream and its norm: gate and up beside their product."""
-        return 3 * self.inner
+        """Values held for a token beside the residual stream and its norm: gate and up beside their product, or beside
+        what gates are cut with, float32.
+        """
+        return (3 if self.cut is None else 6) * self.inner
 
 
-# linear modules that choose or weigh others: they keep their stored numbers whatever the others become
-ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")
+_CHOOSING = ("mlp.gate", "mlp.shared_expert_gate")
+_STREAMS = (
+    *("altup.modality_router", "altup.prediction_coefs", "altup.correction_coefs"),
+    *("laurel.linear_left", "laurel.linear_right"),
+)
+# small linear modules that choose or weigh others: they keep their stored numbers whatever the others become
+ROUTERS = _CHOOSING + _STREAMS
 # modules that are not quantized -> why not
-STAY_STORED = dict.fromkeys(ROUTERS, "it chooses experts") | {EXPANDED: "it is taken apart while loading"}
+STAY_STORED = dict.fromkeys(_CHOOSING, "it chooses experts") | {EXPANDED: "it is taken apart while loading"}
+STAY_STORED |= dict.fromkeys(_STREAMS, "it is small, and all residual streams depend on it")
 
 
 # before the experts, after the shared expert, after the experts: where they are `apart`
@@ -174,6 +185,40 @@ class LayerInput:
 
 
 @dataclass(frozen=True)
+class Streams:
+    """AltUp: a token has `count` residual streams; a layer computes the first, predicts all and corrects them. LAuReL:
+    a product of two narrow matrices goes beside attention.
+    """
+
+    count: int
+    rank: int  # of LAuReL's matrices
+    scaled: bool = True  # a stored vector multiplies the first stream where `LayerInput` reads it
+
+    def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
+        router, predict, correct, left, right = _STREAMS
+        shapes = {router: (self.count, hidden), predict: (self.count**2, self.count), correct: (self.count,) * 2}
+        return shapes | {left: (self.rank, hidden), right: (hidden, self.rank)}
+
+    def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        names = ("altup.correct_output_scale", "altup.router_norm.weight", "laurel.post_laurel_norm.weight")
+        return dict.fromkeys(names, (hidden,))
+
+    @property
+    def widen(self) -> tuple[str, ...]:
+        """The modules that make the other streams before the first layer."""
+        return tuple(f"model.altup_projections.{number}" for number in range(self.count - 1))
+
+    @property
+    def narrow(self) -> tuple[str, ...]:
+        """The modules that these go through behind the last one."""
+        return tuple(f"model.altup_unembed_projections.{number}" for number in range(self.count - 1))
+
+    def outer(self, hidden: int) -> dict[str, tuple[int, int]]:
+        """Those outside of the layers."""
+        return dict.fromkeys(self.widen + self.narrow, (hidden, hidden))
+
+
+@dataclass(frozen=True)
 class InputTable:
     """Where the numbers of `LayerInput` come from: a second embedding, and a projection of the first."""
 
@@ -227,8 +272,10 @@ class LayerFacts:
     input: LayerInput | None = None
     parallel: bool = False  # attention and the feed-forward layer read the same residual stream, and both are added
     fusion: Fusion | None = None
+    streams: Streams | None = None
 
     @property
-    def blocks(self) -> tuple[Paged | Stateful | Dense | Experts | LayerInput | Fusion, ...]:
-        """Mixer, feed-forward layer and what takes in a token's numbers: those that are there."""
-        return tuple(block for block in (self.mixer, self.ffn, self.input, self.fusion) if block is not None)
+    def blocks(self) -> tuple[Paged | Stateful | Dense | Experts | LayerInput | Fusion | Streams, ...]:
+        """Mixer, feed-forward layer and what is around them: those that are there."""
+        found = (self.mixer, self.ffn, self.input, self.fusion, self.streams)
+        return tuple(block for block in found if block is not None)

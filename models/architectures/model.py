@@ -133,8 +133,9 @@ class OpenModel(Checkpoint):
         return modules | {name.rpartition(".")[0] for name in vectors}
 
     def stored_modules(self, facts: ModelFacts) -> set[str]:
-        """The modules below layers that the model is made of, as the file names them."""
-        return set().union(*(self._modules(facts, index) for index in range(len(facts.keeping_layers))))
+        """The modules below layers that the model is made of, and those of its streams, as the file names them."""
+        outer = () if facts.streams is None else map(self.names.source, facts.streams.outer(facts.hidden_size))
+        return set(outer).union(*(self._modules(facts, index) for index in range(len(facts.keeping_layers))))
 
     @property
     def doubt(self) -> str:
@@ -176,6 +177,8 @@ class OpenModel(Checkpoint):
                 self._linear(module, shape)
             for name, sizes in facts.inputs.vectors().items():
                 self._vector(name, sizes)
+        for module, shape in {} if facts.streams is None else facts.streams.outer(hidden).items():
+            self._linear(module, shape)
         for index, layer in enumerate(facts.layers):
             self._layer(index, layer, hidden)
         size = hidden

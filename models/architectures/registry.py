@@ -20,6 +20,7 @@ from .facts import ModelFacts
 from .gemma import Gemma
 from .gemma2 import Gemma2
 from .gemma3 import Gemma3
+from .gemma3n import Gemma3n
 from .gemma4 import Gemma4
 from .glm4 import Glm4
 from .glm4_moe import Glm4Moe
@@ -54,6 +55,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Gemma(),
     Gemma2(),
     Gemma3(),
+    Gemma3n(),
     Gemma4(),
     Phi3(),
     GptOss(),

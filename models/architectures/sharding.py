@@ -108,6 +108,8 @@ def refusal(facts: ModelFacts, world: int) -> str:
     for layer, _ in facts.kinds:
         found = _mixer_refusal(layer.mixer, world)
         inner = [] if layer.ffn is None else [layer.ffn.inner, getattr(layer.ffn, "shared_inner", 0)]
+        if not found and getattr(layer.ffn, "cut", None) is not None:
+            found = "feed-forward layers whose values are cut by the spread of all of them"
         if not found and (narrow := [size for size in inner if 0 < size < world]):
             found = f"a feed-forward layer of {min(narrow)} values"
         if found:
@@ -147,17 +149,23 @@ def check_world(facts: ModelFacts, world: int) -> None:
     found = refusal(facts, world)
     if not found:
         return
-    others = [str(n) for n in range(2, MOST_RANKS + 1) if not refusal(facts, n)]
+    others = _worlds(facts)
+    in_layers = "--split layers" if facts.inputs is None else "one card"
     raise ConfigError(
         f"tensor_parallel {world}: {facts.name} has {found}, which {world} ranks cannot divide",
-        f"use --tensor-parallel {' or '.join(others)}, or --split layers" if others else "use --split layers",
+        f"use --tensor-parallel {' or '.join(others)}, or {in_layers}" if others else f"use {in_layers}",
         context={"tensor_parallel": world, "possible": others},
     )
 
 
+def _worlds(facts: ModelFacts) -> list[str]:
+    """Numbers of ranks that can divide a model."""
+    return [str(n) for n in range(2, MOST_RANKS + 1) if not refusal(facts, n)]
+
+
 def check_span(facts: ModelFacts, span: tuple[int, int]) -> None:
     """Raise ConfigError where one of these layers needs what another rank has."""
-    hint = "use --split tensor, or one card"
+    hint = "use --split tensor, or one card" if _worlds(facts) else "use one card"
     if facts.inputs is not None:
         raise ConfigError(f"split layers: layers of {facts.name} read the tokens' second embedding", hint)
     for index in range(*span):

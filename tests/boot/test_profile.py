@@ -392,6 +392,8 @@ def allocating_model(facts: ModelFacts) -> Model:
         "mlp": partial(segments.mlp, norm, gated, gated),
         "experts": segments.experts,
         "layer_input": segments.layer_input,
+        "streams_in": segments.streams_in,
+        "streams_out": segments.streams_out,
     }
     head, decoder = partial(segments.head, norm), partial(segments.decoder, *parts.values())
     table = segments.KernelTable(

@@ -97,6 +97,15 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         {"hidden_size": 44, "intermediate_size": 70, "heads": (4, 2, 18), "sliding_window": 13}
         | {"query_pre_attn_scalar": 24, "final_logit_softcapping": 8.0, "attn_logit_softcapping": 3.0},
     ),
+    "gemma3n": (
+        "gemma3n_text",
+        {"hidden_size": 44, "intermediate_size": [70, 66, 70, 70, 66], "heads": (4, 2, 18), "sliding_window": 11}
+        | {"hidden_size_per_layer_input": 9, "vocab_size_per_layer_input": 91, "num_kv_shared_layers": 2}
+        | {"num_hidden_layers": 5, "laurel_rank": 7, "final_logit_softcapping": 8.0}
+        | {"activation_sparsity_pattern": [0.8, 0.0, 0.3, 0.0, 0.6]}
+        | {"layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 2, "full_attention"]}
+        | {"rope_parameters": {"full_attention": PLAIN | {"rope_theta": 1e6}, "sliding_attention": PLAIN}},
+    ),
     "gemma4": (
         "gemma4_text",
         {"hidden_size": 44, "intermediate_size": 70, "heads": (4, 2, 20), "sliding_window": 11, "global_head_dim": 28}

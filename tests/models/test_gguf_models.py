@@ -30,7 +30,7 @@ ARCHITECTURE |= {
 ARCHITECTURE |= {"qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "glm4_moe": "glm4moe"}
 ARCHITECTURE |= {"lfm2_moe": "lfm2moe", "qwen3_next": "qwen3next", "granitemoehybrid": "granitehybrid"}
 ARCHITECTURE |= {"deepseek_v2": "deepseek2", "glm4_moe_lite": "deepseek2"}
-ARCHITECTURE |= {"olmo3": "olmo2", "ministral3": "mistral3", "gemma4_text": "gemma4"}
+ARCHITECTURE |= {"olmo3": "olmo2", "ministral3": "mistral3", "gemma3n_text": "gemma3n", "gemma4_text": "gemma4"}
 ARCHITECTURE |= {"cohere": "command-r", "ernie4_5_moe": "ernie4_5-moe"}
 OWN_PATTERN = ("gemma2", "gpt-oss", "cohere2")  # whose files do not say which layers are windowed
 LFM2 = {  # what it calls differently
@@ -100,6 +100,8 @@ def write_gguf(
     if arch == "gemma4":
         _heads_of_two_sizes(writer, config)
         tensors = _gemma4(writer, config, tensors)
+    if arch == "gemma3n":
+        tensors = _gemma3n(writer, config, tensors)
     if config.get("attn_logit_softcapping"):
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
     if arch.startswith("granite"):
@@ -168,7 +170,7 @@ def write_gguf(
         plain |= any(part in name for part in ("ffn_gate_inp", "conv1d", ".conv.conv."))
         stored = gguf.GGMLQuantizationType.F32 if plain else kind
         data = gguf.quants.quantize(tensor.contiguous().numpy(), stored)
-        writer.add_tensor(name if name.startswith("blk.") else names.tensor(name), data, raw_dtype=stored)
+        writer.add_tensor(name if name.startswith(("blk.", "altup_")) else names.tensor(name), data, raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -402,6 +404,26 @@ def _gemma4(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: dict[str, 
     return found
 
 
+def _gemma3n(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Matrices of streams as stacks; all tokens have a row for layers, where the converter pads with zeros."""
+    writer.add_rope_freq_base_swa(config["rope_parameters"]["sliding_attention"]["rope_theta"])
+    writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    writer.add_altup_active_idx(config["altup_active_idx"])
+    writer.add_altup_num_inputs(config["altup_num_inputs"])
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    writer.add_shared_kv_layers(config["num_kv_shared_layers"])
+    shares = torch.tensor(config["activation_sparsity_pattern"])
+    writer.add_activation_sparsity_scale(torch.distributions.Normal(0.0, 1.0).icdf(shares).tolist())
+    others = range(config["altup_num_inputs"] - 1)
+    found = {name: tensor for name, tensor in tensors.items() if "projections." not in name}
+    table = tensors["model.embed_tokens_per_layer.weight"]
+    more = table[:1].expand(config["vocab_size"] - table.shape[0], -1)
+    found["model.embed_tokens_per_layer.weight"] = torch.cat([table, more])
+    for name, stack in (("altup_projections", "altup_proj"), ("altup_unembed_projections", "altup_unembd_proj")):
+        found[f"{stack}.weight"] = torch.stack([tensors[f"model.{name}.{number}.weight"] for number in others])
+    return found
+
+
 def _rope(writer: gguf.GGUFWriter, config: dict[str, Any], dim: int) -> None:
     rope = config["rope_parameters"]
     rope = rope.get("full_attention", rope)
@@ -437,7 +459,7 @@ def gguf_logits(
 
 NAMES = ["llama", "llama-bias", "llama-yarn", "mistral", "qwen2", "qwen3", "qwen3-moe", "phi3", "gemma3"]
 NAMES += ["gpt-oss", "mixtral", "glm4-moe", "qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2", "lfm2-moe"]
-NAMES += ["granite-hybrid", "nemotron-h", "gemma", "gemma2", "gemma4", "gemma4-e2b", "gemma4-moe"]
+NAMES += ["granite-hybrid", "nemotron-h", "gemma", "gemma2", "gemma3n", "gemma4", "gemma4-e2b", "gemma4-moe"]
 NAMES += ["smollm3", "granite", "granitemoe", "olmo2", "olmo3", "seed-oss", "glm4", "ministral3"]
 NAMES += ["deepseek-v2", "mistral4", "cohere2", "ernie", "ernie-moe", "exaone4", "exaone4-small"]
 SLOW_NAMES = ("cohere", "cohere2-packable", "glm4-moe-lite", "granite-hybrid-dense", "nemotron-h-moe")

@@ -27,7 +27,8 @@ from localllm.plan.planner import Planner
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3.5", "qwen3.5-moe", "lfm2", "granite-hybrid", "nemotron-h-moe", "gemma4-e2b", "gemma4-moe"]
+    "name",
+    ["qwen3.5", "qwen3.5-moe", "lfm2", "granite-hybrid", "nemotron-h-moe", "gemma3n", "gemma4-e2b", "gemma4-moe"],
 )
 def test_every_product_is_observed_for_calibration(name: str, tiny: Callable, tmp_path: Path) -> None:
     with open_model(tiny(name).save(tmp_path)) as checkpoint:
@@ -41,7 +42,10 @@ def test_every_product_is_observed_for_calibration(name: str, tiny: Callable, tm
     assert all(bool(torch.isfinite(total).all()) for layer in found for total in layer.values())
 
 
-@pytest.mark.parametrize(("name", "module"), [("gemma4-e2b", "per_layer_input_gate"), ("cohere2", "mlp.down_proj")])
+CALIBRATED = [("gemma4-e2b", "per_layer_input_gate"), ("gemma3n", "per_layer_input_gate"), ("cohere2", "mlp.down_proj")]
+
+
+@pytest.mark.parametrize(("name", "module"), CALIBRATED)
 def test_calibration_runs_layers_as_the_model_does(name: str, module: str, tiny: Callable, tmp_path: Path) -> None:
     """What the last layer's products see follows from all layers before it."""
     ids = list(range(40))

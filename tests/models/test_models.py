@@ -41,7 +41,7 @@ NAMES = (
         *MORE_MAMBAS,
         *MIXTURES,
     ),
-    *("gemma", "gemma2", "gemma4", "gemma4-e2b", "gemma4-moe", "smollm3", "smollm3-windows"),
+    *("gemma", "gemma2", "gemma3n", "gemma4", "gemma4-e2b", "gemma4-moe", "smollm3", "smollm3-windows"),
     *("granite", "olmo2", "olmo3", "seed-oss", "glm4", "ministral3", "cohere2", "ernie", "exaone4", "exaone4-small"),
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("cohere", "cohere2-packable")),
     LATENT[0],
@@ -81,7 +81,7 @@ def test_a_token_does_not_depend_on_chunks_or_neighbours(name: str, loaded: Call
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "qwen3.5", "lfm2", "nemotron-h", "gemma3", "gemma4-e2b", "glm4-moe-lite", "cohere2"]
+    "name", ["llama", "qwen3.5", "lfm2", "nemotron-h", "gemma3", "gemma3n", "gemma4-e2b", "glm4-moe-lite", "cohere2"]
 )
 def test_a_cached_prefix_gives_the_same_bits(name: str, loaded: Callable, paged: Any) -> None:
     model, ids = loaded(name), prompt(80)

@@ -1,0 +1,164 @@
+"""Gemma 3n (text): several residual streams (AltUp), narrow products beside attention (LAuReL), gates of which first
+layers keep the largest only, and as in Gemma 4 E2B inputs of layers and keys and values that later layers share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+from localllm.checkpoint import Checkpoint
+from localllm.checkpoint.fields import MAX_HIDDEN, MAX_VOCAB
+
+from .architecture import Architecture
+from .config import Config
+from .facts import ModelFacts
+from .gemma3 import FULL_THETA, GGUF_NORMS, LOCAL_THETA
+from .gemma4 import ACT, GGUF_INNER, GGUF_TOP, Stack
+from .gguf import GgufConfig
+from .hf import HfConfig
+from .layers import Dense, InputTable, Streams
+from .mixers import RopeFacts
+from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
+
+FULL_EVERY, LOGIT_CAP = 5, 30.0
+MOST_STREAMS = 16  # published models have four
+THINNED, SPARSITY = 10, 0.95  # layers, where files do not say it of a deep model, and the share of gates that are 0
+DEFAULTS = {
+    "vocab_size": 262_400,
+    "hidden_size": 2048,
+    "intermediate_size": 16_384,
+    "num_hidden_layers": 35,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "max_position_embeddings": 32_768,
+    "sliding_window": 512,
+    "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "final_logit_softcapping": LOGIT_CAP,
+    "vocab_size_per_layer_input": 262_144,
+    "hidden_size_per_layer_input": 256,
+    "num_kv_shared_layers": 15,
+    "altup_num_inputs": 4,
+    "altup_correct_scale": True,
+    "laurel_rank": 64,
+}
+GGUF_STREAMS = {
+    "altup.modality_router": "altup_router",
+    "altup.router_norm": "altup_router_norm",
+    "altup.prediction_coefs": "altup_predict_coef",
+    "altup.correction_coefs": "altup_correct_coef",
+    "altup.correct_output_scale": "altup_correct_scale.weight",
+    "laurel.linear_left": "laurel_l",
+    "laurel.linear_right": "laurel_r",
+    "laurel.post_laurel_norm": "laurel_post_norm",
+}
+_OUTER = {"model.altup_projections": "altup_proj", "model.altup_unembed_projections": "altup_unembd_proj"}
+GGUF_OUTER = {f"{ours}.{n}": f"{theirs}.{n}" for ours, theirs in _OUTER.items() for n in range(MOST_STREAMS - 1)}
+
+
+class Gemma3n(Architecture):
+    """The embedding of layers may have fewer rows than the vocabulary: tokens of images and sounds read the first."""
+
+    name = "gemma3n"
+    label = "Gemma 3n (text)"
+    hf_types = {"gemma3n_text": DEFAULTS}
+    hf_wrappers = {"gemma3n": "gemma3n_text"}
+    hf_classes = ("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration")
+    gguf_types = ("gemma3n",)
+
+    def from_hf(self, config: HfConfig) -> ModelFacts:
+        keys = config.keys
+        rope, local, context = config.ropes(FULL_THETA, LOCAL_THETA)
+        streams = Streams(
+            keys.integer("altup_num_inputs", 2, MOST_STREAMS),
+            keys.integer("laurel_rank", 1, MAX_HIDDEN),
+            keys.flag("altup_correct_scale"),
+        )
+        stated = _of_layers(config, "activation_sparsity_pattern", (int, float), 0.0, 1.0 - 1e-6)
+        cuts = [NormalDist().inv_cdf(share) if share > 0 else None for share in stated or _sparsity(config.num_layers)]
+        inners = _of_layers(config, "intermediate_size", (int,), 1, MAX_HIDDEN * 4)
+        rows = keys.integer("vocab_size_per_layer_input", 1, MAX_VOCAB)
+        inputs = InputTable(rows, keys.integer("hidden_size_per_layer_input", 1, MAX_HIDDEN), config.num_layers)
+        windows = config.windows(lambda layer: (layer + 1) % FULL_EVERY != 0)
+        stack = _stack(config, (rope, local), windows, inners or [config.dense().inner] * config.num_layers, cuts)
+        stack = replace(stack, ffn=Dense(1, config.activation("hidden_activation")), inputs=inputs, streams=streams)
+        shared = keys.integer("num_kv_shared_layers", 0, config.num_layers, 0)
+        stack = replace(stack, keeping=config.num_layers - shared)
+        return stack.facts(config, context, logit_softcap=config.capped("final_logit_softcapping"))
+
+    def from_gguf(self, config: GgufConfig) -> ModelFacts:
+        keys, num_layers = config.keys, config.num_layers
+        rope, context = config.rope()
+        local = RopeFacts(keys.number("rope.freq_base_swa", 1.0, 1e15, LOCAL_THETA), config.head_dim)
+        left = config.checkpoint.tensors.get(f"{config.names.source('model.layers.0.laurel.linear_left')}.weight")
+        rank = left.shape[0] if left is not None and len(left.shape) == 2 else 1
+        streams = Streams(keys.integer("altup.num_inputs", 2, MOST_STREAMS, 4), rank)
+        size = keys.integer("embedding_length_per_layer_input", 1, MAX_HIDDEN)
+        inners = config.each("feed_forward_length", 1, MAX_HIDDEN * 4, 0)
+        stack = _stack(config, (rope, local), config.windows(FULL_EVERY), inners, _gguf_cuts(config))
+        stack = replace(stack, inputs=InputTable(config.vocab_size, size, num_layers), streams=streams)
+        stack = replace(stack, keeping=num_layers - keys.integer("attention.shared_kv_layers", 0, num_layers, 15))
+        cap = keys.number("final_logit_softcapping", 1e-3, 1e6, LOGIT_CAP)
+        return stack.facts(config, context, logit_softcap=cap)
+
+    def names(self, checkpoint: Checkpoint) -> NameMap:
+        if checkpoint.kind == "gguf":
+            found = gguf_names(GGUF_LAYER | GGUF_NORMS | GGUF_INNER | GGUF_STREAMS)
+            return replace(found, top={**found.top, **GGUF_TOP, **GGUF_OUTER})
+        found = hf_names(checkpoint.tensors)
+        start = found.top["model.norm"].removesuffix("norm")
+        outer = {name: start + name.removeprefix("model.") for name in (*GGUF_TOP, *GGUF_OUTER)}
+        return replace(found, top={**found.top, **outer})
+
+
+def _stack(
+    config: Config,
+    ropes: tuple[RopeFacts, RopeFacts],
+    windows: Sequence[int | None],
+    inners: Sequence[int],
+    cuts: Sequence[float | None],
+) -> Stack:
+    """Without what the containers say in different ways. `ropes`: of layers that see all, and of windowed ones."""
+    computed = config.keys.integer(
+        "altup.active_idx" if isinstance(config, GgufConfig) else "altup_active_idx", 0, 64, 0
+    )
+    if computed:
+        raise config.unsupported(f"{config.source} whose layers compute stream {computed}, not 0")
+    full, narrow = (config.attention(rope, scale=1.0, qk_norm=True, v_norm=True) for rope in ropes)
+    return Stack(narrow, full, Dense(1, ACT), windows, inners, config.num_layers, None, cuts)
+
+
+def _of_layers(config: HfConfig, key: str, kinds: tuple[type, ...], low: float, high: float) -> list[Any]:
+    """A list of a number for each layer; [] where the file has none."""
+    values, count = config.keys.raw(key), config.num_layers
+    if values is None or (type(values) is int and key == "intermediate_size"):
+        return []
+    fits = isinstance(values, list) and len(values) == count and all(type(value) in kinds for value in values)
+    if not fits or not all(low <= value <= high for value in values):
+        raise config.keys.fail(key, f"must list {count} numbers from {low:g} to {high:g}")
+    return list(values)
+
+
+def _sparsity(num_layers: int) -> list[float]:
+    """The share of gates that are 0, in each layer of a file that does not say it."""
+    thinned = THINNED if num_layers > THINNED else 0
+    return [SPARSITY] * thinned + [0.0] * (num_layers - thinned)
+
+
+def _gguf_cuts(config: GgufConfig) -> list[float | None]:
+    """Deviations above the mean; of layers that keep all gates -inf is stored."""
+    key, count = "activation_sparsity_scale", config.num_layers
+    values = config.keys.raw(key)
+    if values is None:
+        return [NormalDist().inv_cdf(share) if share else None for share in _sparsity(count)]
+    fits = isinstance(values, np.ndarray) and values.dtype.kind == "f" and len(values) == count
+    if not fits or not all(value < 10 for value in values.tolist()):  # False for NaN
+        raise config.keys.fail(key, f"must hold {count} numbers below 10")
+    return [value if math.isfinite(value) else None for value in values.tolist()]
