@@ -116,6 +116,7 @@ class AttentionWeights:
     scale: float  # of q·k
     q_norm: Norm | None = None
     k_norm: Norm | None = None  # over head_dim, before RoPE
+    late_norms: bool = False  # both are behind RoPE
     whole_norms: bool = False  # q_norm and k_norm are over all heads together
     post_norm: Norm | None = None  # on the output, before the residual
     window: int | None = None
@@ -322,7 +323,7 @@ class HeadWeights:
 FUSED_ATTENTION = frozenset(
     (
         *("norm", "qkv", "out", "num_heads", "num_kv_heads", "head_dim", "q_norm", "k_norm", "post_norm"),
-        *("scale", "window", "softcap", "interleaved", "sinks"),
+        *("scale", "window", "softcap", "interleaved", "sinks", "late_norms"),
     )
 )
 FUSED_LATENT = frozenset(

@@ -73,19 +73,22 @@ def attn_in(
         rows = torch.cat([queries.flatten(1), rest], -1)
     qkv = rows.view(-1, heads + kv_heads + v_heads, dim)
     q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, -kv_heads:]
-    if weights.q_norm is not None:
-        q = norm_heads(rms_norm, q, weights.q_norm, weights.whole_norms)
+
+    def turned(part: Tensor, norm: Norm | None) -> Tensor:
+        if norm is not None and not weights.late_norms:
+            part = norm_heads(rms_norm, part, norm, weights.whole_norms)
+        part = rope(part, cos, sin, weights.interleaved)
+        return part if norm is None or not weights.late_norms else norm_heads(rms_norm, part, norm, weights.whole_norms)
+
     if weights.reads_only:
-        q = rope(q, cos, sin, weights.interleaved)
+        q = turned(q, weights.q_norm)
     else:
         v = norm_rows(rms_norm, v, weights.v_norm)
         if weights.k_norm is None:
-            rotated = rope(qkv[:, : heads + kv_heads], cos, sin, weights.interleaved)
+            rotated = turned(qkv[:, : heads + kv_heads], None)
             q, k = rotated[:, :heads], rotated[:, heads:]
         else:
-            k = norm_heads(rms_norm, k, weights.k_norm, weights.whole_norms)
-            q = rope(q, cos, sin, weights.interleaved)
-            k = rope(k, cos, sin, weights.interleaved)
+            q, k = turned(q, weights.q_norm), turned(k, weights.k_norm)
         kv_write(k, v, pages, slot_mapping)
     return q if gates is None else torch.cat([q, gates], -1)
 

@@ -175,6 +175,7 @@ def _attention(layer: LayerReader, facts: Attention) -> AttentionWeights:
         scale=facts.scale,
         q_norm=head_norm("q", facts.num_heads),
         k_norm=head_norm("k", facts.num_kv_heads) if keeps else None,
+        late_norms=facts.late_norms,
         whole_norms=facts.whole_norms,
         post_norm=layer.norm_after(layer.norms.after_mixer),
         window=facts.window,

@@ -81,6 +81,7 @@ def attention_layer(w: AttentionWeights) -> Layer | None:
         head_dim=w.head_dim,
         interleaved=w.interleaved,
         gated=w.gate + w.head_gates,
+        late_norms=w.late_norms,
         norm=_norm(w.norm, kept),
         q_norm=_norm(w.q_norm, kept),
         k_norm=_norm(w.k_norm, kept),

@@ -15,6 +15,7 @@
 typedef struct {
     int64_t hidden, num_heads, num_kv_heads, head_dim, interleaved;
     int64_t gated; /* behind each query comes its gate, in q and in `qkv`; 2: in `qkv` one number a head lies behind all queries */
+    int64_t late_norms; /* of queries and keys: behind RoPE */
     ll_norm norm, q_norm, k_norm, post_norm;
     ll_linear_op qkv, out;
 } ll_attention_layer;
@@ -61,11 +62,12 @@ static void split_tokens(void *arg, int64_t begin, int64_t end, int thread)
             float *to = h < heads ? j->q + (t * heads + h) * width : head;
             if (h < heads && l->gated == 1) memcpy(to + dim, from + dim, (size_t)dim * 4);
             for (int64_t d = 0; h < heads && l->gated == 2 && d < dim; d++) to[dim + d] = row[heads * dim + h];
-            if (norm->weight) {
+            if (norm->weight && !l->late_norms) {
                 norm_row(from, norm->weight, (float)norm->eps, dim, to);
                 from = to;
             }
             rope_head(from, cos, sin, half, dim, (int)l->interleaved, to);
+            if (norm->weight && l->late_norms) norm_row(to, norm->weight, (float)norm->eps, dim, to);
             if (h >= heads) kv_store_key(pages, slot, h - heads, head);
         }
         for (int64_t h = 0; h < kv; h++) kv_store_value(pages, slot, h, keys + (kv + h) * dim);

@@ -212,17 +212,22 @@ def _pages(kv_format: str, kv_heads: int, page: int, dim: int) -> KVPages:
 
 
 def _page_calls(dtype: torch.dtype) -> Iterator[Call]:
-    """Every format, with and without QK-norm."""
+    """Every format, with QK-norm before RoPE and behind it, and without."""
     native, slots = TYPES[dtype].removeprefix("*"), _meta(torch.int64, 1)
     for kv_format, dim in ((native, 128), ("int8", 128), ("fp8", 128), ("int8", 96)):
         kv = _meta(dtype, 1, 8, dim)
         yield "kv_write", f"{kv_format} d{dim}", partial(kv_write, kv, kv, _pages(kv_format, 8, 16, dim), slots)
-    for kv_format, dim, has_norm in ((native, 128, True), ("int8", 128, True), ("fp8", 96, False)):
+    for kv_format, dim, of in (
+        (native, 128, "norm"),
+        ("int8", 128, "norm"),
+        (native, 128, "late norm"),
+        ("fp8", 96, ""),
+    ):
         angles, norm = _meta(torch.float32, 1, dim // 2), Norm(_meta(torch.float32, dim), 1e-6)
-        kept, norms = (_pages(kv_format, 8, 16, dim), slots), (norm, norm) if has_norm else None
+        kept, norms = (_pages(kv_format, 8, 16, dim), slots), (norm, norm) if of else None
         given = (_meta(dtype, 1, 48, dim), 32, (angles, angles), kept, norms)
-        label = f"{kv_format} d{dim}{' norm' if has_norm else ''}"
-        yield "qk_norm_rope_kv", label, partial(qk_norm_rope_kv, *given)
+        late = {"late_norms": of == "late norm"}
+        yield "qk_norm_rope_kv", f"{kv_format} d{dim} {of}".rstrip(), partial(qk_norm_rope_kv, *given, **late)
 
 
 def _attention_calls(dtype: torch.dtype) -> Iterator[Call]:

@@ -86,7 +86,7 @@ def _heads(
     token_stride, q_eps, k_eps,
     DIM: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, HALF: tl.constexpr, RUN: tl.constexpr, FORMAT: tl.constexpr, LAYER_SCALE: tl.constexpr,
-    INTERLEAVED: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
+    INTERLEAVED: tl.constexpr, HAS_NORM: tl.constexpr, LATE_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * ROWS
@@ -111,11 +111,14 @@ def _heads(
     turned = plain
     if HALF > 0:
         other = tl.load(row + other_d, mask=real, other=0.0).to(tl.float32)
-        if HAS_NORM:
+        if HAS_NORM and not LATE_NORM:
             mean = tl.sum(plain * plain, 1, keep_dims=True) * (1.0 / DIM)
             scale = 1.0 / tl.sqrt_rn(mean + tl.where(is_query, q_eps, k_eps))
             turned, other = plain * scale * gain, other * scale * other_gain
         turned = _turned(turned, other, cosines + token * HALF, sines + token * HALF, d, HALF, INTERLEAVED)
+        if HAS_NORM and LATE_NORM:
+            mean = tl.sum(turned * turned, 1, keep_dims=True) * (1.0 / DIM)
+            turned *= 1.0 / tl.sqrt_rn(mean + tl.where(is_query, q_eps, k_eps)) * gain
     q_at = q_out + (token * HEADS + head) * DIM + d
     tl.store(q_at, turned.to(q_out.dtype.element_ty), mask=real & is_query)
     if KV_HEADS > 0:
@@ -141,13 +144,14 @@ def qk_norm_rope_kv(
     kept: tuple[KVPages, Tensor] | None,
     norms: tuple[Norm, Norm] | None = None,
     interleaved: bool = False,
+    late_norms: bool = False,
 ) -> Tensor:
     """Queries ready for attention; keys and values in their slots.
 
     qkv      [num_tokens, num_heads + 2 · num_kv_heads, head_dim]   f32 | bf16 | f16; tokens may be strided
     angles   cos and sin, float32 [num_tokens, half]; None: nothing is turned
     kept     pages, and slots int64 [num_tokens], a negative one being passed over; None where there are queries alone
-    norms    of queries and of keys, over head_dim, before RoPE; None for models without
+    norms    of queries and of keys, over head_dim, before RoPE, or behind it (`late_norms`); None for models without
     returns  q [num_tokens, num_heads, head_dim], dtype of qkv
 
     Reference: `segments.attn_in` without its first norm and product.
@@ -187,6 +191,7 @@ def qk_norm_rope_kv(
         LAYER_SCALE=layer_scale,
         INTERLEAVED=interleaved,
         HAS_NORM=norms is not None,
+        LATE_NORM=late_norms,
     )
     return q
 

@@ -55,7 +55,7 @@ def attn_in(
     heads = qkv.view(x.shape[0], -1, weights.head_dim)
     norms = None if weights.q_norm is None or weights.k_norm is None else (weights.q_norm, weights.k_norm)
     given = (heads, weights.num_heads, (cos, sin), (pages, slot_mapping), norms)
-    return qk_norm_rope_kv(*given, weights.interleaved)
+    return qk_norm_rope_kv(*given, weights.interleaved, weights.late_norms)
 
 
 def attn_out(composed: Callable[..., Tensor], attended: Tensor, x: Tensor, weights: AttentionWeights) -> Tensor:

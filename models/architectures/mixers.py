@@ -46,6 +46,7 @@ class Attention:
     qk_norm: bool = False  # a norm over every query and key head before RoPE
     whole_norms: bool = False  # that norm is over all heads together
     bare_norms: bool = False  # it has no weight
+    late_norms: bool = False  # it is behind RoPE
     temperature: tuple[float, int] | None = None  # (b, n): queries at position p grow by 1 + b ln(1 + floor(p / n))
     qkv_bias: bool = False
     o_bias: bool = False

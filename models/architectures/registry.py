@@ -27,6 +27,7 @@ from .glm4_moe import Glm4Moe
 from .gpt_oss import GptOss
 from .granite import Granite, GraniteMoe
 from .granite_hybrid import GraniteHybrid
+from .hunyuan import HunYuanDense, HunYuanMoe
 from .layers import Experts
 from .lfm2 import Lfm2, Lfm2Moe, Lfm3
 from .llama import Llama
@@ -81,6 +82,8 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Ernie4_5(),
     Ernie4_5Moe(),
     Exaone4(),
+    HunYuanDense(),
+    HunYuanMoe(),
     Cohere(),
     Cohere2(),
     Bert(),

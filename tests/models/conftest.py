@@ -223,6 +223,15 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_hidden_layers": 4, "moe_k": 3, "moe_num_experts": 7, "moe_intermediate_size": 26}
         | {"moe_layer_interval": 2},
     ),
+    "hunyuan": (
+        "hunyuan_v1_dense",
+        {"hidden_size": 42, "intermediate_size": 70, "heads": (6, 2, 12), "tie_word_embeddings": True}
+        | {"rope_parameters": PLAIN | {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0}},
+    ),
+    "hunyuan-moe": (
+        "hunyuan_v1_moe",
+        {"hidden_size": 42, "intermediate_size": 26, "heads": (6, 3, 14), "num_experts": 7, "moe_topk": 3},
+    ),
     "glm4-moe-packable": (
         "glm4_moe",
         {"hidden_size": 64, "intermediate_size": 64, "heads": (4, 2, 16), "n_routed_experts": 64}

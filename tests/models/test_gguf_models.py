@@ -32,6 +32,7 @@ ARCHITECTURE |= {"lfm2_moe": "lfm2moe", "qwen3_next": "qwen3next", "granitemoehy
 ARCHITECTURE |= {"deepseek_v2": "deepseek2", "glm4_moe_lite": "deepseek2"}
 ARCHITECTURE |= {"olmo3": "olmo2", "ministral3": "mistral3", "gemma3n_text": "gemma3n", "gemma4_text": "gemma4"}
 ARCHITECTURE |= {"cohere": "command-r", "ernie4_5_moe": "ernie4_5-moe"}
+ARCHITECTURE |= {"hunyuan_v1_dense": "hunyuan-dense", "hunyuan_v1_moe": "hunyuan-moe"}
 OWN_PATTERN = ("gemma2", "gpt-oss", "cohere2")  # whose files do not say which layers are windowed
 LFM2 = {  # what it calls differently
     "operator_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "embedding_norm": "norm",
@@ -142,6 +143,9 @@ def write_gguf(
             name.replace("moe_statics.", ""): tensor.squeeze(0) if "moe_statics" in name else tensor
             for name, tensor in tensors.items()
         }
+    if arch.startswith("hunyuan"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+        tensors = _hunyuan(writer, config, tensors)
     if arch in ("deepseek2", "mistral4"):
         tensors = _latent(writer, config, tensors, apart)
     vocabulary = config["vocab_size"]
@@ -189,6 +193,23 @@ def _usual(name: str) -> str:
     for theirs, usual in LFM2.items():
         name = name.replace(theirs, usual)
     return name
+
+
+def _hunyuan(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The keys of the mixtures, and all tensors under canonical names."""
+    if "moe_topk" in config:
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["moe_topk"])
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
+        writer.add_expert_shared_feed_forward_length(config["intermediate_size"])
+        writer.add_expert_shared_count(1)
+    usual = {"query_layernorm": "q_norm", "key_layernorm": "k_norm", "gate.wg": "gate", "shared_mlp": "shared_expert"}
+    found = {}
+    for name, tensor in tensors.items():
+        for theirs, ours in usual.items():
+            name = name.replace(theirs, ours)
+        found[name] = tensor
+    return found
 
 
 def _latent(
@@ -427,6 +448,8 @@ def _gemma3n(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: dict[str,
 def _rope(writer: gguf.GGUFWriter, config: dict[str, Any], dim: int) -> None:
     rope = config["rope_parameters"]
     rope = rope.get("full_attention", rope)
+    if "alpha" in rope:
+        rope = {"rope_theta": rope["rope_theta"] * rope["alpha"] ** (dim / (dim - 2))}
     writer.add_rope_freq_base(rope["rope_theta"])
     if "mrope_section" in rope:
         writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
@@ -462,6 +485,7 @@ NAMES += ["gpt-oss", "mixtral", "glm4-moe", "qwen3.5", "qwen3.5-moe", "qwen3-nex
 NAMES += ["granite-hybrid", "nemotron-h", "gemma", "gemma2", "gemma3n", "gemma4", "gemma4-e2b", "gemma4-moe"]
 NAMES += ["smollm3", "granite", "granitemoe", "olmo2", "olmo3", "seed-oss", "glm4", "ministral3"]
 NAMES += ["deepseek-v2", "mistral4", "cohere2", "ernie", "ernie-moe", "exaone4", "exaone4-small"]
+NAMES += ["hunyuan", "hunyuan-moe"]
 SLOW_NAMES = ("cohere", "cohere2-packable", "glm4-moe-lite", "granite-hybrid-dense", "nemotron-h-moe")
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in SLOW_NAMES]
 

@@ -146,3 +146,25 @@ def test_patterns_of_windows_are_letters_or_a_number() -> None:
         assert [layer.mixer.rope.scaling == "off" for layer in layers] == [window is None for window in expected]
     with pytest.raises(BadModelFile, match="sliding_window_pattern"):
         facts_of(config | {"sliding_window_pattern": "LLXG"})
+
+
+def test_hunyuan_as_it_is_published(tiny: Callable, tmp_path: Path) -> None:
+    """A number for every layer, and the base that alpha stretches in `rope_scaling`."""
+    model = tiny("hunyuan-moe")
+    scaling = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "beta_fast": 32, "mscale": 1.0}
+    lists = {"moe_topk": [3] * 3, "num_shared_expert": [1] * 3, "moe_intermediate_size": [26] * 3}
+    published = {"rope_parameters": None, "rope_theta": 10000.0, "rope_scaling": scaling} | lists
+    with (
+        open_model(model.save(tmp_path / "plain")) as plain,
+        open_model(model.save(tmp_path / "published", **published)) as found,
+    ):
+        (rope,) = found.facts.ropes
+        assert rope.theta == pytest.approx(10000.0 * 1000.0 ** (14 / 12)) and rope.scaling == "none"
+        assert [layer.ffn for layer in found.facts.layers] == [layer.ffn for layer in plain.facts.layers]
+    for changes, words in (
+        ({"moe_topk": [3, 3, 2]}, "moe_topk"),
+        ({"rope_scaling": scaling | {"alpha": 0}}, "rope_scaling.alpha: is 0"),
+        ({"use_cla": True}, "use_cla"),
+    ):
+        with pytest.raises((BadModelFile, UnsupportedModel), match=words):
+            _ = open_model(model.save(tmp_path / "bad", **published | changes)).facts

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -191,7 +189,9 @@ class Plain:
         return x
 
 
-def attention_weights(heads: int, kv_heads: int, dim: int, norm: bool, interleaved: bool, device: torch.device) -> Any:
+def attention_weights(
+    heads: int, kv_heads: int, dim: int, norm: str, interleaved: bool, device: torch.device
+) -> AttentionWeights:
     """Of a layer whose first norm does nothing and whose product is the identity."""
     q_norm, k_norm = (Norm(torch.randn(dim).to(device), eps) for eps in (1e-6, 1e-3))
     return AttentionWeights(
@@ -205,6 +205,7 @@ def attention_weights(heads: int, kv_heads: int, dim: int, norm: bool, interleav
         q_norm if norm else None,
         k_norm if norm else None,
         interleaved=interleaved,
+        late_norms=norm == "late",
     )
 
 
@@ -212,14 +213,15 @@ def attention_weights(heads: int, kv_heads: int, dim: int, norm: bool, interleav
 @pytest.mark.parametrize(
     ("count", "kv_heads", "dim", "half", "norm", "interleaved"),
     [
-        (9, 3, 64, 32, False, False),
-        (4, 1, 256, 128, True, False),
-        (8, 2, 96, 20, True, True),
-        pytest.param(2, 2, 80, 40, True, False, marks=SLOW),
+        (9, 3, 64, 32, "", False),
+        (4, 1, 256, 128, "early", False),
+        (8, 2, 96, 20, "early", True),
+        (3, 1, 72, 24, "late", False),
+        pytest.param(2, 2, 80, 40, "late", True, marks=SLOW),
     ],
 )
 def test_qk_norm_rope_kv(
-    count: int, kv_heads: int, dim: int, half: int, norm: bool, interleaved: bool, kv_format: str, device: torch.device
+    count: int, kv_heads: int, dim: int, half: int, norm: str, interleaved: bool, kv_format: str, device: torch.device
 ) -> None:
     weights = attention_weights(count, kv_heads, dim, norm, interleaved, device)
     qkv = torch.randn(3, count + 2 * kv_heads, dim).to(device)
@@ -227,7 +229,7 @@ def test_qk_norm_rope_kv(
     slots = torch.tensor([3, 70, 17], device=device)
     found, expected = (pages_of(kv_format, kv_heads, dim, 16, device) for _ in range(2))
     norms = (weights.q_norm, weights.k_norm) if norm else None
-    q = heads.qk_norm_rope_kv(qkv, count, (cos, sin), (found, slots), norms, interleaved)
+    q = heads.qk_norm_rope_kv(qkv, count, (cos, sin), (found, slots), norms, interleaved, weights.late_norms)
 
     def first_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return x if weight.numel() == 1 else reference.rms_norm(x, weight, eps)
