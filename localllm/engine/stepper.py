@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Many
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -221,8 +222,12 @@ class Stepper:
             if sequence.state is not SequenceState.FINISHED:  # it ended while its token was under way
                 sequence.pending_forks = 0
                 before = sequence.num_tokens
-                self._advance(sequence, result, now, sequence.number in fed)
-                self._follow_guesses(pending, sequence, before, now)
+                part, row = pending.drafted.get(sequence.number, (None, 0))
+                drafts, drafter = part.drafts if part is not None else (), pending.step.drafter
+                self._count(sequence, drafter, checked=len(drafts))
+                self._advance(sequence, result, now, drafter, drafts, sequence.number in fed)
+                if part is not None:
+                    self._follow_guesses(pending, sequence, part, row, before, now)
                 if self.speculation is not None:
                     self.speculation.learn(sequence, sequence.num_tokens - before)
 
@@ -247,8 +252,13 @@ class Stepper:
                     )
                 )  # fmt: skip
 
-    def _advance(self, sequence: Sequence, result: RowResult, now: float, is_fed: bool) -> None:
-        """Append a sequence's token, and make the event that tells of it. `is_fed` as in `_append`."""
+    def _advance(
+        self, sequence: Sequence, result: RowResult, now: float, drafter: str, drafts: Many[int], is_fed: bool = False
+    ) -> None:
+        """Append a sequence's token, and make the event that tells of it. `is_fed` as in `_append`.
+
+        drafts  what `drafter` guessed from this token on
+        """
         if isinstance(result, Exception):
             self._publisher.fail(sequence, explained(result))
             return
@@ -267,6 +277,7 @@ class Stepper:
             self._publisher.fail(sequence, explained(error))
             return
         self.stats.num_output_tokens += len(event.token_ids)
+        self._count(sequence, drafter, right=_num_equal(event.token_ids, drafts))
         sequence.first_token_time = sequence.first_token_time or now
         sequence.last_token_time = now
         if logprob is not None:
@@ -278,30 +289,25 @@ class Stepper:
         else:
             self._publisher.finish(sequence, sequence.finish_reason, event)
 
-    def _follow_guesses(self, pending: PendingStep, sequence: Sequence, before: int, now: float) -> None:
+    def _follow_guesses(
+        self, pending: PendingStep, sequence: Sequence, part: Scheduled, row: int, before: int, now: float
+    ) -> None:
         """While the tokens from `before` on are the guessed ones, the rows behind them count as if each had been a step
         of its own; what was computed for wrong guesses is dropped.
         """
-        part, row = pending.drafted.get(sequence.number, (None, 0))
-        if part is None:
-            return
         assert pending.output is not None
-        num_right = 0
         while sequence.state is not SequenceState.FINISHED:
             new = sequence.token_ids[before:]
             num_right = _num_equal(new, part.drafts)
             self._scheduler.settle_drafts(part, num_right)
             if num_right < len(new):
                 self._scheduler.end_drafts(part, num_right)
-                break
+                return
             if sequence.number in pending.behind:
                 result = pending.behind[sequence.number][num_right - 1]
             else:
                 result = self._sample_one(pending.output, row + num_right, sequence)
-            self._advance(sequence, result, now, is_fed=False)
-        self._count(
-            sequence, len(part.drafts), _num_equal(sequence.token_ids[before:], part.drafts), pending.step.drafter
-        )
+            self._advance(sequence, result, now, pending.step.drafter, part.drafts[num_right:])
 
     def _sample_one(self, output: ForwardOutput, row: int, sequence: Sequence) -> RowResult:
         self.masks.fill([sequence])
@@ -312,9 +318,12 @@ class Stepper:
         finally:
             sequence.mask_row = None
 
-    def _count(self, sequence: Sequence, checked: int, right: int, drafter: str) -> None:
+    def _count(self, sequence: Sequence, drafter: str, checked: int = 0, right: int = 0) -> None:
+        """Guessed tokens: of the step that checks them, and each as soon as it is right: it may be an answer's last."""
+        if not (checked or right):
+            return
         stats = self.stats
-        stats.num_drafts += 1
+        stats.num_drafts += checked > 0
         stats.num_draft_tokens += checked
         stats.num_accepted_tokens += right
         before = stats.guesses.get(drafter, (0, 0))
@@ -382,7 +391,7 @@ class Stepper:
                 self._publisher.fail(sequence, OutOfMemory(message, "use a larger --ctx, or a smaller prompt"))
 
 
-def _num_equal(tokens: list[int], guessed: tuple[int, ...]) -> int:
+def _num_equal(tokens: Many[int], guessed: Many[int]) -> int:
     """How many of the first tokens are the guessed ones."""
     pairs = enumerate(zip(tokens, guessed, strict=False))
     return next((number for number, (token, guess) in pairs if token != guess), min(len(tokens), len(guessed)))

@@ -598,6 +598,15 @@ def test_ahead_is_ahead():
     assert (stats.num_accepted_tokens > 0) == guesses[0]
 
 
+def test_an_answer_tells_of_all_its_guesses_also_those_of_its_last_step():
+    engine = make()
+    asked = [request(p, max_tokens=n) for p in PROMPTS for n in (2, 5, 12)]
+    streams = [*run(engine, *asked), *run(engine, *asked)]  # guessed wrong, and then right
+    told, stats = [collected(s)[-1].timing for s in streams], engine.stats()
+    assert sum(t.draft_tokens for t in told) == stats.num_draft_tokens
+    assert sum(t.accepted_tokens for t in told) == stats.num_accepted_tokens
+
+
 def test_memory_that_runs_out_in_use_makes_steps_smaller_and_ends_nothing(monkeypatch):
     """preempt, shrink, tell: every request gets the tokens of a lone one"""
     engine = make(prefill_budget=64)
