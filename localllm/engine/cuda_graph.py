@@ -180,11 +180,15 @@ class DecodeGraphs:
         return tuple(waiting)
 
     def bucket(self, parts: Many[Scheduled]) -> Bucket | None:
-        """The smallest graph for a step of sequences that decode, none with an adapter; None where there is none."""
+        """The smallest graph for a step of sequences that decode, none with an adapter; None where there is none.
+
+        A piece of a prompt can be one token, too: not of one with images, which no graph reads.
+        """
         rows = sum(part.num_tokens for part in parts)
         several = self._keeps_states and rows > len(parts)
         for part in parts:
-            if part.sequence.place >= 0 or part.num_tokens > 1 and part.start < part.sequence.num_prompt_tokens:
+            reads = part.start < part.sequence.num_prompt_tokens
+            if part.sequence.place >= 0 or reads and (part.num_tokens > 1 or part.sequence.request.images):
                 return None
         fitting = (one for one in self.buckets if one.shape.rows >= rows and one.shape.several == several)
         return next(fitting, None)
