@@ -120,8 +120,9 @@ class Sequence:
 
     @property
     def wants_all_rows(self) -> bool:
-        """Whether every prompt row that is computed is needed (score, pooling, prompt logprobs)."""
-        return self.request.only_reads or self.params.prompt_logprobs is not None
+        """Whether prompt rows that are computed are needed (score, pooling, prompt logprobs) and were not taken yet."""
+        asked = self.request.only_reads or self.params.prompt_logprobs is not None
+        return asked and self.num_rows_done < self.num_prompt_tokens
 
     @property
     def _first_row(self) -> int:
@@ -160,6 +161,7 @@ class Sequence:
             child.stop_check = self.request.stop_check.fork() if self.request.stop_check else None
             child.token_mask = self.token_mask.fork() if self.token_mask else None
             child.mask_row = self.mask_row
+            child.num_rows_done = child.num_prompt_tokens  # the first answer has them
             child.adapter, child.place = self.adapter, self.place
             made.append(child)
         return made

@@ -187,6 +187,13 @@ def test_the_second_turn_computes_hardly_any_old_token(ahead, length):
     assert engine.runner.model.computed <= len(new) + 64
 
 
+def test_log_probabilities_of_a_prompt_are_taken_once_for_all_its_answers():
+    engine = make(max_parallel=1)
+    prompt = [index * 7 % VOCAB for index in range(100)]
+    assert answers(engine, [request(prompt, n=4, prompt_logprobs=0)]) == 4 * [expected(prompt, 12)]
+    assert engine.stats().prefix_hit_tokens == 3 * 96  # of those that had to wait
+
+
 def test_a_long_prompt_leaves_checkpoints_on_its_way():
     engine = make(num_pages=600, max_context=9000, prefill_budget=1500)
     prompt = [index * 7 % VOCAB for index in range(5000)]
