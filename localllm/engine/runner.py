@@ -201,10 +201,11 @@ class Runner:
         return self.model.projected(vector)
 
     def _see(self, step: Step) -> None:
-        """Have the tower compute the images that this step is the first to need."""
+        """Have the tower compute the images that this step is the first to need; who listens reads one token more."""
         for part in step.scheduled:
+            end = part.start + part.num_tokens + (self.listener is not None)
             for image in part.sequence.request.images:
-                if image.vectors is None and image.start < part.start + part.num_tokens and part.start < image.end:
+                if image.vectors is None and image.start < end and part.start < image.end:
                     image.vectors = self.model.image_vectors(torch.from_numpy(image.pixels))
                     image.pixels = None
 
