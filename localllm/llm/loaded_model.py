@@ -294,7 +294,9 @@ class LoadedModel(AdaptedModel):
 
     @property
     def engine(self) -> Engine:
-        """The running engine. Raises ConfigError after `close()`."""
+        """The running engine. Raises ConfigError asleep, and after `close()`."""
+        if self._engine is None and "_model" in self.__dict__:
+            raise ConfigError("this LLM is asleep", "call its wake() first")
         if self._engine is None:
             raise ConfigError("this LLM is closed", "make a new one")
         return self._engine

@@ -23,6 +23,7 @@ from localllm.boot.memory_meter import Meter
 from localllm.boot.profile import WarmAgain
 from localllm.device.fake import MACHINES
 from localllm.engine.metrics import EngineStats
+from localllm.errors import ConfigError
 from localllm.kernels import Impl, reference, table
 from localllm.kernels.cpu.build import library
 from localllm.kernels.registry import fits_always
@@ -197,6 +198,8 @@ def test_a_sleeping_model_that_wakes_is_profiled_no_second_time(tiny_path: Path,
         first = tokens(llm)
         wait_for("profiled: ", llm)
         llm.sleep()
+        with pytest.raises(ConfigError, match="is asleep"):
+            tokens(llm)
         llm.wake()
         assert "profiled: " in llm.run_summary
         assert tokens(llm) == first
