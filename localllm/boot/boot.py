@@ -387,6 +387,8 @@ class Boot:
             found.append(f"{self.profile_note}: {self._shrunk}")
         if self.plan.speculation != "off" and self._engine is not None and self._engine.stepper.speculation is None:
             found.append("speculation is off: guessing, or a step with guessed tokens, failed; the log says why")
+        elif self._engine is not None and self._model.predictor is not None and self._engine.runner.listener is None:
+            found.append("the model's own head guesses no more (mtp): reading along failed; the log says why")
         note = self._engine.pressure.note if self._engine is not None else ""
         if note:
             found.append(f"{note}; close what else uses the memory, or start with a smaller --ctx")
