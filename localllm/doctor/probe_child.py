@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -145,6 +146,8 @@ def link_rank(store: str, devices: list[str], number: int) -> dict[str, float]:
 
 def selftest(device: str, capability: int, dtype: str) -> dict[str, Any]:
     """Every kernel that a model of usual proportions would use, against its reference: 8B on a GPU, 0.6B on a CPU."""
+    import torch
+
     from localllm.kernels import OpFacts
     from localllm.kernels.verify.cases import ModelShapes
     from localllm.kernels.verify.selftest import SelfTest
@@ -152,6 +155,8 @@ def selftest(device: str, capability: int, dtype: str) -> dict[str, Any]:
     kv = {"float32": "bf16", "bfloat16": "bf16", "float16": "fp16"}[dtype]
     hidden, inner, heads = (1024, 3072, 16) if device == "cpu" else (4096, 12288, 32)
     facts = OpFacts(kv, heads, 8, 128, device=device.split(":")[0], capability=capability, dtype=dtype)
+    if device != "cpu":
+        torch.cuda.set_device(device)  # the one that "cuda" means
     test = SelfTest()
     test.table(ModelShapes(hidden, inner, facts))
     return {"run": test.num_run, "failures": [str(failure) for failure in test.failures], "seconds": test.seconds}
@@ -161,7 +166,7 @@ def finisher(device: str) -> Callable[[], None]:
     """Waits until the device has done what it was given."""
     import torch
 
-    return torch.cuda.synchronize if device.startswith("cuda") else lambda: None
+    return partial(torch.cuda.synchronize, device) if device.startswith("cuda") else lambda: None
 
 
 JOBS: dict[str, Callable[..., Any]] = {
@@ -176,6 +181,7 @@ JOBS: dict[str, Callable[..., Any]] = {
 
 def _answer(request: bytes) -> bytes:
     """One job, `[name, argument, ...]`."""
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # as `machine` numbers cards; torch comes later
     name, *arguments = json.loads(request)
     try:
         answer: dict[str, Any] = {"ok": JOBS[name](*arguments)}

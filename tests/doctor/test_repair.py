@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from localllm.device.fake import MACHINES, fake_host
-from localllm.doctor import MEASURED, Survey, probes, repair, run_checks
+from localllm.doctor import MEASURED, Survey, probe_child, probes, repair, run_checks
 from localllm.doctor.markdown import last_crash, redact, report_markdown
 from localllm.doctor.model import model_checks, resolve_quietly
 from localllm.doctor.probes import Measurements, ProbeError, deep_checks, disk_read, read_file
@@ -234,6 +234,21 @@ def test_the_child_answers_fails_and_hangs() -> None:
             child.ask("matmul", "cpu", "float32", 64, limit_s=0.3)
         assert not Path(f"/proc/{stopped}").exists(), "ended"
         assert child.ask("peer", "cpu", "cpu", 1 << 16)["whole"] is True, "another takes its place"
+
+
+def test_of_several_cards_the_one_asked_for_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the first: a call that waits for another card takes the time of a launch alone."""
+    used: list[Any] = []
+    monkeypatch.setattr("torch.cuda.synchronize", lambda device=None: used.append(device))
+    monkeypatch.setattr("torch.cuda.set_device", used.append)
+    monkeypatch.setattr("localllm.kernels.verify.selftest.SelfTest.table", lambda *given: None)
+    probe_child.finisher("cuda:1")()
+    probe_child.selftest("cuda:2", 90, "bfloat16")
+    assert used == ["cuda:1", "cuda:2"]
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "")
+    monkeypatch.delenv("CUDA_DEVICE_ORDER")
+    probe_child._answer(b'["none"]')
+    assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID", "as the driver numbers them"
 
 
 def test_a_child_that_does_not_start_fails_its_probe(monkeypatch: pytest.MonkeyPatch) -> None:
