@@ -366,7 +366,7 @@ class LoadedModel(AdaptedModel):
         import torch
 
         if self._meter is None:
-            self._meter = PowerMeter(int(state.device.partition(":")[2] or 0))
+            self._meter = PowerMeter(self._card.index)
         held = int(torch.cuda.memory_reserved(state.device))
         return replace(state, held_bytes=held, power_w=float(self._meter.watts()))
 

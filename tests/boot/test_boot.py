@@ -24,12 +24,14 @@ from localllm.boot.profile import WarmAgain
 from localllm.device.fake import MACHINES
 from localllm.engine.metrics import EngineStats
 from localllm.errors import ConfigError
+from localllm.interface import Facts
 from localllm.kernels import Impl, reference, table
 from localllm.kernels.cpu.build import library
 from localllm.kernels.registry import fits_always
 from localllm.kernels.verify import tuning
 from localllm.kernels.verify.selftest import SelfTest
 from localllm.kernels.verify.trial import SEGMENT_STEPS
+from localllm.llm.loaded_model import LoadedModel
 from localllm.models import sleep
 from localllm.plan import fit
 from localllm.plan.plan import Plan
@@ -243,6 +245,16 @@ def test_what_the_quality_meter_measured_reaches_the_plan(empty_home: Path) -> N
     newer = evaluate.save(replace(row, kv="int8", kl_mean=0.9, weights="int4"))
     os.utime(newer, (4e9, 4e9))
     assert kl_by_kv("/models/m") == {"int8": 0.9}, "what bf16 weights cost says nothing of int4's"
+
+
+def test_watts_are_those_of_the_card_that_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With CUDA_VISIBLE_DEVICES=3 torch calls the driver's fourth card cuda:0."""
+    monkeypatch.setattr("localllm.device.nvml.PowerMeter", lambda index: SimpleNamespace(watts=lambda: 100.0 + index))
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: 5)
+    card = replace(MACHINES["rtx4090"].gpus[0], index=3)
+    llm = SimpleNamespace(state=lambda: Facts(model="m", device="cuda:0"), _meter=None, _card=card)
+    told = LoadedModel.live_state(llm)  # type: ignore[arg-type]
+    assert (told.held_bytes, told.power_w) == (5, 103.0)
 
 
 def test_kernels_in_words() -> None:
