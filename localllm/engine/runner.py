@@ -126,6 +126,9 @@ class Runner:
         """
         if self.graphs is None:
             return ()
+        for graphs in self.beside.values():
+            # their replays write where a graph captured from now on may leave its logits, before these are sampled
+            graphs.buckets = ()
         left = self.graphs.capture(left, stop)
         if self.sampler is not None:
             with self.graphs.noting("sampling"):
