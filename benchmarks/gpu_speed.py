@@ -78,7 +78,7 @@ class Speed:
             if bench.fits(batch, self.sizes.contexts[0]):
                 bench.decode_seconds(batch, self.sizes.contexts[0], 3)
         bench.prefill_seconds(self.sizes.contexts[0])
-        for one in tuner().tune(self.place.cold_seconds, self.tune_s):
+        for one in tuner(torch.device(self.place.device)).tune(self.place.cold_seconds, self.tune_s):
             self.report.row(f"{name}: tile {one.shape.name}", one.us, "us", tile=dict(one.tile), first_us=one.first_us)
         bench.engine.runner.capture()
 

@@ -136,9 +136,10 @@ class _Step:
             return candidates[0]
         form = form or self.format
         shape = Shape(op, (form, self.dim, self.shared["GROUP"], self.kv_heads, self.page))
-        if (known := tuner().picked(shape)) is None:
+        own = tuner(self.q.device)
+        if (known := own.picked(shape)) is None:
             trial = _trial(op, self.q, form, self.kv_heads, self.page)
-            known = tuner().pick(shape, [tile._asdict() for tile in candidates], trial)
+            known = own.pick(shape, [tile._asdict() for tile in candidates], trial)
         return Tile(**known)
 
     def decode(self, first: int, count: int, by_token: bool, tile: Tile | None = None) -> None:

@@ -355,7 +355,7 @@ def _picked(x: Tensor, p: Prepared, extras: Extras, card: Card) -> Tile:
         shape = Shape("linear_dense", (n, k, p.code, tokens))
     else:
         shape = Shape("linear_gemm", (n, k, p.code, p.group, tokens, extras.gate))
-    if not x.is_meta and (known := tuner().picked(shape)) is not None:
+    if not x.is_meta and (known := tuner(x.device).picked(shape)) is not None:
         return known
     if shape.op == "linear_gemv":
         candidates = gemv_tiles(n, k, p.code, card, bool(extras.gate), fixed)
@@ -367,7 +367,7 @@ def _picked(x: Tensor, p: Prepared, extras: Extras, card: Card) -> Tile:
         candidates = gemm_tiles(n, k, p.code, tokens, card, group=p.group)
     if x.is_meta:  # recorded for a card that need not be there
         return candidates[0]
-    return tuner().pick(shape, candidates, None if x.device.type != "cuda" else _trial(x, p, extras))
+    return tuner(x.device).pick(shape, candidates, None if x.device.type != "cuda" else _trial(x, p, extras))
 
 
 def _trial(x: Tensor, p: Prepared, extras: Extras) -> Callable[[Tile], Callable[[], object]]:

@@ -1,12 +1,12 @@
 """Tile sizes: which candidate a kernel runs with on this card.
 
-A kernel with choices asks `tuner().pick(...)` at launch. It gets the winner that was measured on this card, else the
-first of its candidates, which runs at once; the others are timed later, in idle moments (`tune`), and the winner is
+A kernel with choices asks `tuner(device).pick(...)` at launch. It gets the winner that was measured on this card, else
+the first of its candidates, which runs at once; the others are timed later, in idle moments (`tune`), and the winner is
 kept per card, driver, Triton and shape (`records.py`). Candidates come from the kernel, at most eight, the expected
 best first.
 
     shape = Shape("linear_gemv", (n, k, group_size))
-    tile = tuner().pick(shape, candidates, trial)        # {"block_n": 64, "num_warps": 4, ...}
+    tile = tuner(x.device).pick(shape, candidates, trial)        # {"block_n": 64, "num_warps": 4, ...}
 
 `trial(tile)` returns a call that launches the kernel once, on data it made itself: what it holds lives until the shape
 is tuned, so it keeps no activations of the caller, and writes nothing that matters. The call returns what the kernel
@@ -87,6 +87,7 @@ class Tuner:
     _picked: dict[Shape, Tile] = field(default_factory=dict)
     _jobs: dict[Shape, tuple[tuple[Tile, ...], Trial]] = field(default_factory=dict)  # not timed yet
     _compiler: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, "compile"))
+    _timing: threading.Lock = field(default_factory=threading.Lock)  # another engine on the card may be idle, too
 
     def use(self, records: Records, capability: int = 0) -> None:
         """Take the winners of this card; what was picked before is looked up again."""
@@ -139,12 +140,22 @@ class Tuner:
         """
         ends = time.monotonic() + budget_s
         results: list[Tuned] = []
-        for shape in list(self._jobs):
-            tuned = self._tune_one(shape, measure, lambda: stop() or time.monotonic() >= ends, compile_ahead)
-            if tuned is None:
-                break
-            results.append(tuned)
-            on_tuned(tuned)
+
+        def must_end() -> bool:
+            return stop() or time.monotonic() >= ends
+
+        while not self._timing.acquire(timeout=POLL_S):
+            if must_end():
+                return results
+        try:
+            for shape in list(self._jobs):
+                tuned = self._tune_one(shape, measure, must_end, compile_ahead)
+                if tuned is None:
+                    break
+                results.append(tuned)
+                on_tuned(tuned)
+        finally:
+            self._timing.release()
         if self.records is not None:
             self.records.save()
         return results
@@ -206,8 +217,8 @@ def waited(task: Future[None], stop: Callable[[], bool]) -> bool:
 
 
 @cache
-def tuner() -> Tuner:
-    """The one of this process."""
+def tuner(device: torch.device) -> Tuner:
+    """The one of a card in this process: another card may not even have the memory for its tiles."""
     return Tuner()
 
 

@@ -26,7 +26,7 @@ from localllm.errors import OutOfMemory
 from localllm.kernels.cpu.build import cache_folder, library
 from localllm.kernels.verify.records import Records, identity
 from localllm.kernels.verify.selftest import SelfTest
-from localllm.kernels.verify.tuning import BUDGET_S, Tuned, gpu_seconds, is_measured, tuner
+from localllm.kernels.verify.tuning import BUDGET_S, Tuned, Tuner, gpu_seconds, is_measured, tuner
 from localllm.models.architectures.facts import expert_counts
 from localllm.models.model import Model
 from localllm.models.parallel import ParallelModel
@@ -48,7 +48,7 @@ def first_use(device: str, machine: MachineFacts) -> SelfTest:
     known = identity(device, machine.driver)
     if device != "cpu":
         card = machine.gpus[int(device.removeprefix("cuda:") or 0)]
-        tuner().use(Records("tuning", known, cache_folder()), card.capability)
+        tuner(torch.device(device)).use(Records("tuning", known, cache_folder()), card.capability)
     return SelfTest(Records("selftest", known, cache_folder()), compiler(device, COMPILING_THREADS))
 
 
@@ -240,6 +240,10 @@ class Boot:
 
     # --- tiles --------------------------------------------------------------------------------------------------------
 
+    @property
+    def _tuner(self) -> Tuner:
+        return tuner(torch.device(self.plan.device))
+
     def _tune_when_idle(self, must_stop: Callable[[], bool]) -> bool:
         """An idle job (`Engine.when_idle`). Takes at most BUDGET_S in all, however often it is interrupted."""
         if self._tuning_left_s <= 0:
@@ -252,7 +256,7 @@ class Boot:
             self._tuning_left_s = max(0.0, self._tuning_left_s - (time.monotonic() - started))
         if tuned and self._on_tuned(tuned):
             self.engine.when_idle(self._capture_when_idle)
-        return not tuner().waiting or self._tuning_left_s <= 0
+        return not self._tuner.waiting or self._tuning_left_s <= 0
 
     def _capture_when_idle(self, must_stop: Callable[[], bool]) -> bool:
         """An idle job: a graph that is captured anew is a moment in which no request runs."""
@@ -294,7 +298,7 @@ class Boot:
         self, budget_s: float, stop: Callable[[], bool], on_tuned: Callable[[Tuned], None] = lambda tuned: None
     ) -> list[Tuned]:
         try:
-            return tuner().tune(gpu_seconds, budget_s, stop, on_tuned, self._compile_ahead)
+            return self._tuner.tune(gpu_seconds, budget_s, stop, on_tuned, self._compile_ahead)
         finally:
             torch.cuda.empty_cache()  # the weights that a trial makes up, for the head of an 8B 1.2 GB, are in no plan
 
@@ -318,10 +322,10 @@ class Boot:
         """What belongs into the run summary after the kernels: graphs, tiles, profile."""
         parts = [self._graphs_note, self._experts_note, self._speculation_note]
         if self.plan.device != "cpu":
-            measured = tuner().num_measured
-            guessed = "" if is_measured(tuner().capability) else "tiles not measured on this card"
+            measured = self._tuner.num_measured
+            guessed = "" if is_measured(self._tuner.capability) else "tiles not measured on this card"
             parts.append(f"{measured} tiles tuned here" if measured else guessed)
-            if unsteady := tuner().num_unsteady:
+            if unsteady := self._tuner.num_unsteady:
                 parts.append(f"{unsteady} not tuned: the card's clocks changed meanwhile")
         return " · ".join(part for part in (*parts, self.profile_note) if part)
 

@@ -377,7 +377,7 @@ def test_who_tunes_on_purpose_is_told_of_every_shape(empty_home: Path, monkeypat
         ("Meter", lambda device: SimpleNamespace(found={})),
         ("profile_gpu", lambda *_: held),
         ("warm_up", lambda *_: None),
-        ("tuner", lambda: tuner),
+        ("tuner", lambda device: tuner),
         ("gpu_seconds", timed({4: 9e-6, 8: 5e-6})),
     ):
         monkeypatch.setattr(f"localllm.boot.boot.{name}", value)
@@ -391,6 +391,36 @@ def test_who_tunes_on_purpose_is_told_of_every_shape(empty_home: Path, monkeypat
     assert jobs.get(timeout=10)(lambda: False) is True
     assert [one.shape for one in told] == [SHAPE] and [one.shape for one in boot.tuned] == [SHAPE]
     assert isinstance(jobs.get(timeout=10), WarmAgain) and jobs.empty(), "other kernels of the new tile are compiled"
+
+
+def test_each_card_has_tiles_of_its_own() -> None:
+    """One with less memory a program could not launch those of another."""
+    large, small = (tuning.tuner(torch.device(f"cuda:{number}")) for number in (7, 8))
+    assert tuning.tuner(torch.device("cuda:7")) is large
+    shape = tuning.Shape("each card", ())
+    assert large.pick(shape, TILES[1:]) == TILES[1] and small.picked(shape) is None
+    assert small.pick(shape, TILES[:1]) == TILES[0]
+
+
+def test_two_engines_that_are_idle_time_one_after_the_other() -> None:
+    tuner, begun, go_on, after = tuning.Tuner(), Event(), Event(), []
+    tuner.pick(SHAPE, TILES[:2], trial)
+
+    def slow(call: Callable[[], object]) -> float:
+        begun.set()
+        assert go_on.wait(10)
+        return 1e-6
+
+    first = Thread(target=lambda: tuner.tune(slow))
+    first.start()
+    assert begun.wait(10)
+    assert tuner.tune(lambda call: 1e-6, stop=lambda: True) == [], "a request comes first"
+    second = Thread(target=lambda: after.append(tuner.tune(timed({}))))  # it would time what is not known
+    second.start()
+    go_on.set()
+    first.join(10)
+    second.join(10)
+    assert after == [[]] and not tuner.waiting
 
 
 def test_activations_that_cannot_be_rounded_are_named(tiny_path: Path) -> None:

@@ -25,6 +25,8 @@ def tune(
 
     Without this command the same happens in idle moments after the first answer. Ctrl-C stops; what was timed stays.
     """
+    import torch
+
     from localllm.cli.loading import load_llm
     from localllm.kernels.verify.tuning import tuner
 
@@ -40,7 +42,7 @@ def tune(
                 f"{one.shape.name}: {one.us:.1f} us with {dict(one.tile)}, {one.first_us:.1f} us with the first"
             ),
         )
-        waiting = len(tuner().waiting)
+        waiting = len(tuner(torch.device(device)).waiting)
     if console.as_json:
         rows = [
             picked(one, "us first_us failed") | picked(one.shape, "op key") | {"tile": dict(one.tile)} for one in tuned

@@ -286,7 +286,7 @@ def test_cublas_is_a_candidate_of_dense_weights(device: torch.device, monkeypatc
         offered.append(tuple(candidates))
         return candidates[-1]
 
-    monkeypatch.setattr(products, "tuner", lambda: SimpleNamespace(pick=last, picked=lambda shape: None))
+    monkeypatch.setattr(products, "tuner", lambda device: SimpleNamespace(pick=last, picked=lambda shape: None))
     assert error(product(x, prepared), exact_product(x, weight)) < ROUNDING[torch.bfloat16]
     product(x, prepared, Extras(residual=torch.zeros(3, 20, dtype=torch.bfloat16, device=device)))
     assert products.CUBLAS in offered[0] and products.CUBLAS not in offered[1]
