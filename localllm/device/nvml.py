@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from collections.abc import Iterator
 from ctypes import Structure, byref, c_char, c_char_p, c_int, c_uint, c_ulonglong, c_void_p
 from dataclasses import replace
 from itertools import combinations
@@ -20,6 +21,7 @@ from .gpu_table import table_row
 from .procfs import read
 
 LIBRARIES = ("libnvidia-ml.so.1", "/usr/lib/wsl/lib/libnvidia-ml.so.1")
+NONE = "the driver is there, but sees no GPU"
 DEADLINE_S = 5.0
 MEMORY_CLOCK = 2
 CELSIUS_OF_GPU = 0
@@ -84,19 +86,20 @@ def gpu_facts(ram_available: int, root: Path = Path("/"), library: Any = None) -
 
 
 def visible(gpus: tuple[GpuFacts, ...], setting: str | None) -> tuple[GpuFacts, ...]:
-    """What CUDA_VISIBLE_DEVICES leaves, in its order: indices or UUID prefixes, up to the first that is neither."""
-    if setting is None:
-        return gpus
-    chosen: list[GpuFacts] = []
-    for part in (p.strip() for p in setting.split(",")):
+    """What CUDA_VISIBLE_DEVICES leaves, in its order: indices or UUID prefixes, up to the first that is neither.
+
+    CUDA shows a process one instance at most, and no whole card beside it.
+    """
+    chosen = list(gpus) if setting is None else []
+    for part in (p.strip() for p in (setting or "").split(",")):
         if part.isdigit():
-            found = [g for g in gpus if g.index == int(part)]
+            found = [g for g in gpus if g.index == int(part)][:1]
         else:
             found = [g for g in gpus if part.startswith(("GPU-", "MIG-")) and g.uuid.startswith(part)]
         if len(found) != 1 or found[0] in chosen:
             break
         chosen += found
-    return tuple(chosen)
+    return tuple([gpu for gpu in chosen if gpu.mig][:1] or chosen)
 
 
 def load_library() -> Any:
@@ -117,12 +120,18 @@ def _ask(nvml: Nvml, ram_available: int, root: Path) -> Answer:
         cuda = nvml.ask("nvmlSystemGetCudaDriverVersion_v2") or 0
         count = nvml.ask("nvmlDeviceGetCount_v2") or 0
         handles = {index: handle for index in range(min(count, 64)) if (handle := nvml.handle(index))}
+        cards = [_gpu(nvml, index, handle, ram_available, root) for index, handle in handles.items()]
+        cut = [
+            list(_instances(nvml, handle, card)) if card.mig else [card]
+            for handle, card in zip(handles.values(), cards, strict=True)
+        ]
+        empty = [card.name for card, parts in zip(cards, cut, strict=True) if not parts]
         return Answer(
-            gpus=tuple(_gpu(nvml, index, handle, ram_available, root) for index, handle in handles.items()),
+            gpus=tuple(one for parts in cut for one in parts),
             driver=nvml.text("nvmlSystemGetDriverVersion"),
             driver_cuda=f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else "",
-            gpu_error="" if count else "the driver is there, but sees no GPU",
-            gpu_links=_links(nvml, list(handles.values())),
+            gpu_error="" if any(cut) else f"{empty[0]} is in MIG mode and has no instances" if empty else NONE,
+            gpu_links=() if any(card.mig for card in cards) else _links(nvml, list(handles.values())),
         )
     finally:
         nvml.call("nvmlShutdown")
@@ -173,6 +182,28 @@ def _gpu(nvml: Nvml, index: int, handle: c_void_p, ram_available: int, root: Pat
         display=switch("DisplayActive"),
         processes=_processes(nvml, handle, root),
     )
+
+
+def _instances(nvml: Nvml, handle: c_void_p, card: GpuFacts) -> Iterator[GpuFacts]:
+    """The parts that a card is cut into (MIG), those that this process may use."""
+    for number in range(nvml.ask("nvmlDeviceGetMaxMigDeviceCount", handle) or 0):
+        part = c_void_p()
+        if nvml.call("nvmlDeviceGetMigDeviceHandleByIndex", handle, c_uint(number), byref(part)):
+            continue
+        if memory := nvml.ask("nvmlDeviceGetMemoryInfo", part, kind=_Memory):
+            # a share of the memory has that share of its channels; of the whole only root may be told
+            share = 0.0 if card.unified else min(1.0, memory.total / card.total_bytes)
+            yield replace(
+                card,
+                name=nvml.text("nvmlDeviceGetName", part) or card.name,
+                uuid=nvml.text("nvmlDeviceGetUUID", part),
+                total_bytes=memory.total,
+                free_bytes=memory.free,
+                unified=False,
+                bandwidth=card.bandwidth * share,
+                bandwidth_basis=card.bandwidth_basis if share else "unknown",
+                processes=(),
+            )
 
 
 def _links(nvml: Nvml, handles: list[c_void_p]) -> tuple[GpuLink, ...]:

@@ -227,9 +227,9 @@ def gpu_mig(survey: Survey) -> Check:
     """Cards cut into instances."""
     if not any(gpu.mig for gpu in survey.machine.gpus):
         return skip("not cut into instances")
-    title = "cut into instances: the sizes shown here are those of the whole card"
-    fix = "nvidia-smi -L; export CUDA_VISIBLE_DEVICES=MIG-..."
-    return warn(title, "", fix, mig=True)
+    title = "one of a card's instances is used: CUDA shows a process no more than one"
+    detail = "CUDA_VISIBLE_DEVICES=MIG-... chooses another; nvidia-smi -L lists them"
+    return ok(title, detail, mig=True)
 
 
 @CHECKS.add("gpu.display", _no_gpu)

@@ -1,4 +1,5 @@
-/* Stands in for libnvidia-ml.so.1: one RTX 4090, one GB10 that tells no memory. Built by test_nvml.py. */
+/* Stands in for libnvidia-ml.so.1: one RTX 4090, one GB10 that tells no memory. Built by test_nvml.py. With CUT the
+   first is in MIG mode: of its CUT instances this process may use the second and the third, and only root is told more. */
 #include <stdio.h>
 #include <string.h>
 typedef struct { unsigned long long total, free, used; } memory_t;
@@ -17,11 +18,29 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **out) {
     *out = (void *)(long)(index + 1);
     return 0;
 }
+#ifdef CUT
+int nvmlDeviceGetMigMode(void *gpu, unsigned *now, unsigned *later) {
+    if ((long)gpu != 1) return 3;
+    *now = *later = 1;
+    return 0;
+}
+int nvmlDeviceGetMaxMigDeviceCount(void *gpu, unsigned *out) { (void)gpu, *out = 7; return 0; }
+int nvmlDeviceGetMigDeviceHandleByIndex(void *gpu, unsigned index, void **out) {
+    (void)gpu;
+    if (index == 0 || index >= CUT) return index ? 6 : 4; /* not found, no permission */
+    *out = (void *)(long)(100 + index);
+    return 0;
+}
+#endif
 int nvmlDeviceGetName(void *gpu, char *out, unsigned size) {
+    if ((long)gpu > 100) return snprintf(out, size, "NVIDIA GeForce RTX 4090 MIG 1g.5gb"), 0;
     snprintf(out, size, (long)gpu == 1 ? "NVIDIA GeForce RTX 4090" : "NVIDIA GB10");
     return 0;
 }
-int nvmlDeviceGetUUID(void *gpu, char *out, unsigned size) { snprintf(out, size, "GPU-%ld000", (long)gpu); return 0; }
+int nvmlDeviceGetUUID(void *gpu, char *out, unsigned size) {
+    snprintf(out, size, (long)gpu > 100 ? "MIG-%ld" : "GPU-%ld000", (long)gpu);
+    return 0;
+}
 int nvmlDeviceGetCudaComputeCapability(void *gpu, int *major, int *minor) {
     *major = (long)gpu == 1 ? 8 : 12;
     *minor = (long)gpu == 1 ? 9 : 1;
@@ -29,6 +48,10 @@ int nvmlDeviceGetCudaComputeCapability(void *gpu, int *major, int *minor) {
 }
 int nvmlDeviceGetMemoryInfo(void *gpu, memory_t *out) {
     if ((long)gpu == 2) return 3; /* not supported */
+#ifdef CUT
+    if ((long)gpu == 1) return 4; /* no permission */
+    if ((long)gpu > 100) return *out = (memory_t){5ull << 30, 4ull << 30, 1ull << 30}, 0;
+#endif
     out->total = 25757220864ull, out->free = 25000000000ull, out->used = 757220864ull;
     return 0;
 }

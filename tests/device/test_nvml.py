@@ -58,6 +58,25 @@ def test_facts(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("setting", "chosen"),
+    [(None, "MIG-101"), ("0", "MIG-101"), ("MIG-102", "MIG-102"), ("MIG-102,1", "MIG-102"), ("1", "GPU-2000")],
+)
+def test_a_card_that_is_cut_into_instances(
+    setting: str | None, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of them is a card with its own memory: CUDA shows a process no more, nor a whole card beside it."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if setting is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
+    told = gpu_facts(100 * GIB, library=build(tmp_path, "-DCUT=3"))
+    assert [gpu.uuid for gpu in told.gpus] == [chosen] and not told.gpu_error and not told.gpu_links
+    for part in told.gpus if setting != "1" else ():
+        assert (part.name, part.index, part.capability) == ("NVIDIA GeForce RTX 4090 MIG 1g.5gb", 0, 89)
+        assert (part.total_bytes, part.free_bytes, part.unified, part.mig) == (5 * GIB, 4 * GIB, False, True)
+        assert (part.bandwidth, part.bandwidth_basis) == (0.0, "unknown"), "only root is told how much the card has"
+
+
 def test_a_driver_that_refuses_says_why(tmp_path: Path) -> None:
     told = gpu_facts(0, library=build(tmp_path, "-DINIT_CODE=18"))
     assert not told.gpus

@@ -122,7 +122,7 @@ GPU = RTX.gpus[0]
         ("gpu.p2p", MACHINES["rtx5090x2"], "ok", "none over PHB"),
         ("gpu.p2p", replace(MACHINES["rtx5090x2"], gpu_links=(GpuLink(0, 1, "PIX", "ok"),)), "ok", "granted over PIX"),
         ("gpu.ecc", MACHINES["h100"], "ok", "on"),
-        ("gpu.mig", replace(RTX, gpus=(replace(GPU, mig=True),)), "warn", "instances"),
+        ("gpu.mig", replace(RTX, gpus=(replace(GPU, mig=True),)), "ok", "instances"),
         ("gpu.display", MACHINES["rtx3060"], "ok", "a display is attached to"),
         ("gpu.display", RTX, "ok", "no display"),
         ("gpu.mem", MACHINES["gb10"], "ok", "the machine's memory"),
