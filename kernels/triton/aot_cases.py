@@ -165,7 +165,7 @@ def _op_specs(dtype: torch.dtype, card: Card) -> Iterator[KernelSpec]:
         "_chunks": "mma.sync",
         "prefill": "v_" if card.capability >= AMD else {90: "wgmma", 75: ""}.get(card.capability, "mma"),
     }
-    calls = *_row_calls(dtype), *_page_calls(dtype), *_attention_calls(dtype), *_state_calls(dtype, card)
+    calls = *_row_calls(dtype), *_page_calls(dtype), *_attention_calls(dtype, card), *_state_calls(dtype, card)
     for op, label, call in (*calls, *_latent_calls(dtype, card)):
         for launch in _recorded(card, call):
             kernel = launch.kernel.__name__
@@ -173,7 +173,8 @@ def _op_specs(dtype: torch.dtype, card: Card) -> Iterator[KernelSpec]:
                 continue
             name = f"{op}_{labels[kernel]}" if kernel in labels else op
             shape_class = label or f"{kernel.strip('_')} {launch.constexprs.get('PASS', '')}".rstrip()
-            yield KernelSpec(name, "triton", shape_class, launch, kernel not in prompts, expected.get(kernel, ""))
+            mma = "mma" if "d512" in label and kernel == "prefill" else expected.get(kernel, "")
+            yield KernelSpec(name, "triton", shape_class, launch, kernel not in prompts, mma)
 
 
 def _latent_calls(dtype: torch.dtype, card: Card) -> Iterator[Call]:
@@ -230,16 +231,17 @@ def _page_calls(dtype: torch.dtype) -> Iterator[Call]:
         yield "qk_norm_rope_kv", f"{kv_format} d{dim} {of}".rstrip(), partial(qk_norm_rope_kv, *given, **late)
 
 
-def _attention_calls(dtype: torch.dtype) -> Iterator[Call]:
+def _attention_calls(dtype: torch.dtype, card: Card) -> Iterator[Call]:
     """Head sizes of the models, and windows, soft-caps and sinks together: (tokens, format, head_dim, query heads a KV
     head, KV heads, page size, extras).
     """
-    native = TYPES[dtype].removeprefix("*")
+    native, has_mma = TYPES[dtype].removeprefix("*"), 80 <= card.capability < AMD
     for tokens, kv_format, dim, group, kv_heads, page, extras in (
         (1, native, 128, 4, 8, 16, False),
         (1, native, 64, 3, 3, 16, True),
         (1, native, 256, 4, 1, 32, False),
         (1, native, 256, 12, 2, 16, False),
+        *((tokens, kv, 512, 8, 2, 16, False) for tokens in (1, 512) for kv in (native, "fp8") if has_mma),
         (1, "int8", 128, 8, 4, 16, False),
         (1, "fp8", 128, 4, 8, 16, False),
         (1, "fp8", 96, 12, 4, 64, True),

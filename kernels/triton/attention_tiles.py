@@ -72,6 +72,9 @@ def decode_tiles(cap: int, kv_format: str, head_dim: int, group: int) -> tuple[T
         return (Tile(32 if width > 64 else 64, 2 if width <= 32 else 4, 3),)
     if cap >= AMD:  # 64 KiB of shared memory
         return (Tile(32, 8 if width > 128 else 4, 2),)
+    if head_dim > 256:
+        keys = 16 if width > 256 else 32
+        return (Tile(keys, 4, 3), Tile(keys, 4, 2))
     narrow, wide = Tile(32, 2, 3), Tile(64, 4, 3)
     if cap in WGMMA and width in (64, 128):
         return (wide, Tile(64, 4, 2), narrow, Tile(32, 2, 4))
@@ -86,6 +89,8 @@ def prefill_tiles(cap: int, kv_format: str, head_dim: int) -> tuple[Tile, ...]:
     width = triton.next_power_of_2(head_dim)
     if cap < 80 or kv_format == "f32":  # no matrix instructions: small tiles, sums in registers
         return (Tile(16, 4, 2, rows=16),)
+    if width > 256:
+        return (Tile(16, 8, 2, rows=32),)  # with the 64 rows that wgmma wants, sums and operands do not fit registers
     if cap in WGMMA:
         if width > 128:
             return (Tile(32, 8, 2, rows=64), Tile(32, 4, 2, rows=64))
@@ -105,7 +110,7 @@ def decode_registers(cap: int, kv_format: str, head_dim: int, group: int) -> int
     if kv_format not in SCALED_FORMATS:
         return 168 if cap == 100 and head_dim <= 128 else 0  # with the 128 that Triton 3.6 gets it spills some
     if cap < 80 or head_dim > 128:
-        return 0
+        return 192 if 80 <= cap < AMD and head_dim > 256 else 0
     if columns_of(group) > 8:
         return 192 if cap in (80, 90) else 168  # with fewer Triton 3.6 spills some, as with 128 for int8
     return 136 if cap in (90, 100) and kv_format == "int8" else 128

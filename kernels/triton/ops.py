@@ -21,7 +21,8 @@ from .layout import CODES, FORMS, GGUF, prepare
 
 FP8_CAPABILITY = 89  # from here on tensor cores take E4M3
 FP4_CAPABILITY = 100  # from here on they take block-scaled E2M1
-LARGEST_HEAD = 256
+LARGEST_HEAD = 512
+LARGEST_PLAIN_HEAD = 256  # without tensor cores, or in pages of float32: twice as much is more than shared memory holds
 PAGE_SIZES = (16, 32, 64)
 GROUPED = {"int4g": "int4", "int8": "int8"}
 
@@ -44,8 +45,9 @@ def _attention_fits(facts: OpFacts, *, whole_chunks: bool = False) -> str | None
         return "a chunk of one token is summed in another order than one of several"
     if facts.kv_format == "bf16" and facts.capability < 80:
         return "no bfloat16 below compute capability 8.0"
-    if facts.head_dim > LARGEST_HEAD or facts.head_dim % 8:
-        return f"heads of {facts.head_dim}: at most {LARGEST_HEAD}, a multiple of 8"
+    largest = LARGEST_PLAIN_HEAD if facts.capability < 80 or facts.kv_format == "f32" else LARGEST_HEAD
+    if facts.head_dim > largest or facts.head_dim % 8:
+        return f"heads of {facts.head_dim}: at most {largest}, a multiple of 8"
     if facts.page_size not in PAGE_SIZES:
         return f"pages of {facts.page_size}, not one of {PAGE_SIZES}"
     return _fits(facts)

@@ -60,7 +60,8 @@ CROWD = 8  # sequences in a step from which on nothing is guessed
 # tokens of captured steps with guesses: up to 16 a product is a decoding step's (`kernels.triton.product_tiles`)
 GUESS_BUCKETS = (2, 3, 4, 8, 16)
 CHECKPOINTS = 2  # of a sequence's states that are worth keeping: behind its prompt, and behind its answer
-LARGEST_HEAD = 512  # elements of a key, or of a latent, that attention in C takes
+LARGEST_HEAD = 512  # elements of a key, or of a latent, that attention in C takes; of a key that a card's takes
+LARGEST_PLAIN_HEAD = 256  # the latter without tensor cores
 ROPE_BLOCK = 1024  # positions that a RoPE table grows by
 
 
@@ -451,7 +452,9 @@ class Memory:
             "tables": rope_bytes(facts, ctx) + block_tables,
         }
         terms["activations"] += 2 * self.expert_bytes  # one that comes, as it is stored and as it is multiplied
-        if facts.gathers:  # PyTorch's attention, as on the CPU
+        is_plain = self.where.gpu is not None and self.where.gpu.capability < 80
+        if facts.gathers or facts.head_dim > (LARGEST_PLAIN_HEAD if is_plain else LARGEST_HEAD):
+            # PyTorch's attention, as on the CPU
             terms["activations"] += 4 * ctx * facts.num_kv_heads * facts.head_dim * 4 + 16 * MIB
         if self.where.gpu is not None and self.where.gpu.unified:  # what the process itself takes counts, too
             terms["program"] = self._host_bytes

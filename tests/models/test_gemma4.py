@@ -12,11 +12,14 @@ import torch
 
 from localllm.device.fake import MACHINES
 from localllm.errors import BadModelFile, UnsupportedModel
+from localllm.kernels import OpFacts
 from localllm.kernels.cpu import segments as cpu
+from localllm.kernels.triton.ops import _attention_fits as attention_fits
 from localllm.models.architectures import kv_bytes_per_token, open_model
 from localllm.models.kv_cache import KVCache
 from localllm.models.loader import LoadOptions, load_model
 from localllm.plan.memory import activation_bytes
+from localllm.plan.placement import chosen_device
 from localllm.plan.planner import Planner
 
 IDS = list(range(3, 60))
@@ -47,6 +50,24 @@ def test_the_plan_counts_a_table_that_is_held_and_not_read(machine: str, tiny: C
     assert made.weight_bytes - made.read_bytes >= facts.inputs.nbytes // 2
     assert activation_bytes(facts, 512, 4) >= activation_bytes(replace(facts, inputs=None), 512, 4) + 512 * 54 * 4
     assert less.num_pages == made.num_pages and len(made.num_pages) == 2
+
+
+def test_a_card_without_tensor_cores_gathers_keys_of_large_heads(loaded: Callable) -> None:
+    """Layers that see all have heads of 512, which kernels take from sm_80 on; the plan counts what PyTorch does."""
+    small = loaded("gemma4-e2b").facts
+    layers = tuple(replace(one, mixer=replace(one.mixer, head_dim=512)) for one in small.layers)
+    wide, (gpu,) = replace(small, layers=layers), MACHINES["rtx4090"].gpus
+
+    def work(facts: Any, capability: int) -> int:
+        machine = replace(MACHINES["rtx4090"], gpus=(replace(gpu, capability=capability),))
+        memory, _ = next(Planner(machine).formats(chosen_device(machine, "auto"), facts))
+        return memory.work_terms(256)["activations"]
+
+    assert work(small, 75) == work(small, 89)
+    assert work(wide, 75) - work(wide, 89) == 4 * 256 * wide.num_kv_heads * 512 * 4 + (16 << 20)
+    ops = replace(OpFacts(), device="cuda", dtype="float16", kv_format="fp16", head_dim=512)
+    assert attention_fits(replace(ops, capability=89)) is None
+    assert "at most 256" in str(attention_fits(replace(ops, capability=75)))
 
 
 def test_a_wrapper_loads_its_text_part_and_says_so(

@@ -124,7 +124,7 @@ def test_decode_formats(kv_format: str, device: torch.device, small_splits: None
     check(replace(DECODE, kv_format=kv_format), device)
 
 
-@pytest.mark.parametrize("dim", some([80, 96, 112, 128, 256], (1,)))
+@pytest.mark.parametrize("dim", some([80, 96, 112, 128, 256, 512], (1, 5)))
 @pytest.mark.parametrize("kv_format", ["bf16", "int8"])
 def test_decode_head_sizes(dim: int, kv_format: str, device: torch.device, small_splits: None) -> None:
     check(Shape(((1, 70), (1, 5)), 2, 1, dim, kv_format=kv_format), device)
@@ -203,7 +203,7 @@ def test_prefill_of_pages_that_are_widened_first(
     assert pieces == ([(0, 1), (1, 1), (2, 1)] if heads_at_once == 1 else [(0, 2), (2, 1)])
 
 
-@pytest.mark.parametrize("dim", some([80, 96, 112, 128, 256], (0, 3)))
+@pytest.mark.parametrize("dim", some([80, 96, 112, 128, 256, 512], (0, 3)))
 @pytest.mark.parametrize("kv_format", ["bf16", "int8"])
 def test_prefill_head_sizes(dim: int, kv_format: str, device: torch.device) -> None:
     check(Shape(((37, 90),), 2, 1, dim, kv_format=kv_format), device)
@@ -338,8 +338,8 @@ def test_rows_without_tokens_get_zeros(kv_format: str, device: torch.device) -> 
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     with pytest.raises(ValueError, match="page_size 48"):
         Step(Shape(((1, 20),), page=48), device).run(attention.paged_attention)
-    with pytest.raises(ValueError, match="heads of 264"):
-        Step(Shape(((1, 20),), dim=264), device).run(attention.paged_attention)
+    with pytest.raises(ValueError, match="heads of 520"):
+        Step(Shape(((1, 20),), dim=520), device).run(attention.paged_attention)
 
 
 def test_split_sizes() -> None:
@@ -361,7 +361,7 @@ def test_every_tile_divides_every_split() -> None:
     """Tiles begin at multiples of their size, splits at multiples of the first: at most 128."""
     for cap in (75, 80, 86, 89, 90, 100, 120, 121):
         for kv_format in ("f32", "bf16", "fp16", "int8", "fp8"):
-            for dim in (64, 80, 96, 112, 128, 256):
+            for dim in (64, 80, 96, 112, 128, 256, 512):
                 for group in (1, 4, 12, 32):
                     decode = attention_tiles.decode_tiles(cap, kv_format, dim, group)
                     assert 1 <= len(decode) <= 8 and all(128 % tile.keys == 0 for tile in decode)
