@@ -30,6 +30,7 @@ def model_shapes(facts: ModelFacts, ops: OpFacts) -> ModelShapes:
         interleaved=mixer.rope.interleaved,
         eps=facts.rms_norm_eps,
         has_windows=any(window is not None for window in facts.windows),
+        has_sinks=any(getattr(one, "sinks", False) for one in facts.attention),
         softcap=mixer.softcap,
         scale=mixer.scale,
         states=_state_sizes(facts),

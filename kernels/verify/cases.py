@@ -33,6 +33,7 @@ class ModelShapes:
     interleaved: bool = False
     eps: float = 1e-6
     has_windows: bool = False
+    has_sinks: bool = False
     softcap: float | None = None
     scale: float = 0.0  # of q·k; 0: head_dim ** -0.5
     states: tuple[tuple[str, tuple[int, ...]], ...] | None = None  # (op, its sizes) as in `SIZES`; None: a few invented
@@ -42,7 +43,7 @@ class ModelShapes:
         """All that a verdict depends on, besides the kernel and the card."""
         f = self.facts
         heads = f"{f.num_heads}/{f.num_kv_heads}x{f.head_dim}.{self.rotated}{'i' if self.interleaved else ''}"
-        other = f"{'w' if self.has_windows else ''}{f'c{self.softcap:g}' if self.softcap else ''}"
+        other = "w" * self.has_windows + "s" * self.has_sinks + (f"c{self.softcap:g}" if self.softcap else "")
         key = f"{self.hidden}/{self.intermediate} {heads} p{f.page_size}{other} {f.dtype} {f.kv_format}"
         return key + "".join(f" {op} {'x'.join(map(str, sizes))}" for op, sizes in self.states or ())
 
@@ -170,6 +171,7 @@ def block_table(lengths: tuple[tuple[int, int], ...], page_size: int) -> tuple[l
 def _paged_attention(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
     f = shapes.facts
     scale = shapes.scale or f.head_dim**-0.5
+    sinks = (source.normal(f.num_heads, dtype=torch.float32),) if shapes.has_sinks else ()
     for name, lengths in (("mixed", LENGTHS), ("decoding", ((1, LONG), (1, 2), (1, 16)))):
         rows, total = block_table(lengths, f.page_size)
         pages = filled_pages(f, total, source)
@@ -184,10 +186,10 @@ def _paged_attention(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
         )
         for window in (None, WINDOW) if shapes.has_windows else (None,):
             seen = "" if window is None else f", window {window}"
-            yield (f"{name}{seen}", (q, pages, *given, scale, window, shapes.softcap))
+            yield (f"{name}{seen}", (q, pages, *given, scale, window, shapes.softcap, *sinks))
         if f.kv_format == "fp8":
             scaled = filled_pages(f, total, source, layer_scales=True)
-            yield (f"{name}, scales of the checkpoint", (q, scaled, *given, scale, None, shapes.softcap))
+            yield (f"{name}, scales of the checkpoint", (q, scaled, *given, scale, None, shapes.softcap, *sinks))
 
 
 # of ops that carry a state: channels and width; key heads, value heads, their dimensions, tiled; heads, groups,

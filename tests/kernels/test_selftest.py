@@ -48,6 +48,10 @@ def forgets_the_window(q: Tensor, pages: Any, *rest: Any) -> Tensor:
     return reference.paged_attention(q, pages, table, starts, lengths, scale, None, softcap)
 
 
+def forgets_the_sinks(*given: Any) -> Tensor:
+    return reference.paged_attention(*given[:8])
+
+
 def writes_one_slot_too_far(k: Tensor, v: Tensor, pages: Any, slots: Tensor) -> None:
     reference.kv_write(k, v, pages, (slots + 1) % (pages.k.shape[0] * pages.k.shape[2]))
 
@@ -96,6 +100,14 @@ def test_a_wrong_op_is_caught_and_named(
     assert all(
         impl != "torch" for name, impl in taken.items() if name in OPS and name not in RECURRENT
     )  # what is right stays
+
+
+def test_a_kernel_without_sinks_is_caught_where_the_model_has_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, "paged_attention", forgets_the_sinks)
+    test, other = SelfTest(), SelfTest()
+    assert dict(test.table(SHAPES).ops)["paged_attention"] == "planted"
+    assert dict(other.table(replace(SHAPES, has_sinks=True)).ops)["paged_attention"] != "planted"
+    assert "mixed: off by" in other.failures[0].reason and not test.failures
 
 
 FORMATS, HEADS = ("f32", "bf16", "fp16", "int8", "fp8"), ((6, 2, 20), (9, 3, 64), (4, 1, 256))

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from localllm.errors import BadModelFile, UnsupportedModel
+from localllm.kernels import OpFacts
 from localllm.kernels.experts import route
 from localllm.kernels.layer_weights import ExpertsWeights, Norm
 from localllm.kernels.segments import composed
 from localllm.models.architectures import Experts, open_model
 from localllm.models.loader import LoadOptions, load_model
+from localllm.models.samples import model_shapes
 
 from .test_latent_attention import Counting, product
 
@@ -49,8 +51,11 @@ def test_mxfp4_experts_of_gpt_oss(tiny: Callable, paged: Any, tmp_path: Path) ->
         plain[name] = values.mT
     ids = list(range(3, 40))
     found = logits(model.save(tmp_path / "packed", packed), paged, ids)
-    expected = logits(model.save(tmp_path / "plain", plain), paged, ids)
+    whole = model.save(tmp_path / "plain", plain)
+    expected = logits(whole, paged, ids)
     assert float((found - expected).abs().max() / expected.abs().max()) < 2e-5
+    with open_model(whole) as checkpoint:
+        assert model_shapes(checkpoint.facts, OpFacts()).has_sinks, "the self-test of attention has some"
 
 
 def test_experts_stored_one_by_one(tiny: Callable, loaded: Callable, paged: Any, tmp_path: Path) -> None:
