@@ -36,9 +36,10 @@ class SleepingWeights:
         for storage, host in self._pairs:
             storage.resize_(host.nbytes())
             storage.copy_(host, non_blocking=host.is_pinned())
-        if any(storage.device.type == "cuda" for storage, _ in self._pairs):
-            torch.cuda.synchronize()
+        for device in {storage.device for storage, _ in self._pairs if storage.device.type == "cuda"}:
+            torch.cuda.synchronize(device)
         self._pairs = []
+        free_cached()
 
 
 def put_to_sleep(holder: Any) -> SleepingWeights:
@@ -77,7 +78,10 @@ def tensors_of(holder: Any) -> Iterator[Tensor]:
 
 
 def free_cached() -> None:
-    """Give memory that torch keeps for later back to the device."""
+    """Give memory that torch keeps for later back to the device, and to the system what weights slept in."""
     gc.collect()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+        release = getattr(torch.accelerator, "empty_host_cache", None)  # not in every torch that runs here
+        if release is not None:
+            release()

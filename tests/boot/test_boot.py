@@ -257,6 +257,18 @@ def test_watts_are_those_of_the_card_that_is_used(monkeypatch: pytest.MonkeyPatc
     assert (told.held_bytes, told.power_w) == (5, 103.0)
 
 
+def test_what_a_model_slept_in_is_given_back_when_it_wakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch keeps pinned memory for the next time, as much as the weights take and more: nothing else could have it."""
+    weight, released = torch.arange(5.0), list[int]()
+    sleeping = sleep.put_to_sleep([weight])
+    assert sleeping.nbytes == 20 and weight.untyped_storage().nbytes() == 0
+    for name, value in (("is_available", True), ("is_initialized", True), ("empty_cache", None)):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: released.append(sleeping.nbytes))
+    sleeping.wake()
+    assert weight.tolist() == [0, 1, 2, 3, 4] and released == [0]
+
+
 def test_kernels_in_words() -> None:
     classes = ("qkv", "o", "gate_up", "down", "lm_head")
     plain = dict.fromkeys(classes, "c_int16") | {"paged_attention": "c", "rms_norm": "c", "rope": "c", "kv_write": "c"}
