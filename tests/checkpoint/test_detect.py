@@ -267,6 +267,19 @@ def test_foreign_layouts_are_named_with_what_works(tensors: dict[str, Any], conf
     assert "GGUF" in caught.value.hint
 
 
+@pytest.mark.parametrize(("place", "refused"), [("input", True), ("k_cache", True), ("weight_output", False)])
+def test_rotations_outside_of_the_weights_are_refused(place: str, refused: bool) -> None:
+    """SpinQuant's R4 turns what a layer takes; R1 and R2 were multiplied into the weights."""
+    steps = [{"targets": ["re:.*up_proj$"], "location": "weight_input"}, {"targets": ["Linear"], "location": place}]
+    config = {"transform_config": {"config_groups": {"R4": {"type": "hadamard", "apply": steps}}}}
+    if not refused:
+        assert detect(PACK, config).kind == "ct_pack"
+        return
+    with pytest.raises(UnsupportedFormat, match=r"transform_config: has layers .* rotated .* \(R4\)") as caught:
+        stored_formats(Stored(PACK, config))
+    assert "GGUF" in caught.value.hint
+
+
 def test_vectors_and_lone_scales_are_no_modules() -> None:
     assert stored_formats(Stored({"weight": ("F32", (N,)), "k_scale": ("F32", ()), "sinks": ("BF16", (8,))})) == {}
 

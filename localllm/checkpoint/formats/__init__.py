@@ -8,11 +8,15 @@ compressed-tensors' two-number `weight_shape`.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from localllm.errors import UnsupportedFormat
 
 from ..checkpoint import Checkpoint
-from ..mapped_file import TensorInfo
+from ..mapped_file import TensorInfo, bad, shown
 from . import awq, compressed_tensors, dense, fp8, gguf, gptq, int8, modelopt_int4, mxfp4, nvfp4
-from .module import StoredFormat, StoredModule
+from .module import HINT, StoredFormat, StoredModule
 
 FORMATS = (
     # asked in this order: the first that knows a module's tensors has it
@@ -52,9 +56,25 @@ def stored_formats(model: Checkpoint) -> dict[str, StoredFormat]:
     for name, info in model.tensors.items():
         module, _, suffix = name.rpartition(".")
         groups.setdefault(module, {})[suffix] = info
+    turned = _turned(model.quantization_config)
+    if turned:
+        what = f"has layers whose inputs or outputs are rotated at run time ({shown(turned)}), which is not computed"
+        raise bad(model.path, what, key="transform_config", hint=HINT, error=UnsupportedFormat)
     detect = gguf.detect if model.kind == "gguf" else _detect
     found = {name: detect(StoredModule(model, name, tensors)) for name, tensors in groups.items()}
     return {name: stored for name, stored in found.items() if stored is not None}
+
+
+def _turned(config: Mapping[str, Any]) -> str:
+    """The first rotation of compressed-tensors (QuIP, SpinQuant) that is not wholly in the weights; "" for none."""
+    transforms = config.get("transform_config")
+    groups = transforms.get("config_groups") if isinstance(transforms, dict) else None
+    for name, scheme in groups.items() if isinstance(groups, dict) else ():
+        steps = scheme.get("apply") if isinstance(scheme, dict) else None
+        places = [step.get("location") for step in (steps if isinstance(steps, list) else ()) if isinstance(step, dict)]
+        if not all(place in ("weight_input", "weight_output") for place in places):
+            return str(name)
+    return ""
 
 
 def _detect(module: StoredModule) -> StoredFormat | None:

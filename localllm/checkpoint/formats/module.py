@@ -14,6 +14,7 @@ from ..checkpoint import Checkpoint
 from ..mapped_file import TensorInfo, bad
 
 DENSE = {"BF16": "bf16", "F16": "fp16", "F32": "f32", "F64": "f64"}  # dtypes of plain numbers -> label
+HINT = "fetch a BF16, FP8, AWQ, GPTQ, NVFP4 or GGUF version of this model"  # where a layout is refused
 POWERS_OF_TWO = ("U8", "F8_E8M0")  # dtypes of MX scales
 
 
@@ -83,8 +84,7 @@ class StoredModule:
 
     def unsupported(self, what: str) -> UnsupportedFormat:
         """The refusal of a format by name, with what would work."""
-        hint = "fetch a BF16, FP8, AWQ, GPTQ, NVFP4 or GGUF version of this model"
-        return bad(next(iter(self.tensors.values())).file, what, key=self.name, hint=hint, error=UnsupportedFormat)
+        return bad(next(iter(self.tensors.values())).file, what, key=self.name, hint=HINT, error=UnsupportedFormat)
 
     def group_size(self, key: str, k: int, groups: int, stated: Iterable[object]) -> int:
         """Inputs of a group, where the last one may be shorter: the one of `stated` that makes so many groups.
