@@ -39,18 +39,6 @@ class RenderedPrompt(str):
         made.as_text = tuple(as_text)
         return made
 
-    def upto(self, message: str) -> RenderedPrompt:
-        """Everything up to the end of the last message, so that a model goes on with it.
-
-        Raises InvalidRequest when the template does not write that message as it is.
-        """
-        text = message.strip()
-        at = self.rfind(text) if text else -1
-        if at < 0:
-            raise InvalidRequest("this model's template does not allow an answer to be continued", "ask for it instead")
-        end = at + len(text)
-        return RenderedPrompt.of(self[:end], [span for span in self.as_text if span[1] <= end])
-
 
 class WrittenText(str):
     """Text of a message that has parts of ours in it, in which control tokens are meant as such."""
@@ -106,15 +94,18 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         **kwargs: Any,
     ) -> RenderedPrompt:
         """Prompt text, byte for byte as `apply_chat_template` of transformers makes it.
 
-        kwargs  further template variables: enable_thinking (also for templates that call it otherwise), documents,
-                reasoning_effort, ...
+        continue_final_message  the text ends as the last message does, so that a model goes on with it
+        kwargs                  further template variables: enable_thinking (also for templates that call it otherwise),
+                                documents, reasoning_effort, ...
 
-        Raises InvalidRequest for messages that are malformed, that the template refuses or that exceed its limits, and
-        BadModelFile for a template of the model that is broken or forbidden.
+        Raises InvalidRequest for messages that are malformed, that the template refuses or that exceed its limits, for
+        one to be continued that it does not write as it is, and BadModelFile for a template of the model that is broken
+        or forbidden.
         """
         template = self.chosen(tools)
         shaped = [_shape(message, number) for number, message in enumerate(_checked(messages))]
@@ -128,7 +119,13 @@ class ChatTemplate:
             "messages": [self._mark(marker, message, find) for message in shaped],
             "add_generation_prompt": add_generation_prompt,
         }
+        if continue_final_message:
+            if not isinstance(shaped[-1].get("content"), str):
+                raise _closed()
+            variables["messages"][-1]["content"] += marker.end_of_open
         text = self._child.render(template, variables)
+        if continue_final_message:
+            text = marker.opened(text, shaped[-1]["content"])
         return marker.unmark(text) if marker.marked else RenderedPrompt.of(text)
 
     def _finders(self, template: str) -> dict[str, Finder]:
@@ -185,6 +182,23 @@ class _Marker:
             raise InvalidRequest("the messages use every private-use character there is", "send plain text")
         self.marked: set[str] = set()  # the texts that were wrapped
 
+    @property
+    def end_of_open(self) -> str:
+        """Stands behind a message that is not over."""
+        return 2 * self._begin
+
+    def opened(self, text: str, message: str) -> str:
+        """Everything up to the end of the message that is not over, with the white space there, which templates drop.
+
+        Raises InvalidRequest where the message does not stand there as it is.
+        """
+        said, found, _ = text.rpartition(self.end_of_open)
+        stands, said = message.rstrip(), said.rstrip()
+        plain = said.replace(self._begin, "").replace(self._end, "")
+        if not stands or not found or not plain.endswith(stands.lstrip()):
+            raise _closed()
+        return said + message[len(stands) :]
+
     def mark(self, value: Any, find: Finder) -> Any:
         """A copy with the texts that `find` finds wrapped, in keys too."""
         if isinstance(value, str):
@@ -229,6 +243,10 @@ class _Marker:
                 spans.append((length, length))
                 opened = len(pieces) if char == self._begin else -1
         return RenderedPrompt.of("".join(pieces), spans)
+
+
+def _closed() -> InvalidRequest:
+    return InvalidRequest("this model's template does not allow an answer to be continued", "ask for it instead")
 
 
 def _forms(char: str) -> tuple[str, str, str]:

@@ -334,10 +334,12 @@ class LLM(LoadedModel):
         with self._naming():
             begins = opens_answer and not continue_final
             rendered = self._template.render(
-                shaped, tools=tools, add_generation_prompt=begins, **(template_kwargs or {})
+                shaped,
+                tools=tools,
+                add_generation_prompt=begins,
+                continue_final_message=continue_final,
+                **(template_kwargs or {}),
             )
-            if continue_final:
-                rendered = rendered.upto(messages[-1].get("content") or "")
             if pixels and self.facts.vision is not None:
                 return encode_with_images(self.tokenizer, rendered, self.facts.vision, pixels)
             return encode_chat(self.tokenizer, rendered)

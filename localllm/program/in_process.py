@@ -70,11 +70,7 @@ class InProcess:
     def _encoded(self, written: Written) -> list[int]:
         if not written.messages:
             return self._llm.encode_prompt(written.text)
-        ids = self._llm.encode_chat(written.messages, continue_final=written.is_open)
-        if not written.is_open:
-            return ids
-        text = written.messages[-1]["content"]  # an open answer is rendered without the space at its end
-        return [*ids, *self._llm.tokenizer.encode(text[len(text.rstrip()) :])]
+        return self._llm.encode_chat(written.messages, continue_final=written.is_open)
 
 
 class _Call:

@@ -324,13 +324,24 @@ def test_control_text_is_leftmost_longest() -> None:
     assert ControlText({}).open_end("x") == 0
 
 
-def test_an_answer_is_left_open_to_be_continued() -> None:
-    from localllm.chat.template import RenderedPrompt
-    from localllm.errors import InvalidRequest
+@pytest.mark.parametrize("said", ["<", "|", "end", "The sky is ", "```json\n", "<|im_end|> is", "a<|im_end|>"])
+def test_an_answer_is_left_open_to_be_continued(said: str, toy: Tokenizer, child: RenderChild) -> None:
+    """Also one whose text stands in what the template writes behind it; templates that trim it lose no white space."""
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": said}]
+    for name, before in (("chatml", "<|im_start|>assistant\n"), ("gemma3", "<start_of_turn>model\n")):
+        template = ChatTemplate(toy, TEMPLATES[name], child=child)
+        rendered = template.render(messages, add_generation_prompt=False, continue_final_message=True)
+        assert rendered.endswith(before + said)
+    at = said.find("<|im_end|>")
+    marked = [(begin - rendered.rindex(said), end - begin) for begin, end in rendered.as_text if begin < end]
+    assert marked[-1:] == ([(at, 10)] if at >= 0 else [(0, 1)] if said == "<" else [])
 
-    prompt = RenderedPrompt.of("<u>a b<e><a>the sky <e>\n", [(3, 4), (12, 15)])
-    cut = prompt.upto("the sky ")
-    assert cut == "<u>a b<e><a>the sky" and cut.as_text == ((3, 4), (12, 15))
-    for unknown in ("", "not there"):
-        with pytest.raises(InvalidRequest):
-            prompt.upto(unknown)
+
+@pytest.mark.parametrize("said", ["", " ", "<think>a</think>b", None, [{"type": "text", "text": "a"}]])
+def test_what_a_template_does_not_write_as_it_is_cannot_be_continued(
+    said: Any, toy: Tokenizer, child: RenderChild
+) -> None:
+    template = ChatTemplate(toy, TEMPLATES["deepseek_r1"], child=child)
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": said}]
+    with pytest.raises(InvalidRequest, match="to be continued"):
+        template.render(messages, add_generation_prompt=False, continue_final_message=True)
