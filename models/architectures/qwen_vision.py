@@ -128,10 +128,10 @@ def interleaved(sections: Sequence[int], half: int) -> tuple[int, ...]:
 
 
 def _pixels(fields: Fields) -> tuple[int, int]:
-    """The least and the most pixels of an image, as the processor's file says."""
+    """The least and the most pixels of an image, as the processor's file says: by its old names, where it has them."""
     size = below(fields, "size")
-    least = size.integer("shortest_edge", 1, 1 << 30, fields.integer("min_pixels", 1, 1 << 30, MIN_PIXELS))
-    most = size.integer("longest_edge", 1, 1 << 30, fields.integer("max_pixels", 1, 1 << 30, MAX_PIXELS))
+    least = fields.integer("min_pixels", 1, 1 << 30, size.integer("shortest_edge", 1, 1 << 30, MIN_PIXELS))
+    most = fields.integer("max_pixels", 1, 1 << 30, size.integer("longest_edge", 1, 1 << 30, MAX_PIXELS))
     return least, max(least, most)
 
 
