@@ -98,6 +98,20 @@ CASES: dict[str, tuple[dict, dict, str, dict]] = {
     ),
     "gptq": (GPTQ, {"bits": 4, "group_size": 128, "sym": True}, "gptq", {"bits": 4, "sym": True, "v2": False}),
     "gptq_v2": (GPTQ, {"checkpoint_format": "gptq_v2", "sym": False}, "gptq", {"v2": True, "sym": False}),
+    "auto_round_as_gptq": (
+        GPTQ,
+        {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "sym": False},
+        "gptq",
+        {"v2": False},
+    ),
+    "auto_round_in_its_own_way": (GPTQ, {"packing_format": "auto_round", "sym": False}, "gptq", {"v2": True}),
+    "auto_round_as_gptqmodel": (GPTQ, {"packing_format": "auto_round:gptqmodel"}, "gptq", {"v2": True}),
+    "auto_round_of_2024": (
+        GPTQ,
+        {"quant_method": "intel/auto-round", "backend": "auto_round:exllamav2", "sym": False},
+        "gptq",
+        {"v2": True},
+    ),
     "gptq_unlabelled": (GPTQ, {}, "gptq", {"bits": 4, "group_size": 128, "sym": None, "g_idx": True}),
     "gptq_without_g_idx": (
         {key: value for key, value in GPTQ.items() if key != "g_idx"},

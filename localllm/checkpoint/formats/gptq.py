@@ -48,5 +48,11 @@ def detect(module: StoredModule) -> StoredFormat | None:
     elif size is None or -(-k // size) != groups:
         size = -(-k // groups)
     params = {"bits": bits, "group_size": size, "sym": sym if isinstance(sym, bool) else None}
-    params |= {"v2": label == "gptq_v2", "g_idx": g_idx is not None}
+    params |= {"v2": label == "gptq_v2" or _is_of_auto_round(module), "g_idx": g_idx is not None}
     return StoredFormat("gptq", "gptq", (columns, k), params)
+
+
+def _is_of_auto_round(module: StoredModule) -> bool:
+    """Whether AutoRound packed in its own way, or in GPTQModel's: as v2. Older files call it their `backend`."""
+    packing = str(module.setting("packing_format", "backend") or "").replace("gptqmodel", "")
+    return packing.startswith("auto_round") and "gptq" not in packing
