@@ -133,7 +133,7 @@ class GgufConfig(Config):
             return self.longrope(plain, factors, keys.number("rope.scaling.attn_factor", 1e-3, 1e3, 1.0)), context
         factor = keys.number("rope.scaling.factor", 1e-3, 1e6, 1.0)
         old = keys.raw("rope.scale_linear")
-        kind = keys.text("rope.scaling.type", "none" if old is None else "linear")
+        kind = keys.text("rope.scaling.type", "linear")
         if kind == "none" or (factor == 1.0 and old is None):
             return RopeFacts(theta, dim, interleaved=interleaved), context
         if kind == "linear":

@@ -250,7 +250,10 @@ def test_gguf_llama3_scaling_is_a_tensor(tmp_path: Path) -> None:
 
 def test_gguf_linear_and_yarn(tmp_path: Path) -> None:
     linear = {"a__rope__scaling__type": (tiny.STRING, "linear"), "a__rope__scaling__factor": (tiny.F32, 4.0)}
-    assert wide(gguf_facts_of(tmp_path / "a.gguf", **linear)).rope.factor == 4.0
+    facts = gguf_facts_of(tmp_path / "a.gguf", **linear)
+    assert wide(facts).rope.factor == 4.0
+    untyped = gguf_facts_of(tmp_path / "d.gguf", a__rope__scaling__factor=(tiny.F32, 4.0))
+    assert wide(untyped).rope == wide(facts).rope, "linear is what llama.cpp takes it for"
     old = gguf_facts_of(tmp_path / "b.gguf", a__rope__scale_linear=(tiny.F32, 2.0))
     assert (wide(old).rope.scaling, wide(old).rope.factor) == ("linear", 2.0)
     yarn = {**linear, "a__rope__scaling__type": (tiny.STRING, "yarn")}
