@@ -33,7 +33,7 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "chat_template.json", "tokenizer.model", "vocab.json", "merges.txt",
 )  # fmt: skip
-INDEX_NAME = "model.safetensors.index.json"
+INDEX_NAME, WHOLE_NAME = "model.safetensors.index.json", "model.safetensors"
 MAX_INDEX_BYTES = 32 << 20
 MAX_INDEX_ENTRIES = 1 << 17
 MAX_PARTS = 1000
@@ -71,8 +71,8 @@ def _open_folder(folder: Path) -> Checkpoint:
     if INDEX_NAME in names:
         return _open_sharded(folder, names)
     safetensors = [name for name in names if name.endswith(".safetensors")]
-    if "model.safetensors" in names and "config.json" in names:
-        return _open_parts(folder, [folder / "model.safetensors"], names)
+    if WHOLE_NAME in names and "config.json" in names:
+        return _open_parts(folder, [folder / WHOLE_NAME], names)
     models = [name for name in names if name.endswith(".gguf") and not is_projector(name)]
     firsts = [name for name in models if not (found := _PART.match(name)) or int(found[2]) == 1]
     if len(firsts) == 1:
@@ -210,6 +210,8 @@ def _open_sharded(folder: Path, names: set[str]) -> Checkpoint:
             what = f"'{shown(shard)}' is not the name of a safetensors file in the folder"
             raise bad(index_path, what, key=f"weight_map.{name}")
     shards = sorted(set(weight_map.values()))
+    if WHOLE_NAME in names and WHOLE_NAME not in shards:  # an index that was copied along from another model
+        return _open_parts(folder, [folder / WHOLE_NAME], names)
     if len(shards) > MAX_PARTS:
         raise bad(index_path, f"names {len(shards):,} files, the limit is {MAX_PARTS:,}", key="weight_map")
     missing = [shard for shard in shards if shard not in names]

@@ -126,13 +126,16 @@ def with_size(found: LocalModel, folder: Path) -> LocalModel:
 
 
 def missing_shards(folder: Path, names: list[str]) -> str:
-    """What an index names and the folder lacks. A damaged index is left for the reader to explain."""
+    """What an index names and the folder lacks. A damaged index is left for the reader to explain, and one that names
+    other files than that of the whole model beside it counts for nothing.
+    """
     index = folder / "model.safetensors.index.json"
     if index.name not in names:
         return ""
     try:
         shards = set(paths.read_json(index, 32 << 20)["weight_map"].values())
-        missing = sorted(str(s) for s in shards if s not in names)
+        whole = "model.safetensors" in names and "model.safetensors" not in shards
+        missing = sorted(str(s) for s in shards if s not in names and not whole)
     except (TypeError, KeyError, AttributeError):
         return ""
     return f"{len(missing)} of {len(shards)} weight files are missing, first {shown(missing[0])}" if missing else ""

@@ -135,6 +135,13 @@ def test_a_folder_a_loop_and_a_hole(sharded: Path) -> None:
     refuse(sharded, "1 of 3 files are missing, the first is absent.safetensors")
 
 
+def test_an_index_of_other_files_beside_the_whole_model(single: Path) -> None:
+    """It was copied along from the model that this one was made from; transformers takes the whole file, too."""
+    (single / INDEX).write_text('{"weight_map": {"a.weight": "model-00001-of-00009.safetensors"}}')
+    with open_model(single) as checkpoint:
+        assert [file.name for file in checkpoint.files] == ["model.safetensors"] and checkpoint.facts.num_layers == 2
+
+
 def test_the_index_and_the_shards_disagree(sharded: Path) -> None:
     change_index(sharded, lambda m: m.update({"extra.weight": "model-00001-of-00002.safetensors"}))
     refuse(sharded, "extra.weight: the tensor is listed by")

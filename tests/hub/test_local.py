@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import time
@@ -135,6 +136,15 @@ def test_an_interrupted_pull_by_another_tool_is_not_a_model(fake_hub: FakeHub) -
     assert "1 of 2 weight files are missing" in row.reason
     assert hub.resolve("a/whole", patience=QUICK).path is None, "not taken for whole"
     assert pull("a/whole") == folder
+
+
+def test_an_index_that_no_reader_follows_makes_nothing_broken(tmp_path: Path) -> None:
+    index = {"weight_map": {"a.weight": "model-00001-of-00009.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    names = ["model.safetensors.index.json"]
+    assert local_model.missing_shards(tmp_path, names) and not local_model.missing_shards(
+        tmp_path, [*names, "model.safetensors"]
+    )
 
 
 def test_remove_keeps_what_others_need(fake_hub: FakeHub, empty_home: Path) -> None:
