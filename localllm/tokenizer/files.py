@@ -7,8 +7,9 @@ model's own folder and only under plain names.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,7 +20,7 @@ from localllm.errors import BadModelFile, UnsupportedFormat
 from localllm.tokenizer import gguf_documents
 from localllm.tokenizer.gguf_vocabulary import CONTROL, Vocabulary, build_backend, read_vocabulary, vocabulary_kind
 from localllm.tokenizer.tokenizer import Tokenizer
-from localllm.tokenizer.tokenizer_json import MAX_RUNS, parsed, read_backend
+from localllm.tokenizer.tokenizer_json import MAX_RUNS, TOKEN_FLAGS, parsed, read_backend
 from localllm.tokenizer.trial import vet
 
 if TYPE_CHECKING:
@@ -126,12 +127,13 @@ def _from_folder(ckpt: Checkpoint) -> Tokenizer:
     backend = parse_backend(read_small(_tokenizer_file(ckpt), MAX_TOKENIZER_BYTES), "tokenizer.json")
     config = _read_json(files.get("tokenizer_config.json"))
     special = _read_json(files.get("special_tokens_map.json"))
-    _guarded(lambda: _add_configured_tokens(backend, config.get("added_tokens_decoder")), "tokenizer_config.json")
     texts = {}
     for name in _TOKEN_NAMES:
         text = _token_text(config.get(name)) or _token_text(special.get(name))
         if text is not None:
             texts[name] = text
+    named = [*texts.values(), *_more_named(config), *_more_named(special)]
+    _guarded(lambda: _add_configured_tokens(backend, config, named), "tokenizer_config.json")
     bos = backend.token_to_id(texts.get("bos_token", ""))
     flag = config.get("add_bos_token")
     eos = backend.token_to_id(texts.get("eos_token", ""))
@@ -148,6 +150,15 @@ def _from_folder(ckpt: Checkpoint) -> Tokenizer:
         chat_template=main,
         chat_templates=named,
     )
+
+
+def _more_named(config: Mapping[str, Any]) -> list[str]:
+    """Control tokens without a name of their own, and those that a model has a name for."""
+    found: list[Any] = []
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        value = config.get(key)
+        found += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [text for one in found if (text := _token_text(one))]
 
 
 def _around(backend: Backend) -> tuple[list[int], list[int]]:
@@ -184,21 +195,35 @@ def _folder_ends(ckpt: Checkpoint, backend: Backend, eos: int | None) -> frozens
     return frozenset(ends | {control[text] for text in named if not _only_ends_a_message(text, control)})
 
 
-def _add_configured_tokens(backend: Backend, listed: Any) -> None:
-    """Tokens that only tokenizer_config.json names, where they continue the ids of tokenizer.json."""
+def _add_configured_tokens(backend: Backend, config: Mapping[str, Any], named: Iterable[str]) -> None:
+    """Make tokens what tokenizer_config.json calls them: their flags; new ones, where they continue the ids of
+    tokenizer.json; and those that are `named` for a purpose become control tokens.
+    """
     from tokenizers import AddedToken
 
-    if not isinstance(listed, dict):
-        return
-    numbered = sorted((int(key), entry) for key, entry in listed.items() if str(key).isdecimal() and len(key) < 10)
+    known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    listed, size = config.get("added_tokens_decoder"), backend.get_vocab_size()
+    entries = listed.items() if isinstance(listed, dict) else ()
     tokens: dict[str, AddedToken] = {}
-    for index, entry in numbered:
+    for index, entry in sorted(
+        ((int(k), one) for k, one in entries if k.isdecimal() and len(k) < 10), key=itemgetter(0)
+    ):
         text = _token_text(entry)
-        is_next = index == backend.get_vocab_size() + len(tokens)
-        if text and is_next and text not in tokens and backend.token_to_id(text) is None:
-            flags = {name: bool(entry.get(name)) for name in ("lstrip", "rstrip", "normalized", "single_word")}
+        stored = backend.token_to_id(text) if text else None
+        if text and text not in tokens and index == (size if stored is None else stored):
+            size += stored is None
+            flags = {name: bool(entry.get(name)) for name in TOKEN_FLAGS}
             tokens[text] = AddedToken(text, special=bool(entry.get("special")), **flags)
-    runs = [(special, list(run)) for special, run in groupby(tokens.values(), lambda token: token.special)]
+    for text in named:
+        token = tokens.get(text) or known.get(text)
+        # not an ordinary word, as padding may be one ("!")
+        is_mark = len(text) > 2 and text[0] + text[-1] in ("<>", "[]")
+        if token is None and is_mark and backend.token_to_id(text) is not None:
+            tokens[text] = AddedToken(text, special=True, normalized=False)
+        elif token is not None and not token.special:
+            tokens[text] = AddedToken(text, special=True, **{name: getattr(token, name) for name in TOKEN_FLAGS})
+    changed = [token for text, token in tokens.items() if text not in known or repr(token) != repr(known[text])]
+    runs = [(special, list(run)) for special, run in groupby(changed, lambda token: token.special)]
     if len(runs) > MAX_RUNS:
         raise BadModelFile(f"tokenizer_config.json adds {len(runs):,} runs of tokens, the limit is {MAX_RUNS}")
     for special, run in runs:

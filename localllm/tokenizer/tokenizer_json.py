@@ -27,7 +27,7 @@ MAX_RUNS = 32
 
 _FLAGS = ("fuse_unk", "byte_fallback", "ignore_merges")
 _OPTIONS = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
-_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
+TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 
 
 class Patient(UserList[tuple[str, str]]):
@@ -91,7 +91,7 @@ def _in_pieces(document: Any) -> Backend | None:
     if len(runs) > MAX_RUNS:
         return None
     for is_special, run in runs:
-        some = [AddedToken(t["content"], special=is_special, **{flag: t[flag] for flag in _TOKEN_FLAGS}) for t in run]
+        some = [AddedToken(t["content"], special=is_special, **{flag: t[flag] for flag in TOKEN_FLAGS}) for t in run]
         (backend.add_special_tokens if is_special else backend.add_tokens)(some)
     plain = all(backend.token_to_id(token["content"]) == token["id"] for token in added)
     return backend if plain else None

@@ -458,6 +458,25 @@ def test_a_folder_may_switch_bos_off_and_add_tokens(folder: Path) -> None:
     assert tokenizer.vocab_size == size + 1
 
 
+def test_the_configuration_says_what_tokens_are(folder: Path) -> None:
+    """As transformers has it, what tokenizer.json has as mere words, or as added tokens that are no control tokens."""
+    document, config = (json.loads((folder / f"{name}.json").read_text()) for name in ("tokenizer", "tokenizer_config"))
+    ids = {token["content"]: token["id"] for token in document["added_tokens"]}
+    document["added_tokens"] = [token for token in document["added_tokens"] if token["content"] == "<think>"]
+    document["model"]["vocab"] |= ids
+    config |= {
+        "added_tokens_decoder": {str(ids["<|eot_id|>"]): {"content": "<|eot_id|>", "special": True, "rstrip": True}}
+    }
+    config |= {"additional_special_tokens": ["<think>"], "pad_token": "h"}
+    for name, value in (("tokenizer", document), ("tokenizer_config", config)):
+        (folder / f"{name}.json").write_text(json.dumps(value))
+    tokenizer = from_folder(folder)
+    found = tokenizer.encode("<bos>h<think>i<|eot_id|> ", special=True)
+    assert found == [ids["<bos>"], *tokenizer.encode("h"), ids["<think>"], *tokenizer.encode("i"), ids["<|eot_id|>"]]
+    assert tokenizer.special_ids == set(ids.values()), "not the word that stands for padding"
+    assert not tokenizer.special_ids & set(tokenizer.encode("<bos>h<think>"))
+
+
 def test_special_tokens_map_fills_in(folder: Path) -> None:
     (folder / "tokenizer_config.json").unlink()
     (folder / "special_tokens_map.json").write_text('{"bos_token": "<bos>", "unk_token": {"content": "h"}}')
