@@ -271,6 +271,36 @@ NO_CALLS = [
 ]
 
 
+OPTIONAL = {"anyOf": [{"type": "string"}, {"type": "null"}]}  # as Pydantic writes `str | None`
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "expected"),
+    [
+        (OPTIONAL, "12345", "12345"),
+        (OPTIONAL, '{"a": 1}', '{"a": 1}'),
+        (OPTIONAL, "True", "True"),
+        (OPTIONAL, "null", None),
+        ({"type": ["string", "null"]}, "007", "007"),
+        ({"anyOf": [{"$ref": "#/$defs/Code"}, {"type": "null"}]}, "7", "7"),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "12", 12),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "1.5", "1.5"),
+        ({"anyOf": [{"type": "string"}, {"type": "number"}]}, "12", 12),
+        ({"anyOf": [{"type": "string"}, {}]}, "12", 12),
+        ({"type": "integer"}, "x", "x"),
+        ({}, "12", 12),
+    ],
+)
+@pytest.mark.parametrize("name", ["qwen-coder", "glm", "minimax-m3"])
+def test_text_between_tags_becomes_what_its_schema_allows(name: str, schema: Any, text: str, expected: Any) -> None:
+    parameters = {"type": "object", "properties": {"value": schema}, "$defs": {"Code": {"enum": ["7", "8"]}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    parser = answer_parser(BY_NAME[name], tools)
+    parts = [*parser.push(BY_NAME[name].write("f", {"value": text})), *parser.finish()]
+    said = "".join(json.loads(part)["arguments"] for kind, part in parts if kind == "tool_call")
+    assert json.loads(said) == {"value": expected}
+
+
 @pytest.mark.parametrize(("tool_format", "text"), NO_CALLS, ids=[f"{f.name}-{i}" for i, (f, _) in enumerate(NO_CALLS)])
 def test_what_is_no_call_is_content(tool_format: ToolFormat, text: str) -> None:
     """Not one character changes."""

@@ -16,6 +16,7 @@ from localllm.request import ToolUse
 
 from ..parser import Part
 from .cursor import Malformed
+from .formats import kind_of
 
 MAX_NAME_CHARS = 256
 Tools = Sequence[Mapping[str, Any]]
@@ -119,23 +120,43 @@ class Calls:
                 return resolved(found, root)
         return {}
 
+    def value(self, schema: Mapping[str, Any], text: str) -> None:
+        """A value of an argument of the present call that was written as plain text."""
+        self.piece(value_text(schema, text, self._parameters.get(self._name or "")))
+
     def _write(self, delta: dict[str, str]) -> None:
         body = {"index": self.count, **delta}
         self._out(("tool_call", json.dumps(body, ensure_ascii=False)))
 
 
-def value_text(schema: Mapping[str, Any], text: str) -> str:
-    """An argument that was written as plain text, as JSON: what its schema says, else what it looks like."""
-    if is_text(schema):
-        return quoted(text)
+def value_text(schema: Mapping[str, Any], text: str, root: Any = None) -> str:
+    """An argument that was written as plain text, as JSON: what its schema says, else what it looks like.
+
+    root   what references in the schema lead into
+    """
     stripped = text.strip()
-    if stripped in _PYTHON_WORDS:
-        return _PYTHON_WORDS[stripped]
+    found = _PYTHON_WORDS.get(stripped, stripped)
     try:
-        json_loads(stripped)
+        value = json_loads(found)
     except ValueError:
         return quoted(text)
-    return stripped
+    kinds = _kinds(schema, root)
+    kind = "integer" if type(value) is int and "number" not in kinds else kind_of(value)
+    return quoted(text) if "string" in kinds and kind not in kinds else found
+
+
+def _kinds(schema: Mapping[str, Any], root: Any) -> set[str]:
+    """The types that a schema names; none where it may be anything."""
+    kinds: set[str] = set()
+    for one in branches(schema, root):
+        kind, values = one.get("type"), fixed_values(one)
+        if kind is None and isinstance(values, list):
+            kind = [kind_of(value) for value in values]
+        if kind is not None:
+            kinds |= set(map(str, kind)) if isinstance(kind, list) else {str(kind)}
+        elif one is not schema or not {"anyOf", "oneOf"} & set(schema):
+            return set()
+    return kinds
 
 
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}

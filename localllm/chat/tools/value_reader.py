@@ -34,7 +34,7 @@ class ValueReader:
             yield from self.text(*ends)
         else:
             value, _ = yield from self._cursor.until(*ends)
-            self._calls.piece(value_text(schema, value))
+            self._calls.value(schema, value)
 
     def text(self, *ends: str) -> Reading[None]:
         """Plain text up to its end, as a JSON string."""
@@ -116,7 +116,10 @@ class ValueReader:
         value, _ = yield from cursor.until(self._nested)
         if (yield from cursor.expect(f"</{key}>", "<")) != "<":
             empty = {"array": "[]", "object": "{}"}.get(str(schema.get("type")), "") if not value.strip() else ""
-            self._calls.piece(empty or value_text(schema, value))
+            if empty:
+                self._calls.piece(empty)
+            else:
+                self._calls.value(schema, value)
             return
         if value.strip() or depth > MAX_BRACES:
             raise Malformed
