@@ -197,6 +197,7 @@ WRITTEN: list[tuple[ToolFormat, str, str, list[tuple[str, str]]]] = [
         ("glm-inline", "<tool_call>get_weather<arg_key>city</arg_key><arg_value>5\n</arg_value><arg_key>days</arg_key><arg_value>3"
          "</arg_value></tool_call><tool_call>now</tool_call>", "", [("get_weather", '{"city": "5\\n", "days": 3}'), ("now", "{}")]),
         ("granite", f'<|tool_call|>[{{"name": "get_weather", "arguments": {PARIS}}}]', "", [("get_weather", PARIS)]),
+        ("granite", f'<tool_call>[{{"name": "get_weather", "arguments": {PARIS}}}]', "", [("get_weather", PARIS)]),
     ]],
 ]  # fmt: skip
 IDS = [f"{case[0].name}-{number}" for number, case in enumerate(WRITTEN)]
