@@ -35,6 +35,8 @@ NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # values of tokenizer.ggml.token_type
 
 _REFUSED = {"rwkv": "RWKV", "plamo2": "PLaMo 2", "none": "no vocabulary"}
 _ID_NAMES = (*TOKEN_IDS, "fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep", "fim_sep")
+# tokens of Phi-3 behind which white space vanishes, as its tokenizer.json says and GGUF cannot
+_PHI3_STRIPS = frozenset(["<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "</s>"])
 _CACHE_VERSION = 1
 MAX_MERGE_WORK = 1 << 26  # sum of squared lengths: Gemma's 262,144 tokens come to 12 million in three seconds
 MAX_CACHE_BYTES = 64 << 20  # Gemma's half a million merges take 7 MB
@@ -56,6 +58,7 @@ class Vocabulary:
     add_bos: bool
     around: tuple[tuple[int, ...], tuple[int, ...]]  # what stands before and behind a whole text
     add_space_prefix: bool
+    strips: frozenset[str]  # tokens behind which white space vanishes
     key: str  # SHA-256 over tokens, scores and types
 
 
@@ -100,6 +103,7 @@ def read_vocabulary(path: Path, metadata: Mapping[str, Any]) -> Vocabulary:
         add_bos=add_bos,
         around=((ids["bos"],) if add_bos and "bos" in ids else (), tuple(behind)),
         add_space_prefix=fields.flag("add_space_prefix", model == "llama"),
+        strips=_PHI3_STRIPS if model == "llama" and general.text("general.architecture") == "phi3" else frozenset(),
         key=hashlib.sha256(b"\0".join(raw) + types.tobytes() + scores.tobytes()).hexdigest(),
     )
 
@@ -131,8 +135,12 @@ def build_backend(vocabulary: Vocabulary, control_ids: Sequence[int] = ()) -> Ba
     control = sorted({*np.flatnonzero(vocabulary.types == CONTROL).tolist(), *control_ids})
     plain = sorted(set(np.flatnonzero(vocabulary.types == USER_DEFINED).tolist()) - set(control))
     texts = [tokens[index] for index in plain if vocabulary.model == "gpt2" or tokens[index].strip("▁")]
-    backend.add_special_tokens([AddedToken(tokens[i], normalized=False, special=True) for i in control if tokens[i]])
-    backend.add_tokens([AddedToken(text, normalized=False, special=False) for text in texts if text])
+
+    def added(text: str, special: bool) -> AddedToken:
+        return AddedToken(text, normalized=False, special=special, rstrip=text in vocabulary.strips)
+
+    backend.add_special_tokens([added(tokens[index], True) for index in control if tokens[index]])
+    backend.add_tokens([added(text, False) for text in texts if text])
     return backend
 
 

@@ -242,6 +242,16 @@ def test_a_cache_that_cannot_be_written_only_costs_time(empty_home: Path, caplog
 # --- byte-level BPE --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("architecture", "strips"), [("phi3", True), ("llama", False)])
+def test_white_space_vanishes_behind_the_tokens_of_phi_3(architecture: str, strips: bool) -> None:
+    metadata = spm_metadata({"▁": -1.0, "▁a": -2.0, "a": -3.0}, ("<|user|>", "<|endoftext|>"))
+    tokenizer = from_gguf(metadata | {"general.architecture": architecture})
+    ids = tokenizer.encode("<|user|>\n a<|endoftext|> a", special=True)
+    found = [tokenizer.id_to_token(index) for index in ids]
+    assert found[:2] == ["<|user|>", "▁a" if strips else "▁"]
+    assert found[found.index("<|endoftext|>") :] == ["<|endoftext|>", "▁", "▁a"], "this one leaves it"
+
+
 def bpe_metadata(pre: str, merges: tuple[str, ...] = (), extra: tuple[tuple[str, int], ...] = ()) -> dict[str, Any]:
     from tokenizers.pre_tokenizers import ByteLevel
 
