@@ -50,7 +50,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     BadModelFile for what is damaged. Numbers and tensors are held against each other when `facts` is asked for.
     """
     found = _open(Path(path).expanduser())
-    found.tensors = unstacked(found.tensors)
+    found.tensors = unstacked({name: info for name, info in found.tensors.items() if info.nbytes})  # some are empty
     return found
 
 

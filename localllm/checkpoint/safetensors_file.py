@@ -90,8 +90,6 @@ def _tensor(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
     nbytes, rest = divmod(DTYPE_BITS[dtype] * math.prod(shape), 8)
     if rest:
         raise bad(path, f"{dtype} {shape} does not end on a whole byte", key=name)
-    if nbytes == 0:
-        raise bad(path, f"is empty: its shape is {shape}", key=name)
     if nbytes != offsets[1] - offsets[0]:
         what = f"{dtype} {shape} takes {nbytes:,} bytes, its data_offsets span {offsets[1] - offsets[0]:,}"
         raise bad(path, what, key=name)
@@ -101,7 +99,7 @@ def _tensor(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
 def _check_spans(file: MappedFile, tensors: dict[str, TensorInfo], data_start: int) -> None:
     """The data is covered from its first to its last byte, without holes and overlaps."""
     path, at, before = file.path, data_start, "the header"
-    for info in sorted(tensors.values(), key=lambda info: info.offset):
+    for info in sorted(tensors.values(), key=lambda info: (info.offset, info.nbytes)):
         if info.offset != at:
             kind = "a hole lies before its data" if info.offset > at else "its data overlaps the one before"
             what = f"{kind}: {shown(before)} ends at {at:,}, it begins at {info.offset:,}"

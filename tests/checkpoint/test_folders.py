@@ -135,6 +135,22 @@ def test_a_folder_a_loop_and_a_hole(sharded: Path) -> None:
     refuse(sharded, "1 of 3 files are missing, the first is absent.safetensors")
 
 
+def test_empty_tensors_are_nothing(tmp_path: Path) -> None:
+    """The format allows them, and tools write what they have no use for: a bias, the order of inputs."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder = tiny.tiny_safetensors(tmp_path / "model", shards=2)
+    for path in folder.glob("model-*.safetensors"):
+        tensors = load_file(path)
+        empty = {f"{name.removesuffix('weight')}bias": torch.empty(0) for name in tensors if "proj" in name}
+        save_file(tensors | empty, path)
+        change_index(folder, lambda m, names=[*empty], file=path.name: m.update(dict.fromkeys(names, file)))
+    with open_model(folder) as checkpoint:
+        assert not checkpoint.facts.layers[0].mixer.qkv_bias
+        assert not any(name.endswith("bias") for name in checkpoint.tensors)
+
+
 def test_an_index_of_other_files_beside_the_whole_model(single: Path) -> None:
     """It was copied along from the model that this one was made from; transformers takes the whole file, too."""
     (single / INDEX).write_text('{"weight_map": {"a.weight": "model-00001-of-00009.safetensors"}}')
