@@ -81,6 +81,8 @@ def repair(
 ) -> Repaired:
     """Hash every file of a local model again; fetch what is wrong or missing. Phases: "verify", then "download".
 
+    A repository's name without a quant means all its quants here.
+
     Raises ModelNotFound when it is not on this machine, DownloadError when something must be fetched and cannot be.
     """
     cancel = cancel or threading.Event()
@@ -102,36 +104,40 @@ def repair(
         raise ModelNotFound(
             f"{found[0].name} was put here by hand: there is nothing to check it against", "localllm ls"
         )
-    return _repair_from_hub(found[0], progress, cancel, offline, patience)
+    return _repair_from_hub([f for f in found if f.revision == found[0].revision], progress, cancel, offline, patience)
 
 
 def _repair_from_hub(
-    found: local.LocalModel,
+    found: list[local.LocalModel],
     progress: OnProgress,
     cancel: threading.Event,
     offline: bool,
     patience: Patience | None,
 ) -> Repaired:
-    """Check the blobs against their names (their digests), then the snapshot against the hub's listing."""
-    folder = cache.repo_dir(found.repo) / "snapshots" / found.revision
-    bad, checked = _bad_blobs(found, folder, progress)
+    """Check the blobs of a snapshot against their names (their digests), then the models in it against the hub's
+    listing.
+    """
+    first = found[0]
+    repo, revision, name = first.repo, first.revision, first.name if len(found) == 1 else first.base
+    folder = cache.repo_dir(repo) / "snapshots" / revision
+    bad, checked = _bad_blobs(folder, progress)
     if offline or is_offline():
-        if bad or found.problem:
-            what = ", ".join(bad) or found.problem
-            raise DownloadError(
-                f"{found.name} is damaged ({what}) and offline mode is on", f"localllm pull --repair {found.name}"
-            )
-        return Repaired(found.name, found.path, checked, ())
+        what = ", ".join(bad) or next((f.problem for f in found if f.problem), "")
+        if what:
+            raise DownloadError(f"{name} is damaged ({what}) and offline mode is on", f"localllm pull --repair {name}")
+        return Repaired(name, first.path, checked, ())
     with HubClient(patience) as client:
-        info = client.repo_info(found.repo, found.revision)
-        _, files = select_files(info, found.quant or None)
-        missing = [f.name for f in files if not _is_linked(found.repo, folder, f)]
+        info = client.repo_info(repo, revision)
+        wanted = {file for model in found for file in select_files(info, model.quant or None)[1]}
+        # a bad blob is gone now, whichever model of the snapshot it belongs to
+        files = tuple(f for f in info.files if f in wanted or f.name in bad)
+        missing = [f.name for f in files if not _is_linked(repo, folder, f)]
         if missing:
-            fetch(Job(found.repo, found.revision, files), client, progress, cancel)
-    return Repaired(found.name, found.path, checked, tuple(dict.fromkeys([*bad, *missing])))
+            fetch(Job(repo, revision, files), client, progress, cancel)
+    return Repaired(name, first.path, checked, tuple(dict.fromkeys([*bad, *missing])))
 
 
-def _bad_blobs(found: local.LocalModel, folder: Path, progress: OnProgress) -> tuple[list[str], int]:
+def _bad_blobs(folder: Path, progress: OnProgress) -> tuple[list[str], int]:
     """Hash every linked file of a snapshot; wrong blobs are deleted. Returns their names, and how many were hashed."""
     links = [(n, Path(os.path.realpath(folder / n))) for n in cache.files_in(folder) if (folder / n).is_symlink()]
     blobs = [(n, blob) for n, blob in links if blob.is_file() and len(blob.name) in (40, 64)]

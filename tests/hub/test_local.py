@@ -220,6 +220,19 @@ def test_repair_finds_a_flipped_bit(fake_hub: FakeHub, empty_home: Path) -> None
     assert {n: (folder / n).read_bytes() for n in WHOLE} == WHOLE
 
 
+def test_repair_brings_back_every_quant_it_found_bad(fake_hub: FakeHub) -> None:
+    fake_hub.add("a/two", TWO)
+    four, eight = pull("a/two:Q4_0"), pull("a/two:Q8_0")
+    eight.resolve().write_bytes(b"x" * 5000)
+    assert hub.repair("a/two:Q4_0", patience=QUICK).bad == ("m-Q8_0.gguf",)
+    assert eight.read_bytes() == TWO["m-Q8_0.gguf"], "a blob that was removed is fetched again"
+    for blob in (four.resolve(), eight.resolve()):
+        blob.unlink()
+    found = hub.repair("a/two", patience=QUICK)
+    assert (found.name, found.bad) == ("a/two", ("m-Q4_0.gguf", "m-Q8_0.gguf"))
+    assert (four.read_bytes(), eight.read_bytes()) == (TWO["m-Q4_0.gguf"], TWO["m-Q8_0.gguf"])
+
+
 def test_repair_offline_says_what_is_bad(fake_hub: FakeHub) -> None:
     fake_hub.add("a/whole", WHOLE)
     folder = pull("a/whole")
