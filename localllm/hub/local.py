@@ -96,8 +96,8 @@ def _read_facts(path: Path) -> ModelFacts:
         return facts
 
 
-def find(name: ModelName) -> list[LocalModel]:
-    """Models with exactly that name; without a quant all quants of it, without a revision the newest.
+def find(name: ModelName, *, every_revision: bool = False) -> list[LocalModel]:
+    """Models with exactly that name; without a quant all quants of it, without a revision the newest, or every one.
 
     What another program keeps also goes by that program's own name, after ours: "llama3.2:3b" for Ollama's. As there,
     no tag means "latest".
@@ -106,7 +106,7 @@ def find(name: ModelName) -> list[LocalModel]:
     found = _named(name.base.casefold(), [f for f in scan() if quant in ("", f.quant.casefold())])
     if not quant and "ollama" in {f.source for f in found}:
         found = [f for f in found if f.quant == "latest"] or (found if len(found) == 1 or "/" in name.base else [])
-    if name.revision:
+    if name.revision or every_revision:
         return at_revision(found, name.revision)
     newest = {f.repo: f.revision for f in reversed(found)}
     return [f for f in found if newest[f.repo] == f.revision]
@@ -136,12 +136,13 @@ def find_part(name: ModelName) -> list[LocalModel]:
     return [f for f in found if not f.is_foreign] or found
 
 
-def need_one(name: ModelName) -> list[LocalModel]:
-    """The local model a user means, as all its quants, ours before those of other programs.
+def need_one(name: ModelName, *, every_revision: bool = False) -> list[LocalModel]:
+    """The local model a user means, as all its quants, ours before those of other programs; `find` says of which
+    revision.
 
     Raises ModelNotFound when there is none or the name is ambiguous.
     """
-    found = find(name) or find_part(name)
+    found = find(name, every_revision=every_revision) or find_part(name)
     bases = list(dict.fromkeys(f.base for f in found))
     if len(bases) == 1:
         return found

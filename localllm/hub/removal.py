@@ -29,7 +29,7 @@ class Removal:
 
 
 def remove(name: str, *, dry_run: bool = False, derived_only: bool = False) -> Removal:
-    """Remove a model by its name, all its revisions; without a quant all quants of a repository.
+    """Remove a model by its name, all its revisions unless the name states one; without a quant all of a repository.
 
     derived_only   instead all models that `localllm quantize` made and whose names contain that one
 
@@ -37,11 +37,12 @@ def remove(name: str, *, dry_run: bool = False, derived_only: bool = False) -> R
     or another program keeps the model.
     A process that has the model loaded keeps running: its pages stay until it ends.
     """
-    found = _derived(name) if derived_only else local.need_one(parse_name(name))
+    parsed = parse_name(name)
+    found = _derived(name) if derived_only else local.need_one(parsed, every_revision=True)
     if found[0].is_foreign:
         raise found[0].refusal()
     if found[0].source == "hub":
-        return _remove_from_cache(found, dry_run)
+        return _remove_from_cache(found, found[0].revision if parsed.revision else "", dry_run)
     gone = [f.folder / n for f in found for n in f.files]
     gone += [p for path in gone if path.suffix == ".gguf" and (p := path.with_name(path.name + ".json")).exists()]
     size = sum(f.size_bytes for f in found)
@@ -65,21 +66,24 @@ def _derived(name: str) -> list[local.LocalModel]:
     return found
 
 
-def _remove_from_cache(found: list[local.LocalModel], dry_run: bool) -> Removal:
+def _remove_from_cache(found: list[local.LocalModel], revision: str, dry_run: bool) -> Removal:
     repo, quants = found[0].repo, {f.quant for f in found}
-    every = {f.name for f in local.scan() if f.repo == repo} == {f.name for f in found}
-    files = {n for f in local.scan() if f.repo == repo and f.quant in quants for n in f.files}
+    here = [f for f in local.scan() if f.repo == repo and revision in ("", f.revision)]
+    every = {f.name for f in here} == {f.name for f in found}
+    wanted = None if every else {n for f in here if f.quant in quants for n in f.files}
     names = tuple(dict.fromkeys(f.name for f in found))
     if dry_run:
-        return _planned(repo, names, None if every else files)
+        return _planned(repo, names, wanted, revision)
     with cache.repo_lock(repo):
-        planned = _planned(repo, names, None if every else files)
+        planned = _planned(repo, names, wanted, revision)
         _carry_out(repo, planned)
     return replace(planned, done=True)
 
 
-def _planned(repo: str, names: tuple[str, ...], wanted: set[str] | None) -> Removal:
-    """The files of a model in all snapshots, every file when None. Blobs that other names still point to stay."""
+def _planned(repo: str, names: tuple[str, ...], wanted: set[str] | None, only: str) -> Removal:
+    """The files of a model in all snapshots or `only` one, every file when `wanted` is None. Blobs that other names
+    still point to stay.
+    """
     links: list[Path] = []
     kept: set[Path] = set()
     blobs: set[Path] = set()
@@ -89,7 +93,7 @@ def _planned(repo: str, names: tuple[str, ...], wanted: set[str] | None) -> Remo
         for name in cache.files_in(folder):
             path = folder / name
             blob = _blob_behind(path, cache.repo_dir(repo))
-            if wanted is None or name in wanted:
+            if only in ("", revision) and (wanted is None or name in wanted):
                 links.append(path)
                 blobs |= {blob} if blob else set()
                 revisions += [revision] if revision not in revisions else []

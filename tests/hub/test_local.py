@@ -174,6 +174,25 @@ def test_remove_takes_all_quants_and_revisions_of_a_repository(fake_hub: FakeHub
     assert hub.list_local() == []
 
 
+def test_remove_takes_a_quant_that_only_an_older_commit_has(fake_hub: FakeHub) -> None:
+    fake_hub.add("a/grown", TWO)
+    pull("a/grown:Q4_0")
+    fake_hub.add("a/grown", {"m-Q8_0.gguf": noise(5000, 9)})
+    pull("a/grown:Q8_0")
+    assert hub.remove("a/grown").names == ("a/grown:Q8_0", "a/grown:Q4_0")
+    assert local.scan() == []
+
+
+def test_remove_takes_the_named_revision_alone(fake_hub: FakeHub) -> None:
+    fake_hub.add("a/rev", TWO)
+    fake_hub.add("a/rev@old", TWO | {"m-Q4_0.gguf": noise(3000, 5)})
+    kept, old = pull("a/rev:Q4_0"), pull("a/rev:Q4_0@old")
+    removed = hub.remove("a/rev:Q4_0@old")
+    assert (removed.revisions, removed.num_bytes) == ((old.parent.name,), 3000)
+    assert [f.path for f in local.scan()] == [kept]
+    assert kept.read_bytes() == TWO["m-Q4_0.gguf"]
+
+
 def test_remove_names_what_it_cannot_find(fake_hub: FakeHub, empty_home: Path) -> None:
     with pytest.raises(ModelNotFound, match="not on this machine"):
         hub.remove("nothing")
