@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -316,3 +317,27 @@ def partials() -> list[Path]:
         return sorted(hub_dir().glob(f"models--*/blobs/*{PARTIAL}*"))
     except (OSError, ConfigError):
         return []
+
+
+def blobs_of(folder: Path) -> list[Path]:
+    """The whole files that a cached repository's folder keeps under their digests."""
+    try:
+        return sorted(p for p in (folder / "blobs").iterdir() if re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", p.name))
+    except OSError:
+        return []
+
+
+def unlinked_blobs() -> list[Path]:
+    """Whole files of the cache that no snapshot leads to: a pull ended before all files of the model were here."""
+    try:
+        folders = sorted(hub_dir().glob("models--*"))
+    except (OSError, ConfigError):
+        return []
+    found = []
+    for folder in folders:
+        names = [os.path.join(place, n) for place, _, files in os.walk(folder / "snapshots") for n in files]
+        links = [os.readlink(n) if os.path.islink(n) else "" for n in names]
+        if "" not in links:  # without links, snapshots hold copies and say nothing of blobs
+            linked = {os.path.basename(link) for link in links}
+            found += [blob for blob in blobs_of(folder) if blob.name not in linked]
+    return found

@@ -156,9 +156,11 @@ def _bad_blobs(folder: Path, progress: OnProgress) -> tuple[list[str], int]:
 
 
 def _is_linked(repo: str, folder: Path, file: RepoFile) -> bool:
-    """The snapshot's name leads to the blob the hub lists, and that has the right size."""
+    """The snapshot's name leads to the blob the hub lists, and that has the right size; or a right copy bears it."""
     path, blob = folder / file.name, cache.blob_path(repo, file.digest)
     try:
+        if path.is_file() and not path.is_symlink():
+            return cache.file_digest(path, len(file.digest)) == file.digest
         return os.path.realpath(path) == os.path.realpath(blob) and blob.stat().st_size == file.size
     except OSError:
         return False

@@ -99,6 +99,8 @@ def _planned(repo: str, names: tuple[str, ...], wanted: set[str] | None, only: s
                 revisions += [revision] if revision not in revisions else []
             elif blob:
                 kept.add(blob)
+    if wanted is None and not only:
+        blobs.update(cache.blobs_of(cache.repo_dir(repo)))  # those without a name, too
     doomed = sorted(blobs - kept)
     num_bytes = sum(cache.num_bytes(p) for p in [*doomed, *links] if not p.is_symlink())
     return Removal(names, (*links, *doomed), num_bytes, tuple(revisions), SHARED_NOTE)
@@ -132,14 +134,17 @@ def _carry_out(repo: str, planned: Removal) -> None:
 
 
 def remove_partials(*, dry_run: bool = False) -> Removal:
-    """Remove what interrupted downloads left; files that are arriving right now stay."""
+    """Remove what interrupted downloads left, whole files of models that never came too; what is arriving stays."""
     locks, models = cache.hub_dir() / ".locks", cache.models_dir()
     found = {p: locks / p.parents[1].name / f"{p.name.partition(cache.PARTIAL)[0]}.lock" for p in cache.partials()}
     found |= {p: p.parent / ".lock" for p in sorted(models.glob("*/.fetch-*"))}
     found |= {p: p.with_name(f"{p.name}.lock") for p in sorted(models.glob(".*.partial"))}  # of quantize
-    sizes = {path: cache.num_bytes(path) for path in found}
-    gone = tuple(path for path, lock in found.items() if dry_run or _remove_idle(path, lock))
-    return Removal(tuple(p.name for p in gone), gone, sum(sizes[p] for p in gone), done=not dry_run)
+    whole = {p: locks / p.parents[1].name / f"{p.name}.lock" for p in cache.unlinked_blobs()}
+    sizes = {path: cache.num_bytes(path) for path in found | whole}
+    gone = [path for path, lock in found.items() if dry_run or _remove_idle(path, lock)]
+    growing = {p.parent for p in cache.partials()}  # now: of models whose other files are under way
+    gone += [p for p, lock in whole.items() if dry_run or (p.parent not in growing and _remove_idle(p, lock))]
+    return Removal(tuple(p.name for p in gone), tuple(gone), sum(sizes[p] for p in gone), done=not dry_run)
 
 
 def _remove_idle(path: Path, lock_path: Path) -> bool:

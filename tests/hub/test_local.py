@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -219,6 +220,45 @@ def test_partials_are_removed_unless_they_grow(fake_hub: FakeHub, empty_home: Pa
     assert len(cache.partials()) == 2
     assert hub.remove_partials().num_bytes == 5
     assert list((empty_home / "hf/hub/models--a--b/blobs").iterdir()) == []
+
+
+def test_whole_files_of_a_model_that_never_came_are_removed_too(fake_hub: FakeHub, empty_home: Path) -> None:
+    from filelock import FileLock
+
+    fake_hub.add("a/two", TWO)
+    fake_hub.add("a/whole", WHOLE)
+    kept = pull("a/two:Q4_0")
+    fake_hub.fault("503", path="00002-of-00002", times=99)
+    with pytest.raises(DownloadError):
+        pull("a/whole")
+    came = [p for p in (empty_home / "hf/hub/models--a--whole/blobs").iterdir() if "." not in p.name]
+    assert came
+    data, facts = cache.partial_of("a/whole", "1" * 64)
+    data.write_bytes(b"xyz")
+    with FileLock(cache.blob_lock_path("a/whole", "1" * 64)):  # as if the pull were still running
+        hub.remove_partials()
+    assert all(p.exists() for p in came)
+    assert set(came) < set(hub.remove_partials().paths)
+    assert not any(p.exists() for p in came)
+    assert kept.read_bytes() == TWO["m-Q4_0.gguf"]
+
+
+def test_a_disk_without_links_holds_copies(
+    fake_hub: FakeHub, empty_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr(os, "symlink", refuse)
+    fake_hub.add("a/copies", TWO)
+    path = pull("a/copies:Q4_0")
+    assert hub.repair("a/copies", patience=QUICK).bad == ()
+    path.write_bytes(b"x" * 3000)
+    assert hub.repair("a/copies", patience=QUICK).bad == ("m-Q4_0.gguf",)
+    assert path.read_bytes() == TWO["m-Q4_0.gguf"]
+    assert hub.remove_partials().paths == ()
+    assert hub.remove("a/copies").num_bytes == 2 * 3001
+    assert [p for p in tree(empty_home / "hf/hub") if "models--" in p] == []
 
 
 def test_repair_finds_a_flipped_bit(fake_hub: FakeHub, empty_home: Path) -> None:
