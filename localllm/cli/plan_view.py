@@ -394,24 +394,26 @@ def formulas(row: Row, sheet: Sheet) -> list[str]:
 
 def _model_lines(row: Row) -> list[str]:
     """The formulas of weights and KV with the model's own numbers."""
-    from localllm.models.architectures import kv_bytes_per_token
-    from localllm.models.architectures.facts import state_layers
+    from localllm.models.architectures.facts import kv_bytes_per_token, state_layers
     from localllm.models.architectures.mixers import Paged
 
     assert row.plan is not None
     facts, kv, state = row.subject.facts, row.plan.kv, row.subject.facts.state_bytes
-    windowed = sum(window is not None for window in facts.windows)
-    keeping = [layer for layer in facts.layers if isinstance(layer.mixer, Paged)]
-    layers = f"{len(keeping)} layers" + (f" ({windowed} keep a window only)" if windowed else "")
-    one = kv_bytes_per_token(keeping[:1], kv)
-    _, keys, values = facts.attention[0].kept
-    kept = f"2 × {layers} × {facts.num_kv_heads} heads × {facts.head_dim}"
-    if keys != values:  # latents, and what turns of the keys
-        kept = f"{layers} × ({keys} + {values})"
-    stateful = sum(map(len, state_layers(facts)))
-    others = f"state = {stateful} layers of any length: {state:,} B a sequence"
-    return [
-        f"weights = {facts.num_params:,} values stored as {facts.stored_format}: {facts.weight_bytes:,} B in the file",
-        f"KV = {kept} values in {kv}: {one:,} B a layer and token",
-        *([others] if state else []),
+    lines = [
+        f"weights = {facts.num_params:,} values stored as {facts.stored_format}: {facts.weight_bytes:,} B in the file"
     ]
+    for group in facts.cache_layers:
+        layer, count = facts.keeping_layers[group[0]], sum(index < facts.num_layers for index in group)
+        if not count or not isinstance(layer.mixer, Paged):  # the head that predicts, which may not be asked
+            continue
+        heads, keys, values = layer.mixer.kept
+        window = f" that keep a window of {layer.mixer.window:,}" if layer.mixer.window else ""
+        kept = f"2 × {count} layers{window} × {heads} heads × {keys}"
+        if keys != values:  # latents, and what turns of the keys
+            kept = f"{count} layers{window} × ({keys} + {values})"
+        one = kv_bytes_per_token([layer], kv)
+        lines.append(f"KV = {kept} values in {kv}: {one:,} B a layer and token")
+    if state:
+        stateful = sum(map(len, state_layers(facts)))
+        lines.append(f"state = {stateful} layers of any length: {state:,} B a sequence")
+    return lines

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from localllm import hub
+from localllm.checkpoint import Checkpoint
 from localllm.errors import LocalLLMError, ModelNotFound
 from localllm.hub import catalog
 from localllm.hub.names import parse_name, shown
-from localllm.models.architectures import kv_bytes_per_token, open_model
-from localllm.models.architectures.facts import expert_counts
+from localllm.models.architectures import open_model
+from localllm.models.architectures.facts import expert_counts, kept_bytes
+from localllm.models.architectures.registry import understand
 from localllm.paths import read_json
 
 MAX_CONFIG_BYTES = 4 << 20
@@ -165,13 +167,11 @@ def _from_gguf(name: str, path: Path) -> ModelKind:
             facts = checkpoint.facts
     except LocalLLMError:
         return kind
-    windowed = [(layer, window) for layer, window in zip(facts.layers, facts.windows, strict=True) if window]
-    every, some = (kv_bytes_per_token(layers, "bf16") for layers in (facts.layers, [layer for layer, _ in windowed]))
-    fixed = facts.state_bytes + sum(kv_bytes_per_token([layer], "bf16") * window for layer, window in windowed)
+    kept, fixed = kept_bytes(facts, "bf16")
     return replace(
         kind, kind="moe" if expert_counts(facts)[0] else "dense", hybrid=facts.state_bytes > 0,
         mtp=facts.extra_layers > 0, size_bytes=facts.weight_bytes, context=facts.max_context,
-        kv_per_token=every - some, kv_fixed=fixed, active_share=facts.active_share, known_from="its file",
+        kv_per_token=kept, kv_fixed=fixed, active_share=facts.active_share, known_from="its file",
     )  # fmt: skip
 
 
@@ -211,6 +211,7 @@ def _from_config(name: str, folder: Path, config: dict[str, Any]) -> ModelKind:
     layers = {str(kind) for kind in _list(text.get("layer_types"))}
     recurrent = any("linear" in kind or "mamba" in kind or "conv" in kind for kind in layers)
     draft = any(_number(text.get(key)) > 0 for key in ("mtp_num_hidden_layers", "num_nextn_predict_layers"))
+    kept, fixed = _kept(folder, config, text)
     return ModelKind(
         name=name,
         kind="moe" if experts else "dense",
@@ -221,8 +222,18 @@ def _from_config(name: str, folder: Path, config: dict[str, Any]) -> ModelKind:
         context=int(_number(text.get("max_position_embeddings"))),
         known_from="its config.json",
         method=_method(config.get("quantization_config") or text.get("quantization_config")),
-        kv_per_token=_kv(text),
+        kv_per_token=kept,
+        kv_fixed=fixed,
     )
+
+
+def _kept(folder: Path, config: dict[str, Any], text: Mapping[str, Any]) -> tuple[int, int]:
+    """Bytes for a token in 16 bits, and at any length; of an architecture that is not known here, a guess."""
+    try:
+        facts, *_ = understand(Checkpoint(folder, "safetensors", {}, {}, config=config))
+    except LocalLLMError:
+        return _kv(text), 0
+    return kept_bytes(facts, "bf16")
 
 
 def _stored(config: Any) -> str:

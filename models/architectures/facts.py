@@ -256,6 +256,14 @@ def kv_bytes_per_token(layers: Iterable[LayerFacts], dtype: str) -> int:
     return sum(heads * ((keys + values) * KV_BYTES[dtype] + 2 * scale) for heads, keys, values in kept)
 
 
+def kept_bytes(facts: ModelFacts, dtype: str) -> tuple[int, int]:
+    """What a sequence keeps: bytes for each token in layers that see all, and at any length: windows and states."""
+    fixed = facts.state_bytes
+    windowed = [(layer, window) for layer, window in zip(facts.layers, facts.windows, strict=True) if window]
+    fixed += sum(kv_bytes_per_token([layer], dtype) * window for layer, window in windowed)
+    return kv_bytes_per_token(facts.layers, dtype) - kv_bytes_per_token((layer for layer, _ in windowed), dtype), fixed
+
+
 def layer_views(facts: ModelFacts) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
     """What layers see of a step: the different (cache group, rotation), and which of them each layer sees; -1: none."""
     group_of = {layer: index for index, group in enumerate(facts.cache_layers) for layer in group}

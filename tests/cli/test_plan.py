@@ -225,6 +225,13 @@ def test_verbose_prints_every_term_and_the_formulas(invoke: Invoke, home: Path) 
     assert "context 2,048: as asked for" in text
 
 
+def test_verbose_counts_only_layers_that_keep_something_each_with_its_own_sizes(invoke: Invoke, home: Path) -> None:
+    """Gemma 4 E2B: 20 of 35 layers read what another keeps; those that see all have wider heads."""
+    text = invoke("plan", "gemma4-e2b", "--quant", "Q4_K_M", "-v", env={"LOCALLLM_FAKE_HW": "cpu"}).stdout
+    assert "KV = 2 × 3 layers × 1 heads × 512 values in bf16: 2,048 B" in text
+    assert "KV = 2 × 12 layers that keep a window of 512 × 1 heads × 256 values in bf16: 1,024 B" in text
+
+
 def bench_file(home: Path, tps: float, **subject: Any) -> Path:
     """What `localllm bench` would have saved for the small model on the fake CPU."""
     from localllm.device.fake import MACHINES

@@ -355,6 +355,10 @@ def test_a_config_file_counts_more_than_a_name(tmp_path: Path) -> None:
     found = model_kind(str(folder))
     expected = ("moe", "nvfp4", True, True, "its config.json")
     assert (found.kind, found.format, found.hybrid, found.mtp, found.known_from) == expected
+    (gemma,) = {c.config for c in catalog.members("gemma4-31b")}
+    (folder / "config.json").write_text(gemma)
+    found, listed = model_kind(str(folder)), catalog.members("gemma4-31b")[0]
+    assert (found.kv_per_token, found.kv_fixed) == (listed.kv_bytes_per_token, listed.kv_fixed_bytes)
     for stored, wanted in [
         ({"quant_method": "fp8"}, "fp8"), ({"quant_method": "awq"}, "int4"), ({"quant_method": "mxfp4"}, "mxfp4"),
         ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "fp8"), (None, "bf16"), ("x", "bf16"),

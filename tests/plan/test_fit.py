@@ -11,7 +11,7 @@ import pytest
 from localllm import hub
 from localllm.device.fake import MACHINES, PROFILES, fake_host
 from localllm.hub import catalog
-from localllm.models.architectures.facts import count_params, expert_counts, expert_share, kv_bytes_per_token
+from localllm.models.architectures.facts import count_params, expert_counts, expert_share, kept_bytes
 from localllm.plan import fit
 from localllm.plan.choices import model_choices
 from localllm.plan.planner import Measured, Planner
@@ -50,10 +50,7 @@ def test_configurations_explain_parameters_and_what_is_kept(candidate: catalog.C
     assert facts is not None and facts.architecture == candidate.architecture and not candidate.needs
     counted = count_params(facts) / candidate.params
     assert 0.985 - BESIDE.get(candidate.name, 0.0) < counted < 1.01
-    windows = list(zip(facts.layers, facts.windows, strict=True))
-    kept = kv_bytes_per_token([layer for layer, window in windows if window is None], "bf16")
-    fixed = sum(window * kv_bytes_per_token([layer], "bf16") for layer, window in windows if window is not None)
-    assert (kept, fixed + facts.state_bytes) == (candidate.kv_bytes_per_token, candidate.kv_fixed_bytes)
+    assert kept_bytes(facts, "bf16") == (candidate.kv_bytes_per_token, candidate.kv_fixed_bytes)
     assert bool(expert_counts(facts)[0]) is ("(experts)" in candidate.title)
 
 

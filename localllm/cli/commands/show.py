@@ -59,10 +59,11 @@ def _template(checkpoint: OpenModel) -> str:
 
 
 def _show_fields(checkpoint: OpenModel, name: str, revision: str, options: EngineOptions) -> dict[str, Any]:
-    from localllm.models.architectures import kv_bytes_per_token
+    from localllm.models.architectures.facts import kept_bytes
     from localllm.plan.planner import Planner
 
     facts = checkpoint.facts
+    kept, fixed = kept_bytes(facts, "bf16")
     sampling = recommended(facts, checkpoint.path)
     try:
         made = Planner.here(options).plan(facts, checkpoint.path)
@@ -84,7 +85,8 @@ def _show_fields(checkpoint: OpenModel, name: str, revision: str, options: Engin
         "heads": facts.num_heads,
         "kv_heads": facts.num_kv_heads,
         "vocab": facts.vocab_size,
-        "kv_bytes_per_token": kv_bytes_per_token(facts.layers, "bf16"),
+        "kv_bytes_per_token": kept,
+        "kv_fixed_bytes": fixed,
         "template": facts.has_chat_template,
         "capabilities": _capabilities(checkpoint),
         "licence": facts.license or None,
@@ -152,6 +154,7 @@ def _print_facts(env: Env, checkpoint: OpenModel, fields: dict[str, Any]) -> Non
         f" {gib(here['have_bytes'])} at {here['ctx']:,} tokens with {requests} at once,"
         f" {mark} {rate(here['decode_tps'])} tok/s"
     )
+    fixed = f", and {gib(fields['kv_fixed_bytes'])} at any length" if fields["kv_fixed_bytes"] else ""
     rows = [
         ("name", fields["id"] if not facts.name else f"{fields['id']} ({facts.name})"),
         ("architecture", f"{facts.architecture} ({facts.source_architecture})"),
@@ -159,7 +162,7 @@ def _print_facts(env: Env, checkpoint: OpenModel, fields: dict[str, Any]) -> Non
         ("layers", f"{facts.num_layers}{sliding}"),
         ("attention", _attention(facts)),
         ("vocabulary", f"{facts.vocab_size:,} tokens"),
-        ("context", f"{facts.max_context:,} tokens, {gib(fields['kv_bytes_per_token'])} each (bf16)"),
+        ("context", f"{facts.max_context:,} tokens, {gib(fields['kv_bytes_per_token'])} each (bf16){fixed}"),
         ("chat template", _chats(facts)),
         ("thinking", "yes" if fields["capabilities"]["thinking"] else "no"),
         ("tools", fields["capabilities"]["tools"]),

@@ -120,6 +120,7 @@ class Show(TypedDict):
     head_dim: Count
     vocab: Count
     kv_bytes_per_token: Count
+    kv_fixed_bytes: Count
     template: bool
     licence: str | None
     revision: str | None
