@@ -56,8 +56,15 @@ def cpu_list(text: str) -> frozenset[int]:
 
 
 def _core_of(root: Path, cpu: int) -> tuple[str, ...]:
-    """Names the physical core of a logical CPU; the CPU itself where /sys does not say."""
+    """Names the physical core of a logical CPU; the CPU itself where /sys does not say.
+
+    By the core's logical CPUs where they are listed: a core's number is unique within its die or cluster only, and
+    since Linux 6.0 a device tree's clusters are one package.
+    """
     topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
+    for name in ("core_cpus_list", "thread_siblings_list"):  # the second before Linux 5.3
+        if siblings := read(topology / name):
+            return (siblings,)
     package, core = read(topology / "physical_package_id"), read(topology / "core_id")
     return (package, core) if package and core else (f"cpu{cpu}",)
 

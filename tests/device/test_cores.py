@@ -54,6 +54,8 @@ EPYC = cpus(range(4)) | cpus(range(4, 8), 0, package=1) | node(0, "0-3", FAR[0],
 NPS4 = cpus(range(8)) | {k: v for i in range(4) for k, v in node(i, f"{2 * i}-{2 * i + 1}", QUARTERS[i], 50).items()}
 PI = cpus(range(4), clock=2400000)
 ROCK = cpus(range(4), capacity=414) | cpus(range(4, 8), 4, capacity=1024)  # RK3588: four A55, four A76
+CLUSTERS = cpus(range(4), capacity=414) | cpus((4, 5), capacity=1024) | cpus((6, 7), capacity=1024)  # since Linux 6.0
+CLUSTERS |= {f"sys/devices/system/cpu/cpu{n}/topology/thread_siblings_list": f"{n}\n" for n in range(8)}
 QUOTA = cpus(range(8)) | {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"}
 
 
@@ -83,10 +85,11 @@ def read_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         (METEOR, 22, 14, "6 performance and 8 efficient cores; 2 slower cores left alone, below 0.5 of the fastest's"),
         (PI, 4, 4, "one for each core"),
         (ROCK, 8, 4, "4 performance cores; 4 slower cores left alone"),
+        (CLUSTERS, 8, 4, "4 performance cores; 4 slower cores left alone"),
         (QUOTA, 8, 1, "a control group allows 1.5 CPUs"),
         ({}, 3, 3, "one for each core"),
     ],
-    ids=["ryzen", "13900k", "165h", "pi", "rk3588", "quota", "nothing"],
+    ids=["ryzen", "13900k", "165h", "pi", "rk3588", "rk3588-clusters", "quota", "nothing"],
 )
 def test_threads(read_tree, tree: Tree, allowed: int, count: int, why: str) -> None:
     cpu = read_tree(tree, range(allowed))
