@@ -180,8 +180,7 @@ def launch(console: Console, found: Launch, known: Sequence[Match]) -> None:
             block(console, "    ", 4, f"{one.truth} ({one.source})")
     if found.rules:
         console.heading("If something goes wrong")
-        for rule in found.rules:
-            first = next((f.do for f in rule.fixes if f.engine == found.engine), rule.fixes[0].do)
+        for rule, first in found.first_aid:
             block(console, f"  {rule.id.ljust(3)} ", 6, f"{rule.title}: {clean_line(first)}")
         console.line("  localllm doctor --log FILE finds the rule for an error")
     mine = [m for m in known if found.engine in (names := whose(m)) or not names]

@@ -132,6 +132,26 @@ class Launch:
         command = " \\\n  ".join([self.command, *(piece.text for piece in self.flags)])
         return [*(f"export {piece.text}" for piece in self.env), *command.split("\n")]
 
+    @property
+    def first_aid(self) -> list[tuple[Rule, str]]:
+        """Of each rule the first thing to try for this engine; none where the command has it all."""
+        found = []
+        for rule in self.rules:
+            own = (fix.do for fix in rule.fixes if fix.engine in ("", self.engine) and not fix.unconfirmed)
+            if first := next((do for do in own if not self._has(do)), ""):
+                found.append((rule, first))
+        return found
+
+    def _has(self, do: str) -> bool:
+        """Whether flags or a variable are in the command, with that value or, where it is a number, a lower one."""
+        text = f"{' '.join(self.lines)} "
+        for part in re.split(r" (?=--)", do):
+            flag, _, value = part.rpartition(" ")
+            number = re.search(rf"{re.escape(flag)} ([\d.]+) ", text) if re.fullmatch(r"[\d.]+", value) else None
+            if f"{part} " not in text and not (number and float(number[1]) <= float(value)):
+                return False
+        return True
+
 
 def engine_names() -> list[str]:
     """The engines there is advice for."""

@@ -447,3 +447,19 @@ def test_a_gguf_file_of_this_machine_says_what_it_is(empty_home: Path, smollm2_p
         assert window.text == "-c 8192" and "own limit" in window.why
     (folder / "notes.txt").write_text("text")
     assert model_kind(str(folder / "notes.txt")).known_from == "its name"
+
+
+@pytest.mark.parametrize("engine", engine_names())
+@pytest.mark.parametrize("hw", PROFILES)
+def test_the_first_thing_to_try_is_for_that_engine_and_not_in_the_command(hw: str, engine: str) -> None:
+    try:
+        found = made(engine, hw)
+    except DeviceError:  # it does not run there
+        return
+    command = " ".join(found.lines) + " "
+    for rule, do in found.first_aid:
+        fix = next(fix for fix in rule.fixes if fix.do == do)
+        assert fix.engine in ("", engine) and not fix.unconfirmed and f"{do} " not in command
+        if share := re.search(r"--(gpu-memory-utilization|mem-fraction-static) ([\d.]+)", do):
+            taken = re.search(rf"--{share[1]} ([\d.]+)", command)
+            assert taken is None or float(share[2]) < float(taken[1]), "memory ran out: less, not more"
