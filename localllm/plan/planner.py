@@ -111,6 +111,8 @@ class Planner:
             why = f"CPU: {gib(made.need_bytes, 1)} are needed, {where.gpu.name} has {gib(made.have_bytes, 1)} free"
             on_cpu = planner._on(Placement("cpu", None, (why,)), facts)
             found += [on_cpu] if on_cpu.fits else []
+        if not found:  # what the refusal names instead
+            made = replace(made, max_ctx=max(made.max_ctx, planner._largest_split(where, facts)))
         return max(found, key=lambda one: one.pace, default=made)
 
     def _split(self, where: Placement, facts: ModelFacts) -> Plan | None:
@@ -118,8 +120,8 @@ class Planner:
 
         `engine.experts` may ask for all of them.
         """
-        count, _ = expert_counts(facts)
-        if not count or where.gpu is None or where.gpu.unified or self.options.experts == "device":
+        count, most = expert_counts(facts)[0], self._largest_split(where, facts)
+        if not most:
             return None
         have, margin = room_of(self.machine, None, 1.0)
         formats = [memory for memory, _ in self.formats(where, facts)]
@@ -135,12 +137,25 @@ class Planner:
             # with fewer no format leaves room; with as many perhaps not the one that is best
             for some in range(low + bisect_left(range(low, count + 1), True, key=is_room), count + 1):
                 memory, largest = self._best(where, facts, some)
-                made = self.with_memory(memory, largest)
+                made = self.with_memory(memory, max(largest, most))
                 if made.fits and memory.max_ctx >= wanted:
                     if made.host_bytes <= have - margin:
                         return made
                     break
         return None
+
+    def _largest_split(self, where: Placement, facts: ModelFacts) -> int:
+        """The most context with as many experts in host memory as that has room for; 0 where none may lie there."""
+        count, _ = expert_counts(facts)
+        if not count or where.gpu is None or where.gpu.unified or self.options.experts == "device":
+            return 0
+        have, margin = room_of(self.machine, None, 1.0)
+        most = 0
+        for memory, _ in self.formats(where, facts):
+            all_away = replace(memory, host_experts=count)
+            some = min(count, count * (have - margin) // max(1, all_away.host_and_read[0]))
+            most = max(most, replace(memory, host_experts=some).max_ctx) if some > 0 else most
+        return most
 
     def plan_within(self, facts: ModelFacts, path: Path | str = "") -> Plan:
         """As `plan`; a context larger than the model's own becomes its own: for lists of models."""

@@ -47,6 +47,19 @@ def test_as_many_as_the_card_has_no_room_for() -> None:
     assert not fewer.fits or fewer.ctx < SPLIT_CTX, "no more than must be"
 
 
+def test_the_most_context_is_what_a_wish_for_it_gets() -> None:
+    """With more experts in host memory there is room for more of it, whatever the plan at hand has there."""
+    facts, planner = mixture(max_context=1 << 20), Planner(CARD).having(device="cuda:0")
+    made = planner.plan(facts)
+    assert made.ctx < made.max_ctx < facts.max_context
+    assert f"--ctx takes up to {made.max_ctx:,}" in " ".join(made.reasons)
+    full = planner.having(ctx=made.max_ctx).plan(facts)
+    assert full.fits and (full.max_ctx, full.host_experts) == (made.max_ctx, NUM)
+    refused = planner.having(ctx=made.max_ctx + 1024).plan(facts)
+    assert not refused.fits
+    assert refused.error("mixture").hint == f"localllm chat mixture --ctx {made.max_ctx}"
+
+
 def test_the_pace_lies_between_all_on_the_card_and_all_on_the_cpu() -> None:
     facts, planner = mixture(), Planner(CARD)
     made, whole = planner.plan(facts), planner.plan(facts, host_experts=0)
