@@ -233,6 +233,7 @@ def decoder(
             x = attn_out(attended, fed(x, ffn, number, rows) if weights.parallel else x, weights)
             if own is not None:
                 x = joined(x, added)
+                del added
             if weights.parallel:
                 continue
         else:
@@ -242,6 +243,7 @@ def decoder(
                 x = stateful[STATEFUL[type(weights)]](x, weights, of_layer, slots, starts)
             x = x if rows is None else x[rows]
         x = fed(x, ffn, number, rows) if x.shape[0] else x
+        streams = None  # what was predicted goes: the plan counts on it
     return x if own is None else narrowed(x, own)
 
 

@@ -88,9 +88,10 @@ def activation_bytes(facts: ModelFacts, rows: int, width: int) -> int:
     if facts.inputs is not None:  # they stay for all layers; made of a projection and rows, both as float32
         inputs = facts.inputs.width
         embedding, layers = hidden * width + inputs * (2 * width + 12), layers + inputs * width
-    if facts.streams is not None:  # beside a layer what was predicted; while that is done, float32 sums and products
-        streams = facts.streams.count * hidden
-        layers = max(layers + (streams + hidden) * width, layers - max(mixer, ffn) * width + streams * (width + 12))
+    if facts.streams is not None:  # beside a layer what was predicted and is added, and the embedding; while that is
+        # done, float32 sums and products
+        streams, kept = facts.streams.count * hidden, 2 * facts.num_heads * facts.head_dim - max(mixer, ffn)
+        layers = max(layers + (streams + 2 * hidden) * width, layers + kept * width + streams * (width + 12))
     turned = sum(rope.dim // 2 * 8 for rope in facts.ropes)
     return rows * (max(embedding, layers) + turned)
 

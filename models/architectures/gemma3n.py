@@ -5,7 +5,6 @@ layers keep the largest only, and as in Gemma 4 E2B inputs of layers and keys an
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from statistics import NormalDist
 from typing import Any
@@ -23,12 +22,13 @@ from .gemma4 import ACT, GGUF_INNER, GGUF_TOP, Stack
 from .gguf import GgufConfig
 from .hf import HfConfig
 from .layers import Dense, InputTable, Streams
-from .mixers import RopeFacts
+from .mixers import Attention, RopeFacts
 from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
 
 FULL_EVERY, LOGIT_CAP = 5, 30.0
 MOST_STREAMS = 16  # published models have four
-THINNED, SPARSITY = 10, 0.95  # layers, where files do not say it of a deep model, and the share of gates that are 0
+# Where files do not say it: layers of a deep model that cut gates, the share of these that are 0, layers that keep keys
+THINNED, SPARSITY, KEEPING = 10, 0.95, 20
 DEFAULTS = {
     "vocab_size": 262_400,
     "hidden_size": 2048,
@@ -74,23 +74,25 @@ class Gemma3n(Architecture):
     gguf_types = ("gemma3n",)
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
-        keys = config.keys
+        keys, num_layers = config.keys, config.num_layers
         rope, local, context = config.ropes(FULL_THETA, LOCAL_THETA)
-        streams = Streams(
-            keys.integer("altup_num_inputs", 2, MOST_STREAMS),
-            keys.integer("laurel_rank", 1, MAX_HIDDEN),
-            keys.flag("altup_correct_scale"),
-        )
-        stated = _of_layers(config, "activation_sparsity_pattern", (int, float), 0.0, 1.0 - 1e-6)
-        cuts = [NormalDist().inv_cdf(share) if share > 0 else None for share in stated or _sparsity(config.num_layers)]
-        inners = _of_layers(config, "intermediate_size", (int,), 1, MAX_HIDDEN * 4)
+        shares = _of_layers(config, "activation_sparsity_pattern", (int, float), 0.0, 1.0 - 1e-6)
+        sizes = _of_layers(config, "intermediate_size", (int,), 1, MAX_HIDDEN * 4)
         rows = keys.integer("vocab_size_per_layer_input", 1, MAX_VOCAB)
-        inputs = InputTable(rows, keys.integer("hidden_size_per_layer_input", 1, MAX_HIDDEN), config.num_layers)
-        windows = config.windows(lambda layer: (layer + 1) % FULL_EVERY != 0)
-        stack = _stack(config, (rope, local), windows, inners or [config.dense().inner] * config.num_layers, cuts)
-        stack = replace(stack, ffn=Dense(1, config.activation("hidden_activation")), inputs=inputs, streams=streams)
-        shared = keys.integer("num_kv_shared_layers", 0, config.num_layers, 0)
-        stack = replace(stack, keeping=config.num_layers - shared)
+        stack = Stack(
+            **_mixers(config, rope, local, keys.integer("altup_active_idx", 0, MOST_STREAMS, 0)),
+            ffn=Dense(1, config.activation("hidden_activation")),
+            windows=config.windows(lambda layer: (layer + 1) % FULL_EVERY != 0),
+            inners=sizes or [config.dense().inner] * num_layers,
+            keeping=num_layers - keys.integer("num_kv_shared_layers", 0, num_layers),
+            inputs=InputTable(rows, keys.integer("hidden_size_per_layer_input", 1, MAX_HIDDEN), num_layers),
+            cuts=[NormalDist().inv_cdf(share) if share else None for share in shares or _sparsity(num_layers)],
+            streams=Streams(
+                keys.integer("altup_num_inputs", 2, MOST_STREAMS),
+                keys.integer("laurel_rank", 1, MAX_HIDDEN),
+                keys.flag("altup_correct_scale"),
+            ),
+        )
         return stack.facts(config, context, logit_softcap=config.capped("final_logit_softcapping"))
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
@@ -99,12 +101,18 @@ class Gemma3n(Architecture):
         local = RopeFacts(keys.number("rope.freq_base_swa", 1.0, 1e15, LOCAL_THETA), config.head_dim)
         left = config.checkpoint.tensors.get(f"{config.names.source('model.layers.0.laurel.linear_left')}.weight")
         rank = left.shape[0] if left is not None and len(left.shape) == 2 else 1
-        streams = Streams(keys.integer("altup.num_inputs", 2, MOST_STREAMS, 4), rank)
         size = keys.integer("embedding_length_per_layer_input", 1, MAX_HIDDEN)
-        inners = config.each("feed_forward_length", 1, MAX_HIDDEN * 4, 0)
-        stack = _stack(config, (rope, local), config.windows(FULL_EVERY), inners, _gguf_cuts(config))
-        stack = replace(stack, inputs=InputTable(config.vocab_size, size, num_layers), streams=streams)
-        stack = replace(stack, keeping=num_layers - keys.integer("attention.shared_kv_layers", 0, num_layers, 15))
+        shared = keys.integer("attention.shared_kv_layers", 0, num_layers, max(0, num_layers - KEEPING))
+        stack = Stack(
+            **_mixers(config, rope, local, keys.integer("altup.active_idx", 0, MOST_STREAMS, 0)),
+            ffn=Dense(1, ACT),
+            windows=config.windows(FULL_EVERY),
+            inners=config.each("feed_forward_length", 1, MAX_HIDDEN * 4, 0),
+            keeping=num_layers - shared,
+            inputs=InputTable(config.vocab_size, size, num_layers),
+            cuts=_gguf_cuts(config),
+            streams=Streams(keys.integer("altup.num_inputs", 2, MOST_STREAMS, 4), rank),
+        )
         cap = keys.number("final_logit_softcapping", 1e-3, 1e6, LOGIT_CAP)
         return stack.facts(config, context, logit_softcap=cap)
 
@@ -118,21 +126,12 @@ class Gemma3n(Architecture):
         return replace(found, top={**found.top, **outer})
 
 
-def _stack(
-    config: Config,
-    ropes: tuple[RopeFacts, RopeFacts],
-    windows: Sequence[int | None],
-    inners: Sequence[int],
-    cuts: Sequence[float | None],
-) -> Stack:
-    """Without what the containers say in different ways. `ropes`: of layers that see all, and of windowed ones."""
-    computed = config.keys.integer(
-        "altup.active_idx" if isinstance(config, GgufConfig) else "altup_active_idx", 0, 64, 0
-    )
+def _mixers(config: Config, rope: RopeFacts, local: RopeFacts, computed: int) -> dict[str, Attention]:
+    """Attention of layers that see all, and of windowed ones; `computed`: the stream that layers compute."""
     if computed:
         raise config.unsupported(f"{config.source} whose layers compute stream {computed}, not 0")
-    full, narrow = (config.attention(rope, scale=1.0, qk_norm=True, v_norm=True) for rope in ropes)
-    return Stack(narrow, full, Dense(1, ACT), windows, inners, config.num_layers, None, cuts)
+    full = config.attention(rope, scale=1.0, qk_norm=True, v_norm=True)
+    return {"full": full, "narrow": replace(full, rope=local)}
 
 
 def _of_layers(config: HfConfig, key: str, kinds: tuple[type, ...], low: float, high: float) -> list[Any]:

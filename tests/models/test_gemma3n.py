@@ -53,6 +53,19 @@ def test_only_wanted_rows_go_through_the_end(loaded: Callable, paged: Any) -> No
         assert torch.equal(model.logits(model.forward(batch, driver.cache)), whole[[4, 29]])
 
 
+def test_the_first_stream_may_be_let_in_as_it_is(
+    tiny: Callable, paged: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("gemma3n")
+    scaled = model.logits(IDS)
+    monkeypatch.setattr(model.reference.config, "altup_correct_scale", False)
+    plain = model.logits(IDS)
+    with open_model(model.save(tmp_path, altup_correct_scale=False)) as checkpoint:
+        found = paged(load_model(checkpoint, LoadOptions(exact=True))).all_logits(IDS, [40])
+    assert float((found - plain).abs().max() / plain.abs().max()) < 1e-4
+    assert float((scaled - plain).abs().max() / plain.abs().max()) > 1e-3
+
+
 def test_the_plan_counts_all_streams(tiny: Callable, tmp_path: Path) -> None:
     with open_model(tiny("gemma3n").save(tmp_path)) as checkpoint:
         facts = checkpoint.facts
