@@ -80,7 +80,7 @@ class GpuFacts:
     temperature_c: int = 0
     throttle: tuple[str, ...] = ()  # why clocks are held down right now: heat, power, brake
     ecc: bool | None = None  # None where the card has none or does not say
-    mig: bool = False  # cut into instances
+    mig: bool = False  # an instance of a card that is cut into several; number, power and heat are the card's
     display: bool | None = None  # whether a screen is attached to it
     processes: tuple[GpuProcess, ...] = ()
 

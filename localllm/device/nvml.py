@@ -131,7 +131,7 @@ def _ask(nvml: Nvml, ram_available: int, root: Path) -> Answer:
             driver=nvml.text("nvmlSystemGetDriverVersion"),
             driver_cuda=f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else "",
             gpu_error="" if any(cut) else f"{empty[0]} is in MIG mode and has no instances" if empty else NONE,
-            gpu_links=() if any(card.mig for card in cards) else _links(nvml, list(handles.values())),
+            gpu_links=() if any(card.mig for card in cards) else _links(nvml, handles),
         )
     finally:
         nvml.call("nvmlShutdown")
@@ -206,10 +206,10 @@ def _instances(nvml: Nvml, handle: c_void_p, card: GpuFacts) -> Iterator[GpuFact
             )
 
 
-def _links(nvml: Nvml, handles: list[c_void_p]) -> tuple[GpuLink, ...]:
-    """How each pair of GPUs is connected, and whether one may read the other's memory."""
+def _links(nvml: Nvml, handles: dict[int, c_void_p]) -> tuple[GpuLink, ...]:
+    """How each pair of GPUs is connected, by their numbers, and whether one may read the other's memory."""
     found = []
-    for first, second in combinations(range(len(handles)), 2):
+    for first, second in combinations(handles, 2):
         pair = handles[first], handles[second]
         path = PATHS.get(nvml.ask("nvmlDeviceGetTopologyCommonAncestor", *pair), "unknown")
         found.append(
