@@ -51,7 +51,8 @@ class Answer:
     failed: Failed | None = None
 
     def add(self, event: ChatEvent) -> None:
-        """Take an event of this turn. The tokens of an answer that was continued are counted together."""
+        """Take an event of this turn. The tokens of an answer that was continued are counted together, and once: those
+        that went back to the model as a part of its prompt are no tokens of the prompt."""
         if isinstance(event, Delta):
             if event.kind == "content":
                 self.text += event.text
@@ -64,8 +65,9 @@ class Answer:
             self.stop, self.timing = str(event.stop), event.timing
             if self.stop == "tool_calls":  # what a server calls the end of an answer with calls
                 self.stop = "stop"
+            prompt = new.prompt_tokens and max(1, new.prompt_tokens - before.completion_tokens)
             self.usage = Usage(
-                new.prompt_tokens, new.cached_tokens, before.completion_tokens + new.completion_tokens,
+                prompt, min(new.cached_tokens, prompt), before.completion_tokens + new.completion_tokens,
                 before.reasoning_tokens + new.reasoning_tokens,
             )  # fmt: skip
         elif isinstance(event, Failed):

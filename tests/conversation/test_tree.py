@@ -19,7 +19,7 @@ from localllm.conversation.storage import restored, saved_messages
 from localllm.conversation.tree import Conversation
 from localllm.errors import ConfigError
 from localllm.history.records import SavedChat, SavedMessage
-from localllm.interface import Failed
+from localllm.interface import Done, Failed
 from localllm.request import Timing, Usage
 from localllm.tui.stderr_guard import stderr_to
 
@@ -90,6 +90,15 @@ def test_lines_below_an_answer() -> None:
     assert talk.summary == "1 turn · 312 tokens · 91 tok/s avg"
     lines = failure_lines(Failed(0, "E501", "too big", "smaller", (("localllm chat x --ctx 8k", "fits"),)))
     assert lines[0] == "✗ too big   [E501]" and lines[-1].strip() == "localllm chat x --ctx 8k   fits"
+
+
+def test_tokens_of_an_answer_in_pieces_are_counted_once() -> None:
+    talk = Conversation()
+    exchange = talk.ask("q")
+    exchange.add(Done(0, "length", Usage(38, 0, 40), Timing()))
+    exchange.add(Done(1, "length", Usage(78, 64, 40), Timing()))  # /continue: the first 40 are in the prompt
+    assert talk.used_tokens == 118
+    assert exchange.stats.startswith("↑ 38 (cached 38)  ↓ 80")
 
 
 def test_copying_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
