@@ -14,6 +14,7 @@ from localllm.conversation.answer import Answer
 from localllm.errors import Aborted, LocalLLMError
 from localllm.interface import ChatBackend, ChatEvent, Delta, Done, Facts, Failed
 from localllm.request import Constraint, LoadProgress, OnProgress, SamplingParams
+from localllm.terminal import counted
 
 from .attach import Attached, fake_engine, process_at
 
@@ -191,7 +192,7 @@ def stats_line(answer: Answer, facts: Facts) -> str:
     usage, timing = answer.usage, answer.timing
     cached = f" (cached {usage.cached_tokens:,})" if usage.cached_tokens else ""
     parts = [
-        f"{usage.completion_tokens:,} tokens",
+        counted(usage.completion_tokens, "token"),
         f"{timing.decode_tps:.1f} tok/s",
         f"TTFT {timing.ttft_s * 1000:.0f} ms",
         f"prompt {usage.prompt_tokens:,}{cached}",

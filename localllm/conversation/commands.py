@@ -221,15 +221,16 @@ def _ctx(session: Session, text: str) -> str:
     turns = [one for one in talk.exchanges if one.counts]
     asked = [one for one in turns if one.attachments]
     pictures = num_images([{"content": one.content} for one in asked])
-    shown = pictures + sum(file.picture != "" for file in session.files)
     parts = {
         "instructions": count(talk.instructions) if talk.instructions else 0,
         "attachments": sum(count(text_of(one.content)) - count(one.user) for one in asked),
-        "pictures": shown * picture_tokens(facts),
+        "pictures": pictures * picture_tokens(facts),
         "questions": sum(count(one.user) for one in turns),
         "answers": sum(count(one.text) for one in turns),
-        "next message's files": sum(num_tokens(file.block, count) for file in session.files if not file.picture),
     }
+    parts["template and thinking"] = max(0, talk.used_tokens - sum(parts.values()))
+    to_come = [picture_tokens(facts) if file.picture else num_tokens(file.block, count) for file in session.files]
+    parts["next message's files"] = sum(to_come)
     reply = int(talk.sampling.get("max_tokens") or 0)
     lines = [f"{name:22}{tokens:>8,}" for name, tokens in parts.items() if tokens]
     if reply:
@@ -239,7 +240,7 @@ def _ctx(session: Session, text: str) -> str:
         lines.append(f"{'free':22}{free:>8,}   of {tokens_short(facts.ctx)}")
     left = sum(1 for one in talk.exchanges if one.forgotten)
     if left:
-        lines.append(f"{left} questions are left out of the context")
+        lines.append(f"{counted(left, 'question')} left out of the context")
     return "\n".join(lines) or "the context is empty"
 
 

@@ -14,6 +14,7 @@ from localllm.conversation.session import Session
 from localllm.conversation.slash import SLASHES, understand
 from localllm.conversation.tree import Conversation
 from localllm.errors import ConfigError
+from localllm.request import Usage
 
 
 def typing(talk: Conversation) -> Callable[[str], str]:
@@ -39,6 +40,23 @@ def test_set_and_system() -> None:
     assert talk.system == "x y"
     say("/system off")
     assert talk.system == ""
+
+
+def test_the_context_is_what_the_engine_counted() -> None:
+    talk = Conversation()
+    say = typing(talk)
+    assert say("/ctx").split()[:2] == ["free", "32,768"]
+    first, second = talk.ask("q"), talk.ask("one more")
+    for one, used in ((first, Usage(30, 0, 1)), (second, Usage(70, 0, 8))):
+        one.text, one.usage, one.stop = "a", used, "stop"
+    assert say("/ctx").splitlines() == [
+        "questions                    3",
+        "answers                      2",
+        "template and thinking       73",
+        "free                    32,690   of 32k",
+    ]
+    first.forgotten = True
+    assert "1 question left out" in say("/ctx")
 
 
 def test_what_is_copied() -> None:

@@ -10,7 +10,7 @@ from localllm._version import __version__
 from localllm.conversation.tree import Exchange
 from localllm.interface import ChatEvent, Done, Failed
 from localllm.request import Message
-from localllm.terminal import clean_line, fit, tokens_short
+from localllm.terminal import clean_line, counted, fit, tokens_short
 from localllm.tui.widgets.choices import Choice, Choices
 
 from .turns import Turns
@@ -192,7 +192,8 @@ class Questions:
         if isinstance(event, Done) and event.stop != "abort" and text.strip():
             oldest = talk.oldest_half(exchange)
             talk.summary_text = "\n".join(part for part in (talk.summary_text, text.strip()) if part)
-            await screen.transcript.say(f"{len(oldest)} questions are now summarised for the model: {text.strip()}")
+            count = counted(len(oldest), "question")
+            await screen.transcript.say(f"{count} summarised for the model: {text.strip()}")
             await self._resend(exchange, forget=oldest)
         else:
             await screen.transcript.say("! the summary could not be made", "warning")

@@ -16,7 +16,7 @@ from localllm.conversation.answer import Call, Round, failure_lines
 from localllm.conversation.tools import shown_call, shown_result
 from localllm.conversation.tree import Exchange
 from localllm.interface import Delta, Failed
-from localllm.terminal import Cleaner, clean, fit, seconds_short
+from localllm.terminal import Cleaner, clean, counted, fit, seconds_short
 
 if TYPE_CHECKING:
     from .markdown import Answer
@@ -98,7 +98,7 @@ class Thought(Static):
             body = lines if self.expanded else lines[-THINKING_LINES:] if self._mode != "collapsed" else []
         else:
             mark = "▾" if self.expanded else "▸"
-            head = f"{mark} thought for {seconds_short(self.took)} · {self._pieces:,} tokens"
+            head = f"{mark} thought for {seconds_short(self.took)} · {counted(self._pieces, 'token')}"
             body = lines if self.expanded else []
         self.update("\n".join([head, *(f"  {line}" for line in body)]))
 
