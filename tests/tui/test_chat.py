@@ -356,6 +356,13 @@ async def test_commands_are_hinted_and_completed() -> None:
         assert running.prompt.text == "/system "
 
 
+async def test_the_context_meter_is_whole_in_a_small_window() -> None:
+    async with chat(size=(40, 12), tps=0) as running:
+        await running.ready()
+        await running.ask("one " * 200)
+        await running.until(lambda: "│ ctx 402/32k 1 % " in running.drawn[-1] and "F1 help" in running.drawn[-1])
+
+
 async def test_commands() -> None:
     sampling: dict[str, object] = {}
     async with chat(sampling=sampling) as running:  # type: ignore[arg-type]

@@ -320,6 +320,7 @@ async def test_the_table_of_models_shows_the_row_under_the_cursor_in_a_small_win
         ((118, 34), 7, "GiB short"),
         ((80, 24), 5, "✗ too large"),
         pytest.param((60, 20), 3, "✗ too large", marks=pytest.mark.slow),
+        ((40, 12), 2, "✗ too large"),
     ],
 )
 async def test_the_table_of_models_fits_its_box(
@@ -337,6 +338,10 @@ async def test_the_table_of_models_fits_its_box(
         await running.until(lambda: table.virtual_size.width)
         assert len(table.columns) == columns and table.max_scroll_x == 0
         await running.until(lambda: any(status in line for line in running.drawn))
+        await running.pilot.resize_terminal(60, 20)
+        await running.until(lambda: len(table.columns) == 3 and table.row_count == 5)
+        edge = running.app.screen.query_one("#models").content_region.right
+        await running.until(lambda: any("▒" in line and line[edge - 1] == "░" for line in running.drawn))
 
 
 @pytest.mark.parametrize("size", [pytest.param((118, 34), marks=pytest.mark.slow), (80, 24)])

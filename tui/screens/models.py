@@ -29,7 +29,8 @@ SCOPES = ("all", "on disk", "fits")
 COLUMNS = (  # (from so many columns of the terminal, what is shown)
     (100, ("MODEL", "QUANT", "SIZE", "MEMORY", "MAX CTX", "SPEED", "STATUS")),
     (80, ("MODEL", "QUANT", "SIZE", "SPEED", "STATUS")),
-    (0, ("MODEL", "SIZE", "STATUS")),
+    (56, ("MODEL", "SIZE", "STATUS")),
+    (0, ("MODEL", "STATUS")),
 )
 
 
@@ -76,14 +77,29 @@ class ModelsScreen(Modal[tuple[str, int | None] | None]):
             yield Static("looking …", id="model-detail", markup=False)
 
     def on_mount(self) -> None:
-        table = self.query_one(DataTable)
-        width = self.app.size.width
-        self._columns = next(names for least, names in COLUMNS if width >= least)
-        for name in self._columns:
-            table.add_column(name, key=name)
-        table.focus()
+        self._set_columns()
+        self.query_one(DataTable).focus()
         self._subtitle()
         self._look()
+
+    def on_resize(self) -> None:
+        at = self.row.name if self.row else ""
+        if self._set_columns():
+            self._fill(at)
+        else:
+            self._detail()
+
+    def _set_columns(self) -> bool:
+        """Those that the terminal has room for. Whether they have changed."""
+        width = self.app.size.width
+        names = next(names for least, names in COLUMNS if width >= least)
+        if names == self._columns:
+            return False
+        table, self._columns = self.query_one(DataTable), names
+        table.clear(columns=True)
+        for name in names:
+            table.add_column(name, key=name)
+        return True
 
     @work(exclusive=True, group="models", exit_on_error=False)
     async def _look(self) -> None:
@@ -110,7 +126,7 @@ class ModelsScreen(Modal[tuple[str, int | None] | None]):
         table = self.query_one(DataTable)
         table.clear()
         for row in self._shown:
-            cells = _cells(row, "MEMORY" in self._columns, self._now)
+            cells = _cells(row, self._columns, self._now)
             table.add_row(*[Text(cells[name]) for name in self._columns])  # a str would be read as markup
         if self._shown:
             names = [row.name for row in self._shown]  # the row under the cursor stays, wherever it stands now
@@ -135,7 +151,7 @@ class ModelsScreen(Modal[tuple[str, int | None] | None]):
 
     def _detail(self) -> None:
         if row := self.row:
-            self._say(Content("\n").join(detail_lines(row, max(30, self.query_one("#models").size.width - 4))))
+            self._say(Content("\n").join(detail_lines(row, max(30, self.query_one("#model-detail").size.width))))
         else:
             self._say("nothing fits this filter" if self._rows else "no models")
 
@@ -232,8 +248,9 @@ def _formats(row: ModelChoice) -> list[ModelChoice]:
     return sorted((replace(row, quants=()), *row.quants), key=lambda one: one.size_bytes)
 
 
-def _cells(row: ModelChoice, wide: bool, now: str) -> dict[str, str]:
-    """By column; `wide` where there is room for all of them."""
+def _cells(row: ModelChoice, columns: tuple[str, ...], now: str) -> dict[str, str]:
+    """By column, as short as where these are all that there is room for."""
+    wide = "MEMORY" in columns
     if not row.supported:
         status = "✗ cannot run"
     elif not row.fits:
@@ -242,7 +259,7 @@ def _cells(row: ModelChoice, wide: bool, now: str) -> dict[str, str]:
     else:
         status = "✓ running" if row.name == now else "✓ on disk" if row.local else "↓ to fetch"
     return {
-        "MODEL": fit(clean_line(row.name), 40 if wide else 22),
+        "MODEL": fit(clean_line(row.name), 40 if wide else 22 if "SIZE" in columns else 18),
         "QUANT": row.format if wide else fit(row.format, 10),
         "SIZE": gib(row.size_bytes),
         "MEMORY": f"{gib(row.need_bytes)} @{tokens_short(row.ctx)}" if row.need_bytes and row.ctx else "–",

@@ -91,8 +91,9 @@ class StatusLine(_Line):
     LEFT, RIGHT = "state", "keys"
 
     def show(self, state: State, keys: str) -> None:
-        """What does not fit is left out, the state last."""
-        wide = self.app.size.width >= 100
+        """What does not fit is left out: the keys, then the end of the left side."""
+        width = self.app.size.width
+        wide = width >= 100
         parts = [Content(f" {state.text}")]
         if state.facts.ctx:
             parts.append(_context_meter(state, wide))
@@ -106,7 +107,10 @@ class StatusLine(_Line):
             parts.append(Content(f"think {state.think}"))
         if state.api:
             parts.append(Content(f"api :{state.api.rsplit(':', 1)[-1]}"))  # the whole address was said, and is in F4
-        self._put(Content(" │ ").join(parts), keys)
+        left = Content(" │ ").join(parts)
+        while keys and cell_width(left.plain) + cell_width(keys) + 2 > width:
+            keys = keys.partition(" · ")[2]
+        self._put(left, keys)
 
 
 def _context_meter(state: State, wide: bool) -> Content:
