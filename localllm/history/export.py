@@ -30,7 +30,7 @@ def as_markdown(
 ) -> str:
     """The branch on the screen, a heading per message; pictures as data: URLs, or by name."""
     path = active_path(messages, chat.leaf_id)
-    parts = [f"# {_title(chat)}\n\n{_meta(chat, len(path))}\n"]
+    parts = [f"# {_title(chat)}\n\n{_meta(chat, path, messages)}\n"]
     if chat.system:
         parts.append(f"## System\n\n{chat.system}\n")
     for message in path:
@@ -83,7 +83,7 @@ def as_html(chat: SavedChat, messages: Sequence[SavedMessage]) -> str:
         body.append("".join(parts))
     page = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
     return page.substitute(
-        title=html.escape(_title(chat)), meta=html.escape(_meta(chat, len(path))), body="\n".join(body)
+        title=html.escape(_title(chat)), meta=html.escape(_meta(chat, path, messages)), body="\n".join(body)
     )
 
 
@@ -98,9 +98,12 @@ def _title(chat: SavedChat) -> str:
     return " ".join(chat.title.split()) or "Chat"
 
 
-def _meta(chat: SavedChat, num_messages: int) -> str:
+def _meta(chat: SavedChat, path: Sequence[SavedMessage], messages: Sequence[SavedMessage]) -> str:
+    """When, with which model, how much: also of how much, where there are other branches."""
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(chat.created))
-    return " · ".join(part for part in (when, chat.model, counted(num_messages, "message")) if part)
+    here, everywhere = (sum(one.role != "system" for one in some) for some in (path, messages))
+    how_much = counted(here, "message") if here == everywhere else f"{here} of {counted(everywhere, 'message')}"
+    return " · ".join(part for part in (when, chat.model, how_much) if part)
 
 
 def _rounds(message: SavedMessage) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:

@@ -58,6 +58,27 @@ def test_a_chat_is_shown_exported_and_comes_back(invoke: Invoke, saved: Path, tm
     assert len(valid(invoke("logs", "--json").stdout, "logs-1")["chats"]) == 3
 
 
+def test_every_action_answers_in_json(invoke: Invoke, saved: Path, tmp_path: Path) -> None:
+    file = str(tmp_path / "out.json")
+    for words, key, value in (
+        (("export", "7f3", "--format", "json", "-o", file), "output", file),
+        (("import", file), "imported", 1),
+        (("rm", "-y", "7f3a", "7f3"), "removed", ["7f3a00"]),
+    ):
+        assert valid(invoke("logs", *words, "--json").stdout, "logs-1")[key] == value
+    for words in (("show", "8b", "last"), ("export", "8b"), ("export", "8b", "last", "--format", "json")):
+        result = invoke("logs", *words, "--json")
+        assert result.exit_code == 2 and valid(result.stdout, "error-1")
+
+
+def test_other_branches_are_counted_where_they_are_not_shown(invoke: Invoke, saved: Path) -> None:
+    with History() as history:
+        other = SavedMessage(9, "7f3a00", 1, "assistant", "Another answer", created=1e9 + 2)
+        history.save(history.find("7f3"), [other])
+    assert invoke("logs", "list", "graphs").stdout.splitlines()[1].split()[-2:] == ["3", "fake"]
+    assert "2 of 3 messages" in invoke("logs", "show", "7f3").stdout
+
+
 def test_removing_asks(invoke: Invoke, saved: Path) -> None:
     assert invoke("logs", "rm", "7f3").exit_code == 2
     assert invoke("logs", "rm", "7f3", "-y").exit_code == 0
@@ -75,6 +96,11 @@ def test_removing_asks(invoke: Invoke, saved: Path) -> None:
 def test_wrong_words_have_a_way_out(invoke: Invoke, saved: Path, words: tuple[str, ...], code: int) -> None:
     result = invoke(*words)
     assert result.exit_code == code and "try" in result.stderr
+
+
+def test_what_is_missing_is_named(invoke: Invoke, saved: Path) -> None:
+    assert "nothing found for zebra" in invoke("logs", "list", "zebra").stderr
+    assert "needs a file" in invoke("logs", "import").stderr
 
 
 def test_nothing_saved_yet(invoke: Invoke, empty_home: Path) -> None:

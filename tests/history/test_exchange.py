@@ -33,14 +33,14 @@ def test_markdown_holds_the_branch_on_the_screen() -> None:
     text = as_markdown(CHAT, MESSAGES, reasoning=True)
     assert "## You" in text and "## System\n\nbe brief" in text and "Attached: <a>.txt" in text and "> hm" in text
     assert "another branch" not in text
-    assert "· 2 messages" in text and "· 1 message\n" in as_markdown(CHAT, MESSAGES[:1])
+    assert "· 2 of 3 messages" in text and "· 1 message\n" in as_markdown(CHAT, MESSAGES[:1])
 
 
 def test_html_runs_nothing_and_fetches_nothing() -> None:
     text = as_html(CHAT, MESSAGES)
     assert "<script" not in text and "<img" not in text and 'href="javascript' not in text
     assert "&lt;script&gt;" in text and "<strong>A</strong>" in text and 'href="https://ok"' in text
-    assert "A &lt;b&gt;title" in text and "· 2 messages" in text and "default-src 'none'" in text
+    assert "A &lt;b&gt;title" in text and "· 2 of 3 messages" in text and "default-src 'none'" in text
 
 
 def test_calls_of_tools_and_their_results_are_exported() -> None:

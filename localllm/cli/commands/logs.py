@@ -51,7 +51,8 @@ def logs(
         raise ConfigError(f"logs {action}: must be one of {', '.join(ACTIONS)}", "localllm logs list")
     words = list(what or [])
     if action != "list" and not words:
-        raise ConfigError(f"logs {action} needs {'words' if action == 'search' else 'an id'}", "localllm logs list")
+        needed = {"search": "words", "import": "a file"}.get(action, "an id")
+        raise ConfigError(f"logs {action} needs {needed}", "localllm logs -h")
     with History() as history:
         if history.notice:
             env.console.warn(history.notice)
@@ -83,7 +84,7 @@ def _list(env: Env, history: History, query: str, limit: int) -> None:
     if console.emit("logs/1", {"chats": [row(chat) for chat in chats]}):
         return
     if not chats:
-        console.say("no saved chats yet: localllm chat")
+        console.say(f"nothing found for {clean_line(query)}" if query else "no saved chats yet: localllm chat")
         return
     cells = [
         (chat.id[:SHOWN_ID], _when(chat.updated), _title(chat), str(chat.num_messages), fit(clean_line(chat.model), 30))
@@ -124,6 +125,8 @@ def _marked(env: Env, snippet: str) -> str:
 def _show(env: Env, history: History, chats: list[SavedChat], reasoning: bool) -> None:
     from localllm.history.export import as_json, as_markdown
 
+    if env.console.as_json and len(chats) > 1:
+        raise ConfigError("--json shows one chat", "localllm logs show ID --json")
     for chat in chats:
         messages = history.messages(chat.id)
         if not env.console.emit("logs/1", {"chat": as_json(chat, messages)}):
@@ -136,13 +139,18 @@ def _export(
     from localllm.history.export import FORMATS, as_markdown, render
 
     one_of("--format", form, FORMATS, "--format md")
+    to_stdout = output is None or str(output) == "-"
+    if form != "md" and len(chats) > 1:
+        raise ConfigError(f"--format {form} holds one chat", "export them one by one, or with --format md")
+    if env.console.as_json and to_stdout:
+        raise ConfigError("an export on stdout leaves no room for --json", "localllm logs show ID --json, or -o FILE")
     pages = []
     for chat in chats:
         messages = history.messages(chat.id)
         page = as_markdown(chat, messages, reasoning=reasoning) if form == "md" else render(chat, messages, form)
         pages.append(page)
     text = "\n".join(pages)
-    if output is None or str(output) == "-":
+    if output is None or to_stdout:
         env.console.answer(text)
         return
     target = output.expanduser()
@@ -152,29 +160,36 @@ def _export(
         target.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{target} cannot be written: {error.strerror}", "choose another place") from None
-    env.console.say(f"written to {clean_line(str(target))}")
+    if not env.console.emit("logs/1", {"output": str(target)}):
+        env.console.say(f"written to {clean_line(str(target))}")
 
 
 def _import(env: Env, history: History, files: list[str]) -> None:
     from localllm.history.importing import read_export
 
+    imported = 0
     for file in files:
         found = read_export(Path(file).expanduser())
+        imported += len(found.chats)
         for chat, messages in found.chats:
             history.save(chat, messages)
         skipped = f", {found.num_skipped} could not be read" if found.num_skipped else ""
         env.console.say(f"{counted(len(found.chats), 'chat')} from {found.source}{skipped}")
-    env.console.say("Next: localllm logs list")
+    if not env.console.emit("logs/1", {"imported": imported}):
+        env.console.say("Next: localllm logs list")
 
 
 def _remove(env: Env, history: History, chats: list[SavedChat]) -> None:
-    for chat in chats:
+    removed = []
+    for chat in {chat.id: chat for chat in chats}.values():
         title = _title(chat)
         if not env.console.confirm(f"Remove “{title}” ({counted(chat.num_messages, 'message')})?", default=False):
             env.console.say("kept")
             continue
         history.remove(chat.id)
+        removed.append(chat.id)
         env.console.say(f"removed “{title}”")
+    env.console.emit("logs/1", {"removed": removed})
 
 
 def _when(seconds: float) -> str:

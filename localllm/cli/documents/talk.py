@@ -198,6 +198,9 @@ class Logs(TypedDict):
     query: NotRequired[str]
     hits: NotRequired[list[SearchHit]]
     chat: NotRequired[WholeChat]
+    output: NotRequired[str]
+    imported: NotRequired[Count]
+    removed: NotRequired[list[str]]
 
 
 class Batch(TypedDict):
