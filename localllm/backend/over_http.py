@@ -160,7 +160,7 @@ class RemoteBackend(ChatBackend):
                 rows = self._list()
             told = self._told_to_its_owner() if self._is_ours else {}
         except (*FAILURES, KeyError, TypeError) as error:
-            hint = "localllm ps; or leave --attach-to out"
+            hint = "`localllm ps`; or leave --attach-to out"
             raise ServerError(f"no server answers at {self.url} ({type(error).__name__})", hint) from error
         ctx = next(row.max_ctx for row in self._models if row.name == self._model)
         via = f"via {self.url}" + (f" (pid {self._pid})" if self._pid else "")

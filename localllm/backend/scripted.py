@@ -114,7 +114,7 @@ class FakeBackend(ChatBackend):
         known = [row["name"] for row in SCRIPT["choices"]]
         found = next((one for one in known if one.startswith(name)), "")
         if not found and not name.startswith("fake"):
-            raise errors.ModelNotFound(f"there is no model {name}", "localllm ls lists those of this machine")
+            raise errors.ModelNotFound(f"there is no model {name}", "`localllm ls` lists those of this machine")
         return found or name
 
     def choices(self, ctx: int | None = None) -> list[ModelChoice]:

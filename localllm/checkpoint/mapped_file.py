@@ -166,7 +166,7 @@ def _open_regular(path: Path) -> int:
     except OSError as error:
         if error.errno == errno.ENOENT:
             raise ModelNotFound(
-                f"{shown(path, 200)}: no such file", "localllm ls lists the models on this machine"
+                f"{shown(path, 200)}: no such file", "`localllm ls` lists the models on this machine"
             ) from error
         hint = REPAIR if error.errno == errno.ELOOP else f"check the file's owner and permissions, or {REPAIR}"
         raise bad(path, f"cannot be opened: {error.strerror}", hint=hint) from error

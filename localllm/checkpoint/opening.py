@@ -56,7 +56,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
 
 def _open(path: Path) -> Checkpoint:
     if "\0" in str(path) or len(os.fsencode(path.name)) > 255:
-        raise ModelNotFound(f"{shown(path)} is not a file name", "localllm ls lists the models on this machine")
+        raise ModelNotFound(f"{shown(path)} is not a file name", "`localllm ls` lists the models on this machine")
     if path.is_dir():
         return _open_folder(path)
     if path.name.endswith(PICKLES):
@@ -108,7 +108,7 @@ def _open_other_safetensors(folder: Path, names: set[str], safetensors: list[str
     if pickles:
         raise pickle_error(folder / pickles[0])
     raise ModelNotFound(
-        f"{shown(folder, 500)} holds no model (no .safetensors, no .gguf)", "localllm ls lists the models here"
+        f"{shown(folder, 500)} holds no model (no .safetensors, no .gguf)", "`localllm ls` lists the models here"
     )
 
 

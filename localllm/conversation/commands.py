@@ -261,7 +261,7 @@ def _stats(session: Session, text: str) -> str:
 def _tools(session: Session, text: str) -> str:
     tools = session.tools
     if tools is None:
-        raise ConfigError("this chat has no tools", "localllm chat --mcp FILE, or [mcp.servers] in the settings")
+        raise ConfigError("this chat has no tools", "`localllm chat --mcp FILE`, or [mcp.servers] in the settings")
     if text not in ("", "on", "off"):
         raise ConfigError(f"/tools {text}: it can be on or off", "/tools")
     if text:

@@ -135,7 +135,7 @@ def writing(folder: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DoesNotFit(
-                f"no space left for {folder}", "localllm rm frees space, or set HF_HOME elsewhere"
+                f"no space left for {folder}", "`localllm rm NAME` frees space, or set HF_HOME elsewhere"
             ) from error
         if error.errno in _REFUSED:
             why = (error.strerror or "refused").lower()

@@ -383,7 +383,7 @@ def _over_limit(alias: str, considered: Sequence[Considered], limit: DownloadLim
     others = ", ".join(dict.fromkeys(f"{c.candidate.spec}: {c.note}" for c in considered if c not in kept and c.note))
     return DoesNotFit(
         f"no {alias} is small enough to download: {name} is {gib(num_bytes, 1)}, the limit {limit}",
-        f"localllm pull {name} takes it anyway; localllm rm frees disk",
+        f"`localllm pull {name}` takes it anyway; `localllm rm NAME` frees disk",
         why=others,
         context={"download_bytes": num_bytes, "limit_bytes": int(limit.num_bytes)},
     )

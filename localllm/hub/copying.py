@@ -28,7 +28,7 @@ def copy(source: str, target: str) -> Path:
         raise ConfigError(f"{shown(target)!r} cannot be a copy's name: it takes no / : or @", "choose a plain name")
     folder = cache.models_dir() / name.base
     if local.find(name) or folder.exists():
-        raise ConfigError(f"there is a model {name.base} already", f"localllm rm {name.base}, or choose another name")
+        raise ConfigError(f"there is a model {name.base} already", f"`localllm rm {name.base}`, or choose another name")
     whole = found.path.is_dir()
     root = found.path if whole else found.folder
     files = _files(found) if whole else found.files
@@ -52,7 +52,7 @@ def exact(name: str) -> LocalModel:
     if len(found) > 1:
         raise local.ambiguous(parsed, found)
     if not found:
-        raise ModelNotFound(f"{shown(name)} is not on this machine", "localllm ls lists what is")
+        raise ModelNotFound(f"{shown(name)} is not on this machine", "`localllm ls` lists what is")
     return found[0]
 
 
@@ -74,5 +74,5 @@ def _share(source: Path, target: Path) -> None:
         os.link(source, target)
     except OSError:  # another disk, or one without links
         size = source.stat().st_size
-        cache.check_disk(target.parent, size, target.name, "localllm rm frees space")
+        cache.check_disk(target.parent, size, target.name, "`localllm rm NAME` frees space")
         shutil.copyfile(source, target)

@@ -147,7 +147,7 @@ def need_one(name: ModelName, *, every_revision: bool = False) -> list[LocalMode
     if len(bases) == 1:
         return found
     if not found:
-        raise ModelNotFound(f"{shown(str(name))} is not on this machine", "localllm ls lists what is")
+        raise ModelNotFound(f"{shown(str(name))} is not on this machine", "`localllm ls` lists what is")
     raise ambiguous(name, found)
 
 

@@ -48,7 +48,7 @@ def parse_name(text: str) -> ModelName:
     if text.startswith(("/", "./", "../", "~")):
         raise InvalidRequest(
             f"{shown(text)!r} is a path; this takes the name of a model",
-            "localllm ls lists the models on this machine",
+            "`localllm ls` lists the models on this machine",
             param="model",
         )
     base, _, revision = text.partition("@")
@@ -57,7 +57,7 @@ def parse_name(text: str) -> ModelName:
     if not (elsewhere or _PLAIN.fullmatch(base)) or ".." in base:
         raise InvalidRequest(
             f"{shown(text)!r} is not a model name: it takes a path, org/repo or an alias of letters, digits, - _ and .",
-            "localllm ls lists the models on this machine; a path starts with ./ or /",
+            "`localllm ls` lists the models on this machine; a path starts with ./ or /",
             param="model",
         )
     if "/" in base and not elsewhere:

@@ -171,7 +171,7 @@ def _by_name(parsed: ModelName, ask: _Ask) -> Resolved:
         f"no model {shown(str(parsed))!r}: not an alias, and not part of a local model's name",
         f"did you mean {', '.join(close)}?"
         if close
-        else "localllm ls lists local models; from the hub: localllm pull org/repo",
+        else "`localllm ls` lists local models; from the hub: `localllm pull org/repo`",
         context={"close": close},
     )
 
@@ -189,7 +189,7 @@ def _as_path(text: str) -> Path | None:
         raise InvalidRequest(f"{shown(text, 40)!r} is not a model name: it takes 1 to 4096 characters", param="model")
     explicit = text.startswith(("/", "./", "../", "~")) or text in (".", "..")
     explicit = explicit or text.lower().endswith((".gguf", ".safetensors"))
-    missing = ModelNotFound(f"no file or folder {shown(text, 500)}", "localllm ls lists the models on this machine")
+    missing = ModelNotFound(f"no file or folder {shown(text, 500)}", "`localllm ls` lists the models on this machine")
     try:
         path = Path(text).expanduser()
         exists = path.exists()
@@ -237,7 +237,7 @@ def _by_repo(parsed: ModelName, ask: _Ask) -> Resolved:
         raise _offline(ask, str(parsed), here[0].problem if here else "")
     parsed = parsed._replace(base=bare(parsed.base))
     if not is_repo_id(parsed.base):
-        raise ModelNotFound(f"{shown(str(parsed))} is not on this machine", "localllm ls lists what is")
+        raise ModelNotFound(f"{shown(str(parsed))} is not on this machine", "`localllm ls` lists what is")
     with HubClient(ask.patience) as client:
         return _from_hub(client, parsed, ask)
 

@@ -64,7 +64,7 @@ def gguf_sets(names: Iterable[str], where: str) -> list[GgufSet]:
         if parts[0] and [int(p[1]) for p in parts if p] != list(range(1, int(parts[0][2]) + 1)):
             raise BadModelFile(
                 f"{where}: {shown(stem)} has {len(files)} of its {int(parts[0][2])} parts",
-                "localllm pull --repair fetches what is missing",
+                "`localllm pull NAME --repair` fetches what is missing",
             )
     return [GgufSet(quant_label(files[0]), tuple(files)) for files in groups.values()]
 
@@ -130,7 +130,7 @@ def select_files(info: RepoInfo, quant: str | None) -> tuple[str, tuple[RepoFile
         raise UnsupportedFormat(f"{info.repo} has pickled weights only (.bin, .pt), which are never loaded",
                                 "use a version of it in safetensors or GGUF")  # fmt: skip
     else:
-        raise ModelNotFound(f"{info.repo} contains no model weights", "localllm ls lists the models on this machine")
+        raise ModelNotFound(f"{info.repo} contains no model weights", "`localllm ls` lists the models on this machine")
     check_no_collision(wanted, info.repo)
     heavy = (".gguf", ".safetensors")
     files = tuple(f for f in info.files if f.name in wanted and (f.name.endswith(heavy) or f.size <= MAX_SMALL_BYTES))

@@ -58,7 +58,9 @@ def fetch(job: Job, client: HubClient, progress: OnProgress, cancel: threading.E
         progress(LoadProgress("resolve", detail=note))
     for _ in range(3):
         need = int(missing_bytes(job.repo, job.files) * SPARE)
-        cache.check_disk(cache.hub_dir(), need, job.repo, "localllm rm frees space, or set HF_HOME to another disk")
+        cache.check_disk(
+            cache.hub_dir(), need, job.repo, "`localllm rm NAME` frees space, or set HF_HOME to another disk"
+        )
         _Transfer(job, client, progress, cancel).run()
         with cache.repo_lock(job.repo), cache.writing(cache.repo_dir(job.repo)):
             if all(is_stored(job.repo, f) for f in job.files):  # else another process removed one in between

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,12 @@ WORDS = {"help", "serves", "can", "is", "runs", "does", "needs", "and", "itself"
 """ordinary words that follow the program's name in a sentence"""
 
 
-def texts(path: Path) -> Iterator[tuple[int, str]]:
+@cache
+def texts(path: Path) -> list[tuple[int, str]]:
+    return list(_texts(path))
+
+
+def _texts(path: Path) -> Iterator[tuple[int, str]]:
     """String literals of a file; values inside an f-string read X. Docstrings are no messages."""
     source = path.read_text()
     if "localllm " not in source and "localllm {" not in source:
@@ -85,6 +91,18 @@ def test_commands_that_messages_name_can_be_run(options: dict[str, set[str]]) ->
             for flag in re.findall(r"(?<!\S)(--?[a-z][\w-]*)", rest)
             if flag not in known and not re.fullmatch("-v+", flag)
         ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_hint_is_a_command_or_quotes_it() -> None:
+    """`fixes` of an error in JSON are commands: a hint that begins with the program's name is taken whole."""
+    prose = re.compile(r"(?<!\S)(lists|shows|frees|starts|drops|takes|fetches|or|first|again)(?!\S)|;")
+    wrong = []
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for line, text in texts(path):
+                if text.startswith("localllm ") and prose.search(re.sub(r"\"[^\"]*\"|'[^']*'|#.*", "", text)):
+                    wrong.append(f"{path.relative_to(ROOT)}:{line}: {text}")
     assert not wrong, "\n".join(wrong)
 
 

@@ -72,7 +72,7 @@ def _family(name: str | None) -> str | None:
     if name is None or name.casefold() in known:
         return name and name.casefold()
     near = nearest(name, known)
-    hint = f"localllm catalog --family {near}" if near else "localllm catalog lists all of them"
+    hint = f"localllm catalog --family {near}" if near else "`localllm catalog` lists all of them"
     raise ConfigError(f"no family {name!r} in the catalogue: it has {', '.join(known)}", hint)
 
 

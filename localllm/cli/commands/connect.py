@@ -73,7 +73,9 @@ def connect(
     name = app.lower().replace("_", "-").replace(" ", "-")
     if name not in APPS:
         meant = f"; did you mean {near}?" if (near := nearest(name, APPS, 0.5)) else ""
-        raise ConfigError(f"there are no settings for {clean_line(app)}{meant}", "localllm connect lists the programs")
+        raise ConfigError(
+            f"there are no settings for {clean_line(app)}{meant}", "`localllm connect` lists the programs"
+        )
     one, server = APPS[name], _server(env, url, model)
     text, file, note = snippet(one, server), one.get("file"), one.get("note")
     fields = {"app": name, "file": file, "snippet": text, "note": note, "url": server.url, "model": server.model}
@@ -129,7 +131,7 @@ def _address(url: str) -> str:
         sound = False
     if not sound or not base.isprintable() or any(mark in base for mark in " '\"\\$`?#"):
         raise ConfigError(
-            f"--url is {clean_line(url)!r}, expected an address such as http://127.0.0.1:8000", "localllm ps shows it"
+            f"--url is {clean_line(url)!r}, expected an address such as http://127.0.0.1:8000", "`localllm ps` shows it"
         )
     return base
 

@@ -143,7 +143,7 @@ def _export(
     if form != "md" and len(chats) > 1:
         raise ConfigError(f"--format {form} holds one chat", "export them one by one, or with --format md")
     if env.console.as_json and to_stdout:
-        raise ConfigError("an export on stdout leaves no room for --json", "localllm logs show ID --json, or -o FILE")
+        raise ConfigError("an export on stdout leaves no room for --json", "`localllm logs show ID --json`, or -o FILE")
     pages = []
     for chat in chats:
         messages = history.messages(chat.id)

@@ -45,7 +45,7 @@ def rm(
     console = env.console
     if partial + kv_store + packed + bool(models) != 1:
         raise ConfigError(
-            "rm takes names, --partial, --kv-store or --packed", "localllm rm NAME, or localllm rm --partial"
+            "rm takes names, --partial, --kv-store or --packed", "`localllm rm NAME`, or `localllm rm --partial`"
         )
 
     def remove(dry_run: bool) -> list[hub.Removal]:

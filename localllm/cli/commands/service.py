@@ -71,7 +71,7 @@ def service(
 def _install(env: Env, port: int, ttl_s: float, force: bool) -> None:
     before = installed()
     if before is not None and not force and before.port != port:
-        raise ConfigError(f"the service is installed already, at port {before.port}", "localllm service remove first")
+        raise ConfigError(f"the service is installed already, at port {before.port}", "`localllm service remove` first")
     if before is not None and before.kind == "process":
         _end(before)
     if before is None and (taken := _taken(port)):
@@ -255,7 +255,7 @@ def _end(found: Service) -> None:
     deadline = time.monotonic() + STOP_S
     while any(one.pid == found.pid for one in running()):
         if time.monotonic() > deadline:
-            raise ServerError(f"process {found.pid} still answers requests", "localllm stop drops them")
+            raise ServerError(f"process {found.pid} still answers requests", "`localllm stop` drops them")
         time.sleep(0.05)
 
 

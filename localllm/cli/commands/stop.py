@@ -35,7 +35,7 @@ def stop(
     if chat is not None:
         raise ServerError(f"{clean_line(chat.url)} is a chat's (pid {chat.pid})", "type /serve off in that chat")
     if not servers:
-        raise ServerError("no server is running", "localllm serve starts one")
+        raise ServerError("no server is running", "`localllm serve` starts one")
     if target is not None and not target.isdigit():
         return _unload(env, servers, target, "park" if park else "unload")
     if park:
@@ -46,7 +46,7 @@ def stop(
             raise ServerError(f"no server has the port or process id {target}", "localllm ps")
     elif len(servers) > 1 and not every:
         names = ", ".join(one.url for one in servers)
-        raise ConfigError(f"{len(servers)} servers are running: {names}", "localllm stop PORT, or --all")
+        raise ConfigError(f"{len(servers)} servers are running: {names}", "`localllm stop PORT`, or --all")
     else:
         chosen = servers
     for one in chosen:
@@ -55,7 +55,7 @@ def stop(
     while (left := {one.pid for one in running()} & {one.pid for one in chosen}) and time.monotonic() < deadline:
         time.sleep(0.05)
     if left:
-        raise ServerError(f"process {min(left)} still answers requests", "localllm stop again drops them")
+        raise ServerError(f"process {min(left)} still answers requests", "`localllm stop` again drops them")
     stopped = [{"pid": one.pid, "url": one.url} for one in chosen]
     env.console.emit("stop/1", {"stopped": stopped, "unloaded": []})
     for one in chosen:
