@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from localllm.history.records import SavedMessage
 
 TRUNCATE = ("never", "head", "middle")
-ANSWER_TOKENS = 1024  # room kept for an answer of no stated length, where the window is large
-TEMPLATE_TOKENS = 128  # room for what the chat template adds, where the window is large
 
 
 def constraint_of(schema: str | None, grammar: Path | None) -> Constraint | None:
@@ -106,18 +104,26 @@ def piped_text() -> str:
 
 
 def shortened(
-    messages: Sequence[Message], ctx: int, max_tokens: int | None, side: str, count: Callable[[str], int]
+    messages: Sequence[Message],
+    ctx: int,
+    max_tokens: int | None,
+    side: str,
+    count: Callable[[str], int],
+    pictures: int = 0,
 ) -> tuple[list[Message], int, int]:
     """The messages with the last one cut so that `ctx` tokens hold them and an answer; its tokens before and after.
 
-    side  head leaves the beginning out, middle the middle: the words of the command line come last, and stay
+    pictures  tokens of those in the messages
+    side      head leaves the beginning out, middle the middle: the words of the command line come last, and stay
 
     Raises ContextTooLong when there is no room even without it.
     """
+    from localllm.conversation.attachments import reserved
+
     content = messages[-1]["content"]
     text, parts = text_of(content), [] if isinstance(content, str) else content[:-1]  # the text comes last
-    reserved = min(max_tokens if max_tokens is not None else ANSWER_TOKENS, ctx // 4) + min(TEMPLATE_TOKENS, ctx // 8)
-    room = ctx - reserved - sum(count(text_of(message.get("content"))) for message in messages[:-1])
+    above = sum(count(text_of(message.get("content"))) for message in messages[:-1])
+    room = ctx - reserved(len(messages), ctx, max_tokens) - pictures - above
     before = count(text)
     if before <= room:
         return list(messages), before, before
@@ -130,7 +136,7 @@ def shortened(
         if keep == 0:
             raise ContextTooLong(
                 f"what comes before the question leaves {max(room, 0):,} of {ctx:,} tokens for it",
-                "a larger window, or a shorter --system",
+                "a larger --ctx, a shorter --system, or a new chat",
             )
         keep = min(keep - 1, int(keep * max(room, 0) / kept))
 

@@ -20,7 +20,8 @@ MAX_FILES = 20
 MIN_ROOM = 256  # tokens: with less the message waits for an answer to the question what to leave out
 ANSWER_TOKENS = 1024  # kept for an answer of no stated length, where the window is large
 IMAGE_TOKENS = 1024  # of a picture, where the model does not say
-TEMPLATE_TOKENS = 128  # kept for what the chat template adds
+TEMPLATE_TOKENS = 128  # kept for what the chat template adds to one message,
+TURN_TOKENS = 6  # and to each that comes before it
 
 
 def read_documents(typed: str) -> list[Document]:
@@ -77,7 +78,13 @@ def room_for(messages: Sequence[Message], facts: Facts, max_tokens: int | None, 
     """Tokens of the window that documents may take beside these messages and room for an answer."""
     ctx, pictures = facts.ctx, num_images(messages) * picture_tokens(facts)
     used = pictures + sum(num_tokens(text_of(message.get("content")), count) for message in messages)
-    return ctx - used - min(max_tokens or ANSWER_TOKENS, ctx // 4) - min(TEMPLATE_TOKENS, ctx // 8)
+    return ctx - used - reserved(len(messages), ctx, max_tokens)
+
+
+def reserved(num_messages: int, ctx: int, max_tokens: int | None) -> int:
+    """Tokens of the window that are kept for an answer, and for what the chat template adds."""
+    template = min(TEMPLATE_TOKENS, ctx // 8) + TURN_TOKENS * max(0, num_messages - 1)
+    return min(max_tokens or ANSWER_TOKENS, ctx // 4) + template
 
 
 def picture_tokens(facts: Facts) -> int:
@@ -89,8 +96,8 @@ def room_in(
     talk: Conversation, question: Exchange, facts: Facts, count: Callable[[str], int], tools: ToolUse | None
 ) -> int:
     """The same for a question in a conversation, with the tools that go with it."""
-    beside = [json.dumps(tools.tools) if tools is not None else "", question.user]
-    messages = [*talk.messages_above(question), *(Message(role="user", content=text) for text in beside)]
+    asked = question.user + (json.dumps(tools.tools) if tools is not None else "")
+    messages = [*talk.messages_above(question), Message(role="user", content=asked)]
     return room_for(messages, facts, talk.sampling.get("max_tokens"), count)
 
 

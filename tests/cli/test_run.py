@@ -294,7 +294,7 @@ def test_what_is_too_long_is_cut_when_allowed(invoke: Invoke, monkeypatch: pytes
     assert result.exit_code == 0
     assert "characters left out" in sent[-1] and sent[-1].endswith("the end")
     assert sent[-1].startswith("0\n1\n") == (side == "middle")
-    assert "the prompt was cut from 402 to" in result.stderr
+    assert "the question was cut from 402 to" in result.stderr
     whole = invoke("run", "fake", "the end", "--truncate", side, stdin="short")
     assert whole.stdout == "short\n\nthe end\n" and "cut" not in whole.stderr
 
@@ -317,11 +317,14 @@ def test_cut_text_counts_no_more_than_the_room() -> None:
         for side in ("head", "middle"):
             cut, before, after = shortened(messages, 800, 100, side, count)
             assert before == words
-            assert after == count(cut[-1]["content"]) <= 800 - 100 - 100 - 2
+            assert after == count(cut[-1]["content"]) <= 800 - 100 - 100 - 6 - 2
             assert cut[0] == messages[0]
-            assert (cut[-1] == messages[-1]) is (words <= 598)
-            if words > 598:
+            assert (cut[-1] == messages[-1]) is (words <= 592)
+            if words > 592:
                 assert after > 500  # most of the room is used
+    many = [Message(role="user", content="hi")] * 40
+    *_, after = shortened([*many, Message(role="user", content="word " * 5_000)], 800, 100, "head", count, 32)
+    assert 0 < after + 40 + 5 * 41 + 32 <= 800 - 100  # with what ChatML adds to each, and a picture
 
 
 def test_a_bound_answer(invoke: Invoke, tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_every_branch_is_exported_into_a_new_file(tmp_path: Path, monkeypatch: p
     with pytest.raises(ConfigError, match="is there already"):
         say("/export json which-way.json")
     say("/export")
-    assert "· 2 messages\n" in (tmp_path / "which-way.md").read_text()
+    assert "· 2 of 3 messages\n" in (tmp_path / "which-way.md").read_text()
     with pytest.raises(ConfigError, match="/export pdf: it can be md, json, html, or a path"):
         say("/export pdf")
     for path in ("notes.txt", "./notes"):

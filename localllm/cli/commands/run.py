@@ -34,7 +34,7 @@ from localllm.conversation.answer import Answer
 from localllm.conversation.tools import as_values
 from localllm.errors import ConfigError, ConstraintUnmet, LocalLLMError
 from localllm.interface import ChatBackend, ChatEvent, Facts
-from localllm.request import LoadProgress, Message, Usage
+from localllm.request import LoadProgress, Message, Usage, num_images
 from localllm.terminal import clean_line, dumb
 
 if TYPE_CHECKING:
@@ -241,10 +241,12 @@ def _fitting(env: Env, backend: ChatBackend, facts: Facts, job: Job) -> list[Mes
         _take_documents(env, backend, facts, job)
     if job.truncate == "never" or not facts.ctx:
         return job.messages
-    limit = job.sampling.given.get("max_tokens")
-    messages, before, after = shortened(job.messages, facts.ctx, limit, job.truncate, backend.count_tokens)
+    from localllm.conversation.attachments import picture_tokens
+
+    limit, pictures = job.sampling.given.get("max_tokens"), num_images(job.messages) * picture_tokens(facts)
+    messages, before, after = shortened(job.messages, facts.ctx, limit, job.truncate, backend.count_tokens, pictures)
     if after < before:
-        env.console.warn(f"the prompt was cut from {before:,} to {after:,} tokens (--truncate {job.truncate})")
+        env.console.warn(f"the question was cut from {before:,} to {after:,} tokens (--truncate {job.truncate})")
     return messages
 
 
