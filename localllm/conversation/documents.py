@@ -108,21 +108,13 @@ def read_document(path: str | Path) -> Document:
     try:
         if file.is_dir():
             return _folder(file, shown)
-        kind = _KINDS.get(file.suffix.lower(), "")
-        is_picture = file.suffix.lower() in PICTURES
-        data = _bytes(file, shown, MAX_PICTURE_BYTES if is_picture else MAX_BYTES if kind else MAX_TEXT_BYTES)
+        kind, data = _opened(file, shown)
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise ConfigError(f"{shown} cannot be read: {why}", "check the path") from None
-    if is_picture or data.startswith(_MAGIC):
+    if kind == "picture":
         return _picture(file.name, shown, data)
-    if not kind and data.startswith(b"%PDF-"):
-        kind = "pdf"
-    if kind:
-        return _extracted(file.name, shown, kind, data)
-    if b"\0" in data[:8192]:
-        raise ConfigError(f"{shown} is not text", "attach text, PDF, HTML, notebooks, pictures or a folder")
-    return text_document(file.name, _decoded(data))
+    return _extracted(file.name, shown, kind, data) if kind else text_document(file.name, _decoded(data))
 
 
 def is_document(path: Path) -> bool:
@@ -146,15 +138,23 @@ def _picture(name: str, shown: str, data: bytes) -> Document:
     return Document(name, (), picture=f"data:image/{form.lower()};base64,{base64.b64encode(data).decode()}")
 
 
-def _bytes(file: Path, shown: str, limit: int) -> bytes:
+def _opened(file: Path, shown: str) -> tuple[str, bytes]:
+    """The kind of a file, "" for text, by its name or how it begins; and its bytes."""
     handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO or a device would block or never end
     with os.fdopen(handle, "rb") as opened:
         found = os.fstat(handle)
         if not stat.S_ISREG(found.st_mode):
             raise ConfigError(f"{shown} is not a file or a folder", "attach files or folders")
+        head, ending = opened.read(8192), file.suffix.lower()
+        kind = "picture" if ending in PICTURES or head.startswith(_MAGIC) else _KINDS.get(ending, "")
+        if not kind and head.startswith(b"%PDF-"):
+            kind = "pdf"
+        if not kind and b"\0" in head:
+            raise ConfigError(f"{shown} is not text", "attach text, PDF, HTML, notebooks, pictures or a folder")
+        limit = MAX_PICTURE_BYTES if kind == "picture" else MAX_BYTES if kind else MAX_TEXT_BYTES
         if found.st_size > limit:
             raise ConfigError(f"{shown} is {gib(found.st_size)}; the limit is {gib(limit)}", "attach a part of it")
-        return opened.read(limit + 1)
+        return kind, head + opened.read(limit + 1 - len(head))
 
 
 def _decoded(data: bytes) -> str:

@@ -77,6 +77,8 @@ def test_a_pdf_bomb_is_refused_in_time(tmp_path: Path) -> None:
         ("a.ipynb", b"{}", "not a valid notebook"),
         ("a.ipynb", b'{"cells": 3}', "not a valid notebook"),
         ("a.bin", b"a\0b", "is not text"),
+        ("a.iso", b"a\0b" + b"x" * (5 << 20), "is not text"),
+        ("paper", b"%PDF-1.4" + b"x" * (5 << 20), "not a valid PDF"),
         ("a.txt", b"x" * (5 << 20), "the limit is 4.0 MiB"),
     ],
 )
