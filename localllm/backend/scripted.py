@@ -179,7 +179,7 @@ class FakeBackend(ChatBackend):
         prompt_tokens += num_images(messages) * self.image_tokens
         limit = min(params.max_tokens or self.ctx, self.ctx - prompt_tokens)
         if prompt_tokens > self.ctx or prompt.startswith("!full"):
-            needed = prompt_tokens if prompt_tokens > self.ctx else self.ctx + 1332
+            needed = prompt_tokens if prompt_tokens > self.ctx else self.ctx + 1
             told = f"prompt has {needed:,} tokens, the window holds {self.ctx:,}"
             fixes = (("localllm chat fake --ctx 40k", "fits"),)
             counted = {"prompt_tokens": needed, "max_context": self.ctx}

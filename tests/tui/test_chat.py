@@ -568,6 +568,16 @@ async def test_a_larger_window_is_offered_only_if_the_message_fits_into_it() -> 
             assert any(row.startswith("[c]") for row in rows) == offered
 
 
+async def test_nothing_is_left_out_for_a_message_that_is_too_long_by_itself() -> None:
+    async with chat(ctx=400) as running:
+        await running.ready()
+        await running.ask("one")
+        await running.send("word " * 450)
+        banner = running.screen.query_one("#choices", OptionList)
+        await running.until(lambda: banner.display)
+        assert [str(banner.get_option_at_index(i).prompt)[1] for i in range(banner.option_count)] == ["c", "e"]
+
+
 @pytest.mark.slow
 async def test_the_expected_speed_gives_way_to_the_measured_one() -> None:
     async with chat(tps=400) as running:

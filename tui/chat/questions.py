@@ -135,7 +135,8 @@ class Questions:
         resend = partial(self._resend, exchange)
         oldest = talk.oldest_half(exchange)
         choices = []
-        if oldest:
+        fits_alone = needed - talk.used_tokens < facts.ctx  # else nothing that is left out makes room for it
+        if oldest and fits_alone:
             first = fit(clean_line(oldest[0].user), 40)
             count = f"the oldest {len(oldest)} questions" if len(oldest) > 1 else "the oldest question"
             forget = f"leave out {count} (from “{first}”) and send again"
@@ -146,7 +147,7 @@ class Questions:
         if wanted > max(facts.ctx, needed):
             what = f"reload with a context of {tokens_short(wanted)} (fits)"
             choices.append(Choice("c", what, partial(resend, ctx=wanted)))
-        if len(talk.exchanges) > 1:
+        if len(talk.exchanges) > 1 and fits_alone:
             choices.append(Choice("n", "start a new chat with this message", partial(resend, new=True)))
         choices.append(Choice("e", "edit the message", partial(self._edit, exchange)))
         self._offer("The context window is full; nothing was sent", choices)
