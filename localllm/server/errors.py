@@ -18,7 +18,8 @@ ANTHROPIC_TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
 }  # fmt: skip
-_INSIDES = re.compile(r"(?<=0x)[0-9a-fA-F]{4,}|(?<![\w:/.<])(?:~?/[\w.@+%-]+){2,}")
+# addresses, and paths but those of our routes
+_INSIDES = re.compile(r"(?<=0x)[0-9a-fA-F]{4,}|(?<![\w:/.<])(?!/(?:v1|api)/)(?:~?/[\w.@+%-]+){2,}")
 
 
 class ApiError(LocalLLMError):

@@ -415,6 +415,8 @@ def test_messages_are_scrubbed():
     assert sanitize("<object at 0x7a95e299e750>") == "<object at 0x…>"
     assert sanitize("cannot open /home/u/x.py now") == "cannot open … now"
     assert sanitize("see http://127.0.0.1:8000/v1 and a/b") == "see http://127.0.0.1:8000/v1 and a/b"
+    for route in ("/api/chat", "/v1/chat/completions", "/v1/models"):  # what a client is to use instead
+        assert sanitize(f"use {route}.") == f"use {route}."
     assert "\x1b" not in sanitize("\x1b[2Jx") and sanitize("org/name:Q4") == "org/name:Q4"
 
 
