@@ -371,6 +371,19 @@ def test_anthropic_blocks_become_messages():
     assert chat.tools[0]["function"] == {"name": "f", "parameters": {"type": "object"}}
 
 
+async def test_a_prompt_of_claude_code_is_cached_though_its_first_line_changes(client):
+    """`cch` is another one in every request."""
+    line = "x-anthropic-billing-header: cc_version=2.1.37.0d9; cc_entrypoint=cli; cch={};"
+    rules = {"type": "text", "text": "You are Claude Code. " * 4, "cache_control": {"type": "ephemeral"}}
+    cached = []
+    for number in ("fa690", "0b1c2", "d3e4f"):
+        system = [{"type": "text", "text": line.format(number)}, rules] if number != "d3e4f" else [rules]
+        sent = {"model": "tiny", "max_tokens": 1, "system": system, "messages": HELLO}
+        used = (await client.post(MESSAGES, json=sent)).json()["usage"]
+        cached.append((used["cache_read_input_tokens"] > 64, used["cache_read_input_tokens"] + used["input_tokens"]))
+    assert cached[1] == cached[2] and cached[1][0] and cached[0][1] == cached[1][1]
+
+
 def test_anthropic_tool_use_streams_as_blocks():
     from localllm.llm.outputs import OutputDelta
     from localllm.server.anthropic.messages import MessageRendering

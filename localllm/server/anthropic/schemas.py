@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr
@@ -10,6 +11,9 @@ from pydantic import Field, StrictBool, StrictInt, StrictStr
 from localllm.server.errors import ApiError, invalid, not_text, unsupported
 from localllm.server.openai.reading import chat_request
 from localllm.server.openai.schemas import MAX_MESSAGES, Body, CacheSalt, ChatRequest, Name, Number, ranged
+
+# Claude Code begins its prompt with this line, which is another one in every request: nothing after it could be cached
+_BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*\n?")
 
 Blocks = StrictStr | Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=1024)]
 
@@ -64,7 +68,9 @@ def to_chat(body: CountRequest) -> ChatRequest:
         raise ApiError(400, "Threads are not supported: send the whole conversation.", param="thread", details=details)
     messages: list[dict[str, Any]] = []
     if body.system is not None:
-        messages.append({"role": "system", "content": _text(body.system, "system")})
+        system = _text(body.system, "system")
+        begin = _BILLING.match(system)
+        messages.append({"role": "system", "content": system[begin.end() if begin else 0 :]})
     for number, message in enumerate(body.messages):
         messages += _messages(message, f"messages[{number}]")
     fields: dict[str, Any] = {"model": body.model, "messages": messages}
