@@ -384,6 +384,15 @@ async def test_a_prompt_of_claude_code_is_cached_though_its_first_line_changes(c
     assert cached[1] == cached[2] and cached[1][0] and cached[0][1] == cached[1][1]
 
 
+async def test_a_tool_of_an_mcp_server_may_have_a_name_of_128_characters(client):
+    """Agents make it of the names of a plugin, a server and a tool; both APIs take as many elsewhere."""
+    tool = {"name": "mcp__" + "x" * 123}
+    sent = {"model": "tiny", "messages": HELLO, "tools": [tool | {"input_schema": {"type": "object"}}]}
+    assert (await client.post(f"{MESSAGES}/count_tokens", json=sent)).status_code == 200
+    sent = {"model": "tiny", "input": "hi", "tools": [tool | {"type": "function", "parameters": {"type": "object"}}]}
+    assert (await client.post(f"{RESPONSES}/input_tokens", json=sent)).status_code == 200
+
+
 def test_anthropic_tool_use_streams_as_blocks():
     from localllm.llm.outputs import OutputDelta
     from localllm.server.anthropic.messages import MessageRendering

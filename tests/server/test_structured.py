@@ -154,7 +154,7 @@ REFUSED = [
     ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0]"),
     ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
-    ({"tools": [{"type": "function", "function": {"name": "x" * 65}}]}, "tools[0].function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "x" * 129}}]}, "tools[0].function.name"),
     ({"tools": [TOOLS[0], {"type": "function", "function": {"name": "g", "parameters": "x"}}]},
      "tools[1].function.parameters"),
     ({"tools": [TOOLS[0], TOOLS[0]]}, "tools"),

@@ -19,6 +19,7 @@ from localllm.server.openai.schemas import Constraints
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_FUNCTION = re.compile(r"[a-zA-Z0-9_-]{1,128}")  # as long as /v1/messages and /v1/responses have them elsewhere
 _BACKENDS = ("auto", "guidance", "llguidance")
 _SCHEMA_CODE = "invalid_json_schema"
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
@@ -166,8 +167,8 @@ def _check_tool(tool: Mapping[str, Any], where: str) -> str:
     if not isinstance(function, Mapping):
         raise invalid("function is missing.", f"{where}.function", "missing_required_parameter")
     name = function.get("name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        message = "A function's name must be 1 to 64 letters, digits, _ or -."
+    if not isinstance(name, str) or not _FUNCTION.fullmatch(name):
+        message = "A function's name must be 1 to 128 letters, digits, _ or -."
         raise invalid(message, f"{where}.function.name", "invalid_value")
     for key, kinds in (("description", str), ("parameters", Mapping), ("strict", bool)):
         if function.get(key) is not None and not isinstance(function[key], kinds):
