@@ -67,6 +67,34 @@ def at(service, shelf):
     return make
 
 
+async def test_what_is_null_is_as_if_it_were_left_out(client):
+    """As Ollama's own server reads it."""
+    called = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    messages = [{"role": "user", "content": "hi"}, called, {"role": "tool", "content": "sun"}]
+    sent = {"model": "tiny", "messages": messages, "options": {"num_predict": 1}, "stream": False}
+    assert (await client.post("/api/chat", json=sent)).json()["done_reason"] == "length"
+    assert (await client.post("/api/chat", json=sent | {"messages": None})).json()["done_reason"] == "load"
+    loaded = await client.post("/api/generate", json={"model": "tiny", "prompt": None})
+    assert loaded.json()["done_reason"] == "load"
+    called["tool_calls"] = [{"function": "f"}]
+    assert (await client.post("/api/chat", json=sent)).status_code == 400
+
+
+def test_a_result_belongs_to_its_own_call():
+    from localllm.server.ollama.schemas import OllamaChatRequest, chat_of
+
+    def ids(*results):
+        calls = [{"function": {"name": "f"}}, {"function": {"name": "g"}}]
+        messages = [{"role": "assistant", "tool_calls": calls}, *({"role": "tool", **one} for one in results)]
+        chat = chat_of(OllamaChatRequest.model_validate({"model": "tiny", "messages": messages}))
+        assert [call["id"] for call in chat.messages[0].tool_calls] == ["call_0_0", "call_0_1"]
+        return [message.tool_call_id for message in chat.messages[1:]]
+
+    assert ids({}, {}, {}) == ["call_0_0", "call_0_1", "call_0_1"]
+    assert ids({"tool_name": "g"}, {"tool_name": "f"}) == ["call_0_1", "call_0_0"]
+    assert ids({"tool_call_id": "call_0_1"}, {}) == ["call_0_1", "call_0_0"]
+
+
 async def test_pull_tells_how_far_it_is(at, shelf):
     async with at() as client:
         answer = await client.post("/api/pull", content=b'{"model": "qwen3:0.6b"}')

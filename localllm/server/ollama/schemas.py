@@ -27,11 +27,12 @@ class OllamaMessage(Body):
     """One message."""
 
     role: Literal["system", "user", "assistant", "tool"]
-    content: StrictStr = ""
+    content: StrictStr | None = None
     thinking: StrictStr | None = None
     images: list[Any] | None = None
     tool_calls: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
     tool_name: StrictStr | None = None
+    tool_call_id: StrictStr | None = None
 
 
 class Asked(Body):
@@ -50,14 +51,14 @@ class Asked(Body):
 class OllamaChatRequest(Asked):
     """POST /api/chat"""
 
-    messages: Annotated[list[OllamaMessage], Field(fail_fast=True, max_length=MAX_MESSAGES)] = []
+    messages: Annotated[list[OllamaMessage], Field(fail_fast=True, max_length=MAX_MESSAGES)] | None = None
     tools: list[dict[str, Any]] | None = None
 
 
 class OllamaGenerateRequest(Asked):
     """POST /api/generate"""
 
-    prompt: StrictStr = ""
+    prompt: StrictStr | None = None
     suffix: StrictStr | None = None
     system: StrictStr | None = None
     template: StrictStr | None = None
@@ -99,19 +100,21 @@ class ShowRequest(Body):
 def chat_of(body: OllamaChatRequest) -> ChatRequest:
     """The chat request that answers the same. Raises ApiError."""
     messages: list[dict[str, Any]] = []
-    last_call = "call_0"
-    for number, message in enumerate(body.messages):
-        content = _with_images(message.content, message.images, f"messages[{number}].images")
+    waiting: list[dict[str, Any]] = []  # calls whose results come next
+    for number, message in enumerate(body.messages or ()):
+        content = _with_images(message.content or "", message.images, f"messages[{number}].images")
         one: dict[str, Any] = {"role": message.role, "content": content}
         if message.thinking is not None:
             one["reasoning_content"] = message.thinking
         if message.tool_calls:
-            one["tool_calls"] = [
-                {"id": f"call_{number}_{i}", "type": "function", **call} for i, call in enumerate(message.tool_calls)
+            one["tool_calls"] = waiting = [
+                {"type": "function", **call, "id": call.get("id") or f"call_{number}_{i}"}
+                for i, call in enumerate(message.tool_calls)
             ]
-            last_call = one["tool_calls"][-1]["id"]
         if message.role == "tool":
-            one |= {"tool_call_id": last_call, **({"name": message.tool_name} if message.tool_name else {})}
+            call = _called(message, waiting)
+            waiting = [other for other in waiting if other is not call] or waiting[-1:]
+            one |= {"tool_call_id": call["id"], **({"name": message.tool_name} if message.tool_name else {})}
         messages.append(one)
     fields = with_further(body, _common(body), "format") | {"messages": messages}
     if body.tools:
@@ -119,16 +122,24 @@ def chat_of(body: OllamaChatRequest) -> ChatRequest:
     return checked(fields, ChatRequest)
 
 
+def _called(message: OllamaMessage, waiting: list[dict[str, Any]]) -> dict[str, Any]:
+    """The call that a result is of: results come in the order of the calls, unless they say whose they are."""
+    own = [call for call in waiting if call["id"] == message.tool_call_id]
+    functions = ((call, call.get("function")) for call in waiting)
+    own = own or [call for call, one in functions if isinstance(one, dict) and one.get("name") == message.tool_name]
+    return (own or waiting or [{"id": "call_0"}])[0]
+
+
 def generate_of(body: OllamaGenerateRequest) -> ChatRequest | CompletionRequest:
     """The request of a prompt, with the model's own template or, raw, as it is. Raises ApiError."""
     fields = with_further(body, _common(body), "format")
     if body.raw:
-        fields |= {"prompt": body.prompt, "max_tokens": fields.pop("max_completion_tokens", None)}
+        fields |= {"prompt": body.prompt or "", "max_tokens": fields.pop("max_completion_tokens", None)}
         top = fields.pop("top_logprobs", None)
         fields["logprobs"] = (top or 0) if fields.get("logprobs") else None
         return checked(fields, CompletionRequest)
     messages = [{"role": "system", "content": body.system}] if body.system else []
-    content = _with_images(body.prompt, body.images, "images")
+    content = _with_images(body.prompt or "", body.images, "images")
     return checked(fields | {"messages": [*messages, {"role": "user", "content": content}]}, ChatRequest)
 
 
