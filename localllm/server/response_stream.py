@@ -195,6 +195,8 @@ def keep(pending: list[Numbered], number: int, delta: OutputDelta) -> None:
     if len(pending) >= MAX_PENDING:
         for other_number, other in reversed(pending):
             if (other_number, other.index) == (number, delta.index):
+                if delta.logprobs and other.parts and delta.parts and other.parts[-1][0] != delta.parts[0][0]:
+                    break  # the log-probabilities of an answer are told from those of the reasoning before it
                 merge(other, delta)
                 return
     pending.append((number, delta))

@@ -4,6 +4,7 @@ import base64
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import anthropic
 import httpx2
@@ -218,6 +219,33 @@ def test_calls_and_reasoning_become_items_and_events():
     assert (
         made["output"][2]["arguments"] == '{"a":1}' and made["usage"]["output_tokens_details"]["reasoning_tokens"] == 1
     )
+
+
+async def test_a_response_has_log_probabilities_of_all_its_text_and_of_no_other(client):
+    """Of a token that is a part of a character, too; not of the reasoning before it, which many deltas bring."""
+    from localllm.llm.outputs import OutputDelta
+    from localllm.request import FinishReason, TokenLogprob, Usage
+    from localllm.server.openai.responses_events import ResponseBuilder
+    from localllm.server.openai.responses_schemas import ResponsesRequest
+    from localllm.server.response_stream import MAX_PENDING, keep
+
+    include = ["message.output_text.logprobs"]
+    for stream in (False, True):
+        sent = respond(guided_regex="\U0001f600a", include=include, stream=stream)
+        answer = await client.post(RESPONSES, json=sent)
+        made = named_events(answer.text)[-1][1]["response"] if stream else answer.json()
+        (part,) = made["output"][0]["content"]
+        assert bytes(b for one in part["logprobs"] for b in one["bytes"]).decode() == part["text"] == "\U0001f600a"
+
+    one, pending = ResponseBuilder(ResponsesRequest.model_validate(respond(include=include))), []
+    one._names = SimpleNamespace(entry=lambda entry: entry.token_id)
+    kinds = ["reasoning"] * (MAX_PENDING + 3) + ["", "content", "content"]
+    for number, kind in enumerate(kinds):
+        keep(pending, 0, OutputDelta(0, [(kind, "x")] if kind else [], [number], [TokenLogprob(number, -1.0)]))
+    keep(pending, 0, OutputDelta(0, finish_reason=FinishReason.STOP, usage=Usage()))
+    for _, delta in pending:
+        one.take(delta)
+    assert one.json()["output"][1]["content"][0]["logprobs"] == [MAX_PENDING + 4, MAX_PENDING + 5]
 
 
 def test_the_store_forgets_the_oldest():

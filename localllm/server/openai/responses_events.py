@@ -45,6 +45,7 @@ class ResponseBuilder:
         self._num_closed = 0  # items at the beginning of `output` that get no more deltas
         self._blocks = Blocks()
         self._logprobs: list[dict[str, Any]] = []
+        self._unshown: list[dict[str, Any]] = []  # log-probabilities of tokens whose text is still to come
         self._status = "in_progress"
         self._reason: str | None = None
         self._error: dict[str, Any] | None = None
@@ -131,6 +132,11 @@ class ResponseBuilder:
     def take(self, delta: OutputDelta) -> list[bytes]:
         events: list[bytes] = []
         logprobs = self._shown(delta.logprobs)
+        if not delta.parts or delta.parts[0][0] == "content":
+            logprobs = [*self._unshown, *logprobs]
+        # of reasoning or a call it may be the tag that ends it
+        is_text = len(self.output) == self._num_closed or self.output[-1]["type"] == "message"
+        self._unshown = logprobs if is_text and not delta.parts else []
         for kind, text in delta.parts:
             begins, part = self._blocks.read(kind, text)
             if begins:
@@ -143,9 +149,9 @@ class ResponseBuilder:
                 kind = self.output[-1]["type"]
                 if kind != "mcp_approval_request":  # which is shown when it is complete
                     events.append(self._event(f"response.{kind}_arguments.delta", **self._at(), delta=added))
-        if logprobs and self.output and self.output[-1]["type"] == "message":
-            events.append(self._add("content", "", logprobs))
         if delta.finish_reason is not None:
+            if logprobs and len(self.output) > self._num_closed and self.output[-1]["type"] == "message":
+                events.append(self._add("content", "", logprobs))
             events += self._finish(delta)
         return events
 
