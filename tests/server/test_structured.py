@@ -17,7 +17,7 @@ from localllm.server.errors import ApiError
 from localllm.server.openai.reading import read_chat
 from localllm.server.openai.schemas import ChatRequest
 
-from .conftest import CHAT, MESSAGES, RESPONSES, TEXT, ask, client_of, events
+from .conftest import CHAT, MESSAGES, RESPONSES, TEXT, ask, client_of, events, named_events
 
 SCHEMA = {
     "type": "object",
@@ -405,6 +405,19 @@ async def test_a_call_that_is_cut_is_shown_without_arguments(client, limit):
     assert all(block.get("input", {}) == {} for block in answer.json()["content"])
     asked = {"model": "tiny", "messages": hello, "tools": TOOLS[:1], "options": {"num_predict": limit}, "stream": False}
     assert (await client.post("/api/chat", json=asked | {"tool_choice": "required"})).status_code == 200
+
+
+async def test_a_call_that_a_stop_string_cuts_is_not_called_one(client):
+    """Clients would carry it out, with half of its arguments or none."""
+    hello, tools = [{"role": "user", "content": "go"}], [{"name": "f", "input_schema": SCHEMA}]
+    for stream in (False, True):
+        answer = await post(client, tools=TOOLS[:1], tool_choice="required", stop=['"a"', '"b"'], stream=stream)
+        choice = events(answer.text)[-1]["choices"][0] if stream else answer.json()["choices"][0]
+        assert (choice["finish_reason"], choice["stop_reason"][0]) == ("stop", '"')
+        answer = await post(client, MESSAGES, messages=hello, tools=tools, tool_choice={"type": "any"},
+                            stop_sequences=['"a"', '"b"'], stream=stream)  # fmt: skip
+        last = named_events(answer.text)[-2][1]["delta"] if stream else answer.json()
+        assert (last["stop_reason"], last["stop_sequence"][0]) == ("stop_sequence", '"')
 
 
 async def test_hosted_tools_are_left_out_of_a_response(client, caplog):

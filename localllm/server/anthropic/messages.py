@@ -13,7 +13,7 @@ from localllm.llm.outputs import CompletionOutput, OutputDelta
 from localllm.request import FinishReason, Usage
 from localllm.server.anthropic.schemas import CountRequest, MessagesRequest, renamed, to_chat
 from localllm.server.errors import anthropic_body
-from localllm.server.openai.output import arguments_of, new_id
+from localllm.server.openai.output import arguments_of, has_called, new_id
 from localllm.server.openai.reading import read_chat, read_conversation
 from localllm.server.reply import StreamFormat, named, reply, unless_left
 from localllm.server.response_stream import Blocks
@@ -69,13 +69,11 @@ def _tool_use(call: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]
     return {"type": "tool_use", **named_call, "input": arguments, "caller": {"type": "direct"}}
 
 
-def _stop(
-    reason: FinishReason | None, what: int | str | None, *, has_tool_calls: bool
-) -> tuple[str | None, str | None]:
-    """(stop_reason, stop_sequence)"""
+def _stop(reason: FinishReason | None, what: int | str | None, arguments: str | None) -> tuple[str | None, str | None]:
+    """(stop_reason, stop_sequence); `arguments` are those of the last call, None: there is none"""
     if reason is FinishReason.LENGTH:
         return "max_tokens", None
-    if has_tool_calls:
+    if has_called(arguments, what):
         return "tool_use", None
     return ("stop_sequence", what) if isinstance(what, str) else ("end_turn", None)
 
@@ -100,12 +98,15 @@ class MessageRendering:
 
     def __init__(self, reservation: Reservation) -> None:
         self._reservation = reservation
-        self._blocks, self._index, self._called = Blocks(), -1, False
+        self._blocks, self._index = Blocks(), -1
+        self._arguments: str | None = None  # of the last call
 
     async def whole(self) -> dict[str, Any]:
         outputs = await self._reservation.stream.outputs()
         (one,) = outputs[0].completions
-        reason, sequence = _stop(one.finish_reason, one.stop_reason, has_tool_calls=bool(one.tool_calls))
+        reason, sequence = _stop(
+            one.finish_reason, one.stop_reason, one.tool_calls[-1]["arguments"] if one.tool_calls else None
+        )
         return _message(self._reservation.name) | {
             "content": _blocks(one), "stop_reason": reason, "stop_sequence": sequence,
             "usage": _usage(outputs[0].usage) | _OF_WHOLE,
@@ -139,6 +140,7 @@ class MessageRendering:
                 shown = {"type": f"{KINDS[kind]}_delta", KINDS[kind]: text}
                 events.append(self._event("content_block_delta", delta=shown))
             elif part.get("arguments"):
+                self._arguments = (self._arguments or "") + part["arguments"]
                 shown = {"type": "input_json_delta", "partial_json": part["arguments"]}
                 events.append(self._event("content_block_delta", delta=shown))
         return [*events, *self._end(delta)] if delta.finish_reason is not None else events
@@ -149,7 +151,7 @@ class MessageRendering:
     def _open(self, kind: str, call: dict[str, Any]) -> bytes:
         self._index += 1
         if kind == "tool_call":
-            self._called, block = True, _tool_use(call, {})
+            self._arguments, block = "", _tool_use(call, {})
         else:
             block = _text("") if kind == "content" else {"type": "thinking", "thinking": "", "signature": ""}
         return self._event("content_block_start", content_block=block)
@@ -158,7 +160,7 @@ class MessageRendering:
         return [self._event("content_block_stop")] if self._index >= 0 else []
 
     def _end(self, last: OutputDelta) -> list[bytes]:
-        reason, sequence = _stop(last.finish_reason, last.stop_reason, has_tool_calls=self._called)
+        reason, sequence = _stop(last.finish_reason, last.stop_reason, self._arguments)
         delta = {
             "type": "message_delta", "usage": _usage(last.usage or Usage()),
             "delta": {"stop_reason": reason, "stop_sequence": sequence, "stop_details": None, "container": None},

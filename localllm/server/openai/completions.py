@@ -16,6 +16,7 @@ from localllm.request import FinishReason, TokenLogprob, Usage
 from localllm.server.openai.output import (
     TokenNames,
     finish_name,
+    has_called,
     new_id,
     timings_json,
     tool_calls_json,
@@ -114,7 +115,7 @@ class ChatRendering(OpenAIRendering):
         self._body = body
         self._shows_reasoning = body.include_reasoning is not False
         self.head["service_tier"] = "default"
-        self._called: set[int] = set()  # answers that called a tool
+        self._called: dict[int, str] = {}  # by answer: the arguments of its last call
         self._is_legacy = body.functions is not None and body.tools is None  # calls are shown as one `function_call`
 
     async def whole(self) -> dict[str, Any]:
@@ -137,13 +138,15 @@ class ChatRendering(OpenAIRendering):
             "index": one.index,
             "message": message,
             "logprobs": self.names.chat(one.logprobs) if self._body.logprobs else None,
-            "finish_reason": self._finish(one.finish_reason, bool(calls)),
+            "finish_reason": self._finish(
+                one.finish_reason, one.stop_reason, calls[-1]["function"]["arguments"] if calls else None
+            ),
             "stop_reason": one.stop_reason,
         }
         return choice | ({"token_ids": one.token_ids} if self._body.return_token_ids else {})
 
-    def _finish(self, reason: FinishReason | None, has_called: bool) -> str | None:
-        name = finish_name(reason, has_tool_calls=has_called)
+    def _finish(self, reason: FinishReason | None, stop: int | str | None, arguments: str | None) -> str | None:
+        name = finish_name(reason, has_tool_calls=has_called(arguments, stop))
         return "function_call" if name == "tool_calls" and self._is_legacy else name
 
     async def chunks(self) -> AsyncIterator[bytes]:
@@ -170,7 +173,7 @@ class ChatRendering(OpenAIRendering):
         if logprobs or more:
             choices.append(_delta(delta.index, {}, logprobs) | more)
         if delta.finish_reason is not None:
-            finish = self._finish(delta.finish_reason, delta.index in self._called)
+            finish = self._finish(delta.finish_reason, delta.stop_reason, self._called.get(delta.index))
             choices.append(_delta(delta.index, {}, None, finish) | {"stop_reason": delta.stop_reason})
         return choices
 
@@ -178,8 +181,9 @@ class ChatRendering(OpenAIRendering):
         parts: list[dict[str, Any]] = []
         for kind, text in delta.parts:
             if kind == "tool_call":
-                self._called.add(delta.index)
                 call = tool_delta(text)
+                before = "" if call.get("id") else self._called.get(delta.index, "")
+                self._called[delta.index] = before + call["function"]["arguments"]
                 parts.append({"function_call": call["function"]} if self._is_legacy else {"tool_calls": [call]})
             elif kind == "content":
                 parts.append({"content": text})

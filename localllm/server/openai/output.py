@@ -124,6 +124,19 @@ def arguments_of(call: dict[str, str]) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def has_called(arguments: str | None, stop: int | str | None) -> bool:
+    """Whether an answer with these arguments of its last call (None: it has none) is one to be carried out.
+
+    A stop string may have cut it: `tool_calls` or `tool_use` would then say that it is whole.
+    """
+    if arguments is None or not isinstance(stop, str):
+        return arguments is not None
+    try:
+        return isinstance(json.loads(arguments), dict)
+    except ValueError:
+        return False
+
+
 def tool_calls_json(calls: Sequence[dict[str, str]]) -> list[dict[str, Any]]:
     """Finished tool calls."""
     return [
