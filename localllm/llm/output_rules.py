@@ -19,6 +19,7 @@ from localllm.chat.tools.formats import GENERIC, ToolFormat, find_format
 from localllm.chat.tools.messages import plain_messages, template_messages, template_tools
 from localllm.chat.tools.parser import answer_parser
 from localllm.chat.tools.roundtrip import NO_TEMPLATE, ToolSupport, check_tools
+from localllm.chat.turns import Turns
 from localllm.errors import InvalidRequest
 from localllm.llm.outputs import OutputSpec
 from localllm.request import Constraint, TokenMask, ToolUse
@@ -56,6 +57,10 @@ class OutputRules:
         return find_format(self._template.chosen([]))
 
     @cached_property
+    def _turns(self) -> Turns | None:
+        return None if self._template is None else Turns(self._template)
+
+    @cached_property
     def compiler(self) -> Compiler:
         """Two threads that ask first at the same time may each get one: they give the same masks."""
         from localllm.grammar import Compiler
@@ -72,10 +77,12 @@ class OutputRules:
     ) -> tuple[Sequence[Mapping[str, Any]], list[dict[str, Any]] | None]:
         """Messages and tools as the template takes them."""
         has_calls = any("tool_calls" in message or message.get("role") in ("tool", "function") for message in messages)
-        if not tools and not has_calls:
+        is_plain = not tools and not has_calls
+        if not is_plain and not self.support.native:
+            messages, is_plain = plain_messages(messages, tools or ()), True
+        messages = messages if self._turns is None else self._turns.fitted(messages)
+        if is_plain:
             return messages, None
-        if not self.support.native:
-            return plain_messages(messages, tools or ()), None
         shaped = template_messages(messages, self.tool_format, as_text=self.support.as_text)
         return shaped, template_tools(tools) if tools else None
 
