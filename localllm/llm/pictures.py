@@ -46,8 +46,8 @@ def take_images(
         number, at, _ = found[0]
         raise InvalidRequest(
             "Content of type 'image_url' is not supported: this model reads text",
-            "use Gemma 3 or 4, Qwen2.5-VL, Qwen3-VL, Qwen3.5, Mistral 3 or 4: safetensors with the tower, or GGUF with its"
-            " mmproj file beside it (localllm show MODEL says what is wrong with one)",
+            "use Gemma 3 or 4, Qwen2.5-VL, Qwen3-VL, Qwen3.5, Mistral 3 or 4: safetensors with its tower, or GGUF with"
+            " an mmproj file beside it (localllm show MODEL says what is wrong with one)",
             param=f"messages[{number}].content[{at}]",
         )
     _check_room(len(found), len(found) * vision.least_tokens, max_context)

@@ -249,7 +249,7 @@ class Kind(NamedTuple):
 KINDS = {
     "qwen3vl_merger": Kind(("qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe"), _GRID, _grid),
     "qwen2.5vl_merger": Kind(("qwen2vl",), _GATED, _gated),
-    "pixtral": Kind(("llama", "mistral3"), _ROWS, _rows),
+    "pixtral": Kind(("llama", "mistral3", "mistral4"), _ROWS, _rows),
     "gemma3": Kind(("gemma3",), _SIGLIP, _siglip),
     "gemma4v": Kind(("gemma4",), _POOLED, _pooled),
 }

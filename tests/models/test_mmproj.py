@@ -21,7 +21,7 @@ from .test_images import Pictured, error
 
 MODELS: dict[str, Any] = {"gemma3": test_images, "qwen3.5": test_grid_images, "gemma4-e2b": test_gemma4_images}
 MODELS |= {"gemma4-31b": test_gemma4_images, "qwen3-vl": test_grid_images, "mistral": test_row_images}
-MODELS["qwen2.5-vl"] = test_grid_images
+MODELS |= {"qwen2.5-vl": test_grid_images, "mistral4": test_row_images}
 
 
 def model_of(name: str) -> Pictured:
