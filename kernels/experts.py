@@ -51,6 +51,8 @@ def route(logits: Tensor, weights: ExpertsWeights) -> tuple[Tensor, Tensor]:
     shares = scores.gather(1, chosen)
     if weights.router_kind == "softmax_topk":
         shares = torch.softmax(shares, -1)
+    elif weights.router_kind == "sigmoid_topk":
+        shares = sigmoid(shares)
     elif weights.renormalise:
         shares = shares / (shares.sum(-1, keepdim=True) + 1e-20)
     if weights.expert_scales is not None:
@@ -95,7 +97,11 @@ def mixture(x: Tensor, asked: Tensor, weights: ExpertsWeights, activate: Callabl
     order = chosen.flatten().argsort(stable=True)  # places of `chosen` by expert, tokens ascending
     counts = torch.bincount(chosen.flatten(), minlength=len(weights.down)).tolist()
     rows, shares = order // weights.top_k, shares.flatten()[order].unsqueeze(-1)
-    away = None if weights.host is None else weights.host.take(seen, rows, counts)
+    places = rows  # of what experts take, in `seen`
+    if weights.share_inputs:
+        seen, places = (seen[rows] * shares).to(seen.dtype), torch.arange(len(rows), device=x.device)
+        shares = torch.ones_like(shares)
+    away = None if weights.host is None else weights.host.take(seen, places, counts)
     start = 0
     for expert, count in enumerate(counts):
         if count == 0:
@@ -106,7 +112,7 @@ def mixture(x: Tensor, asked: Tensor, weights: ExpertsWeights, activate: Callabl
             given = side.given(expert, start, end)
         else:
             gate_up, down = (weights.gate_up[expert], weights.down[expert]) if side is None else side.lent(expert)
-            hidden = gate_up(seen[rows[start:end]])
+            hidden = gate_up(seen[places[start:end]])
             if weights.limit is not None:
                 hidden = cut_off(hidden, weights.limit)
             given = down(activate(hidden)).float()

@@ -120,12 +120,14 @@ class AttentionWeights:
     whole_norms: bool = False  # q_norm and k_norm are over all heads together
     post_norm: Norm | None = None  # on the output, before the residual
     window: int | None = None
+    chunked: bool = False  # the window does not move: a query sees what lies in one of so many positions with it
     softcap: float | None = None
     interleaved: bool = False  # RoPE pairs (2j, 2j + 1) instead of (j, j + half)
     gate: bool = False  # after each query head in `qkv` comes its gate; its sigmoid multiplies what attention gives
     head_gates: bool = False  # gates are one number a head, which lie behind all queries in `qkv`
     v_norm: Norm | None = None  # over head_dim
     temperature: tuple[float, int] | None = None  # (b, n): queries at position p grow by 1 + b ln(1 + floor(p / n))
+    temperature_offset: int = 0  # added to p
     sinks: Tensor | None = None  # float32 [num_heads]: a score more for every query of a head, without a value
     causal: bool = True  # False: a query sees what is behind it, too, with a window as far as before it
     sum_norm: Norm | None = None  # on the residual stream, once the output is added
@@ -285,13 +287,14 @@ class ExpertsWeights:
     gate_up: tuple[Linear, ...]  # of each expert; rows: gate, then up; with relu2 only up
     down: tuple[Linear, ...]
     top_k: int
-    router_kind: str  # softmax | softmax_topk | sigmoid
+    router_kind: str  # softmax | softmax_topk | sigmoid | sigmoid_topk
     activation: str  # silu | gelu_tanh | swiglu_oai | relu2
     renormalise: bool = True
     scale: float = 1.0  # of what the chosen experts count
     choice_bias: Tensor | None = None  # float32 [num_experts]
     groups: int = 1
     group_top_k: int = 1
+    share_inputs: bool = False  # shares multiply what experts take, and not what they give
     shared_gate_up: Linear | None = None  # of the expert that every token goes through
     shared_down: Linear | None = None
     shared_gate: Linear | None = None  # one row: sigmoid of it multiplies what the shared expert gives
@@ -323,7 +326,7 @@ class HeadWeights:
 FUSED_ATTENTION = frozenset(
     (
         *("norm", "qkv", "out", "num_heads", "num_kv_heads", "head_dim", "q_norm", "k_norm", "post_norm"),
-        *("scale", "window", "softcap", "interleaved", "sinks", "late_norms"),
+        *("scale", "window", "chunked", "softcap", "interleaved", "sinks", "late_norms"),
     )
 )
 FUSED_LATENT = frozenset(
@@ -349,7 +352,8 @@ FUSED_MLP = frozenset(("norm", "gate_up", "down", "activation", "post_norm"))
 FUSED_EXPERTS = frozenset(
     (
         *("norm", "router", "gate_up", "down", "top_k", "router_kind", "activation", "renormalise", "scale"),
-        *("choice_bias", "groups", "group_top_k", "shared_gate_up", "shared_down", "shared_gate", "limit", "post_norm"),
+        *("choice_bias", "groups", "group_top_k", "share_inputs", "shared_gate_up", "shared_down", "shared_gate"),
+        *("limit", "post_norm"),
     )
 )
 FUSED_HEAD = frozenset(("norm", "linear", "softcap"))

@@ -93,21 +93,25 @@ def attn_in(
     return q if gates is None else torch.cat([q, gates], -1)
 
 
-def growth(temperature: tuple[float, int], num_tokens: int, cu_query_lens: Tensor, seq_lens: Tensor) -> Tensor:
-    """What multiplies the query of each token for its position: float32 [num_tokens]."""
+def growth(
+    temperature: tuple[float, int], num_tokens: int, cu_query_lens: Tensor, seq_lens: Tensor, offset: int = 0
+) -> Tensor:
+    """What multiplies the query of each token for its position, `offset` further: float32 [num_tokens]."""
     strength, every = temperature
     tokens = torch.arange(num_tokens, dtype=cu_query_lens.dtype, device=cu_query_lens.device)
     ends = cu_query_lens[1:].contiguous()
     owner = torch.searchsorted(ends, tokens, right=True).clamp_(max=ends.shape[0] - 1)
-    steps = (seq_lens[owner] - ends[owner] + tokens) // every
+    steps = (seq_lens[owner] - ends[owner] + tokens + offset) // every
     return 1 + strength * torch.log1p(steps.float())
 
 
-def _grown(rows: Tensor, temperature: tuple[float, int] | None, cu_query_lens: Tensor, seq_lens: Tensor) -> Tensor:
+def _grown(
+    rows: Tensor, weights: AttentionWeights | LatentWeights, cu_query_lens: Tensor, seq_lens: Tensor, offset: int = 0
+) -> Tensor:
     """What queries are made of, or queries, [num_tokens, ...], as they grow with their position."""
-    if temperature is None:
+    if weights.temperature is None:
         return rows
-    grown = growth(temperature, rows.shape[0], cu_query_lens, seq_lens).to(rows.dtype)
+    grown = growth(weights.temperature, rows.shape[0], cu_query_lens, seq_lens, offset).to(rows.dtype)
     return rows * grown.view(-1, *[1] * (rows.ndim - 1))
 
 
@@ -121,15 +125,15 @@ def attention(
     seq_lens: Tensor,
 ) -> Tensor:
     """Attention over the pages, gated where heads have gates: [num_tokens, num_heads * head_dim]."""
-    given = (weights.scale, weights.window, weights.softcap, weights.sinks)
+    given = (weights.scale, weights.window, weights.softcap, weights.sinks, weights.chunked)
     if not weights.causal:  # the reference alone knows it
         mixed = reference.paged_attention(q, pages, block_table, cu_query_lens, seq_lens, *given, causal=False)
         return mixed.view(q.shape[0], -1)
     if not weights.gate:
-        q = _grown(q, weights.temperature, cu_query_lens, seq_lens)
+        q = _grown(q, weights, cu_query_lens, seq_lens, weights.temperature_offset)
         return paged_attention(q, pages, block_table, cu_query_lens, seq_lens, *given).view(q.shape[0], -1)
     queries, gates = q.split(weights.head_dim, -1)
-    queries = _grown(queries.contiguous(), weights.temperature, cu_query_lens, seq_lens)
+    queries = _grown(queries.contiguous(), weights, cu_query_lens, seq_lens, weights.temperature_offset)
     mixed = paged_attention(queries, pages, block_table, cu_query_lens, seq_lens, *given)
     return (mixed * sigmoid(gates)).to(mixed.dtype).view(q.shape[0], -1)
 
@@ -161,7 +165,7 @@ def latent_attention(
     rows, latent = weights.qkv(norm_rows(rms_norm, x, weights.norm)).split(
         [weights.qkv.out_features - rank - turned, rank + turned], -1
     )
-    rows = _grown(norm_rows(rms_norm, rows.contiguous(), weights.q_norm), weights.temperature, cu_query_lens, seq_lens)
+    rows = _grown(norm_rows(rms_norm, rows.contiguous(), weights.q_norm), weights, cu_query_lens, seq_lens)
     if weights.q_up is not None:
         rows = weights.q_up(rows)
     rows = rows.reshape(count, heads, -1)

@@ -142,14 +142,15 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    chunked: bool = False,
     causal: bool = True,
 ) -> Tensor:
     """Attention of every query over its sequence's pages, softmax and sums in float32.
 
     Query i of a sequence stands at position p = seq_len - query_len + i and sees keys j <= p, with a window only
-    j > p - window; where it is not `causal`, all keys, with a window those of p - window < j < p + window. Scores are
-    q·k·scale, with a softcap c: c · tanh(score / c). A sink is one more score of every query of a head, whose key has
-    no value. Over int8 pages q is rotated as the keys are.
+    j > p - window, or, where it is `chunked`, j >= p - p mod window; where it is not `causal`, all keys, with a window
+    those of p - window < j < p + window. Scores are q·k·scale, with a softcap c: c · tanh(score / c). A sink is one
+    more score of every query of a head, whose key has no value. Over int8 pages q is rotated as the keys are.
 
     q              [num_tokens, num_heads, head_dim]   f32 | bf16 | f16, after RoPE
     pages          this step's tokens are in it
@@ -169,7 +170,8 @@ def paged_attention(
     heads = num_heads, num_kv_heads
     for rows, index, position, seq_len in _pieces(cu_query_lens, seq_lens, window if causal else None, heads):
         length = None if causal else seq_len
-        out[rows] = _attend(rotated[rows], pages, block_table[index], position, length, scale, window, softcap, sinks)
+        how = (scale, window, softcap, sinks, chunked)
+        out[rows] = _attend(rotated[rows], pages, block_table[index], position, length, *how)
     return out
 
 
@@ -262,6 +264,7 @@ def _attend(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
+    chunked: bool = False,
 ) -> Tensor:
     """Attention of consecutive queries, the first at `position`, of one sequence: float32 [queries, heads, head_dim];
     of queries that are wider than what `pages.k` holds, latent attention: [queries, heads, rank].
@@ -281,7 +284,7 @@ def _attend(
     last = position + num_queries - 1
     newest = last if length is None else length - 1 if window is None else min(length - 1, last + window - 1)
     lead, num_q = position % tile, last // tile - position // tile + 1
-    oldest = 0 if window is None else max(0, position - window + 1)
+    oldest = 0 if window is None else position - position % window if chunked else max(0, position - window + 1)
     first_tile, end_tile = oldest // KEY_TILE, newest // KEY_TILE + 1
     num_k = end_tile - first_tile
     base = first_tile * KEY_TILE
@@ -304,7 +307,7 @@ def _attend(
     else:
         steps = torch.arange(position - lead, position - lead + num_q * tile, device=q.device).clamp_(position, last)
         at = steps.view(num_q, tile, 1).expand(-1, -1, per_kv)
-        _hide(scores, base, at, window, None if length is None else newest)
+        _hide(scores, base, at, window, None if length is None else newest, chunked)
 
     sink = None
     if sinks is not None:
@@ -378,7 +381,7 @@ def _gather(cache: Tensor, scales: Tensor | None, rows: Tensor, num_tiles: int, 
     return functional.pad(tiles, (0, spare)) if spare else tiles
 
 
-def _hide(scores: Tensor, base: int, positions: Tensor, window: int | None, newest: int | None) -> None:
+def _hide(scores: Tensor, base: int, positions: Tensor, window: int | None, newest: int | None, chunked: bool) -> None:
     """Set the scores of keys that a query at `positions` [num_q, tile, per_kv] may not see to -inf.
 
     newest   the last key that a query may see behind it; None: it sees none there
@@ -388,7 +391,7 @@ def _hide(scores: Tensor, base: int, positions: Tensor, window: int | None, newe
     queries = positions.reshape(1, 1, num_q, rows, 1)
     hidden = keys > (queries if newest is None else torch.full_like(queries, newest))
     if window is not None:
-        hidden |= keys <= queries - window
+        hidden |= keys < queries - queries % window if chunked else keys <= queries - window
         if newest is not None:
             hidden |= keys >= queries + window
     scores.masked_fill_(hidden, float("-inf"))

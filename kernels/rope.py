@@ -25,6 +25,8 @@ def scale_llama3(
     wavelength = 2 * math.pi / inv_freq
     longest, shortest = original_context / low_freq_factor, original_context / high_freq_factor
     stretched = torch.where(wavelength > longest, inv_freq / factor, inv_freq)
+    if low_freq_factor == high_freq_factor:  # Llama 4: nothing lies between
+        return stretched
     smooth = (original_context / wavelength - low_freq_factor) / (high_freq_factor - low_freq_factor)
     blended = (1 - smooth) * stretched / factor + smooth * stretched
     between = ~(wavelength < shortest) & ~(wavelength > longest)

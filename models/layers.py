@@ -179,6 +179,7 @@ def _attention(layer: LayerReader, facts: Attention) -> AttentionWeights:
         whole_norms=facts.whole_norms,
         post_norm=layer.norm_after(layer.norms.after_mixer),
         window=facts.window,
+        chunked=facts.chunked,
         softcap=facts.softcap,
         interleaved=facts.rope.interleaved,
         v_norm=layer.plain_norm(facts.head_dim) if facts.v_norm and keeps else None,
@@ -188,6 +189,7 @@ def _attention(layer: LayerReader, facts: Attention) -> AttentionWeights:
         gate=bool(facts.gate),
         head_gates=facts.gate == "heads",
         temperature=_temperature(layer, facts),
+        temperature_offset=facts.temperature_offset,
         causal=facts.causal,
         sum_norm=layer.norm_if(layer.norms.over_mixer),
         parallel=layer.facts.parallel,
@@ -197,7 +199,8 @@ def _attention(layer: LayerReader, facts: Attention) -> AttentionWeights:
 
 def _temperature(layer: LayerReader, facts: Attention | LatentAttention) -> tuple[float, int] | None:
     """None where no position that is offered grows."""
-    return facts.temperature if facts.temperature and layer.reader.context > facts.temperature[1] else None
+    longest = layer.reader.context + facts.temperature_offset
+    return facts.temperature if facts.temperature and longest > facts.temperature[1] else None
 
 
 def _in_file_order(qkv: Linear, facts: Attention) -> Linear:
@@ -357,6 +360,7 @@ def _experts(layer: LayerReader, facts: Experts) -> ExpertsWeights:
         choice_bias=layer.vector(bias) if facts.choice_bias else None,
         groups=facts.groups,
         group_top_k=facts.group_top_k,
+        share_inputs=facts.share_inputs,
         shared_gate_up=layer.linear("gate_up", *shared) if facts.shared_inner else None,
         shared_down=layer.linear("down", "mlp.shared_expert.down_proj") if facts.shared_inner else None,
         shared_gate=layer.linear("router", "mlp.shared_expert_gate") if facts.shared_gate else None,

@@ -11,7 +11,7 @@ from localllm.kernels.verify.cases import ModelShapes
 from localllm.kernels.verify.trial import layer_kind
 
 from .architectures.facts import ModelFacts
-from .architectures.mixers import GatedDelta, Mamba2, Stateful
+from .architectures.mixers import Attention, GatedDelta, Mamba2, Stateful
 from .model import DecoderLayer
 
 # kinds of layers tried: a mixed quantization can have a dozen, which differ in what products were tried for
@@ -31,6 +31,7 @@ def model_shapes(facts: ModelFacts, ops: OpFacts) -> ModelShapes:
         eps=facts.rms_norm_eps,
         has_windows=any(window is not None for window in facts.windows),
         has_sinks=any(getattr(one, "sinks", False) for one in facts.attention),
+        chunked=any(isinstance(mixer, Attention) and mixer.chunked for mixer in facts.attention),
         softcap=mixer.softcap,
         scale=mixer.scale,
         states=_state_sizes(facts),

@@ -93,7 +93,7 @@ static void attention_block(const ll_attention_args *a, const attention_task *t,
             store_bf16(s->q + (r * wide + d) / 2, vf_load(to + d));
         }
         s->high[r] = position;
-        s->low[r] = a->window && position >= a->window ? position - a->window + 1 : 0;
+        s->low[r] = oldest_key(a, position);
         s->total_max[r] = -INFINITY;
         if (s->low[r] < low) low = s->low[r];
         if (position > high) high = position;
@@ -186,8 +186,7 @@ static int attention_locked(const ll_attention_args *a)
                 for (int64_t first = 0; first < rows; first += most) {
                     const int64_t n = rows - first < most ? rows - first : most;
                     const int64_t oldest = length - queries + first / per_kv, newest = length - queries + (first + n - 1) / per_kv;
-                    const int64_t low = a->window && oldest >= a->window ? oldest - a->window + 1 : 0;
-                    const int64_t begin = low / SEGMENT, end = newest / SEGMENT + 1;
+                    const int64_t begin = oldest_key(a, oldest) / SEGMENT, end = newest / SEGMENT + 1;
                     const int split = queries <= SPLIT_QUERIES && end - begin > 1;
                     if (split && rows <= FEW_QUERY_ROWS) {
                         const int64_t left = a->pages.num_kv_heads - head;

@@ -23,7 +23,7 @@ typedef struct {
     const int32_t *cu_query_lens, *seq_lens;
     const float *sinks;         /* [num_heads], or NULL */
     int64_t num_seqs, max_pages, num_heads;
-    int64_t window;             /* 0: none */
+    int64_t window;             /* 0: none; below 0: a chunk of so many, of which a query sees what is before it */
     float scale, softcap;       /* softcap 0: none */
     int64_t turned;             /* 0: none. A key is what `k` holds and, behind it, so many elements in `v`; its value is the former */
     int64_t gated;              /* behind each query lies a gate of its size, whose sigmoid multiplies what it gives */
@@ -54,6 +54,13 @@ typedef struct {
 } tile_rows;
 
 static const int32_t lane_numbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+/* The first key that a query at `position` sees. */
+INLINE int64_t oldest_key(const ll_attention_args *a, int64_t position)
+{
+    if (a->window < 0) return position - position % a->window; /* C's remainder has the sign of the position */
+    return a->window && position >= a->window ? position - a->window + 1 : 0;
+}
 
 /* Whether queries and weights are rounded to bfloat16, as keys and values were, and meet them in pairs: half of the
  * multiplications, and nothing is made a float. */

@@ -12,11 +12,12 @@
 #define EXPERTS_MAX 4096 /* localllm/checkpoint/fields.py */
 #define OAI_SLOPE 1.702f
 
-enum { ROUTE_SOFTMAX, ROUTE_SOFTMAX_TOPK, ROUTE_SIGMOID };
+enum { ROUTE_SOFTMAX, ROUTE_SOFTMAX_TOPK, ROUTE_SIGMOID, ROUTE_SIGMOID_TOPK };
 enum { ACT_SILU, ACT_GELU, ACT_OAI };
 
 typedef struct {
     int64_t hidden, intermediate, shared, num_experts, top_k, router_kind, renormalise, act, groups, group_top_k;
+    int64_t share_inputs; /* shares multiply what experts take, and not what they give */
     double scale, limit; /* limit 0: none */
     const float *choice_bias; /* [num_experts], or NULL */
     ll_norm norm, post_norm;
@@ -147,6 +148,8 @@ static void route_row(const ll_experts_layer *l, float *scores, float *wanted, i
         shares[i] = scores[best];
     }
     if (l->router_kind == ROUTE_SOFTMAX_TOPK) softmax_row(shares, k);
+    else if (l->router_kind == ROUTE_SIGMOID_TOPK)
+        for (int64_t i = 0; i < k; i++) shares[i] = 1.0f / (1.0f + exp_of(-shares[i]));
     else if (l->renormalise) {
         for (int64_t i = 0; i < k; i++) total += shares[i];
         for (int64_t i = 0; i < k; i++) shares[i] /= total + 1e-20f;
@@ -212,9 +215,15 @@ static int64_t some_experts(const ll_experts_layer *l, const mixture_room *r, in
     for (; end < l->num_experts && r->first[end + 1] - at <= PAIRS; end++) {
         const int64_t from = r->first[end] - at, m = r->first[end + 1] - at - from;
         if (!m) continue;
-        for (int64_t i = 0; rows > 1 && i < m; i++)
-            memcpy(r->gathered + (from + i) * hidden, r->normed + r->pairs[at + from + i] / k * hidden, (size_t)hidden * 4);
-        const float *x = rows > 1 ? r->gathered + from * hidden : r->normed;
+        const int gathers = rows > 1 || l->share_inputs;
+        for (int64_t i = 0; gathers && i < m; i++) {
+            const int64_t pair = r->pairs[at + from + i];
+            const float *row = r->normed + pair / k * hidden;
+            float *to = r->gathered + (from + i) * hidden;
+            if (!l->share_inputs) memcpy(to, row, (size_t)hidden * 4);
+            else for (int64_t d = 0; d < hidden; d++) to[d] = row[d] * r->shares[pair];
+        }
+        const float *x = gathers ? r->gathered + from * hidden : r->normed;
         r->products[count++] = (one_product){&l->gate_up[end], x, r->gate_up + from * 2 * inner, m};
     }
     const int64_t num_pairs = r->first[end] - at;
@@ -230,7 +239,7 @@ static int64_t some_experts(const ll_experts_layer *l, const mixture_room *r, in
     if (run_products(r->products, count)) return -1;
     for (int64_t i = 0; i < num_pairs; i++) { /* experts in order for every token */
         const int64_t pair = r->pairs[at + i];
-        const float *given = r->gathered + i * hidden, share = r->shares[pair];
+        const float *given = r->gathered + i * hidden, share = l->share_inputs ? 1.0f : r->shares[pair];
         float *total = r->total + pair / k * hidden;
         for (int64_t d = 0; d < hidden; d++) total[d] += given[d] * share;
     }

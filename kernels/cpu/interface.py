@@ -129,6 +129,7 @@ class CExpertsLayer(ctypes.Structure):
 
     _fields_ = [
         *_each(c_int64, "hidden intermediate shared num_experts top_k router_kind renormalise act groups group_top_k"),
+        ("share_inputs", c_int64),
         *_each(c_double, "scale limit"),
         ("choice_bias", c_void_p),
         *_each(CNorm, "norm post_norm"),

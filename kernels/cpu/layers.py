@@ -53,7 +53,7 @@ _EXPERT_ACTIVATIONS = ("silu", "gelu_tanh", "swiglu_oai")  # as experts.h number
 KNOWN_ATTENTION = FUSED_ATTENTION | {"gate", "head_gates"}
 LARGEST_CONV = 8  # CONV_WIDTH_MAX of C
 LARGEST_HEAD, LARGEST_TURN = 512, 128  # DIM_MAX and TURNED_MAX of C
-_ROUTERS = ("softmax", "softmax_topk", "sigmoid")
+_ROUTERS = ("softmax", "softmax_topk", "sigmoid", "sigmoid_topk")
 
 
 @dataclass(slots=True)
@@ -228,6 +228,7 @@ def experts_layer(w: ExpertsWeights) -> Layer | None:
         act=_EXPERT_ACTIVATIONS.index(w.activation),
         groups=w.groups,
         group_top_k=w.group_top_k,
+        share_inputs=w.share_inputs,
         scale=w.scale,
         limit=w.limit or 0.0,
         choice_bias=None if choice_bias is None else choice_bias.data_ptr(),

@@ -111,6 +111,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    chunked: bool = False,
 ) -> Tensor:
     """As `reference.paged_attention`.
 
@@ -119,7 +120,7 @@ def paged_attention(
     q = _checked(q, "q").contiguous()
     out = torch.empty(q.shape)
     failed = segments.run_attention(
-        q, out, pages, block_table.contiguous(), cu_query_lens, seq_lens, (scale, window, softcap, sinks)
+        q, out, pages, block_table.contiguous(), cu_query_lens, seq_lens, (scale, window, softcap, sinks, chunked)
     )
     if failed == -1:
         raise MemoryError("no memory for attention")

@@ -199,7 +199,7 @@ typedef struct {
     const float *sinks;   /* [num_heads], or NULL */
     kv_pages pages;
     ll_state_slots kept;
-    int64_t view, window; /* window 0: none */
+    int64_t view, window; /* window: as of ll_attention_args */
     double scale, softcap;
 } ll_decoder_layer;
 

@@ -112,7 +112,7 @@ def attention(
     if not known or q.dtype is not torch.float32 or not (q.is_contiguous() and block_table.is_contiguous()):
         return composed(q, weights, pages, block_table, cu_query_lens, seq_lens)
     out = torch.empty((q.shape[0], weights.num_heads * weights.head_dim))
-    how = (weights.scale, weights.window, weights.softcap, weights.sinks)
+    how = (weights.scale, weights.window, weights.softcap, weights.sinks, weights.chunked)
     _check(run_attention(q, out, pages, block_table, cu_query_lens, seq_lens, how, gated=weights.gate))
     return out
 
@@ -124,19 +124,24 @@ def run_attention(
     block_table: Tensor,
     cu_query_lens: Tensor,
     seq_lens: Tensor,
-    how: tuple[float, int | None, float | None, Tensor | None],
+    how: tuple[float, int | None, float | None, Tensor | None, bool],
     *,
     gated: bool = False,
 ) -> int:
-    """`ll_attention`, on contiguous tensors; how: scale, window, softcap, sinks. Returns what it returns."""
-    scale, window, softcap, sinks = how
+    """`ll_attention`, on contiguous tensors; how: scale, window, softcap, sinks, chunked. Returns what it returns."""
+    scale, window, softcap, sinks, chunked = how
     if q.shape[2] != pages.k.shape[3] * (1 + gated):
         return -2
     places = (t.data_ptr() for t in (q, out, block_table, cu_query_lens, seq_lens))
-    more = (0 if sinks is None else sinks.data_ptr(), *block_table.shape, q.shape[1], window or 0)
+    more = (0 if sinks is None else sinks.data_ptr(), *block_table.shape, q.shape[1], _window(window, chunked))
     arguments = ATTENTION.pack(*places, *more, scale, softcap or 0.0, 0, gated)
     failed: int = lib().ll_attention(pack_pages(pages) + arguments)
     return failed
+
+
+def _window(window: int | None, chunked: bool) -> int:
+    """As `ll_attention_args` has it."""
+    return (-window if chunked else window) if window else 0
 
 
 def attn_out(composed: Callable[..., Tensor], attended: Tensor, x: Tensor, weights: AttentionWeights) -> Tensor:
@@ -406,7 +411,8 @@ def _fill_mixer(struct: CDecoderLayer, weights: MixerWeights | None, of_layer: L
         struct.attention = layer.address
         struct.pages = CKVPages(*kv_fields(of_layer))
         struct.sinks = 0 if weights.sinks is None else weights.sinks.data_ptr()
-        struct.window, struct.scale, struct.softcap = weights.window or 0, weights.scale, weights.softcap or 0.0
+        struct.window = _window(weights.window, weights.chunked)
+        struct.scale, struct.softcap = weights.scale, weights.softcap or 0.0
     return layer
 
 

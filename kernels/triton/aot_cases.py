@@ -232,8 +232,8 @@ def _page_calls(dtype: torch.dtype) -> Iterator[Call]:
 
 
 def _attention_calls(dtype: torch.dtype, card: Card) -> Iterator[Call]:
-    """Head sizes of the models, and windows, soft-caps and sinks together: (tokens, format, head_dim, query heads a KV
-    head, KV heads, page size, extras).
+    """Head sizes of the models, chunks, and windows, soft-caps and sinks together: (tokens, format, head_dim, query
+    heads a KV head, KV heads, page size, extras).
     """
     native, has_mma = TYPES[dtype].removeprefix("*"), 80 <= card.capability < AMD
     for tokens, kv_format, dim, group, kv_heads, page, extras in (

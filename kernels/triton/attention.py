@@ -54,6 +54,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    chunked: bool = False,
     *,
     by_token: bool = False,
 ) -> Tensor:
@@ -64,7 +65,7 @@ def paged_attention(
     decode kernels, and no chunk or batch changes a bit.
     Raises ValueError for what `fits` of this back end refuses, and for tensors that are not contiguous.
     """
-    step = _Step(q, pages, block_table, cu_query_lens, seq_lens, (scale, window, softcap, sinks))
+    step = _Step(q, pages, block_table, cu_query_lens, seq_lens, (scale, window, softcap, sinks, chunked))
     num_tokens, num_seqs = q.shape[0], block_table.shape[0]
     if by_token:
         each = step.heads * step.places * (step.dim + 2) * 4  # bytes of a query between the two kernels
@@ -89,7 +90,7 @@ class _Step:
         block_table: Tensor,
         cu_query_lens: Tensor,
         seq_lens: Tensor,
-        how: tuple[float, int | None, float | None, Tensor | None],
+        how: tuple[float, int | None, float | None, Tensor | None, bool],
     ) -> None:
         self.num_tokens, self.heads, self.dim = q.shape
         self.kv_heads, self.page = pages.k.shape[1], pages.k.shape[2]
@@ -102,7 +103,7 @@ class _Step:
             raise ValueError(f"heads of {self.dim}: at most {LARGEST_HEAD}, a multiple of 8")
         if not (pages.k.is_contiguous() and pages.v.is_contiguous() and block_table.is_contiguous()):
             raise ValueError("pages and block tables must be contiguous")
-        scale, window, softcap, self.sinks = how
+        scale, window, softcap, self.sinks, chunked = how
         self.q, self.table, self.window = q.contiguous(), block_table, window or 0
         self.starts, self.lengths = cu_query_lens, seq_lens
         self.num_seqs = block_table.shape[0]
@@ -123,6 +124,7 @@ class _Step:
             # halvings that find a sequence; two values, since each is another compiled kernel
             "STEPS": 8 if self.num_seqs < 256 else 20,
             "HAS_WINDOW": window is not None,
+            "CHUNKED": chunked,
             "HAS_SOFTCAP": softcap is not None,
             "INTERPRET": interpreting(),
             "PTX": has_ptx(q.device),
@@ -187,7 +189,7 @@ class _Step:
             HEADS=self.heads,
             AT_ONCE=MERGED // padded,
             **merging,
-            **{name: shared[name] for name in ("DIM", "FORMAT", "SCALES", "STEPS", "HAS_WINDOW", *split)},
+            **{name: shared[name] for name in ("DIM", "FORMAT", "SCALES", "STEPS", "HAS_WINDOW", "CHUNKED", *split)},
         )
 
     def prefill(self, singles: bool, tile: Tile | None = None) -> None:
@@ -278,7 +280,7 @@ def _trial(
         q = torch.randn(new, heads, dim, device=device, dtype=dtype)
         table = torch.arange(count, dtype=torch.int32, device=device)[None]
         bounds, lengths = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, new], [length]))
-        return _Step(q, pages, table, bounds, lengths, (dim**-0.5, None, None, None))
+        return _Step(q, pages, table, bounds, lengths, (dim**-0.5, None, None, None, False))
 
     def trial(choice: Mapping[str, int]) -> Callable[[], object]:
         tile, step = Tile(**choice), made()

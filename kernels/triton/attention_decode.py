@@ -55,6 +55,16 @@ def _query_of(
 
 
 @triton.jit
+def oldest_key(length, window, CHUNKED: tl.constexpr):
+    """The first key that a query sees of `length` ones up to its own, with a window."""
+    if CHUNKED:
+        oldest = tl.maximum(length - 1, 0) // window * window
+    else:
+        oldest = tl.maximum(length - window, 0)
+    return oldest
+
+
+@triton.jit
 def _split_tokens(seen, FIRST: tl.constexpr, SPLITS: tl.constexpr):
     """Keys of a split when `seen` keys take part: FIRST while SPLITS of them suffice, then a multiple of it."""
     return FIRST * tl.maximum((seen + FIRST * SPLITS - 1) // (FIRST * SPLITS), 1)
@@ -67,7 +77,7 @@ def decode_split(
     DIM: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, KV_HEADS: tl.constexpr,
     PAGE: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr, RUN: tl.constexpr, KEYS: tl.constexpr,
     FIRST: tl.constexpr, SPLITS: tl.constexpr, BY_TOKEN: tl.constexpr, STEPS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, CHUNKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
     INTERPRET: tl.constexpr, PTX: tl.constexpr, HAS_SINKS: tl.constexpr, HEADS: tl.constexpr, PADDED: tl.constexpr,
     PLACES: tl.constexpr, AT_ONCE: tl.constexpr, MERGES: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
@@ -84,7 +94,7 @@ def decode_split(
     token, seq, length = _query_of(row, cu_query_lens, seq_lens, num_seqs, first_token, BY_TOKEN, STEPS)
     oldest = 0
     if HAS_WINDOW:
-        oldest = tl.maximum(length - window, 0)
+        oldest = oldest_key(length, window, CHUNKED)
     size = _split_tokens(length - oldest, FIRST, SPLITS)
     count = (length + size - 1) // size - oldest // size
     n = tl.arange(0, KEYS)
@@ -264,7 +274,7 @@ def merge_splits(
     part_sum, part_norm, sinks, v_scales, out, cu_query_lens, seq_lens, window, num_places, num_seqs, first_token,
     DIM: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr, PLACES: tl.constexpr, AT_ONCE: tl.constexpr,
     FORMAT: tl.constexpr, SCALES: tl.constexpr, FIRST: tl.constexpr, SPLITS: tl.constexpr, BY_TOKEN: tl.constexpr,
-    STEPS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, PDL: tl.constexpr,
+    STEPS: tl.constexpr, HAS_WINDOW: tl.constexpr, CHUNKED: tl.constexpr, HAS_SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Splits of one query head into its result, in the order of their places; a query without keys gets zeros."""
     head = tl.program_id(0)
@@ -277,7 +287,7 @@ def merge_splits(
             return
     oldest = 0
     if HAS_WINDOW:
-        oldest = tl.maximum(length - window, 0)
+        oldest = oldest_key(length, window, CHUNKED)
     size = _split_tokens(length - oldest, FIRST, SPLITS)
     count = tl.maximum((length + size - 1) // size - oldest // size, 0)
     wait_for_previous(PDL)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .attention_decode import exponents
+from .attention_decode import exponents, oldest_key
 from .e4m3 import widen_e4m3, widen_int8
 from .hadamard import rotate_halves
 from .launch import wait_for_previous
@@ -37,8 +37,8 @@ def _attend(
     q_even, q_odd, acc, acc_odd, top, norm, k, v, k_scales, v_scales, table, head, heads, position, scale, softcap,
     window, begin, end, oldest, length,
     DIM: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, FORMAT: tl.constexpr,
-    SCALES: tl.constexpr, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    MASKED: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr,
+    SCALES: tl.constexpr, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Take keys [begin, end) into the sums. `oldest`, `length`: keys outside are not this tile's business at all."""
     EIGHT: tl.constexpr = (FORMAT == "int8") | (FORMAT == "fp8")
@@ -80,7 +80,7 @@ def _attend(
         if MASKED:
             seen = key[None, :] <= position[:, None]
             if HAS_WINDOW:
-                seen &= key[None, :] > position[:, None] - window
+                seen &= key[None, :] >= oldest_key(position + 1, window, CHUNKED)[:, None]
             scores = tl.where(seen, scores, float("-inf"))
         if LATE:  # one multiply-add an element: the scale is positive, so the largest stays the largest
             new_top = tl.maximum(top, tl.max(scores, 1) * scale)
@@ -152,9 +152,9 @@ def prefill(
     scale, softcap, window, table_width, num_seqs, first_head, heads,
     DIM: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr,
     FORMAT: tl.constexpr, SCALES: tl.constexpr, RUN: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    STEPS: tl.constexpr, SINGLES: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
-    PTX: tl.constexpr,
+    STEPS: tl.constexpr, SINGLES: tl.constexpr, HAS_WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    INTERPRET: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one sequence for one KV head of the `heads` in the pages, those from first_head on.
 
@@ -216,19 +216,19 @@ def prefill(
     table = block_table + low.to(tl.int64) * table_width
     oldest = 0
     if HAS_WINDOW:
-        oldest = tl.maximum(start - window + 1, 0)
+        oldest = oldest_key(start + 1, window, CHUNKED)
         plain_end = oldest // KEYS * KEYS
     else:
         plain_end = (start + 1) // KEYS * KEYS
         acc, acc_odd, top, norm = _attend(
             q_even, q_odd, acc, acc_odd, top, norm, k, v, k_scales, v_scales, table, head, heads, position, scale,
             softcap, window, 0, plain_end, oldest, length, DIM, HALF, PAGE, FORMAT, SCALES, KEYS, HAS_WINDOW,
-            HAS_SOFTCAP, False, STAGES, PTX,
+            CHUNKED, HAS_SOFTCAP, False, STAGES, PTX,
         )  # fmt: skip
     acc, acc_odd, top, norm = _attend(
         q_even, q_odd, acc, acc_odd, top, norm, k, v, k_scales, v_scales, table, head, heads, position, scale,
         softcap, window, plain_end, end, oldest, end, DIM, HALF, PAGE, FORMAT, SCALES, KEYS, HAS_WINDOW,
-        HAS_SOFTCAP, True, STAGES, PTX,
+        CHUNKED, HAS_SOFTCAP, True, STAGES, PTX,
     )  # fmt: skip
     if HAS_SINKS:
         sink = tl.load(sinks + q_head * GROUP + row % GROUP).to(tl.float32) * 1.4426950408889634

@@ -58,13 +58,13 @@ def _step(x: Tensor, weights: ExpertsWeights) -> Tensor:
     many, router = weights.stacked[0].prepared, only_part(weights.router, x)
     # one row whose products take the norm with them: each of few programs, or what prepares x for all of them
     one_by_one = x.shape[0] == 1 and not tile_size(weights.top_k, len(weights.down))
-    folds = one_by_one and is_fixed(many.code, many.run, card_of(x.device))
+    folds = one_by_one and not weights.share_inputs and is_fixed(many.code, many.run, card_of(x.device))
     norm = weights.norm if folds and router is not None and weights.shared_gate_up is None else None
     seen = x if norm is not None or weights.norm is None else rms_norm(x, weights.norm.weight, weights.norm.eps)
     logits = weights.router(seen) if router is None else product(seen, router.prepared, Extras(router.bias, norm))
     chosen, shares = routed(logits, weights)
-    given = _given(seen, chosen, weights, norm=norm)
-    summed(given, shares, x, x, *_shared(seen, weights))
+    taken, shares = _weighed(seen, shares, weights)
+    summed(_given(taken, chosen, weights, norm=norm), shares, x, x, *_shared(seen, weights))
     return x
 
 
@@ -88,8 +88,16 @@ def mixture(x: Tensor, asked: Tensor, weights: ExpertsWeights, activate: Callabl
     chosen, shares = routed(weights.router(asked), weights)
     seen = x if weights.latent_in is None else weights.latent_in(x)
     total = torch.empty(seen.shape, dtype=torch.float32, device=x.device)
-    summed(_given(seen, chosen, weights, activate), shares, total)
+    taken, shares = _weighed(seen, shares, weights)
+    summed(_given(taken, chosen, weights, activate), shares, total)
     return total if weights.latent_out is None else weights.latent_out(total.to(x.dtype)).float()
+
+
+def _weighed(x: Tensor, shares: Tensor, weights: ExpertsWeights) -> tuple[Tensor, Tensor]:
+    """What experts take, and what counts in their sum: where shares are of inputs a row of each pair, and all alike."""
+    if not weights.share_inputs:
+        return x, shares
+    return (x.unsqueeze(1) * shares.unsqueeze(-1)).to(x.dtype).flatten(0, 1), torch.ones_like(shares)
 
 
 def _given(
@@ -99,7 +107,7 @@ def _given(
     activate: Callable[[Tensor], Tensor] | None = None,
     norm: Norm | None = None,
 ) -> Tensor:
-    """What each pair's expert gives: [num_tokens * top_k, hidden], dtype of x.
+    """What each pair's expert gives: [num_tokens * top_k, hidden], dtype of x, of which tokens have a row, or pairs.
 
     activate   where no product takes the activation with it
     norm       of x, where it is one row that is prepared for the products
@@ -228,6 +236,8 @@ def _route_kernel(
     if KIND == "softmax_topk":
         shares = tl.where(there, tl.exp(shares - tl.max(tl.where(there, shares, float("-inf")), 0)), 0.0)
         shares = shares / tl.sum(shares, 0)
+    elif KIND == "sigmoid_topk":
+        shares = 1.0 / (1.0 + tl.exp(tl.minimum(-shares, 88.0)))
     elif NORMED:
         shares = shares / (tl.sum(shares, 0) + 1e-20)
     if SCALES:

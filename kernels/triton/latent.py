@@ -187,6 +187,7 @@ def attend(
             SCALES="none",
             BY_TOKEN=True,
             HAS_WINDOW=False,
+            CHUNKED=False,
             HAS_SINKS=False,
             **split,
         )

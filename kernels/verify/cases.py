@@ -34,6 +34,7 @@ class ModelShapes:
     eps: float = 1e-6
     has_windows: bool = False
     has_sinks: bool = False
+    chunked: bool = False  # some of them do not move
     softcap: float | None = None
     scale: float = 0.0  # of q·k; 0: head_dim ** -0.5
     states: tuple[tuple[str, tuple[int, ...]], ...] | None = None  # (op, its sizes) as in `SIZES`; None: a few invented
@@ -43,7 +44,8 @@ class ModelShapes:
         """All that a verdict depends on, besides the kernel and the card."""
         f = self.facts
         heads = f"{f.num_heads}/{f.num_kv_heads}x{f.head_dim}.{self.rotated}{'i' if self.interleaved else ''}"
-        other = "w" * self.has_windows + "s" * self.has_sinks + (f"c{self.softcap:g}" if self.softcap else "")
+        other = "w" * self.has_windows + "k" * self.chunked + "s" * self.has_sinks
+        other += f"c{self.softcap:g}" if self.softcap else ""
         key = f"{self.hidden}/{self.intermediate} {heads} p{f.page_size}{other} {f.dtype} {f.kv_format}"
         return key + "".join(f" {op} {'x'.join(map(str, sizes))}" for op, sizes in self.states or ())
 
@@ -187,6 +189,9 @@ def _paged_attention(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
         for window in (None, WINDOW) if shapes.has_windows else (None,):
             seen = "" if window is None else f", window {window}"
             yield (f"{name}{seen}", (q, pages, *given, scale, window, shapes.softcap, *sinks))
+        if shapes.chunked:
+            how = (shapes.softcap, *(sinks or (None,)), True)
+            yield (f"{name}, chunks of {WINDOW}", (q, pages, *given, scale, WINDOW, *how))
         if f.kv_format == "fp8":
             scaled = filled_pages(f, total, source, layer_scales=True)
             yield (f"{name}, scales of the checkpoint", (q, scaled, *given, scale, None, shapes.softcap, *sinks))

@@ -241,13 +241,14 @@ def layer_kind(attention: MixerWeights | None, mlp: Any, view: int) -> str:
         norms += f" latents {attention.kept}"
     else:
         norms += "g" * attention.gate + "k" * attention.k_is_v + "r" * attention.reads_only + f" w{attention.window}"
-        norms += "l" * attention.late_norms
+        norms += "c" * attention.chunked + "l" * attention.late_norms
     norms += "p" * getattr(attention, "parallel", False) + "i" * (mlp is not None and mlp.input is not None)
     products = _products(*linears_of(attention), *linears_of(mlp))
     router = ""
     if isinstance(mlp, ExpertsWeights):
         chosen = (mlp.top_k, mlp.renormalise, mlp.scale, mlp.groups, mlp.group_top_k, mlp.limit)
         added = "+b" * (mlp.choice_bias is not None) + "+s" * (mlp.expert_scales is not None) + "+n" * bool(mlp.apart)
+        added += "+i" * mlp.share_inputs
         router = f" {mlp.router_kind}{added} {chosen}"
     return f"{view} {products} {norms} {mlp and mlp.activation}{router}"
 

@@ -153,8 +153,8 @@ class HfConfig(Config):
         if kind == "llama3":
             low = fields.number("low_freq_factor", 1e-6, 1e6)
             high = fields.number("high_freq_factor", 1e-6, 1e6)
-            if low >= high:
-                raise fields.fail("high_freq_factor", f"is {high:g}, it must be over low_freq_factor {low:g}")
+            if low > high:
+                raise fields.fail("high_freq_factor", f"is {high:g}, it is under low_freq_factor {low:g}")
             return RopeFacts(theta, dim, "llama3", factor, low, high, original), context
         rope = RopeFacts(
             theta,

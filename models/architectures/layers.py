@@ -66,12 +66,14 @@ class Experts:
     inner: int  # of one expert
     act: str = "silu"  # silu | gelu_tanh | swiglu_oai (gate · sigmoid(1.702 gate) · (up + 1)) | relu2 (without a gate)
     # what an expert counts: softmax (over all) | softmax_topk (over those chosen) | sigmoid (each by itself)
+    # | sigmoid_topk (of those chosen by their logits)
     router: str = "softmax"
     renormalise: bool = True  # the shares of those chosen are divided by their sum
     scale: float = 1.0  # then multiplied with this
     choice_bias: bool = False  # a number for each expert that is added for the choice only
     groups: int = 1  # experts lie in so many groups, of which `group_top_k` are chosen first
     group_top_k: int = 1
+    share_inputs: bool = False  # what it counts multiplies what it takes, and not what it gives
     shared_inner: int = 0  # of the expert that every token goes through; 0: none
     shared_gate: bool = False  # its output is multiplied with sigmoid(gate · x)
     bias: bool = False  # of router and experts
@@ -130,7 +132,8 @@ class Experts:
         and their result where all tokens take one; and float32 sums.
         """
         taken = self.latent or hidden
-        pairs = self.top_k * (self.inner * (1 if self.gated else 3) + taken + 8)  # and where they lie
+        each = taken * (1 + self.share_inputs)
+        pairs = self.top_k * (self.inner * (1 if self.gated else 3) + each + 8)  # and where they lie
         alone = 3 * max(self.inner, self.shared_inner) + 2 * hidden
         more = 3 * hidden * self.apart
         return 4 * self.num_experts + max(pairs, alone) + 4 * hidden + more
@@ -138,7 +141,7 @@ class Experts:
     @property
     def launches(self) -> int:
         """Kernels that PyTorch starts one by one for a token where the host learns what is chosen."""
-        routed = 18 + 6 * (self.groups > 1) + 4 * (self.router == "sigmoid")
+        routed = 18 + 6 * (self.groups > 1) + 4 * self.router.startswith("sigmoid")
         own = 7 + {"swiglu_oai": 8, "relu2": 2}.get(self.act, 0) + 2 * (self.limit is not None)
         return routed + self.top_k * own + 5 * bool(self.shared_inner) + 7 * self.shared_gate + 3 * bool(self.latent)
 

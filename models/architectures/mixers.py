@@ -42,12 +42,14 @@ class Attention:
     rope: RopeFacts
     scale: float = 1.0
     window: int | None = None  # a query sees this many positions, itself included; None = all
+    chunked: bool = False  # the window does not move: a query sees what lies in one of so many positions with it
     softcap: float | None = None
     qk_norm: bool = False  # a norm over every query and key head before RoPE
     whole_norms: bool = False  # that norm is over all heads together
     bare_norms: bool = False  # it has no weight
     late_norms: bool = False  # it is behind RoPE
     temperature: tuple[float, int] | None = None  # (b, n): queries at position p grow by 1 + b ln(1 + floor(p / n))
+    temperature_offset: int = 0  # added to p
     qkv_bias: bool = False
     o_bias: bool = False
     fused: bool = False  # q, k and v are stored as one module
@@ -125,6 +127,7 @@ class LatentAttention:
     window: ClassVar[None] = None
     softcap: ClassVar[None] = None
     shares_kv_with: ClassVar[None] = None
+    temperature_offset: ClassVar[int] = 0
 
     @property
     def num_kv_heads(self) -> int:

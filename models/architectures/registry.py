@@ -31,6 +31,7 @@ from .hunyuan import HunYuanDense, HunYuanMoe
 from .layers import Experts
 from .lfm2 import Lfm2, Lfm2Moe, Lfm3
 from .llama import Llama
+from .llama4 import Llama4
 from .mistral3 import Mistral3
 from .mixtral import Mixtral
 from .muse_glimmer import MuseGlimmer
@@ -84,6 +85,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Exaone4(),
     HunYuanDense(),
     HunYuanMoe(),
+    Llama4(),
     Cohere(),
     Cohere2(),
     Bert(),

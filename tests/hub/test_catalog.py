@@ -211,7 +211,7 @@ def test_choices(alias: str, memory: catalog.Memory, spec: str) -> None:
 def test_a_choice_says_what_else_there_is() -> None:
     choice = pick("qwen", MEMORIES[2])
     assert any("would be larger: needs" in line for line in choice.also)
-    assert any("a newer localllm" in line for line in pick("llama", MEMORIES[2]).also)
+    assert any("a newer localllm" in line for line in pick("mistral", MEMORIES[2]).also)
     assert len(choice.considered) == len(catalog.members("qwen"))
     assert all(c.note for c in choice.considered if not c.fits)
 

@@ -113,7 +113,7 @@ def test_a_second_quant_of_a_cached_repository_is_asked_for(fake_hub: FakeHub) -
 @pytest.mark.parametrize(
     ("info", "architecture"),
     [
-        ({"config": {"architectures": ["Llama4ForConditionalGeneration"]}}, "Llama4ForConditionalGeneration"),
+        ({"config": {"architectures": ["JambaForCausalLM"]}}, "JambaForCausalLM"),
         ({"gguf": {"architecture": "mpt"}}, "mpt"),
         ({"gguf": {"architecture": "jamba"}}, "jamba"),
         ({"config": {"architectures": ["\u001b[2JEvil"]}}, "Evil"),
@@ -246,8 +246,8 @@ def test_ollamas_names_of_the_catalogue(fake_hub: FakeHub) -> None:
 
 
 def test_families_are_refused_by_name(fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UnsupportedModel, match="llama4-scout needs a newer localllm"):
-        hub.resolve("llama4-scout")
+    with pytest.raises(UnsupportedModel, match="mistral-small4 needs a newer localllm"):
+        hub.resolve("mistral-small4")
     with pytest.raises(DoesNotFit, match="no mistral fits"):
         hub.resolve("mistral", judge=lambda: hub.Judgement(GPU, lambda c: (False, 0.0)))
     assert fake_hub.log() == []

@@ -29,6 +29,7 @@ class Case:
     window: int | None
     softcap: float | None
     sinks: Tensor | None = None
+    chunked: bool = False
 
     def run(self) -> Tensor:
         return ops.paged_attention(
@@ -41,6 +42,7 @@ class Case:
             self.window,
             self.softcap,
             self.sinks,
+            self.chunked,
         )
 
     def alone(self, seq: int, index: int) -> Tensor:
@@ -56,6 +58,7 @@ class Case:
             self.window,
             self.softcap,
             self.sinks,
+            self.chunked,
         )
         return one.run()[0]
 
@@ -82,6 +85,7 @@ def make(
     window: int | None = None,
     softcap: float | None = None,
     sinks: bool = False,
+    chunked: bool = False,
 ) -> Case:
     needed = [-(-length // page) for length in lens]
     num_pages = sum(needed) + 2
@@ -98,7 +102,7 @@ def make(
     starts = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], dtype=torch.int32)
     q = torch.randn(sum(queries), heads[0], dim)
     sink = torch.randn(heads[0]) if sinks else None
-    return Case(q, pages, table, starts, torch.tensor(lens, dtype=torch.int32), window, softcap, sink)
+    return Case(q, pages, table, starts, torch.tensor(lens, dtype=torch.int32), window, softcap, sink, chunked)
 
 
 CASES = {
@@ -114,6 +118,10 @@ CASES = {
         make, lens=(1000, 3), queries=(1, 3), heads=(4, 4), dim=8, page=64, kv="bf16", window=300
     ),
     "softcap, odd dimension": partial(make, lens=(150,), queries=(149,), heads=(6, 6), dim=80, page=32, softcap=5.0),
+    "chunks": partial(make, lens=(90, 64), queries=(60, 1), heads=(4, 2), dim=24, window=32, chunked=True),
+    "chunks over segments": partial(
+        make, lens=(1000, 601, 600), queries=(1, 4, 300), heads=(4, 4), dim=8, kv="bf16", window=300, chunked=True
+    ),
     "small pages": partial(make, lens=(90,), queries=(60,), heads=(4, 2), dim=24, page=8, window=7),
     "page boundary": partial(make, lens=(16, 17, 256, 257), queries=(1, 1, 1, 1), heads=(2, 1), dim=32),
     "int8": partial(make, lens=(700, 20), queries=(1, 20), heads=(6, 2), dim=64, kv="int8"),
@@ -161,7 +169,10 @@ def expected(c: Case) -> Tensor:
         scores = torch.einsum("qhd,khd->hqk", q[start:end], k) * c.q.shape[2] ** -0.5
         if c.softcap:
             scores = c.softcap * torch.tanh(scores / c.softcap)
-        hidden = (keys > positions) | (keys <= positions - (c.window or length))
+        before = keys <= positions - (c.window or length)
+        if c.chunked and c.window is not None:
+            before = keys // c.window < positions // c.window
+        hidden = (keys > positions) | before
         scores = scores.masked_fill(hidden, -torch.inf)
         if c.sinks is not None:
             scores = torch.cat([scores, c.sinks.double()[:, None, None].expand(-1, end - start, 1)], -1)

@@ -28,6 +28,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "sigmoid": SOFTMAX | {"router_kind": "sigmoid", "choice_bias": True, "shared": 38},
     "grouped": SOFTMAX | {"router_kind": "sigmoid", "groups": 3, "group_top_k": 2, "shared": 54, "gated": True},
     "softmax with a bias": SOFTMAX | {"choice_bias": True, "shared": 38},
+    "inputs": SOFTMAX | {"router_kind": "sigmoid_topk", "share_inputs": True, "shared": 38},
     "best of groups": SOFTMAX | {"groups": 3, "group_top_k": 1, "limit": 0.25, "post_norm": True},
 }
 

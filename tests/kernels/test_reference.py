@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -115,7 +116,13 @@ class Paged:
         self.table = torch.randperm(num_pages)[: -(-length // page_size)].int()
         self.q = torch.randn(length, heads, dim)
 
-    def run(self, spans: list[tuple[int, int]], window: int | None = None, softcap: float | None = None) -> Tensor:
+    def run(
+        self,
+        spans: list[tuple[int, int]],
+        window: int | None = None,
+        softcap: float | None = None,
+        chunked: bool = False,
+    ) -> Tensor:
         """Attention of queries [start, end) for every span, each a sequence of its own."""
         bounds = torch.tensor([0] + [end - start for start, end in spans]).cumsum(0).int()
         return reference.paged_attention(
@@ -127,9 +134,10 @@ class Paged:
             self.scale,
             window,
             softcap,
+            chunked=chunked,
         )
 
-    def dense(self, window: int | None, softcap: float | None) -> Tensor:
+    def dense(self, window: int | None, softcap: float | None, chunked: bool = False) -> Tensor:
         def flat(cache: Tensor) -> Tensor:
             rows = cache[self.table.long()].float().transpose(1, 2).flatten(0, 1)[: self.length]
             return rows.repeat_interleave(self.heads // cache.shape[1], 1)
@@ -140,7 +148,7 @@ class Paged:
         at = torch.arange(self.length)
         hidden = at > at[:, None]
         if window is not None:
-            hidden |= at <= at[:, None] - window
+            hidden |= at // window < at[:, None] // window if chunked else at <= at[:, None] - window
         return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -math.inf).softmax(-1), flat(self.v))
 
 
@@ -157,19 +165,19 @@ SHAPES = [
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "page_size"), SHAPES)
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (100, None), (None, 5.0), (7, 2.0)])
+@pytest.mark.parametrize("seen", [(None, None), (100, None), (None, 5.0), (7, 2.0), (50, None, True)])
 def test_attention_matches_dense_and_no_chunking_changes_a_bit(
-    heads: int, kv_heads: int, dim: int, page_size: int, window: int | None, softcap: float | None, threads: int
+    heads: int, kv_heads: int, dim: int, page_size: int, seen: tuple[Any, ...], threads: int
 ) -> None:
     length = 200
     paged = Paged(heads, kv_heads, dim, page_size, torch.float32, length)
-    whole = paged.run([(0, length)], window, softcap)
-    torch.testing.assert_close(whole, paged.dense(window, softcap), rtol=1e-5, atol=2e-6)
+    whole = paged.run([(0, length)], *seen)
+    torch.testing.assert_close(whole, paged.dense(*seen), rtol=1e-5, atol=2e-6)
     spans = [(0, 1), (0, 7), (3, 180), (127, 129), (100, 101), (128, 129), (199, 200)]
     expected = [whole[start:end] for start, end in spans]
     for span, rows in zip(spans, expected, strict=True):
-        assert torch.equal(paged.run([span], window, softcap), rows)
-    assert torch.equal(paged.run(spans, window, softcap), torch.cat(expected))
+        assert torch.equal(paged.run([span], *seen), rows)
+    assert torch.equal(paged.run(spans, *seen), torch.cat(expected))
 
 
 def test_attention_over_bfloat16_pages(threads: int) -> None:

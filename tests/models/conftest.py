@@ -232,6 +232,24 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         "hunyuan_v1_moe",
         {"hidden_size": 42, "intermediate_size": 26, "heads": (6, 3, 14), "num_experts": 7, "moe_topk": 3},
     ),
+    "llama4": (
+        "llama4_text",
+        {"hidden_size": 42, "intermediate_size": 26, "heads": (6, 2, 12), "num_hidden_layers": 4}
+        | {"intermediate_size_mlp": 70, "interleave_moe_layer_step": 2, "num_local_experts": 5}
+        | {"attention_chunk_size": 45, "floor_scale": 20, "attn_scale": 0.4, "no_rope_layers": [1, 1, 0, 1]}
+        | {"rope_parameters": LLAMA3 | {"low_freq_factor": 1.0, "high_freq_factor": 1.0}},
+    ),
+    "llama4-packable": (
+        "llama4_text",
+        {"hidden_size": 64, "intermediate_size": 32, "heads": (4, 2, 16), "num_hidden_layers": 2}
+        | {"num_local_experts": 3, "use_qk_norm": False},
+    ),
+    "llama4-published": (  # as GGUF files mean it
+        "llama4_text",
+        {"hidden_size": 42, "intermediate_size": 26, "heads": (4, 2, 14), "num_hidden_layers": 5}
+        | {"intermediate_size_mlp": 70, "interleave_moe_layer_step": 2, "num_local_experts": 5}
+        | {"num_experts_per_tok": 2, "rope_parameters": LLAMA3},
+    ),
     "glm4-moe-packable": (
         "glm4_moe",
         {"hidden_size": 64, "intermediate_size": 64, "heads": (4, 2, 16), "n_routed_experts": 64}

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from packed_weights import FORMATS
 from torch import Tensor
 
 from localllm.errors import BadModelFile, UnsupportedModel
@@ -19,6 +20,7 @@ from localllm.kernels.segments import composed
 from localllm.models.architectures import Experts, open_model
 from localllm.models.loader import LoadOptions, load_model
 from localllm.models.samples import model_shapes
+from localllm.quant import dequantize, load_weight
 
 from .test_latent_attention import Counting, product
 
@@ -107,6 +109,37 @@ def test_ernie_as_it_is_published(tiny: Callable, loaded: Callable, paged: Any, 
         assert checkpoint.facts.weight_bytes == plain.facts.weight_bytes
     with pytest.raises(UnsupportedModel, match="with use_bias"):
         _ = open_model(model.save(tmp_path / "biased", use_bias=True)).facts
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "fp8"])
+def test_llama4_as_it_is_quantized(form: str, tiny: Callable, paged: Any, tmp_path: Path) -> None:
+    """Tools take its stacks apart; what is read is compared with a stack of the same values."""
+    model, ids = tiny("llama4-packable"), list(range(3, 60))
+    split: dict[str, Tensor | None] = {}
+    for name, stack in model.tensors.items():
+        if ".experts." not in name:
+            continue
+        split[name] = None
+        start, _, kinds = name.removesuffix("_proj").rpartition(".")
+        for expert, values in enumerate(stack.mT):
+            for kind, part in zip(kinds.split("_"), values.chunk(len(kinds.split("_"))), strict=True):
+                packed = FORMATS[form][0](*part.shape)
+                split |= {f"{start}.{expert}.{kind}_proj.{suffix}": one for suffix, one in packed.items()}
+    path = model.save(tmp_path / "packed", split, quantization_config=FORMATS[form][1])
+    stacks = {}
+    with open_model(path) as checkpoint:
+        for name in (name for name, value in split.items() if value is None):
+            start, _, kinds = name.removesuffix("_proj").rpartition(".")
+            each = []
+            for expert in range(model.tensors[name].shape[0]):
+                modules = [f"{start}.{expert}.{kind}_proj" for kind in kinds.split("_")]
+                shape = (model.tensors[name].shape[2] // len(modules), model.tensors[name].shape[1])
+                found = [load_weight(checkpoint, one, checkpoint.formats[one], shape) for one in modules]
+                each.append(torch.cat([dequantize(one) for one in found]).T)
+            stacks[name] = torch.stack(each)
+    rows = logits(path, paged, ids)
+    expected = logits(model.save(tmp_path / "dense", stacks), paged, ids)
+    assert float((rows - expected).abs().max() / expected.abs().max()) < 1e-4
 
 
 def test_layers_that_predict_further_tokens_are_left_out(tiny: Callable, tmp_path: Path) -> None:

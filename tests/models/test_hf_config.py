@@ -168,3 +168,22 @@ def test_hunyuan_as_it_is_published(tiny: Callable, tmp_path: Path) -> None:
     ):
         with pytest.raises((BadModelFile, UnsupportedModel), match=words):
             _ = open_model(model.save(tmp_path / "bad", **published | changes)).facts
+
+
+def test_llama4_as_it_is_published() -> None:
+    """Empty lists stand for the usual, a number for true, and nothing lies between the two factors of its rotation."""
+    scaling = {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0}
+    scaling["original_max_position_embeddings"] = 8192
+    config = {"model_type": "llama4_text", "num_hidden_layers": 8, "no_rope_layers": [], "attn_temperature_tuning": 4}
+    layers = facts_of(config | {"rope_scaling": scaling}).layers
+    mixers = [layer.mixer for layer in layers]
+    assert [mixer.window for mixer in mixers] == [8192, 8192, 8192, None] * 2
+    assert [mixer.chunked and mixer.late_norms and mixer.rope.scaling == "llama3" for mixer in mixers[:3]] == [True] * 3
+    still = mixers[3]
+    assert (still.temperature, still.temperature_offset, still.rope.scaling) == ((0.1, 8192), 1, "off")
+    assert not still.qk_norm and not still.chunked
+    assert facts_of(config | {"attention_chunk_size": None}).windows == (None,) * 8
+    sparse = facts_of(config | {"moe_layers": None, "interleave_moe_layer_step": 2}).layers
+    assert [hasattr(layer.ffn, "top_k") for layer in sparse] == [False, True] * 4
+    with pytest.raises(BadModelFile, match="no_rope_layers"):
+        facts_of(config | {"no_rope_layers": [1, 0]})

@@ -14,7 +14,7 @@ from localllm.models.architectures import open_model
 from localllm.models.loader import LoadOptions, load_model
 
 MIXTURES = ("qwen3-moe", "qwen3-moe-mixed", "gpt-oss", "mixtral", "glm4-moe", "glm4-moe-groups", "granitemoe")
-MIXTURES += ("ernie-moe", "hunyuan-moe")
+MIXTURES += ("ernie-moe", "hunyuan-moe", "llama4", "llama4-published")
 LATENT = ("glm4-moe-lite", "mistral4", "deepseek-v2", "deepseek-v2-groups", "deepseek-v3")
 MAMBAS = ("granite-hybrid", "nemotron-h")
 MORE_MAMBAS = (pytest.param(name, marks=pytest.mark.slow) for name in ("granite-hybrid-dense", "nemotron-h-moe"))
@@ -82,7 +82,11 @@ def test_a_token_does_not_depend_on_chunks_or_neighbours(name: str, loaded: Call
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "qwen3.5", "lfm2", "nemotron-h", "gemma3", "gemma3n", "gemma4-e2b", "glm4-moe-lite", "cohere2"]
+    "name",
+    [
+        *("llama", "qwen3.5", "lfm2", "nemotron-h", "gemma3", "gemma3n", "gemma4-e2b", "glm4-moe-lite", "cohere2"),
+        "llama4",
+    ],
 )
 def test_a_cached_prefix_gives_the_same_bits(name: str, loaded: Callable, paged: Any) -> None:
     model, ids = loaded(name), prompt(80)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -128,3 +129,18 @@ def test_experts_of_qwen3_vl_lie_either_way_round(tiny_of: Callable, paged: Any,
         ours = load_model(checkpoint, LoadOptions(exact=True))
     reference = model.logits(IDS)
     assert float((paged(ours).all_logits(IDS, [40]) - reference).abs().max() / reference.abs().max()) < 1e-4
+
+
+def test_llama4_as_it_is_published(tiny: Callable, loaded: Callable, paged: Any, tmp_path: Path) -> None:
+    model = tiny("llama4")
+    names = {f"language_model.{name}": tensor for name, tensor in model.tensors.items()}
+    tower = {
+        "vision_model.layernorm_pre.weight": torch.ones(8),
+        "multi_modal_projector.linear_1.weight": torch.ones(42, 8),
+    }
+    top = {"model_type": "llama4", "architectures": ["Llama4ForConditionalGeneration"], "text_config": model.config}
+    with open_model(replace(model, config=top, tensors=names | tower).save(tmp_path)) as checkpoint:
+        assert checkpoint.facts.architecture == registry.canonical(checkpoint.facts.source_architecture) == "llama4"
+        assert checkpoint.unread == "vision_model is not computed: the model reads text only"
+        ours = load_model(checkpoint, LoadOptions(exact=True))
+    assert torch.equal(paged(ours).all_logits(IDS, [33, 1, 40]), paged(loaded("llama4")).all_logits(IDS, [33, 1, 40]))

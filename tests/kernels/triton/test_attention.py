@@ -37,6 +37,7 @@ class Shape:
     page: int = 16
     kv_format: str = "bf16"
     window: int | None = None
+    chunked: bool = False
     softcap: float | None = None
     sinks: bool = False
     layer_scale: bool = False
@@ -82,7 +83,7 @@ class Step:
             q = torch.cat([q[bounds[r] : bounds[r + 1]] for r in rows])
             table, lengths = table[rows].contiguous(), lengths[rows]
             starts = torch.tensor([0, *(shape.spans[r][0] for r in rows)]).cumsum(0).int().to(q.device)
-        extra = (shape.dim**-0.5, shape.window, shape.softcap, self.sinks)
+        extra = (shape.dim**-0.5, shape.window, shape.softcap, self.sinks, shape.chunked)
         return op(q, self.pages, table, starts, lengths, *extra)
 
 
@@ -150,10 +151,12 @@ WANTS = [
     {"kv_format": "fp8", "layer_scale": True},
     {"kv_format": "int8", "window": 70, "softcap": 20.0, "sinks": True},
     {"kv_format": "fp8", "window": 3},
+    {"window": 50, "chunked": True},
+    {"kv_format": "int8", "window": 16, "chunked": True},
 ]
 
 
-@pytest.mark.parametrize("wants", some(WANTS, (6,)), ids=str)
+@pytest.mark.parametrize("wants", some(WANTS, (6, 8)), ids=str)
 def test_decode_windows_caps_sinks(wants: dict, device: torch.device, small_splits: None) -> None:  # type: ignore[type-arg]
     check(replace(DECODE, **wants), device)
 
@@ -173,7 +176,7 @@ def test_prefill_formats(kv_format: str, device: torch.device, small_splits: Non
     check(replace(PREFILL, kv_format=kv_format), device)
 
 
-@pytest.mark.parametrize("wants", some(WANTS, (6,)), ids=str)
+@pytest.mark.parametrize("wants", some(WANTS, (6, 8)), ids=str)
 def test_prefill_windows_caps_sinks(wants: dict, device: torch.device, small_splits: None) -> None:  # type: ignore[type-arg]
     check(replace(PREFILL, **wants), device)
 

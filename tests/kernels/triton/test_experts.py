@@ -30,6 +30,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "sigmoid": SOFTMAX | {"router_kind": "sigmoid", "choice_bias": True, "shared": 38, "expert_scales": True},
     "grouped": SOFTMAX | {"router_kind": "sigmoid", "groups": 3, "group_top_k": 2},
     "softmax with a bias": SOFTMAX | {"choice_bias": True, "shared": 38},
+    "inputs": SOFTMAX | {"router_kind": "sigmoid_topk", "share_inputs": True, "in_kernels": True},
     "without a gate": SOFTMAX | {"activation": "relu2"},
     "in kernels": SOFTMAX | {"shared": 32, "shared_gate": True, "in_kernels": True},
     "routed by a kernel": SOFTMAX | {"in_kernels": True},
@@ -105,7 +106,7 @@ def slow(*values: Any) -> Any:
 
 
 @pytest.mark.parametrize("tokens", [1, slow(2), slow(20)])
-@pytest.mark.parametrize("kind", [slow(kind) if kind != "in kernels" else kind for kind in KINDS])
+@pytest.mark.parametrize("kind", [kind if kind in ("in kernels", "inputs") else slow(kind) for kind in KINDS])
 def test_what_is_chosen_on_the_card_is_what_the_reference_chooses(kind: str, tokens: int, device: torch.device) -> None:
     check(mixture(kind, device), tokens, device)
 
