@@ -32,6 +32,7 @@ from .layers import Experts
 from .lfm2 import Lfm2, Lfm2Moe, Lfm3
 from .llama import Llama
 from .llama4 import Llama4
+from .minimax import MiniMaxM2
 from .mistral3 import Mistral3
 from .mixtral import Mixtral
 from .muse_glimmer import MuseGlimmer
@@ -86,6 +87,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     HunYuanDense(),
     HunYuanMoe(),
     Llama4(),
+    MiniMaxM2(),
     Cohere(),
     Cohere2(),
     Bert(),

@@ -250,6 +250,11 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"intermediate_size_mlp": 70, "interleave_moe_layer_step": 2, "num_local_experts": 5}
         | {"num_experts_per_tok": 2, "rope_parameters": LLAMA3},
     ),
+    "minimax-m2": (
+        "minimax_m2",
+        {"hidden_size": 42, "intermediate_size": 26, "heads": (6, 2, 12), "num_local_experts": 7}
+        | {"num_experts_per_tok": 3, "rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}},
+    ),
     "glm4-moe-packable": (
         "glm4_moe",
         {"hidden_size": 64, "intermediate_size": 64, "heads": (4, 2, 16), "n_routed_experts": 64}

@@ -79,6 +79,27 @@ def test_experts_stored_one_by_one(tiny: Callable, loaded: Callable, paged: Any,
     assert torch.equal(found, paged(loaded("mixtral")).all_logits(ids, [20]))
 
 
+def test_minimax_as_it_is_published(tiny: Callable, loaded: Callable, paged: Any, tmp_path: Path) -> None:
+    """Under Mixtral's names, the rotated part of a head as a number of elements."""
+    model, ids = tiny("minimax-m2"), list(range(3, 40))
+    split: dict[str, Tensor | None] = {}
+    for name, tensor in model.tensors.items():
+        start, found, last = name.partition(".mlp.")
+        if not found:
+            continue
+        split[name] = None
+        block = f"{start}.block_sparse_moe."
+        if "experts" not in last:
+            split[f"{block}{last}"] = tensor
+            continue
+        for expert, values in enumerate(tensor):
+            parts = zip(("w1", "w3"), values.chunk(2), strict=True) if "gate_up" in last else [("w2", values)]
+            split |= {f"{block}experts.{expert}.{kind}.weight": part.clone() for kind, part in parts}
+    stated = {"rope_parameters": None, "rope_theta": 10000.0, "rotary_dim": 6}
+    found = logits(model.save(tmp_path, split, **stated), paged, ids)
+    assert torch.equal(found, paged(loaded("minimax-m2")).all_logits(ids, [20]))
+
+
 def test_older_names_of_granite(tiny: Callable, loaded: Callable, paged: Any, tmp_path: Path) -> None:
     model, ids = tiny("granitemoe"), list(range(3, 40))
     old = {

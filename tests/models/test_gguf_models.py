@@ -33,7 +33,7 @@ ARCHITECTURE |= {"deepseek_v2": "deepseek2", "glm4_moe_lite": "deepseek2"}
 ARCHITECTURE |= {"olmo3": "olmo2", "ministral3": "mistral3", "gemma3n_text": "gemma3n", "gemma4_text": "gemma4"}
 ARCHITECTURE |= {"cohere": "command-r", "ernie4_5_moe": "ernie4_5-moe"}
 ARCHITECTURE |= {"hunyuan_v1_dense": "hunyuan-dense", "hunyuan_v1_moe": "hunyuan-moe"}
-ARCHITECTURE |= {"llama4_text": "llama4"}
+ARCHITECTURE |= {"llama4_text": "llama4", "minimax_m2": "minimax-m2"}
 OWN_PATTERN = ("gemma2", "gpt-oss", "cohere2")  # whose files do not say which layers are windowed
 LFM2 = {  # what it calls differently
     "operator_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "embedding_norm": "norm",
@@ -147,6 +147,9 @@ def write_gguf(
     if arch.startswith("hunyuan"):
         writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
         tensors = _hunyuan(writer, config, tensors)
+    if arch == "minimax-m2":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        tensors = {name.replace("mlp.e_score", "mlp.gate.e_score"): tensor for name, tensor in tensors.items()}
     if arch == "llama4":
         writer.add_feed_forward_length(config["intermediate_size_mlp"])
         writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"])
@@ -491,7 +494,7 @@ NAMES += ["gpt-oss", "mixtral", "glm4-moe", "qwen3.5", "qwen3.5-moe", "qwen3-nex
 NAMES += ["granite-hybrid", "nemotron-h", "gemma", "gemma2", "gemma3n", "gemma4", "gemma4-e2b", "gemma4-moe"]
 NAMES += ["smollm3", "granite", "granitemoe", "olmo2", "olmo3", "seed-oss", "glm4", "ministral3"]
 NAMES += ["deepseek-v2", "mistral4", "cohere2", "ernie", "ernie-moe", "exaone4", "exaone4-small"]
-NAMES += ["hunyuan", "hunyuan-moe", "llama4-published"]
+NAMES += ["hunyuan", "hunyuan-moe", "llama4-published", "minimax-m2"]
 SLOW_NAMES = ("cohere", "cohere2-packable", "glm4-moe-lite", "granite-hybrid-dense", "nemotron-h-moe")
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in SLOW_NAMES]
 
