@@ -237,27 +237,32 @@ def _attention_calls(dtype: torch.dtype, card: Card) -> Iterator[Call]:
     """
     native, has_mma = TYPES[dtype].removeprefix("*"), 80 <= card.capability < AMD
     for tokens, kv_format, dim, group, kv_heads, page, extras in (
-        (1, native, 128, 4, 8, 16, False),
-        (1, native, 64, 3, 3, 16, True),
-        (1, native, 256, 4, 1, 32, False),
-        (1, native, 256, 12, 2, 16, False),
-        *((tokens, kv, 512, 8, 2, 16, False) for tokens in (1, 512) for kv in (native, "fp8") if has_mma),
-        (1, "int8", 128, 8, 4, 16, False),
-        (1, "fp8", 128, 4, 8, 16, False),
-        (1, "fp8", 96, 12, 4, 64, True),
-        (1, "int8", 64, 8, 8, 16, False),
-        (512, native, 128, 4, 8, 16, False),
-        (512, native, 256, 4, 1, 16, True),
-        (64, "fp8", 128, 4, 8, 16, False),
-        (512, "fp8", 128, 4, 8, 16, False),
-        (512, "int8", 64, 3, 3, 64, False),
+        (1, native, 128, 4, 8, 16, ""),
+        (1, native, 64, 3, 3, 16, "window softcap sinks"),
+        (1, native, 256, 4, 1, 32, ""),
+        (1, native, 256, 12, 2, 16, ""),
+        *((tokens, kv, 512, 8, 2, 16, "") for tokens in (1, 512) for kv in (native, "fp8") if has_mma),
+        (1, "int8", 128, 8, 4, 16, ""),
+        (1, "fp8", 128, 4, 8, 16, ""),
+        (1, "fp8", 96, 12, 4, 64, "window softcap sinks"),
+        (1, "int8", 64, 8, 8, 16, ""),
+        (512, native, 128, 4, 8, 16, ""),
+        (512, native, 256, 4, 1, 16, "window softcap sinks"),
+        (64, "fp8", 128, 4, 8, 16, ""),
+        (512, "fp8", 128, 4, 8, 16, ""),
+        (512, "int8", 64, 3, 3, 64, ""),
+        (1, native, 128, 5, 8, 16, "chunks"),
+        (512, native, 128, 5, 8, 16, "chunks"),
     ):
         q, table = _meta(dtype, tokens, group * kv_heads, dim), _meta(torch.int32, 1, 2048 if tokens == 1 else 256)
         bounds, lengths = _meta(torch.int32, 2), _meta(torch.int32, 1)
         given = (q, _pages(kv_format, kv_heads, page, dim), table, bounds, lengths, dim**-0.5)
-        more = {"window": 1024, "softcap": 30.0, "sinks": _meta(torch.float32, group * kv_heads)} if extras else {}
-        label = f"{kv_format} d{dim} g{group} p{page}{' window softcap sinks' * extras}{' few' * (tokens == 64)}"
-        yield "paged_attention", label, partial(paged_attention, *given, **more, by_token=extras and tokens == 1)
+        more: dict[str, Any] = {"window": 8192, "chunked": True} if extras == "chunks" else {}
+        if extras.startswith("window"):
+            more = {"window": 1024, "softcap": 30.0, "sinks": _meta(torch.float32, group * kv_heads)}
+        label = f"{kv_format} d{dim} g{group} p{page} {extras}".rstrip() + " few" * (tokens == 64)
+        by_token = "sinks" in more and tokens == 1
+        yield "paged_attention", label, partial(paged_attention, *given, **more, by_token=by_token)
 
 
 def _state_calls(dtype: torch.dtype, card: Card) -> Iterator[Call]:
