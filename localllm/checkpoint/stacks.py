@@ -9,6 +9,7 @@ transformers 5          experts.gate_up_proj [E, 2I, H], gate rows first, or exp
                         experts.down_proj [E, H, I]
     compressed-tensors  experts.gate_up_proj_packed I32 [E, 2I, words], _scale [E, 2I, H/g], and so down_proj
     FP8                 experts.gate_up_proj [E, 2I, H], _scale_inv [E, 2I/128, H/128]
+    ModelOpt FP8        experts.gate_up_proj as either of plain ones, one _weight_scale and _input_scale for all
     ModelOpt NVFP4      experts.gate_up_proj U8 [E, 2I, H/2], _weight_scale [E, 2I, H/16], _weight_scale_2 [E] or [E, 2]
 Qwen3-VL MoE            experts.gate_up_proj [E, H, 2I], gate columns first, experts.down_proj [E, I, H]; in FP8 the
                         rows and columns of _scale_inv are exchanged as well
@@ -69,7 +70,13 @@ def unstacked(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
 
 def _parts(name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> Iterator[TensorInfo]:
     dims = len(info.shape)
-    if not (info.nbytes and 1 <= dims <= 4) or info.shape[0] > MAX_EXPERTS:
+    alone = math.prod(info.shape) == 1
+    if alone and (match := _HF.fullmatch(name)) and match[3] in ("_weight_scale", "_input_scale"):
+        weights = tensors.get(f"{match[1]}{match[2]}_proj")
+        for expert in range(min(weights.shape[0], MAX_EXPERTS) if weights is not None and weights.shape else 0):
+            for kind in match[2].split("_"):
+                yield replace(info, name=f"{match[1]}{expert}.{kind}_proj.{_OF_PROJECTION[match[3]][0]}")
+    elif not (info.nbytes and 1 <= dims <= 4) or info.shape[0] > MAX_EXPERTS:
         yield info
     elif (match := _GGUF.fullmatch(name)) and dims == {"weight": 3, "bias": 2, "scale": 1}[match[3]]:
         kinds = match[2].split("_")

@@ -15,6 +15,7 @@ from localllm.checkpoint.stacks import unstacked
 from localllm.errors import BadModelFile, UnsupportedFormat
 
 HF = "model.layers.0.mlp.experts."
+ENDS = ("weight", "input")
 
 
 def checkpoint(path: Path, tensors: dict[str, tuple[str, np.ndarray]]) -> Checkpoint:
@@ -145,6 +146,18 @@ def test_nvfp4_of_stacked_experts(world: tuple[int, ...], tmp_path: Path) -> Non
     assert np.array_equal(read(found, f"{HF}1.up_proj.weight_scale", "u1"), scale[1, 3:])
     assert read(found, f"{HF}1.up_proj.weight_scale_2") == whole[1, ...].reshape(-1)[-1]
     assert {stored.kind for stored in stored_formats(found).values()} == {"nvfp4"}
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_one_scale_of_all_experts(shape: tuple[int, ...], tmp_path: Path) -> None:
+    scale = np.full(shape, 0.25, "f4")
+    tensors = {f"{HF}gate_up_proj": ("F8_E4M3", numbers(3, 5, 8, dtype="u1"))}
+    tensors |= {f"{HF}down_proj": ("F8_E4M3", numbers(3, 4, 5, dtype="u1"))}
+    tensors |= {f"{HF}{name}_proj_{end}_scale": ("F32", scale) for name in ("gate_up", "down") for end in ENDS}
+    found = checkpoint(tmp_path / "f", tensors)
+    assert all(read(found, f"{HF}{expert}.up_proj.weight_scale") == 0.25 for expert in range(3))
+    assert {name.rpartition(".")[2] for name in found.tensors} == {"weight", *(f"{end}_scale" for end in ENDS)}
+    assert {stored.kind for stored in stored_formats(found).values()} == {"fp8"} and len(found.tensors) == 27
 
 
 def test_gpt_oss_keeps_gate_and_up_rows_in_turns(tmp_path: Path) -> None:
