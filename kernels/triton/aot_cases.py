@@ -227,8 +227,8 @@ def _page_calls(dtype: torch.dtype) -> Iterator[Call]:
         angles, norm = _meta(torch.float32, 1, dim // 2), Norm(_meta(torch.float32, dim), 1e-6)
         kept, norms = (_pages(kv_format, 8, 16, dim), slots), (norm, norm) if of else None
         given = (_meta(dtype, 1, 48, dim), 32, (angles, angles), kept, norms)
-        late = {"late_norms": of == "late norm"}
-        yield "qk_norm_rope_kv", f"{kv_format} d{dim} {of}".rstrip(), partial(qk_norm_rope_kv, *given, **late)
+        call = partial(qk_norm_rope_kv, *given, late_norms=of == "late norm")
+        yield "qk_norm_rope_kv", f"{kv_format} d{dim} {of}".rstrip(), call
 
 
 def _attention_calls(dtype: torch.dtype, card: Card) -> Iterator[Call]:
