@@ -353,13 +353,17 @@ class Engine:
             with contextlib.suppress(Exception):
                 self._inbox.popleft()()
         for sequence in self.scheduler.sequences():
-            if self._dead is None:
-                self._publisher.finish(sequence, FinishReason.ABORT)
-            else:
-                hint = self._dead.hint if isinstance(self._dead, DeviceError) else ""
-                error = DeviceError(f"the engine stopped: {self._dead}", hint or "restart localllm; see the log")
-                self._publisher.fail(sequence, error)
+            with contextlib.suppress(Exception):  # its pages may be what was wrong
+                self._end(sequence)
         self._publisher.publish()
         self._events.end()
         if self.store is not None:  # nobody waits for an answer any more
             self.store.close(flush=self._dead is None)
+
+    def _end(self, sequence: Sequence) -> None:
+        if self._dead is None:
+            self._publisher.finish(sequence, FinishReason.ABORT)
+            return
+        hint = self._dead.hint if isinstance(self._dead, DeviceError) else ""
+        error = DeviceError(f"the engine stopped: {self._dead}", hint or "restart localllm; see the log")
+        self._publisher.fail(sequence, error)

@@ -109,8 +109,7 @@ class Publisher:
         self._events.append(event)
 
     def finish(self, sequence: Sequence, reason: FinishReason, event: TokenEvent | None = None) -> None:
-        """Take a sequence off and make its terminal event, and those of children it never split off."""
-        self._scheduler.remove(sequence)
+        """Make a sequence's terminal event, and those of children it never split off, and take it off."""
         event = event or TokenEvent(sequence.request.request_id, sequence.index)
         event.finish_reason, event.stop_reason = reason, sequence.stop_reason
         if sequence.stop_check is not None:
@@ -124,6 +123,7 @@ class Publisher:
         self.add(event)
         for index in range(1, forks + 1):
             self.add(replace(event, index=index, token_ids=[], text=None))
+        self._scheduler.remove(sequence)  # what it raises ends the engine, and this answer has its end
 
     def fail(self, sequence: Sequence, error: LocalLLMError) -> None:
         if sequence.finish_reason is FinishReason.ERROR:

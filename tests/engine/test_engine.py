@@ -650,6 +650,18 @@ def test_a_lost_device_ends_the_engine_and_says_so():
         engine.submit(request([1]))
 
 
+def test_pages_that_cannot_be_given_back_keep_no_request_from_its_end(monkeypatch):
+    engine = make()
+    monkeypatch.setattr(engine._pages, "release", lambda sequence: 1 / 0)
+    streams = [engine.submit(request(p, n=2)) for p in PROMPTS[:3]]
+    engine.start()
+    engine.join(5)
+    assert engine.is_dead and all(stream.is_done for stream in streams)
+    for stream in streams:
+        ends = [event for event in stream if event.finish_reason is not None]
+        assert sorted(event.index for event in ends) == [0, 1]
+
+
 def test_a_request_that_cannot_be_taken_in_ends_alone(monkeypatch):
     engine = make()
     monkeypatch.setattr(engine.scheduler, "add", lambda sequence: 1 / 0)
