@@ -100,7 +100,7 @@ class Pages:
     def attach_prefix(self, sequence: Sequence) -> int:
         """Give a fresh sequence the longest cached prefix that leaves to compute what it must; returns its tokens."""
         limit = sequence.num_cacheable
-        if not self.caches(sequence) or not limit:
+        if not self.looks_up(sequence):
             return 0
         path = self.tree.match(sequence.cache_key(0, limit), sequence.cache_salt, limit)
         if not path:
@@ -166,6 +166,10 @@ class Pages:
     def caches(self, sequence: Sequence) -> bool:
         """Whether its pages go into the tree, and come from there."""
         return self.prefix_cache and sequence.request.use_prefix_cache
+
+    def looks_up(self, sequence: Sequence) -> bool:
+        """Whether the tree is asked for a prefix of it."""
+        return self.caches(sequence) and sequence.num_cacheable > 0
 
     def take(self, wanted: Many[bool]) -> list[int | None] | None:
         """A page of each group that is wanted, for the caller to hold; None, with nothing taken, when one is short."""

@@ -231,7 +231,7 @@ class Scheduler:
                 self._refused = (sequence, self.pages.available)
                 return
             self.pages.take_slot(sequence)
-            if fresh and sequence.num_preemptions == 0:
+            if fresh and sequence.num_preemptions == 0 and self.pages.looks_up(sequence):
                 self.pages.tree.num_query_tokens += sequence.num_tokens
                 self.pages.tree.num_hit_tokens += sequence.num_computed_tokens
             self.waiting.remove(sequence)

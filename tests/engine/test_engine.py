@@ -673,6 +673,15 @@ def test_a_request_that_cannot_be_taken_in_ends_alone(monkeypatch):
     assert ids_of(good) == alone([1, 2])
 
 
+def test_prompts_that_are_not_looked_up_count_as_no_query_of_the_prefix_cache():
+    engine, prompt = make(), list(range(20))
+    run(engine, Request(prompt, SamplingParams(max_tokens=1), score=True))
+    run(engine, Request(prompt, SamplingParams(max_tokens=1), use_prefix_cache=False))
+    assert engine.stats().prefix_query_tokens == 0
+    run(engine, request(prompt))
+    assert (engine.stats().prefix_query_tokens, engine.stats().prefix_hit_tokens) == (20, 16)
+
+
 def test_salts_of_prompts_that_fill_no_page_leave_nothing():
     engine = make()
     for number in range(20):
