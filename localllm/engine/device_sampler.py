@@ -82,8 +82,8 @@ class DeviceSampler:
         self.inputs = SamplingInputs.empty(rows, most, vocab_size, device)
         self._numbers = self._idle_numbers = np.array([IDLE_NUMBERS] * rows, dtype=np.float32)
         self._integers = self._idle_integers = np.array([IDLE_INTEGERS] * rows, dtype=np.int64)
-        # per row of the history: the sequence counted there, and how many tokens it will have
-        self._slots: list[tuple[int, int]] = [(0, 0)] * most
+        # per row of the history: the sequence counted there, how many tokens it will have, and how many were respelled
+        self._slots: list[tuple[int, int, int]] = [(0, 0, 0)] * most
         # by shape of the bucket, with cuts or without: the logits that a graph reads, what it leaves, and what runs it
         self._graphs: dict[tuple[Shape, bool], tuple[Tensor, Sampled, Callable[[], None]]] = {}
 
@@ -240,14 +240,14 @@ class DeviceSampler:
 
     def _slot(self, sequence: Sequence, mine: set[int]) -> int:
         """The row that counts a sequence's tokens: the op counts what it samples, all else is written anew."""
-        numbers = [number for number, _ in self._slots]
+        numbers = [number for number, _, _ in self._slots]
         if sequence.number in numbers:
             slot = numbers.index(sequence.number)
         else:
             slot = next(i for i, number in enumerate(numbers) if number not in mine)
-        if self._slots[slot] != (sequence.number, sequence.num_tokens):
+        if self._slots[slot] != (sequence.number, sequence.num_tokens, sequence.num_respelled):
             row = np.bincount(sequence.token_ids[sequence.num_prompt_tokens :], minlength=self._vocab).astype(np.int32)
             row[sequence.token_ids[: sequence.num_prompt_tokens]] |= IN_PROMPT
             self.inputs.history[slot].copy_(from_host(row, torch.int32, self._device), non_blocking=True)
-        self._slots[slot] = (sequence.number, sequence.num_tokens + 1)
+        self._slots[slot] = (sequence.number, sequence.num_tokens + 1, sequence.num_respelled)
         return slot

@@ -61,6 +61,7 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.output_counts: Counter[int] = Counter()
+        self.num_respelled = 0  # tokens that came in place of the sampled ones
         self.prompt_logprobs: list[TokenLogprob | None] = []
         # prompt rows that were taken (log-probabilities, pooling) or are not wanted, kept through preemption
         self.num_rows_done = self._first_row

@@ -347,6 +347,7 @@ class Stepper:
             if ids[0] != token:
                 mask.rollback(1)
                 mask.accept(ids[0])
+                sequence.num_respelled += 1
         for number, index in enumerate(ids[:MAX_DECODE_TOKENS]):
             if number and mask is not None:
                 mask.accept(index)

@@ -92,6 +92,16 @@ def test_penalties_follow_a_sequence_through_steps_jumps_and_other_rows() -> Non
             picked[0].append(60)  # a grammar forced it
 
 
+def test_penalties_are_of_the_token_that_a_grammar_spelt_in_place_of_the_sampled_one() -> None:
+    device, one = sampler(), sequence_of(presence_penalty=2.0)
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 8], logits[0, 9] = 3.0, 4.0
+    assert device.sample(logits, [0], [one]).results()[0][0] == 9
+    one.append(8)
+    one.num_respelled += 1
+    assert device.sample(logits, [0], [one]).results()[0][0] == 9
+
+
 def test_random_rows_depend_on_seed_and_position_alone() -> None:
     logits = torch.randn(1, VOCAB).repeat(3, 1)
     one = sequence_of(temperature=1.2, top_p=0.9, top_k=20, seed=5)
