@@ -90,7 +90,9 @@ def product(
         out = torch.empty(tokens, n, dtype=x.dtype, device=x.device)
     card = card_of(x.device)
     own = SMALL_TOKENS if _is_plain(x, p) else SLAB_TOKENS - 1  # rows that a kernel of ours multiplies
-    if fixed_order:
+    if x.dtype not in NATIVE and extras[1:] == PLAIN[1:]:
+        choice = CUBLAS  # float32, as where an adapter measures a weight: no tensor core multiplies it
+    elif fixed_order:
         choice = gemm_tiles(*p.shape, p.code, FIXED_TOKENS, card, whole=True, group=p.group)[0]
     elif tokens <= (own if card.capability >= 80 else ROWS_WITHOUT_TENSOR_CORES):
         choice = _picked(x, p, extras, card)

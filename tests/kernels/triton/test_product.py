@@ -276,6 +276,19 @@ def test_parts_of_k_are_added_by_the_last(device: torch.device, monkeypatch: pyt
         launch_gemm(x, prepared, out, products.PLAIN, choice)
 
 
+@pytest.mark.parametrize("fixed_order", [False, True])
+@pytest.mark.parametrize("form", ["dense-bf16", "int4g-zeros-64"])
+def test_rows_of_float32_go_through_a_slab(
+    form: str, fixed_order: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A DoRA adapter measures a weight by the identity, 256 rows at a time: of 576 inputs 64 are left."""
+    weight = make(form, 20, 64)
+    prepared, unit = prepare(on(device, weight)), torch.eye(64, device=device)
+    monkeypatch.setattr(products, "interpreting", lambda: False)  # where it is, kernels multiply float32, too
+    found = product(unit, prepared, fixed_order=fixed_order)
+    assert found.dtype is torch.float32 and error(found, exact_product(unit, weight)) < 1e-6
+
+
 def test_cublas_is_a_candidate_of_dense_weights(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing is fused into the product; it gives what the kernel gives."""
     weight = make("dense-bf16", 20, 64)
