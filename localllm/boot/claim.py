@@ -40,7 +40,7 @@ def check_card(device: str, card: GpuFacts) -> None:
         raise DeviceError(f"{device} is {card.name}, but torch sees {torch.cuda.device_count()} cards only", fix)
     major, minor = torch.cuda.get_device_capability(index)
     seen = torch.cuda.get_device_name(index)
-    if major * 10 + minor != card.capability:
+    if major * 10 + minor != card.capability or _is_another(index, card):
         raise DeviceError(
             f"{device} is {seen} (sm_{major}{minor}) for torch and {card.name} (sm_{card.capability}) for the driver: "
             "they number the cards differently",
@@ -53,6 +53,14 @@ def check_card(device: str, card: GpuFacts) -> None:
             f"only for {', '.join(built)}",
             f"install a torch built for it: pip install -U torch; or {fix}",
         )
+
+
+def _is_another(index: int, card: GpuFacts) -> bool:
+    """Whether torch's card of this number, of several, is not the driver's: of one class they differ in memory."""
+    if torch.cuda.device_count() == 1 or card.mig:
+        return False
+    uuid = str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
+    return bool(uuid and card.uuid) and not card.uuid.endswith(uuid)
 
 
 def check_assembler(capability: int) -> None:

@@ -73,6 +73,17 @@ def test_a_card_that_does_not_is_named_with_the_cause(
     assert words in caught.value.message and caught.value.hint
 
 
+def test_two_cards_of_one_class_that_torch_numbers_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program started CUDA before it loaded a model: the fastest card has the number 0."""
+    torch_sees(monkeypatch, 2)
+    uuids = ["5ca1ab1e-0000", "c0ffee00-0001"]
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: SimpleNamespace(uuid=uuids[index]))
+    cards = [replace(CARD, index=number, uuid=f"GPU-{uuid}") for number, uuid in enumerate(uuids)]
+    check_card("cuda:1", cards[1])
+    with pytest.raises(DeviceError, match="number the cards differently"):
+        check_card("cuda:0", cards[1])
+
+
 def test_a_card_that_somebody_took_since_it_was_planned_is_named_with_him() -> None:
     machine, gib = MACHINES["rtx5090"], 1 << 30
     card = replace(CARD, free_bytes=20 * gib, processes=(GpuProcess(7, gib, "xorg"),))
