@@ -11,6 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import ClassVar
+from weakref import WeakSet
 
 import torch
 
@@ -83,6 +85,8 @@ class Boot:
     since          `profile.Neighbours.changes` when that was read
     """
 
+    _alive: ClassVar[WeakSet[Boot]] = WeakSet()  # of this process: torch counts the memory of all together
+
     def __init__(
         self,
         model: Model,
@@ -112,6 +116,7 @@ class Boot:
         self._stale: tuple[Shape, ...] = ()  # graphs that hold old tiles
         self._warming: WarmAgain | None = None
         self._engine: Engine | None = None
+        self._alive.add(self)
         self._hold()
         # what a part takes says nothing of the whole
         self._facts = of_ranks(model.facts, len(plan.ranks), plan.split) if plan.ranks else model.facts
@@ -207,8 +212,12 @@ class Boot:
             self._shrunk = f"the key/value cache has {sum(taken):,} pages fewer, and the next start plans for it"
 
     def _profile_gpu(self) -> None:
-        started = time.monotonic()
+        started, before = time.monotonic(), self._computed_beside()
         profile = self._measure_gpu()
+        after = self._computed_beside()
+        if not profile.held and (after != before or any(computes for _, computes in after)):
+            self.profile_note = "not profiled beside another model"  # what that took for a step was counted, too
+            return
         self._keep(profile)
         if not profile.held and self.plan.ranks:
             missing = f"{gib(profile.excess_bytes, 2)} are missing on rank {profile.rank}"
@@ -229,6 +238,11 @@ class Boot:
             else:  # a context that was asked for, and no room to be careful: it runs, and may run out of memory
                 self._shrunk = f"{gib(profile.excess_bytes, 2)} are missing for it; start with a smaller --ctx"
         log.info("profiled in %.1f s: %s", time.monotonic() - started, profile)
+
+    def _computed_beside(self) -> list[tuple[int, bool]]:
+        """Of each other engine on the card, its steps so far and whether it computes one now."""
+        others = [one._engine for one in list(self._alive) if one is not self and one.plan.device == self.plan.device]
+        return [(one.stepper.stats.num_steps, one.step_age_s > 0) for one in others if one is not None]
 
     def _measure_gpu(self) -> MemoryProfile:
         held = {"weights": self.weight_bytes, **self._meter.found}

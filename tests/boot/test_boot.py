@@ -131,7 +131,7 @@ def idle_engine(when_idle: Callable[[Any], object]) -> Any:
         fault=None, speculation="on", stats=EngineStats(guesses={"n-gram": (8, 6), "draft": (4, 3)})
     )
     parts = {"runner": runner, "scheduler": scheduler, "stepper": stepper, "pressure": SimpleNamespace(note="")}
-    return SimpleNamespace(when_idle=when_idle, **parts)
+    return SimpleNamespace(when_idle=when_idle, step_age_s=0.0, **parts)
 
 
 @pytest.mark.parametrize(
@@ -177,6 +177,38 @@ def test_on_a_card_a_plan_that_does_not_hold_is_made_again_once(
         assert boot.plan.terms()["learned"] == 2 << 30
         known = MemoryProfiles().known(facts, planner.machine, boot.plan)
         assert known is not None and known.held
+
+
+def test_what_another_model_takes_meanwhile_does_not_shrink_a_plan(
+    empty_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch counts the memory of a process: of the second model, that of the first one's prompt."""
+    from localllm.hub import catalog
+
+    facts = fit.facts_of(next(one for one in catalog.members("qwen3-8b") if one.quant))
+    assert facts is not None
+    planner = Planner(replace(MACHINES["rtx3060"], torch_cuda="12.8"), measured=Measured(profiles=MemoryProfiles()))
+    plan, engines, extra = planner.plan(facts), [idle_engine(lambda job: None) for _ in range(2)], [0, 2 << 30]
+    left = iter(engines)
+
+    def profile(*given: Any) -> MemoryProfile:
+        engines[0].stepper.stats.num_steps += len(extra) == 1  # the first model answers while the second one loads
+        return MemoryProfile((Term("all", plan.need_bytes, plan.need_bytes + extra.pop(0)),), "cuda", 1.0)
+
+    for name, value in (
+        ("assemble", lambda *_, **__: next(left)),
+        ("Meter", lambda device: SimpleNamespace(found={})),
+        ("profile_gpu", profile),
+        ("warm_up", lambda *_: None),
+    ):
+        monkeypatch.setattr(f"localllm.boot.boot.{name}", value)
+    model: Any = SimpleNamespace(facts=facts, weight_bytes=plan.weight_bytes, kernels={}, forget_pages=lambda: None)
+    first = Boot(model, plan, planner, SelfTest())
+    other = Planner(planner.machine, planner.options, Measured(profiles=MemoryProfiles(empty_home / "none")))
+    second = Boot(model, plan, other, SelfTest())
+    assert second.profile_note == "not profiled beside another model" and second.plan is plan
+    assert not second.warnings and first.profile_note.startswith("profiled")
+    assert MemoryProfiles(empty_home / "none").excess_bytes(facts, planner.machine, "cuda:0") == 0
 
 
 @pytest.mark.parametrize(
