@@ -33,7 +33,12 @@ class Glm4Moe(Architecture):
 
     name = "glm4_moe"
     label = "GLM-4.5 to 4.7"
-    hf_types = {"glm4_moe": DEFAULTS, "glm4v_moe_text": DEFAULTS | {"max_position_embeddings": 65_536}}
+    hf_types = {
+        "glm4_moe": DEFAULTS,
+        "glm4v_moe_text": DEFAULTS
+        | {"vocab_size": 151_424, "hidden_size": 4096, "intermediate_size": 10_944, "num_hidden_layers": 46}
+        | {"num_attention_heads": 96, "max_position_embeddings": 65_536},
+    }
     hf_wrappers = {"glm4v_moe": "glm4v_moe_text"}
     hf_classes = ("Glm4MoeForCausalLM",)
     gguf_types = ("glm4moe",)

@@ -13,7 +13,7 @@ from .gguf import GgufConfig
 from .hf import HfConfig
 from .layers import LayerFacts
 from .names import NameMap
-from .qwen_vision import GATED_SECTIONS, grid_vision, hf_axes, with_grid
+from .qwen_vision import GATED_SECTIONS, GATED_TOWER, grid_vision, hf_axes, with_grid
 from .vision import ImageFacts
 
 # What configurations may leave out.
@@ -54,7 +54,8 @@ class Qwen2(Architecture):
         """The tower of those that have one which is computed here; `half` pairs of a head's dimensions turn."""
         if config.model_type != "qwen2_5_vl_text":
             return None
-        return grid_vision(config.tower, hf_axes(config, half, GATED_SECTIONS, in_turn=False), gated=True)
+        axes = hf_axes(config, half, GATED_SECTIONS, in_turn=False)
+        return grid_vision(config.tower, axes, GATED_TOWER, gated=True)
 
     def names(self, checkpoint: Checkpoint) -> NameMap:
         return with_grid(super().names(checkpoint), checkpoint)

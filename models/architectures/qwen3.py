@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .hf import HfConfig
 from .qwen2 import DEFAULTS, Qwen2
-from .qwen_vision import VL_SECTIONS, grid_vision, hf_axes
+from .qwen_vision import DEEP_TOWER, VL_SECTIONS, grid_vision, hf_axes
 from .vision import ImageFacts
 
 
@@ -23,4 +23,4 @@ class Qwen3(Qwen2):
     own = {"qk_norm": True}
 
     def vision(self, config: HfConfig, half: int) -> ImageFacts | None:
-        return grid_vision(config.tower, hf_axes(config, half, VL_SECTIONS))
+        return grid_vision(config.tower, hf_axes(config, half, VL_SECTIONS), DEEP_TOWER)

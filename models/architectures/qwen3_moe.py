@@ -10,7 +10,7 @@ from .gguf import GgufConfig
 from .hf import HfConfig
 from .layers import LayerFacts
 from .names import NameMap
-from .qwen_vision import VL_SECTIONS, grid_vision, hf_axes, with_grid
+from .qwen_vision import DEEP_TOWER, VL_SECTIONS, grid_vision, hf_axes, with_grid
 
 
 class Qwen3Moe(Architecture):
@@ -24,8 +24,10 @@ class Qwen3Moe(Architecture):
             "num_key_value_heads": 4,
         },
         "qwen3_vl_moe_text": {
-            "num_local_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "norm_topk_prob": True,
-            "max_position_embeddings": 128_000, "rope_theta": 500_000.0, "tie_word_embeddings": True,
+            "vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24,
+            "num_attention_heads": 16, "num_key_value_heads": 16, "num_local_experts": 60, "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408, "norm_topk_prob": True, "max_position_embeddings": 128_000,
+            "rope_theta": 500_000.0, "tie_word_embeddings": True,
         },
     }  # fmt: skip
     hf_wrappers = {"qwen3_vl_moe": "qwen3_vl_moe_text"}
@@ -44,7 +46,7 @@ class Qwen3Moe(Architecture):
         kinds = LayerFacts(attention, experts), LayerFacts(attention, config.dense(act))
         layers = tuple(kinds[layer in dense] for layer in range(config.num_layers))
         axes = hf_axes(config, rope.dim // 2, VL_SECTIONS)
-        return config.facts(layers, context, vision=grid_vision(config.tower, axes))
+        return config.facts(layers, context, vision=grid_vision(config.tower, axes, DEEP_TOWER))
 
     def names(self, checkpoint: Checkpoint) -> NameMap:
         return with_grid(super().names(checkpoint), checkpoint)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,11 @@ _GATED_MERGER = {"merger.norm": "merger.ln_q", "merger.linear_fc1": "merger.mlp.
 SECTIONS = [11, 11, 10]  # pairs that turn by time, row and column, where files do not say it
 VL_SECTIONS = [24, 20, 20]  # Qwen3-VL's, which turns whole heads
 GATED_SECTIONS = [16, 24, 24]  # Qwen2.5-VL's, one behind the other
+# What configurations of a tower leave out: files that were saved anew have only what differs from these.
+TOWER = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "patch_size": 16}
+DEEP_TOWER = TOWER | {"deepstack_visual_indexes": [8, 16, 24]}  # Qwen3-VL's
+GATED_TOWER = {"depth": 32, "hidden_size": 3584, "intermediate_size": 3420, "num_heads": 16, "patch_size": 14}
+GATED_TOWER |= {"fullatt_block_indexes": [7, 15, 23, 31]}  # Qwen2.5-VL's
 MIN_PIXELS, MAX_PIXELS = 1 << 16, 1 << 24  # what files without a processor's configuration mean
 HALF = [0.5] * 3  # means and deviations of the colours, where they are not stated
 CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]  # of Qwen2.5-VL's
@@ -38,25 +43,30 @@ def with_grid(names: NameMap, checkpoint: Checkpoint) -> NameMap:
     return names if checkpoint.kind == "gguf" else replace(names, parts={**names.parts, **grid_parts(checkpoint)})
 
 
-def grid_vision(given: Described | None, axes: tuple[int, ...], *, gated: bool = False) -> GridFacts | None:
+def grid_vision(
+    given: Described | None, axes: tuple[int, ...], usual: Mapping[str, Any] = TOWER, *, gated: bool = False
+) -> GridFacts | None:
     """The tower, where files have one that is computed here; limits are far above those of published models.
 
     axes, gated   as in `GridFacts`
+    usual         what the file may leave out
     """
     if given is None:
         return None
     own = below(given.top, "vision_config")
+    stated = {key: value for key, value in own.values.items() if value is not None}
+    own = Fields(own.path, {own.prefix + key: value for key, value in usual.items()} | stated, own.prefix)
     act = "silu" if gated else "gelu_pytorch_tanh"
     if own.text("hidden_act", act) != act:
         return None  # another function: the text part runs
-    hidden, heads = own.integer("hidden_size", 4, 1 << 14, 1152), own.integer("num_heads", 1, 1 << 10, 16)
+    hidden, heads = own.integer("hidden_size", 4, 1 << 14), own.integer("num_heads", 1, 1 << 10)
     if hidden % (4 * heads):
         raise own.fail("hidden_size", f"is {hidden}, no multiple of 4 for each of {heads} heads")
-    patch, merge = own.integer("patch_size", 1, 1 << 8, 16), own.integer("spatial_merge_size", 1, 16, 2)
+    patch, merge = own.integer("patch_size", 1, 1 << 8), own.integer("spatial_merge_size", 1, 16, 2)
     places = 0 if gated else own.integer("num_position_embeddings", 1, 1 << 20, 2304)
     if math.isqrt(places) ** 2 != places:
         raise own.fail("num_position_embeddings", f"is {places}, no square number")
-    factor, depth = patch * merge, own.integer("depth", 1, MAX_LAYERS, 27)
+    factor, depth = patch * merge, own.integer("depth", 1, MAX_LAYERS)
     taps = () if gated else _layers(own, "deepstack_visual_indexes", depth)
     window = own.integer("window_size", 1, 1 << 16, 112) // factor if gated else 0
     if gated and not window:
@@ -67,7 +77,7 @@ def grid_vision(given: Described | None, axes: tuple[int, ...], *, gated: bool =
     facts = GridFacts(
         num_layers=depth,
         hidden=hidden,
-        inner=own.integer("intermediate_size", 1, 1 << 16, 4304),
+        inner=own.integer("intermediate_size", 1, 1 << 16),
         num_heads=heads,
         patch_size=patch,
         merge=merge,

@@ -15,11 +15,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from localllm.checkpoint.fields import Fields
 from localllm.cli.commands.show import _images
 from localllm.engine.batch import turned_positions
 from localllm.errors import BadModelFile
 from localllm.llm.pictures import read_image
 from localllm.models.architectures import open_model
+from localllm.models.architectures.hf import Described
+from localllm.models.architectures.qwen_vision import DEEP_TOWER, GATED_TOWER, TOWER, grid_vision
 from localllm.models.architectures.vision import MAX_IMAGE_TOKENS, GridFacts
 from localllm.models.inputs import ImageRows
 from localllm.models.loader import LoadOptions, load_model
@@ -264,6 +267,24 @@ def test_images_are_resized_as_by_the_processor(size: tuple[int, int], limited: 
     given = (torch.from_numpy(found).float() / 255 - torch.tensor(limited.mean)) / torch.tensor(limited.std)
     squares = given.view(rows // 2, 2, 6, columns // 2, 2, 6, 3).permute(0, 3, 1, 4, 6, 2, 5).reshape(-1, 3, 1, 6, 6)
     assert (squares.expand(-1, 3, 2, 6, 6).flatten(1) - theirs["pixel_values"]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_vl_moe"])
+def test_a_tower_of_which_only_what_differs_is_stated(family: str) -> None:
+    """Transformers 4 wrote the objects inside of a configuration so: Qwen2.5-VL's had the layers' size at most."""
+    from transformers import CONFIG_MAPPING
+
+    gated, usual = family == "qwen2_5_vl", {"qwen2_5_vl": GATED_TOWER, "qwen3_5": TOWER}.get(family, DEEP_TOWER)
+    differs = {"hidden_size": 1280} if gated else {"hidden_act": "gelu_pytorch_tanh"}
+    whole = CONFIG_MAPPING[family](vision_config=differs).to_dict()
+    found = []
+    for vision in (whole["vision_config"], differs):
+        top = Fields(Path("config.json"), {"vision_config": vision, "image_token_id": 5})
+        given = Described(top, Fields(Path("processor"), {}), 0, 3584, 10, None)
+        found.append(grid_vision(given, (0, 1, 2), usual, gated=gated))
+    assert found[0] == found[1] and found[0].outputs == 3584
+    layers = (7, 15, 23, 31) if gated else (8, 16, 24) if "vl" in family else ()
+    assert (found[0].whole or found[0].taps) == layers
 
 
 def test_the_limits_of_an_image(pictured: Pictured, tmp_path: Path) -> None:
