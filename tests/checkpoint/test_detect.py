@@ -273,6 +273,8 @@ def test_shapes_that_do_not_fit(tensors: dict[str, Any]) -> None:
         (F8_BLOCK | {"weight_scale_inv": ("F32", (4, 8))}, {"weight_block_size": [64, 64]}, "blocks of 64 x 64"),
         ({**MO_NVFP4, "svdquant_lora_a": ("BF16", (N, 8))}, {}, "NVFP4_SVD"),
         ({"weight": ("I32", (N, K))}, {}, "matrix of I32"),
+        ({"weight": ("U32", (N, K // 8)), "scales": ("U8", (N, K // 32))}, {}, "layout of MLX"),
+        ({"weight": ("U8", (N // 4, K)), "weight_scale": ("BF16", (1,))}, {}, "layout of BitNet"),
     ],
 )
 def test_foreign_layouts_are_named_with_what_works(tensors: dict[str, Any], config: dict[str, Any], words: str) -> None:

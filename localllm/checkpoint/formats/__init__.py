@@ -80,6 +80,8 @@ def _turned(config: Mapping[str, Any]) -> str:
 def _detect(module: StoredModule) -> StoredFormat | None:
     for suffix in module.tensors:
         tool = _FOREIGN.get(suffix) or ("bitsandbytes" if suffix.startswith("bitsandbytes__") else None)
+        if suffix == "weight" and module.dtype(suffix) == "U32" and "scales" in module.tensors:
+            tool = "MLX"  # of its floating formats, which have no biases
         if tool:
             raise module.unsupported(f"is stored in the layout of {tool}, which is not read")
     return next((stored for one in FORMATS if (stored := one.detect(module)) is not None), None)

@@ -13,6 +13,8 @@ def detect(module: StoredModule) -> StoredFormat | None:
     if module.dtype("weight") != "U8":
         return None
     rows, columns = module.matrix("weight")
+    if module.need("weight_scale", "a packed weight").shape in ((), (1,)):
+        raise module.unsupported("has bytes of codes with one scale, the layout of BitNet, which is not read")
     n, groups = module.matrix("weight_scale")
     if n != rows * 2:
         what = f"has shape {[n, groups]}, [{rows * 2}, groups of {columns} inputs] is expected"
