@@ -132,8 +132,8 @@ def _from_folder(ckpt: Checkpoint) -> Tokenizer:
         text = _token_text(config.get(name)) or _token_text(special.get(name))
         if text is not None:
             texts[name] = text
-    named = [*texts.values(), *_more_named(config), *_more_named(special)]
-    _guarded(lambda: _add_configured_tokens(backend, config, named), "tokenizer_config.json")
+    control = [*texts.values(), *_more_named(config), *_more_named(special)]
+    _guarded(lambda: _add_configured_tokens(backend, config, control), "tokenizer_config.json")
     bos = backend.token_to_id(texts.get("bos_token", ""))
     flag = config.get("add_bos_token")
     eos = backend.token_to_id(texts.get("eos_token", ""))

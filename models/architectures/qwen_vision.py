@@ -20,9 +20,10 @@ SECTIONS = [11, 11, 10]  # pairs that turn by time, row and column, where files 
 VL_SECTIONS = [24, 20, 20]  # Qwen3-VL's, which turns whole heads
 GATED_SECTIONS = [16, 24, 24]  # Qwen2.5-VL's, one behind the other
 # What configurations of a tower leave out: files that were saved anew have only what differs from these.
-TOWER = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "patch_size": 16}
+TOWER: dict[str, Any] = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16}
+TOWER |= {"patch_size": 16}
 DEEP_TOWER = TOWER | {"deepstack_visual_indexes": [8, 16, 24]}  # Qwen3-VL's
-GATED_TOWER = {"depth": 32, "hidden_size": 3584, "intermediate_size": 3420, "num_heads": 16, "patch_size": 14}
+GATED_TOWER = TOWER | {"depth": 32, "hidden_size": 3584, "intermediate_size": 3420, "patch_size": 14}
 GATED_TOWER |= {"fullatt_block_indexes": [7, 15, 23, 31]}  # Qwen2.5-VL's
 MIN_PIXELS, MAX_PIXELS = 1 << 16, 1 << 24  # what files without a processor's configuration mean
 HALF = [0.5] * 3  # means and deviations of the colours, where they are not stated
