@@ -197,6 +197,8 @@ WRITTEN: list[tuple[ToolFormat, str, str, list[tuple[str, str]]]] = [
         ("glm-inline", "<tool_call>get_weather<arg_key>city</arg_key><arg_value>5\n</arg_value><arg_key>days</arg_key><arg_value>3"
          "</arg_value></tool_call><tool_call>now</tool_call>", "", [("get_weather", '{"city": "5\\n", "days": 3}'), ("now", "{}")]),
         ("granite", f'<|tool_call|>[{{"name": "get_weather", "arguments": {PARIS}}}]', "", [("get_weather", PARIS)]),
+        ("ernie", f'<response>\nIt is.\n</response>\n<tool_call>\n{{"name": "get_weather", "arguments": {PARIS}}}\n</tool_call>', "It is.", [("get_weather", PARIS)]),
+        ("ernie", "<response>\n<response in> a\n\nb\n</response>", "<response in> a\n\nb", []),
         ("granite", f'<tool_call>[{{"name": "get_weather", "arguments": {PARIS}}}]', "", [("get_weather", PARIS)]),
     ]],
 ]  # fmt: skip
@@ -431,6 +433,7 @@ def test_formats_are_found_in_templates() -> None:
     found = {
         "{{ messages }}": "generic",
         '<tool_call>\n{"name": ': "hermes",
+        '<tool_call>\n{"name": <response>': "ernie",
         "<tool_call>\n<function=": "qwen-coder",
         "<tool_call>{{ name }}<arg_key>": "glm",
         "<tool_call>{function-name}<arg_key>{arg-key-1}</arg_key>": "glm-inline",
