@@ -223,6 +223,8 @@ def _add_configured_tokens(backend: Backend, config: Mapping[str, Any], named: I
         elif token is not None and not token.special:
             tokens[text] = AddedToken(text, special=True, **{name: getattr(token, name) for name in TOKEN_FLAGS})
     changed = [token for text, token in tokens.items() if text not in known or repr(token) != repr(known[text])]
+    # only those that are new must be added in their order
+    changed.sort(key=lambda token: (backend.token_to_id(token.content) is None) * 2 or token.special)
     runs = [(special, list(run)) for special, run in groupby(changed, lambda token: token.special)]
     if len(runs) > MAX_RUNS:
         raise BadModelFile(f"tokenizer_config.json adds {len(runs):,} runs of tokens, the limit is {MAX_RUNS}")

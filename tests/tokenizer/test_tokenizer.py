@@ -487,6 +487,19 @@ def test_the_configuration_says_what_tokens_are(folder: Path) -> None:
     assert not tokenizer.special_ids & set(tokenizer.encode("<bos>h<think>"))
 
 
+def test_flags_may_differ_for_many_tokens_in_turns(folder: Path) -> None:
+    document, config = (json.loads((folder / f"{name}.json").read_text()) for name in ("tokenizer", "tokenizer_config"))
+    size = len(document["model"]["vocab"])
+    flags = dict.fromkeys(("lstrip", "rstrip", "single_word", "normalized"), False)
+    more = [{"id": size + n, "content": f"<|{n}|>", "special": n % 2 == 0, **flags} for n in range(80)]
+    document["added_tokens"] += sorted(more, key=lambda token: token["special"])
+    document["model"]["vocab"] |= {token["content"]: token["id"] for token in more}
+    config["added_tokens_decoder"] = {str(token["id"]): token | {"rstrip": True} for token in more}
+    for name, value in (("tokenizer", document), ("tokenizer_config", config)):
+        (folder / f"{name}.json").write_text(json.dumps(value))
+    assert from_folder(folder).encode("<|7|>  <|8|>", special=True) == [size + 7, size + 8]
+
+
 def test_special_tokens_map_fills_in(folder: Path) -> None:
     (folder / "tokenizer_config.json").unlink()
     (folder / "special_tokens_map.json").write_text('{"bos_token": "<bos>", "unk_token": {"content": "h"}}')
