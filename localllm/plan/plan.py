@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, fields, replace
 
 from localllm.errors import DoesNotFit
@@ -135,12 +136,13 @@ class Plan:
     def error(self, name: str) -> DoesNotFit:
         """The refusal, with both numbers and commands that would work."""
         fixes: list[tuple[str, str]] = []
+        typed = shlex.quote(name)
         if MIN_CTX <= self.max_ctx < self.ctx:
-            fixes.append((f"localllm chat {name} --ctx {self.max_ctx}", "fits"))
+            fixes.append((f"localllm chat {typed} --ctx {self.max_ctx}", "fits"))
         if self.kv == "f32":
-            fixes.append((f"localllm chat {name} --kv bf16", "halves the cache"))
+            fixes.append((f"localllm chat {typed} --kv bf16", "halves the cache"))
         if self.device != "cpu":
-            fixes.append((f"localllm chat {name} --device cpu", "uses RAM, slower"))
+            fixes.append((f"localllm chat {typed} --device cpu", "uses RAM, slower"))
         fixes.append(("localllm plan", "which models fit"))
         if self.ranks:
             each = [one.need_bytes - one.have_bytes for one in self.ranks]

@@ -57,7 +57,7 @@ def test_the_most_context_is_what_a_wish_for_it_gets() -> None:
     assert full.fits and (full.max_ctx, full.host_experts) == (made.max_ctx, NUM)
     refused = planner.having(ctx=made.max_ctx + 1024).plan(facts)
     assert not refused.fits
-    assert refused.error("mixture").hint == f"localllm chat mixture --ctx {made.max_ctx}"
+    assert refused.error("a mix.gguf").hint == f"localllm chat 'a mix.gguf' --ctx {made.max_ctx}"
 
 
 def test_the_pace_lies_between_all_on_the_card_and_all_on_the_cpu() -> None:

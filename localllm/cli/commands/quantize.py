@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -84,7 +85,7 @@ def quantize(
     kept = [{"module": module, "why": why} for module, why in report.kept]
     if not console.emit("quantize/1", row | {"kept": kept, "quality": list(map(asdict, found))}) and found:
         print_table(env, found)
-    console.say(f"Next: localllm chat {clean_line(str(folder))}")
+    console.say(f"Next: localllm chat {clean_line(shlex.quote(str(folder)))}")
     return 0
 
 
