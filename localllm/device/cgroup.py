@@ -23,17 +23,21 @@ def cpu_quota(root: Path = Path("/")) -> float:
 
 
 def memory_groups(root: Path = Path("/")) -> list[tuple[int, int]]:
-    """(limit, free below it) in bytes for each group that has a memory limit."""
+    """(limit, free below it) in bytes for each group that has a memory limit.
+
+    Cached files count as free, as in the kernel's own MemAvailable, also those read twice: a model's, after its run.
+    """
     found = []
-    for controller, limited, in_use, reclaimable in (
-        ("", "memory.max", "memory.current", "inactive_file"),
-        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    for controller, limited, in_use, total in (
+        ("", "memory.max", "memory.current", ""),
+        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     ):
         for folder in _groups(root, controller, "memory"):
             limit = _number(read(folder / limited))
             if 0 < limit < UNLIMITED:
                 stat = dict(line.split(" ", 1) for line in read(folder / "memory.stat").splitlines() if " " in line)
-                used = _number(read(folder / in_use)) - _number(stat.get(reclaimable, ""))
+                cached = sum(_number(stat.get(f"{total}{kind}_file", "")) for kind in ("inactive", "active"))
+                used = _number(read(folder / in_use)) - cached
                 found.append((limit, max(0, limit - max(0, used))))
     return found
 

@@ -46,7 +46,7 @@ def test_cgroup_2_the_smallest_on_the_way_up_counts(tmp_path: Path) -> None:
     put(tmp_path, "sys/fs/cgroup/user/app/cpu.max", "max 100000\n")
     put(tmp_path, "sys/fs/cgroup/user/memory.max", str(4 * GIB))
     put(tmp_path, "sys/fs/cgroup/user/memory.current", str(3 * GIB))
-    put(tmp_path, "sys/fs/cgroup/user/memory.stat", f"anon 1\ninactive_file {GIB}\n")
+    put(tmp_path, "sys/fs/cgroup/user/memory.stat", f"anon 1\ninactive_file {GIB // 4}\nactive_file {GIB * 3 // 4}\n")
     put(tmp_path, "sys/fs/cgroup/user/cpu.max", "150000 100000\n")
     limits = memory_limits(tmp_path)
     assert (limits.ram_total_bytes, limits.ram_available_bytes, limits.ram_limit) == (4 * GIB, 2 * GIB, "cgroup")
@@ -61,6 +61,8 @@ def test_cgroup_1_and_a_path_from_outside_the_container(tmp_path: Path) -> None:
     put(tmp_path, "sys/fs/cgroup/cpu/cpu.cfs_quota_us", "200000")
     put(tmp_path, "sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000")
     assert memory_groups(tmp_path) == [(2 * GIB, GIB)]
+    put(tmp_path, "sys/fs/cgroup/memory/memory.stat", f"active_file 1\ntotal_active_file {GIB // 2}\n")
+    assert memory_groups(tmp_path) == [(2 * GIB, GIB * 3 // 2)]
     assert cpu_quota(tmp_path) == 2.0
     put(tmp_path, "sys/fs/cgroup/memory/memory.limit_in_bytes", str(2**63 - 4096))
     put(tmp_path, "sys/fs/cgroup/cpu/cpu.cfs_quota_us", "-1")
