@@ -42,7 +42,7 @@ def memory_nodes(root: Path = Path("/")) -> tuple[MemoryNode, ...]:
         lines = re.findall(r"(\S+): +(\d+) kB", read(_node(root, index) / "meminfo"))
         sizes = {name: int(kib) << 10 for name, kib in lines}
         if total := sizes.get("MemTotal", 0):
-            free = sizes.get("MemFree", 0) + sizes.get("Inactive(file)", 0)
+            free = sum(sizes.get(name, 0) for name in ("MemFree", "Inactive(file)", "Active(file)"))
             found.append(MemoryNode(index, total, min(free, total), tuple(near)))
     return tuple(found) if len(found) > 1 else ()
 
