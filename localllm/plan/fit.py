@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from localllm import hub
 from localllm.checkpoint import Checkpoint
-from localllm.errors import LocalLLMError
+from localllm.errors import LocalLLMError, ModelNotFound
 from localllm.hub import catalog
 from localllm.models.architectures import open_model
 from localllm.models.architectures.facts import ModelFacts, repeated
@@ -25,7 +25,7 @@ from localllm.models.architectures.registry import understand
 from localllm.plan.placement import chosen_device
 from localllm.plan.plan import Plan
 from localllm.plan.planner import Planner
-from localllm.terminal import GIB, gib, tokens_short
+from localllm.terminal import GIB, clean_line, gib, tokens_short
 
 MIN_CTX = 2048  # tokens of context that must fit
 # families whose members are for everything; others are for those who name them
@@ -274,16 +274,22 @@ def resolve(name: str, planner: Planner, **how: Any) -> hub.Resolved:
 
 
 def with_draft(planner: Planner) -> Planner:
-    """One that counts the draft model its options name; the same without one, or where it is still to be downloaded.
+    """One that counts the draft model its options name, as the catalogue has it where it is not here.
 
-    Raises what `resolve` and opening its files raise.
+    Raises ModelNotFound where neither knows it, and what `resolve` and opening its files raise.
     """
     options = planner.options
     if not options.draft or options.speculation not in ("auto", "draft"):
         return planner
-    path = resolve(options.draft, planner, offline=True).path
-    if path is None:
-        return planner
+    try:
+        path = resolve(options.draft, planner, offline=True).path
+    except ModelNotFound as error:
+        choice = recommended(options.draft, planner) if catalog.members(options.draft) else None
+        if choice is not None:
+            return replace(planner, draft=facts_of(choice.best))
+        what = f"the draft model {clean_line(options.draft)} is not on this machine"
+        raise ModelNotFound(what, f"localllm pull {clean_line(options.draft)}") from error
+    assert path is not None, "offline, a name is a local model's or an error"
     with open_model(path, mmproj="off") as checkpoint:
         return replace(planner, draft=checkpoint.facts)
 

@@ -225,6 +225,18 @@ def test_verbose_prints_every_term_and_the_formulas(invoke: Invoke, home: Path) 
     assert "context 2,048: as asked for" in text
 
 
+def test_a_draft_model_that_is_not_here_is_counted_as_the_catalogue_has_it(invoke: Invoke, home: Path) -> None:
+    """Nobody asked for offline mode: it must not be what is said."""
+    plain = rows(invoke, "qwen3-14b", "--quant", "Q4_K_M", "--gpu", "4090")
+    drafted = rows(invoke, "qwen3-14b", "--quant", "Q4_K_M", "--gpu", "4090", "--draft", "qwen3-0.6b")
+    more = [b["parts"]["weights"] - a["parts"]["weights"] for a, b in zip(plain, drafted, strict=True)]
+    assert more == [639_446_688] * len(plain)
+    assert any(reason.startswith("draft qwen3-0.6b: guesses") for reason in drafted[0]["reasons"])
+    unknown = invoke("plan", "qwen3-14b", "--draft", "some/thing", "--gpu", "4090")
+    assert unknown.exit_code == 3 and "draft model some/thing is not on this machine" in unknown.stderr
+    assert "offline" not in unknown.stderr
+
+
 def test_verbose_counts_only_layers_that_keep_something_each_with_its_own_sizes(invoke: Invoke, home: Path) -> None:
     """Gemma 4 E2B: 20 of 35 layers read what another keeps; those that see all have wider heads."""
     text = invoke("plan", "gemma4-e2b", "--quant", "Q4_K_M", "-v", env={"LOCALLLM_FAKE_HW": "cpu"}).stdout
