@@ -244,6 +244,7 @@ def test_pull_asks_lists_downloads_and_says_what_is_next(invoke: Invoke, hub: st
     done = [event["done"] for event in events if event["event"] == "download"]
     assert done == sorted(done)
     assert "Next: localllm chat" in result.stderr
+    assert invoke("pull", f"{NAME}@main").exit_code == 0, "asked for again, and nothing is left to agree to"
     again = invoke("pull", NAME)
     assert again.exit_code == 0
     assert "already here" in again.stderr

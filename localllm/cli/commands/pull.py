@@ -105,7 +105,7 @@ def _pull(env: Env, name: str, wish: Wish) -> dict[str, Any]:
         rows = [(f.name, gib(f.size)) for f in resolved.files] or [(resolved.name, gib(resolved.size_bytes))]
         console.table(("FILE", "SIZE"), rows, right=("SIZE",))
         return _row(resolved, None, 0.0, env.config.engine) | {"fits": made.fits if made is not None else None}
-    if not console.confirm("Download now?"):
+    if resolved.download_bytes and not console.confirm("Download now?"):
         raise ConfigError("nothing was downloaded", f"localllm pull {clean_line(name)} -y")
     start = time.monotonic()
     fetch = partial(hub.download, resolved, workers=wish.workers)
