@@ -55,6 +55,7 @@ MAX_FILE_BYTES = 1 << 20
 MAX_TPS = 1e6
 _DECODE = re.compile(r"tg\d+")
 _PREFILL = re.compile(r"pp\d+")
+_INSTANCE = re.compile(r" MIG (\d)[cg]\.")  # of the 7 parts that a cut card's arithmetic has, as its name says
 
 
 def launches_of(facts: ModelFacts, ctx: int) -> int:
@@ -184,8 +185,8 @@ class Speeds:
         if gpu is None:
             flops = cpu.cores_usable * CORE_FLOPS.get(cpu.isa, SLOW_CORE_FLOPS)
         else:
-            row = table_row(gpu.name)
-            flops = row.tflops * 1e12 * PREFILL_ETA if row else 0.0
+            row, cut = table_row(gpu.name), _INSTANCE.search(gpu.name)
+            flops = row.tflops * 1e12 * PREFILL_ETA * (int(cut[1]) / 7 if cut else 1) if row else 0.0
         products = facts.num_params - facts.vocab_size * facts.hidden_size * (1 if facts.tied_embeddings else 2)
         own, away = memory.weights_and_read[1], memory.host_and_read[1]
         streamed = _streaming_s(memory)

@@ -260,6 +260,14 @@ def test_a_model_that_does_not_fit_names_both_numbers_and_a_way() -> None:
     assert again.fits
 
 
+def test_an_instance_of_a_card_computes_its_share() -> None:
+    """Its memory and bandwidth are the driver's own words, its arithmetic is in its name."""
+    whole = MACHINES["h100"]
+    part = replace(whole, gpus=(replace(whole.gpus[0], name=f"{whole.gpus[0].name} MIG 2g.20gb", mig=True),))
+    paces = [Planner(machine).plan(model()).prefill_tps for machine in (whole, part)]
+    assert paces[1] == pytest.approx(paces[0] * 2 / 7)
+
+
 def test_a_ulimit_counts_address_space() -> None:
     facts = model(**SMALL)
     for limit, fits in [("cgroup", True), ("ulimit", False)]:
