@@ -144,7 +144,8 @@ def remove_partials(*, dry_run: bool = False) -> Removal:
     gone = [path for path, lock in found.items() if dry_run or _remove_idle(path, lock)]
     growing = {p.parent for p in cache.partials()}  # now: of models whose other files are under way
     gone += [p for p, lock in whole.items() if dry_run or (p.parent not in growing and _remove_idle(p, lock))]
-    return Removal(tuple(p.name for p in gone), tuple(gone), sum(sizes[p] for p in gone), done=not dry_run)
+    note = SHARED_NOTE if whole else ""
+    return Removal(tuple(p.name for p in gone), tuple(gone), sum(sizes[p] for p in gone), note=note, done=not dry_run)
 
 
 def _remove_idle(path: Path, lock_path: Path) -> bool:
