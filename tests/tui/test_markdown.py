@@ -12,6 +12,7 @@ from textual.widgets import Label, Markdown
 
 from localllm.backend.script import ANSWERS
 from localllm.config import UiConfig
+from localllm.conversation.markdown import new_parser
 from localllm.terminal import clean
 from localllm.tui.widgets.markdown import Answer, Fence, Settler, Tail, _FlatList
 
@@ -173,6 +174,32 @@ async def test_hostile_text_is_shown_harmless_and_literal() -> None:
         for bad in ("\x1b", "\x07", "\x9b", "\u202e"):
             assert bad not in shown
         assert "[red]literal[/red]" in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (r"\(a_1 \, b\) *x*", r"\(a_1 \, b\) x"),
+        ("\\[ \\{a\\} \\\\\n *b* \\]", "\\[ \\{a\\} \\\\\n *b* \\]"),
+        (r"$a*b*c$, $$\%$$", r"$a*b*c$, $$\%$$"),
+        (r"$5 or *$6*, $HOME:$PATH, \[x", "$5 or $6, $HOME:$PATH, [x"),  # neither prices nor variables
+    ],
+)
+def test_formulas_keep_their_backslashes_and_stars(text: str, shown: str) -> None:
+    [block] = [token for token in new_parser().parse(text) if token.children]
+    assert "".join(part.content for part in block.children or ()) == shown
+
+
+async def test_every_column_of_a_table_is_seen_beside_a_word_wider_than_the_screen() -> None:
+    app = Host()
+    async with app.run_test(size=(40, 30)) as pilot:
+        answer = app.query_one(Answer)
+        answer.feed(f"| name | address |\n|---|---|\n| one | {'x' * 90}! |\n")
+        await answer.finish()
+        await pilot.pause()
+        lines = ["".join(segment.text for segment in strip) for strip in app.screen._compositor.render_strips()]
+        assert any("name" in line for line in lines) and any("one" in line for line in lines)
+        assert sum(line.count("x") for line in lines) == 90 and any("!" in line for line in lines)
 
 
 async def test_html_and_reference_lines_do_not_vanish() -> None:

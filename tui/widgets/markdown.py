@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from functools import cache
+from itertools import chain
 from typing import Any, ClassVar, NamedTuple
 
 from textual.app import ComposeResult
@@ -27,6 +28,7 @@ from textual.widgets._markdown import (
     MarkdownListItem,
     MarkdownOrderedList,
     MarkdownParagraph,
+    MarkdownTable,
 )
 
 from localllm.conversation.markdown import Settler, new_parser, opened_fence
@@ -34,6 +36,7 @@ from localllm.conversation.markdown import Settler, new_parser, opened_fence
 from .copying import CopyCode
 
 TAIL_CHUNK = 3000  # characters of the tail that are laid out again at every update; what is before is frozen
+LONG_WORD = 20  # cells; in a table a longer word, such as an address, may be broken
 LONG_CODE = 20  # lines; a longer block can be copied at its end too
 
 
@@ -164,6 +167,16 @@ class Fence(MarkdownFence):
             self.post_message(CopyCode(self.code))
 
 
+class Table(MarkdownTable):
+    """A table whose columns all keep some room where a word is wider than the screen."""
+
+    def _get_headers_and_rows(self) -> tuple[list[Content], list[list[Content]]]:
+        headers, rows = super()._get_headers_and_rows()
+        for cell in chain(headers, *rows):
+            cell._minimal_width_cache = min(LONG_WORD, cell.get_minimal_width({}))
+        return headers, rows
+
+
 class Body(Markdown):
     """Blocks that do not change any more."""
 
@@ -172,6 +185,7 @@ class Body(Markdown):
         "ordered_list_open": FlatOrderedList,
         "fence": Fence,
         "code_block": Fence,
+        "table_open": Table,
     }
 
     def __init__(self) -> None:
