@@ -193,7 +193,7 @@ def stats_line(answer: Answer, facts: Facts) -> str:
     cached = f" (cached {usage.cached_tokens:,})" if usage.cached_tokens else ""
     parts = [
         counted(usage.completion_tokens, "token"),
-        f"{timing.decode_tps:.1f} tok/s",
+        *([f"{timing.decode_tps:.1f} tok/s"] if timing.decode_tps else []),  # one token has no pace
         f"TTFT {timing.ttft_s * 1000:.0f} ms",
         f"prompt {usage.prompt_tokens:,}{cached}",
     ]

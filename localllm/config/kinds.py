@@ -156,7 +156,7 @@ THEMES = (
 )  # fmt: skip
 THEME = Kind("a theme, such as localllm-light", _only(lambda value: value in THEMES), names=lambda: THEMES)
 TOKENS = Kind(
-    "auto, max, or a number of tokens from 16, such as 8192 or 32k",
+    "auto, max, or 16 to 16,777,216 tokens, such as 8192 or 32k",
     lambda value: value if value in ("auto", "max") else _tokens(value),
     names=lambda: ("auto", "max"),
 )

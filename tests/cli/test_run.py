@@ -25,7 +25,9 @@ def test_the_answer_alone_is_on_stdout(invoke: Invoke) -> None:
     result = invoke("run", "fake", "hello", "there", "--stats", "--trace")
     assert re.search(r"\[start \d+\.\d\d s, .*first token \d\.\d\d s, in all \d+\.\d\d s\]", result.stderr)
     assert result.stdout == "hello there\n"
-    assert "tok/s" in result.stderr
+    assert "[4 tokens, " in result.stderr and "tok/s" in result.stderr
+    one = invoke("run", "fake", "hi", "--stats").stderr
+    assert "[1 token, TTFT" in one  # which has no pace
 
 
 def test_json_is_valid_and_alone(invoke: Invoke) -> None:

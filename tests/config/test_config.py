@@ -70,7 +70,7 @@ def test_every_key_can_be_set_by_file_and_environment(file: Path) -> None:
         ("[engine]\ncontxt = 1", ["unknown key engine.contxt"]),
         ("[engine]\nctxx = 1", ["unknown key engine.ctxx", "did you mean engine.ctx"]),
         ("ctx = 1", ["unknown key ctx", "did you mean engine.ctx"]),
-        ("[engine]\nctx = true", ["engine.ctx = True", "expected auto, max, or a number of tokens"]),
+        ("[engine]\nctx = true", ["engine.ctx = True", "expected auto, max, or 16 to 16,777,216 tokens"]),
         ("[server]\nport = 70000", ["server.port = 70000", "0 to 65535"]),
         ("[sampling]\ntemperature = 'hot'", ["sampling.temperature = 'hot'"]),
         ("[sampling]\ntemperature = nan", ["sampling.temperature = nan"]),
