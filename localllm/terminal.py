@@ -10,8 +10,10 @@ import codecs
 import locale
 import os
 import re
+import shutil
 import sys
 import unicodedata
+from contextlib import suppress
 from typing import IO
 
 # Combining marks kept on one base character; no script needs more, and 10^5 of them freeze a terminal.
@@ -97,6 +99,15 @@ def is_tty(stream: IO[str] | None) -> bool:
         return stream is not None and stream.isatty()
     except ValueError:  # closed
         return False
+
+
+def terminal_size() -> os.terminal_size:
+    """Columns and lines: COLUMNS and LINES, else of the terminal that stdout, stderr or stdin is; 80 × 24 without."""
+    for descriptor in (2, 0):  # stdout alone is asked by the standard library
+        with suppress(OSError):
+            if (size := os.get_terminal_size(descriptor)).columns:
+                return shutil.get_terminal_size(size)
+    return shutil.get_terminal_size()
 
 
 def dumb() -> bool:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 from localllm.interface import Check
-from localllm.terminal import locale_encoding
+from localllm.terminal import locale_encoding, terminal_size
 
 from .finding import TERMINAL, Checks, Survey, ok, skip, warn
 
@@ -40,7 +40,7 @@ def term(survey: Survey) -> Check:
 @CHECKS.add("term.size", _no_terminal)
 def term_size(survey: Survey) -> Check:
     """Whether there is room."""
-    columns, rows = shutil.get_terminal_size()
+    columns, rows = terminal_size()
     title = f"{columns}×{rows}"
     if columns < MIN_COLUMNS or rows < MIN_ROWS:
         title += f": {MIN_COLUMNS}×{MIN_ROWS} is the smallest that reads well"

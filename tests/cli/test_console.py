@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 
 import pytest
 from hypothesis import given, settings
@@ -118,6 +119,19 @@ def test_a_bar_has_no_escapes_never_runs_back_and_is_wiped() -> None:
     bar.close()
     assert err.getvalue().endswith(" \r")
     assert bar.interrupted() == "paused at 90 %; run the same command to resume"
+
+
+def test_a_bar_is_no_wider_than_the_terminal_of_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
+    def size(descriptor: int) -> os.terminal_size:
+        if descriptor != 2:
+            raise OSError("not a terminal")
+        return os.terminal_size((40, 12))
+
+    monkeypatch.setattr(os, "get_terminal_size", size)  # stdout goes into a file
+    monkeypatch.delenv("COLUMNS", raising=False)
+    err = Terminal()
+    BarProgress(Console(stderr=err), "a-model-of-a-long-name").update(_download(100))
+    assert max(map(cell_width, err.getvalue().split("\r"))) < 40
 
 
 def test_a_bar_says_that_nothing_moves() -> None:

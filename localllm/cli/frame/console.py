@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import sys
 import textwrap
 import time
@@ -20,7 +19,19 @@ from typing import IO, Any, cast
 
 from localllm._version import __version__
 from localllm.errors import ConfigError, LocalLLMError
-from localllm.terminal import Cleaner, cell_width, clean, clean_line, dumb, fit, is_tty, is_utf8, json_safe, no_color
+from localllm.terminal import (
+    Cleaner,
+    cell_width,
+    clean,
+    clean_line,
+    dumb,
+    fit,
+    is_tty,
+    is_utf8,
+    json_safe,
+    no_color,
+    terminal_size,
+)
 
 MAX_FIXES = 5  # An error has at most eight lines: what, why, hint, and these.
 
@@ -174,7 +185,7 @@ class Console:
         """
         cells = [[clean_line(cell) for cell in row] for row in rows]
         if self.out_tty:
-            columns, cells = _narrowed(columns, cells, spare, shutil.get_terminal_size().columns - 1)
+            columns, cells = _narrowed(columns, cells, spare, terminal_size().columns - 1)
         widths = _widths(columns, cells)
         for number, row in enumerate([list(columns), *cells]):
             parts = []
@@ -243,7 +254,7 @@ class Console:
 
 def columns(is_terminal: bool) -> int:
     """Columns to fill; off a terminal a line is never broken, so that grep finds the whole of it."""
-    return shutil.get_terminal_size().columns - 1 if is_terminal else 10_000
+    return terminal_size().columns - 1 if is_terminal else 10_000
 
 
 def wrapped(text: str, width: int, **indents: str) -> list[str]:

@@ -6,7 +6,6 @@ runs backwards, says when nothing has moved for ten seconds, and is wiped before
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +13,7 @@ from typing import Any
 
 from localllm.cli.frame.console import Console
 from localllm.request import LoadProgress
-from localllm.terminal import cell_width, clean_line, dumb, fit, gib, seconds_short
+from localllm.terminal import cell_width, clean_line, dumb, fit, gib, seconds_short, terminal_size
 
 STALL_S = 10.0  # Seconds without movement before the bar says so.
 PLAIN_EVERY_S = 5.0  # A plain line at the latest after this many seconds of movement.
@@ -217,7 +216,7 @@ class BarProgress(Progress):
 
     def _draw(self) -> None:
         self._drawn_at = self._clock()
-        columns = max(20, shutil.get_terminal_size().columns - 1)
+        columns = max(20, terminal_size().columns - 1)
         phase = self._last
         if phase is None or phase.name == "ready":
             return
