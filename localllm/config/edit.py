@@ -49,6 +49,8 @@ def _change(file: Path | None, parts: list[str], value: Any) -> bool:
         table[parts[-1]] = value
     elif table.pop(parts[-1], None) is None:
         return False
+    elif parts[0] == "presets" and not table.as_string().strip():  # else a preset of nothing goes on being offered
+        del document[parts[0]][parts[1]]
     _write(file, document.as_string())
     return True
 

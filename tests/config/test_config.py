@@ -161,6 +161,16 @@ def test_c11_set_and_unset_keep_comments(file: Path) -> None:
     assert load(file).server.port == 8000
 
 
+def test_a_preset_is_gone_with_its_last_value(file: Path) -> None:
+    file.write_text("[presets.kept]\n# a note\nsystem = 'x'\n")
+    for path, value in (("presets.new.temperature", "0.2"), ("presets.new.system", "be brief")):
+        set_key(path, value, file)
+    for path in ("presets.new.temperature", "presets.new.system", "presets.kept.system"):
+        assert "new" in load_config(path=file).presets or "kept" in path
+        unset_key(path, file)
+    assert set(load_config(path=file).presets) == {"kept"} and "# a note" in file.read_text()
+
+
 @pytest.mark.parametrize(
     ("path", "text"),
     [
