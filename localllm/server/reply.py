@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 KEEP_ALIVE_S = 15.0
 PATIENCE_S = 5.0  # how long an error before the first piece still gets a status of its own
 FEW_ROWS = 16  # that are written in the event loop
+SLICE_ROWS = 4096  # short ones, that are written before other threads may go on
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -194,6 +195,21 @@ async def with_rows(head: dict[str, Any], name: str, rows: Iterable[Any], count:
         return dumps(head)[:-1] + f',"{name}":['.encode() + b",".join(map(dumps, rows)) + b"]}"
 
     made = body() if count <= FEW_ROWS else await asyncio.to_thread(body)
+    return Response(made, media_type="application/json")
+
+
+async def with_lists(answer: dict[str, Any], count: int) -> Response:
+    """An answer with lists of so many items as JSON. Long ones are written by a thread, slice by slice, as above."""
+
+    def listed(values: list[Any]) -> bytes:
+        slices = (dumps(values[at : at + SLICE_ROWS])[1:-1] for at in range(0, len(values), SLICE_ROWS))
+        return b"[" + b",".join(slices) + b"]"
+
+    def body() -> bytes:
+        fields = ((dumps(key), listed(one) if isinstance(one, list) else dumps(one)) for key, one in answer.items())
+        return b"{" + b",".join(key + b":" + value for key, value in fields) + b"}"
+
+    made = dumps(answer) if count <= SLICE_ROWS else await asyncio.to_thread(body)
     return Response(made, media_type="application/json")
 
 

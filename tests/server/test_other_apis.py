@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -246,6 +247,25 @@ async def test_a_response_has_log_probabilities_of_all_its_text_and_of_no_other(
     for _, delta in pending:
         one.take(delta)
     assert one.json()["output"][1]["content"][0]["logprobs"] == [MAX_PENDING + 4, MAX_PENDING + 5]
+
+
+async def test_a_long_list_of_tokens_is_written_slice_by_slice_in_a_thread(client, monkeypatch):
+    """In one go it held up every other request for seconds."""
+    from localllm.server import reply
+
+    written = []
+
+    def dumps(item, real=reply.dumps):
+        if isinstance(item, list):
+            written.append((len(item), threading.current_thread() is threading.main_thread()))
+        return real(item)
+
+    monkeypatch.setattr(reply, "dumps", dumps)
+    sent = {"model": "tiny", "prompt": "ab" * reply.SLICE_ROWS, "return_token_strs": True}
+    answer = (await client.post("/tokenize", json=sent)).json()
+    assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"]) > reply.SLICE_ROWS
+    assert "".join(answer["token_strs"]) == sent["prompt"]
+    assert max(size for size, _ in written) == reply.SLICE_ROWS and not any(in_loop for _, in_loop in written)
 
 
 def test_the_store_forgets_the_oldest():

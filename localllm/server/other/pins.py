@@ -12,7 +12,7 @@ from starlette.requests import Request
 from localllm.request import SamplingParams
 from localllm.server.errors import ApiError
 from localllm.server.openai.schemas import Body
-from localllm.server.other.text import TokenizeRequest, tokenize
+from localllm.server.other.text import TokenizeRequest, tokens_of
 from localllm.server.reply import unless_left
 from localllm.server.service import service_of
 
@@ -34,7 +34,7 @@ class UnpinRequest(Body):
 
 async def pin(request: Request, body: PinRequest) -> dict[str, Any]:
     """Compute a prefix, and keep its full pages before others."""
-    tokens = (await tokenize(request, body))["tokens"]
+    tokens = (await tokens_of(request, body))["tokens"]
     service = service_of(request)
     async with unless_left(request.receive), service.reserve(request, body.model) as reservation:
         llm = reservation.llm

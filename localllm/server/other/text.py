@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr
 from starlette.requests import Request
+from starlette.responses import Response
 
 from localllm.llm.llm import LLM
 from localllm.server.body import checked
@@ -15,7 +16,7 @@ from localllm.server.generation import Conversation
 from localllm.server.openai.output import TokenNames
 from localllm.server.openai.reading import further, read_conversation
 from localllm.server.openai.schemas import MAX_MESSAGES, Body, ChatMessage, ChatRequest
-from localllm.server.reply import unless_left
+from localllm.server.reply import unless_left, with_lists
 from localllm.server.service import service_of
 
 MAX_TOKENS = 1 << 20
@@ -43,8 +44,14 @@ class DetokenizeRequest(Body):
     tokens: Annotated[list[StrictInt], Field(fail_fast=True, max_length=MAX_TOKENS)]
 
 
-async def tokenize(request: Request, body: TokenizeRequest) -> dict[str, Any]:
+async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     """Text, or a conversation, as token ids."""
+    answer = await tokens_of(request, body)
+    return await with_lists(answer, len(answer["tokens"]))
+
+
+async def tokens_of(request: Request, body: TokenizeRequest) -> dict[str, Any]:
+    """What `tokenize` answers: its `tokens` and more. Raises LocalLLMError, ClientLeft."""
     service = service_of(request)
     given = [name for name in ("prompt", "messages", "content") if getattr(body, name) is not None]
     if len(given) != 1:
@@ -97,5 +104,5 @@ async def apply_template(request: Request, body: ChatRequest) -> dict[str, Any]:
     async with unless_left(request.receive), service.reserve(request, body.model) as reservation:
         llm = reservation.llm
         (ids,) = await service.encode(llm, conversation)
-        text = llm.tokenizer.decode(ids, skip_special=False)
+        text = await service.text_work(len(ids), lambda: llm.tokenizer.decode(ids, skip_special=False))
     return {"prompt": text}
