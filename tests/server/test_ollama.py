@@ -130,6 +130,20 @@ async def test_a_pull_ends_when_nobody_listens_and_only_so_many_run(at, shelf):
         assert [answer.status_code for answer in await asyncio.gather(*slow[1:])] == [200] * (MAX_PULLS - 1)
 
 
+async def test_a_burst_of_pulls_does_not_pass_the_limit(at, shelf):
+    async with at() as client:
+        asked = [
+            asyncio.ensure_future(client.post("/api/pull", json={"model": "slow", "stream": number % 2 == 0}))
+            for number in range(MAX_PULLS + 4)
+        ]
+        async with asyncio.timeout(10):
+            while sum(one.done() for one in asked) < 4:
+                await asyncio.sleep(0.01)
+        shelf.go.set()
+        statuses = [answer.status_code for answer in await asyncio.gather(*asked)]
+        assert sorted(statuses) == [200] * MAX_PULLS + [429] * 4
+
+
 async def test_delete_and_copy(at, shelf, tiny_llm):
     async with at() as client:
         copied = await client.post("/api/copy", json={"source": "tiny:latest", "destination": "mine:latest"})

@@ -65,10 +65,11 @@ class CopyRequest(Body):
 async def pull(request: Request, body: PullRequest) -> Response | dict[str, Any]:
     """Download a model to our own models; lines say how far it is."""
     library, name, state = _library(request), body.wanted, request.app.state
-    if state.num_pulls >= MAX_PULLS:
-        raise ApiError(429, f"{MAX_PULLS} downloads are under way; ask again later.", "rate_limit_error", "queue_full")
 
     async def lines() -> AsyncGenerator[bytes]:
+        if state.num_pulls >= MAX_PULLS:
+            full = f"{MAX_PULLS} downloads are under way; ask again later."
+            raise ApiError(429, full, "rate_limit_error", "queue_full")
         state.num_pulls += 1
         try:
             yield line({"status": "pulling manifest"})
