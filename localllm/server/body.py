@@ -8,6 +8,7 @@ import math
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
 from .errors import ApiError, invalid, is_ollama
@@ -26,6 +27,27 @@ CODES = {
     "too_long": "array_above_max_length",
     "string_too_long": "string_above_max_length",
     "literal_error": "invalid_value",
+}
+MAX_SHOWN = 40  # characters of a wrong value that its error repeats
+# what is said of errors, in our words; the rest has pydantic's
+SAYINGS = {
+    "missing": "is missing",
+    "literal_error": "must be {expected}",
+    "greater_than_equal": "must be at least {ge}",
+    "greater_than": "must be more than {gt}",
+    "less_than_equal": "must be at most {le}",
+    "finite_number": "must be finite",
+    "string_type": "must be text",
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+    "bool_type": "must be true or false",
+    "list_type": "must be a list",
+    "dict_type": "must be an object",
+    "model_type": "must be an object",
+    "too_short": "must not be empty",
+    "too_long": "must have at most {max_length} items",
+    "string_too_long": "must have at most {max_length} characters",
+    "string_pattern_mismatch": "must match {pattern}",
 }
 
 
@@ -52,12 +74,22 @@ def checked(value: Any, model: type[Body]) -> Body:
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        found = error.errors(include_url=False, include_context=False, include_input=False)
+        found = error.errors(include_url=False)
         # of what a union says of each of its members, the one that came further than the type
         first = min(found, key=lambda one: one["type"].endswith("_type"))
         path = dotted(first["loc"])
         code = CODES.get(first["type"], "invalid_type" if first["type"].endswith("_type") else "invalid_value")
-        raise invalid(f"{path or 'body'}: {first['msg']}.", path or None, code) from None
+        raise invalid(f"{path or 'body'}: {_said(first)}.", path or None, code) from None
+
+
+def _said(error: ErrorDetails) -> str:
+    """What is wrong with a field, and a short value as it came."""
+    kind, given = error["type"], error["input"]
+    said = SAYINGS[kind].format_map(error.get("ctx", {})) if kind in SAYINGS else error["msg"]
+    is_plain = given is None or isinstance(given, str | float | int)
+    if kind == "missing" or not is_plain or len(str(given)) > MAX_SHOWN:
+        return said
+    return f"{said}, not {json.dumps(given, ensure_ascii=False)}"
 
 
 def parse_json(data: bytes) -> dict[str, Any]:

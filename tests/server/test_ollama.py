@@ -254,7 +254,7 @@ async def test_log_probabilities(client, path, more):
     bad = await client.post(path, json=sent | more | {"top_logprobs": 21})
     assert bad.status_code == 400 and "top_logprobs" in bad.json()["error"]
     bad = await client.post(path, json=sent | more | {"options": {"num_predict": "x"}})
-    assert bad.json()["error"] == "options.num_predict: Input should be a valid integer."
+    assert bad.json()["error"] == 'options.num_predict: must be a whole number, not "x".'
 
 
 def test_the_library_of_this_machine(tiny_path, empty_home, monkeypatch):
