@@ -377,7 +377,9 @@ class Request:
         count = len(self.prompt_token_ids)
         if count == 0:
             raise InvalidRequest("the prompt is empty", "give at least one token of text", param="prompt")
-        if count > max_context - (not self.only_reads):
+        # one token after a prompt whose log-probabilities are asked for is made of its last row, and takes no room
+        only_scores = self.params.prompt_logprobs is not None and self.params.max_tokens == 1
+        if count > max_context - (not self.only_reads and not only_scores):
             spare = "" if count > max_context else ", one of them for the answer"
             raise ContextTooLong(
                 f"the prompt has {count:,} tokens, the context window holds {max_context:,}{spare}",

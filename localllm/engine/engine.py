@@ -332,7 +332,7 @@ class Engine:
 
     def _schedule(self, stream: RequestStream, adapter: Adapter | None) -> None:
         request, params = stream.request, stream.request.params
-        room = self.max_context - len(request.prompt_token_ids)
+        room = max(1, self.max_context - len(request.prompt_token_ids))  # see `Request.check`
         seed = params.seed if params.seed is not None else random.SystemRandom().getrandbits(62)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         sequence = Sequence(request, 0, len(self._pages.pools), seed, max_tokens)

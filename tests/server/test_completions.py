@@ -27,6 +27,23 @@ async def test_sdk_list_of_prompts_and_stream(sdk):
     assert "".join([c.choices[0].text async for c in stream]) == whole.choices[0].text
 
 
+async def test_a_prompt_as_long_as_the_window_is_scored(client, tiny_llm):
+    """The one token that is made and dropped needs no room, as in the windows that evaluation harnesses cut."""
+    window = tiny_llm.plan.ctx
+    prompt = [5 + at % 200 for at in range(window)]
+    fields = complete(prompt=prompt, max_tokens=0, echo=True, logprobs=1)
+    choices = [(await client.post(TEXT, json=fields | more)).json()["choices"][0] for more in ({}, {"n": 2}, {})]
+    for choice in choices:
+        scores = choice["logprobs"]["token_logprobs"]
+        assert len(scores) == window and scores[0] is None and None not in scores[1:]
+        assert scores == choices[0]["logprobs"]["token_logprobs"]
+    short = (await client.post(TEXT, json=fields | {"prompt": prompt[:-1]})).json()["choices"][0]["logprobs"]
+    assert scores[1:-1] == pytest.approx(short["token_logprobs"][1:], abs=1e-3)
+    for more in ({"prompt": [*prompt, 5]}, {"max_tokens": 2}, {"echo": False, "max_tokens": 1}):
+        refused = await client.post(TEXT, json=fields | more)
+        assert refused.json()["error"]["code"] == "context_length_exceeded"
+
+
 async def test_several_prompts_stream_side_by_side(client):
     fields = complete(prompt=["a", "b", "c"], stream=True, stream_options={"include_usage": True})
     chunks = events((await client.post(TEXT, json=fields)).text)
