@@ -441,6 +441,35 @@ async def test_a_tool_of_an_mcp_server_may_have_a_name_of_128_characters(client)
     assert (await client.post(f"{RESPONSES}/input_tokens", json=sent)).status_code == 200
 
 
+def test_an_image_that_a_tool_gives_is_shown_after_its_results():
+    """Claude Code and Codex look at files so; templates take images in the user's messages alone."""
+    from localllm.server.anthropic.schemas import MessagesRequest, to_chat
+    from localllm.server.openai.responses_schemas import messages_of
+
+    source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+    said = {"type": "text", "text": "a file"}
+    results = [
+        {"type": "tool_result", "tool_use_id": "t1", "content": [said, {"type": "image", "source": source}]},
+        {"type": "tool_result", "tool_use_id": "t2", "content": "sun"}, {"type": "text", "text": "go on"},
+    ]  # fmt: skip
+    asked = {"max_tokens": 5, "messages": [{"role": "user", "content": results}]}
+    one, two, user = to_chat(MessagesRequest.model_validate(asked)).messages
+    assert [(one.tool_call_id, one.content), (two.tool_call_id, two.content)] == [("t1", "a file"), ("t2", "sun")]
+    assert user.role == "user" and [part.type for part in user.content] == ["image_url", "text"]
+    url = "data:image/png;base64,AAAA"
+    items = [
+        {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_image", "image_url": url}]},
+        {"type": "function_call_output", "call_id": "c2", "output": "sun"},
+    ]
+    for more, roles in (
+        ([], ["tool", "tool", "user"]),
+        ([{"role": "user", "content": "go"}], ["tool"] * 2 + ["user"] * 2),
+    ):
+        messages = messages_of([*items, *more])
+        assert [message["role"] for message in messages] == roles
+        assert messages[2]["content"] == [{"type": "image_url", "image_url": {"url": url}}]
+
+
 def test_anthropic_tool_use_streams_as_blocks():
     from localllm.llm.outputs import OutputDelta
     from localllm.server.anthropic.messages import MessageRendering

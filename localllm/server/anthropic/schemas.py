@@ -120,7 +120,7 @@ def _messages(message: MessageParam, where: str) -> list[dict[str, Any]]:
         if kind == "text":
             parts.append({"type": "text", "text": _string(block.get("text"), at)})
         elif kind == "image":
-            parts.append({"type": "image_url", "image_url": {"url": _data_url(block.get("source"), at)}})
+            parts.append(_image(block, at))
         elif kind == "thinking":
             reasoning.append(_string(block.get("thinking"), at))
         elif kind == "redacted_thinking":
@@ -130,7 +130,10 @@ def _messages(message: MessageParam, where: str) -> list[dict[str, Any]]:
             function = {"name": _string(block.get("name"), at), "arguments": arguments}
             calls.append({"id": _string(block.get("id"), at), "type": "function", "function": function})
         elif kind == "tool_result":
-            result = _text(block.get("content") or "", at)
+            given = block.get("content") or ""
+            shown = [one for one in given if isinstance(one, dict) and one.get("type") == "image"]
+            parts += [_image(one, at) for one in shown]  # templates take images of the user's alone
+            result = _text([one for one in given if one not in shown] if shown else given, at)
             out.append({"role": "tool", "tool_call_id": _string(block.get("tool_use_id"), at), "content": result})
         else:
             raise not_text("A block", kind, at)
@@ -146,11 +149,13 @@ def _messages(message: MessageParam, where: str) -> list[dict[str, Any]]:
     return out
 
 
-def _data_url(source: Any, where: str) -> str:
+def _image(block: dict[str, Any], where: str) -> dict[str, Any]:
     """An image that came with the request."""
+    source = block.get("source")
     if not isinstance(source, dict) or source.get("type") != "base64":
         raise invalid("An image's source must be of type base64: nothing is fetched.", where, "unsupported_value")
-    return f"data:{_string(source.get('media_type'), where)};base64,{_string(source.get('data'), where)}"
+    url = f"data:{_string(source.get('media_type'), where)};base64,{_string(source.get('data'), where)}"
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _text(blocks: Any, where: str) -> str:

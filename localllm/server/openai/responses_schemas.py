@@ -113,10 +113,14 @@ def messages_of(items: list[dict[str, Any]], earlier: int = 0) -> list[dict[str,
     """
     messages: list[dict[str, Any]] = []
     reasoning = ""
+    shown: list[dict[str, Any]] = []  # images among the results of calls: templates take them of the user's alone
     made = {str(item.get("approval_request_id")) for item in items if item.get("type") == "mcp_call"}
     for number, item in enumerate(items):
         where = f"input[{number - earlier}]"
         kind = item.get("type", "message")
+        if shown and kind != "function_call_output":
+            messages.append({"role": "user", "content": shown})
+            shown = []
         if kind == "message":
             if item.get("role") not in ROLES:
                 roles = ", ".join(ROLES[:-1])
@@ -143,8 +147,9 @@ def messages_of(items: list[dict[str, Any]], earlier: int = 0) -> list[dict[str,
         elif kind == "function_call_output":
             if not isinstance(item.get("call_id"), str):
                 raise invalid("call_id is missing.", f"{where}.call_id", "missing_required_parameter")
-            text = _text(_content(item.get("output"), f"{where}.output"))
-            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": text})
+            output = _content(item.get("output"), f"{where}.output", images=True)
+            shown += [part for part in output if isinstance(part, dict) and part["type"] == "image_url"]
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": _text(output)})
         elif kind == "mcp_call" or (kind == "mcp_approval_request" and str(item.get("id")) not in made):
             function = {"name": str(item.get("name")), "arguments": str(item.get("arguments") or "{}")}
             call = {"id": str(item.get("id")), "type": "function", "function": function}
@@ -159,7 +164,7 @@ def messages_of(items: list[dict[str, Any]], earlier: int = 0) -> list[dict[str,
             reasoning += _text(item.get("content"))
         else:
             raise invalid(f"Items of type {str(kind)[:40]!r} are not supported.", where, "unsupported_value")
-    return messages
+    return [*messages, {"role": "user", "content": shown}] if shown else messages
 
 
 def _denied(asked: dict[str, Any], items: list[dict[str, Any]]) -> str:
