@@ -165,7 +165,7 @@ def test_on_a_card_a_plan_that_does_not_hold_is_made_again_once(
     monkeypatch.setattr("localllm.boot.boot.Meter", lambda device: SimpleNamespace(found={}))
     monkeypatch.setattr("localllm.boot.boot.profile_gpu", profile)
     monkeypatch.setattr("localllm.boot.boot.warm_up", lambda *_: None)
-    model: Any = SimpleNamespace(facts=facts, weight_bytes=plan.weight_bytes, kernels={})
+    model: Any = SimpleNamespace(facts=facts, weight_bytes=plan.weight_bytes, kernels={}, predictor=None)
     boot = Boot(model, plan, planner, SelfTest())
     assert said in boot.warnings[0] and boot.plan is made[-1]
     assert "speculation auto, 75 % of 8 n-gram guesses, 75 % of 4 draft guesses right" in boot.facts_line
@@ -425,7 +425,7 @@ def test_who_tunes_on_purpose_is_told_of_every_shape(empty_home: Path, monkeypat
         ("gpu_seconds", timed({4: 9e-6, 8: 5e-6})),
     ):
         monkeypatch.setattr(f"localllm.boot.boot.{name}", value)
-    model: Any = SimpleNamespace(facts=facts, weight_bytes=plan.weight_bytes, kernels={})
+    model: Any = SimpleNamespace(facts=facts, weight_bytes=plan.weight_bytes, kernels={}, predictor=None)
     tuner.pick(SHAPE, TILES, trial)
     boot = Boot(model, plan, planner, SelfTest())
     boot.stop_tuning()
