@@ -327,6 +327,15 @@ async def test_anthropic_thinking_is_on_or_off_and_its_budget_no_bound(client):
     assert refused.status_code == 400
 
 
+def test_anthropic_effort_is_told_to_the_template():
+    """gpt-oss thinks as much as it is told; a template that knows no effort reads nothing of it."""
+    from localllm.server.anthropic.schemas import MessagesRequest, to_chat
+
+    asked = {"max_tokens": 8, "messages": HELLO, "output_config": {"effort": "high"}, "thinking": {"type": "adaptive"}}
+    kwargs = to_chat(MessagesRequest.model_validate(asked)).chat_template_kwargs
+    assert kwargs == {"enable_thinking": True, "reasoning_effort": "high"}
+
+
 async def test_anthropic_errors_are_its_own(claude, client, make_client):
     with pytest.raises(anthropic.NotFoundError) as caught:
         await claude.messages.create(model="other", max_tokens=8, messages=HELLO)

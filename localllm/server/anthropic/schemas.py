@@ -32,6 +32,13 @@ class Thinking(Body):
     budget_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
 
 
+class OutputConfig(Body):
+    """What the answer is to be."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: dict[str, Any] | None = None
+
+
 class CountRequest(Body):
     """POST /v1/messages/count_tokens"""
 
@@ -41,6 +48,7 @@ class CountRequest(Body):
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
     thread: Any = None
 
 
@@ -54,7 +62,6 @@ class MessagesRequest(CountRequest):
     top_p: Annotated[Number, ranged("top_p")] | None = None
     top_k: Annotated[StrictInt, ranged("top_k", ge=0)] | None = None
     metadata: dict[str, Any] | None = None
-    output_config: dict[str, Any] | None = None
     output_format: dict[str, Any] | None = None
     service_tier: StrictStr | None = None
     cache_salt: CacheSalt | None = None
@@ -76,14 +83,19 @@ def to_chat(body: CountRequest) -> ChatRequest:
     fields: dict[str, Any] = {"model": body.model, "messages": messages}
     if messages and messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
         fields["continue_final_message"] = True  # Anthropic's prefill
+    thinks: dict[str, Any] = {}  # for the template
     if body.thinking is not None:
-        fields["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
+        thinks["enable_thinking"] = body.thinking.type != "disabled"
+    if body.output_config is not None and body.output_config.effort is not None:
+        thinks["reasoning_effort"] = body.output_config.effort
+    if thinks:
+        fields["chat_template_kwargs"] = thinks
     if body.tools is not None:
         fields["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)]
     if body.tool_choice is not None:
         fields |= _choice(body.tool_choice)
     if isinstance(body, MessagesRequest):
-        form = body.output_format or (body.output_config or {}).get("format")
+        form = body.output_format or (body.output_config.format if body.output_config is not None else None)
         user = (body.metadata or {}).get("user_id")
         fields |= body.model_dump(include={"stream", "temperature", "top_p", "top_k", "cache_salt"}) | {
             "max_completion_tokens": body.max_tokens,
