@@ -11,6 +11,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Generator, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -168,3 +169,15 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import tiny_models
 
     return tiny_models.tiny_gguf(tmp_path_factory.mktemp("models") / "tiny.gguf", "Q8_0")  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def unrunnable(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a model in the catalogue whose architecture this version does not have."""
+    from localllm.hub import catalog
+
+    name, known = "mistral-small4", catalog.candidates()
+    other = {"architecture": "of_tomorrow", "config": "", "layers": 36}
+    changed = tuple(replace(one, **other) if one.name == name else one for one in known)
+    monkeypatch.setattr(catalog, "candidates", lambda: changed)
+    return name

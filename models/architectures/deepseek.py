@@ -62,8 +62,7 @@ class DeepseekV2(Architecture):
     gguf_types = ("deepseek2",)
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
-        # what turns is a part of `head_dim` by its own name: a share of the whole head says the same once more
-        rope, context = config.rope_from(config.rope_values | {"partial_rotary_factor": 1.0})
+        rope, context = self.rope(config)
         keys, act = config.keys, config.activation()
         if keys.integer("moe_layer_freq", 1, MAX_LAYERS, 1) != 1:
             raise config.unsupported(f"{config.source} with experts in some of the layers behind the dense ones")
@@ -86,6 +85,10 @@ class DeepseekV2(Architecture):
         kinds = LayerFacts(attention, experts), LayerFacts(attention, config.dense(act))
         layers = tuple(kinds[dense] for dense in self.dense_layers(config))
         return config.facts(layers, context, predictor=replace(kinds[0], fusion=Fusion()))
+
+    def rope(self, config: HfConfig) -> tuple[RopeFacts, int]:
+        """Of what turns of a head, and the context it reaches."""
+        return config.rope()
 
     def router(self, config: HfConfig) -> dict[str, Any]:
         """What `Experts` is to have of it."""
@@ -194,6 +197,10 @@ class Mistral4(DeepseekV2):
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
         return replace(super().from_hf(config), vision=row_vision(config))
+
+    def rope(self, config: HfConfig) -> tuple[RopeFacts, int]:
+        # its files say once more, as a share of the whole head, what `qk_rope_head_dim` says
+        return config.rope_from(config.rope_values | {"partial_rotary_factor": 1.0})
 
     def router(self, config: HfConfig) -> dict[str, Any]:
         if config.keys.integer("n_group", 1, MAX_EXPERTS, 1) > 1:

@@ -202,7 +202,9 @@ def test_what_another_model_takes_meanwhile_does_not_shrink_a_plan(
         ("warm_up", lambda *_: None),
     ):
         monkeypatch.setattr(f"localllm.boot.boot.{name}", value)
-    model: Any = SimpleNamespace(facts=facts, weight_bytes=plan.weight_bytes, kernels={}, forget_pages=lambda: None)
+    model: Any = SimpleNamespace(
+        facts=facts, weight_bytes=plan.weight_bytes, kernels={}, predictor=None, forget_pages=lambda: None
+    )
     first = Boot(model, plan, planner, SelfTest())
     other = Planner(planner.machine, planner.options, Measured(profiles=MemoryProfiles(empty_home / "none")))
     second = Boot(model, plan, other, SelfTest())

@@ -211,8 +211,8 @@ def test_mistral_small_hides_its_text_model() -> None:
         {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "text_config": text}
     )
     assert facts.architecture == "llama" and facts.windows[0] is None
-    with pytest.raises(UnsupportedModel, match="mistral4"):
-        facts_of({"model_type": "mistral3", "text_config": {**text, "model_type": "mistral4"}})
+    with pytest.raises(UnsupportedModel, match="mistral9"):
+        facts_of({"model_type": "mistral3", "text_config": {**text, "model_type": "mistral9"}})
     # Ministral 3
     yarn = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384}
     yarn |= {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}

@@ -62,7 +62,7 @@ def test_it_recommends_what_the_other_places_do(invoke: Invoke, empty_home: Path
     ]
 
 
-def test_a_family_what_fits_and_another_card(invoke: Invoke, empty_home: Path) -> None:
+def test_a_family_what_fits_and_another_card(invoke: Invoke, empty_home: Path, unrunnable: str) -> None:
     qwen = models(invoke, "--family", "Qwen")
     assert {row["family"] for row in qwen.values()} == {"qwen"}
     small, large = (models(invoke, "--fits", "--gpu", card, hw="cpu") for card in ("3060", "h100"))
@@ -73,7 +73,7 @@ def test_a_family_what_fits_and_another_card(invoke: Invoke, empty_home: Path) -
     assert invoke("catalog", "--vram", "many").exit_code == 2
 
 
-def test_the_table_says_why_not(invoke: Invoke, empty_home: Path) -> None:
+def test_the_table_says_why_not(invoke: Invoke, empty_home: Path, unrunnable: str) -> None:
     result = invoke("catalog", env={"LOCALLLM_FAKE_HW": "rtx4090"})
     assert result.exit_code == 0
     head, *lines = result.stdout.splitlines()
@@ -94,6 +94,6 @@ def test_the_table_says_why_not(invoke: Invoke, empty_home: Path) -> None:
     assert sum("★" in line for line in lines) == 1
     assert "30.5 B, 3.3 B active" in rows["qwen3-30b-a3b"] and "✓ 40k" in rows["qwen3-30b-a3b"]
     assert "✗" in rows["llama3.3-70b"] and "at 2k tokens of context, 22.1 GiB are free" in rows["llama3.3-70b"]
-    assert rows["mistral-small4"].endswith("needs a newer localllm")
+    assert rows[unrunnable].endswith("needs a newer localllm")
     on_cpu = invoke("catalog", "--ram", "160G", env={"LOCALLLM_FAKE_HW": "cpu"}).stdout
     assert "runs on a GPU only" in next(line for line in on_cpu.splitlines() if "qwen3.5-122b-a10b" in line)

@@ -362,12 +362,12 @@ def test_shares_of_a_bar(sizes: list[int], width: int) -> None:
     assert max(lengths) - lengths[sizes.index(max(sizes))] <= 1
 
 
-def test_a_family_this_version_cannot_run_is_refused_by_name(invoke: Invoke, empty_home: Path) -> None:
-    result = invoke("plan", "mistral-small4")
+def test_a_family_this_version_cannot_run_is_refused_by_name(invoke: Invoke, empty_home: Path, unrunnable: str) -> None:
+    result = invoke("plan", unrunnable)
     assert result.exit_code == 12
     assert "this version cannot run Mistral Small 4" in result.stdout
     assert "localllm doctor --for llama.cpp mistral-small4" in result.stdout
-    found = rows(invoke, "mistral-small4", hw="rtxpro6000", code=12)
+    found = rows(invoke, unrunnable, hw="rtxpro6000", code=12)
     assert found and all(row["needs"] and row["need_bytes"] > 0 and not row["recommended"] for row in found)
     assert invoke("plan", "no-such-model", "--offline").exit_code == 3
     assert invoke("plan", "smollm2", "--offline").exit_code in (2, 3), "known, but not here"

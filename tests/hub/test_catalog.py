@@ -208,7 +208,7 @@ def test_choices(alias: str, memory: catalog.Memory, spec: str) -> None:
     assert "candidates; best that fits" in choice.reason
 
 
-def test_a_choice_says_what_else_there_is() -> None:
+def test_a_choice_says_what_else_there_is(unrunnable: str) -> None:
     choice = pick("qwen", MEMORIES[2])
     assert any("would be larger: needs" in line for line in choice.also)
     assert any("a newer localllm" in line for line in pick("mistral", MEMORIES[2]).also)

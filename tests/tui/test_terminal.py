@@ -253,11 +253,11 @@ def test_tmux_sees_the_chat_stopped_resized_suspended_and_left(tmux: Callable[..
     has(tmux, "↓ 1 ")
     time.sleep(LATE_S)  # until then Esc is taken for one that came too late to stop the answer
     keys("Escape")
-    has(tmux, "y copy")
+    has(tmux, "answer again")
     keys("C-z")  # stopped, then brought back
     has(tmux, "Stopped")
     keys("fg", "Enter")
-    has(tmux, "y copy")
+    has(tmux, "answer again")
     keys("i")
     has(tmux, "F1 help")
     keys("C-c", "C-c")
