@@ -17,7 +17,7 @@ from localllm.kernels import Impl, LinearFacts, OpFacts, Weight
 from localllm.kernels.layer_weights import ExpertsWeights
 from localllm.kernels.registry import OPS
 from localllm.kernels.table import implementations
-from localllm.kernels.verify.cases import ModelShapes
+from localllm.kernels.verify.cases import SIZES, ModelShapes
 from localllm.kernels.verify.sampling_trial import sampler_error
 from localllm.kernels.verify.selftest import SelfTest
 from localllm.kernels.verify.trial import linear_error, op_error
@@ -52,9 +52,12 @@ def ops(place: Place, dtype: str, kv_format: str, heads: tuple[int, int, int]) -
                 kv_format, *heads, page_size, device=torch.device(place.device).type,
                 capability=place.capability, dtype=dtype, deterministic=deterministic,
             )  # fmt: skip
+            # a step at a time in the interpreter: the first sizes alone
+            states = tuple((op, sizes[0]) for op, sizes in SIZES.items()) if place.is_dry else None
             shapes = ModelShapes(
-                count * dim, 3 * count * dim, facts, has_windows=gemma or dim == 64, softcap=50.0 if gemma else None
-            )
+                count * dim, 3 * count * dim, facts, has_windows=gemma or dim == 64, softcap=50.0 if gemma else None,
+                states=states,
+            )  # fmt: skip
             native = kv_format == {"bfloat16": "bf16", "float16": "fp16"}[dtype]
             for op in OPS if native else PAGED:  # the others know no format of pages
                 for impl in implementations(op)[:-1]:
@@ -231,14 +234,14 @@ def groups(place: Place, file: str = "") -> dict[str, Callable[[], Found]]:
         found[f"mixture {form}"] = partial(whole, place, form, kv, "30B-A3B")
     if file:
         found["file"] = partial(from_file, place, joined(Path(file)))
-    parts = 6 if place.is_dry else FORMS
-    for part in range(parts):
-        found[f"products {part}"] = partial(products, place, place.dtype, part, parts)
-    found["sampling"] = partial(sampling, place)
     both = [("bfloat16", kv) for kv in ("fp8", "bf16", "int8", "fp16")] * (not place.is_dry)
     for dtype, kv in (*both, ("float16", "fp16"), ("float16", "fp8")):
         for heads in ((4, 2, 32),) if place.is_dry else HEADS:
             found[f"ops {dtype} {kv} {'x'.join(map(str, heads))}"] = partial(ops, place, dtype, kv, heads)
+    parts = 2 if place.is_dry else FORMS  # a process takes 4 s to begin
+    for part in range(parts):
+        found[f"products {part}"] = partial(products, place, place.dtype, part, parts)
+    found["sampling"] = partial(sampling, place)
     if not place.is_dry:
         found["products float16"] = partial(products, place, "float16", 0, 4)
     return found
