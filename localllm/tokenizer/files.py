@@ -18,7 +18,14 @@ from localllm.checkpoint.mapped_file import bad, read_small
 from localllm.checkpoint.opening import inside
 from localllm.errors import BadModelFile, UnsupportedFormat
 from localllm.tokenizer import gguf_documents
-from localllm.tokenizer.gguf_vocabulary import CONTROL, Vocabulary, build_backend, read_vocabulary, vocabulary_kind
+from localllm.tokenizer.gguf_vocabulary import (
+    CONTROL,
+    Vocabulary,
+    build_backend,
+    pre_tokenizer,
+    read_vocabulary,
+    vocabulary_kind,
+)
 from localllm.tokenizer.tokenizer import Tokenizer
 from localllm.tokenizer.tokenizer_json import MAX_RUNS, TOKEN_FLAGS, parsed, read_backend
 from localllm.tokenizer.trial import vet
@@ -45,6 +52,8 @@ _ENDS_IF_CONTROL = "</s> <EOT> [EOT] [EOS] <eos> <|user|> <|observation|>"
 END_TEXTS, END_TEXTS_IF_CONTROL = frozenset(_ENDS.split()), frozenset(_ENDS_IF_CONTROL.split())
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _OTHER_FILES = ("tekken.json", "tiktoken.model")  # all that Mistral's and Moonshot's repositories may have
+# ids of control tokens that no other vocabulary has there
+TEKKEN_MARKS = {"[INST]": 3, "[/INST]": 4, "[AVAILABLE_TOOLS]": 5, "[TOOL_CALLS]": 9}
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 
 
@@ -125,6 +134,10 @@ def _gguf_templates(metadata: Mapping[str, Any]) -> tuple[str | None, dict[str, 
 def _from_folder(ckpt: Checkpoint) -> Tokenizer:
     files = ckpt.tokenizer_files
     backend = parse_backend(read_small(_tokenizer_file(ckpt), MAX_TOKENIZER_BYTES), "tokenizer.json")
+    if all(backend.token_to_id(text) == index for text, index in TEKKEN_MARKS.items()):
+        # Mistral Small 3 and others were published with another regex than their vocabulary was made with: transformers
+        # warns of it, GGUF files and Mistral's own tokenizer have the right one
+        backend.pre_tokenizer = pre_tokenizer("tekken")
     config = _read_json(files.get("tokenizer_config.json"))
     special = _read_json(files.get("special_tokens_map.json"))
     texts = {}

@@ -28,6 +28,7 @@ from localllm.tokenizer.tokenizer_json import PIECE, Patient, no_collection
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
+    from tokenizers.pre_tokenizers import PreTokenizer
 
 log = logging.getLogger(__name__)
 
@@ -145,8 +146,7 @@ def build_backend(vocabulary: Vocabulary, control_ids: Sequence[int] = ()) -> Ba
 
 
 def _byte_level(vocabulary: Vocabulary) -> Backend:
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers
-    from tokenizers import pre_tokenizers as pre
+    from tokenizers import Tokenizer, decoders, models, normalizers
 
     bpe = models.BPE(
         vocab=vocabulary.token_ids,
@@ -156,10 +156,18 @@ def _byte_level(vocabulary: Vocabulary) -> Backend:
     backend = Tokenizer(bpe)
     if vocabulary.pre in NFC:
         backend.normalizer = normalizers.NFC()
-    splits = [pre.Split(Regex(regex), "isolated") for regex in PRE_TOKENIZERS[vocabulary.pre]]
-    backend.pre_tokenizer = pre.Sequence([*splits, pre.ByteLevel(add_prefix_space=False, use_regex=False)])
+    backend.pre_tokenizer = pre_tokenizer(vocabulary.pre)
     backend.decoder = decoders.ByteLevel()
     return backend
+
+
+def pre_tokenizer(name: str) -> PreTokenizer:
+    """How a byte-level vocabulary of that name in PRE_TOKENIZERS cuts text."""
+    from tokenizers import Regex
+    from tokenizers import pre_tokenizers as pre
+
+    splits = [pre.Split(Regex(regex), "isolated") for regex in PRE_TOKENIZERS[name]]
+    return pre.Sequence([*splits, pre.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 def _gemma4(vocabulary: Vocabulary) -> Backend:

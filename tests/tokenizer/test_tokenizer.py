@@ -20,7 +20,7 @@ from localllm.errors import BadModelFile, LocalLLMError, UnsupportedFormat
 from localllm.paths import cache_dir, models_dir
 from localllm.tokenizer import gguf_vocabulary as tokenizer_gguf
 from localllm.tokenizer.files import load_tokenizer
-from localllm.tokenizer.gguf_vocabulary import derive_merges
+from localllm.tokenizer.gguf_vocabulary import derive_merges, pre_tokenizer
 from localllm.tokenizer.regex import PRE_TOKENIZERS
 from localllm.tokenizer.tokenizer import Tokenizer
 
@@ -498,6 +498,35 @@ def test_flags_may_differ_for_many_tokens_in_turns(folder: Path) -> None:
     for name, value in (("tokenizer", document), ("tokenizer_config", config)):
         (folder / f"{name}.json").write_text(json.dumps(value))
     assert from_folder(folder).encode("<|7|>  <|8|>", special=True) == [size + 7, size + 8]
+
+
+def test_mistrals_vocabulary_is_cut_as_it_was_made(tmp_path: Path) -> None:
+    """Its tokenizer.json of Mistral Small 3 has a regex which takes digits together, and words of two cases."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models
+
+    marks = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        "[INST]",
+        "[/INST]",
+        "[AVAILABLE_TOOLS]",
+        *"678",
+        "[TOOL_CALLS]",
+        *"12aB",
+        "12",
+        "aB",
+    ]
+    backend = Backend(models.BPE({text: index for index, text in enumerate(marks)}, [("1", "2"), ("a", "B")]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizer("llama3"), decoders.ByteLevel()
+    for tokens, found in ((marks, ["1", "2", "a", "B"]), (["[INST]", *marks], ["12", "aB"])):
+        backend.model = models.BPE(
+            {text: index for index, text in enumerate(dict.fromkeys(tokens))}, [("1", "2"), ("a", "B")]
+        )
+        backend.save(str(tmp_path / "tokenizer.json"))
+        tokenizer = from_folder(tmp_path)
+        assert [tokenizer.token_bytes(index).decode() for index in tokenizer.encode("12aB")] == found
 
 
 def test_special_tokens_map_fills_in(folder: Path) -> None:
