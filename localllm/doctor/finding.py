@@ -78,17 +78,10 @@ def read_host(capability: int, settings: Path | None = None, offline: bool = Fal
 
 def proxy() -> str:
     """The proxy that requests to the hub go through, without the name and password in it."""
-    from urllib.parse import urlsplit
-    from urllib.request import getproxies, proxy_bypass
-
     from localllm import hub
+    from localllm.hub.client import proxy_of
 
-    target, proxies = urlsplit(hub.endpoint()), getproxies()
-    found = proxies.get(target.scheme or "https") or proxies.get("all", "")
-    if not found or proxy_bypass(target.hostname or ""):
-        return ""
-    parts = urlsplit(found if "://" in found else f"http://{found}")
-    return f"{parts.scheme}://{parts.hostname}" + (f":{parts.port}" if parts.port else "") if parts.hostname else ""
+    return proxy_of(hub.endpoint())
 
 
 CheckFunction = Callable[[Survey], Check]

@@ -313,12 +313,25 @@ def _unreachable(error: Exception, url: str) -> Exception:
             why=shown(text, 160),
         )
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.ProxyError):
-        return TransientError(f"{host} cannot be reached", connect=True)
+        through = f" through the proxy {proxy}" if (proxy := proxy_of(url)) else ""
+        return TransientError(f"{host} cannot be reached{through}", connect=True)
     if isinstance(error, httpx.TimeoutException):
         return TransientError(f"{host} sent nothing for a while")
     if isinstance(error, httpx.UnsupportedProtocol):
         return DownloadError(f"{shown(url)} is not an address", "check HF_ENDPOINT")
     return TransientError(f"the connection to {host} broke")
+
+
+def proxy_of(url: str) -> str:
+    """The proxy that requests for it go through, without the name and password in it; "" for none."""
+    from urllib.request import getproxies, proxy_bypass
+
+    target, proxies = urlsplit(url), getproxies()
+    found = proxies.get(target.scheme or "https") or proxies.get("all", "")
+    if not found or proxy_bypass(target.hostname or ""):
+        return ""
+    parts = urlsplit(found if "://" in found else f"http://{found}")
+    return f"{parts.scheme}://{parts.hostname}" + (f":{parts.port}" if parts.port else "") if parts.hostname else ""
 
 
 def _retry_after(text: str | None) -> float | None:

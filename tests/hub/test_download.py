@@ -378,6 +378,18 @@ def test_no_network(empty_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         hub.resolve("a/b", patience=QUICK)
 
 
+def test_a_proxy_that_is_not_there_is_named(empty_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://hub.example")
+    monkeypatch.setenv("http_proxy", "http://me:secret@127.0.0.1:9/")
+    with pytest.raises(
+        DownloadError, match=r"hub\.example cannot be reached through the proxy http://127\.0\.0\.1:9"
+    ) as caught:
+        hub.resolve("a/b", patience=QUICK)
+    assert "secret" not in caught.value.message
+    monkeypatch.setenv("no_proxy", "hub.example")
+    assert client.proxy_of("http://hub.example/a") == ""
+
+
 def test_tls_errors_are_not_retried(fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     import httpx
 
