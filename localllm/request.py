@@ -169,7 +169,7 @@ class SamplingParams:
         if len(self.stop) > MAX_STOPS:
             raise _refused("stop", f"{len(self.stop)} strings", f"at most {MAX_STOPS} strings")
         if not all(isinstance(s, str) and s for s in self.stop):
-            raise _refused("stop", "an empty string", "non-empty strings")
+            raise _refused("stop", "an empty string", "at least one character long")
         if (longest := max(map(len, self.stop), default=0)) > MAX_STOP_CHARS:
             limit = f"strings of at most {MAX_STOP_CHARS} characters"
             raise _refused("stop", f"a string of {longest} characters", limit)
