@@ -65,6 +65,7 @@ class Lfm2(Architecture):
     hf_wrappers = {"lfm2_vl": "lfm2"}
     hf_classes: ClassVar[tuple[str, ...]] = ("Lfm2ForCausalLM",)
     gguf_types: ClassVar[tuple[str, ...]] = ("lfm2",)
+    inner: ClassVar[dict[str, str]] = _INNER  # names in safetensors
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
         rope, context = config.rope()
@@ -97,8 +98,6 @@ class Lfm2(Architecture):
 
     def feed_forward_of_gguf(self, config: GgufConfig) -> Sequence[Dense | Experts]:
         return [config.dense()] * config.num_layers
-
-    inner: ClassVar[dict[str, str]] = _INNER
 
     def names(self, checkpoint: Checkpoint) -> NameMap:
         if checkpoint.kind == "gguf":
