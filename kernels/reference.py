@@ -80,6 +80,12 @@ def gelu(x: Tensor) -> Tensor:
     return torch.erf(wide * 0.7071067811865476).add_(1.0).mul_(wide).mul_(0.5).to(x.dtype)
 
 
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """gelu(gate) · up, gelu with the error function; as `gelu_tanh_mul`."""
+    gate, up = gate_up.chunk(2, -1)
+    return (gelu(gate.float()) * up.float()).to(gate_up.dtype)
+
+
 def relu2(x: Tensor) -> Tensor:
     """x² where x is above 0, else 0; computed in float32."""
     return x.clamp(min=0.0).float().square().to(x.dtype)

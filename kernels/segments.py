@@ -99,7 +99,7 @@ def mlp(
     weights: MlpWeights,
 ) -> Tensor:
     """x + post_norm(down(act(gate) · up)) of the normed x: [num_tokens, hidden], in the place of x."""
-    plain = {"gelu": reference.gelu, "relu2": reference.relu2}
+    plain = {"gelu": reference.gelu, "gelu_erf": reference.gelu_mul, "relu2": reference.relu2}
     activated = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul, **plain}[weights.activation]
     normed = norm_rows(rms_norm, x, weights.norm)  # lives on until the end: the plan counts it
     out = product(weights.down, activated(thinned(weights.gate_up(normed), weights.cut)), weights.join)

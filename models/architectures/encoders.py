@@ -1,20 +1,25 @@
-"""BERT, XLM-RoBERTa and Nomic BERT: every token sees the whole text, and LayerNorms follow each sum. They embed text.
+"""BERT, XLM-RoBERTa, Nomic BERT, ModernBERT: every token sees the whole text, or what lies around it. They embed text.
 
-Tokens begin as the sum of a word, a position where it is learned, and the first token type, normed.
+Tokens begin as the sum of a word, a position where it is learned, and the first token type, normed. LayerNorms follow
+each sum, but for ModernBERT's, which come before its layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
+
+import numpy as np
 
 from localllm.checkpoint import Checkpoint
-from localllm.checkpoint.fields import MAX_CONTEXT, MAX_VOCAB
+from localllm.checkpoint.fields import MAX_CONTEXT, MAX_LAYERS, MAX_VOCAB
+from localllm.checkpoint.mapped_file import shown
 
 from .architecture import Architecture
 from .config import Config
-from .facts import ModelFacts
+from .facts import ModelFacts, repeated
+from .gemma3 import LOCAL_THETA, halved
 from .gguf import GgufConfig
 from .hf import HfConfig
 from .layers import Dense, Entry, LayerFacts, Norms
@@ -56,6 +61,16 @@ NOMIC_INNER = {
     "mlp.down_proj": "mlp.fc2",
     "post_attention_layernorm": "norm1",
     "post_mlp_layernorm": "norm2",
+}
+MODERN_EPS, MODERN_WINDOW, MODERN_EVERY, MODERN_THETA = 1e-5, 128, 3, 160_000.0
+MODERN_ACTS = {"gelu": "gelu_erf", "silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+MODERN_INNER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.qkv_proj": "attn.Wqkv",
+    "self_attn.o_proj": "attn.Wo",
+    "post_attention_layernorm": "mlp_norm",
+    "mlp.gate_up_proj": "mlp.Wi",
+    "mlp.down_proj": "mlp.Wo",
 }
 
 
@@ -166,6 +181,71 @@ class NomicBert(Encoder):
             return replace(found, layer=prefix + "layers.{}.", inner={})
         top = {**found.top, "model.embedding_norm": f"{prefix}emb_ln"}
         return replace(found, top=top, layer=prefix + "encoder.layers.{}.", inner=NOMIC_INNER)
+
+
+class ModernBert(Encoder):
+    """Norms before layers, but for the first one's attention; two of three layers see a window, and turn otherwise."""
+
+    name = "modernbert"
+    label = "ModernBERT"
+    hf_types = {
+        "modernbert": {
+            "vocab_size": 50_368, "hidden_size": 768, "intermediate_size": 1152, "num_hidden_layers": 22,
+            "num_attention_heads": 12, "max_position_embeddings": 8192, "rms_norm_eps": MODERN_EPS,
+            "sliding_window": MODERN_WINDOW,
+        }
+    }  # fmt: skip
+    hf_renamed = {
+        "norm_eps": "rms_norm_eps", "local_attention": "sliding_window", "global_rope_theta": "rope_theta",
+        "local_rope_theta": "rope_local_base_freq",
+    }  # fmt: skip
+    hf_classes = ("ModernBertModel", "ModernBertForMaskedLM")
+    gguf_types = ("modern-bert",)
+
+    def from_hf(self, config: HfConfig) -> ModelFacts:
+        keys, (rope, local_rope, context) = config.keys, config.ropes(MODERN_THETA, LOCAL_THETA)
+        every = keys.integer("global_attn_every_n_layers", 1, MAX_LAYERS, MODERN_EVERY)
+        windows = config.windows(lambda layer: layer % every != 0)
+        return self._facts(config, rope, local_rope, context, windows, keys.text("hidden_activation", "gelu"))
+
+    def from_gguf(self, config: GgufConfig) -> ModelFacts:
+        keys, (rope, context) = config.keys, config.rope()
+        window = keys.integer("attention.sliding_window", 0, MAX_CONTEXT, 0) or None
+        pattern = keys.raw("attention.sliding_window_pattern")
+        if isinstance(pattern, np.ndarray):
+            windows = config.windows()
+        else:
+            every = keys.integer("attention.sliding_window_pattern", 1, MAX_LAYERS, MODERN_EVERY)
+            windows = tuple(window if layer % every else None for layer in range(config.num_layers))
+        theta = keys.number("rope.freq_base_swa", 1.0, 1e15, LOCAL_THETA)
+        eps = {"rms_norm_eps": keys.number("attention.layer_norm_epsilon", 1e-14, 0.1, MODERN_EPS)}
+        return self._facts(
+            config, rope, replace(rope, theta=theta), context, windows, keys.text("hidden_activation", "gelu"), **eps
+        )
+
+    def _facts(
+        self, config: Config, rope: RopeFacts, local_rope: RopeFacts, context: int, windows: tuple[int | None, ...],
+        act: str, **changes: Any,
+    ) -> ModelFacts:  # fmt: skip
+        """`windows`: the positions that a layer sees on both sides together."""
+        if act not in MODERN_ACTS:
+            raise config.unsupported(f"{config.source} with {shown(act)}")
+        norms = Norms(centred=True, bias=config.stores("post_attention_layernorm.bias"))
+        layer = LayerFacts(config.attention(rope, causal=False), config.dense(MODERN_ACTS[act]), norms)
+        first, *others = repeated(layer, halved(windows, causal=False), local_rope)
+        layers = (replace(first, norms=replace(norms, before_mixer=None)), *others)
+        return config.facts(layers, context, eps=MODERN_EPS, tied_embeddings=True, entry=Entry(), **changes)
+
+    def names(self, checkpoint: Checkpoint) -> NameMap:
+        if checkpoint.kind == "gguf":
+            top = {"model.embed_tokens": "token_embd", "model.embedding_norm": "token_embd_norm"}
+            top |= {"model.norm": "output_norm", "lm_head": "output"}
+            return NameMap(top, "blk.{}.", GGUF_LAYER | {"mlp.gate_up_proj": "ffn_up"})
+        words = "embeddings.tok_embeddings"
+        begin = next((n.partition(words)[0] for n in checkpoint.tensors if n.endswith(f"{words}.weight")), "")
+        top = {"model.embed_tokens": begin + words, "model.embedding_norm": f"{begin}embeddings.norm"}
+        top |= {"model.norm": f"{begin}final_norm", "lm_head": "decoder"}
+        return NameMap(top, begin + "layers.{}.", MODERN_INNER, text=(begin,))
 
 
 def _still(config: Config) -> RopeFacts:

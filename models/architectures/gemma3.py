@@ -65,7 +65,7 @@ class Gemma3(Architecture):
         # The first configs carry hidden_act "gelu" beside it, which nothing reads.
         layer = LayerFacts(attention, config.dense(config.activation("hidden_activation")), NORMS)
         every = config.keys.integer("sliding_window_pattern", 1, MAX_LAYERS, FULL_EVERY)
-        windows = _halved(config.windows(lambda layer: (layer + 1) % every != 0), config.causal)
+        windows = halved(config.windows(lambda layer: (layer + 1) % every != 0), config.causal)
         layers = repeated(layer, windows, local_rope)
         scale = math.sqrt(config.hidden_size)
         return config.facts(layers, context, norm_offset=1.0, embedding_scale=scale, vision=gemma3_vision(config.tower))
@@ -81,7 +81,7 @@ class Gemma3(Architecture):
         causal = config.causal and config.source != EMBEDDING
         attention = config.attention(rope, scale=scale, qk_norm=True, causal=causal)
         layer = LayerFacts(attention, config.dense("gelu_tanh"), NORMS)
-        layers = repeated(layer, _halved(config.windows(FULL_EVERY), causal), local_rope)
+        layers = repeated(layer, halved(config.windows(FULL_EVERY), causal), local_rope)
         return config.facts(layers, context, eps=EPS, embedding_scale=math.sqrt(config.hidden_size))
 
     def names(self, checkpoint: Checkpoint) -> NameMap:
@@ -91,7 +91,7 @@ class Gemma3(Architecture):
         return gguf_names(GGUF_LAYER | GGUF_NORMS)
 
 
-def _halved(windows: tuple[int | None, ...], causal: bool) -> tuple[int | None, ...]:
+def halved(windows: tuple[int | None, ...], causal: bool) -> tuple[int | None, ...]:
     """Where a window reaches to both sides, each has half of it."""
     return windows if causal else tuple(None if window is None else window // 2 + 1 for window in windows)
 

@@ -12,7 +12,7 @@ class Dense:
     """A feed-forward layer."""
 
     inner: int
-    act: str = "silu"  # silu | gelu_tanh | gelu and relu2 (without a gate)
+    act: str = "silu"  # silu | gelu_tanh | gelu_erf | gelu and relu2 (without a gate)
     bias: bool = False
     fused: bool = False  # gate and up are stored as one module
     gated: bool = True

@@ -171,7 +171,7 @@ class OpenModel(Checkpoint):
         if facts.final_norm:
             self._vector("model.norm.weight", (hidden,))
         if facts.entry is not None:
-            self._entry(facts.entry, hidden)
+            self._entry(facts.entry, hidden, bias=facts.layers[0].norms.bias)
         if facts.inputs is not None:
             for module, shape in facts.inputs.linears(hidden).items():
                 self._linear(module, shape)
@@ -209,11 +209,11 @@ class OpenModel(Checkpoint):
         for name, sizes in vector_shapes(layer, hidden).items():
             self._vector(start + name, sizes)
 
-    def _entry(self, entry: Entry, hidden: int) -> None:
+    def _entry(self, entry: Entry, hidden: int, *, bias: bool) -> None:
         for name, rows in (("position", entry.positions), ("token_type", entry.token_types)):
             if rows:
                 self._linear(f"model.{name}_embeddings", (rows, hidden))
-        for end in ("weight", "bias"):
+        for end in ("weight", "bias") if bias else ("weight",):
             self._vector(f"model.embedding_norm.{end}", (hidden,))
 
     def _linear(self, module: str, shape: tuple[int, int]) -> None:

@@ -13,7 +13,7 @@ from .architecture import Architecture
 from .cohere import Cohere, Cohere2
 from .config import unsupported
 from .deepseek import DeepseekV2, DeepseekV3, Glm4MoeLite, Mistral4
-from .encoders import Bert, NomicBert, XlmRoberta
+from .encoders import Bert, ModernBert, NomicBert, XlmRoberta
 from .ernie4_5 import Ernie4_5, Ernie4_5Moe
 from .exaone4 import Exaone4
 from .facts import ModelFacts
@@ -93,6 +93,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Bert(),
     XlmRoberta(),
     NomicBert(),
+    ModernBert(),
 )
 
 

@@ -34,6 +34,10 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("bert", SMALL | {"hidden_act": "gelu"}),
     "xlm-roberta": ("xlm-roberta", SMALL | {"hidden_act": "gelu", "type_vocab_size": 1}),
     "nomic": ("nomic_bert", SMALL | {"rope_parameters": PLAIN | {"rope_theta": 1000.0}}),
+    "modernbert": (
+        "modernbert",
+        SMALL | {"local_attention": 46, "norm_eps": 1e-4, "num_hidden_layers": 4, "bos_token_id": 2, "eos_token_id": 3},
+    ),
 }
 
 
@@ -49,7 +53,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[A
             model_type, values = ENCODERS[name]
             config = AutoConfig.for_model(model_type, **COMMON | values)
             torch.manual_seed(sum(map(ord, name)))
-            given = {} if model_type.startswith("gemma") else {"add_pooling_layer": False}
+            given = {} if model_type in ("gemma3_text", "modernbert") else {"add_pooling_layer": False}
             model = AutoModel.from_config(config, attn_implementation="eager", **given).float().eval()
             with torch.no_grad():
                 for key, parameter in model.named_parameters():
@@ -122,7 +126,9 @@ def write_gguf(folder: Path, path: Path) -> Path:
     stored = load_file(folder / "model.safetensors")
     with open_model(folder) as source:
         facts, names, config = source.facts, source.names, source.config
-    arch = {"gemma3": "gemma-embedding", "xlm-roberta": "bert"}.get(facts.architecture, facts.architecture)
+    arch = {"gemma3": "gemma-embedding", "xlm-roberta": "bert", "modernbert": "modern-bert"}.get(
+        facts.architecture, facts.architecture
+    )
     family = next(one for one in registry.ARCHITECTURES if arch in one.gguf_types)
     called = family.names(Checkpoint(path, "gguf", {}, {}))
     writer = gguf.GGUFWriter(path, arch)
@@ -149,9 +155,12 @@ def write_gguf(folder: Path, path: Path) -> Path:
         writer.add_tensor("dense_3.weight", torch.ones(10, 30).numpy())
     else:
         writer.add_layer_norm_eps(facts.rms_norm_eps)
+    if arch == "modern-bert":
+        writer.add_sliding_window(config["local_attention"])
     modules = ["model.embed_tokens.weight"] + ["model.norm.weight"] * facts.final_norm
     if facts.entry is not None:
-        modules += ["model.embedding_norm.weight", "model.embedding_norm.bias", "model.token_type_embeddings.weight"]
+        modules += ["model.embedding_norm.weight"] + ["model.embedding_norm.bias"] * first.norms.bias
+        modules += ["model.token_type_embeddings.weight"] * bool(facts.entry.token_types)
         modules += ["model.position_embeddings.weight"] * bool(facts.entry.positions)
     for index, layer in enumerate(facts.layers):
         inner = [f"{name}.weight" for name in linear_shapes(layer, facts.hidden_size)]
