@@ -64,6 +64,15 @@ def test_openai_parses_and_calls(sdk):
     assert call.function.parsed_arguments == called.choices[0].message.tool_calls[0].function.parsed_arguments
 
 
+def test_anthropic_lists_models(claude, sdk):
+    (listed,) = [one for one in claude.models.list() if one.id == "tiny"]
+    found = claude.models.retrieve("tiny")
+    for one in (listed, found):
+        assert (one.type, one.display_name, one.lifecycle) == ("model", "tiny", "active")
+        assert int(one.created_at.timestamp()) == sdk.models.retrieve("tiny").created and one.max_input_tokens
+    assert not hasattr(sdk.models.retrieve("tiny"), "display_name"), "OpenAI's shape stays its own"
+
+
 def test_openai_goes_on_after_a_call(sdk):
     """The message that the SDK made of an answer is what it sends back."""
     message = sdk.chat.completions.create(**CHAT, tools=[TOOL], tool_choice="required").choices[0].message

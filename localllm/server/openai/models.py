@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 from starlette.requests import Request
@@ -19,7 +20,10 @@ async def models(request: Request) -> dict[str, Any]:
     by_name = {model.name: model for model in offers}
     known = [adapter for adapter in service.adapters.all() if adapter.model in by_name]
     data += [_adapted(_json(service, by_name[one.model], one.name), one) for one in known]
-    return {"object": "list", "data": data}
+    if not _asks_as_anthropic(request):
+        return {"object": "list", "data": data}
+    ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
+    return {"object": "list", "data": list(map(_as_anthropic, data)), "has_more": False, **ends}
 
 
 async def model(request: Request) -> dict[str, Any]:
@@ -27,7 +31,20 @@ async def model(request: Request) -> dict[str, Any]:
     service = service_of(request)
     name = request.path_params["model_id"]
     found, adapter = _json(service, await service.find(name), name), service.adapters.find(name)
-    return found if adapter is None else _adapted(found, adapter)
+    found = found if adapter is None else _adapted(found, adapter)
+    return _as_anthropic(found) if _asks_as_anthropic(request) else found
+
+
+def _asks_as_anthropic(request: Request) -> bool:
+    """Both APIs have this route: Anthropic's clients send their version."""
+    return "anthropic-version" in request.headers
+
+
+def _as_anthropic(model: dict[str, Any]) -> dict[str, Any]:
+    """With what Anthropic's clients read of a model."""
+    created = datetime.fromtimestamp(model["created"], UTC).isoformat().replace("+00:00", "Z")
+    own = {"type": "model", "display_name": model["id"], "created_at": created, "lifecycle": "active"}
+    return model | own | {"max_input_tokens": model["max_model_len"]}
 
 
 def _adapted(model: dict[str, Any], adapter: ServedAdapter) -> dict[str, Any]:
