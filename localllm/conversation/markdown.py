@@ -5,17 +5,13 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from localllm.history.formulas import keep_formulas
+
 if TYPE_CHECKING:  # the parser loads while the model does, not before the first frame
     from markdown_it import MarkdownIt
-    from markdown_it.rules_inline import StateInline
     from markdown_it.token import Token
 
 LIST_CHUNK = 24  # items of an open list that wait; beyond this the finished ones are settled
-# \(a\), \[a\], $$a$$; $a$ with no space inside of the marks and no word or number after: neither prices nor variables
-_FORMULA = re.compile(
-    r"\\\(.{1,1000}?\\\)|\\\[.{1,1000}?\\\]|\$\$.{1,1000}?\$\$|\$(?![\s$])(?:[^$\\\n]|\\.){1,300}?(?<!\s)\$(?!\w)",
-    re.DOTALL,
-)
 _FENCE = re.compile(r" {0,3}(`{3,}(?=[^`\n]*$)|~{3,})(.*)$")
 
 
@@ -47,19 +43,8 @@ def new_parser() -> MarkdownIt:
     from markdown_it import MarkdownIt
 
     parser = MarkdownIt("gfm-like", {"html": False}).disable("reference")
-    parser.inline.ruler.before("escape", "formula", _formula)
+    keep_formulas(parser)
     return parser
-
-
-def _formula(state: StateInline, silent: bool) -> bool:
-    """A formula in LaTeX stays as it was written, like code: its backslashes are no escapes, its stars no emphasis."""
-    found = _FORMULA.match(state.src, state.pos, state.posMax)
-    if found is None:
-        return False
-    if not silent:
-        state.push("code_inline", "code", 0).content = found[0]
-    state.pos = found.end()
-    return True
 
 
 class Settler:

@@ -18,6 +18,7 @@ from typing import Any
 
 from localllm.terminal import counted
 
+from .formulas import keep_formulas
 from .records import PICTURE_URL, SavedChat, SavedMessage, active_path
 
 FORMATS = ("md", "json", "html")
@@ -63,6 +64,7 @@ def as_html(chat: SavedChat, messages: Sequence[SavedMessage]) -> str:
     from markdown_it import MarkdownIt
 
     parser = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"]).disable("image")
+    keep_formulas(parser)
     parser.validateLink = lambda url: url.strip().lower().startswith(("http://", "https://", "mailto:", "#"))  # type: ignore[method-assign]
     path, body = active_path(messages, chat.leaf_id), []
     if chat.system:

@@ -43,6 +43,12 @@ def test_html_runs_nothing_and_fetches_nothing() -> None:
     assert "A &lt;b&gt;title" in text and "· 2 of 3 messages" in text and "default-src 'none'" in text
 
 
+def test_formulas_are_exported_as_they_were_written() -> None:
+    said = r"\[ x \, y \\ z \] and \(a*b*c\)"
+    page = as_html(CHAT, [MESSAGES[0], replace(MESSAGES[1], content=said)])
+    assert r"<code>\[ x \, y \\ z \]</code> and <code>\(a*b*c\)</code>" in page
+
+
 def test_calls_of_tools_and_their_results_are_exported() -> None:
     call = {"id": "1", "name": "read", "arguments": '{"path": "<a>"}', "result": "```\nb\n```", "failed": True}
     rounds = [{"text": "Let me look.", "reasoning": "", "calls": [call]}, {"calls": "no list"}, 7]
