@@ -294,7 +294,6 @@ class ExpertsWeights:
     choice_bias: Tensor | None = None  # float32 [num_experts]
     groups: int = 1
     group_top_k: int = 1
-    share_inputs: bool = False  # shares multiply what experts take, and not what they give
     shared_gate_up: Linear | None = None  # of the expert that every token goes through
     shared_down: Linear | None = None
     shared_gate: Linear | None = None  # one row: sigmoid of it multiplies what the shared expert gives
@@ -310,6 +309,7 @@ class ExpertsWeights:
     join: Join | None = None  # of the sum, where ranks have a part of every expert
     # `gate_up` and `down` of all experts as one product each, where their weights lie one behind the other
     stacked: tuple[LinearPart, LinearPart] | None = None
+    share_inputs: bool = False  # shares multiply what experts take, and not what they give
 
 
 @dataclass(frozen=True, slots=True)

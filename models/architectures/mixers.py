@@ -102,7 +102,7 @@ class Attention:
         """Values held for a token while queries and keys are turned, beside the residual stream and its norm."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         kv = kv if self.shares_kv_with is None else 0
-        return 2 * q + (q + 2 * kv) + 2 * q + kv + 3 * q * bool(self.gate)
+        return 2 * q + (q + 2 * kv) + 2 * q + 3 * q * bool(self.gate)
 
 
 @dataclass(frozen=True)
