@@ -167,6 +167,7 @@ def test_the_router_takes_the_first_of_equals_and_loses_no_nan(device: torch.dev
     assert bool(((chosen >= 0) & (chosen < EXPERTS)).all())
 
 
+@pytest.mark.slow
 def test_experts_that_are_stored_unlike_stay_apart(device: torch.device) -> None:
     weights = [make("fp8mx", 6, 64) for _ in range(4)]
     weights[2].qweight.view(torch.uint8)[1, 1] = 0x7F  # NaN: this one alone gets a factor of its own

@@ -180,7 +180,15 @@ def rounded_nvfp4(x: Tensor) -> Tensor:
     return (torch.round(a / step) * step * parts.sign() * scale.unsqueeze(-1)).flatten(1)
 
 
-@pytest.mark.parametrize(("form", "k"), [("fp8-row", 160), ("fp8-tensor", 64), ("fp8-block", 192), ("fp4g16", 96)])
+@pytest.mark.parametrize(
+    ("form", "k"),
+    [
+        ("fp8-row", 160),
+        ("fp8-tensor", 64),
+        ("fp8-block", 192),
+        pytest.param("fp4g16", 96, marks=pytest.mark.slow),  # 20 s in the interpreter
+    ],
+)
 def test_rounded_activations(form: str, k: int, device: torch.device) -> None:
     weight, bias = make(form, 70, k), torch.randn(70)
     name = "triton_nvfp4_w4a4" if form == "fp4g16" else "triton_fp8_w8a8"
