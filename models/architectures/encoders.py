@@ -206,7 +206,7 @@ class ModernBert(Encoder):
         keys, (rope, local_rope, context) = config.keys, config.ropes(MODERN_THETA, LOCAL_THETA)
         every = keys.integer("global_attn_every_n_layers", 1, MAX_LAYERS, MODERN_EVERY)
         windows = config.windows(lambda layer: layer % every != 0)
-        return self._facts(config, rope, local_rope, context, windows, keys.text("hidden_activation", "gelu"))
+        return self._facts(config, rope, local_rope, context, windows)
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         keys, (rope, context) = config.keys, config.rope()
@@ -219,15 +219,14 @@ class ModernBert(Encoder):
             windows = tuple(window if layer % every else None for layer in range(config.num_layers))
         theta = keys.number("rope.freq_base_swa", 1.0, 1e15, LOCAL_THETA)
         eps = {"rms_norm_eps": keys.number("attention.layer_norm_epsilon", 1e-14, 0.1, MODERN_EPS)}
-        return self._facts(
-            config, rope, replace(rope, theta=theta), context, windows, keys.text("hidden_activation", "gelu"), **eps
-        )
+        return self._facts(config, rope, replace(rope, theta=theta), context, windows, **eps)
 
     def _facts(
         self, config: Config, rope: RopeFacts, local_rope: RopeFacts, context: int, windows: tuple[int | None, ...],
-        act: str, **changes: Any,
+        **changes: Any,
     ) -> ModelFacts:  # fmt: skip
         """`windows`: the positions that a layer sees on both sides together."""
+        act = config.keys.text("hidden_activation", "gelu")
         if act not in MODERN_ACTS:
             raise config.unsupported(f"{config.source} with {shown(act)}")
         norms = Norms(centred=True, bias=config.stores("post_attention_layernorm.bias"))
