@@ -206,11 +206,19 @@ class GgufConfig(Config):
         if window == 0:
             return (None,) * num_layers
         if isinstance(pattern, np.ndarray):
-            if pattern.dtype != bool or len(pattern) != num_layers:
-                raise keys.fail("attention.sliding_window_pattern", f"must hold {num_layers} bools")
-            return tuple(window if windowed else None for windowed in pattern.tolist())
+            return tuple(window if windowed else None for windowed in self.flags("attention.sliding_window_pattern"))
         every = keys.integer("attention.sliding_window_pattern", 1, MAX_LAYERS, full_every)
         return tuple(None if every and (layer + 1) % every == 0 else window for layer in range(num_layers))
+
+    def flags(self, key: str) -> tuple[bool, ...]:
+        """True or false for each layer; () where the file has no such list."""
+        values = self.keys.raw(key)
+        if values is None:
+            return ()
+        known = isinstance(values, np.ndarray) and values.dtype.kind in "biu" and len(values) == self.num_layers
+        if not known or not np.isin(values, (0, 1)).all():
+            raise self.keys.fail(key, f"must hold {self.num_layers} bools")
+        return tuple(bool(value) for value in values)
 
     def usage(self) -> dict[str, Any]:
         general, tensors, metadata = self.general, self.checkpoint.tensors, self.checkpoint.metadata

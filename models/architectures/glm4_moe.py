@@ -32,15 +32,19 @@ class Glm4Moe(Architecture):
     """The first layers are dense."""
 
     name = "glm4_moe"
-    label = "GLM-4.5 to 4.7"
+    label = "GLM-4.5 to 4.7, Solar Open"
     hf_types = {
         "glm4_moe": DEFAULTS,
         "glm4v_moe_text": DEFAULTS
         | {"vocab_size": 151_424, "hidden_size": 4096, "intermediate_size": 10_944, "num_hidden_layers": 46}
         | {"num_attention_heads": 96, "max_position_embeddings": 65_536},
+        "solar_open": DEFAULTS
+        | {"vocab_size": 196_608, "hidden_size": 4096, "intermediate_size": 10_944, "num_hidden_layers": 48}
+        | {"num_attention_heads": 64, "head_dim": 128, "moe_intermediate_size": 1280, "first_k_dense_replace": 0}
+        | {"max_position_embeddings": 131_072, "rope_theta": 1_000_000.0, "partial_rotary_factor": 1.0},
     }
     hf_wrappers = {"glm4v_moe": "glm4v_moe_text"}
-    hf_classes = ("Glm4MoeForCausalLM",)
+    hf_classes = ("Glm4MoeForCausalLM", "SolarOpenForCausalLM")
     gguf_types = ("glm4moe",)
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
@@ -86,6 +90,6 @@ def _layers(
     config: Config, attention: Attention, experts: Experts, dense: int, act: str
 ) -> tuple[tuple[LayerFacts, ...], LayerFacts]:
     """The layers, and that of the head that predicts."""
-    kinds = LayerFacts(attention, experts), LayerFacts(attention, config.dense(act))
-    layers = tuple(kinds[layer < dense] for layer in range(config.num_layers))
-    return layers, replace(kinds[0], fusion=Fusion())
+    sparse, first = LayerFacts(attention, experts), min(dense, config.num_layers)
+    plain = (LayerFacts(attention, config.dense(act)),) * first if first else ()
+    return plain + (sparse,) * (config.num_layers - first), replace(sparse, fusion=Fusion())

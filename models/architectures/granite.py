@@ -41,6 +41,9 @@ HF_MOE = {
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
 }
+_LINEARS = {"gate_up_proj": "input_linear", "down_proj": "output_linear"}
+SHARED = {f"mlp.shared_expert.{ours}": f"shared_mlp.{theirs}" for ours, theirs in _LINEARS.items()}
+ALONE = {f"mlp.{ours}": f"shared_mlp.{theirs}" for ours, theirs in _LINEARS.items()}  # where no expert is routed to
 
 
 class Granite(Architecture):
@@ -53,7 +56,7 @@ class Granite(Architecture):
         "granite4_vision": "granite4_vision_text",
         "granite_docling": "granite_docling_text",
     }
-    hf_classes = ("GraniteForCausalLM",)
+    hf_classes: ClassVar[tuple[str, ...]] = ("GraniteForCausalLM",)
     gguf_types = ("granite",)
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
@@ -77,24 +80,33 @@ class Granite(Architecture):
 
 
 class GraniteMoe(Granite):
-    """The router's softmax is over the chosen experts. GGUF calls models with a shared expert so, too."""
+    """The router's softmax is over the chosen experts. A shared expert is optional."""
 
     name = "granitemoe"
     label = "Granite 3 MoE"
-    hf_types = {"granitemoe": HF_MOE}
+    hf_types = {"granitemoe": HF_MOE, "granitemoeshared": HF_MOE}
     hf_wrappers = {}
-    hf_classes = ("GraniteMoeForCausalLM",)
+    hf_classes = ("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM")
     gguf_types = ("granitemoe",)
 
     def ffn_from_hf(self, config: HfConfig) -> Experts:
-        return config.mixture("num_local_experts", "intermediate_size", config.activation(), router="softmax_topk")
+        return experts_of_hf(config)
 
     def ffn_from_gguf(self, config: GgufConfig) -> Experts:
         shared = config.keys.integer("expert_shared_feed_forward_length", 0, MAX_HIDDEN * 4, 0)
         return config.mixture(router="softmax_topk", shared_inner=shared)
 
     def names(self, checkpoint: Checkpoint) -> NameMap:
-        return gguf_names() if checkpoint.kind == "gguf" else hf_names(checkpoint.tensors, block_of(checkpoint))
+        if checkpoint.kind == "gguf":
+            return gguf_names()
+        return hf_names(checkpoint.tensors, block_of(checkpoint) | SHARED)
+
+
+def experts_of_hf(config: HfConfig) -> Experts:
+    """A mixture, with a shared expert where the file states its size."""
+    shared = config.keys.integer("shared_intermediate_size", 0, MAX_HIDDEN * 4, 0)
+    given = "num_local_experts", "intermediate_size", config.activation()
+    return config.mixture(*given, router="softmax_topk", shared_inner=shared, shared_fused=True)
 
 
 def block_of(checkpoint: Checkpoint) -> dict[str, str]:

@@ -9,14 +9,13 @@ from .architecture import Architecture
 from .config import Config
 from .facts import ModelFacts
 from .gguf import GgufConfig
-from .granite import GGUF_SCALES, HF_SCALES, block_of, multiplied
+from .granite import ALONE, GGUF_SCALES, HF_SCALES, SHARED, block_of, experts_of_hf, multiplied
 from .hf import HfConfig
 from .layers import Dense, Experts, LayerFacts
 from .mamba2 import ATTENTION, GGUF_MAMBA, MAMBA, mamba_of_gguf, mamba_of_hf, no_rope
 from .mixers import Attention, Mamba2
 from .names import NameMap, gguf_names, hf_names
 
-_SHARED = {"gate_up_proj": "input_linear", "down_proj": "output_linear"}
 _KEYS = {
     "num_heads": "mamba_n_heads",
     "head_dim": "mamba_d_head",
@@ -69,9 +68,7 @@ class GraniteHybrid(Architecture):
     def names(self, checkpoint: Checkpoint) -> NameMap:
         if checkpoint.kind == "gguf":
             return gguf_names(GGUF_MAMBA)
-        own = {f"mlp.shared_expert.{ours}": f"shared_mlp.{theirs}" for ours, theirs in _SHARED.items()}
-        alone = {f"mlp.{ours}": f"shared_mlp.{theirs}" for ours, theirs in _SHARED.items()}
-        return hf_names(checkpoint.tensors, block_of(checkpoint) | own | alone)
+        return hf_names(checkpoint.tensors, block_of(checkpoint) | SHARED | ALONE)
 
 
 def _mamba(config: HfConfig) -> Mamba2:
@@ -89,11 +86,10 @@ def _mamba(config: HfConfig) -> Mamba2:
 
 
 def _ffn_of_hf(config: HfConfig) -> Dense | Experts:
-    shared, act = config.keys.integer("shared_intermediate_size", 1, MAX_HIDDEN * 4), config.activation()
     if config.keys.integer("num_local_experts", 0, 1 << 16) == 0:
-        return Dense(shared, act, fused=True)
-    given = "num_local_experts", "intermediate_size", act
-    return config.mixture(*given, router="softmax_topk", shared_inner=shared, shared_fused=True)
+        shared = config.keys.integer("shared_intermediate_size", 1, MAX_HIDDEN * 4)
+        return Dense(shared, config.activation(), fused=True)
+    return experts_of_hf(config)
 
 
 def _layers(

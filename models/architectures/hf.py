@@ -242,13 +242,15 @@ class HfConfig(Config):
             raise self.keys.fail("sliding_window", "is missing, layer_types names windowed layers")
         return tuple(window if item == "sliding_attention" else None for item in types)
 
-    def layer_types(self, known: Sequence[str], default: Callable[[int], str] | None = None) -> list[str]:
+    def layer_types(
+        self, known: Sequence[str], default: Callable[[int], str] | None = None, key: str = "layer_types"
+    ) -> list[str]:
         """The kind of each layer, one of `known`; `default` says it where the file does not."""
-        types = self.keys.raw("layer_types")
+        types = self.keys.raw(key)
         if types is None and default is not None:
             return [default(layer) for layer in range(self.num_layers)]
         if not isinstance(types, list) or len(types) != self.num_layers:
-            raise self.keys.fail("layer_types", f"must list {self.num_layers} layers")
+            raise self.keys.fail(key, f"must list {self.num_layers} layers")
         unknown = [str(item) for item in types if item not in known]
         if unknown:
             raise self.unsupported(f"{self.source} with layers of type {unknown[0][:60]}")

@@ -22,19 +22,25 @@ class Llama(Architecture):
     """Two norms, rotated heads, SiLU."""
 
     name = "llama"
-    label = "Llama 2 and 3, SmolLM2, Mistral"
+    label = "Llama 2 and 3, SmolLM2, Mistral, InternLM3, IQuest-Coder"
     hf_types = {
         "llama": SIZES | {"intermediate_size": 11_008, "max_position_embeddings": 2048},
         "mistral": SIZES
         | {"intermediate_size": 14_336, "max_position_embeddings": 131_072}
         | {"sliding_window": 4096, "num_key_value_heads": 8},
+        "internlm3": {"vocab_size": 128_512, "hidden_size": 4096, "intermediate_size": 10_240, "num_hidden_layers": 48}
+        | {"num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 32_768}
+        | {"rms_norm_eps": 1e-5},
+        "iquestcoder": {"vocab_size": 76_800, "hidden_size": 5120, "intermediate_size": 27_648}
+        | {"num_hidden_layers": 80, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128}
+        | {"max_position_embeddings": 131_072, "rms_norm_eps": 1e-5},
     }
     hf_wrappers = dict.fromkeys(("mistral3", "idefics2"), "mistral") | dict.fromkeys(
         ("llava", "llava_next", "llava_next_video", "video_llava", "vipllava", "idefics3", "smolvlm", "janus")
         + ("deepseek_vl", "deepseek_vl_hybrid", "voxtral"),
         "llama",
     )
-    hf_classes = ("LlamaForCausalLM", "MistralForCausalLM")
+    hf_classes = ("LlamaForCausalLM", "MistralForCausalLM", "InternLM3ForCausalLM", "IQuestCoderForCausalLM")
     gguf_types = ("llama",)
 
     def from_hf(self, config: HfConfig) -> ModelFacts:

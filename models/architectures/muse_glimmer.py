@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from localllm.checkpoint import Checkpoint
+
 from .architecture import Architecture
 from .facts import ModelFacts, repeated
-from .gemma3 import NORMS
+from .gemma3 import GGUF_NORMS, NORMS
 from .gguf import GgufConfig
 from .hf import HfConfig
 from .layers import LayerFacts
 from .mixers import RopeFacts
+from .names import GGUF_LAYER, NameMap, gguf_names
 
 FULL_EVERY, LOGIT_CAP = 4, 20.0  # counted from the last layer
+POST_NORM_EPS = 1e-8  # GGUF files have no key for it
 
 
 class MuseGlimmer(Architecture):
@@ -25,12 +29,13 @@ class MuseGlimmer(Architecture):
             "vocab_size": 202_048, "hidden_size": 6656, "intermediate_size": 19_968, "num_hidden_layers": 52,
             "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5,
             "hidden_activation": "silu", "max_position_embeddings": 131_072, "sliding_window": 2048,
-            "final_logit_softcapping": LOGIT_CAP, "qk_scale_factor": 3.87, "post_norm_eps": 1e-8,
+            "final_logit_softcapping": LOGIT_CAP, "qk_scale_factor": 3.87, "post_norm_eps": POST_NORM_EPS,
             "output_multiplier": 0.19611613513818404,
         }
     }  # fmt: skip
     hf_wrappers = {"muse_glimmer": "muse_glimmer_text"}
     hf_classes = ("MuseGlimmerForConditionalGeneration",)
+    gguf_types = ("muse-glimmer",)
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
         keys, (rope, context) = config.keys, config.rope()
@@ -52,4 +57,16 @@ class MuseGlimmer(Architecture):
         )  # fmt: skip
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
-        raise config.unsupported(f"{config.source} in GGUF")
+        """The converter adds 1 to the norms of the layers and stores the scale of scores as the norm of queries."""
+        keys, (rope, context) = config.keys, config.rope(interleaved=True)
+        local_rope = replace(rope, theta=keys.number("rope.freq_base_swa", 1.0, 1e15, rope.theta))
+        attention = config.attention(replace(rope, scaling="off"), qk_norm=True, gate="apart")
+        layer = LayerFacts(attention, config.dense(), replace(NORMS, after_eps=POST_NORM_EPS))
+        layers = repeated(layer, config.windows(FULL_EVERY), local_rope)
+        scale = keys.number("logit_scale", 1e-6, 1e6)
+        return config.facts(layers, context, embedding_norm=True, logit_scale=scale)
+
+    def names(self, checkpoint: Checkpoint) -> NameMap:
+        if checkpoint.kind != "gguf":
+            return super().names(checkpoint)
+        return gguf_names(GGUF_LAYER | GGUF_NORMS | {"self_attn.gate_proj": "attn_gate"})

@@ -9,6 +9,8 @@ from localllm.checkpoint import Checkpoint
 from localllm.checkpoint.fields import Fields
 
 from . import gguf, hf
+from .afmoe import Afmoe
+from .arcee import Arcee
 from .architecture import Architecture
 from .cohere import Cohere, Cohere2
 from .config import unsupported
@@ -27,11 +29,13 @@ from .glm4_moe import Glm4Moe
 from .gpt_oss import GptOss
 from .granite import Granite, GraniteMoe
 from .granite_hybrid import GraniteHybrid
+from .granite_swa import GraniteSwa
 from .hunyuan import HunYuanDense, HunYuanMoe
 from .layers import Experts
 from .lfm2 import Lfm2, Lfm2Moe, Lfm3
 from .llama import Llama
 from .llama4 import Llama4
+from .mellum import Mellum
 from .minimax import MiniMaxM2
 from .mistral3 import Mistral3
 from .mixtral import Mixtral
@@ -39,8 +43,10 @@ from .muse_glimmer import MuseGlimmer
 from .names import NameMap
 from .nemotron_h import NemotronH
 from .olmo2 import Olmo2
+from .olmoe import Olmoe
 from .phi3 import Phi3
 from .qwen2 import Qwen2
+from .qwen2_moe import Qwen2Moe
 from .qwen3 import Qwen3
 from .qwen3_5 import Qwen3_5, Qwen3_5Moe, Qwen3Next
 from .qwen3_moe import Qwen3Moe
@@ -50,6 +56,7 @@ from .smollm3 import SmolLM3
 ARCHITECTURES: tuple[Architecture, ...] = (
     Llama(),
     Qwen2(),
+    Qwen2Moe(),
     Qwen3(),
     Qwen3Moe(),
     Qwen3_5(),
@@ -74,8 +81,10 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Granite(),
     GraniteMoe(),
     GraniteHybrid(),
+    GraniteSwa(),
     NemotronH(),
     Olmo2(),
+    Olmoe(),
     SeedOss(),
     Glm4(),
     Mistral3(),
@@ -88,6 +97,9 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     HunYuanMoe(),
     Llama4(),
     MiniMaxM2(),
+    Mellum(),
+    Arcee(),
+    Afmoe(),
     Cohere(),
     Cohere2(),
     Bert(),

@@ -146,6 +146,24 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"embedding_multiplier": 12.0, "attention_multiplier": 0.11, "residual_multiplier": 0.22}
         | {"logits_scaling": 7.0},
     ),
+    "granite-swa": (
+        "granite_swa",
+        {"hidden_size": 42, "intermediate_size": 70, "heads": (6, 2, 12), "sliding_window": 11, "num_hidden_layers": 5}
+        | {"embedding_multiplier": 12.0, "attention_multiplier": 0.11, "residual_multiplier": 0.22}
+        | {"logits_scaling": 7.0, "layer_rope_theta": [0, 10000.0, 10000.0, 0, 10000.0], "tie_word_embeddings": True},
+    ),
+    "granitemoe-swa": (
+        "granitemoe_swa",
+        {"hidden_size": 42, "intermediate_size": 26, "heads": (6, 2, 12), "sliding_window": 11, "num_local_experts": 5}
+        | {"num_experts_per_tok": 2, "shared_intermediate_size": 30, "embedding_multiplier": 12.0}
+        | {"attention_multiplier": 0.11, "residual_multiplier": 0.22, "logits_scaling": 7.0},
+    ),
+    "granitemoe-shared": (
+        "granitemoeshared",
+        {"hidden_size": 42, "intermediate_size": 26, "heads": (6, 2, 12), "num_local_experts": 5}
+        | {"num_experts_per_tok": 2, "shared_intermediate_size": 30, "embedding_multiplier": 12.0}
+        | {"attention_multiplier": 0.11, "residual_multiplier": 0.22, "logits_scaling": 7.0},
+    ),
     "granitemoe": (
         "granitemoe",
         {"hidden_size": 42, "intermediate_size": 26, "heads": (6, 2, 12), "num_local_experts": 5}
@@ -254,6 +272,51 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         "minimax_m2",
         {"hidden_size": 42, "intermediate_size": 26, "heads": (6, 2, 12), "num_local_experts": 7}
         | {"num_experts_per_tok": 3, "rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}},
+    ),
+    "qwen2-moe": (
+        "qwen2_moe",
+        {"hidden_size": 48, "intermediate_size": 70, "heads": (4, 2, 12), "num_experts": 7, "num_experts_per_tok": 3}
+        | {"moe_intermediate_size": 26, "shared_expert_intermediate_size": 34},
+    ),
+    "qwen2-moe-mixed": (
+        "qwen2_moe",
+        {"hidden_size": 48, "intermediate_size": 70, "heads": (4, 2, 12), "num_experts": 7, "num_experts_per_tok": 3}
+        | {"moe_intermediate_size": 26, "shared_expert_intermediate_size": 34, "mlp_only_layers": [1]}
+        | {"norm_topk_prob": True},
+    ),
+    "olmoe": (
+        "olmoe",
+        {"hidden_size": 48, "intermediate_size": 26, "heads": (4, 2, 12), "num_experts": 7, "num_experts_per_tok": 3}
+        | {"rms_norm_eps": 1e-5},
+    ),
+    "afmoe": (
+        "afmoe",
+        {"hidden_size": 42, "intermediate_size": 70, "heads": (6, 2, 12), "num_experts": 7, "num_experts_per_tok": 3}
+        | {"moe_intermediate_size": 26, "num_shared_experts": 2, "num_dense_layers": 2, "route_scale": 1.5}
+        | {"num_hidden_layers": 5, "sliding_window": 11, "mup_enabled": True},
+    ),
+    "mellum": (
+        "mellum",
+        {"hidden_size": 42, "intermediate_size": 70, "heads": (6, 2, 12), "num_experts": 7, "num_experts_per_tok": 3}
+        | {"moe_intermediate_size": 26, "sliding_window": 11, "num_hidden_layers": 4, "norm_topk_prob": True}
+        | {"layer_types": ["sliding_attention"] * 3 + ["full_attention"]}
+        | {"rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN | {"rope_theta": 500.0}}},
+    ),
+    "mellum-mixed": (
+        "mellum",
+        {"hidden_size": 42, "intermediate_size": 70, "heads": (6, 2, 12), "num_experts": 7, "num_experts_per_tok": 3}
+        | {"moe_intermediate_size": 26, "mlp_layer_types": ["dense", "sparse", "sparse"], "norm_topk_prob": False}
+        | {"rope_parameters": {"full_attention": PLAIN}},
+    ),
+    "arcee": ("arcee", {"hidden_size": 42, "intermediate_size": 70, "heads": (6, 2, 12)}),
+    "solar-open": (
+        "solar_open",
+        {"hidden_size": 42, "heads": (4, 2, 16), "n_routed_experts": 8, "num_experts_per_tok": 3}
+        | {"moe_intermediate_size": 26, "n_shared_experts": 1, "routed_scaling_factor": 1.5},
+    ),
+    "internlm3": (
+        "internlm3",
+        {"hidden_size": 42, "intermediate_size": 70, "heads": (6, 2, 12), "attention_bias": True, "mlp_bias": True},
     ),
     "glm4-moe-packable": (
         "glm4_moe",

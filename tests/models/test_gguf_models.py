@@ -33,7 +33,9 @@ ARCHITECTURE |= {"deepseek_v2": "deepseek2", "glm4_moe_lite": "deepseek2"}
 ARCHITECTURE |= {"olmo3": "olmo2", "ministral3": "mistral3", "gemma3n_text": "gemma3n", "gemma4_text": "gemma4"}
 ARCHITECTURE |= {"cohere": "command-r", "ernie4_5_moe": "ernie4_5-moe"}
 ARCHITECTURE |= {"hunyuan_v1_dense": "hunyuan-dense", "hunyuan_v1_moe": "hunyuan-moe"}
-ARCHITECTURE |= {"llama4_text": "llama4", "minimax_m2": "minimax-m2"}
+ARCHITECTURE |= {"llama4_text": "llama4", "minimax_m2": "minimax-m2", "muse_glimmer_text": "muse-glimmer"}
+ARCHITECTURE |= {"qwen2_moe": "qwen2moe", "granitemoe_swa": "granite_swa", "granitemoeshared": "granitemoe"}
+ARCHITECTURE |= {"solar_open": "glm4moe", "internlm3": "llama"}
 OWN_PATTERN = ("gemma2", "gpt-oss", "cohere2")  # whose files do not say which layers are windowed
 LFM2 = {  # what it calls differently
     "operator_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "embedding_norm": "norm",
@@ -41,8 +43,18 @@ LFM2 = {  # what it calls differently
     "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj",
     "feed_forward.expert_bias": "mlp.gate.e_score_correction_bias", "feed_forward": "mlp",
 }  # fmt: skip
+USUAL = {
+    "mlp.router.": "mlp.gate.", "mlp.shared_experts.": "mlp.shared_expert.",
+    "shared_mlp.input_linear": "mlp.shared_expert.gate_up_proj",
+    "shared_mlp.output_linear": "mlp.shared_expert.down_proj",
+}  # fmt: skip
+AFMOE = {
+    "router.gate": "gate", "mlp.expert_bias": "mlp.gate.e_score_correction_bias",
+    "pre_mlp_layernorm": "pre_feedforward_layernorm", "post_mlp_layernorm": "post_feedforward_layernorm",
+}  # fmt: skip
 # whose converter permutes rows of q and k
-PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "granitehybrid", "mistral3")
+PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "granitehybrid", "mistral3", "arcee")
+PERMUTED += ("granite_swa", "muse-glimmer")
 
 
 def permuted(rows: Tensor, heads: int) -> Tensor:
@@ -111,6 +123,24 @@ def write_gguf(
         writer.add_embedding_scale(config["embedding_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])
         writer.add_logit_scale(config["logits_scaling"])
+    if "layer_rope_theta" in config and arch == "granite_swa":
+        writer.add_array("granite_swa.attention.rope_pattern", [theta > 0 for theta in config["layer_rope_theta"]])
+    if config.get("shared_intermediate_size") and arch in ("granite_swa", "granitemoe"):
+        writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
+    if arch == "granitemoe":
+        tensors = _gate_and_up(tensors)
+    if arch == "qwen2moe":
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    if arch == "afmoe":
+        writer.add_leading_dense_block_count(config["num_dense_layers"])
+        writer.add_expert_shared_count(config["num_shared_experts"])
+        writer.add_expert_weights_scale(config["route_scale"])
+        for theirs, ours in AFMOE.items():
+            tensors = {name.replace(theirs, ours): tensor for name, tensor in tensors.items()}
+    if arch == "mellum":
+        writer.add_rope_freq_base_swa(config["rope_parameters"]["sliding_attention"]["rope_theta"])
+    if arch == "muse-glimmer":
+        tensors = _muse_glimmer(writer, config, tensors)
     if arch == "mistral3":
         writer.add_rope_scaling_yarn_log_mul(config["rope_parameters"]["mscale_all_dim"])
         writer.add_attn_temperature_scale(config["rope_parameters"]["llama_4_scaling_beta"])
@@ -127,7 +157,7 @@ def write_gguf(
         writer.add_expert_weights_scale(config["routed_scaling_factor"])
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if arch == "glm4moe":
-        writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+        writer.add_leading_dense_block_count(config.get("first_k_dense_replace", 0))
         writer.add_expert_shared_count(config["n_shared_experts"])
         writer.add_expert_weights_scale(config["routed_scaling_factor"])
         writer.add_expert_weights_norm(config["norm_topk_prob"])
@@ -218,6 +248,31 @@ def _hunyuan(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: dict[str,
         for theirs, ours in usual.items():
             name = name.replace(theirs, ours)
         found[name] = tensor
+    return found
+
+
+def _gate_and_up(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The two halves of Granite's shared expert apart."""
+    found = {}
+    for name, tensor in tensors.items():
+        start, split, _ = name.partition("shared_mlp.input_linear")
+        halves = zip(("gate", "up"), tensor.chunk(2), strict=True)
+        found |= {f"{start}mlp.shared_expert.{k}_proj.weight": t for k, t in halves} if split else {name: tensor}
+    return found
+
+
+def _muse_glimmer(writer: gguf.GGUFWriter, config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The scale of scores is the weight of the norm of queries; 1 is in the norms of the layers."""
+    writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    writer.add_logit_scale(config["output_multiplier"])
+    found = {}
+    for name, tensor in tensors.items():
+        if name.startswith(("model.language_model.", "lm_head")):
+            shift = 1 if name.endswith("layernorm.weight") else 0
+            found[name.replace("language_model.", "")] = tensor + shift
+    for layer in range(config["num_hidden_layers"]):
+        start, ones = f"model.layers.{layer}.self_attn", torch.ones(config["head_dim"])
+        found |= {f"{start}.q_norm.weight": config["qk_scale_factor"] * ones, f"{start}.k_norm.weight": ones}
     return found
 
 
@@ -376,7 +431,8 @@ def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         name = name.replace("block_sparse_moe.", "mlp.")
         match = re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj(|_bias)", name)
         if match is None:
-            name = name.replace("mlp.router.", "mlp.gate.").replace("mlp.shared_experts.", "mlp.shared_expert.")
+            for theirs, ours in USUAL.items():
+                name = name.replace(theirs, ours)
             found[name] = tensor
             continue
         suffix, gpt_oss = "bias" if match[3] else "weight", f"{name.removesuffix('_bias')}_bias" in tensors
@@ -494,8 +550,10 @@ NAMES += ["gpt-oss", "mixtral", "glm4-moe", "qwen3.5", "qwen3.5-moe", "qwen3-nex
 NAMES += ["granite-hybrid", "nemotron-h", "gemma", "gemma2", "gemma3n", "gemma4", "gemma4-e2b", "gemma4-moe"]
 NAMES += ["smollm3", "granite", "granitemoe", "olmo2", "olmo3", "seed-oss", "glm4", "ministral3"]
 NAMES += ["deepseek-v2", "mistral4", "cohere2", "ernie", "ernie-moe", "exaone4", "exaone4-small"]
-NAMES += ["hunyuan", "hunyuan-moe", "llama4-published", "minimax-m2"]
+NAMES += ["hunyuan", "hunyuan-moe", "llama4-published", "minimax-m2", "granite-swa", "granitemoe-swa", "afmoe"]
+NAMES += ["mellum", "arcee", "qwen2-moe", "olmoe"]
 SLOW_NAMES = ("cohere", "cohere2-packable", "glm4-moe-lite", "granite-hybrid-dense", "nemotron-h-moe")
+SLOW_NAMES += ("solar-open", "internlm3", "granitemoe-shared")
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in SLOW_NAMES]
 
 
@@ -504,6 +562,16 @@ def test_gguf_equals_safetensors(name: str, tiny: Callable, loaded: Callable, pa
     ids = torch.randint(0, 99, (70,)).tolist()
     rows = gguf_logits(tiny(name), paged, tmp_path / "tiny.gguf", gguf.GGMLQuantizationType.F32, ids)
     expected = paged(loaded(name)).all_logits(ids, [50])
+    assert float((rows - expected).abs().max() / expected.abs().max()) < 2e-5
+
+
+def test_muse_glimmer(tiny: Callable, paged: Any, tmp_path: Path) -> None:
+    """Its files have no key for the epsilon of the norms of what is added."""
+    model, ids = tiny("muse-glimmer"), torch.randint(0, 99, (70,)).tolist()
+    text = model.config["text_config"] | {"post_norm_eps": 1e-8}
+    with open_model(model.save(tmp_path / "safetensors", text_config=text)) as checkpoint:
+        expected = paged(load_model(checkpoint, LoadOptions(exact=True))).all_logits(ids, [50])
+    rows = gguf_logits(replace(model, config=text), paged, tmp_path / "a.gguf", gguf.GGMLQuantizationType.F32, ids)
     assert float((rows - expected).abs().max() / expected.abs().max()) < 2e-5
 
 

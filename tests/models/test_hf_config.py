@@ -187,3 +187,20 @@ def test_llama4_as_it_is_published() -> None:
     assert [hasattr(layer.ffn, "top_k") for layer in sparse] == [False, True] * 4
     with pytest.raises(BadModelFile, match="no_rope_layers"):
         facts_of(config | {"no_rope_layers": [1, 0]})
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "granite_swa", "layer_rope_theta": [0, 1e4]}, "must list 24 layers"),
+        ({"model_type": "granite_swa", "layer_rope_theta": [0.5] * 24}, "0 or numbers from 1"),
+        ({"model_type": "mellum", "mlp_layer_types": ["dense", "wide"] * 14}, "layers of type wide"),
+        ({"model_type": "olmoe", "clip_qkv": 8.0}, "with clip_qkv"),
+        ({"model_type": "arcee", "hidden_act": "silu"}, "relu2 is supported"),
+        ({"model_type": "qwen2_moe", "use_sliding_window": True}, "with use_sliding_window"),
+    ],
+    ids=str,
+)
+def test_values_that_cannot_be_computed_are_refused(config: dict[str, Any], words: str) -> None:
+    with pytest.raises((BadModelFile, UnsupportedModel), match=words):
+        facts_of(config)

@@ -14,7 +14,17 @@ from localllm.models.architectures import open_model
 from localllm.models.loader import LoadOptions, load_model
 
 MIXTURES = ("qwen3-moe", "qwen3-moe-mixed", "gpt-oss", "mixtral", "glm4-moe", "glm4-moe-groups", "granitemoe")
-MIXTURES += ("ernie-moe", "hunyuan-moe", "llama4", "llama4-published", "minimax-m2")
+MIXTURES += (
+    "ernie-moe",
+    "hunyuan-moe",
+    "llama4",
+    "llama4-published",
+    "minimax-m2",
+    "granitemoe-swa",
+    "afmoe",
+    "mellum",
+)
+MORE_MIXTURES = ("qwen2-moe", "qwen2-moe-mixed", "olmoe", "mellum-mixed", "solar-open", "granitemoe-shared")
 LATENT = ("glm4-moe-lite", "mistral4", "deepseek-v2", "deepseek-v2-groups", "deepseek-v3")
 MAMBAS = ("granite-hybrid", "nemotron-h")
 MORE_MAMBAS = (pytest.param(name, marks=pytest.mark.slow) for name in ("granite-hybrid-dense", "nemotron-h-moe"))
@@ -40,11 +50,12 @@ NAMES = (
         *MAMBAS,
         *MORE_MAMBAS,
         *MIXTURES,
+        *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_MIXTURES),
     ),
     *("gemma", "gemma2", "gemma3n", "gemma4", "gemma4-e2b", "gemma4-moe", "smollm3", "smollm3-windows"),
     *("granite", "olmo2", "olmo3", "seed-oss", "glm4", "ministral3", "cohere2", "ernie", "exaone4", "exaone4-small"),
-    "hunyuan",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("cohere", "cohere2-packable")),
+    *("hunyuan", "granite-swa", "arcee"),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("cohere", "cohere2-packable", "internlm3")),
     LATENT[0],
     *(pytest.param(name, marks=pytest.mark.slow) for name in LATENT[1:]),
 )
