@@ -125,6 +125,7 @@ class AttentionWeights:
     interleaved: bool = False  # RoPE pairs (2j, 2j + 1) instead of (j, j + half)
     gate: bool = False  # after each query head in `qkv` comes its gate; its sigmoid multiplies what attention gives
     head_gates: bool = False  # gates are one number a head, which lie behind all queries in `qkv`
+    softplus_gate: bool = False  # log(1 + exp(gate)) multiplies instead of the sigmoid
     v_norm: Norm | None = None  # over head_dim
     temperature: tuple[float, int] | None = None  # (b, n): queries at position p grow by 1 + b ln(1 + floor(p / n))
     temperature_offset: int = 0  # added to p

@@ -135,7 +135,8 @@ def attention(
     queries, gates = q.split(weights.head_dim, -1)
     queries = _grown(queries.contiguous(), weights, cu_query_lens, seq_lens, weights.temperature_offset)
     mixed = paged_attention(queries, pages, block_table, cu_query_lens, seq_lens, *given)
-    return (mixed * sigmoid(gates)).to(mixed.dtype).view(q.shape[0], -1)
+    factors = softplus(gates.float()) if weights.softplus_gate else sigmoid(gates)
+    return (mixed * factors).to(mixed.dtype).view(q.shape[0], -1)
 
 
 def attn_out(rms_norm: Callable[..., Tensor], attended: Tensor, x: Tensor, weights: AttentionWeights) -> Tensor:

@@ -188,6 +188,7 @@ def _attention(layer: LayerReader, facts: Attention) -> AttentionWeights:
         sinks=layer.vector("self_attn.sinks") if facts.sinks else None,
         gate=bool(facts.gate),
         head_gates=facts.gate == "heads",
+        softplus_gate=facts.softplus_gate,
         temperature=_temperature(layer, facts),
         temperature_offset=facts.temperature_offset,
         causal=facts.causal,

@@ -18,4 +18,12 @@ INLINE vf sigmoid(vf x) { return vf_set1(1.0f) / (vf_set1(1.0f) + vf_exp(-x)); }
 /* log(1 + exp(x)) */
 INLINE float softplus_of(float x) { return logf(1.0f + expf(-fabsf(x))) + (x > 0.0f ? x : 0.0f); }
 
+INLINE vf softplus(vf x)
+{
+    float each[VW];
+    memcpy(each, &x, sizeof each);
+    for (int i = 0; i < VW; i++) each[i] = softplus_of(each[i]);
+    return load_some(each, VW);
+}
+
 #endif

@@ -68,7 +68,7 @@ static void write_row(const ll_attention_args *a, int64_t token, int64_t head, f
     const float *gate = a->q + (2 * (token * a->num_heads + head) + 1) * a->pages.dim;
     for (int64_t d = 0; d < a->pages.dim; d += VW) {
         const int count = a->pages.dim - d < VW ? (int)(a->pages.dim - d) : VW;
-        const vf gated = load_some(out + d, count) * sigmoid(load_some(gate + d, count));
+        const vf y = load_some(gate + d, count), gated = load_some(out + d, count) * (a->gated == 2 ? softplus(y) : sigmoid(y));
         memcpy(out + d, &gated, (size_t)count * 4);
     }
 }
@@ -84,7 +84,7 @@ static void attention_block(const ll_attention_args *a, const attention_task *t,
     for (int64_t r = 0; r < rows; r++) {
         const int64_t row = t->first_row + r % t->rows, token = row / per_kv, head = (t->kv_head + r / t->rows) * per_kv + row % per_kv;
         const int64_t position = seq_len - query_len + token;
-        const float *q = a->q + ((token0 + token) * a->num_heads + head) * width * (1 + a->gated);
+        const float *q = a->q + ((token0 + token) * a->num_heads + head) * width * (1 + !!a->gated);
         float *to = s->q + r * wide;
         memcpy(to, q, (size_t)width * 4);
         if (a->pages.format == KV_INT8) hadamard(to, dim); /* as the keys are */

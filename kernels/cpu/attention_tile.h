@@ -26,7 +26,7 @@ typedef struct {
     int64_t window;             /* 0: none; below 0: a chunk of so many, of which a query sees what is before it */
     float scale, softcap;       /* softcap 0: none */
     int64_t turned;             /* 0: none. A key is what `k` holds and, behind it, so many elements in `v`; its value is the former */
-    int64_t gated;              /* behind each query lies a gate of its size, whose sigmoid multiplies what it gives */
+    int64_t gated;              /* behind each query lies a gate of its size, whose sigmoid (2: softplus) multiplies the output */
 } ll_attention_args;
 
 typedef struct {

@@ -108,7 +108,7 @@ class CAttentionLayer(ctypes.Structure):
     """`ll_attention_layer`."""
 
     _fields_ = [
-        *_each(c_int64, "hidden num_heads num_kv_heads head_dim interleaved gated late_norms"),
+        *_each(c_int64, "hidden num_heads num_kv_heads head_dim interleaved gated softplus late_norms"),
         *_each(CNorm, "norm q_norm k_norm post_norm"),
         *_each(CLinear, "qkv out"),
     ]

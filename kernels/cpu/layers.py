@@ -50,7 +50,7 @@ from .linear import TAKES
 
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 _EXPERT_ACTIVATIONS = ("silu", "gelu_tanh", "swiglu_oai")  # as experts.h numbers them
-KNOWN_ATTENTION = FUSED_ATTENTION | {"gate", "head_gates"}
+KNOWN_ATTENTION = FUSED_ATTENTION | {"gate", "head_gates", "softplus_gate"}
 LARGEST_CONV = 8  # CONV_WIDTH_MAX of C
 LARGEST_HEAD, LARGEST_TURN = 512, 128  # DIM_MAX and TURNED_MAX of C
 _ROUTERS = ("softmax", "softmax_topk", "sigmoid", "sigmoid_topk")
@@ -81,6 +81,7 @@ def attention_layer(w: AttentionWeights) -> Layer | None:
         head_dim=w.head_dim,
         interleaved=w.interleaved,
         gated=w.gate + w.head_gates,
+        softplus=w.softplus_gate,
         late_norms=w.late_norms,
         norm=_norm(w.norm, kept),
         q_norm=_norm(w.q_norm, kept),

@@ -15,6 +15,7 @@
 typedef struct {
     int64_t hidden, num_heads, num_kv_heads, head_dim, interleaved;
     int64_t gated; /* behind each query comes its gate, in q and in `qkv`; 2: in `qkv` one number a head lies behind all queries */
+    int64_t softplus;   /* log(1 + exp(gate)) multiplies instead of the sigmoid */
     int64_t late_norms; /* of queries and keys: behind RoPE */
     ll_norm norm, q_norm, k_norm, post_norm;
     ll_linear_op qkv, out;
@@ -259,7 +260,7 @@ static int mixer_locked(const ll_decoder_layer *d, const ll_pass *p, int picks, 
     const ll_view *view = &p->views[d->view];
     const ll_step step = {p->num_tokens, view->half, view->cos, view->sin, p->positions, {d->pages, view->slots}};
     const ll_attention_args args = {d->pages, q, attended, view->block_table, picks ? cu_rows : p->cu_query_lens, p->seq_lens, d->sinks,
-                                    p->num_seqs, view->max_pages, l->num_heads, d->window, (float)d->scale, (float)d->softcap, 0, !!l->gated};
+                                    p->num_seqs, view->max_pages, l->num_heads, d->window, (float)d->scale, (float)d->softcap, 0, l->gated ? 1 + !!l->softplus : 0};
     hint_next(&l->out, rows);
     if (attn_in_locked(l, x, &step, q)) return -1;
     if (!rows) return 0;

@@ -113,7 +113,8 @@ def attention(
         return composed(q, weights, pages, block_table, cu_query_lens, seq_lens)
     out = torch.empty((q.shape[0], weights.num_heads * weights.head_dim))
     how = (weights.scale, weights.window, weights.softcap, weights.sinks, weights.chunked)
-    _check(run_attention(q, out, pages, block_table, cu_query_lens, seq_lens, how, gated=weights.gate))
+    gate = weights.gate + weights.softplus_gate
+    _check(run_attention(q, out, pages, block_table, cu_query_lens, seq_lens, how, gate))
     return out
 
 
@@ -125,16 +126,19 @@ def run_attention(
     cu_query_lens: Tensor,
     seq_lens: Tensor,
     how: tuple[float, int | None, float | None, Tensor | None, bool],
-    *,
-    gated: bool = False,
+    gate: int = 0,
 ) -> int:
-    """`ll_attention`, on contiguous tensors; how: scale, window, softcap, sinks, chunked. Returns what it returns."""
+    """`ll_attention`, on contiguous tensors. Returns what it returns.
+
+    how    scale, window, softcap, sinks, chunked
+    gate   0 none, 1 sigmoid, 2 softplus
+    """
     scale, window, softcap, sinks, chunked = how
-    if q.shape[2] != pages.k.shape[3] * (1 + gated):
+    if q.shape[2] != pages.k.shape[3] * (1 + (gate > 0)):
         return -2
     places = (t.data_ptr() for t in (q, out, block_table, cu_query_lens, seq_lens))
     more = (0 if sinks is None else sinks.data_ptr(), *block_table.shape, q.shape[1], _window(window, chunked))
-    arguments = ATTENTION.pack(*places, *more, scale, softcap or 0.0, 0, gated)
+    arguments = ATTENTION.pack(*places, *more, scale, softcap or 0.0, 0, gate)
     failed: int = lib().ll_attention(pack_pages(pages) + arguments)
     return failed
 

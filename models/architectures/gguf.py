@@ -170,7 +170,7 @@ class GgufConfig(Config):
 
     def size(self, name: str, low: int, high: int, default: int | None = None) -> int:
         """Where layers differ in it, the most."""
-        if name in ("kv_heads", "inner") and isinstance(self.keys.raw(self.KEYS[name]), np.ndarray):
+        if name in ("heads", "kv_heads", "inner") and isinstance(self.keys.raw(self.KEYS[name]), np.ndarray):
             lowest = 0 if name == "kv_heads" else low  # 0 where a layer is of another kind
             most = max(self.each(self.KEYS[name], lowest, high, 0))
             if most < low:

@@ -57,6 +57,7 @@ class Attention:
     # what a head gives is multiplied with the sigmoid of its gate. "queries": gates follow each query in q; "apart":
     # they are a module of their own; "heads": of one number for each head
     gate: Literal["", "queries", "apart", "heads"] = ""
+    softplus_gate: bool = False  # log(1 + exp(gate)) multiplies instead of the sigmoid
     causal: bool = True  # False: a query sees what is behind it, too, with a window as far as before it
     v_norm: bool = False  # values are normed, too, without a weight
     k_is_v: bool = False  # values are what keys are made of

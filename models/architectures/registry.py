@@ -31,6 +31,7 @@ from .granite import Granite, GraniteMoe
 from .granite_hybrid import GraniteHybrid
 from .granite_swa import GraniteSwa
 from .hunyuan import HunYuanDense, HunYuanMoe
+from .laguna import Laguna
 from .layers import Experts
 from .lfm2 import Lfm2, Lfm2Moe, Lfm3
 from .llama import Llama
@@ -100,6 +101,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Mellum(),
     Arcee(),
     Afmoe(),
+    Laguna(),
     Cohere(),
     Cohere2(),
     Bert(),

@@ -52,6 +52,10 @@ GEMMA4_ROPE = {
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.45, "rope_theta": 1e6},
     "sliding_attention": PLAIN,
 }
+LAGUNA_ROPE = {
+    "full_attention": YARN | {"partial_rotary_factor": 0.5},
+    "sliding_attention": PLAIN | {"rope_theta": 500.0},
+}
 NORM = re.compile(r"norm(_\d)?\.weight$|router\.\w*scale$")  # what is about 1
 # whose norms are stored less 1
 ZERO_CENTRED = ("gemma", "gemma2", "gemma3_text")
@@ -307,6 +311,20 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         {"hidden_size": 42, "intermediate_size": 70, "heads": (6, 2, 12), "num_experts": 7, "num_experts_per_tok": 3}
         | {"moe_intermediate_size": 26, "mlp_layer_types": ["dense", "sparse", "sparse"], "norm_topk_prob": False}
         | {"rope_parameters": {"full_attention": PLAIN}},
+    ),
+    "laguna": (
+        "laguna",
+        {"hidden_size": 42, "intermediate_size": 70, "heads": (6, 2, 12), "num_experts": 7, "num_experts_per_tok": 3}
+        | {"moe_intermediate_size": 26, "shared_expert_intermediate_size": 34, "moe_routed_scaling_factor": 1.5}
+        | {"num_hidden_layers": 5, "sliding_window": 11, "num_attention_heads_per_layer": [6, 4, 4, 4, 6]}
+        | {"layer_types": [f"{kind}_attention" for kind in ("full", "sliding", "sliding", "sliding", "full")]}
+        | {"rope_parameters": LAGUNA_ROPE},
+    ),
+    "laguna-elements": (
+        "laguna",
+        {"hidden_size": 42, "intermediate_size": 70, "heads": (6, 2, 12), "num_experts": 7, "num_experts_per_tok": 3}
+        | {"moe_intermediate_size": 26, "shared_expert_intermediate_size": 34, "gating": "per-element"}
+        | {"mlp_layer_types": ["sparse", "dense", "sparse"], "rope_parameters": LAGUNA_ROPE},
     ),
     "arcee": ("arcee", {"hidden_size": 42, "intermediate_size": 70, "heads": (6, 2, 12)}),
     "solar-open": (

@@ -137,6 +137,18 @@ def write_gguf(
         writer.add_expert_weights_scale(config["route_scale"])
         for theirs, ours in AFMOE.items():
             tensors = {name.replace(theirs, ours): tensor for name, tensor in tensors.items()}
+    if arch == "laguna":
+        heads = config["num_attention_heads_per_layer"]
+        writer.add_head_count(heads)
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+        writer.add_expert_weights_norm(True)
+        writer.add_expert_weights_scale(config["moe_routed_scaling_factor"])
+        writer.add_leading_dense_block_count(1)
+        rope = config["rope_parameters"]
+        writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+        writer.add_rope_dimension_count(int(dim * rope["full_attention"]["partial_rotary_factor"]))
+        writer.add_rope_dimension_count_swa(dim)
+        tensors = {name.replace("g_proj", "gate_proj"): tensor for name, tensor in tensors.items()}
     if arch == "mellum":
         writer.add_rope_freq_base_swa(config["rope_parameters"]["sliding_attention"]["rope_theta"])
     if arch == "muse-glimmer":
@@ -551,7 +563,7 @@ NAMES += ["granite-hybrid", "nemotron-h", "gemma", "gemma2", "gemma3n", "gemma4"
 NAMES += ["smollm3", "granite", "granitemoe", "olmo2", "olmo3", "seed-oss", "glm4", "ministral3"]
 NAMES += ["deepseek-v2", "mistral4", "cohere2", "ernie", "ernie-moe", "exaone4", "exaone4-small"]
 NAMES += ["hunyuan", "hunyuan-moe", "llama4-published", "minimax-m2", "granite-swa", "granitemoe-swa", "afmoe"]
-NAMES += ["mellum", "arcee", "qwen2-moe", "olmoe"]
+NAMES += ["mellum", "laguna", "arcee", "qwen2-moe", "olmoe"]
 SLOW_NAMES = ("cohere", "cohere2-packable", "glm4-moe-lite", "granite-hybrid-dense", "nemotron-h-moe")
 SLOW_NAMES += ("solar-open", "internlm3", "granitemoe-shared")
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in SLOW_NAMES]

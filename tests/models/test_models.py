@@ -14,17 +14,10 @@ from localllm.models.architectures import open_model
 from localllm.models.loader import LoadOptions, load_model
 
 MIXTURES = ("qwen3-moe", "qwen3-moe-mixed", "gpt-oss", "mixtral", "glm4-moe", "glm4-moe-groups", "granitemoe")
-MIXTURES += (
-    "ernie-moe",
-    "hunyuan-moe",
-    "llama4",
-    "llama4-published",
-    "minimax-m2",
-    "granitemoe-swa",
-    "afmoe",
-    "mellum",
-)
+MIXTURES += ("ernie-moe", "hunyuan-moe", "llama4", "llama4-published", "minimax-m2", "granitemoe-swa")
+MIXTURES += ("afmoe", "mellum", "laguna")
 MORE_MIXTURES = ("qwen2-moe", "qwen2-moe-mixed", "olmoe", "mellum-mixed", "solar-open", "granitemoe-shared")
+MORE_MIXTURES += ("laguna-elements",)
 LATENT = ("glm4-moe-lite", "mistral4", "deepseek-v2", "deepseek-v2-groups", "deepseek-v3")
 MAMBAS = ("granite-hybrid", "nemotron-h")
 MORE_MAMBAS = (pytest.param(name, marks=pytest.mark.slow) for name in ("granite-hybrid-dense", "nemotron-h-moe"))

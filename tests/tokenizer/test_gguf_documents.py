@@ -98,3 +98,9 @@ def test_deepseek_llm_cuts_text_by_script() -> None:
     cut = pre_tokenizers.Sequence(splits).pre_tokenize_str
     pieces = [piece for piece, _ in cut("Hello wörld 世界, x=12!\n\nДа ⴀ𝐀Ab  ")]
     assert "|".join(pieces) == "Hello| w|ö|rld| |世界|,| x|=|12|!|\n|\n|Да| |ⴀ|𝐀|Ab|  "
+
+
+def test_digits_of_trinity_are_grouped_from_the_right() -> None:
+    splits = [pre_tokenizers.Split(Regex(regex), "isolated") for regex in PRE_TOKENIZERS["afmoe"]]
+    pieces = [text for text, _ in pre_tokenizers.Sequence(splits).pre_tokenize_str("x12345 1234567 12 ไทย you're")]
+    assert pieces == ["x", "12", "345", " ", "1", "234", "567", " ", "12", " ", "ไทย", " you", "'re"]
