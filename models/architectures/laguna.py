@@ -62,7 +62,7 @@ class Laguna(Architecture):
             keys.number("moe_routed_scaling_factor", 1e-6, 1e6, 1.0),
         )
         kinds = config.layer_types(KINDS, lambda layer: KINDS[layer == 0], key="mlp_layer_types")
-        ffns = {KINDS[0]: experts, KINDS[1]: config.dense(act)}
+        ffns: dict[str, Dense | Experts] = {KINDS[0]: experts, KINDS[1]: config.dense(act)}
         layers = _layers(
             config, (rope, local_rope), config.windows(lambda layer: False), _heads(config),
             [ffns[kind] for kind in kinds], "apart" if gating == "per-element" else "heads",
@@ -78,7 +78,8 @@ class Laguna(Architecture):
             windows = [windows[0] if layer % FULL_EVERY else None for layer in range(config.num_layers)]
         shared = keys.integer("expert_shared_feed_forward_length", 1, MAX_HIDDEN * 4)
         experts, first = _own(config.mixture(), shared), keys.integer("leading_dense_block_count", 0, MAX_LAYERS)
-        ffns = [config.dense() if layer < first else experts for layer in range(config.num_layers)]
+        dense = config.dense() if first else experts
+        ffns = [dense if layer < first else experts for layer in range(config.num_layers)]
         heads = config.each(config.KEYS["heads"], 1, MAX_HEADS, config.num_heads)
         gate = config.checkpoint.tensors.get(f"{config.names.source(f'model.layers.0.{GATE}')}.weight")
         kind = "apart" if gate is not None and gate.shape[0] == heads[0] * config.head_dim else "heads"
