@@ -194,7 +194,7 @@ def main() -> int:
     return 0
 
 
-def rival(bench: Bench, name: str, path: Path, streams: int, ctx: int, kv: str = "") -> Peer:
+def start_peer(bench: Bench, name: str, path: Path, streams: int, ctx: int, kv: str = "") -> Peer:
     """Start another engine with the same file and threads."""
     python, threads = bench.options.pythons[name], bench.options.threads
     peer = Peer(name, path, threads=threads, ctx=ctx, streams=streams, kv=kv, python=python)
@@ -217,7 +217,7 @@ def engines(
         named: list[tuple[str, Engine]] = [(OURS, OurEngine(llm))]
         for name in peers:
             if name in bench.options.pythons:
-                peer = rival(bench, name, llm.path, streams, ctx, settings.get("kv", ""))
+                peer = start_peer(bench, name, llm.path, streams, ctx, settings.get("kv", ""))
                 named.append((name, stack.enter_context(closing(peer))))
         bench.kept["cpu"] = llm.machine.cpu.name
         bench.kept["truth_line"] = llm.run_summary
@@ -226,7 +226,7 @@ def engines(
         yield llm, named
 
 
-def able(named: Sequence[tuple[str, Engine]], streams: int) -> list[tuple[str, Engine]]:
+def usable(named: Sequence[tuple[str, Engine]], streams: int) -> list[tuple[str, Engine]]:
     """Drop ik_llama.cpp 0.1.5 for several streams: it aborts if sequences in one cache differ in length."""
     return [pair for pair in named if streams == 1 or pair[0] != "ik_llama.cpp"]
 
@@ -251,7 +251,7 @@ def compare(bench: Bench) -> None:
 
             bench.row(f"{model} pp512", [(n, lambda i, e=e: prefill(e, i)) for n, e in named], bench.turns(7))
             for test, streams, tokens in (("tg128", 1, 128), ("tg64 x8", 8, 64)):
-                runs = [(n, lambda i, e=e, s=streams, t=tokens: decode(e, i, s, t)) for n, e in able(named, streams)]
+                runs = [(n, lambda i, e=e, s=streams, t=tokens: decode(e, i, s, t)) for n, e in usable(named, streams)]
                 bench.row(f"{model} {test}", runs, bench.turns(7))
 
 
@@ -299,7 +299,7 @@ def alone(bench: Bench) -> None:
                 prompts = prompts or [words(llm, random.Random(number), 256) for number in range(turns * each)]
                 alone_turn(bench, name, *named[0], prompts, min(repeat, (turn + 1) * each))
             for peer in bench.options.pythons:
-                with closing(rival(bench, peer, path, 1, SIZE_CTX)) as engine:
+                with closing(start_peer(bench, peer, path, 1, SIZE_CTX)) as engine:
                     warm(engine, prompts[0][:64])
                     alone_turn(bench, name, peer, engine, prompts, min(repeat, (turn + 1) * each))
 
@@ -335,7 +335,7 @@ def sizes(bench: Bench) -> None:
                 runs = [(n, partial(prefill, e, count=count, llm=llm)) for n, e in named]
                 bench.row(f"{name} pp{count}", runs, repeat)
             for test, streams, tokens in (("tg64", 1, 64), ("tg32 x8", 8, 32)):
-                them = able(named, streams)
+                them = usable(named, streams)
                 runs = [(n, partial(decode, e, streams=streams, depth=8, tokens=tokens, llm=llm)) for n, e in them]
                 bench.row(f"{name} {test}", runs, repeat, reads=True)
         with engines(bench, str(path), 8, SIZE_CTX, activations="int8") as (llm, named):
@@ -404,7 +404,7 @@ def growth(bench: Bench) -> None:
             return engine.prefill([], words(llm, random.Random(number), length))[0]
 
         for streams in STREAMS:
-            runs = [(n, lambda i, e=e, s=streams: decode(e, i, 0, s)) for n, e in able(named, streams)]
+            runs = [(n, lambda i, e=e, s=streams: decode(e, i, 0, s)) for n, e in usable(named, streams)]
             bench.row(f"growth streams {streams}", runs, repeat)
     with engines(bench, "smollm2", 1) as (llm, named):
         for depth in DEPTHS:
@@ -420,7 +420,7 @@ def growth(bench: Bench) -> None:
 # --- tables and plots ------------------------------------------------------------------------------------------------
 
 
-def put(page: Path, text: str, begin: str = BEGIN, end: str = END) -> None:
+def replace_table(page: Path, text: str, begin: str = BEGIN, end: str = END) -> None:
     """Replace the table between two markers of a page."""
     before, rest = page.read_text().split(begin)
     page.write_text(before + begin + "\n" + text + end + rest.split(end)[1])
@@ -430,10 +430,10 @@ def render(kept: dict[str, Any]) -> None:
     """Write the tables of README (real shapes) and docs/speed.md (real files, all shapes), and docs/cpu-*.svg."""
     rows = kept["rows"]
     if "bytes" in kept:
-        put(ROOT / "README.md", sizes_table(kept, README_TESTS, README_SHAPES))
-        put(ROOT / "docs/speed.md", sizes_table(kept, tuple(SIZE_TESTS), SHAPES), BEGIN_ALL, END_ALL)
+        replace_table(ROOT / "README.md", sizes_table(kept, README_TESTS, README_SHAPES))
+        replace_table(ROOT / "docs/speed.md", sizes_table(kept, tuple(SIZE_TESTS), SHAPES), BEGIN_ALL, END_ALL)
     if f"{next(iter(MODELS))} tg128" in rows:
-        put(ROOT / "docs/speed.md", table(kept))
+        replace_table(ROOT / "docs/speed.md", table(kept))
     charts = (
         ("depth", "Decode by context", "tokens of context", "tokens per second", False),
         ("prompt", "Prefill by prompt length", "tokens of prompt", "tokens per second", True),
@@ -464,7 +464,7 @@ def sizes_table(kept: dict[str, Any], tests: Sequence[str], shapes: Sequence[tup
             if test.endswith("tg64") or ("@" in test and name in kept["bytes"]):
                 shares = [rate * kept["bytes"][name] / 1e9 / plain for rate, plain in with_reading(row, OURS)]
                 ours += f" ({statistics.median(shares):.2f})"
-            cells = [f"{shape} {form}: {SIZE_TESTS[test]}", ours, *beside(row, 1), runs_of(row)]
+            cells = [f"{shape} {form}: {SIZE_TESTS[test]}", ours, *peer_cells(row, 1), runs_of(row)]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -494,7 +494,7 @@ def runs_of(row: dict[str, list[dict[str, float]]]) -> str:
     return str(ours) if ours == others else f"{ours}; {others}"
 
 
-def beside(row: dict[str, list[dict[str, float]]], digits: int = 0) -> list[str]:
+def peer_cells(row: dict[str, list[dict[str, float]]], digits: int = 0) -> list[str]:
     """One cell per peer: its tokens per second, and our multiple."""
     return [f"{median(row[peer]):,.{digits}f} ({multiple(row, peer):.2f} ×)" if peer in row else "" for peer in PEERS]
 
@@ -514,12 +514,12 @@ def table(kept: dict[str, Any]) -> str:
             ours = median(row[OURS])
             line = f"≥ {least:.1f} ×" if least else f"≥ {STREAMS_LINE} × one stream: {ours / one:.2f} ×"
             one = ours
-            lines.append(f"| {model} ({form}): {shown} | {ours:,.0f} tok/s | {' | '.join(beside(row))} | {line} |")
+            lines.append(f"| {model} ({form}): {shown} | {ours:,.0f} tok/s | {' | '.join(peer_cells(row))} | {line} |")
     hogged, quiet = rows.get("smollm2 tg64 beside a busy process"), rows.get("smollm2 tg64")
     if hogged and quiet:
         ours, alone = median(hogged[OURS]), median(quiet[OURS])
         line = f"≥ {HOG_LINE} × the {alone:,.0f} tok/s without it: {ours / alone:.2f} ×"
-        cells = f"{ours:,.0f} tok/s | {' | '.join(beside(hogged))} | {line}"
+        cells = f"{ours:,.0f} tok/s | {' | '.join(peer_cells(hogged))} | {line}"
         lines.append(f"| smollm2: decode, another process busy on one of the cores | {cells} |")
     first = rows.get("smollm2 first token s")
     if first:

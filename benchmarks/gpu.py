@@ -134,8 +134,8 @@ def child(
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=limit_s, env=os.environ | (more or {}))
     except subprocess.TimeoutExpired as error:
-        said = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
-        return subprocess.CompletedProcess(command, 124, said, f"stopped after {limit_s:.0f} s")
+        output = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
+        return subprocess.CompletedProcess(command, 124, output, f"stopped after {limit_s:.0f} s")
 
 
 # --- checks ----------------------------------------------------------------------------------------------------------
@@ -158,13 +158,13 @@ def check(place: Place, options: argparse.Namespace, report: Report) -> int:
     with ThreadPoolExecutor(options.workers) as pool:
         for name, done in pool.map(run, names):
             found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
-            wrong = [(what, said) for what, said in found if said]
+            wrong = [(check_name, problem) for check_name, problem in found if problem]
             if done.returncode not in (0, 1) or not found:
                 wrong.append((name, (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1][:300]))
-            for what, said in wrong:
-                print(f"WRONG {what}: {said}", flush=True)
+            for check_name, problem in wrong:
+                print(f"WRONG {check_name}: {problem}", flush=True)
             failed += len(wrong)
-            good = len(found) - len([1 for _, said in found if said])
+            good = len(found) - len([1 for _, problem in found if problem])
             report.row(f"check {name}", good, "right", "all", not wrong, wrong=wrong)
     print("all kernels are right" if not failed else f"{failed} checks failed")
     return failed
@@ -175,9 +175,9 @@ def check_group(place: Place, options: argparse.Namespace) -> int:
     from gpu_checks import groups
 
     failed = 0
-    for what, said in groups(place, options.file)[options.group]():
-        failed += bool(said)
-        print(json.dumps([what, said]), flush=True)
+    for check_name, problem in groups(place, options.file)[options.group]():
+        failed += bool(problem)
+        print(json.dumps([check_name, problem]), flush=True)
     return 1 if failed else 0
 
 

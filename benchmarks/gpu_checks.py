@@ -201,16 +201,16 @@ def compared(model: Model, place: Place, kv: str, deterministic: bool) -> str:
 
 
 def guessed(model: Model, place: Place, kv: str) -> str:
-    """Return "" or how many answers change with speculation, in graphs and launched; batch-invariant kernels."""
+    """Return "" or how many answers agree with and without speculation, in graphs and launched, batch-invariantly."""
     known, found = Known(3, 0.7), {}
     plain = generate(model, place, kv, graphs=False, ahead=False, known=known)
     known.learn()
     for graphs in (False, True):
-        told = generate(model, place, kv, graphs=graphs, ahead=graphs, known=known)
-        same = sum(a == b for a, b in zip(plain, told, strict=True))
-        if plain != told:
+        drafted = generate(model, place, kv, graphs=graphs, ahead=graphs, known=known)
+        same = sum(a == b for a, b in zip(plain, drafted, strict=True))
+        if plain != drafted:
             found["in graphs" if graphs else "launched"] = f"{same} of {len(plain)} answers agree"
-    return "; ".join(f"{how}: {said}" for how, said in found.items())
+    return "; ".join(f"{how}: {count}" for how, count in found.items())
 
 
 def from_file(place: Place, path: Path) -> Found:

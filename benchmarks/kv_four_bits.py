@@ -110,11 +110,11 @@ def main() -> None:
             with codes_of(chosen):
                 coded = LLM(name, **how)
             with coded:
-                for told, k, v in settings(exact.facts.head_dim):
+                for label, k, v in settings(exact.facts.head_dim):
                     chosen["k"], chosen["v"] = k, v
                     found = evaluate(coded, exact, sample_text("evaluation"), max_tokens=options.tokens)
                     tail = f"{found.kl_p99:.4f} | {found.kl_p999:.4f} | {found.agreement:.1%}"
-                    print(f"| {name} | {told} | {found.kl_mean:.5f} | {tail} |", flush=True)
+                    print(f"| {name} | {label} | {found.kl_mean:.5f} | {tail} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -93,13 +93,13 @@ def ask_questions() -> int:
             for seed in SEEDS:
                 for question, answers in questions.items():
                     asked = [{"role": "user", "content": question}]
-                    said = llm.chat(asked, replace(params, seed=seed, max_tokens=64)).text.casefold()
-                    right += any(one.casefold() in said for one in answers)
+                    answer = llm.chat(asked, replace(params, seed=seed, max_tokens=64)).text.casefold()
+                    right += any(one.casefold() in answer for one in answers)
             stated = {key: getattr(params, key) for key in ("temperature", "top_k", "top_p", "min_p")}
             rows.append({"sampling": way, "right": right, "of": len(questions) * len(SEEDS)} | stated)
             print(f"smollm2, {way}: {right} of {rows[-1]['of']} right")
-    told = {"localllm": __version__, "machine": platform.processor() or platform.machine(), "rows": rows}
-    RESULTS.with_name("questions.json").write_text(json.dumps(told, indent=1) + "\n")
+    document = {"localllm": __version__, "machine": platform.processor() or platform.machine(), "rows": rows}
+    RESULTS.with_name("questions.json").write_text(json.dumps(document, indent=1) + "\n")
     return 0
 
 

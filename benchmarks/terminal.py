@@ -179,9 +179,9 @@ def rate_of(prompt: str, model: str, *flags: str, engine: str = "") -> tuple[flo
     bare = json.loads(found.stdout)["timing"]["decode_tps"]
     screen = Screen("chat", model, prompt, *flags, engine=engine)
     screen.until(b"TTFT")
-    told = re.findall(rb"([\d.]+) tok/s[^s]*TTFT", screen.seen)
+    rates = re.findall(rb"([\d.]+) tok/s[^s]*TTFT", screen.seen)
     screen.close()
-    return float(bare), float(told[-1]) if told else 0.0
+    return float(bare), float(rates[-1]) if rates else 0.0
 
 
 async def opening(turns: int = 500) -> float:
@@ -198,9 +198,9 @@ async def opening(turns: int = 500) -> float:
     for n in range(turns):
         text = f"An answer with\n\n- one\n- two\n- three\n\n```python\nx = {n}\n```\n\nand a last paragraph.\n"
         asked = SavedMessage(2 * n + 1, "aaaa", parent, "user", f"question {n}", created=1e9 + n)
-        said = SavedMessage(2 * n + 2, "aaaa", asked.id, "assistant", text, created=1e9 + n + 0.5)
-        messages += [asked, said]
-        parent = said.id
+        reply = SavedMessage(2 * n + 2, "aaaa", asked.id, "assistant", text, created=1e9 + n + 0.5)
+        messages += [asked, reply]
+        parent = reply.id
     with History(path) as history:
         history.save(SavedChat("aaaa", "long", "fake", leaf_id=parent), messages)
     backend, saver = FakeBackend(tps=0, load_s=0), Saver(lambda: History(path))
