@@ -1,15 +1,15 @@
-# make chat                     set up, then talk to a model        make chat ARGS='qwen --temp 0'
-# make test                     set up, then the tests              make test ARGS='tests/engine -x'   JOBS=0: in one process
-# make test-all                 the slow ones too                   make lint / make format
-# make test-aot                 kernels compiled for every card     make test-aot TRITON=3.6   with that Triton
-# make schemas                  write localllm/schemas anew from the types in localllm/cli/documents
-# make screenshots              draw the pictures in docs/screens anew; look at them
-# PYTHON=/path/to/python3.12    which Python .venv is made with (3.11 or newer)
+# make chat                     set up, then chat with a model      make chat ARGS='qwen --temp 0'
+# make test                     set up, then run the tests          make test ARGS='tests/engine -x'   JOBS=0: one process
+# make test-all                 also run the slow tests             make lint / make format
+# make test-aot                 compile kernels for every GPU       make test-aot TRITON=3.6   with that Triton
+# make schemas                  regenerate localllm/schemas from the types in localllm/cli/documents
+# make screenshots              redraw the pictures in docs/screens; check them by eye
+# PYTHON=/path/to/python3.12    the Python to create .venv with (3.11 or newer)
 SHELL := bash
-# a fifth of the time tests wait: one more than CPUs takes 285 s instead of 305 on two
+# Tests wait a fifth of the time: with two CPUs, three jobs take 285 s where two take 305.
 JOBS ?= $(shell n=$$(( $$(getconf _NPROCESSORS_ONLN) + 1 )); echo $$(( n < 8 ? n : 8 )))
 export PYTHON
-unexport PYTHONDONTWRITEBYTECODE  # every process would compile hundreds of modules again
+unexport PYTHONDONTWRITEBYTECODE  # else every process compiles hundreds of modules again
 .PHONY: chat test test-all test-aot lint format schemas screenshots models setup dev
 
 chat: setup
@@ -24,7 +24,7 @@ test-all: models
 test-aot: dev
 	@exec .ci/test-aot $(TRITON)
 
-# mypy keeps errors about modules that have appeared since: another set of files gets another cache
+# mypy caches errors about missing modules even after they appear, so each set of files gets its own cache
 lint: dev
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/vulture
 	@.venv/bin/mypy --cache-dir .cache/mypy-$$(git ls-files '*.py' | sha256sum | cut -c1-12) --no-error-summary -p localllm

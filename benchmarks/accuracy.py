@@ -1,12 +1,12 @@
-"""How far our CPU engine and llama.cpp are from float32 on the same files: KL per token, both in the same run.
+"""KL divergence per token of our CPU engine and of llama.cpp from float32, on the same files in the same run.
 
     python benchmarks/accuracy.py --peer-python PATH              both real models, then a synthetic file per block type
     python benchmarks/accuracy.py smollm2 --tokens 20000 --keep FILE --json benchmarks/results/accuracy-HOST.json
 
 The reference is the same file with float32 products and float32 keys and values. The text is the documentation that
-comes with CPython, in windows of 1,000 tokens. Lines: mean KL <= 0.002, 99th percentile <= half of llama.cpp's.
-Without llama-cpp-python only ours is measured. Windows that are done are kept, token by token, in the file of --keep: a
-run that is stopped goes on. The table goes to the file of --json.
+comes with CPython, in windows of 1,000 tokens. Targets: mean KL <= 0.002, 99th percentile <= half of llama.cpp's.
+Without llama-cpp-python only our engine is measured. --keep stores finished windows, token by token, so an interrupted
+run can continue. --json writes the table to a file.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ MEAN_LINE = 0.002
 
 
 def main() -> int:
-    """Measure what is asked for and print the table."""
+    """Measure the selected models and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", help="smollm2, gemma3-270m, or block types; all of them without a name")
-    parser.add_argument("--tokens", type=int, default=20_000, help="of the text, for the real models")
+    parser.add_argument("models", nargs="*", help="smollm2, gemma3-270m, or block types; default: all")
+    parser.add_argument("--tokens", type=int, default=20_000, help="length of the text for the real models")
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--peer-python", help="interpreter that has llama-cpp-python")
-    parser.add_argument("--keep", type=Path, help="windows are read from here, and kept here")
+    parser.add_argument("--keep", type=Path, help="file to read finished windows from and write them to")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     kept: dict[str, Any] = json.loads(options.keep.read_text()) if options.keep and options.keep.exists() else {}
@@ -67,7 +67,7 @@ def main() -> int:
 
 
 def windows(path: str, tokens: int, synthetic: bool) -> list[list[int]]:
-    """Token ids in windows, each of which begins without context."""
+    """Token ids in windows, each starting without context."""
     if synthetic:
         random = np.random.default_rng(1)
         return [random.integers(3, VOCAB, WINDOW).tolist() for _ in range(tokens // WINDOW)]
@@ -80,7 +80,7 @@ def windows(path: str, tokens: int, synthetic: bool) -> list[list[int]]:
 
 
 def compare(path: str, ids: Sequence[int], threads: int | None, peer_python: str | None) -> dict[str, Any]:
-    """KL of every position of one window, and whether the most likely token is the same."""
+    """Compute the KL of every position of one window, and count positions with another top token."""
     reference, ours = models(path, threads)
     found: dict[str, Any] = {"ours": [], "llama.cpp": [], "ours_flips": 0, "llama.cpp_flips": 0}
     with tempfile.TemporaryDirectory() as folder:
@@ -98,7 +98,7 @@ _loaded: dict[str, tuple[LLM, LLM]] = {}
 
 
 def models(path: str, threads: int | None) -> tuple[LLM, LLM]:
-    """(float32, as it runs by default), loaded once."""
+    """Return (float32 model, model with default settings), loaded once."""
     if path not in _loaded:
         for pair in _loaded.values():
             for model in pair:
@@ -113,7 +113,7 @@ _peers: dict[Path, Peer | None] = {}
 
 
 def peer_scores(model: LLM, ids: Sequence[int], file: Path, python: str | None) -> Iterator[np.ndarray] | None:
-    """llama.cpp's logits of the window in pieces of ROWS rows; None where it is not installed."""
+    """llama.cpp's logits of the window in chunks of ROWS rows; None if it is not installed."""
     if model.path not in _peers:
         for peer in _peers.values():
             if peer is not None:
@@ -134,13 +134,13 @@ def peer_scores(model: LLM, ids: Sequence[int], file: Path, python: str | None) 
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Along the last dimension, float32."""
+    """Log-softmax over the last dimension, in float32."""
     shifted = logits - logits.max(-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True, dtype=np.float64)).astype(np.float32)
 
 
 def rows(measured: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Of each model: per engine mean, 99th percentile, and other best tokens per 1,000; whether the lines hold."""
+    """Per model: each engine's mean, 99th percentile and top-token flips per 1,000, and whether the targets are met."""
     found = []
     for name, done in measured.items():
         row: dict[str, Any] = {"model": name, "tokens": sum(len(window["ours"]) for window in done)}
@@ -160,7 +160,7 @@ def rows(measured: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:
-    """Markdown: mean, tail and flips of both, and whether the lines hold."""
+    """Markdown table of both engines' mean, tail and flips, and whether the targets are met."""
     lines = [
         "| model | tokens | ours: KL mean | p99 | flips/1000 | llama.cpp: KL mean | p99 | flips/1000 | holds |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |",

@@ -1,4 +1,4 @@
-"""What a LoRA adapter costs: decoding with and without one in turns, medians of both, and of their quotient.
+"""The cost of a LoRA adapter: decoding with and without one in alternation, medians of both and of their ratio.
 
     python benchmarks/adapters.py MODEL [--rank 16] [--rounds 15] [--tokens 96] [--dtype float32] [--threads 1]
 
@@ -25,7 +25,7 @@ PROMPT = "Once upon a time, in a town by the sea,"
 
 
 def random_adapter(folder: Path, model: Path, rank: int) -> Path:
-    """An adapter of all linear modules, in PEFT's format."""
+    """Write a random adapter of all linear modules in PEFT format."""
     with open_model(model) as checkpoint:
         facts = checkpoint.facts
     tensors = {}
@@ -66,7 +66,7 @@ def main() -> None:
             for name, found in speeds.items():
                 begun = time.process_time()
                 timing = llm.generate(PROMPT, quiet, adapter=name).timing
-                if number:  # the first of each warms up
+                if number:  # the first round warms up
                     found.append(timing.decode_tps)
                     spent[name].append((time.process_time() - begun) / asked.tokens * 1000)
         plain, adapted = (statistics.median(found) for found in speeds.values())

@@ -1,9 +1,9 @@
-"""The lines a new user feels, on this machine: start, first token, decode, prefill, sharing, memory.
+"""What a new user notices on this machine: start, first token, decode, prefill, prefix sharing, memory.
 
     python benchmarks/basics.py [MODEL] [--json FILE] [--repeat 5]
 
-Every row is the median of interleaved repetitions, with the line it should meet. Run it on an otherwise quiet machine;
-the last stdout line is one JSON document, which `--json` also writes to a file (benchmarks/results/ by convention).
+Every row is the median of interleaved repetitions, with its target. Run it on an otherwise idle machine. The last line
+of stdout is one JSON document, which `--json` also writes to a file (benchmarks/results/ by convention).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MODEL = "smollm2"
 
 
 def seconds_to_first_token(model: str) -> float:
-    """From the command to the first byte of its answer, with the page cache warm."""
+    """Time from the command to the first byte of its answer, with a warm page cache."""
     started = time.monotonic()
     command = [*LOCALLLM, "run", model, "--temp", "0", "--max-tokens", "8", "What is the capital of France?"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
@@ -44,14 +44,14 @@ def seconds_to_first_token(model: str) -> float:
 
 
 def seconds_of(command: list[str]) -> float:
-    """Wall time of a command."""
+    """Run a command and return its wall time."""
     started = time.monotonic()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     return time.monotonic() - started
 
 
 def throughput(llm: LLM, streams: int, tokens: int = 64) -> float:
-    """Output tokens per second of `streams` equal requests together, prompts included."""
+    """Output tokens per second of `streams` equal concurrent requests, including their prefill."""
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     started = time.monotonic()
     llm.generate([[100 + i, 200, 300, 400] for i in range(streams)], params)
@@ -59,7 +59,7 @@ def throughput(llm: LLM, streams: int, tokens: int = 64) -> float:
 
 
 def shared_prefix_ratio(llm: LLM, tokens: int = 1000) -> float:
-    """TTFT of a second request over that of the first, when they share a prefix of `tokens`."""
+    """TTFT of a second request relative to the first, if they share a prefix of `tokens`."""
     llm.engine.clear_prefix_cache()
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     prefix = [(7 * i) % 5000 + 300 for i in range(tokens)]
@@ -69,11 +69,11 @@ def shared_prefix_ratio(llm: LLM, tokens: int = 1000) -> float:
 
 
 def restored_ratio(model: str, tokens: int = 4096) -> float:
-    """TTFT of a prompt whose pages an earlier process kept on the disk, over that of reading it."""
+    """TTFT of a prompt whose pages an earlier process stored on disk, relative to its prefill."""
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     prompt = [(7 * i) % 5000 + 300 for i in range(tokens)]
     seconds = []
-    place = "localllm.engine.page_files.store_dir"  # not among the user's own
+    place = "localllm.engine.page_files.store_dir"  # keep out of the user's own store
     with tempfile.TemporaryDirectory() as folder, mock.patch(place, lambda: Path(folder)):
         for _ in range(2):
             with LLM(model, ctx=tokens + 64, kv_store=1 << 30) as llm:
@@ -83,7 +83,7 @@ def restored_ratio(model: str, tokens: int = 4096) -> float:
 
 
 def memory_after_chat(llm: LLM, tokens: int = 1000) -> dict[str, float]:
-    """Anonymous memory after a chat of `tokens`, against weights + KV pages used + 400 MB."""
+    """Anonymous memory after a chat of `tokens`, and the limit: weights + used KV pages + 400 MB."""
     params = SamplingParams(temperature=0.7, seed=1, max_tokens=tokens, ignore_eos=True)
     llm.generate("Once upon a time", params)
     state = llm.state()
@@ -93,7 +93,7 @@ def memory_after_chat(llm: LLM, tokens: int = 1000) -> dict[str, float]:
 
 
 class PeakMemory:
-    """The highest RssAnon of this process while the block runs, sampled every 5 ms."""
+    """Highest RssAnon of this process while the block runs, sampled every 5 ms."""
 
     def __enter__(self) -> PeakMemory:
         self.start = self.peak = rss_anon_bytes()
@@ -112,13 +112,13 @@ class PeakMemory:
 
 
 def rows(model: str, repeat: int) -> list[dict[str, Any]]:
-    """Measure everything."""
+    """Measure and print all rows."""
     found: list[dict[str, Any]] = []
 
     def row(name: str, values: list[float], line: str, holds: bool, unit: str) -> None:
         value = statistics.median(values)
         found.append({"name": name, "median": value, "unit": unit, "runs": values, "line": line, "holds": holds})
-        print(f"{name:34} {value:9.2f} {unit:6} line {line:10} {'ok' if holds else 'MISSED'}", flush=True)
+        print(f"{name:34} {value:9.2f} {unit:6} target {line:10} {'ok' if holds else 'MISSED'}", flush=True)
 
     helps = [seconds_of([*LOCALLLM, "--help"]) for _ in range(repeat)]
     row("localllm --help", helps, "<= 0.3", statistics.median(helps) <= 0.3, "s")
@@ -158,7 +158,7 @@ def rows(model: str, repeat: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Parse, measure, write."""
+    """Parse the options, measure, write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default=MODEL)
     parser.add_argument("--json", type=Path)

@@ -1,18 +1,18 @@
-"""The CPU engine beside llama.cpp and ik_llama.cpp: the README's tables and three plots, from runs that take turns.
+"""The CPU engine against llama.cpp and ik_llama.cpp: the README's tables and three plots, from alternating runs.
 
-    python benchmarks/cpu.py --peer-python PATH --ik-python PATH --json FILE     measure what is missing
-    python benchmarks/cpu.py --only sizes ...                                    random weights, real shapes
+    python benchmarks/cpu.py --peer-python PATH --ik-python PATH --json FILE     measure the missing rows
+    python benchmarks/cpu.py --only sizes ...                                    random weights in real shapes
     python benchmarks/cpu.py --only alone --shapes qwen3-30b-a3b-Q4_K_M ...      one engine loaded at a time
     python benchmarks/cpu.py --render --json FILE                                only write tables and plots
 
-All engines get two threads (or --threads) and the same file; every figure is the median of runs that alternate. A run
-during which other processes took more than --calm cores is made again. What was measured is kept in the JSON file as it
-comes: a run that is stopped goes on, and --repeat adds the runs that rows of that number lack. Lines: decode >= 2.2
-(smollm2) and 1.6 (gemma3-270m) times llama.cpp's, prefill >= 3.5 and 2.2 times, 8 streams >= 2.5 times one stream, the
-first token of `localllm run` after at most 2.5 s.
+All engines get two threads (or --threads) and the same file; every figure is the median of alternating runs. A run is
+repeated if other processes took more than --calm cores meanwhile. Results are saved to the JSON file as they come: an
+interrupted run can continue, and --repeat adds runs to rows that have fewer. Targets: decode >= 2.2 (smollm2) and 1.6
+(gemma3-270m) times llama.cpp's, prefill >= 3.5 and 2.2 times, 8 streams >= 2.5 times one stream, and the first token of
+`localllm run` after at most 2.5 s.
 
-The memory of a shared host may change its speed within a minute, so it is read before and after each decoding run;
-where the two differ by more than --steady it is made again, unless it is a rival's behind a long prompt.
+The memory speed of a shared host may change within a minute, so the read bandwidth is measured before and after each
+decoding run. If the two differ by more than --steady, the run is repeated, unless it is a peer's after a long prompt.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ LARGE = (("qwen3-8b", "Q4_K_M"),)
 TODAY = (("qwen3.5-4b", "Q4_K_M"), ("qwen3-30b-a3b", "Q4_K_M"), ("gpt-oss-20b", "MXFP4"))
 SHAPES, README_SHAPES = (*SIZES, *LARGE, *TODAY), (*SIZES[:2], *TODAY)
 SIZE_CTX, DEPTH = 2048, 4096
-FAR = ((DEPTH, "int8"), (8192, "auto"))  # of the first two shapes
+FAR = ((DEPTH, "int8"), (8192, "auto"))  # for the first two shapes
 SIZE_TESTS = {
     "pp256": "prefill 256",
     "pp256 int8": "prefill 256, `--activations int8`",
@@ -81,11 +81,11 @@ GROWTH_TOKENS = 32
 CTX = 8192
 RETRIES = 60
 STEADY_TRIES = 4
-ALIKE = 0.1  # readings of one state of the memory
+ALIKE = 0.1  # read bandwidths this close belong to the same state of the memory
 
 
 class Bench:
-    """What is measured, with whom, and where it is kept."""
+    """The options of a run, and the results measured so far with their file."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -96,20 +96,20 @@ class Bench:
         self.kept.setdefault("rows", {})
 
     def save(self) -> None:
-        """Keep everything so far."""
+        """Write all results so far."""
         self.kept["date"] = datetime.date.today().isoformat()
         self.file.write_text(json.dumps(self.kept, indent=1) + "\n")
 
     def turns(self, usual: int) -> int:
-        """Runs of a row."""
+        """Number of runs per row."""
         return int(self.options.repeat or usual)
 
     def row(
         self, name: str, runs: Sequence[tuple[str, Callable[[int], float]]], repeat: int, reads: bool = False
     ) -> None:
-        """Measure (engine, run) in turns, unless they are known or other tests are wanted; rates, or seconds.
+        """Alternate the (engine, run) pairs, skipping known runs and tests not selected; values are rates or seconds.
 
-        With `reads`, GB/s that plain reading of memory gave beside each run are kept with it.
+        With `reads`, each run is stored with the memory read bandwidth (GB/s) before and after it.
         """
         if self.options.tests and not name.endswith(tuple(f" {test}" for test in self.options.tests)):
             return
@@ -125,8 +125,8 @@ class Bench:
         print(name, shown, flush=True)
 
     def calm(self, run: Callable[[], float], reads: bool = False, steady_tries: int = 0) -> dict[str, float]:
-        """The first run that was calm, else the calmest; memory is read before and after with `reads`, and must be as
-        fast in `steady_tries` runs.
+        """Repeat until a run is undisturbed, and return it or else the least disturbed one. With `reads`, measure the
+        read bandwidth before and after; the first `steady_tries` runs must also agree in it.
         """
         best: tuple[float, dict[str, float]] | None = None
         for number in range(RETRIES):
@@ -149,7 +149,7 @@ class Bench:
 
 
 def wait_for_calm(most: float, longest_s: float = 20.0) -> None:
-    """Wait until others take less than `most` cores, at most so long."""
+    """Wait until other processes take no more than `most` cores, for up to `longest_s`."""
     until = time.monotonic() + longest_s
     while time.monotonic() < until:
         with OtherWork() as others:
@@ -159,31 +159,31 @@ def wait_for_calm(most: float, longest_s: float = 20.0) -> None:
 
 
 def median(found: Sequence[dict[str, float]]) -> float:
-    """Of the values."""
+    """Median of the values."""
     return statistics.median(entry["value"] for entry in found)
 
 
 def main() -> int:
-    """Measure, then write the table and the plots."""
+    """Measure, then write the tables and the plots."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/cpu.json")
     parser.add_argument("--peer-python", help="interpreter that has llama-cpp-python")
     parser.add_argument("--ik-python", help="interpreter that has ik-llama-cpp-python")
     parser.add_argument(
-        "--folder", type=Path, default=Path("/tmp/localllm-shapes"), help="of files with random weights"
+        "--folder", type=Path, default=Path("/tmp/localllm-shapes"), help="folder for files with random weights"
     )
-    parser.add_argument("--large", action="store_true", help="sizes: 8B, mixtures of experts and a hybrid, too")
-    parser.add_argument("--shapes", nargs="*", help="sizes: these alone, as in qwen3-1.7b-Q4_K_M")
-    parser.add_argument("--ours", action="store_true", help="add runs of ours alone, up to --repeat")
-    parser.add_argument("--tests", nargs="*", help="these rows alone, as in pp256")
+    parser.add_argument("--large", action="store_true", help="sizes: also 8B, mixtures of experts and a hybrid")
+    parser.add_argument("--shapes", nargs="*", help="sizes: only these, such as qwen3-1.7b-Q4_K_M")
+    parser.add_argument("--ours", action="store_true", help="run only our engine, up to --repeat")
+    parser.add_argument("--tests", nargs="*", help="only these rows, such as pp256")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeat", type=int, help="runs of each row; without it 7 of real files, 3 or 1 of others")
-    parser.add_argument("--calm", type=float, default=0.15, metavar="CORES", help="most that others may take")
-    parser.add_argument("--steady", type=float, default=0.1, metavar="SHARE", help="most that memory may change")
+    parser.add_argument("--repeat", type=int, help="runs per row; default: 7 for real files, 3 or 1 for others")
+    parser.add_argument("--calm", type=float, default=0.15, metavar="CORES", help="most that other processes may use")
+    parser.add_argument("--steady", type=float, default=0.1, metavar="SHARE", help="most that bandwidth may change")
     parser.add_argument("--only", nargs="*", default=("compare", "sizes", "start", "hog", "growth"))
-    parser.add_argument("--render", action="store_true", help="measure nothing")
+    parser.add_argument("--render", action="store_true", help="only write the tables and plots")
     options = parser.parse_args()
-    named = zip(PEERS, (options.peer_python, options.ik_python), strict=True)  # who takes part; None: with our Python
+    named = zip(PEERS, (options.peer_python, options.ik_python), strict=True)  # the peers to run; None: with our Python
     options.pythons = {name: python for name, python in named if (python or name == "llama.cpp") and not options.ours}
     bench = Bench(options)
     if not options.render:
@@ -194,8 +194,8 @@ def main() -> int:
     return 0
 
 
-def rival(bench: Bench, name: str, path: Path, streams: int, ctx: int, kv: str = "") -> Peer:
-    """Another engine with the same file and threads."""
+def start_peer(bench: Bench, name: str, path: Path, streams: int, ctx: int, kv: str = "") -> Peer:
+    """Start another engine with the same file and threads."""
     python, threads = bench.options.pythons[name], bench.options.threads
     peer = Peer(name, path, threads=threads, ctx=ctx, streams=streams, kv=kv, python=python)
     bench.kept.setdefault("peers", {})[name] = peer.versions
@@ -206,18 +206,18 @@ def rival(bench: Bench, name: str, path: Path, streams: int, ctx: int, kv: str =
 def engines(
     bench: Bench, model: str, streams: int, ctx: int = CTX, peers: Sequence[str] = PEERS, **settings: str
 ) -> Iterator[tuple[LLM, list[tuple[str, Engine]]]]:
-    """Our engine with these settings and its peers on one file; `kv`: "int8" holds for them, too."""
+    """Load our engine with these settings and its peers on one file; `kv` "int8" also applies to them."""
     threads = bench.options.threads
     with ExitStack() as stack:
-        # rivals do not guess tokens here, and what small models say to random words repeats itself
+        # no speculation: the peers have none here, and small models repeat themselves after random words
         ours = {"ctx": ctx, "threads": threads, "max_parallel": max(STREAMS), "device": "cpu", "speculation": "off"}
-        ours |= {"packed_store": 0}  # nothing is written between two runs
+        ours |= {"packed_store": 0}  # write no weights between runs
         ours |= settings
         llm = stack.enter_context(LLM(model, **ours))
         named: list[tuple[str, Engine]] = [(OURS, OurEngine(llm))]
         for name in peers:
             if name in bench.options.pythons:
-                peer = rival(bench, name, llm.path, streams, ctx, settings.get("kv", ""))
+                peer = start_peer(bench, name, llm.path, streams, ctx, settings.get("kv", ""))
                 named.append((name, stack.enter_context(closing(peer))))
         bench.kept["cpu"] = llm.machine.cpu.name
         bench.kept["truth_line"] = llm.run_summary
@@ -226,19 +226,19 @@ def engines(
         yield llm, named
 
 
-def able(named: Sequence[tuple[str, Engine]], streams: int) -> list[tuple[str, Engine]]:
-    """Without ik_llama.cpp 0.1.5 for several streams: it ends itself with sequences of several lengths in one cache."""
+def usable(named: Sequence[tuple[str, Engine]], streams: int) -> list[tuple[str, Engine]]:
+    """Drop ik_llama.cpp 0.1.5 for several streams: it aborts if sequences in one cache differ in length."""
     return [pair for pair in named if streams == 1 or pair[0] != "ik_llama.cpp"]
 
 
 def warm(engine: Engine, ids: Sequence[int]) -> None:
-    """Let it touch everything once."""
+    """Run every kind of work once."""
     engine.prefill([], ids)
     engine.decode([ids[:8]], 16)
 
 
 def compare(bench: Bench) -> None:
-    """Prefill, decode and streams of both models, both engines."""
+    """Measure prefill, decode and streams of both real models on all engines."""
     for model in MODELS:
         with engines(bench, model, 8, 1024) as (llm, named):
 
@@ -251,12 +251,12 @@ def compare(bench: Bench) -> None:
 
             bench.row(f"{model} pp512", [(n, lambda i, e=e: prefill(e, i)) for n, e in named], bench.turns(7))
             for test, streams, tokens in (("tg128", 1, 128), ("tg64 x8", 8, 64)):
-                runs = [(n, lambda i, e=e, s=streams, t=tokens: decode(e, i, s, t)) for n, e in able(named, streams)]
+                runs = [(n, lambda i, e=e, s=streams, t=tokens: decode(e, i, s, t)) for n, e in usable(named, streams)]
                 bench.row(f"{model} {test}", runs, bench.turns(7))
 
 
 def file_of(bench: Bench, shape: str, form: str) -> Path:
-    """A file of random weights, written where it is missing."""
+    """Path of a file with random weights, which is written if missing."""
     path: Path = bench.options.folder / f"{shape}-{form}.gguf"
     if not path.exists():
         print("writing", path, flush=True)
@@ -268,25 +268,25 @@ def file_of(bench: Bench, shape: str, form: str) -> Path:
 
 
 def bytes_of(llm: LLM, path: Path) -> int:
-    """That a token reads."""
+    """Bytes of weights read per token."""
     active = llm.facts.weight_bytes * llm.facts.active_share
-    if not llm.facts.tied_embeddings:  # of that table one row
+    if not llm.facts.tied_embeddings:  # a token reads one row of the embedding
         active -= next(int(t.n_bytes) for t in GGUFReader(path).tensors if t.name == "token_embd.weight")
     return round(active)
 
 
 def bytes_at(llm: LLM, path: Path, tokens: int) -> int:
-    """That a token reads with so many before it."""
+    """Bytes read per token at a context of `tokens`."""
     return bytes_of(llm, path) + tokens * kv_bytes_per_token(llm.facts.keeping_layers, llm.plan.kv)
 
 
 def read_memory(bench: Bench) -> float:
-    """GB a second that plain reading gets from memory now; `read_bandwidth` keeps what it finds."""
+    """Current memory read bandwidth in GB/s; bypasses the cache of `read_bandwidth`."""
     return read_bandwidth.__wrapped__(bench.options.threads, 64 << 20) / 1e9
 
 
 def alone(bench: Bench) -> None:
-    """Mixtures with one engine loaded at a time, processes in turns; the memory is read beside each decoding run."""
+    """Measure mixtures with one engine loaded at a time, in alternation; decoding rows include the read bandwidth."""
     repeat, each = bench.turns(9), 3
     turns = -(-repeat // each)
     shapes = [pair for pair in TODAY[1:] if not bench.options.shapes or "-".join(pair) in bench.options.shapes]
@@ -299,7 +299,7 @@ def alone(bench: Bench) -> None:
                 prompts = prompts or [words(llm, random.Random(number), 256) for number in range(turns * each)]
                 alone_turn(bench, name, *named[0], prompts, min(repeat, (turn + 1) * each))
             for peer in bench.options.pythons:
-                with closing(rival(bench, peer, path, 1, SIZE_CTX)) as engine:
+                with closing(start_peer(bench, peer, path, 1, SIZE_CTX)) as engine:
                     warm(engine, prompts[0][:64])
                     alone_turn(bench, name, peer, engine, prompts, min(repeat, (turn + 1) * each))
 
@@ -307,13 +307,13 @@ def alone(bench: Bench) -> None:
 def alone_turn(
     bench: Bench, name: str, who: str, engine: Engine, prompts: Sequence[Sequence[int]], repeat: int
 ) -> None:
-    """One engine's runs up to the number `repeat`."""
+    """Run one engine until each row has `repeat` runs."""
     bench.row(f"{name} pp256", [(who, lambda i: engine.prefill([], prompts[i])[0])], repeat)
     bench.row(f"{name} tg64", [(who, lambda i: engine.decode([prompts[i][:8]], 64))], repeat, reads=True)
 
 
 def sizes(bench: Bench) -> None:
-    """Random weights at the shapes people run; the memory's read bandwidth is measured in the same turns."""
+    """Measure random weights in popular shapes; decoding rows include the read bandwidth."""
     repeat = bench.turns(3)
     for shape, form in SHAPES:
         name = f"{shape}-{form}"
@@ -335,7 +335,7 @@ def sizes(bench: Bench) -> None:
                 runs = [(n, partial(prefill, e, count=count, llm=llm)) for n, e in named]
                 bench.row(f"{name} pp{count}", runs, repeat)
             for test, streams, tokens in (("tg64", 1, 64), ("tg32 x8", 8, 32)):
-                them = able(named, streams)
+                them = usable(named, streams)
                 runs = [(n, partial(decode, e, streams=streams, depth=8, tokens=tokens, llm=llm)) for n, e in them]
                 bench.row(f"{name} {test}", runs, repeat, reads=True)
         with engines(bench, str(path), 8, SIZE_CTX, activations="int8") as (llm, named):
@@ -357,7 +357,7 @@ def sizes(bench: Bench) -> None:
 
 
 def start(bench: Bench) -> None:
-    """Seconds from the command to the first byte of its answer, everything in the page cache."""
+    """Measure seconds from the command to the first byte of its answer, with a warm page cache."""
     command = [str(Path(sys.executable).with_name("localllm")), "run", "smollm2", "--max-tokens", "4", "hi"]
 
     def first_byte(_: int) -> float:
@@ -374,7 +374,7 @@ def start(bench: Bench) -> None:
 
 
 def hogged(bench: Bench) -> None:
-    """Decoding with and without another process that keeps one core busy."""
+    """Measure decoding with and without another process that keeps one core busy."""
     with engines(bench, "smollm2", 1) as (llm, named):
 
         def quiet(engine: Engine, number: int) -> float:
@@ -392,7 +392,7 @@ def hogged(bench: Bench) -> None:
 
 
 def growth(bench: Bench) -> None:
-    """Decode over context, prefill over prompt length, throughput over streams."""
+    """Measure decode by context, prefill by prompt length, throughput by streams."""
     repeat = bench.turns(3)
     with engines(bench, "smollm2", max(STREAMS), 512) as (llm, named):
 
@@ -404,7 +404,7 @@ def growth(bench: Bench) -> None:
             return engine.prefill([], words(llm, random.Random(number), length))[0]
 
         for streams in STREAMS:
-            runs = [(n, lambda i, e=e, s=streams: decode(e, i, 0, s)) for n, e in able(named, streams)]
+            runs = [(n, lambda i, e=e, s=streams: decode(e, i, 0, s)) for n, e in usable(named, streams)]
             bench.row(f"growth streams {streams}", runs, repeat)
     with engines(bench, "smollm2", 1) as (llm, named):
         for depth in DEPTHS:
@@ -417,23 +417,23 @@ def growth(bench: Bench) -> None:
             )
 
 
-# --- what is made of it ----------------------------------------------------------------------------------------------
+# --- tables and plots ------------------------------------------------------------------------------------------------
 
 
-def put(page: Path, text: str, begin: str = BEGIN, end: str = END) -> None:
-    """A table between its page's marks."""
+def replace_table(page: Path, text: str, begin: str = BEGIN, end: str = END) -> None:
+    """Replace the table between two markers of a page."""
     before, rest = page.read_text().split(begin)
     page.write_text(before + begin + "\n" + text + end + rest.split(end)[1])
 
 
 def render(kept: dict[str, Any]) -> None:
-    """The tables of README (real shapes) and docs/speed.md (real files, all shapes), and docs/cpu-*.svg."""
+    """Write the tables of README (real shapes) and docs/speed.md (real files, all shapes), and docs/cpu-*.svg."""
     rows = kept["rows"]
     if "bytes" in kept:
-        put(ROOT / "README.md", sizes_table(kept, README_TESTS, README_SHAPES))
-        put(ROOT / "docs/speed.md", sizes_table(kept, tuple(SIZE_TESTS), SHAPES), BEGIN_ALL, END_ALL)
+        replace_table(ROOT / "README.md", sizes_table(kept, README_TESTS, README_SHAPES))
+        replace_table(ROOT / "docs/speed.md", sizes_table(kept, tuple(SIZE_TESTS), SHAPES), BEGIN_ALL, END_ALL)
     if f"{next(iter(MODELS))} tg128" in rows:
-        put(ROOT / "docs/speed.md", table(kept))
+        replace_table(ROOT / "docs/speed.md", table(kept))
     charts = (
         ("depth", "Decode by context", "tokens of context", "tokens per second", False),
         ("prompt", "Prefill by prompt length", "tokens of prompt", "tokens per second", True),
@@ -452,7 +452,7 @@ def render(kept: dict[str, Any]) -> None:
 
 
 def sizes_table(kept: dict[str, Any], tests: Sequence[str], shapes: Sequence[tuple[str, str]]) -> str:
-    """Markdown: tokens a second of the three engines at real shapes, ours as multiples of the others', runs of each."""
+    """Markdown table of real shapes: tokens per second of the three engines, our multiples, numbers of runs."""
     rows, lines = kept["rows"], ["| tok/s | localllm | llama.cpp | ik_llama.cpp | runs |", "| --- |" + 4 * " ---: |"]
     for shape, form in shapes:
         for test in tests:
@@ -464,13 +464,13 @@ def sizes_table(kept: dict[str, Any], tests: Sequence[str], shapes: Sequence[tup
             if test.endswith("tg64") or ("@" in test and name in kept["bytes"]):
                 shares = [rate * kept["bytes"][name] / 1e9 / plain for rate, plain in with_reading(row, OURS)]
                 ours += f" ({statistics.median(shares):.2f})"
-            cells = [f"{shape} {form}: {SIZE_TESTS[test]}", ours, *beside(row, 1), runs_of(row)]
+            cells = [f"{shape} {form}: {SIZE_TESTS[test]}", ours, *peer_cells(row, 1), runs_of(row)]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
 def with_reading(row: dict[str, list[dict[str, float]]], engine: str) -> list[tuple[float, float]]:
-    """(tokens a second, GB/s of plain reading beside it) of an engine's runs that have both; once in lists apart."""
+    """(tokens per second, read bandwidth in GB/s) of an engine's runs that have both; older rows use separate lists."""
     apart = row.get(f"read GB/s {engine}") or row.get("read GB/s") or []
     pairs = []
     for run, read in zip_longest(row[engine], apart[: len(row[engine])]):
@@ -482,30 +482,30 @@ def with_reading(row: dict[str, list[dict[str, float]]], engine: str) -> list[tu
 
 
 def multiple(row: dict[str, list[dict[str, float]]], peer: str) -> float:
-    """Ours over a rival's: the median of pairs of runs beside which the memory was as fast, else of medians."""
+    """Our speed over a peer's: median over pairs of runs with alike read bandwidth, else the ratio of medians."""
     ours, theirs = with_reading(row, OURS), with_reading(row, peer)
     pairs = [a / b for a, near in ours for b, read in theirs if abs(near / read - 1) < ALIKE]
     return statistics.median(pairs) if pairs else median(row[OURS]) / median(row[peer])
 
 
 def runs_of(row: dict[str, list[dict[str, float]]]) -> str:
-    """How many are behind each figure of a row: ours, and the others' where those are fewer."""
+    """Number of runs behind a row: ours, and the peers' if they have fewer."""
     ours, others = len(row[OURS]), min(len(row[name]) for name in PEERS if name in row)
     return str(ours) if ours == others else f"{ours}; {others}"
 
 
-def beside(row: dict[str, list[dict[str, float]]], digits: int = 0) -> list[str]:
-    """A cell for each of the others: its tokens a second, and ours as a multiple."""
+def peer_cells(row: dict[str, list[dict[str, float]]], digits: int = 0) -> list[str]:
+    """One cell per peer: its tokens per second, and our multiple."""
     return [f"{median(row[peer]):,.{digits}f} ({multiple(row, peer):.2f} ×)" if peer in row else "" for peer in PEERS]
 
 
 def table(kept: dict[str, Any]) -> str:
-    """Markdown: ours, the others', ours as multiples of theirs, and the lines of those to llama.cpp."""
+    """Markdown table of the real files: all engines, our multiples, and the targets relative to llama.cpp."""
     rows = kept["rows"]
-    lines = ["| | localllm | llama.cpp | ik_llama.cpp | line |", "| --- | ---: | ---: | ---: | --- |"]
+    lines = ["| | localllm | llama.cpp | ik_llama.cpp | target |", "| --- | ---: | ---: | ---: | --- |"]
     names = {"pp512": "prefill, 512 tokens", "tg128": "decode, 128 tokens", "tg64 x8": "eight streams together"}
     for model, form in MODELS.items():
-        one = 0.0  # of one stream: the row before that of several
+        one = 0.0  # one stream: the row before that of several
         for test, shown in names.items():
             row = rows.get(f"{model} {test}", {})
             least = LINES[model].get(test)
@@ -514,12 +514,12 @@ def table(kept: dict[str, Any]) -> str:
             ours = median(row[OURS])
             line = f"≥ {least:.1f} ×" if least else f"≥ {STREAMS_LINE} × one stream: {ours / one:.2f} ×"
             one = ours
-            lines.append(f"| {model} ({form}): {shown} | {ours:,.0f} tok/s | {' | '.join(beside(row))} | {line} |")
+            lines.append(f"| {model} ({form}): {shown} | {ours:,.0f} tok/s | {' | '.join(peer_cells(row))} | {line} |")
     hogged, quiet = rows.get("smollm2 tg64 beside a busy process"), rows.get("smollm2 tg64")
     if hogged and quiet:
         ours, alone = median(hogged[OURS]), median(quiet[OURS])
-        line = f"≥ {HOG_LINE} × the {alone:,.0f} tok/s of the same test without it: {ours / alone:.2f} ×"
-        cells = f"{ours:,.0f} tok/s | {' | '.join(beside(hogged))} | {line}"
+        line = f"≥ {HOG_LINE} × the {alone:,.0f} tok/s without it: {ours / alone:.2f} ×"
+        cells = f"{ours:,.0f} tok/s | {' | '.join(peer_cells(hogged))} | {line}"
         lines.append(f"| smollm2: decode, another process busy on one of the cores | {cells} |")
     first = rows.get("smollm2 first token s")
     if first:

@@ -1,15 +1,16 @@
-"""One command for a card at hand: are all kernels right, how fast are they against what the card can do, and others?
+"""Check and time all kernels on a GPU: correctness, speed relative to the GPU's limits, and other engines.
 
-    python benchmarks/gpu.py --plan            what to run first, each part within ten minutes
+    python benchmarks/gpu.py --plan            print what to run first, each part within ten minutes
     python benchmarks/gpu.py check             every op against its reference, graphs against eager steps, first start
-    python benchmarks/gpu.py speed             the lines that decide, and a decoding step kernel by kernel
-    python benchmarks/gpu.py rivals            transformers and torch's own kernels on the same card
-    python benchmarks/gpu.py grid --only 8B    as much of all sizes, formats, batches and contexts as there is time for
-    python benchmarks/gpu.py --dry             every part without a card: an H100's facts, Triton's interpreter
+    python benchmarks/gpu.py speed             rows with targets, and a decoding step kernel by kernel
+    python benchmarks/gpu.py rivals            transformers and torch's own kernels on the same GPU
+    python benchmarks/gpu.py grid --only 8B    all sizes, formats, batches and contexts, as far as time allows
+    python benchmarks/gpu.py --dry             rehearse every part without a GPU: H100 facts, Triton's interpreter
 
-Weights are random and made on the device, in Qwen3's shapes: nothing is downloaded. Needs torch, triton, numpy and this
-checkout, installed or not. Every row is written to the JSON file at once, so a run may be stopped at any time; several
-runs append to one file. Exit 1 when a check failed or a line was missed; in a rehearsal, when a part did not run.
+Weights are random and created on the device, in Qwen3's shapes: nothing is downloaded. Needs torch, triton, numpy and
+this checkout, installed or not. Every row is written to the JSON file at once, so a run may be stopped at any time, and
+several runs append to one file. The exit status is 1 if a check failed or a target was missed, or, in a rehearsal, if a
+part did not run.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ if TYPE_CHECKING:
 STARTED = time.time()
 ROOT = Path(__file__).resolve().parents[1]
 WARM_BYTES = 10 << 30
-CHECK_LIMIT_S = 540  # of one group of checks
-LEAST_S = 10  # without so much left none is begun
-SPEED = (  # model, format, KV; the lines of the issue come first
+CHECK_LIMIT_S = 540  # for one group of checks
+LEAST_S = 10  # start no group with less time left
+SPEED = (  # model, format, KV; rows with targets come first
     ("8B", "int4", "fp8"),
     ("8B", "nvfp4", "fp8"),
     ("8B", "bf16", "bf16"),
@@ -46,31 +47,31 @@ SPEED = (  # model, format, KV; the lines of the issue come first
 PARTS = ("check", "speed", "rivals", "grid")
 DRY = {"TRITON_INTERPRET": "1", "LOCALLLM_TESTING": "1", "LOCALLLM_FAKE_HW": "h100"}
 PLAN = """\
-Three calls of ten minutes, most valuable first; rows go to benchmarks/results/gpu-CARD.json, so each may be cut short.
+Three runs of ten minutes, most valuable first. Rows go to benchmarks/results/gpu-CARD.json at once: stop at any time.
 
 1. python benchmarks/gpu.py check --minutes 9.5 --file .cache/pieces
-   ops       each implementation of each op in the heads of seven models, KV bf16, fp16, int8 and fp8
-   products  {forms} forms of weights x {shapes} shapes, one row to a prompt, every implementation that fits
-   models    self-test, then graphs and steps ahead = eager over {same} tokens, with guesses, too; bf16, fp8, int4,
-             nvfp4, and the file; the same of mixtures: layers of Qwen3-30B-A3B in bf16, int4 and nvfp4
-   start     first ever start (line: 60 s) and one with kernels cached (8 s)
+   ops       each implementation of each op, with the heads of seven models, KV bf16, fp16, int8 and fp8
+   products  {forms} weight formats x {shapes} shapes, from one row to a prompt, every implementation that fits
+   models    self-test, then graphs and steps ahead = eager over {same} tokens, also with speculation; bf16, fp8, int4,
+             nvfp4, and the file; the same for mixtures: layers of Qwen3-30B-A3B in bf16, int4 and nvfp4
+   start     first ever start (target: 60 s) and one with cached kernels (8 s)
 2. python benchmarks/gpu.py speed --minutes 9.5 --out FILE
    {speed}
-   each: MBU of the engine and of a step, steps and answers with two guesses over those without, a step kernel by kernel
-   (CUPTI), attention at 32k, prefill, batch 64, memory
+   each: MBU of the engine and of a step, steps and answers with two guesses relative to plain ones, a step kernel by
+   kernel (CUPTI), attention at 32k, prefill, batch 64, memory
    then one step without graphs
 3. python benchmarks/gpu.py rivals --minutes 9.5 --out FILE
-   torch.mm, _weight_int4pack_mm, _scaled_mm and SDPA beside our kernels; transformers at batch 1 and 32
-   With time left: python benchmarks/gpu.py grid
+   torch.mm, _weight_int4pack_mm, _scaled_mm and SDPA against our kernels; transformers at batch 1 and 32
+   If time is left: python benchmarks/gpu.py grid
 
-A file to check with travels in pieces, beside the checkout, in a folder that git ignores:
-   python benchmarks/gpu.py --cut MODEL.gguf      here: .carry/MODEL.gguf.000, .001, ... of 48 MiB
-   mkdir -p .cache/pieces && cp .carry/* .cache/pieces    there, one call for each piece; --file joins them
+To check with a model file, copy it in pieces next to the checkout, in a folder that git ignores:
+   python benchmarks/gpu.py --cut MODEL.gguf      on this machine: .carry/MODEL.gguf.000, .001, ... of 48 MiB
+   mkdir -p .cache/pieces && cp .carry/* .cache/pieces    on the GPU machine, one call per piece; --file joins them
 """
 
 
 class Report:
-    """Rows, printed as they come and kept in a file after each."""
+    """Rows, printed as they come and saved to a file after each."""
 
     def __init__(self, file: Path, place: Place, deadline: float) -> None:
         import torch
@@ -92,22 +93,22 @@ class Report:
             "rows": [],
         }
         self._before = json.loads(file.read_text()) if file.exists() else []
-        self.without: list[str] = []  # what failed, but for what is not installed
+        self.without: list[str] = []  # parts that failed, except because of missing packages
 
     @property
     def missed(self) -> int:
-        """Lines that are not met."""
+        """Names of rows that missed their targets."""
         return sum(row["holds"] is False for row in self.document["rows"])
 
     def row(self, name: str, value: float, unit: str, line: str = "", holds: bool | None = None, **more: Any) -> None:
-        """One number; `line` is what it should meet."""
+        """Add one number; `line` is its target."""
         mark = "" if holds is None else "ok" if holds else "MISSED"
         print(f"{name:58} {value:12.4g} {unit:8} {line:10} {mark}", flush=True)
         entry = {"name": name, "value": value, "unit": unit, "line": line, "holds": holds, **more}
         self.take([entry])
 
     def take(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Keep rows that are told of already."""
+        """Add rows that were already printed."""
         self.document["rows"] += rows
         self._file.parent.mkdir(parents=True, exist_ok=True)
         temporary = self._file.with_suffix(".part")
@@ -115,33 +116,33 @@ class Report:
         temporary.replace(self._file)
 
     def left_out(self, name: str, error: BaseException) -> None:
-        """Something that could not be measured, and why."""
+        """Report something that could not be measured, and why."""
         if not isinstance(error, ImportError):
             self.without.append(name)
         print(f"{name}: left out: {type(error).__name__}: {str(error)[:300]}", flush=True)
 
     def has_time(self, seconds: float) -> bool:
-        """Whether so many seconds are left."""
+        """Return whether so many seconds are left."""
         return time.time() + seconds < self.deadline
 
 
 def child(
     words: Iterable[str], limit_s: float, more: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """This script again, in a process of its own, with `more` environment: what crashes a CUDA context ends there."""
+    """Run this script in a child process with `more` environment, which contains crashes of a CUDA context."""
     command = [sys.executable, str(Path(__file__).resolve()), *words]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=limit_s, env=os.environ | (more or {}))
     except subprocess.TimeoutExpired as error:
-        said = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
-        return subprocess.CompletedProcess(command, 124, said, f"stopped after {limit_s:.0f} s")
+        output = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
+        return subprocess.CompletedProcess(command, 124, output, f"stopped after {limit_s:.0f} s")
 
 
-# --- right? ----------------------------------------------------------------------------------------------------------
+# --- checks ----------------------------------------------------------------------------------------------------------
 
 
 def check(place: Place, options: argparse.Namespace, report: Report) -> int:
-    """Run the groups of checks side by side (compiling takes most of the time); how many checks failed."""
+    """Run the groups of checks in parallel (mostly compiling) and return the number of failures."""
     from gpu_checks import groups
 
     wanted = options.only.split(",")
@@ -157,34 +158,34 @@ def check(place: Place, options: argparse.Namespace, report: Report) -> int:
     with ThreadPoolExecutor(options.workers) as pool:
         for name, done in pool.map(run, names):
             found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
-            wrong = [(what, said) for what, said in found if said]
+            wrong = [(check_name, problem) for check_name, problem in found if problem]
             if done.returncode not in (0, 1) or not found:
                 wrong.append((name, (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1][:300]))
-            for what, said in wrong:
-                print(f"WRONG {what}: {said}", flush=True)
+            for check_name, problem in wrong:
+                print(f"WRONG {check_name}: {problem}", flush=True)
             failed += len(wrong)
-            good = len(found) - len([1 for _, said in found if said])
+            good = len(found) - len([1 for _, problem in found if problem])
             report.row(f"check {name}", good, "right", "all", not wrong, wrong=wrong)
     print("all kernels are right" if not failed else f"{failed} checks failed")
     return failed
 
 
 def check_group(place: Place, options: argparse.Namespace) -> int:
-    """One group, in this process: a JSON pair a line."""
+    """Run one group in this process and print one JSON pair per line."""
     from gpu_checks import groups
 
     failed = 0
-    for what, said in groups(place, options.file)[options.group]():
-        failed += bool(said)
-        print(json.dumps([what, said]), flush=True)
+    for check_name, problem in groups(place, options.file)[options.group]():
+        failed += bool(problem)
+        print(json.dumps([check_name, problem]), flush=True)
     return 1 if failed else 0
 
 
-# --- fast? -----------------------------------------------------------------------------------------------------------
+# --- speed ------------------------------------------------------------------------------------------------------------
 
 
 def warm(models: Iterable[tuple[str, str, str]], place: Place, workers: int, limit_s: float) -> None:
-    """Compile the kernels of models side by side, two layers of each in a process of its own."""
+    """Compile the kernels of models in parallel, two layers of each in a child process."""
     words = [["--warm", ":".join(model), *place.words] for model in models]
     with ThreadPoolExecutor(workers) as pool:
         for model, done in zip(words, pool.map(lambda w: child(w, limit_s), words), strict=True):
@@ -193,13 +194,13 @@ def warm(models: Iterable[tuple[str, str, str]], place: Place, workers: int, lim
 
 
 def warm_one(model: str, place: Place) -> None:
-    """Every kernel of a model once: all buckets, a chunk, sampling."""
+    """Run every kernel of a model once: all buckets, a chunk, sampling."""
     from gpu_models import facts_of, load
     from gpu_rows import Bench
 
     size, form, kv = model.split(":")
     loaded, sizes = load(facts_of(size, form, 2), form, place.kv(kv), place), place.sizes
-    # others compile on this card, too
+    # other processes compile on this GPU at the same time
     bench = Bench(loaded, place, place.kv(kv), 2 * sizes.ctx, max(sizes.batches), free=WARM_BYTES)
     bench.prefill_seconds(sizes.ctx)
     bench.decode_seconds(1, sizes.ctx, 3)
@@ -207,7 +208,7 @@ def warm_one(model: str, place: Place) -> None:
 
 
 def run_part(part: str, place: Place, options: argparse.Namespace, report: Report) -> int:
-    """One part; how many checks failed."""
+    """Run one part and return the number of failed checks."""
     from gpu_models import FORMATS, SIZES
     from gpu_rivals import Rivals
     from gpu_speed import Speed
@@ -244,7 +245,7 @@ def run_part(part: str, place: Place, options: argparse.Namespace, report: Repor
 
 
 def rehearse(options: argparse.Namespace, report: Report) -> int:
-    """The checks beside all other parts, each half in a process; the rows of both in one file. How many failed."""
+    """Run the checks in one process and all other parts in another, with rows in one file; return the failures."""
     with tempfile.TemporaryDirectory() as folder:
         halves = []
         for parts in (PARTS[:1], PARTS[1:]):
@@ -259,23 +260,23 @@ def rehearse(options: argparse.Namespace, report: Report) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of this command."""
+    """Argument parser of this command."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("part", nargs="*", choices=[*PARTS, []], help="what to do; all of it with --dry")
-    made.add_argument("--plan", action="store_true", help="print what each of three calls of ten minutes does")
-    made.add_argument("--dry", action="store_true", help="rehearse without a card")
-    made.add_argument("--minutes", type=float, default=9.5, help="stop cleanly after so long")
-    made.add_argument("--only", default="", help="models whose name contains this; checks: or one of several, A,B")
+    made.add_argument("part", nargs="*", choices=[*PARTS, []], help="part to run; --dry runs all")
+    made.add_argument("--plan", action="store_true", help="print a plan of three runs of ten minutes")
+    made.add_argument("--dry", action="store_true", help="rehearse without a GPU")
+    made.add_argument("--minutes", type=float, default=9.5, help="stop cleanly after this time")
+    made.add_argument("--only", default="", help="only models whose name contains this; for checks, also a list A,B")
     made.add_argument("--file", default="", help="a model to check with: a file, or a folder of its pieces")
-    made.add_argument("--cut", type=Path, metavar="MODEL", help="cut a file into pieces that travel one by one")
+    made.add_argument("--cut", type=Path, metavar="MODEL", help="cut a file into pieces that can be copied one by one")
     made.add_argument(
-        "--tune", type=float, default=0.0, metavar="S", help="time tile sizes for S seconds a model first"
+        "--tune", type=float, default=0.0, metavar="S", help="first time tile sizes for S seconds per model"
     )
     made.add_argument("--device", default="cuda:0", help="cuda:N")
     made.add_argument(
-        "--workers", type=int, default=min(15, os.cpu_count() or 1), help="processes that compile side by side"
+        "--workers", type=int, default=min(15, os.cpu_count() or 1), help="number of processes that compile in parallel"
     )
-    made.add_argument("--out", type=Path, help="JSON file; benchmarks/results/gpu-CARD.json by default")
+    made.add_argument("--out", type=Path, help="JSON file; default: benchmarks/results/gpu-CARD.json")
     made.add_argument("--llama-bench", nargs=2, metavar=("BINARY", "GGUF"), help="compare with llama.cpp at the end")
     for hidden in ("--group", "--warm", "--cold", "--half"):
         made.add_argument(hidden, help=argparse.SUPPRESS)
@@ -283,12 +284,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Parse and run."""
+    """Parse the options and run."""
     options = parser().parse_args()
-    # a checkout that is not installed, and the modules beside this one also where PYTHONSAFEPATH hides them
+    # find a checkout that is not installed, and the modules beside this one even with PYTHONSAFEPATH
     sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
     if options.dry:
-        os.environ.update(DRY)  # before anything of ours is imported; children inherit it
+        os.environ.update(DRY)  # before localllm is imported; children inherit it
     import torch
     from gpu_place import place_of
 
@@ -316,14 +317,14 @@ def main() -> int:
     else:
         failed = sum(run_part(part, place, options, report) for part in options.part or ("speed",))
     if not options.half:
-        print(f"{report.missed} lines missed, {len(report.document['rows'])} rows in {file}")
-    if options.dry:  # speeds of a rehearsal mean nothing
+        print(f"{report.missed} targets missed, {len(report.document['rows'])} rows in {file}")
+    if options.dry:  # speeds of a rehearsal are meaningless
         return 1 if failed or report.without else 0
     return 1 if failed or report.missed else 0
 
 
 def prepare(options: argparse.Namespace) -> int:
-    """What needs no card: the plan, and pieces of a file."""
+    """Handle what needs no GPU: the plan, and pieces of a file."""
     from gpu_checks import FORMS
     from gpu_files import cut
     from gpu_place import Sizes

@@ -1,4 +1,4 @@
-"""Every op against its reference on the card at hand, in the shapes of several models: `gpu.py check`."""
+"""Checks of every op against its reference on this GPU, in the shapes of several models: `gpu.py check`."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from localllm.kernels.verify.selftest import SelfTest
 from localllm.kernels.verify.trial import linear_error, op_error
 from localllm.models.model import Model
 
-Found = Iterator[tuple[str, str]]  # (what was checked, nothing or what is wrong)
+Found = Iterator[tuple[str, str]]  # (check, "" or the error)
 # query heads, KV heads, head_dim: Qwen3, SmolLM2, Gemma 3, gpt-oss, Qwen2, and an odd one
 HEADS = ((16, 8, 128), (32, 8, 128), (9, 3, 64), (4, 1, 256), (64, 8, 64), (14, 2, 64), (6, 2, 80))
 PAGED = ("kv_write", "paged_attention")  # ops that read or write pages
-FORMS = 24  # of weights that `weights` makes
+FORMS = 24  # number of weight formats that `weights` makes
 FLOATS = {  # block type: bytes, elements, offsets of its float16 numbers
     "Q5_0": (22, 32, (0,)),
     "Q5_1": (24, 32, (0, 2)),
@@ -42,24 +42,24 @@ FLOATS = {  # block type: bytes, elements, offsets of its float16 numbers
 
 
 def ops(place: Place, dtype: str, kv_format: str, heads: tuple[int, int, int]) -> Found:
-    """The row-wise ops, page writes and attention, every implementation that fits."""
+    """Check the row-wise ops, page writes and attention, in every implementation that fits."""
     count, kv_heads, dim = heads
     gemma = dim == 256
     for page_size in (16, 32) if gemma else (16,):
-        tried = set()  # some fit whether rows must be by themselves or not
+        tried = set()  # some fit with and without batch invariance
         for deterministic in (False, True):
             facts = OpFacts(
                 kv_format, *heads, page_size, device=torch.device(place.device).type,
                 capability=place.capability, dtype=dtype, deterministic=deterministic,
             )  # fmt: skip
-            # a step at a time in the interpreter: the first sizes alone
+            # the interpreter runs step by step: only the first sizes
             states = tuple((op, sizes[0]) for op, sizes in SIZES.items()) if place.is_dry else None
             shapes = ModelShapes(
                 count * dim, 3 * count * dim, facts, has_windows=gemma or dim == 64, softcap=50.0 if gemma else None,
                 states=states,
             )  # fmt: skip
             native = kv_format == {"bfloat16": "bf16", "float16": "fp16"}[dtype]
-            for op in OPS if native else PAGED:  # the others know no format of pages
+            for op in OPS if native else PAGED:  # the other ops do not depend on the KV format
                 for impl in implementations(op)[:-1]:
                     if (op, impl.name) not in tried and impl.fits(facts) is None:
                         tried.add((op, impl.name))
@@ -67,7 +67,7 @@ def ops(place: Place, dtype: str, kv_format: str, heads: tuple[int, int, int]) -
 
 
 def weights(device: torch.device) -> Iterator[Callable[[int, int], tuple[str, Weight] | None]]:
-    """Makers of canonical weights of every form: (N, K) -> (name, weight), None for shapes the form does not have."""
+    """Makers of canonical weights of every format: (N, K) -> (name, weight), or None if the format lacks that shape."""
     for form in gpu_models.FORMATS:
         yield (
             lambda n, k, form=form: (
@@ -131,12 +131,12 @@ def _gguf(n: int, k: int, block: str, device: torch.device) -> tuple[str, Weight
     return f"gguf {block}", Weight("gguf", (n, k), data.flatten(1), block_type=block)
 
 
-# (deterministic, what activations are rounded to): each implementation is tried with the first it takes
+# (deterministic, rounding of activations): each implementation is checked with the first pair that it accepts
 WISHES = ((False, ""), (True, ""), (False, "fp8"), (False, "nvfp4"))
 
 
 def products(place: Place, dtype: str, part: int, parts: int) -> Found:
-    """Every implementation that fits, of every form; `part` of `parts`."""
+    """Check every implementation that fits, for every weight format; `part` of `parts`."""
     device = torch.device(place.device)
     makers = list(weights(device))[part::parts]
     for make in makers:
@@ -166,7 +166,7 @@ def _product_error(impl: Impl, facts: LinearFacts, weight: Weight) -> str:
 
 
 def sampling(place: Place) -> Found:
-    """The sampling op on the vocabularies of families."""
+    """Check the sampling op with the vocabulary sizes of model families."""
     from localllm.kernels.triton.sampling import sample
 
     for vocab in (32_000, 49_152, 151_936, 262_144) if not place.is_dry else (401,):
@@ -174,10 +174,10 @@ def sampling(place: Place) -> Found:
 
 
 def whole(place: Place, form: str, kv: str, size: str = "0.6B") -> Found:
-    """A small model: every kernel it chooses, its fused segments, then graphs and steps ahead against eager steps."""
+    """Check a small model: every kernel it chooses, fused segments, then graphs and steps ahead against eager steps."""
     facts = gpu_models.facts_of(place.model(size), form, num_layers=4 if not place.is_dry else 1)
-    # what depends on the rows beside it: the same steps with the same rows, so one request after the other
-    # what does not: whatever the steps are
+    # batch-dependent kernels: the same steps need the same rows, so requests run one after another
+    # batch-invariant kernels: any steps
     for deterministic in (False, True):
         test, what = SelfTest(), "rows by themselves" if deterministic else "the fastest kernels"
         model = gpu_models.load(facts, form, place.kv(kv), place, deterministic=deterministic, selftest=test)
@@ -193,7 +193,7 @@ def whole(place: Place, form: str, kv: str, size: str = "0.6B") -> Found:
 
 
 def compared(model: Model, place: Place, kv: str, deterministic: bool) -> str:
-    """Nothing, or how many answers from graphs and steps ahead are those of eager steps."""
+    """Return "" or how many answers from graphs and steps ahead equal those of eager steps."""
     eager = generate(model, place, kv, graphs=False, ahead=False, together=deterministic)
     again = generate(model, place, kv, graphs=True, ahead=deterministic, together=deterministic)
     same = sum(a == b for a, b in zip(eager, again, strict=True))
@@ -201,20 +201,20 @@ def compared(model: Model, place: Place, kv: str, deterministic: bool) -> str:
 
 
 def guessed(model: Model, place: Place, kv: str) -> str:
-    """Nothing, or how many answers change where tokens are guessed, in graphs and launched; rows by themselves."""
+    """Return "" or how many answers agree with and without speculation, in graphs and launched, batch-invariantly."""
     known, found = Known(3, 0.7), {}
     plain = generate(model, place, kv, graphs=False, ahead=False, known=known)
     known.learn()
     for graphs in (False, True):
-        told = generate(model, place, kv, graphs=graphs, ahead=graphs, known=known)
-        same = sum(a == b for a, b in zip(plain, told, strict=True))
-        if plain != told:
+        drafted = generate(model, place, kv, graphs=graphs, ahead=graphs, known=known)
+        same = sum(a == b for a, b in zip(plain, drafted, strict=True))
+        if plain != drafted:
             found["in graphs" if graphs else "launched"] = f"{same} of {len(plain)} answers agree"
-    return "; ".join(f"{how}: {said}" for how, said in found.items())
+    return "; ".join(f"{how}: {count}" for how, count in found.items())
 
 
 def from_file(place: Place, path: Path) -> Found:
-    """A model of somebody's, from its file: the kernels it chooses, and graphs against eager steps."""
+    """Check a model from a given file: the kernels it chooses, and graphs against eager steps."""
     for deterministic in (False, True):
         test = SelfTest()
         model = load_file(path, place, "fp8", test, deterministic)
@@ -225,7 +225,7 @@ def from_file(place: Place, path: Path) -> Found:
 
 
 def groups(place: Place, file: str = "") -> dict[str, Callable[[], Found]]:
-    """What runs in a process of its own each, by name: what takes longest and tells most first."""
+    """Groups of checks by name, each run in its own process: the longest and most informative first."""
     found: dict[str, Callable[[], Found]] = {}
     models = (("int4", "fp8"), ("bf16", "bf16"), ("nvfp4", "fp8"), ("fp8", "int8"))
     for form, kv in models[1:2] if place.is_dry else models:
@@ -238,7 +238,7 @@ def groups(place: Place, file: str = "") -> dict[str, Callable[[], Found]]:
     for dtype, kv in (*both, ("float16", "fp16"), ("float16", "fp8")):
         for heads in ((4, 2, 32),) if place.is_dry else HEADS:
             found[f"ops {dtype} {kv} {'x'.join(map(str, heads))}"] = partial(ops, place, dtype, kv, heads)
-    parts = 2 if place.is_dry else FORMS  # a process takes 4 s to begin
+    parts = 2 if place.is_dry else FORMS  # a process takes 4 s to start
     for part in range(parts):
         found[f"products {part}"] = partial(products, place, place.dtype, part, parts)
     found["sampling"] = partial(sampling, place)

@@ -1,4 +1,4 @@
-"""Models in files: one of random W4A16 weights, one that travelled in pieces, and the time to a first token."""
+"""Models in files: one with random W4A16 weights, one copied in pieces, and the time to a first token."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from localllm.models.model import Model
 from localllm.quant.encode import Target
 from localllm.quant.export import configuration, tensors
 
-PIECE_BYTES = 48 << 20  # with a checkout of 8 MiB beside it, under the 64 MiB that travel at once
+PIECE_BYTES = 48 << 20  # with a checkout of 8 MiB, below a copy limit of 64 MiB
 
 
 STORED = {
@@ -31,7 +31,7 @@ STORED = {
 
 
 def save_tensors(found: dict[str, torch.Tensor], file: Path) -> None:
-    """A safetensors file, without the package of that name."""
+    """Write a safetensors file without the safetensors package."""
     header: dict[str, object] = {}
     parts: list[bytes] = []
     end = 0
@@ -47,7 +47,7 @@ def save_tensors(found: dict[str, torch.Tensor], file: Path) -> None:
 
 
 def write_checkpoint(folder: Path, size: str, form: str, place: Place) -> int:
-    """Qwen3 of a size in compressed-tensors' layout of int4 or fp8, a file per four layers; its bytes."""
+    """Write a Qwen3 in the compressed-tensors layout of int4 or fp8, one file per four layers; return its bytes."""
     facts = gpu_models.facts_of(size, form)
     device = torch.device(place.device)
     folder.mkdir(parents=True, exist_ok=True)
@@ -100,14 +100,14 @@ def write_checkpoint(folder: Path, size: str, form: str, place: Place) -> int:
 
 
 def load_file(path: Path, place: Place, kv: str, test: SelfTest, deterministic: bool = False) -> Model:
-    """The model of a file or folder, on the card."""
+    """Load the model of a file or folder onto the GPU."""
     with open_model(path) as checkpoint:
         options = LoadOptions(place.device, place.dtype, kv, deterministic=deterministic, selftest=test)
         return load_model(checkpoint, options)
 
 
 def first_token(path: Path, place: Place, kv: str, started: float) -> dict[str, float]:
-    """Load, make pages and graphs, read a short prompt: seconds since `started` (time.time) at each stage."""
+    """Load, build pages and graphs, prefill a short prompt; seconds since `started` (time.time) at each stage."""
     stages = {"imports": time.time() - started}
     test = SelfTest(Records("selftest", identity(place.device, place.machine().driver), cache_folder()))
     model = load_file(path, place, kv, test)
@@ -121,7 +121,7 @@ def first_token(path: Path, place: Place, kv: str, started: float) -> dict[str, 
 
 
 def cut(path: Path, folder: Path, piece_bytes: int = PIECE_BYTES) -> list[Path]:
-    """A file in pieces that travel one by one: NAME.000, NAME.001, ..."""
+    """Cut a file into pieces: NAME.000, NAME.001, ..."""
     folder.mkdir(parents=True, exist_ok=True)
     pieces = []
     with path.open("rb") as file:
@@ -132,7 +132,7 @@ def cut(path: Path, folder: Path, piece_bytes: int = PIECE_BYTES) -> list[Path]:
 
 
 def joined(path: Path) -> Path:
-    """The file that a folder of pieces is, joined beside them once; a file or a model's folder is itself."""
+    """Join a folder of pieces into one file next to them, once; a file or a model folder is returned as is."""
     pieces = sorted(path.glob("*.[0-9][0-9][0-9]"))
     if not pieces:
         return path

@@ -1,11 +1,11 @@
-"""How many instructions the products of a decoding step execute for each weight, counted in what was compiled.
+"""Instructions per weight of the matrix products of a decoding step, counted in the compiled kernels.
 
     python -P benchmarks/gpu_instructions.py 90 120 --out benchmarks/results/gpu-instructions.json
 
-No card is needed. A kernel's loop is the longest stretch of its machine code (SASS) that ends with a jump back to its
-beginning; one pass of a thread through it multiplies a number of weights that the launch says. A multiprocessor issues
-four instructions for 32 threads each cycle, so that an H100 (132 of them at 1.7 GHz, 3.05 TB/s of copies) has 4.7
-instructions for each weight of four bits while its bytes arrive; what counts as half rate here takes two of them.
+No GPU is needed. A kernel's loop is the longest stretch of its machine code (SASS) that ends with a jump back to its
+start; the launch parameters give the number of weights that a thread multiplies per pass. A multiprocessor issues four
+instructions for 32 threads per cycle, so an H100 (132 of them at 1.7 GHz, 3.05 TB/s copy bandwidth) has time for 4.7
+instructions per 4-bit weight while its bytes arrive; half-rate instructions count twice.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-# integer and conversion pipes: 64 a cycle on sm_90, where the others take 128 (throughput table of the CUDA C++ guide)
+# integer and conversion pipes: 64 per cycle on sm_90, the others 128 (throughput table of the CUDA C++ guide)
 HALF_RATE = ("IADD3", "IDP", "IMAD", "IMNMX", "ISETP", "LEA", "LOP3", "PRMT", "SHF", "F2F", "F2I", "I2F")
 OPERATION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*)")
 LABEL = re.compile(r"^(\.L_x_\d+):")
 
 
 def longest_loop(sass: str) -> list[str]:
-    """Its operations by name; all where nothing jumps back, K being done in one pass."""
+    """Operations of the longest loop by name; all operations if there is none, because K is done in one pass."""
     operations: list[tuple[str, str]] = []
     labels: dict[str, int] = {}
     for line in sass.splitlines():
@@ -45,14 +45,14 @@ def longest_loop(sass: str) -> list[str]:
 
 
 def weights_of_a_pass(constants: dict[str, Any], warps: int) -> float:
-    """Weights that a thread multiplies in one pass: rows of the program's tile times its stretch of K."""
-    codes = 16 // constants["LOW"]  # in a half
+    """Weights that a thread multiplies per pass: rows of the program's tile times its stretch of K."""
+    codes = 16 // constants["LOW"]  # in 16 bits
     halves = constants["CHUNKS"] * 8 if "CHUNKS" in constants else constants["HALVES"]
     return constants["ROWS"] * halves * codes / (32 * warps)
 
 
 def rows(capability: int, only: str) -> list[dict[str, Any]]:
-    """Every decode product of one compute capability."""
+    """Count every decode product of one compute capability."""
     import triton
 
     from localllm.kernels.triton import aot, aot_cases
@@ -92,18 +92,18 @@ def rows(capability: int, only: str) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """Parse and count."""
+    """Parse the options and count."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("capability", type=int, nargs="+", help="90 for an H100 or H200, 120 for an RTX 5090, ...")
-    parser.add_argument("--only", default="", help="kernels whose name contains this")
-    parser.add_argument("--out", type=Path, help="a JSON file for the table")
+    parser.add_argument("--only", default="", help="only kernels whose name contains this")
+    parser.add_argument("--out", type=Path, help="JSON file for the table")
     options = parser.parse_args()
     if os.environ.pop("TRITON_INTERPRET", ""):
         print("unset TRITON_INTERPRET: interpreted kernels have no machine code", file=sys.stderr)
         return 2
     table = [row for capability in options.capability for row in rows(capability, options.only)]
     if not table:
-        print(f"no kernel's name contains {options.only!r}", file=sys.stderr)
+        print(f"no kernel name contains {options.only!r}", file=sys.stderr)
         return 2
     if options.out:
         import triton

@@ -1,11 +1,11 @@
-"""What one decoding step of Qwen3 launches, and how long its bytes alone take: recorded from the code.
+"""Kernel launches of one Qwen3 decoding step, and the time to read its bytes, recorded from the code.
 
     python -P benchmarks/gpu_launches.py        8B, int4, FP8 keys and values, 4,096 tokens; H100 and RTX 5090
-    python -P benchmarks/gpu_launches.py --model 30b-a3b       a mixture; its router is bfloat16
+    python -P benchmarks/gpu_launches.py --model 30b-a3b       a mixture, with a bfloat16 router
     python -P benchmarks/gpu_launches.py --form bf16 --kv bf16 --ctx 32768 --cards h200
 
-No card is needed. Bandwidths are those of copies: 3.05 TB/s on an H100 (SXM), 4.3 on an H200, 1.63 on an RTX 5090;
-assumed, not measured.
+No GPU is needed. The copy bandwidths are assumed, not measured: 3.05 TB/s on an H100 (SXM), 4.3 on an H200, 1.63 on an
+RTX 5090.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 CARDS = {"h100": (90, 132, 3.05e12), "h200": (90, 132, 4.3e12), "5090": (120, 170, 1.63e12)}
 FORMS = {"int4": "int4 g128", "nvfp4": "e2m1 e4m3", "bf16": "bf16", "fp8": "e4m3 row", "q4_k": "int4 sub"}
-# hidden, inner, layers, heads, KV heads, experts, of which so many are chosen
+# hidden, inner, layers, heads, KV heads, experts, experts per token
 MODELS = {"8b": (4096, 12288, 36, 32, 8, 0, 0), "30b-a3b": (2048, 768, 48, 32, 4, 128, 8)}
 DIM, VOCAB, PAGE = 128, 151_936, 16
 
@@ -26,7 +26,7 @@ DIM, VOCAB, PAGE = 128, 151_936, 16
 def launches(
     model: str, form: str, kv: str, ctx: int, capability: int, num_sms: int
 ) -> Iterator[tuple[str, str, int, int]]:
-    """(part of the step, kernel, times a step, bytes it must read)."""
+    """Return (part of the step, kernel, launches per step, bytes it must read)."""
     hidden, inner, layers, heads, kv_heads, experts, top_k = MODELS[model]
     import torch
 
@@ -108,7 +108,7 @@ def launches(
 
 
 def main() -> int:
-    """Record and print."""
+    """Record the launches and print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="8b")
     parser.add_argument("--form", choices=FORMS, default="int4")
@@ -125,7 +125,7 @@ def main() -> int:
             print(f"  {part:10} {kernel:18} x {times:2} {nbytes / 1e6:8.2f} MB {nbytes / bandwidth * 1e6:8.1f} us")
         step = sum(times * nbytes for *_, times, nbytes in found) / bandwidth
         print(
-            f"  {sum(times for *_, times, _ in found)} launches; bytes alone {step * 1e3:.2f} ms, {1 / step:.0f} tok/s"
+            f"  {sum(times for *_, times, _ in found)} launches; bytes alone: {step * 1e3:.2f} ms, {1 / step:.0f} tok/s"
         )
     return 0
 

@@ -1,4 +1,4 @@
-"""Models of Qwen3's shapes with random weights, made on the device: what `gpu.py` measures without a download."""
+"""Random-weight models in Qwen3's shapes, created on the device: `gpu.py` needs no download."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from localllm.models.model import Model
 
 VOCAB = 151_936
 SIZES: dict[str, tuple[int, int, int, int, int, bool]] = {
-    # hidden, intermediate, layers, heads, KV heads, head and embedding are one
+    # hidden, intermediate, layers, heads, KV heads, whether head and embedding are tied
     "tiny": (32, 32, 1, 1, 1, True),  # for a rehearsal
     "tiny mixture": (32, 32, 1, 1, 1, True),
     "0.6B": (1024, 3072, 28, 16, 8, True),
@@ -34,25 +34,25 @@ SIZES: dict[str, tuple[int, int, int, int, int, bool]] = {
     "32B": (5120, 25600, 64, 64, 8, False),
     "30B-A3B": (2048, 768, 48, 32, 4, False),
 }
-MIXTURES = {"30B-A3B": (128, 8), "tiny mixture": (4, 2)}  # experts of a layer, and those of a token
-# format of the linear layers -> bytes a weight; head and embedding are bfloat16 in all of them
+MIXTURES = {"30B-A3B": (128, 8), "tiny mixture": (4, 2)}  # experts per layer and per token
+# format of the linear layers -> bytes per weight; head and embedding are always bfloat16
 FORMATS = {"bf16": 2.0, "fp8": 1.0, "int4": 0.5 + 2 / 128, "nvfp4": 0.5 + 1 / 16}
 STD = 0.02
 INT4_GROUP = 128
 
 
 def vocab_size(size: str) -> int:
-    """Rows of the embedding."""
+    """Number of embedding rows."""
     return VOCAB if "tiny" not in size else 32
 
 
 def head_dim(size: str) -> int:
-    """Of queries, keys and values."""
+    """Head dimension of queries, keys and values."""
     return 128 if "tiny" not in size else 32
 
 
 def facts_of(size: str, form: str, num_layers: int | None = None) -> ModelFacts:
-    """Qwen3 of a size, as a checkpoint of that format would tell."""
+    """Facts of a Qwen3, as read from a checkpoint of that format."""
     hidden, inner, layers, heads, kv_heads, tied = SIZES[size]
     dim = head_dim(size)
     attention = Attention(heads, kv_heads, dim, RopeFacts(1e6, dim), dim**-0.5, qk_norm=True)
@@ -75,7 +75,7 @@ def facts_of(size: str, form: str, num_layers: int | None = None) -> ModelFacts:
 
 
 def random_weight(form: str, shape: tuple[int, int], device: torch.device) -> Weight:
-    """A canonical weight whose numbers have a standard deviation of about STD."""
+    """Return a canonical weight with values of standard deviation about STD."""
     n, k = shape
     if form == "bf16":
         return Weight("dense", shape, (torch.randn(n, k, device=device, dtype=torch.float32) * STD).bfloat16())
@@ -95,7 +95,7 @@ def random_weight(form: str, shape: tuple[int, int], device: torch.device) -> We
 
 
 class _NoFile:
-    """What a load asks of a checkpoint, where there is none."""
+    """Stand-in for the checkpoint that a load reads."""
 
     def __init__(self, facts: ModelFacts) -> None:
         self.path = Path(facts.name)
@@ -113,7 +113,7 @@ class _NoFile:
 
 
 class RandomLoading(Loading):
-    """A load whose weights are drawn instead of read."""
+    """A load with random weights instead of a file's."""
 
     def __init__(self, facts: ModelFacts, form: str, options: LoadOptions) -> None:
         super().__init__(_NoFile(facts), Shard(facts), options)  # type: ignore[arg-type]
@@ -122,13 +122,13 @@ class RandomLoading(Loading):
     def weight(
         self, name: str, shape: tuple[int, int], device: torch.device | None = None, order: Tensor | None = None
     ) -> Weight:
-        """Layers in the format, the tables in bfloat16; random rows are in any order."""
+        """Return a weight: layers in the format, embedding and head in bfloat16; `order` is ignored."""
         return random_weight(self._form if "layers" in name else "bf16", shape, device or self.device)
 
     def bias(
         self, name: str, size: int, device: torch.device | None = None, order: Tensor | None = None
     ) -> Tensor | None:
-        """Qwen3 has none."""
+        """Qwen3 has no biases."""
         return None
 
     def norm(self, name: str, size: int, *, has_offset: bool = True) -> Norm:
@@ -145,14 +145,14 @@ def load(
     deterministic: bool = False,
     selftest: SelfTest | None = None,
 ) -> Model:
-    """A model on the card."""
+    """Create a model on the GPU."""
     torch.manual_seed(0)
     options = LoadOptions(place.device, place.dtype, kv, deterministic=deterministic, selftest=selftest)
     return RandomLoading(facts, form, options).model()
 
 
 def read_bytes(model: Model) -> int:
-    """Bytes of weights that one decoding step reads: all but rows of the embedding and experts that are not chosen."""
+    """Bytes of weights that a decoding step reads: all except other embedding rows and unselected experts."""
     idle = 0.0
     for weights in (layer.ffn for layer in model.layers if isinstance(layer.ffn, ExpertsWeights)):
         others = 1 - weights.top_k / len(weights.down)
@@ -161,5 +161,5 @@ def read_bytes(model: Model) -> int:
 
 
 def kv_bytes(facts: ModelFacts, kv: str, tokens: int) -> int:
-    """Bytes of keys and values that attention over so many tokens reads."""
+    """Bytes of keys and values that attention over `tokens` reads."""
     return kv_bytes_per_token(facts.layers, kv) * tokens

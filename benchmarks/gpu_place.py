@@ -1,4 +1,4 @@
-"""Where `gpu.py` measures: a card, or for a rehearsal the CPU with the facts of one and Triton's interpreter."""
+"""The place where `gpu.py` measures: a GPU, or for a rehearsal the CPU with a GPU's facts and Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from localllm.plan.plan import Plan
 from localllm.plan.planner import Planner
 
 GIB = 1 << 30
-ROWS = 32  # of a program of `gemv_kernel` in a rehearsal: the interpreter takes 18 ms for one, of however many
+ROWS = 32  # per program of `gemv_kernel` in a rehearsal: the interpreter takes 18 ms per program of any size
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured."""
+    """Sizes of the measurements."""
 
     batches: tuple[int, ...] = (1, 2, 4, 8, 32, 64)
-    contexts: tuple[int, ...] = (512, 4096, 32768)  # of decoding, and prompts to read
-    ctx: int = 4096  # of the deciding lines
+    contexts: tuple[int, ...] = (512, 4096, 32768)  # for decoding and prefill
+    ctx: int = 4096  # of the rows with targets
     deep: int = 32768
-    many: tuple[int, int] = (64, 1024)  # sequences, and tokens of each
+    many: tuple[int, int] = (64, 1024)  # sequences, and tokens per sequence
     rivals: tuple[int, int] = (32, 1024)
-    budget: int = 2048  # tokens of a chunk
-    answer: int = 96  # tokens of an answer that is timed
-    same: int = 64  # tokens of answers that are compared
+    budget: int = 2048  # tokens per chunk
+    answer: int = 96  # tokens of a timed answer
+    same: int = 64  # tokens of compared answers
     prompts: tuple[int, ...] = (3, 300, 17, 64, 130, 5)
     steps: int = 24
     copied: int = 2 * GIB
@@ -55,7 +55,7 @@ TINY = Sizes(
 
 @dataclass(frozen=True)
 class Place:
-    """A card of this machine."""
+    """A GPU of this machine."""
 
     device: str = "cuda:0"
     sizes: Sizes = field(default_factory=Sizes)
@@ -64,12 +64,12 @@ class Place:
 
     @property
     def words(self) -> list[str]:
-        """Options that lead another process here."""
+        """Command-line options that select this place in another process."""
         return ["--device", self.device]
 
     @property
     def name(self) -> str:
-        """Of the card."""
+        """Name of the GPU."""
         return torch.cuda.get_device_name(self.device)
 
     @property
@@ -79,24 +79,24 @@ class Place:
         return major * 10 + minor
 
     def model(self, size: str) -> str:
-        """The model that stands for one of this size."""
+        """The model to use for one of this size."""
         return size
 
     def form(self, wanted: str) -> str:
-        """The format of weights that stands for one."""
+        """The weight format to use for `wanted`."""
         return wanted
 
     def kv(self, wanted: str) -> str:
-        """The KV format that stands for one."""
+        """The KV format to use for `wanted`."""
         return wanted
 
     def machine(self, free_bytes: int = 1 << 62) -> MachineFacts:
-        """Its facts, as if no more than this were free on its cards."""
+        """Facts of the machine, with at most `free_bytes` free on its GPUs."""
         found = machine()
         return replace(found, gpus=tuple(replace(g, free_bytes=min(g.free_bytes, free_bytes)) for g in found.gpus))
 
     def plan(self, facts: ModelFacts, free_bytes: int = 1 << 62, **options: Any) -> Plan:
-        """For one model. Raises DoesNotFit where the plan says so."""
+        """Plan one model. Raises DoesNotFit if the plan says so."""
         wanted = EngineOptions(device=self.planned, quant="", **options)
         made = Planner(self.machine(free_bytes), wanted).plan(facts)
         if not made.fits:
@@ -105,27 +105,27 @@ class Place:
 
     @property
     def planned(self) -> str:
-        """The device that plans are for."""
+        """The device to plan for."""
         return self.device
 
     def wait(self) -> None:
-        """Until the card has done what it was given."""
+        """Wait until the GPU has finished its work."""
         torch.cuda.synchronize(self.device)
 
     def free(self) -> None:
-        """Give unused memory back."""
+        """Free unused memory."""
         torch.cuda.empty_cache()
 
     def forget_peak(self) -> None:
-        """Count `peak_bytes` from here."""
+        """Reset `peak_bytes`."""
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def peak_bytes(self) -> int:
-        """Most that torch held at once."""
+        """Peak memory allocated by torch."""
         return torch.cuda.max_memory_allocated(self.device)
 
     def seconds(self, call: Callable[[], object], runs: int = 10) -> float:
-        """Least seconds of a call, by events."""
+        """Shortest time of a call in seconds, by CUDA events."""
         for _ in range(3):
             call()
         events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(runs)]
@@ -137,18 +137,18 @@ class Place:
         return min(begin.elapsed_time(end) for begin, end in events) / 1e3
 
     def cold_seconds(self, call: Callable[[], object]) -> float:
-        """Median seconds of a call that finds nothing in the L2 cache."""
+        """Median seconds of a call with a cold L2 cache."""
         return gpu_seconds(call)
 
     def assembled(self, model: Model, plan: Plan) -> Engine:
-        """An engine."""
+        """Build an engine."""
         return assemble(model, plan)
 
 
 class Rehearsal(Place):
-    """No card: its facts are an H100's, its kernels run in Triton's interpreter on models of two tiny layers.
+    """No GPU: the facts are an H100's, and kernels run in Triton's interpreter on models of two tiny layers.
 
-    Numbers are float16, since that interpreter's bfloat16 is wrong; a graph is its steps, run again.
+    Numbers are float16 because the interpreter's bfloat16 is wrong; a graph replays its steps as calls.
     """
 
     is_dry = True
@@ -162,34 +162,34 @@ class Rehearsal(Place):
         as_on_card()
 
     def model(self, size: str) -> str:
-        """One size stands for all, and one for mixtures."""
+        """Use one size for all models, and one for mixtures."""
         return "tiny mixture" if "-A" in size else "tiny"
 
     def form(self, wanted: str) -> str:
-        """The interpreter needs a second for what multiplies 64 rows of four-bit codes: `check products` has them."""
+        """No 4-bit products: the interpreter needs a second for 64 rows of them, and `check products` covers them."""
         return "fp8" if wanted in ("int4", "nvfp4") else wanted
 
     def kv(self, wanted: str) -> str:
-        """What the interpreter can hold."""
+        """The KV format that the interpreter supports."""
         return "fp16" if wanted == "bf16" else wanted
 
     def machine(self, free_bytes: int = 1 << 62) -> MachineFacts:
-        """An H100 with little free: what is planned for it is taken here."""
+        """An H100 with little free memory, because what is planned for it is allocated here."""
         return super().machine(min(free_bytes, 4 * GIB))
 
     planned = property(lambda self: "cuda:0")
 
     def wait(self) -> None:
-        """Nothing is under way."""
+        """Nothing to wait for."""
 
     free = forget_peak = wait
 
     def peak_bytes(self) -> int:
-        """Nobody counts."""
+        """Not measured."""
         return 0
 
     def seconds(self, call: Callable[[], object], runs: int = 10) -> float:
-        """Of one call."""
+        """Seconds of one call."""
         started = time.perf_counter()
         call()
         return time.perf_counter() - started
@@ -197,17 +197,17 @@ class Rehearsal(Place):
     cold_seconds = seconds
 
     def assembled(self, model: Model, plan: Plan) -> Engine:
-        """An engine on the CPU whose graphs are calls."""
+        """Build an engine on the CPU whose graphs are calls."""
         return assemble(model, replace(plan, device="cpu"), capture=_again)
 
 
 def place_of(device: str, dry: bool) -> Place:
-    """For the options of a command."""
+    """Return the place for the options of a command."""
     return Rehearsal() if dry else Place(device)
 
 
 def as_on_card() -> None:
-    """Let this process take Triton's kernels, and the plain ones beside them, as it would on a card of sm_90."""
+    """Make this process choose Triton kernels and PyTorch ops as it would on an sm_90 GPU."""
 
     def fits(asked: Callable[[Any], str | None], facts: Any) -> str | None:
         return asked(replace(facts, device="cuda", capability=90))

@@ -1,4 +1,4 @@
-"""What others compute on the same card: transformers, torch's own kernels and llama.cpp, each beside ours."""
+"""Comparisons on the same GPU with transformers, torch's own kernels and llama.cpp."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ Call = Callable[[], torch.Tensor]
 
 
 class Rivals:
-    """Pairs of calls, timed on cold caches."""
+    """Pairs of calls, timed with cold caches."""
 
     def __init__(self, place: Place, timed: Speed) -> None:
         self.place, self.timed, self.report = place, timed, timed.report
         self.dtype: torch.dtype = getattr(torch, place.dtype)
 
     def kernels(self) -> None:
-        """Products and attention: torch's time over ours, more than 1 where ours is faster."""
+        """Products and attention: torch's time divided by ours, above 1 if ours is faster."""
         for name, make in (*self._products(), *self._attention()):
             if self.timed.only not in name or not self.report.has_time(5):
                 continue
@@ -100,7 +100,7 @@ class Rivals:
         )
 
     def transformers(self, size: str) -> None:
-        """Our decoding against theirs: >= 5 x at batch 1, >= 10 x with many sequences."""
+        """Decoding speed relative to transformers; targets: >= 5 x at batch 1, >= 10 x with many sequences."""
         size = self.place.model(size)
         if self.timed.only not in f"transformers {size}" or not self.report.has_time(90):
             return
@@ -119,7 +119,7 @@ class Rivals:
             bench.close()
 
     def llama_cpp(self, binary: str, model: str) -> None:
-        """llama-bench of a CUDA build that was made here, on a file that was brought along."""
+        """Run llama-bench of a CUDA build made on this machine on a given file."""
         done = subprocess.run(
             [binary, "-m", model, "-p", "4096", "-n", "128", "-o", "json"], capture_output=True, text=True
         )

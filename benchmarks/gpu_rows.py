@@ -1,4 +1,4 @@
-"""How fast a loaded model runs on the card at hand: steps at a depth that need not be computed, and whole answers."""
+"""Speed of a loaded model on this GPU: steps at a context that need not be computed, and whole answers."""
 
 from __future__ import annotations
 
@@ -22,39 +22,39 @@ from localllm.request import Request, SamplingParams
 
 
 def copy_bandwidth(place: Place) -> float:
-    """Bytes per second of the card's memory: a copy, reading and writing counted."""
+    """Memory bandwidth of the GPU in bytes per second: a copy, counting reads and writes."""
     source = torch.empty(place.sizes.copied, dtype=torch.uint8, device=place.device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / place.seconds(lambda: target.copy_(source))
 
 
 def matmul_peak(place: Place) -> float:
-    """Multiplications and additions per second of torch's bfloat16 product, random numbers."""
+    """FLOP/s of torch's bfloat16 matrix product with random numbers."""
     n = place.sizes.matrix
     a, b = (torch.randn(n, n, device=place.device).bfloat16() for _ in range(2))
     return 2 * n**3 / place.seconds(lambda: torch.mm(a, b))
 
 
-ROUNDS = 6  # answers that learn from each other
+ROUNDS = 6  # answers, each learning from the ones before
 
 
 class Bench:
-    """One model with pages and graphs as a plan gives them."""
+    """One model with the pages and graphs of its plan."""
 
     def __init__(
         self, model: Model, place: Place, kv: str, ctx: int, parallel: int, *, graphs: bool = True, free: int = 1 << 62
     ) -> None:
-        """Raises DoesNotFit where the plan says so. free: bytes of memory to plan with, at most."""
+        """Raises DoesNotFit if the plan says so. free: the most bytes of memory to plan with."""
         given = {"kv": kv, "ctx": ctx, "max_parallel": parallel, "prefill_budget": place.sizes.budget}
         self.plan = place.plan(model.facts, free, graphs=graphs, **given)
         self.model, self.place = model, place
         place.forget_peak()
         self.engine = place.assembled(model, self.plan)
-        self.engine.stepper.speculation = None  # what random weights repeat says nothing
-        self.tokens = self.plan.num_pages[0] * self.plan.page_size  # that the pages hold
+        self.engine.stepper.speculation = None  # repetitions of random weights are meaningless
+        self.tokens = self.plan.num_pages[0] * self.plan.page_size  # capacity of the pages
 
     def fits(self, batch: int, ctx: int) -> bool:
-        """Whether there are pages for so many sequences of this length."""
+        """Return whether the pages hold `batch` sequences of `ctx` tokens."""
         return batch <= self.plan.max_parallel and ctx <= self.plan.ctx and batch * (ctx + 32) <= self.tokens
 
     def _steps(self, ctx: int) -> WorstSteps:
@@ -63,11 +63,11 @@ class Bench:
         return WorstSteps(self.engine.runner, made, pages)
 
     def decoding(self, batch: int, ctx: int) -> Callable[[], None]:
-        """A call that computes a step for `batch` sequences of `ctx` tokens and samples, but waits for nothing."""
+        """Return a call that computes and samples a step for `batch` sequences of `ctx` tokens without waiting."""
         return self._steps(ctx).decoding(batch, waits=False)
 
     def decode_seconds(self, batch: int, ctx: int, steps: int = 0, guessed: int = 0) -> float:
-        """Seconds of one such step; `steps` are timed. `guessed`: of the first sequence, tokens that it checks."""
+        """Seconds of one such step, timed over `steps`. `guessed`: draft tokens that the first sequence checks."""
         steps, step = steps or self.place.sizes.steps, self.decoding(batch, ctx)
         if guessed:
             step = self._steps(ctx).checking(batch, guessed, waits=False)
@@ -84,7 +84,7 @@ class Bench:
         return statistics.median(rounds)
 
     def prefill_seconds(self, length: int) -> float:
-        """Seconds to read a prompt in chunks, and draw its first token."""
+        """Seconds to prefill a prompt in chunks and sample its first token."""
         worst = self._steps(length + 1)
         budget = self.plan.prefill_budget
         chunks = [(start, min(budget, length - start)) for start in range(0, length, budget)]
@@ -104,7 +104,7 @@ class Bench:
         return statistics.median(times)
 
     def attention_inputs(self, ctx: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """A query, pages in any order, where sequences begin, and how long they are: one of `ctx` tokens decodes."""
+        """Query, pages in random order, sequence starts and lengths for one decoding sequence of `ctx` tokens."""
         facts, device = self.model.facts, self.place.device
         count = -(-ctx // self.plan.page_size)
         table = torch.randperm(self.plan.num_pages[0], device=device)[:count].to(torch.int32).view(1, -1)
@@ -113,7 +113,7 @@ class Bench:
         return q, table, starts, torch.tensor([ctx], dtype=torch.int32, device=device)
 
     def attention_seconds(self, ctx: int) -> float:
-        """Seconds of decode attention alone, of one layer, for one sequence."""
+        """Seconds of decode attention alone, for one layer and one sequence."""
         pages, weights = self.engine.runner.cache.layers[0], self.model.layers[0].mixer
         assert isinstance(weights, AttentionWeights)
         q, *where = self.attention_inputs(ctx)
@@ -121,14 +121,14 @@ class Bench:
             return self.place.cold_seconds(lambda: self.model.table.attention(q, weights, pages, *where))
 
     def guessed(self, prompt: int, tokens: int, deep: int, right: float) -> dict[str, float]:
-        """The same answer twice, the second time with `deep` guesses a step, each right with a chance of `right`: how
-        many times quicker, the guesses costing nothing, and how many of them were right.
+        """Generate an answer without and with `deep` guesses per step, each right with probability `right`; return the
+        speedup (guesses are free) and the share of right guesses.
         """
         known, stepper = Known(deep, right), self.engine.stepper
         stepper.speculation = Speculation(known, "always", goes_back=bool(self.model.states))
         plain = self.answer(prompt, tokens)["tpot_s"]
         quick, checked, held = 0.0, 0, 0
-        for _ in range(ROUNDS):  # several rows are rounded otherwise than one: answers part later and later
+        for _ in range(ROUNDS):  # several rows round differently from one, so answers diverge, later in each round
             known.learn()
             before = stepper.stats.guesses.get(known.name, (0, 0))
             quick = self.answer(prompt, tokens)["tpot_s"]
@@ -140,7 +140,7 @@ class Bench:
         return {"times": plain / max(quick, 1e-9), "right": held / max(1, checked), "tpot_ms": quick * 1e3}
 
     def answer(self, prompt: int, tokens: int, batch: int = 1) -> dict[str, float]:
-        """Whole answers through the engine: TTFT and TPOT in seconds, tokens per second of all together."""
+        """Generate whole answers with the engine: TTFT and TPOT in seconds, total tokens per second."""
         engine = self.engine
         quiet = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
         prompts = [[(7 * i + 13 * j) % _ids(self.model) + 3 for i in range(prompt)] for j in range(batch)]
@@ -156,14 +156,14 @@ class Bench:
         return {"ttft_s": ttft, "tpot_s": tpot, "tps": batch * tokens / took}
 
     def close(self) -> None:
-        """Stop the engine and give the pages back."""
+        """Stop the engine and free the pages."""
         self.engine.close()
         del self.engine
         self.place.free()
 
 
 class Known:
-    """Guesses what the same prompt was answered with before, each token wrong with a chance of its own."""
+    """Drafter that guesses the previous answer to the same prompt, with each token wrong at random."""
 
     name = "known"
 
@@ -174,12 +174,12 @@ class Known:
         self._texts: list[list[int]] = []
 
     def learn(self) -> None:
-        """From now on what was answered so far is guessed."""
+        """Guess from the answers so far."""
         self._texts += [sequence.token_ids for sequence in self._heard.values()]
         self._heard.clear()
 
     def guess(self, sequence: Sequence) -> Guess | None:
-        """What came next, as far as it is known."""
+        """Return the known next tokens."""
         ids = sequence.token_ids
         self._heard[sequence.number] = sequence
         text = next((text for text in self._texts if text[: len(ids)] == ids), [])[len(ids) : len(ids) + self._deep]
@@ -195,7 +195,7 @@ def _ids(model: Model) -> int:
 def generate(
     model: Model, place: Place, kv: str, *, graphs: bool, ahead: bool, together: bool = True, known: Known | None = None
 ) -> list[list[int]]:
-    """Greedy and seeded answers of a few requests that come one after the other, or each when the last has ended.
+    """Greedy and seeded answers of a few requests that arrive staggered, or each after the last has ended.
 
     known  guesses tokens
     """
@@ -203,7 +203,7 @@ def generate(
     plan = place.plan(model.facts, kv=kv, ctx=longest + 64, prefill_budget=256, max_parallel=8, graphs=graphs)
     engine = place.assembled(model, plan)
     engine.stepper.runs_ahead = ahead
-    # what looks for repetitions guesses as its own clock says: other rows then, and other kernels
+    # n-gram lookup guesses depending on timing, which changes the rows and thus the kernels
     engine.stepper.speculation = known and Speculation(known, "always", goes_back=bool(model.states))
     streams = []
     for index, length in enumerate(place.sizes.prompts):

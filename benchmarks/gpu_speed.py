@@ -1,4 +1,4 @@
-"""The rows of `gpu.py` that are timed: the lines that decide, kernel by kernel, and the grid."""
+"""The timed rows of `gpu.py`: rows with targets, kernel by kernel, and the grid."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROFILED_STEPS = 4
 
 
 class Speed:
-    """Everything that is timed, against the copy bandwidth and the matmul peak of this card."""
+    """All timings, relative to the copy bandwidth and the matmul peak of this GPU."""
 
     def __init__(
         self,
@@ -41,14 +41,14 @@ class Speed:
         self.place, self.report, self.only, self.tune_s = place, report, only, tune_s
         self.sizes = place.sizes
         self.child = child
-        self.prefills: dict[tuple[str, str], float] = {}  # seconds of a prompt, by size and form
+        self.prefills: dict[tuple[str, str], float] = {}  # seconds of a prompt, by size and format
         self.bandwidth = gpu_rows.copy_bandwidth(place)
         self.peak = gpu_rows.matmul_peak(place)
         report.row("copy bandwidth", self.bandwidth / 1e9, "GB/s")
         report.row("bf16 matmul peak", self.peak / 1e12, "TFLOP/s")
 
     def model(self, size: str, form: str, kv: str, measure: Callable[[Any, str], None], needs_s: float = 40.0) -> None:
-        """Load a model, measure, free it; left out where it does not fit or there is no time."""
+        """Load a model, measure it and free it; skipped if it does not fit or time is short."""
         size, form = self.place.model(size), self.place.form(form)
         name = f"{size} {form}, KV {kv}"
         if self.only not in name or not self.report.has_time(needs_s):
@@ -83,7 +83,7 @@ class Speed:
         bench.engine.runner.capture()
 
     def lines(self, bench: Any, name: str) -> None:
-        """The lines that decide: one person's decoding, kernel by kernel, attention, prefill, throughput."""
+        """Rows with targets: batch-1 decoding, kernel by kernel, attention, prefill, throughput."""
         self._decoding(bench, name)
         self._profile(bench, name)
         self._prefill(bench, name)
@@ -105,7 +105,7 @@ class Speed:
         step = bench.decode_seconds(1, ctx)
         mbu = (read + kv_bytes(facts, kv, ctx)) / step / self.bandwidth
         report.row(f"{name}: step, batch 1, {ctx} tokens", step * 1e3, "ms", mbu=mbu)
-        # a head that guesses two tokens, 70 % of them right, gives 1 + 0.7 + 0.49 tokens a step; without its own time
+        # a head guessing two tokens, 70 % of them right, yields 1 + 0.7 + 0.49 tokens per step, without its own time
         checks = bench.decode_seconds(1, ctx, guessed=2)
         report.row(f"{name}: step that checks 2 guesses", checks / step, "steps", "<= 1.25", checks <= 1.25 * step)
         found = bench.guessed(ctx, self.sizes.answer, 2, 0.7)
@@ -124,7 +124,7 @@ class Speed:
         report.row(f"{name}: {deep} tokens against their bytes", extra, "x", "<= 1.25", extra <= 1.25, ms=slow * 1e3)
 
     def _profile(self, bench: Any, name: str) -> None:
-        """Where a step at batch 1 spends its time on the card, by kernel."""
+        """GPU time of a step at batch 1, by kernel."""
         kinds = torch.profiler.ProfilerActivity
         on_card = kinds.CUDA in torch.profiler.supported_activities()
         step = bench.decoding(1, self.sizes.ctx)
@@ -152,7 +152,7 @@ class Speed:
             self.report.row(f"{size} int4: prefill over that of bf16", ratio, "x", ">= 0.8", ratio >= 0.8)
 
     def eager(self, size: str, form: str, kv: str) -> None:
-        """The same step without graphs."""
+        """Measure the same step without graphs."""
         size, form = self.place.model(size), self.place.form(form)
         if self.only not in f"{size} {form}" or not self.report.has_time(30):
             return
@@ -164,7 +164,7 @@ class Speed:
 
     @contextmanager
     def left_out(self, name: str) -> Iterator[None]:
-        """What fails for reasons of its own ends nothing else; a card that is lost does."""
+        """Report a part's failure and continue, unless the GPU itself is lost."""
         try:
             yield
         except (LocalLLMError, ImportError, RuntimeError, ValueError, OSError) as error:
@@ -175,17 +175,17 @@ class Speed:
             self.place.free()
 
     def cold(self, size: str, file: str = "") -> None:
-        """From a process's start to the first token, the file in the page cache: first with kernels to compile."""
+        """Time from process start to first token, file in the page cache: first with nothing compiled, then cached."""
         size, form = self.place.model(size), self.place.form("int4")
         if self.only not in f"cold {size}" or not self.report.has_time(120):
             return
         with tempfile.TemporaryDirectory() as folder:
             path = Path(file) if file else Path(folder) / "model"
             nbytes = path.stat().st_size if file else write_checkpoint(path, size, form, self.place)
-            fresh = {  # nothing compiled, no verdicts, no profiles: as on the first day
+            fresh = {  # nothing compiled, no verdicts, no profiles: a first start
                 "TRITON_CACHE_DIR": str(Path(folder) / "triton"), "LOCALLLM_CACHE": str(Path(folder) / "cache"),
             }  # fmt: skip
-            if self.place.is_dry:  # C stands in for the host's part only: compiling it took 30 s of CPU
+            if self.place.is_dry:  # the C kernels serve only the host's part: compiling them took 30 s of CPU
                 (Path(folder) / "cache/kernels").mkdir(parents=True)
                 for library in cache_folder().glob("*.so"):
                     (Path(folder) / "cache/kernels" / library.name).symlink_to(library.resolve())
@@ -199,7 +199,7 @@ class Speed:
                 self.report.row(f"{what}: {name}", took, "s", f"<= {line:g}", took <= line, file_bytes=nbytes, **stages)
 
     def grid(self, bench: Any, name: str) -> None:
-        """Every batch and context that fits, and every prefill."""
+        """Measure every batch and context that fits, and every prefill length."""
         facts, kv, read = bench.model.facts, bench.plan.kv, read_bytes(bench.model)
         for ctx in self.sizes.contexts:
             for batch in self.sizes.batches:
@@ -216,7 +216,7 @@ class Speed:
 
 
 def multiplied_params(facts: ModelFacts) -> int:
-    """Weights of the layers that a token is multiplied with: of experts, those it goes through."""
+    """Layer parameters that a token is multiplied with, counting only its selected experts."""
     total = 0
     for layer, times in facts.kinds:
         share = layer.ffn.top_k / layer.ffn.num_experts if isinstance(layer.ffn, Experts) else 1.0
@@ -226,7 +226,7 @@ def multiplied_params(facts: ModelFacts) -> int:
 
 
 def kernels_of(events: Any, on_card: bool) -> list[tuple[float, int, str]]:
-    """(microseconds, launches, name) of what ran, the longest first."""
+    """(microseconds, launches, name) of the kernels that ran, longest first."""
     found: dict[str, tuple[float, int]] = {}
     for event in events:
         if on_card and event.device_type != torch.autograd.DeviceType.CUDA:

@@ -1,4 +1,4 @@
-"""The same shapes with `transformers` on the same card, random weights: what our decoding is compared with."""
+"""Decoding speed of `transformers` on the same GPU, with random weights in the same shapes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gpu_place import Place
 
 
 def decode_tps(size: str, batch: int, ctx: int, place: Place) -> float:
-    """Tokens per second of all `batch` sequences behind `ctx` tokens: bfloat16, SDPA attention, its dynamic cache."""
+    """Tokens per second of all `batch` sequences at `ctx` tokens: bfloat16, SDPA attention, its dynamic cache."""
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     hidden, inner, layers, heads, kv_heads, tied = gpu_models.SIZES[size]
@@ -33,7 +33,7 @@ def decode_tps(size: str, batch: int, ctx: int, place: Place) -> float:
     with torch.inference_mode():
         for parameter in model.parameters():
             parameter.normal_(0, gpu_models.STD) if parameter.dim() > 1 else parameter.fill_(1.0)
-        for module in model.modules():  # buffers of an empty model hold anything: RoPE's frequencies are made anew
+        for module in model.modules():  # buffers of an empty model are uninitialized: recompute RoPE's frequencies
             if hasattr(module, "inv_freq") and hasattr(module, "rope_init_fn"):
                 module.inv_freq.copy_(module.rope_init_fn(config, device)[0])
         ids = torch.randint(3, config.vocab_size, (batch, ctx), device=device)

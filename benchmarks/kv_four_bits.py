@@ -1,10 +1,11 @@
-"""What keys and values of four bits would cost, before any kernel for them is written: KL against float32 ones.
+"""Quality cost of 4-bit keys and values, estimated before writing kernels: KL against float32 ones.
 
     python benchmarks/kv_four_bits.py                  both real models, every setting
     python benchmarks/kv_four_bits.py smollm2 --tokens 500
 
-Weights and activations are float32, so the codes are all that differs: each key and value is encoded and decoded again
-before it is written to a float32 cache. Scales and offsets are not rounded here. The result is docs/quality.md's table.
+Weights and activations are float32, so rounding to codes is the only difference: each key and value is encoded and
+decoded again before it is written to a float32 cache. Scales and offsets are not rounded. The result is the table in
+docs/quality.md.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from typing import Any
 
 from torch import Tensor
 
-Codec = Callable[[Tensor], Tensor]  # numbers -> what is left of them
+Codec = Callable[[Tensor], Tensor]  # numbers -> numbers after encoding and decoding
 
 
 def to_int8(x: Tensor) -> Tensor:
-    """One scale a vector, as `--kv int8` has it."""
+    """One scale per vector, as in `--kv int8`."""
     scale = x.abs().amax(-1, keepdim=True) / 127
     return (x / scale.clamp(min=1e-30)).round() * scale
 
 
 def to_int4(group: int, offset: bool) -> Codec:
-    """A scale for `group` numbers; with `offset` their smallest is the lowest code, else zero is the middle one."""
+    """One scale per `group` numbers; with `offset` their minimum is the lowest code, else zero is the middle code."""
 
     def through(x: Tensor) -> Tensor:
         runs = x.reshape(*x.shape[:-1], -1, min(group, x.shape[-1]))
@@ -44,7 +45,7 @@ def rotated(codec: Codec) -> Codec:
 
 
 def settings(head_dim: int) -> Iterator[tuple[str, Codec, Codec]]:
-    """(what is told of it, keys, values)"""
+    """(label, codec of keys, codec of values)"""
     groups = [group for group in (32, 64, 128) if group <= head_dim]
     yield "K, V int8; K rotated", rotated(to_int8), to_int8
     for offset in (False, True):
@@ -63,7 +64,7 @@ def settings(head_dim: int) -> Iterator[tuple[str, Codec, Codec]]:
 
 @contextmanager
 def codes_of(chosen: dict[str, Codec]) -> Iterator[None]:
-    """Models loaded in here write what `chosen` leaves of keys and values: with the plain kv_write, nothing fused."""
+    """Make models loaded inside write keys and values through the codecs, with the plain kv_write and nothing fused."""
     from localllm.kernels import reference, table
     from localllm.kernels.registry import SEGMENTS, Impl, fits_always
 
@@ -80,7 +81,7 @@ def codes_of(chosen: dict[str, Codec]) -> Iterator[None]:
 
 
 def cache(score: Callable[..., Any], known: dict[Any, list[Any]]) -> Callable[..., Any]:
-    """Scores of a text, computed once."""
+    """Cache the scores of a text."""
 
     def cached(ids: list[int], chunk: int) -> list[Any]:
         key = tuple(ids)
@@ -92,7 +93,7 @@ def cache(score: Callable[..., Any], known: dict[Any, list[Any]]) -> Callable[..
 
 
 def main() -> None:
-    """Measure, a line of the table at a time."""
+    """Measure and print the table row by row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=("smollm2", "gemma3-270m"))
     parser.add_argument("--tokens", type=int, default=1000)
@@ -109,11 +110,11 @@ def main() -> None:
             with codes_of(chosen):
                 coded = LLM(name, **how)
             with coded:
-                for told, k, v in settings(exact.facts.head_dim):
+                for label, k, v in settings(exact.facts.head_dim):
                     chosen["k"], chosen["v"] = k, v
                     found = evaluate(coded, exact, sample_text("evaluation"), max_tokens=options.tokens)
                     tail = f"{found.kl_p99:.4f} | {found.kl_p999:.4f} | {found.agreement:.1%}"
-                    print(f"| {name} | {told} | {found.kl_mean:.5f} | {tail} |", flush=True)
+                    print(f"| {name} | {label} | {found.kl_mean:.5f} | {tail} |", flush=True)
 
 
 if __name__ == "__main__":

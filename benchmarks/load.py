@@ -1,13 +1,12 @@
-"""Half an hour of mixed load on the CPU engine: does it slow down, does it grow?
+"""Half an hour of mixed load on the CPU engine: does it slow down, does its memory grow?
 
     python benchmarks/load.py [MODEL] [--minutes 30] [--json FILE]
 
-Requests of every kind run four at a time: short and long prompts, shared beginnings, greedy and sampled, log-
-probabilities, several answers, some stopped half way. Every quarter of a minute the load pauses, and three things are
-measured one after the other: decoding, the reference loop (adding up an array as large as the weights, which knows
-nothing of the engine), and anonymous memory. Lines: decoding over the reference loop changes by at most 5 % from the
-first third to the last, and RssAnon does not grow after the first five minutes (by more than 16 MB, which the
-allocator keeps for itself).
+Requests of every kind run four at a time: short and long prompts, shared prefixes, greedy and sampled, log-
+probabilities, several answers, some stopped half way. Every quarter of a minute the load pauses to measure decoding,
+the reference loop (summing an array as large as the weights, independent of the engine) and anonymous memory.
+Targets: decoding relative to the reference loop changes by at most 5 % from the first third to the last, and RssAnon
+does not grow after the first five minutes (by more than 16 MB, which the allocator keeps).
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ REPEATS = 3
 
 
 class Load:
-    """Requests until it is told to pause or stop."""
+    """Worker threads that send requests until paused or stopped."""
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
@@ -52,7 +51,7 @@ class Load:
         self._workers = [self._pool.submit(self._work, random.Random(seed)) for seed in range(AT_ONCE)]
 
     def run(self, seconds: float) -> None:
-        """Load for so long; returns when the last request is over."""
+        """Run the load for `seconds`; returns when the last request has ended."""
         self._go.set()
         time.sleep(seconds)
         self._go.clear()
@@ -60,7 +59,7 @@ class Load:
             time.sleep(0.01)
 
     def close(self) -> None:
-        """Stop the workers. Raises what one of them failed with."""
+        """Stop the workers. Raises the error of a failed worker."""
         self._end.set()
         self._go.set()
         for worker in self._workers:
@@ -105,7 +104,7 @@ class Load:
 
 
 def main() -> int:
-    """Run it, print a verdict; exit 1 when a line is missed."""
+    """Run the load and print a verdict; exit 1 if a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="smollm2")
     parser.add_argument("--minutes", type=float, default=30.0)
@@ -134,7 +133,7 @@ def main() -> int:
 
 
 def sample(ours: OurEngine, array: np.ndarray, at_s: float) -> dict[str, float]:
-    """The best of a few repetitions of both loops, in turns: what else the machine does makes them slower."""
+    """Best of a few alternating repetitions of both loops, because other work on the machine only slows them."""
     tps, rate = 0.0, 0.0
     with OtherWork() as others:
         for number in range(REPEATS):
@@ -156,7 +155,7 @@ def sample(ours: OurEngine, array: np.ndarray, at_s: float) -> dict[str, float]:
 
 
 def verdict(samples: list[dict[str, float]]) -> dict[str, Any]:
-    """Drift between the first and the last third, and growth after the first minutes."""
+    """Speed drift from the first to the last third, and memory growth after the first minutes."""
     third = max(1, len(samples) // 3)
     ratios = [s["decode_tps"] / s["loop_gb_s"] for s in samples]
     drift = statistics.median(ratios[-third:]) / statistics.median(ratios[:third]) - 1

@@ -1,11 +1,11 @@
-"""From a command to its first token, with and without repacked weights on the disk, and the memory that takes.
+"""Time from a command to its first token, with and without repacked weights on disk, and its memory.
 
     python benchmarks/loading.py MODEL.gguf ... [--json FILE] [--repeat 3]
 
-For each model in turns: nothing is kept (`off`), the start that writes the file (`first`), and one that reads it
-(`second`), as the default of `engine.packed_store` has it. All read from the page cache; the file lies in a folder of
-its own, which is removed. A row holds medians: seconds to the first byte of the answer, CPU seconds until then, the
-most anonymous memory, tokens a second of 32.
+For each model, in alternation: a start without the file (`off`), the start that writes it (`first`), and one that reads
+it (`second`), with the default of `engine.packed_store`. All files are in the page cache; the repacked file goes to a
+temporary folder. A row has medians: seconds to the first byte of the answer, CPU seconds until then, peak anonymous
+memory, and tokens per second over 32 tokens.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from localllm.kernels.cpu.build import cache_folder
 
 LOCALLLM = [str(Path(sys.executable).with_name("localllm")), "run"]
 OPTIONS = ["--stream", "--temp", "0", "--max-tokens", "32", "--attach-to", "off", "--json", "hi"]
-LINES = {"first": 6.0, "second": 2.5}  # seconds, for a model of 4B
-PHASES = ("resolve", "import", "weights", "ready")  # when each began, in seconds from the command
+LINES = {"first": 6.0, "second": 2.5}  # targets in seconds, for a 4B model
+PHASES = ("resolve", "import", "weights", "ready")  # start of each phase, in seconds from the command
 STATUS_S = 0.05
 
 
 def start(model: str, home: Path, keeps: bool) -> dict[str, float]:
-    """One command."""
+    """Run and measure one command."""
     limit = {"LOCALLLM_ENGINE_PACKED_STORE": "auto" if keeps else "0"}
     environment = os.environ | limit | {"LOCALLLM_HOME": str(home), "LOCALLLM_CACHE": str(cache_folder().parent)}
     begun, peak, ends = time.monotonic(), [0], threading.Event()
@@ -77,7 +77,7 @@ def _cpu_seconds(pid: int) -> float:
 
 
 def rows(model: Path, repeat: int) -> list[dict[str, Any]]:
-    """In turns, after one start that nobody counts."""
+    """Measure in alternation, after one warm-up start."""
     found: dict[str, list[dict[str, float]]] = {"off": [], "first": [], "second": []}
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
@@ -87,7 +87,7 @@ def rows(model: Path, repeat: int) -> list[dict[str, Any]]:
             for name, runs in found.items():
                 runs.append(start(str(model), home, keeps=name != "off"))
             if not any(home.glob("cache/packed/*.packed")):
-                raise SystemExit(f"{home} has too little free space to keep {model.name}")
+                raise SystemExit(f"{home} has too little free space for {model.name}")
     return [
         {"model": model.name, "bytes": model.stat().st_size, "start": name, "line_s": LINES.get(name)}
         | {key: statistics.median(run[key] for run in runs) for key in runs[0]}
@@ -97,7 +97,7 @@ def rows(model: Path, repeat: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Parse, measure, write."""
+    """Parse the options, measure, write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", type=Path)
     parser.add_argument("--json", type=Path)

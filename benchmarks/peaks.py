@@ -1,12 +1,11 @@
-"""What bounds the CPU's products here: multiply-adds a second that nothing waits for, and bytes a second from memory.
+"""Limits of matrix products on this CPU: peak multiply-adds per second, and memory read bandwidth.
 
     python benchmarks/peaks.py [--threads 2] [--seconds 5] [--json FILE]
 
-Each kind of instruction runs in registers alone, twelve sums at a time (a core of Intel's begins two a
-cycle, which take five), in turns with the other and with reading memory.
-Prefill multiplies every weight once a token, in pairs of 16 bits (`vpdpwssd`) or as a byte (`vpdpbusd`); on AMD's
-CPUs three sums of four have half of the multiplications and two additions beside each (`vpaddw`). Decoding reads every
-weight once a token.
+Each kind of instruction runs on registers only, with twelve independent sums (an Intel core issues two per cycle with
+a latency of five), alternating with the others and with reading memory. Prefill multiplies every weight once per
+token, in pairs of 16 bits (`vpdpwssd`) or as bytes (`vpdpbusd`); on AMD CPUs three of four sums use half of the
+multiplications, with two additions each (`vpaddw`). Decoding reads every weight once per token.
 """
 
 from __future__ import annotations
@@ -65,16 +64,16 @@ int64_t lanes(void) { return VW; }
 """
 HALVED = "vpdpwssd with two vpaddw"
 MOSTLY_HALVED = f"{HALVED}, but for a quarter"
-MACS = {"vpdpwssd": 2, HALVED: 4, MOSTLY_HALVED: 4, "vpdpbusd": 4}  # of a lane, each time a sum is added to
+MACS = {"vpdpwssd": 2, HALVED: 4, MOSTLY_HALVED: 4, "vpdpbusd": 4}  # multiply-adds per lane and step
 SUMS, ROUNDS = 12, 1 << 23
 
 
 def compiled(folder: Path) -> ctypes.CDLL:
-    """The loops, for the instruction set that the kernels have here; ends the program where there are none."""
+    """Compile the loops for the instruction set of the kernels on this CPU; exit if it has none of them."""
     isa = build.library().isa
     compiler = build._compiler()
     if compiler is None or isa not in ("avx512vnni", "amx"):
-        raise SystemExit(f"{isa}: no instruction of these")
+        raise SystemExit(f"{isa}: none of these instructions")
     (folder / "peaks.c").write_text(SOURCE)
     kernels = Path(build.__file__).parent
     command = [*compiler, *build._flags(isa), f"-I{kernels}", str(folder / "peaks.c"), "-o", str(folder / "peaks.so")]
@@ -83,7 +82,7 @@ def compiled(folder: Path) -> ctypes.CDLL:
 
 
 def rate(function: Any, threads: int) -> float:
-    """Steps of the loop a second, all threads together."""
+    """Loop steps per second of all threads together."""
     outs = [(ctypes.c_int32 * 16)() for _ in range(threads)]
     begun = time.perf_counter()
     running = [threading.Thread(target=function, args=(ctypes.c_int64(ROUNDS), out)) for out in outs]
@@ -95,7 +94,7 @@ def rate(function: Any, threads: int) -> float:
 
 
 def main() -> None:
-    """Measure in turns, print and keep."""
+    """Measure in alternation, print and save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=5.0)
@@ -113,7 +112,7 @@ def main() -> None:
             found["read"].append(read_bandwidth.__wrapped__(options.threads, 64 << 20) / 1e9)
     rows = {name: {"median": statistics.median(each), "best": max(each)} for name, each in found.items()}
     for name, row in rows.items():
-        unit = "GB/s" if name == "read" else "billion multiply-adds a second"
+        unit = "GB/s" if name == "read" else "billion multiply-adds per second"
         print(f"{name}: {row['median']:.1f} (best {row['best']:.1f}) {unit}, {options.threads} threads")
     if options.json:
         cpu = machine().cpu.name

@@ -1,4 +1,4 @@
-"""Line charts as SVG, by hand: a title, two axes, a line with points per series."""
+"""Line charts written directly as SVG: a title, two axes, a line with points per series."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Points = Sequence[tuple[float, float]]
 
 
 def line_chart(title: str, x_label: str, y_label: str, series: Mapping[str, Points], *, log_x: bool = False) -> str:
-    """An SVG document. Points are (x, y), y from 0 on; `log_x` spaces doublings evenly (x from 1 on)."""
+    """Return an SVG document. Points are (x, y) with y >= 0; `log_x` spaces doublings evenly (x >= 1)."""
     xs = sorted({x for points in series.values() for x, _ in points})
     top = nice_ceiling(max(y for points in series.values() for _, y in points))
 
@@ -39,7 +39,7 @@ def line_chart(title: str, x_label: str, y_label: str, series: Mapping[str, Poin
     shown = -math.inf
     for x in xs:
         at, base = place(x, 0)
-        if at - shown > 36:  # labels do not touch
+        if at - shown > 36:  # keep labels apart
             shown = at
             parts.append(_text(at, base + 18, f"{x:,.0f}", "middle"))
     for index, (name, points) in enumerate(series.items()):
@@ -55,7 +55,7 @@ def line_chart(title: str, x_label: str, y_label: str, series: Mapping[str, Poin
 
 
 def nice_ceiling(value: float) -> float:
-    """The next of 1, 2, 3, 4, 5, 6, 8 times a power of ten."""
+    """Round up to 1, 2, 3, 4, 5, 6 or 8 times a power of ten."""
     scale = 10.0 ** math.floor(math.log10(value)) if value > 0 else 1.0
     return next(scale * step for step in (1, 2, 3, 4, 5, 6, 8, 10) if scale * step >= value)
 

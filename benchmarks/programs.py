@@ -1,9 +1,9 @@
-"""What sharing saves in the examples of docs/programs.md: tokens of prompts that are read with the cache and without.
+"""Savings by prefix sharing in the examples of docs/programs.md: prompt tokens computed with and without the cache.
 
     python benchmarks/programs.py
 
-Each section of the page is run as it stands, on smollm2, from an empty cache. Seeds are given there, so that both runs
-write the same.
+Each section of the page runs as written, on smollm2, from an empty cache. The examples set seeds, so both runs generate
+the same text.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> None:
             examples = [one for one in doctest.DocTestParser().get_examples(section) if "llm.close" not in one.source]
             failed, _ = runner.run(doctest.DocTest(examples, names, title, str(PAGE), 0, None), clear_globs=False)
             if failed:
-                raise SystemExit(f"{title} does not give what the page says")
+                raise SystemExit(f"{title} does not print what the page says")
             names = runner.test.globs
             after = _counted(names)
             names["llm"].engine.clear_prefix_cache()
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def _counted(names: dict[str, Any]) -> tuple[int, int] | None:
-    """Tokens of prompts that were computed, and of answers."""
+    """(computed prompt tokens, output tokens) so far."""
     if "llm" not in names:
         return None
     stats = names["llm"].stats()

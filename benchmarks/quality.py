@@ -1,13 +1,13 @@
-"""What every weight format and KV format costs on the two real models: perplexity and KL against float32, and tails.
+"""Quality cost of every weight and KV format on the two real models: perplexity, and KL from float32 with its tail.
 
     python benchmarks/quality.py                      both models, all formats
     python benchmarks/quality.py smollm2 --tokens 2000
-    python benchmarks/quality.py --table              only print the table of the results on disk
-    python benchmarks/quality.py --questions          right answers to plain questions with the default sampling
+    python benchmarks/quality.py --table              only print the table of saved results
+    python benchmarks/quality.py --questions          correct answers to simple questions with default sampling
 
-The weights are those of the file, decoded and quantised again while loading, without calibration: a model that was made
-from the BF16 weights with `localllm quantize` loses less. The reference is the same file in float32 with float32 keys
-and values. A result is appended as soon as it is there; a run that is stopped goes on with what is missing.
+The file's weights are decoded and quantized again while loading, without calibration; a model quantized from BF16
+weights with `localllm quantize` loses less. The reference is the same file in float32 with float32 keys and values.
+Results are saved as they come, and an interrupted run continues with the missing ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results" / "quality.json"
-QUESTIONS = Path(__file__).parent / "questions.json"  # question -> what a right answer contains, one of these
+QUESTIONS = Path(__file__).parent / "questions.json"  # question -> strings, one of which a correct answer contains
 SEEDS = (1, 2, 3)
 MODELS = ("smollm2", "gemma3-270m")
 WEIGHTS = ("auto", "int8", "fp8", "int4", "nvfp4", "mxfp4")
@@ -29,12 +29,12 @@ KV = ("bf16", "int8", "fp8")
 
 
 def main() -> int:
-    """Measure what is missing, then print the table."""
+    """Measure the missing combinations, then print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=MODELS)
     parser.add_argument("--tokens", type=int, default=2000)
-    parser.add_argument("--questions", action="store_true", help="count right answers instead, on smollm2")
-    parser.add_argument("--table", action="store_true", help="measure nothing")
+    parser.add_argument("--questions", action="store_true", help="count correct answers of smollm2 instead")
+    parser.add_argument("--table", action="store_true", help="only print the table")
     options = parser.parse_args()
     if options.questions:
         return ask_questions()
@@ -47,7 +47,7 @@ def main() -> int:
 
 
 def measure(name: str, tokens: int, rows: list[dict[str, Any]]) -> None:
-    """Every combination of `name` that `rows` does not have at this length."""
+    """Measure every combination of `name` that `rows` lacks at this length."""
     import torch
 
     from localllm import LLM, __version__
@@ -77,7 +77,7 @@ def measure(name: str, tokens: int, rows: list[dict[str, Any]]) -> None:
 
 
 def ask_questions() -> int:
-    """Right answers of smollm2 to all questions and seeds: with its defaults, llama.cpp's, and those we had before."""
+    """Count smollm2's correct answers to all questions and seeds with its, llama.cpp's and the previous defaults."""
     from localllm import LLM, SamplingParams, __version__
 
     questions: dict[str, list[str]] = json.loads(QUESTIONS.read_text())
@@ -93,13 +93,13 @@ def ask_questions() -> int:
             for seed in SEEDS:
                 for question, answers in questions.items():
                     asked = [{"role": "user", "content": question}]
-                    said = llm.chat(asked, replace(params, seed=seed, max_tokens=64)).text.casefold()
-                    right += any(one.casefold() in said for one in answers)
+                    answer = llm.chat(asked, replace(params, seed=seed, max_tokens=64)).text.casefold()
+                    right += any(one.casefold() in answer for one in answers)
             stated = {key: getattr(params, key) for key in ("temperature", "top_k", "top_p", "min_p")}
             rows.append({"sampling": way, "right": right, "of": len(questions) * len(SEEDS)} | stated)
             print(f"smollm2, {way}: {right} of {rows[-1]['of']} right")
-    told = {"localllm": __version__, "machine": platform.processor() or platform.machine(), "rows": rows}
-    RESULTS.with_name("questions.json").write_text(json.dumps(told, indent=1) + "\n")
+    document = {"localllm": __version__, "machine": platform.processor() or platform.machine(), "rows": rows}
+    RESULTS.with_name("questions.json").write_text(json.dumps(document, indent=1) + "\n")
     return 0
 
 

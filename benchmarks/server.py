@@ -1,11 +1,10 @@
-"""What HTTP costs: streaming and first token against the bare engine, small requests, health under load, endings.
+"""The cost of HTTP: streaming and first token against the bare engine, small requests, health under load, shutdown.
 
     python benchmarks/server.py [MODEL] [--json FILE] [--repeat 5] [--quick] [--only overload]
 
-Server and client are processes of their own; the server computes with one thread, so that on two cores the client has
-the other. Engine and server are measured in turns. Rows are medians with the line they should meet; run it on an
-otherwise quiet machine. What schemas and grammars cost is measured by benchmarks/structured.py, an hour under load by
-benchmarks/soak.py.
+Server and client are separate processes; the server computes with one thread, which leaves the client the other of two
+cores. Engine and server are measured in alternation. Rows are medians with their targets; run it on an otherwise idle
+machine. benchmarks/structured.py measures the cost of schemas and grammars, benchmarks/soak.py hours under load.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ from server_client import Connection, Server, percentile, pulse, rss_anon_mb
 
 MESSAGES = [{"role": "user", "content": "Write about the sea."}]
 TOKENS = {1: 128, 32: 48}
-WORKING = 4  # connections that work beside slow ones: 32 would fill the server, and /health would measure its queue
-OTHER = "gemma3-270m"  # the model that is loaded while /health is asked
+WORKING = 4  # working connections among slow ones: 32 would fill the server, and /health would measure its queue
+OTHER = "gemma3-270m"  # the model to load during /health requests
 Rows = list[dict[str, Any]]
 
 
 def engine_main(model: str) -> None:
-    """The bare engine in a process of its own: a line of JSON in, a line out."""
+    """The bare engine in a process of its own: one line of JSON in, one line out."""
     from localllm import LLM, SamplingParams
 
     with LLM(model, threads=1, ctx=1024, max_parallel=32) as llm:
@@ -55,7 +54,7 @@ def engine_main(model: str) -> None:
 
 
 def engine_run(llm: Any, count: int, tokens: int) -> tuple[float, float]:
-    """(tokens per second, seconds to the first token) of equal conversations side by side, nobody reading."""
+    """(tokens per second, seconds to the first token) of equal concurrent conversations without a reader."""
     from localllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
@@ -78,7 +77,7 @@ def engine_run(llm: Any, count: int, tokens: int) -> tuple[float, float]:
 
 
 class Engine:
-    """That process, asked from here."""
+    """Client of the engine process."""
 
     def __init__(self, model: str) -> None:
         command = [sys.executable, __file__, model, "--engine"]
@@ -104,7 +103,7 @@ class Engine:
 
 
 async def streams(port: int, count: int, model: str) -> tuple[float, float]:
-    """The same over HTTP, every token an event."""
+    """The same over HTTP, with one event per token."""
     connections = [await Connection(port).open() for _ in range(count)]
     body = {"model": model, "messages": MESSAGES, "temperature": 0, "max_tokens": TOKENS[count], "ignore_eos": True}
     started = time.perf_counter()
@@ -116,7 +115,7 @@ async def streams(port: int, count: int, model: str) -> tuple[float, float]:
 
 
 async def many_small(port: int, seconds: float, connections: int = 32) -> float:
-    """Requests per second of 16 tokens through so many connections."""
+    """Requests of 16 tokens per second over this many connections."""
     body = {"prompt": [5, 6, 7, 8], "max_tokens": 16, "temperature": 0, "ignore_eos": True}
     done = 0
 
@@ -137,7 +136,7 @@ async def many_small(port: int, seconds: float, connections: int = 32) -> float:
 async def health_while(
     port: int, path: str, body: Any, status: int, at_least_s: float = 3.0
 ) -> tuple[list[float], float]:
-    """(seconds of /health, asked every 50 ms while a request runs, its own seconds); short ones again and again."""
+    """(latencies of /health every 50 ms during a request, the request's seconds); short requests are repeated."""
     done = asyncio.Event()
     watching = asyncio.ensure_future(pulse(port, done, 0.05))
     connection = await Connection(port).open()
@@ -153,12 +152,12 @@ async def health_while(
 
 
 async def health_while_loading(port: int, model: str) -> tuple[list[float], float]:
-    """The same while another model is loaded for its first request."""
+    """The same while another model is loading for its first request."""
     return await health_while(port, "/v1/completions", {"model": model, "prompt": "x", "max_tokens": 1}, 200, 0)
 
 
 async def refusals(port: int) -> list[float]:
-    """Seconds of every 429 in a burst of 64 against 8 running and 16 waiting."""
+    """Seconds of every 429 in a burst of 64, with 8 running and 16 waiting."""
     connections = [await Connection(port).open() for _ in range(64)]
     body = {"prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True}
     late: list[float] = []
@@ -176,7 +175,7 @@ async def refusals(port: int) -> list[float]:
 
 
 async def disconnects(port: int, count: int) -> float:
-    """Seconds from the last of so many random disconnects until every gauge is at rest."""
+    """Seconds from the last of many random disconnects until every gauge is back at rest."""
     draw = random.Random(1)
     places = asyncio.Semaphore(32)
 
@@ -205,8 +204,8 @@ async def disconnects(port: int, count: int) -> float:
 
 
 async def slow_clients(port: int, quiet: int, turns: int) -> tuple[list[float], float]:
-    """(seconds of /health, throughput in percent) of a server with 1,000 slow connections, in turns with an equal one
-    that has none: the same work takes up to a third longer from one minute to the next.
+    """(latencies of /health, throughput in percent) of a server with 1,000 slow connections, alternating with an equal
+    server without them, because the same work takes up to a third longer from one minute to the next.
     """
 
     async def working(port: int) -> tuple[float, list[float]]:
@@ -218,9 +217,9 @@ async def slow_clients(port: int, quiet: int, turns: int) -> tuple[list[float], 
 
     shares, times = [], []
     for turn in range(turns):
-        if turn % 3 == 0:  # they are ended after 15 s
+        if turn % 3 == 0:  # the server ends them after 15 s
             socks = slow_connections(port)
-            await asyncio.sleep(1)  # a thousand at once take their time; what counts is how it is with them
+            await asyncio.sleep(1)  # accepting a thousand takes a while; measure with them connected
         alone, _ = await working(quiet)
         beside, health = await working(port)
         shares.append(100 * beside / alone)
@@ -232,7 +231,7 @@ async def slow_clients(port: int, quiet: int, turns: int) -> tuple[list[float], 
 
 
 def slow_connections(port: int) -> list[socket.socket]:
-    """A thousand that send nothing, or some part of a request and no more."""
+    """Open a thousand connections that send nothing, or only part of a request."""
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     starts = [
         b"",
@@ -250,7 +249,7 @@ def slow_connections(port: int) -> list[socket.socket]:
 
 
 def tiny_model(folder: Path, context: int = 256) -> Path:
-    """T: about a hundred thousand random weights."""
+    """Write model T, with about a hundred thousand random weights."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests/checkpoint"))
     import tiny_models
 
@@ -268,7 +267,7 @@ def measure(model: str, repeat: int, quick: bool, row: Callable[..., None]) -> N
         with Server(home / "m", model, *options) as server:
             for count, line in ((1, 5.0), (32, 10.0)):
                 bare, http, added = [], [], []
-                for _ in range(repeat * (3 if count == 1 else 1)):  # a second each
+                for _ in range(repeat * (3 if count == 1 else 1)):  # one second each
                     first = engine.measure(count)
                     second = asyncio.run(streams(server.port, count, model))
                     bare.append(first[0])
@@ -287,7 +286,7 @@ def measure(model: str, repeat: int, quick: bool, row: Callable[..., None]) -> N
 
 
 def health(model: str, home: Path, row: Callable[..., None]) -> None:
-    """/health beside work that holds on to the interpreter."""
+    """Measure /health during work that holds the GIL."""
     (home / "h").mkdir()
     schema = {"type": "object", "properties": {f"p{i}": {"enum": [f"{i}-{j}" for j in range(60)]} for i in range(60)}}
     structured = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
@@ -302,7 +301,7 @@ def health(model: str, home: Path, row: Callable[..., None]) -> None:
     with Server(home / "h", "--pin", model, "--threads", "1", "--ctx", "8192") as server:
         for name, path, body, status in cases:
             show_health(name, *asyncio.run(health_while(server.port, path, {"model": model} | body, status)), row)
-        # no line: of 262,144 words tokenizers and llguidance each make something in one call that holds the interpreter
+        # no target: tokenizers and llguidance each process 262,144 words in one call that holds the GIL
         show_health(f"a load of {OTHER}", *asyncio.run(health_while_loading(server.port, OTHER)), row, has_line=False)
     (home / "l").mkdir()
     with Server(home / "l", "--pin", OTHER, "--threads", "1", "--ctx", "1024") as server:
@@ -312,7 +311,7 @@ def health(model: str, home: Path, row: Callable[..., None]) -> None:
 def show_health(
     what: str, times: list[float], seconds: float, row: Callable[..., None], *, has_line: bool = True
 ) -> None:
-    """Two rows."""
+    """Add two rows."""
     p99, most = 1000 * percentile(times, 0.99), 1000 * max(times)
     what = f"health during {what} ({seconds:.1f} s)"
     row(f"{what}: p99", [p99], "< 100" if has_line else "-", p99 < 100 or not has_line, "ms")
@@ -320,7 +319,7 @@ def show_health(
 
 
 def small(home: Path, repeat: int, quick: bool, row: Callable[..., None]) -> None:
-    """The tiny model: what is left is the server."""
+    """Measure the tiny model, where most of the time is the server's."""
     path = tiny_model(home)
     (home / "s").mkdir()
     with Server(home / "s", str(path), "--threads", "1", "--parallel", "32") as server:
@@ -328,7 +327,7 @@ def small(home: Path, repeat: int, quick: bool, row: Callable[..., None]) -> Non
         rates = [asyncio.run(many_small(server.port, 3 if quick else 10)) for _ in range(repeat)]
         row("T: requests of 16 tokens, 32 connections", rates, ">= 300", statistics.median(rates) >= 300, "req/s")
         (home / "u").mkdir()
-        # what was disturbed is compared in turns with an equal server that was not: this machine changes by the second
+        # alternate the disturbed server with an equal one, because the machine's speed changes by the second
         with Server(home / "u", str(path), "--threads", "1", "--parallel", "32") as quiet:
             asyncio.run(many_small(quiet.port, 2))
             settled = asyncio.run(disconnects(server.port, 200 if quick else 2000))
@@ -349,7 +348,7 @@ def small(home: Path, repeat: int, quick: bool, row: Callable[..., None]) -> Non
 
 
 def too_much(path: Path, home: Path, quick: bool, row: Callable[..., None]) -> None:
-    """More than the tiny model at `path` can answer."""
+    """Overload the tiny model at `path`."""
     (home / "q").mkdir()
     with Server(home / "q", str(path), "--threads", "1", "--parallel", "8", "--max-queue", "16") as server:
         late = [x for _ in range(1 if quick else 5) for x in asyncio.run(refusals(server.port))]
@@ -369,13 +368,13 @@ def too_much(path: Path, home: Path, quick: bool, row: Callable[..., None]) -> N
 
 
 def main() -> None:
-    """Parse, measure, write."""
+    """Parse the options, measure, write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="smollm2")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="shorter runs, for a look")
-    parser.add_argument("--only", choices=["overload"], help="measure these rows anew, and keep the others of --json")
+    parser.add_argument("--quick", action="store_true", help="shorter, less precise runs")
+    parser.add_argument("--only", choices=["overload"], help="remeasure only these rows of --json")
     parser.add_argument("--engine", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.engine:
@@ -388,7 +387,7 @@ def main() -> None:
     def row(name: str, values: list[float], line: str, holds: bool, unit: str) -> None:
         value = statistics.median(values)
         rows.append({"name": name, "median": value, "unit": unit, "runs": values, "line": line, "holds": holds})
-        print(f"{name:58} {value:9.2f} {unit:6} line {line:7} {'ok' if holds else 'MISSED'}", flush=True)
+        print(f"{name:58} {value:9.2f} {unit:6} target {line:7} {'ok' if holds else 'MISSED'}", flush=True)
 
     if options.only:
         with tempfile.TemporaryDirectory() as folder:

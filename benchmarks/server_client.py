@@ -1,4 +1,4 @@
-"""The clients of benchmarks/server.py: HTTP by hand over asyncio, so that the client costs little beside the server."""
+"""HTTP clients of benchmarks/server.py, written directly on asyncio to cost little next to the server."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ COMMAND = [sys.executable, "-c", "from localllm.cli import main; main()"]
 
 
 class Server:
-    """`localllm serve` in a process of its own; ended with the block."""
+    """`localllm serve` in a process of its own, stopped at the end of the block."""
 
     def __init__(self, home: Path, *words: str) -> None:
         self.home = home
-        home.chmod(0o700)  # or it is no runtime folder
+        home.chmod(0o700)  # required of a runtime folder
         self.log = home / "serve.log"
         environment = dict(os.environ) | {"XDG_RUNTIME_DIR": str(home), "OMP_NUM_THREADS": "1"}
         command = [*COMMAND, "serve", *words, "--port", "0", "-q", "--log-file", str(home / "log")]
@@ -41,7 +41,7 @@ class Server:
         raise SystemExit(self.log.read_text())
 
     def get(self, path: str) -> int:
-        """The status of a GET; 0 when nobody answers."""
+        """Status of a GET; 0 if nothing answers."""
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=30) as answer:
                 return int(answer.status)
@@ -51,7 +51,7 @@ class Server:
             return 0
 
     def stop(self) -> float:
-        """End it; the seconds that took."""
+        """Stop the server and return the seconds that took."""
         started = time.monotonic()
         self.process.terminate()
         self.process.wait(60)
@@ -63,7 +63,7 @@ class Server:
 
 
 class Connection:
-    """One kept connection."""
+    """One keep-alive connection."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -88,37 +88,37 @@ class Connection:
         self._writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
 
     async def head(self) -> tuple[int, dict[str, str]]:
-        """(status, headers) of the answer."""
+        """Read (status, headers) of the response."""
         assert self._reader is not None
         lines = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         headers = dict(line.lower().split(": ", 1) for line in lines[1:] if ": " in line)
         return int(lines[0].split()[1]), headers
 
     async def body(self, headers: dict[str, str]) -> bytes:
-        """A whole body that has a length."""
+        """Read a whole body with a content length."""
         assert self._reader is not None
         return await self._reader.readexactly(int(headers["content-length"]))
 
     async def post(self, path: str, body: Any) -> tuple[int, bytes]:
-        """(status, body) of a request that is not streamed."""
+        """(status, body) of a request without streaming."""
         self.send("POST", path, body)
         status, headers = await self.head()
         return status, await self.body(headers)
 
     async def get(self, path: str) -> tuple[int, bytes]:
-        """The same of a GET."""
+        """(status, body) of a GET."""
         self.send("GET", path)
         status, headers = await self.head()
         return status, await self.body(headers)
 
     async def stream(self, path: str, body: Any) -> tuple[float, float, int]:
-        """(seconds to the first content, seconds in all, tokens) of a streamed request."""
+        """(seconds to the first content, total seconds, tokens) of a streamed request."""
         found = await self.try_stream(path, body)
         assert found is not None, "refused"
         return found
 
     async def try_stream(self, path: str, body: Any) -> tuple[float, float, int] | None:
-        """The same, or None when the server is too busy."""
+        """The same, or None if the server is too busy."""
         assert self._reader is not None
         started = time.perf_counter()
         self.send("POST", path, body | {"stream": True})
@@ -140,7 +140,7 @@ class Connection:
 
 
 async def pulse(port: int, done: asyncio.Event, every: float = 0.05) -> list[float]:
-    """Seconds of GET /health, again and again until `done`."""
+    """Latencies of GET /health, repeated until `done`."""
     connection = await Connection(port).open()
     times = []
     while not done.is_set():
@@ -153,12 +153,12 @@ async def pulse(port: int, done: asyncio.Event, every: float = 0.05) -> list[flo
 
 
 def percentile(values: list[float], share: float) -> float:
-    """The value below which this share lies."""
+    """The value below which this share of `values` lies."""
     return sorted(values)[min(len(values) - 1, int(len(values) * share))]
 
 
 def rss_anon_mb(pid: int) -> float:
-    """Anonymous memory of a server and its children, swap included."""
+    """Anonymous memory of a server and its children, including swap."""
     total = 0.0
     for process in (pid, *children(pid)):
         try:
@@ -171,7 +171,7 @@ def rss_anon_mb(pid: int) -> float:
 
 
 def children(pid: int) -> list[int]:
-    """Processes that it started."""
+    """Child processes of `pid`."""
     found = []
     for file in Path(f"/proc/{pid}/task").glob("*/children"):
         found += [int(word) for word in file.read_text().split()]

@@ -1,4 +1,4 @@
-"""Too much for the tiny model of benchmarks/server.py: thrice its capacity, clients that give up, signals, a bomb."""
+"""Overload of the tiny model of benchmarks/server.py: three times its capacity, disconnects, signals, a bomb."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from pathlib import Path
 
 from server_client import Connection, Server, percentile, pulse
 
-PLACES, QUEUE = 8, 16  # sequences at a time, and requests that may wait for a place
-TOKENS = 240  # of an answer: 25 to 40 a second
+PLACES, QUEUE = 8, 16  # concurrent sequences, and requests that may wait
+TOKENS = 240  # per answer: 25 to 40 answers per second
 GIVES_UP_S = 0.5
-WARM_S = 1.0  # until as many requests are under way as always
-# of too much and of just enough, in turns: one may be off by a quarter, as the machine gets faster or slower
+WARM_S = 1.0  # until the number of running requests is steady
+# of overload and capacity, alternating: one round may be off by a quarter as the machine's speed changes
 ROUNDS = 30
-# between the first requests of clients, as when too much is asked for: answers of one length that begin together end
-# together, and eight prompts in one step take 5 % less of all time than one prompt in each of eight
+# delay between the clients' first requests, as under overload: answers of equal length that start together also end
+# together, and eight prompts in one step save 5 % of the total time compared with one prompt in each of eight
 APART_S = 0.013
-# as long an answer as T's context holds
+# the longest answer that fits T's context
 LONG = {"prompt": [5, 6, 7], "max_tokens": 240, "ignore_eos": True, "temperature": 1}
 FOREVER = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 BOMB = "{% if messages[0].content == 'bomb' %}" + FOREVER + "{% endif %}"
 
 
 async def saturated(port: int, seconds: float) -> float:
-    """Answers per second when half as many clients wait as may, each asking again after its answer."""
+    """Answers per second with a half-full queue, where each client sends again after its answer."""
     ends: list[float] = []
 
     async def loop(number: int) -> None:
@@ -43,13 +43,13 @@ async def saturated(port: int, seconds: float) -> float:
 
 
 def steady(ends: list[float], seconds: float) -> float:
-    """Answers per second, of those that ended when as many were under way as always."""
+    """Answers per second, counting those that ended while the load was steady."""
     return sum(WARM_S <= end < seconds for end in ends) / (seconds - WARM_S)
 
 
 async def overloaded(port: int, rate: float, seconds: float) -> tuple[float, list[float], int]:
-    """(answers per second, seconds to the first token of each that was taken, refusals) when requests come at `rate`,
-    whatever happens to those before. Connections are kept, as every SDK does.
+    """(answers per second, seconds to first token of each accepted request, rejections) for requests that arrive at
+    `rate`, independent of earlier ones. Connections are kept alive, as in every SDK.
     """
     firsts: list[float] = []
     ends: list[float] = []
@@ -79,7 +79,7 @@ async def overloaded(port: int, rate: float, seconds: float) -> tuple[float, lis
 
 
 async def first_token_ratio(port: int, other: int, count: int = 21) -> float:
-    """The median first token of one server in that of another, requests one after the other, in turns."""
+    """Median time to first token of one server relative to another, with sequential, alternating requests."""
     connections = [await Connection(port).open(), await Connection(other).open()]
     found: list[list[float]] = [[], []]
     for _ in range(count):
@@ -91,7 +91,7 @@ async def first_token_ratio(port: int, other: int, count: int = 21) -> float:
 
 
 async def given_up(port: int, count: int) -> float:
-    """Seconds of an answer of 8 tokens, right after so many clients have given up on theirs."""
+    """Seconds of an answer of 8 tokens right after many clients have disconnected."""
 
     async def one() -> None:
         connection = await Connection(port).open()
@@ -103,15 +103,15 @@ async def given_up(port: int, count: int) -> float:
     started = time.perf_counter()
     connection = await Connection(port).open()
     while await connection.try_stream("/v1/completions", LONG | {"max_tokens": 8}) is None:
-        await asyncio.sleep(0.01)  # the queue is as full as they left it
+        await asyncio.sleep(0.01)  # the queue is still full of their requests
     connection.close()
     return time.perf_counter() - started
 
 
 def overload(server: Server, seconds: float) -> tuple[list[float], list[float], list[float]]:
-    """(answers per second at capacity, goodput in percent of it, and 99th percentile of the wait for a first token in
-    percent of what the queue explains) with three times the capacity asked for, in `ROUNDS` turns with the capacity:
-    the same work takes up to a third longer from one minute to the next.
+    """(answers per second at capacity, goodput in percent of it, and 99th percentile of the time to first token in
+    percent of what the queue explains) at three times the capacity, in `ROUNDS` rounds alternating with the capacity,
+    because the same work takes up to a third longer from one minute to the next.
     """
     asyncio.run(saturated(server.port, 2))
     capacities = [asyncio.run(saturated(server.port, seconds / ROUNDS / 2))]
@@ -126,7 +126,7 @@ def overload(server: Server, seconds: float) -> tuple[list[float], list[float], 
 
 
 def second_signal(server: Server) -> float:
-    """Seconds from the second SIGTERM until a server with eight answers under way is gone."""
+    """Seconds from the second SIGTERM until a server with eight running answers has exited."""
 
     async def busy() -> list[Connection]:
         connections = [await Connection(server.port).open() for _ in range(PLACES)]
@@ -147,7 +147,7 @@ def second_signal(server: Server) -> float:
 
 
 def bomb_model(folder: Path) -> Path:
-    """T with a template that does not end for a chat that says so."""
+    """Write T with a template that never ends for a chat that triggers it."""
     import tiny_models
 
     keys = tiny_models.tiny_keys(tiny_models.vocabulary())
@@ -159,7 +159,7 @@ def bomb_model(folder: Path) -> Path:
 
 
 async def health_beside_bombs(port: int, count: int = 3) -> tuple[list[float], float]:
-    """(seconds of /health while chats are rendered that are refused in the end, seconds of all those)"""
+    """(latencies of /health while template bombs are rendered and rejected, their total seconds)"""
     done = asyncio.Event()
     watching = asyncio.ensure_future(pulse(port, done, 0.05))
     connection = await Connection(port).open()

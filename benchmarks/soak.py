@@ -1,12 +1,12 @@
-"""A server under load for hours: does it grow, does it slow down, does it make mistakes?
+"""A server under load for hours: does its memory grow, does it slow down, does it make mistakes?
 
     python benchmarks/soak.py [--minutes 120] [--clients 32] [--json FILE]
 
 Closed-loop clients send every kind of request to the tiny model: chats, streams, completions with scores, several
-answers, schemas, tools, embeddings, stored responses; one in ten is greedy with an answer known from the start. The
-server's RssAnon is read every few seconds and fitted by a line over requests. Lines: no error and no wrong answer;
-growth of at most 0.5 MB per 1,000 requests and 64 MB in all, after the first sixth, which warms up; the median of the
-last sixth within 10 % of the second sixth's, the 99th percentile within 1.5 times; afterwards every page is free again.
+answers, schemas, tools, embeddings, stored responses; one in ten is greedy with a known answer. The server's RssAnon is
+sampled every few seconds and fitted linearly over requests. Targets: no errors and no wrong answers; after the first
+sixth, which is warm-up, growth of at most 0.5 MB per 1,000 requests and 64 MB in total; the last sixth's median within
+10 % of the second sixth's, its 99th percentile within 1.5 times; every page free at the end.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ PARTS = 6
 GROWTH_LINE_MB, SLOPE_LINE_MB = 64.0, 0.5
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"], "additionalProperties": False}
 TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": SCHEMA}}]
-CONTEXT = 2048  # the words that explain a tool are 500 tokens of the tiny model
-KNOWN = 8  # greedy requests whose answers are asked for before the load begins
+CONTEXT = 2048  # the explanation of a tool takes 500 tokens of the tiny model
+KNOWN = 8  # greedy requests whose answers are fetched before the load starts
 
 
 def greedy(number: int) -> dict[str, Any]:
-    """A request with one right answer."""
+    """A request with one correct answer."""
     prompt = random.Random(number).choices(range(3, 250), k=5 + number)
     return {"prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
 
 
 def any_request(draw: random.Random) -> tuple[str, dict[str, Any]]:
-    """(path, body) of one of the other kinds."""
+    """(path, body) of a random other request."""
     text = " ".join(draw.choices(("sea", "sun", "ship", "salt", "sand"), k=draw.randrange(1, 30)))
     chat = {"messages": [{"role": "user", "content": text}], "max_tokens": draw.randrange(1, 24)}
     structured = {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}}
@@ -64,7 +64,7 @@ def any_request(draw: random.Random) -> tuple[str, dict[str, Any]]:
 
 
 class Soak:
-    """What the clients saw: (seconds since the start, seconds it took) of each request, and the failures by kind."""
+    """Client results: (seconds since the start, duration) of each request, and failures by kind."""
 
     def __init__(self, port: int, known: list[str]) -> None:
         self.port, self.known = port, known
@@ -73,7 +73,7 @@ class Soak:
         self.started = time.monotonic()
 
     async def client(self, number: int, seconds: float) -> None:
-        """One request after the other until the time is over."""
+        """Send one request after another until the time is up."""
         draw = random.Random(number)
         connection = await Connection(self.port).open()
         while (begun := time.monotonic()) < self.started + seconds:
@@ -99,7 +99,7 @@ class Soak:
 
 
 async def load(server: Server, clients: int, seconds: float, known: list[str]) -> tuple[Soak, list[tuple[int, float]]]:
-    """Run it: (what the clients saw, (requests so far, MB) again and again)."""
+    """Run the load; return (client results, samples of (requests so far, MB))."""
     soak = Soak(server.port, known)
     memory: list[tuple[int, float]] = []
 
@@ -119,7 +119,7 @@ async def load(server: Server, clients: int, seconds: float, known: list[str]) -
 
 
 async def known_answers(port: int) -> list[str]:
-    """Of the greedy requests, each alone."""
+    """Answers to the greedy requests, each run alone."""
     connection = await Connection(port).open()
     answers = []
     for number in range(KNOWN):
@@ -131,7 +131,7 @@ async def known_answers(port: int) -> list[str]:
 
 
 async def pages_missing(port: int) -> float:
-    """Pages that are not free when nothing runs."""
+    """Number of pages that are not free when nothing runs."""
     connection = await Connection(port).open()
     _, page = await connection.get("/metrics")
     connection.close()
@@ -141,7 +141,7 @@ async def pages_missing(port: int) -> float:
 
 
 def summary(soak: Soak, memory: list[tuple[int, float]], seconds: float, missing: float) -> dict[str, Any]:
-    """Rows with their lines."""
+    """Rows with their targets."""
     settled = [entry for entry in memory if entry[0] >= memory[-1][0] / PARTS]
     requests, used = np.array(settled).T
     slope = float(np.polyfit(requests, used, 1)[0]) * 1000
@@ -166,7 +166,7 @@ def summary(soak: Soak, memory: list[tuple[int, float]], seconds: float, missing
 
 
 def main() -> int:
-    """Run, print, write."""
+    """Run the load, print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=120)
     parser.add_argument("--clients", type=int, default=32)

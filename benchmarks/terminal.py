@@ -1,9 +1,9 @@
-"""What a terminal user waits for, with the scripted engine: help, completion, first paint; and what the screen costs.
+"""What a terminal user waits for, with the scripted engine: help, completion, first paint; and the cost of the screen.
 
     python benchmarks/terminal.py [--json FILE] [--repeat 5] [--model smollm2]
 
-Every row is the median of the repetitions with the smallest beside it, and the line it should meet. Run it on an
-otherwise quiet machine; the last stdout line is one JSON document, which `--json` also writes to a file.
+Every row has the median and the minimum of the repetitions, and its target. Run it on an otherwise idle machine. The
+last line of stdout is one JSON document, which `--json` also writes to a file.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ SIZE = (118, 34)
 
 
 def environment(engine: str = "fake") -> dict[str, str]:
-    """Where the scripted engine may be used, with a home of its own."""
+    """Environment that allows the scripted engine, with its own home folder."""
     env = dict(os.environ) | {
         "LOCALLLM_ENGINE": engine,
         "LOCALLLM_TESTING": "1",
         "LOCALLLM_HOME": HOME,
         "TERM": "xterm-256color",
-        "PYTHONPYCACHEPREFIX": f"{HOME}/pyc",  # an installed program has its byte code; a checkout may not
+        "PYTHONPYCACHEPREFIX": f"{HOME}/pyc",  # an installed program has bytecode; a checkout may not
     }
     env.pop("PYTHONDONTWRITEBYTECODE", None)
     return env
 
 
 def wall(*words: str, **more: str) -> float:
-    """Seconds of a command."""
+    """Run a command and return its seconds."""
     started = time.monotonic()
     subprocess.run([LOCALLLM, *words], env=environment() | more, capture_output=True, check=True)
     return time.monotonic() - started
@@ -61,12 +61,12 @@ COMPLETION = {"_LOCALLLM_COMPLETE": "complete_bash", "COMP_WORDS": "localllm run
 
 
 def completion() -> float:
-    """Seconds until the shell has the names of local models."""
+    """Seconds until the shell has completed the names of local models."""
     return wall(**COMPLETION)
 
 
 def completion_cpu() -> float:
-    """The same in seconds of a core: what is left of it on a machine that is busy."""
+    """CPU seconds of completion, which a busy machine affects less."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     wall(**COMPLETION)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -74,16 +74,16 @@ def completion_cpu() -> float:
 
 
 def doctor() -> float:
-    """Seconds of the quick checks on this machine; whatever they find is no failure here."""
+    """Seconds of doctor's quick checks; their findings do not matter here."""
     started = time.monotonic()
     subprocess.run([LOCALLLM, "doctor", "--json"], env=environment(), capture_output=True)
     return time.monotonic() - started
 
 
 def first_paint() -> float:
-    """Seconds from the command to the first frame with the prompt, in a pseudo-terminal, for a model on this disk.
+    """Seconds from the command to the first frame with the prompt, in a pseudo-terminal, for a model on disk.
 
-    The file is found by its name and size; loading it would fail, later.
+    The file is found by its name and size; loading it later would fail.
     """
     from localllm.hub import catalog
     from localllm.hub.starter import starter_path
@@ -101,7 +101,7 @@ def first_paint() -> float:
 
 
 class Screen:
-    """The program behind a pseudo-terminal. Everything it draws is counted."""
+    """The program in a pseudo-terminal. Counts everything it draws."""
 
     def __init__(self, *words: str, engine: str = "fake") -> None:
         self.started = time.monotonic()
@@ -115,14 +115,14 @@ class Screen:
         self.seen = b""
 
     def read(self, seconds: float) -> None:
-        """Take in what is drawn for this long."""
+        """Read the output for this long."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             if select.select([self._fd], [], [], min(left, 0.05))[0]:
                 self.seen += os.read(self._fd, 65536)
 
     def until(self, text: bytes, seconds: float = 120) -> None:
-        """Read until a text was drawn."""
+        """Read until a text is drawn."""
         end = time.monotonic() + seconds
         while text not in self.seen and time.monotonic() < end:
             self.read(0.02)
@@ -132,7 +132,7 @@ class Screen:
         os.write(self._fd, text.encode())
 
     def cpu(self) -> float:
-        """Seconds of CPU of all its threads."""
+        """CPU seconds of all its threads."""
         fields = Path(f"/proc/{self.pid}/stat").read_text().rsplit(")", 1)[1].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -144,7 +144,7 @@ class Screen:
 
 
 def bytes_a_minute(seconds: float = 20) -> float:
-    """What streaming prose at 200 tok/s writes to the terminal in 60 s."""
+    """Bytes written to the terminal in 60 s of streaming prose at 200 tok/s."""
     screen = Screen("chat", "fake", engine="fake:tps=200")
     screen.until(b"for commands")
     screen.send("long\r")
@@ -157,7 +157,7 @@ def bytes_a_minute(seconds: float = 20) -> float:
 
 
 def idle(seconds: float = 10) -> float:
-    """Share of a core of the whole program while nothing happens."""
+    """CPU share of the idle program, in cores."""
     screen = Screen("chat", "fake")
     screen.until(b"for commands")
     screen.read(2)
@@ -169,7 +169,7 @@ def idle(seconds: float = 10) -> float:
 
 
 def rate_of(prompt: str, model: str, *flags: str, engine: str = "") -> tuple[float, float]:
-    """(tokens a second in `run`, in `chat`), as each says itself."""
+    """(tokens per second in `run`, in `chat`), as each reports."""
     env = environment(engine)
     if not engine:
         del env["LOCALLLM_ENGINE"]
@@ -179,9 +179,9 @@ def rate_of(prompt: str, model: str, *flags: str, engine: str = "") -> tuple[flo
     bare = json.loads(found.stdout)["timing"]["decode_tps"]
     screen = Screen("chat", model, prompt, *flags, engine=engine)
     screen.until(b"TTFT")
-    told = re.findall(rb"([\d.]+) tok/s[^s]*TTFT", screen.seen)
+    rates = re.findall(rb"([\d.]+) tok/s[^s]*TTFT", screen.seen)
     screen.close()
-    return float(bare), float(told[-1]) if told else 0.0
+    return float(bare), float(rates[-1]) if rates else 0.0
 
 
 async def opening(turns: int = 500) -> float:
@@ -198,9 +198,9 @@ async def opening(turns: int = 500) -> float:
     for n in range(turns):
         text = f"An answer with\n\n- one\n- two\n- three\n\n```python\nx = {n}\n```\n\nand a last paragraph.\n"
         asked = SavedMessage(2 * n + 1, "aaaa", parent, "user", f"question {n}", created=1e9 + n)
-        said = SavedMessage(2 * n + 2, "aaaa", asked.id, "assistant", text, created=1e9 + n + 0.5)
-        messages += [asked, said]
-        parent = said.id
+        reply = SavedMessage(2 * n + 2, "aaaa", asked.id, "assistant", text, created=1e9 + n + 0.5)
+        messages += [asked, reply]
+        parent = reply.id
     with History(path) as history:
         history.save(SavedChat("aaaa", "long", "fake", leaf_id=parent), messages)
     backend, saver = FakeBackend(tps=0, load_s=0), Saver(lambda: History(path))
@@ -217,7 +217,7 @@ async def opening(turns: int = 500) -> float:
 
 
 async def panel_share(seconds: float) -> float:
-    """Share of a core that the open engine panel adds while an answer comes."""
+    """CPU share added by the open engine panel during an answer, in cores."""
     shares = []
     for keys in ((), ("f4",)):
         share, _, _ = await on_screen("long", 200, seconds, *keys)
@@ -226,7 +226,7 @@ async def panel_share(seconds: float) -> float:
 
 
 async def on_screen(prompt: str, tps: float, seconds: float, *keys: str) -> tuple[float, float, float]:
-    """(share of a core the interface's thread takes, longest gap of its loop, engine's rate over the one asked for)."""
+    """(CPU share of the interface's thread, longest gap of its loop, engine rate relative to the requested one)."""
     from localllm.backend.scripted import FakeBackend
     from localllm.conversation.session import Session
     from localllm.conversation.tree import Conversation
@@ -234,7 +234,7 @@ async def on_screen(prompt: str, tps: float, seconds: float, *keys: str) -> tupl
     from localllm.tui.widgets.prompt import PromptArea
 
     gc.collect()
-    gc.freeze()  # what an earlier application left is not looked through
+    gc.freeze()  # do not scan what an earlier application left
     backend = FakeBackend(tps=tps, load_s=0)
     app = ChatApp(Session(backend, Conversation(), model="fake"))
     async with app.run_test(size=SIZE) as pilot:
@@ -251,7 +251,7 @@ async def on_screen(prompt: str, tps: float, seconds: float, *keys: str) -> tupl
         elapsed = time.monotonic() - started
         share = (time.thread_time() - cpu) / elapsed
         made = (len(exchanges[0].text) - had) / elapsed if exchanges else 0.0
-        longest, started = 0.0, time.monotonic()  # apart, because looking 200 times a second costs too
+        longest, started = 0.0, time.monotonic()  # measured separately, because polling 200 times a second has a cost
         while time.monotonic() - started < seconds / 2:
             before = time.monotonic()
             await asyncio.sleep(0.005)
@@ -262,7 +262,7 @@ async def on_screen(prompt: str, tps: float, seconds: float, *keys: str) -> tupl
 
 
 async def bare(prompt: str, tps: float, seconds: float = 3.0) -> float:
-    """Characters per second of the scripted engine with nobody looking."""
+    """Characters per second of the scripted engine without an interface."""
     from localllm.backend.scripted import FakeBackend
     from localllm.interface import Delta
 
@@ -278,25 +278,25 @@ async def bare(prompt: str, tps: float, seconds: float = 3.0) -> float:
 
 
 def row(name: str, unit: str, line: str, values: list[float]) -> dict[str, Any]:
-    """One line of the table."""
+    """Build one row of the table."""
     return {"name": name, "unit": unit, "line": line, "median": statistics.median(values), "best": min(values)}
 
 
 def repeated(run: Callable[[], float], times: int) -> list[float]:
-    """The same thing several times."""
+    """Results of several calls of `run`."""
     return [run() for _ in range(times)]
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure and print all rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--model", help="a real model for chat's rate against run's; a path, or one the hub has")
+    parser.add_argument("--model", help="real model to compare chat with run: a path, or a name on the hub")
     options = parser.parse_args()
     os.environ |= environment()
     times = options.repeat
-    first_paint()  # byte code
+    first_paint()  # writes the bytecode
     rows = [
         row("--help", "s", "<= 0.3", repeated(lambda: wall("--help"), times)),
         row("completion of a model's name", "s", "<= 0.15", repeated(completion, times)),
@@ -322,7 +322,7 @@ def main() -> None:
         rows.append(row(f"longest gap of the loop, {prompt}", "s", "< 0.15", list(gaps)))
         rows.append(row(f"engine beside the interface, {prompt}", "share of bare", ">= 0.95", list(rates)))
     for one in rows:
-        print(f"{one['name']:45} {one['median']:8.3f} (best {one['best']:.3f}) {one['unit']:16} line {one['line']}")
+        print(f"{one['name']:45} {one['median']:8.3f} (best {one['best']:.3f}) {one['unit']:16} target {one['line']}")
     result = {
         "rows": rows,
         "date": datetime.date.today().isoformat(),

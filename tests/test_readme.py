@@ -1,4 +1,4 @@
-"""The README says only what is there: its commands, folders, links and routes exist."""
+"""The README matches the program: its commands, folders, links and make targets exist."""
 
 from __future__ import annotations
 
@@ -65,17 +65,17 @@ def test_the_families_it_offers_run() -> None:
 
 
 def table_of_models() -> str:
-    """docs/models.md: what the registry runs, by what names files ask for it, and what the catalogue has of it."""
+    """docs/models.md: the supported architectures, their names in model files, and their catalogue entries."""
     from localllm.hub import catalog
     from localllm.models.architectures.registry import ARCHITECTURES
 
     lines = [
-        "# Models that run",
+        "# Supported models",
         "",
-        "Made of the table of architectures and of the catalogue by `UPDATE_DOCS=1 pytest tests/test_readme.py`.",
-        "What fits a machine, and how fast: `localllm catalog`.",
+        "Generated from the architecture registry and the catalogue by `UPDATE_DOCS=1 pytest tests/test_readme.py`.",
+        "`localllm catalog` shows which models fit a machine, and how fast they run.",
         "",
-        "| models | `model_type` in config.json | architecture in GGUF | in the catalogue |",
+        "| models | `model_type` in config.json | GGUF architecture | in the catalogue |",
         "| --- | --- | --- | --- |",
     ]  # fmt: skip
     for one in ARCHITECTURES:
@@ -95,7 +95,7 @@ def test_the_table_of_models_is_made_of_the_registry() -> None:
     assert page.read_text() == table_of_models(), "UPDATE_DOCS=1 pytest tests/test_readme.py"
 
 
-# as people read them who do not know how they came about
+# phrases that readers without the history stumbled over
 ODD = (
     "without words is the first screen", "carries cures out", "refused by name, with what would work",
     "as it runs by itself", "What runs is never broken", "Prompts and answers are in none",
