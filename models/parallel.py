@@ -327,7 +327,7 @@ class Follower:
 class SleepingRanks:
     """The weights of every rank in the host's memory."""
 
-    def __init__(self, model: ParallelModel, *others: Model | None) -> None:
+    def __init__(self, model: ParallelModel, *others: object) -> None:
         lead, model.lead = model.lead, None  # its processes are nothing to be walked through
         assert lead is not None
         self._lead = lead
@@ -345,6 +345,6 @@ class SleepingRanks:
                 raise OutOfMemory(f"rank {rank} has no room for its weights: {said}", "close what uses its card")
 
 
-def asleep(model: Model, *others: Model | None) -> SleepingWeights | SleepingRanks:
+def asleep(model: Model, *others: object) -> SleepingWeights | SleepingRanks:
     """The weights of models in host memory until they wake, on all ranks of the first."""
     return SleepingRanks(model, *others) if isinstance(model, ParallelModel) else put_to_sleep((model, *others))

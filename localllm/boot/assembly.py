@@ -9,6 +9,7 @@ import torch
 
 from localllm.boot.memory_meter import Meter
 from localllm.engine.adapters import Residents
+from localllm.engine.assistant import AssistantDrafter
 from localllm.engine.cuda_graph import Captured, CudaCapture, DecodeGraphs, Run, shapes_of
 from localllm.engine.decode_inputs import DecodeInputs
 from localllm.engine.device_sampler import DeviceSampler
@@ -20,6 +21,7 @@ from localllm.engine.runner import Runner
 from localllm.engine.scheduler import SchedulerLimits
 from localllm.engine.speculation import AnyDrafter, Mode, Speculation
 from localllm.kernels.verify.selftest import SelfTest
+from localllm.models.assistant import AssistantModel
 from localllm.models.kv_cache import KVCache
 from localllm.models.model import Model
 from localllm.models.placement import Mover
@@ -32,7 +34,7 @@ def assemble(
     model: Model,
     plan: Plan,
     *,
-    draft: Model | None = None,
+    draft: Model | AssistantModel | None = None,
     adapters: Residents | None = None,
     meter: Meter | None = None,
     selftest: SelfTest | None = None,
@@ -41,7 +43,7 @@ def assemble(
 ) -> Engine:
     """Everything between the weights and `Engine.start`. Raises what the device raises when memory is short.
 
-    draft     guesses tokens where the plan has pages for it
+    draft     guesses tokens where the plan lets any be guessed
     adapters  those that requests may name
     meter     notes what torch's allocator took for kv, tables and graphs
     selftest  tries the sampler
@@ -55,19 +57,19 @@ def assemble(
     counts = [count + spare for count in plan.num_pages]
     num_slots = plan.num_slots + spare
     cache = model.new_cache(counts, plan.page_size, plan.kv, device, num_slots)
-    drafter = _draft_model(draft, model, plan, device) if draft is not None and plan.draft_pages else None
+    drafter = _draft_model(draft, model, plan, device) if isinstance(draft, Model) and plan.num_drafts else None
     meter.note("kv")
     runner = Runner(model, cache, model.facts.vocab_size, sampler=_sampler(model, plan, device, selftest))
-    head = _head(model, plan, runner)
+    listener = runner.listener = _listener(model, draft, plan, runner)
     if plan.graph_buckets:
-        _capture(runner, plan, head, drafter, capture or CudaCapture(), meter)
+        _capture(runner, plan, listener, drafter, capture or CudaCapture(), meter)
     whole = not model.facts.causal
     budgets = {"drafts": plan.num_drafts, "num_slots": plan.num_slots}
     limits = SchedulerLimits(plan.max_parallel, plan.prefill_budget, whole=whole, **budgets)
     engine = Engine(
         runner, plan.num_pages, plan.ctx, limits, prefix_cache=plan.prefix_cache, check_invariants=check_invariants,
         largest_context=min(plan.max_ctx, model.facts.max_context),
-        speculation=_speculation(plan, device, {"mtp": head, "draft": drafter}, bool(model.states)),
+        speculation=_speculation(plan, device, (listener, drafter), bool(model.states)),
     )  # fmt: skip
     engine.adapters = adapters
     if plan.host_experts and not plan.deterministic:  # both sides round otherwise
@@ -78,7 +80,7 @@ def assemble(
 def _capture(
     runner: Runner,
     plan: Plan,
-    head: HeadDrafter | None,
+    listener: HeadDrafter | AssistantDrafter | None,
     drafter: DraftModel | None,
     capture: Callable[[Run], Captured],
     meter: Meter,
@@ -89,9 +91,10 @@ def _capture(
     if drafter is not None:
         given = plan.draft_pages, plan.draft_slots, drafter.max_context
         runner.beside["the draft model"] = drafter.runner.graphs = _graphs(drafter.runner, plan, given, capture)
-    if head is not None:
+    if listener is not None:
         sizes = sorted({shape.rows for shape in decode.shapes})
-        runner.beside["the head that guesses"] = head.graphs(decode.inputs, sizes, capture)
+        what = "the head that guesses" if listener.name == "mtp" else "the draft model"
+        runner.beside[what] = listener.graphs(decode.inputs, sizes, capture)
     meter.note("tables")
     meter.settle()
     runner.capture()
@@ -112,22 +115,28 @@ def _graphs(
 
 
 def _speculation(
-    plan: Plan, device: torch.device, paid: dict[str, AnyDrafter | None], goes_back: bool
+    plan: Plan,
+    device: torch.device,
+    paid: Sequence[HeadDrafter | AssistantDrafter | DraftModel | None],
+    goes_back: bool,
 ) -> Speculation | None:
-    by_name = {"ngram": NgramDrafter(), **paid}
-    wanted = tuple(one for name, one in by_name.items() if plan.speculation in ("auto", name) and one is not None)
+    by_name: dict[str, AnyDrafter] = {"ngram": NgramDrafter(), **{one.name: one for one in paid if one is not None}}
+    wanted = tuple(one for name, one in by_name.items() if plan.speculation in ("auto", name))
     mode: Mode = "auto" if plan.speculation == "auto" else "always"
     return Speculation(wanted, mode, device.type, goes_back) if wanted else None
 
 
-def _head(model: Model, plan: Plan, runner: Runner) -> HeadDrafter | None:
-    """The model's own head as a drafter, where it was loaded; it hears what the runner computes from now on."""
+def _listener(
+    model: Model, draft: Model | AssistantModel | None, plan: Plan, runner: Runner
+) -> HeadDrafter | AssistantDrafter | None:
+    """The drafter that hears what the runner computes: an assistant, or the model's own head where it was loaded."""
+    vocab_size, all_bytes = model.facts.vocab_size, max(1, model.weight_bytes)
+    if isinstance(draft, AssistantModel) and plan.num_drafts:
+        return AssistantDrafter(runner, draft, vocab_size, draft.weight_bytes / all_bytes)
     if model.predictor is None or plan.speculation not in ("auto", "mtp"):
         return None
-    head = model.head.linear.nbytes  # it takes a layer's time and this
-    share = head / max(1, model.weight_bytes) + 1 / model.facts.num_layers
-    runner.listener = drafter = HeadDrafter(runner, model.facts.vocab_size, share)
-    return drafter
+    share = model.head.linear.nbytes / all_bytes + 1 / model.facts.num_layers  # a head takes the time of a layer, too
+    return HeadDrafter(runner, vocab_size, share)
 
 
 def _draft_model(draft: Model, model: Model, plan: Plan, device: torch.device) -> DraftModel:

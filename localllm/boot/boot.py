@@ -30,6 +30,7 @@ from localllm.kernels.verify.records import Records, identity
 from localllm.kernels.verify.selftest import SelfTest
 from localllm.kernels.verify.tuning import BUDGET_S, Tuned, Tuner, gpu_seconds, is_measured, tuner
 from localllm.models.architectures.facts import expert_counts
+from localllm.models.assistant import AssistantModel
 from localllm.models.model import Model
 from localllm.models.parallel import ParallelModel
 from localllm.plan.plan import Plan
@@ -94,7 +95,7 @@ class Boot:
         planner: Planner,
         selftest: SelfTest,
         *,
-        draft: Model | None = None,
+        draft: Model | AssistantModel | None = None,
         adapters: Residents | None = None,
         base_bytes: int = 0,
         program_bytes: int = 0,
@@ -145,6 +146,13 @@ class Boot:
         """Run the engine in a thread of its own, on the plan's CPUs."""
         with confined(self.plan):
             self.engine.start()
+
+    @property
+    def _reader(self) -> str:
+        """What drafts from the model's hidden states."""
+        if isinstance(self._draft, AssistantModel):
+            return "the draft model"
+        return "" if self._model.predictor is None else "the MTP head"
 
     @property
     def weight_bytes(self) -> int:
@@ -405,8 +413,8 @@ class Boot:
             found.append(f"{self.profile_note}: {self._shrunk}")
         if self.plan.speculation != "off" and self._engine is not None and self._engine.stepper.speculation is None:
             found.append("speculation is off: guessing, or a step with guessed tokens, failed; the log says why")
-        elif self._engine is not None and self._model.predictor is not None and self._engine.runner.listener is None:
-            found.append("the model's own head guesses no more (mtp): reading along failed; the log says why")
+        elif self._reader and self._engine is not None and self._engine.runner.listener is None:
+            found.append(f"{self._reader} stopped drafting: it could not read the hidden states; the log says why")
         note = self._engine.pressure.note if self._engine is not None else ""
         if note:
             found.append(f"{note}; close what else uses the memory, or start with a smaller --ctx")

@@ -132,7 +132,7 @@ class HeadDrafter:
                 break
             asked = [asked[row] for row in rows]
             parts = [Scheduled(sequence, sequence.num_tokens + ahead, 1) for sequence, _ in asked]
-            hidden, best = self._pass(parts, _rows(best, rows), _rows(hidden, rows), guesses=True)
+            hidden, best = self._pass(parts, rows_of(best, rows), rows_of(hidden, rows), guesses=True)
             rounds.append((asked, best))
         tokens = iter(torch.cat([best for _, best in rounds]).tolist())
         for of_round, _ in rounds:
@@ -173,7 +173,7 @@ class HeadDrafter:
         if self._graphs is not None and bucket is not None:
             self._hidden[: hidden.shape[0]].copy_(hidden)
             states, best = self._graphs.replay(bucket, parts, ids=ids)
-            return _rows(states, last), _rows(best, last).clone()
+            return rows_of(states, last), rows_of(best, last).clone()
         batch = self._batch(parts, ids)
         wanted = from_host(last, torch.int64, self._cache.device)
         states = predict(self._model, self._cache, batch, hidden, wanted)
@@ -213,7 +213,8 @@ class HeadDrafter:
         return replace(batch, token_ids=tokens, images=tuple(images))
 
 
-def _rows(values: Tensor, rows: list[int]) -> Tensor:
+def rows_of(values: Tensor, rows: list[int]) -> Tensor:
+    """Those rows of `values`: a view where they are the first ones."""
     if rows == list(range(len(rows))):
         return values[: len(rows)]
     return values.index_select(0, from_host(rows, torch.int64, values.device))

@@ -196,7 +196,7 @@ class Runner:
         except Exception as error:
             if is_device_lost(error):
                 raise
-            log.error("no more guesses by the model's own head: reading along failed", exc_info=error)
+            log.error("drafting stopped: the hidden states of a step could not be read", exc_info=error)
             self.listener = None
 
     def projected(self, vector: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from localllm.errors import BadModelFile, ConfigError, UnsupportedModel
 from localllm.models.architectures import ModelFacts, open_model
 
 if TYPE_CHECKING:
+    from localllm.models.assistant import AssistantModel
     from localllm.models.loader import LoadOptions, Model
     from localllm.tokenizer.tokenizer import Tokenizer
 
@@ -57,9 +58,14 @@ class Draft:
             raise error.about(label(self.path), self._pulled_as) from error
 
     def check(self, theirs: Tokenizer, model: str) -> None:
-        """Raise ConfigError unless every token of the model it is to guess for is the same here."""
+        """Raise ConfigError unless every token of the model it is to guess for is the same here.
+
+        An assistant has no tokenizer: it reads that model's embedding, and the planner has compared their sizes.
+        """
         from localllm.tokenizer.files import load_tokenizer
 
+        if self.facts.assistant is not None:
+            return
         with self._naming():
             ours = load_tokenizer(self._checkpoint)
         short, long = sorted((ours.vocab_size, theirs.vocab_size))
@@ -75,14 +81,18 @@ class Draft:
             "give --draft a smaller model of the same family, or leave it out",
         )
 
-    def load(self, options: LoadOptions) -> Model:
-        """The weights as they are stored, on the same device. `options` are those of the other model."""
+    def load(self, options: LoadOptions, target: ModelFacts) -> Model | AssistantModel:
+        """The weights as they are stored, on the same device. `options` and `target` are those of the other model."""
+        from localllm.models.assistant import load_assistant
         from localllm.models.loader import load_model
 
         with self._naming():
             context = min(options.context, self.facts.max_context)
             own = replace(options, weights="", context=context, host_experts=(), stream_rows=0, predictor=False)
-            return load_model(self._checkpoint, replace(own, packed=None))
+            own = replace(own, packed=None)
+            if self.facts.assistant is not None:
+                return load_assistant(self._checkpoint, own, target)
+            return load_model(self._checkpoint, own)
 
     def close(self) -> None:
         """Nothing reads the files from here on. Safe to call twice."""

@@ -244,7 +244,9 @@ class LoadedModel(AdaptedModel):
             self._notify(LoadProgress("compile", detail="kernels for this card, once; up to a minute"))
         self._model: Model = load(self._checkpoint, options, self.plan)
         self.adapters = self._no_adapters()
-        self._drafter = self._draft.load(options) if self._draft is not None and self.plan.draft_pages else None
+        self._drafter = (
+            self._draft.load(options, self.facts) if self._draft is not None and self.plan.num_drafts else None
+        )
         serve_torch(self._model.kernels, self.plan.threads)
         if not self.plan.host_experts:  # those are read anew when they change their places
             self._checkpoint.close()  # nothing reads the files from here on

@@ -17,8 +17,8 @@ from localllm.checkpoint.adapter_file import MOST_RESIDENT, open_adapter
 from localllm.config import EngineOptions
 from localllm.device import GpuFacts, MachineFacts
 from localllm.device import machine as this_machine
-from localllm.errors import ConfigError, LocalLLMError
-from localllm.models.architectures.facts import ModelFacts, expert_counts, without_predictor
+from localllm.errors import ConfigError, LocalLLMError, UnsupportedModel
+from localllm.models.architectures.facts import ModelFacts, expert_counts, read_layers, without_predictor
 from localllm.plan import speeds
 from localllm.plan.cores import Threads, chosen_threads, over_quota, whole_quota
 from localllm.plan.memory import DENSE_FORMATS, TARGET_BYTES, Memory
@@ -91,6 +91,7 @@ class Planner:
         Raises ConfigError for options that cannot be, DeviceError when the device asked for is not there.
         """
         _check(facts, self.options)
+        self._check_assistant(facts)
         planner = self.having(ctx=facts.max_context) if self.options.ctx == "max" else self
         if path:
             planner = replace(planner, measured=replace(self.measured, kl_by_kv=kl_by_kv(path)))
@@ -102,7 +103,7 @@ class Planner:
         made = planner._on(where, facts, host_experts or 0)
         if where.gpu is None or host_experts is not None or (made.fits and self.options.experts != "host"):
             return made
-        if self.options.tensor_parallel == "auto":
+        if self.options.tensor_parallel == "auto" and not self._reads_pages:
             several = divided(planner, facts)
             if several is not None and several.fits:
                 return several
@@ -212,6 +213,37 @@ class Planner:
         """Without the head that predicts tokens where nobody asks it."""
         is_asked = self.options.speculation in ("auto", "mtp") and not facts.pooling
         return facts if is_asked else without_predictor(facts)
+
+    @property
+    def _reads_pages(self) -> bool:
+        """Whether the draft model is an assistant, which reads the model's keys and values."""
+        return self._drafts is not None and self._drafts.assistant is not None
+
+    def _check_assistant(self, facts: ModelFacts) -> None:
+        """Raise UnsupportedModel for an assistant on its own, ConfigError for one that cannot draft for the model."""
+        if facts.assistant is not None:
+            name = facts.name or facts.source_architecture
+            what = f"{name} only drafts tokens for a Gemma 4 model, whose keys and values it reads"
+            raise UnsupportedModel(what, f"localllm chat MODEL --draft {name or 'ASSISTANT'}")
+        draft = self._drafts
+        if draft is None or draft.assistant is None:
+            return
+        name = self.options.draft or draft.name
+        if self.options.tensor_parallel not in (1, "auto"):
+            what = f"{name} reads the keys and values of a model on one device, not on {self.options.tensor_parallel}"
+            raise ConfigError(what, "use --tensor-parallel 1, or leave --draft out")
+        theirs = draft.assistant.hidden, draft.vocab_size
+        if theirs != (facts.hidden_size, facts.vocab_size):
+            raise ConfigError(
+                f"{name} drafts for a model with {theirs[0]:,} hidden units and {theirs[1]:,} tokens, and this one has"
+                f" {facts.hidden_size:,} and {facts.vocab_size:,}",
+                "give --draft the assistant that was published with this model, or leave it out",
+            )
+        if read_layers(draft, facts) is None:
+            raise ConfigError(
+                f"{name} reads keys and values of other shapes than the layers of this model keep",
+                "give --draft the assistant that was published with this model, or leave it out",
+            )
 
     @property
     def _drafts(self) -> ModelFacts | None:
@@ -387,7 +419,8 @@ def _guesses(memory: Memory) -> Iterator[str]:
     if asked in ("auto", "ngram"):
         yield f"speculation: text that repeats is checked up to {memory.num_drafts} tokens a step, {when}"
     if drafter is not None:
-        held = f"{gib(drafter.weights_and_read[0], 2)} of weights and its own keys and values"
+        kept = " and its own keys and values" if drafter.facts.assistant is None else ""
+        held = f"{gib(drafter.weights_and_read[0], 2)} of weights{kept}"
         yield f"draft {memory.options.draft or drafter.facts.name}: guesses tokens {when}; {held} are counted"
     elif asked == "draft":
         yield "speculation off: no draft model is named; --draft names one"

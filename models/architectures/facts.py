@@ -14,7 +14,7 @@ from typing import Any
 
 from localllm.checkpoint.text_modules import Projection
 
-from .layers import Entry, Experts, InputTable, LayerFacts, Streams
+from .layers import Assistant, Entry, Experts, InputTable, LayerFacts, Streams
 from .mixers import EXPANDED, Attention, LatentAttention, Paged, RopeFacts, Stateful
 from .vision import ImageFacts
 
@@ -60,6 +60,9 @@ class ModelFacts:
     final_norm: bool = True  # whether a norm follows the last layer: of the kind that the layers have
     final_offset: bool = True  # whether `norm_offset` is added to its weight, too
     embedding_norm: bool = False  # rows of the embedding are normed, without a weight
+    assistant: Assistant | None = (
+        None  # of a model that can only draft for a larger one, whose keys and values it reads
+    )
     vision: ImageFacts | None = None  # what reads images; None: the model reads text only
     vision_flaw: str = ""  # why there is none though an mmproj file lies beside the model
     decoded_bytes: int = 0  # what those of them take on top that are decoded to bfloat16 while loading
@@ -240,6 +243,8 @@ def count_params(facts: ModelFacts) -> int:
     tables = facts.vocab_size * facts.hidden_size * (1 if facts.tied_embeddings else 2)
     if facts.inputs is not None:
         tables += sum(n * k for n, k in facts.inputs.linears(hidden).values()) + facts.inputs.size
+    if facts.assistant is not None:
+        tables += sum(n * k for n, k in facts.assistant.linears(hidden).values())
     if facts.streams is not None:
         tables += sum(n * k for n, k in facts.streams.outer(hidden).values())
     return count_linear_params(facts) + vectors + tables + facts.hidden_size
@@ -280,6 +285,21 @@ def layer_views(facts: ModelFacts) -> tuple[tuple[tuple[int, int], ...], tuple[i
 def kv_layer(index: int, mixer: Paged) -> int:
     """The layer that keeps what layer `index` reads."""
     return index if mixer.shares_kv_with is None else mixer.shares_kv_with
+
+
+def read_layers(draft: ModelFacts, target: ModelFacts) -> tuple[int, ...] | None:
+    """For each layer of an assistant, the layer of `target` whose keys and values it reads: the last that stores any of
+    the same window and shape. None where `target` is not a model that it can draft for.
+    """
+    if draft.assistant is None or draft.assistant.hidden != target.hidden_size:
+        return None
+    stored = {
+        (layer.mixer.window, *layer.mixer.kept): index
+        for index, layer in enumerate(target.layers)
+        if isinstance(layer.mixer, Attention) and layer.mixer.shares_kv_with is None
+    }
+    found = [stored.get((mixer.window, *mixer.kept)) for mixer in draft.attention]
+    return None if None in found else tuple(index for index in found if index is not None)
 
 
 def state_layers(facts: ModelFacts) -> tuple[tuple[int, ...], ...]:

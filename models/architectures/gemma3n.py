@@ -84,7 +84,7 @@ class Gemma3n(Architecture):
             ffn=Dense(1, config.activation("hidden_activation")),
             windows=config.windows(lambda layer: (layer + 1) % FULL_EVERY != 0),
             inners=sizes or [config.dense().inner] * num_layers,
-            keeping=num_layers - keys.integer("num_kv_shared_layers", 0, num_layers),
+            keeping=num_layers - keys.integer("num_kv_shared_layers", 0, num_layers - 1),
             inputs=InputTable(rows, keys.integer("hidden_size_per_layer_input", 1, MAX_HIDDEN), num_layers),
             cuts=[NormalDist().inv_cdf(share) if share else None for share in shares or _sparsity(num_layers)],
             streams=Streams(
@@ -102,7 +102,7 @@ class Gemma3n(Architecture):
         left = config.checkpoint.tensors.get(f"{config.names.source('model.layers.0.laurel.linear_left')}.weight")
         rank = left.shape[0] if left is not None and len(left.shape) == 2 else 1
         size = keys.integer("embedding_length_per_layer_input", 1, MAX_HIDDEN)
-        shared = keys.integer("attention.shared_kv_layers", 0, num_layers, max(0, num_layers - KEEPING))
+        shared = keys.integer("attention.shared_kv_layers", 0, num_layers - 1, max(0, num_layers - KEEPING))
         stack = Stack(
             **_mixers(config, rope, local, keys.integer("altup.active_idx", 0, MOST_STREAMS, 0)),
             ffn=Dense(1, ACT),

@@ -22,7 +22,7 @@ from .gemma3 import GGUF_NORMS, NORMS
 from .gemma4_vision import gemma4_parts, gemma4_vision
 from .gguf import GgufConfig
 from .hf import HfConfig, object_of
-from .layers import Dense, Experts, InputTable, LayerFacts, LayerInput, Streams
+from .layers import Assistant, Dense, Experts, InputTable, LayerFacts, LayerInput, Streams
 from .mixers import Attention, RopeFacts
 from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
 from .vision import Bidirectional
@@ -63,6 +63,8 @@ GGUF_INNER = {
     "mlp.gate.scale": "ffn_gate_inp.scale",
     **{f"mlp.shared_expert.{name}_proj": f"ffn_{name}" for name in ("gate", "up", "down")},
 }
+# models that draft for those of the same generation
+ASSISTANTS = {"gemma4_assistant": "gemma4_text", "gemma4_unified_assistant": "gemma4_unified_text"}
 GGUF_TOP = {
     "model.embed_tokens_per_layer": "per_layer_token_embd",
     "model.per_layer_model_projection": "per_layer_model_proj",
@@ -79,7 +81,7 @@ class Gemma4(Architecture):
         "gemma4_text": DEFAULTS | PER_LAYER,
         "gemma4_unified_text": DEFAULTS | UNIFIED,
     }
-    hf_wrappers = {"gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text"}
+    hf_wrappers = {"gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text"} | ASSISTANTS
     hf_classes = ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration")
     gguf_types = ("gemma4",)
 
@@ -102,7 +104,10 @@ class Gemma4(Architecture):
         full = _wide(config, attention, rope, kv_heads, keys.flag("attention_k_eq_v"))
         windows = config.windows(lambda layer: (layer + 1) % FULL_EVERY != 0)
         dense = config.dense(config.activation("hidden_activation"))
-        keeping = config.num_layers - keys.integer("num_kv_shared_layers", 0, config.num_layers, 0)
+        assistant = _assistant(config)
+        keeping = 0
+        if assistant is None:
+            keeping = config.num_layers - keys.integer("num_kv_shared_layers", 0, config.num_layers - 1, 0)
         grown = dense.inner * (1 + keys.flag("use_double_wide_mlp"))
         ffn: Dense | Experts = dense
         if keys.flag("enable_moe_block"):
@@ -120,7 +125,8 @@ class Gemma4(Architecture):
         unified = config.model_type == "gemma4_unified_text"
         given = "" if config.is_null("use_bidirectional_attention") else keys.raw("use_bidirectional_attention")
         both_ways: Bidirectional = "" if given != "vision" else "all" if unified else "windowed"
-        return replace(stack.facts(config, config.context), vision=gemma4_vision(config.tower, both_ways, unified))
+        vision = gemma4_vision(config.tower, both_ways, unified)
+        return replace(stack.facts(config, config.context), vision=vision, assistant=assistant)
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         keys = config.keys
@@ -140,7 +146,7 @@ class Gemma4(Architecture):
         narrow = replace(wide, rope=local, head_dim=dim, num_kv_heads=kv_heads[small])
         inners = config.each("feed_forward_length", 1, MAX_HIDDEN * 4, 0)
         ffn = config.mixture(act=ACT, apart=True, scales=_gguf_scales(config)) if config.num_experts else Dense(1, ACT)
-        keeping = config.num_layers - keys.integer("attention.shared_kv_layers", 0, config.num_layers, 0)
+        keeping = config.num_layers - keys.integer("attention.shared_kv_layers", 0, config.num_layers - 1, 0)
         size = keys.integer("embedding_length_per_layer_input", 0, MAX_HIDDEN, 0)
         pad = config.general.integer("tokenizer.ggml.padding_token_id", 0, config.vocab_size - 1, 0)
         inputs = InputTable(config.vocab_size, size, config.num_layers, pad=pad) if size else None
@@ -153,6 +159,7 @@ class Gemma4(Architecture):
         found = hf_names(checkpoint.tensors, EXPERT_NAMES | SHARED_NAMES | ROUTER_NAMES)
         start = found.top["model.norm"].removesuffix("norm")
         top = {**found.top, **{name: start + name.removeprefix("model.") for name in GGUF_TOP}}
+        top |= {name: name for name in Assistant(1, 1).linears(1)}
         return replace(found, top=top, parts=gemma4_parts(checkpoint))
 
 
@@ -168,7 +175,9 @@ class Stack:
     ffn: Dense | Experts
     windows: Sequence[int | None]  # of each layer
     inners: Sequence[int]  # of each layer's dense feed-forward layer
-    keeping: int  # layers that keep keys and values; those after them read what the last of their kind keeps
+    # layers that keep keys and values; those after them read what the last of their kind keeps. None keeps any where all
+    # read what another model keeps
+    keeping: int
     inputs: InputTable | None
     cuts: Sequence[float | None] = ()  # of each layer's gates; none: they are not cut
     streams: Streams | None = None
@@ -196,11 +205,11 @@ class Stack:
         for layer, (window, inner, cut) in enumerate(zip(self.windows, self.inners, cuts, strict=True)):
             if layer < self.keeping:
                 keepers[window] = layer
-            elif window not in keepers:
+            elif self.keeping and window not in keepers:
                 kind = "full" if window is None else "windowed"
                 what = f"reads the keys and values of a {kind} layer among the first {self.keeping}, which have none"
                 raise bad(config.keys.path, what, key=f"layer {layer}")
-            source = None if layer < self.keeping else keepers[window]
+            source = None if layer < self.keeping else keepers.get(window, -1)
             kind_of = window, inner, source, cut
             if kind_of not in made:
                 mixer = self.full if window is None else replace(self.narrow, window=window)
@@ -213,6 +222,20 @@ class Stack:
 
 def _with_inner(ffn: Dense | Experts, inner: int, cut: float | None) -> Dense | Experts:
     return replace(ffn, shared_inner=inner) if isinstance(ffn, Experts) else replace(ffn, inner=inner, cut=cut)
+
+
+def _assistant(config: HfConfig) -> Assistant | None:
+    """Its own keys stand beside those of its decoder."""
+    top = config.top
+    if top.text("model_type") not in ASSISTANTS:
+        return None
+    hidden = top.integer("backbone_hidden_size", 1, MAX_HIDDEN, 1536)
+    if not top.flag("use_ordered_embeddings"):
+        return Assistant(hidden)
+    clusters = top.integer("num_centroids", 1, config.vocab_size, 2048)
+    if config.vocab_size % clusters:
+        raise top.fail("num_centroids", f"is {clusters:,}, which does not divide {config.vocab_size:,} tokens")
+    return Assistant(hidden, clusters, top.integer("centroid_intermediate_top_k", 1, clusters, 32))
 
 
 def _inputs(config: HfConfig) -> InputTable | None:

@@ -251,6 +251,26 @@ class InputTable:
         return {"model.per_layer_projection_norm.weight": (self.size,)}
 
 
+CLUSTERS = "masked_embedding.token_ordering"  # stored tensor: the token ids, cluster by cluster
+
+
+@dataclass(frozen=True)
+class Assistant:
+    """What a small decoder has that drafts tokens for a larger model and reads keys and values of that one.
+
+    Its input is the larger model's embedding of a token beside the hidden state before it; its output becomes the
+    hidden state for the next draft.
+    """
+
+    hidden: int  # of the larger model
+    clusters: int = 0  # of the vocabulary; 0: logits are computed for all tokens
+    chosen: int = 0  # clusters whose tokens get a logit
+
+    def linears(self, own: int) -> dict[str, tuple[int, int]]:
+        shapes = {"pre_projection": (own, 2 * self.hidden), "post_projection": (self.hidden, own)}
+        return shapes | ({"masked_embedding.centroids": (self.clusters, own)} if self.clusters else {})
+
+
 @dataclass(frozen=True)
 class Fusion:
     """What a head that predicts the token after next (MTP) has around its decoder layer: a projection of two vectors

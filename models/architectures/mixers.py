@@ -61,7 +61,8 @@ class Attention:
     causal: bool = True  # False: a query sees what is behind it, too, with a window as far as before it
     v_norm: bool = False  # values are normed, too, without a weight
     k_is_v: bool = False  # values are what keys are made of
-    shares_kv_with: int | None = None  # the earlier layer whose keys and values it reads; it makes none itself
+    # the earlier layer whose keys and values it reads; it makes none itself. -1: one of the model that it drafts for
+    shares_kv_with: int | None = None
 
     @property
     def kept(self) -> tuple[int, int, int]:

@@ -18,7 +18,7 @@ from localllm.errors import BadModelFile, ModelNotFound, UnsupportedFormat
 
 from . import registry
 from .facts import ModelFacts, count_params, expanded_modules, idle_experts, linear_shapes, vector_shapes
-from .layers import Entry, LayerFacts
+from .layers import CLUSTERS, Entry, LayerFacts
 from .mmproj import AUTO, tower_of
 from .names import TOWER, NameMap
 from .vision import ImageFacts
@@ -177,6 +177,10 @@ class OpenModel(Checkpoint):
                 self._linear(module, shape)
             for name, sizes in facts.inputs.vectors().items():
                 self._vector(name, sizes)
+        for module, shape in {} if facts.assistant is None else facts.assistant.linears(hidden).items():
+            self._linear(module, shape)
+        if facts.assistant is not None and facts.assistant.clusters:
+            self._tokens_of_clusters(facts)
         for module, shape in {} if facts.streams is None else facts.streams.outer(hidden).items():
             self._linear(module, shape)
         for index, layer in enumerate(facts.layers):
@@ -195,6 +199,12 @@ class OpenModel(Checkpoint):
         for rope in facts.ropes:
             if rope.factors_tensor:
                 self._stored(rope.factors_tensor, (rope.dim // 2,))
+
+    def _tokens_of_clusters(self, facts: ModelFacts) -> None:
+        info = self.tensors.get(CLUSTERS)
+        if info is None or info.dtype not in ("I32", "I64") or info.shape != (facts.vocab_size,):
+            what = "is missing" if info is None else f"holds {info.dtype} {list(info.shape)}"
+            raise bad(self.path, f"{what}; {facts.vocab_size:,} token ids are expected", key=CLUSTERS)
 
     def _check_tower(self, vision: ImageFacts, hidden: int) -> None:
         for module, shape in vision.linears().items():
