@@ -250,7 +250,7 @@ def test_large_scores(isa: str) -> None:
 
 def test_what_it_refuses() -> None:
     case = make(lens=(4,), queries=(4,), heads=(3, 2), dim=16)
-    with pytest.raises(ValueError, match="3 heads over 2"):
+    with pytest.raises(ValueError, match="3 heads over 2 KV heads"):
         case.run()
     with pytest.raises(TypeError, match="float32"):
         ops.paged_attention(case.q.double(), case.pages, case.table, case.starts, case.lens, 1.0)
