@@ -111,11 +111,11 @@ class Additions:
         for place, rows in self.rows.runs:
             for piece in self.pieces[place]:
                 columns = slice(piece.first, piece.first + piece.up.shape[0])
-                given = y[rows, columns].float()
+                base = y[rows, columns].float()
                 if piece.gain is not None:
-                    given = _gained(given, piece.gain, None if self.bias is None else self.bias[columns])
+                    base = _gained(base, piece.gain, None if self.bias is None else self.bias[columns])
                 hidden = self._product(x[rows].float(), piece.down)
-                y[rows, columns] = (given + self._product(hidden, piece.up)).to(y.dtype)
+                y[rows, columns] = (base + self._product(hidden, piece.up)).to(y.dtype)
         return y
 
     def _product(self, x: Tensor, matrix: Tensor) -> Tensor:

@@ -48,9 +48,9 @@ class LayerInputs:
         """token_ids int64 [num_tokens], x [num_tokens, hidden] -> [num_tokens, layers, size]."""
         size = self.norm.weight.shape[0]
         projected = self.projection(x).float().mul_(x.shape[-1] ** -0.5).unflatten(-1, (-1, size))
-        given = reference.rms_norm(projected, self.norm.weight, self.norm.eps)
+        inputs = reference.rms_norm(projected, self.norm.weight, self.norm.eps)
         stored = self.rows(token_ids).float().mul_(size**0.5)
-        return given.add_(stored.view(given.shape)).mul_(2**-0.5).to(self.dtype)
+        return inputs.add_(stored.view(inputs.shape)).mul_(2**-0.5).to(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)

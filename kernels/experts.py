@@ -109,14 +109,14 @@ def mixture(x: Tensor, router_input: Tensor, weights: ExpertsWeights, activate: 
         end = start + count
         side = away if away is not None and expert in away else None
         if side is not None and not side.experts.streams(count):
-            given = side.given(expert, start, end)
+            output = side.given(expert, start, end)
         else:
             gate_up, down = (weights.gate_up[expert], weights.down[expert]) if side is None else side.lent(expert)
             hidden = gate_up(seen[places[start:end]])
             if weights.limit is not None:
                 hidden = cut_off(hidden, weights.limit)
-            given = down(activate(hidden)).float()
-        total.index_add_(0, rows[start:end], given * shares[start:end])
+            output = down(activate(hidden)).float()
+        total.index_add_(0, rows[start:end], output * shares[start:end])
         start = end
     return total if weights.latent_out is None else weights.latent_out(total.to(x.dtype)).float()
 
@@ -127,10 +127,10 @@ def shared(
     """Output of the shared expert, which every token goes through, added to `total`: float32."""
     if weights.shared_gate_up is None or weights.shared_down is None:
         return torch.zeros(x.shape, device=x.device) if total is None else total
-    given = weights.shared_down(activate(weights.shared_gate_up(x))).float()
+    output = weights.shared_down(activate(weights.shared_gate_up(x))).float()
     if weights.shared_gate is not None:
-        given = given * sigmoid(weights.shared_gate(x))
-    return given if total is None else total.add_(given)
+        output = output * sigmoid(weights.shared_gate(x))
+    return output if total is None else total.add_(output)
 
 
 class Stack:

@@ -116,12 +116,12 @@ class HostRows:
         """Output of an expert for its rows `rows[start:end]`: float32 on the device."""
         here = self.experts
         gate_up, down = here.gate_up[expert], here.down[expert]
-        given = down(here.activate(gate_up(self.x[self.rows[start:end]])))
-        here.moved.to_device += given.nbytes
+        output = down(here.activate(gate_up(self.x[self.rows[start:end]])))
+        here.moved.to_device += output.nbytes
         here.moved.read += gate_up.nbytes + down.nbytes
         if self.device is None or self.device.type == "cpu":
-            return given
-        return given.pin_memory().to(self.device, non_blocking=True)
+            return output
+        return output.pin_memory().to(self.device, non_blocking=True)
 
     def lent(self, expert: int) -> tuple[Product, Product]:
         """Stream an expert: its linear layers on the device, for this step."""

@@ -128,23 +128,23 @@ def attention(
     seq_lens: Tensor,
 ) -> Tensor:
     """Attention over the pages, times sigmoid(gate) for gated heads: [num_tokens, num_heads * head_dim]."""
-    given = (weights.scale, weights.window, weights.softcap, weights.sinks, weights.chunked)
+    options = (weights.scale, weights.window, weights.softcap, weights.sinks, weights.chunked)
     if not weights.causal:  # only the reference supports it
-        mixed = reference.paged_attention(q, pages, block_table, cu_query_lens, seq_lens, *given, causal=False)
+        mixed = reference.paged_attention(q, pages, block_table, cu_query_lens, seq_lens, *options, causal=False)
         return mixed.view(q.shape[0], -1)
     if not weights.gate:
         q = _grown(q, weights, cu_query_lens, seq_lens, weights.temperature_offset)
-        return paged_attention(q, pages, block_table, cu_query_lens, seq_lens, *given).view(q.shape[0], -1)
+        return paged_attention(q, pages, block_table, cu_query_lens, seq_lens, *options).view(q.shape[0], -1)
     queries, gates = q.split(weights.head_dim, -1)
     queries = _grown(queries.contiguous(), weights, cu_query_lens, seq_lens, weights.temperature_offset)
-    mixed = paged_attention(queries, pages, block_table, cu_query_lens, seq_lens, *given)
+    mixed = paged_attention(queries, pages, block_table, cu_query_lens, seq_lens, *options)
     return (mixed * sigmoid(gates)).to(mixed.dtype).view(q.shape[0], -1)
 
 
 def attn_out(rms_norm: Callable[..., Tensor], attended: Tensor, x: Tensor, weights: AttentionWeights) -> Tensor:
     """x + post_norm(attended Wᵀ): [num_tokens, hidden], in place."""
-    given = product(weights.out, attended, weights.join)
-    return norm_rows(rms_norm, add_output(rms_norm, x, given, weights.post_norm), weights.sum_norm)
+    output = product(weights.out, attended, weights.join)
+    return norm_rows(rms_norm, add_output(rms_norm, x, output, weights.post_norm), weights.sum_norm)
 
 
 def latent_attention(
@@ -182,8 +182,8 @@ def latent_attention(
         q[:, head, :rank] = up(rows[:, head, :still].contiguous())
     mixed = attend(q, pages, block_table, cu_query_lens, seq_lens, weights.scale)
     values = [up(mixed[:, head].contiguous()) for head, up in enumerate(weights.v_up)]
-    given = product(weights.out, torch.cat(values, -1), weights.join)
-    return add_output(rms_norm, x, given, weights.post_norm)
+    output = product(weights.out, torch.cat(values, -1), weights.join)
+    return add_output(rms_norm, x, output, weights.post_norm)
 
 
 def gated_delta(
@@ -210,9 +210,9 @@ def gated_delta(
     mixed = causal_conv(mixed, weights.conv, None, kept.conv, slots, cu_query_lens, True)
     q, k, v = mixed.split([keys, keys, heads * dim], -1)
     of_keys, of_values = (-1, weights.num_k_heads, weights.k_dim), (-1, heads, dim)
-    given = q.reshape(of_keys), k.reshape(of_keys), v.reshape(of_values)
+    qkv = q.reshape(of_keys), k.reshape(of_keys), v.reshape(of_values)
     decay = softplus(a + weights.dt_bias).mul_(weights.decay)
-    y = delta_rule(*given, decay, sigmoid(b), kept.state, slots, cu_query_lens, weights.tiled)
+    y = delta_rule(*qkv, decay, sigmoid(b), kept.state, slots, cu_query_lens, weights.tiled)
     y = norm_rows(rms_norm, y, weights.out_norm).flatten(1)
     gated = silu_mul(torch.cat([z.float(), y], -1)).to(x.dtype)
     return x.add_(product(weights.out, gated, weights.join))
@@ -233,8 +233,8 @@ def short_conv(
     """
     b, c, h = weights.inputs(norm_rows(rms_norm, x, weights.norm)).chunk(3, -1)
     mixed = causal_conv(b * h, weights.conv, weights.bias, kept.conv, slots, cu_query_lens)
-    given = product(weights.out, (c * mixed).to(x.dtype), weights.join)
-    return add_output(rms_norm, x, given, weights.post_norm)
+    output = product(weights.out, (c * mixed).to(x.dtype), weights.join)
+    return add_output(rms_norm, x, output, weights.post_norm)
 
 
 def mamba(

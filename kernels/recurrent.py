@@ -209,10 +209,10 @@ def state_space(
     """
     heads, out = x.shape[1], torch.empty(x.shape, device=x.device)
     b, c = (_of_heads(part.float(), heads, tiled=False).unsqueeze(-2) for part in (b, c))
-    given, factor = (x.float() * steps.unsqueeze(-1)).unsqueeze(-1), (steps * decay).exp()[..., None, None]
+    scaled, factor = (x.float() * steps.unsqueeze(-1)).unsqueeze(-1), (steps * decay).exp()[..., None, None]
 
     def advanced(carried: Tensor, at: int | slice) -> Tensor:
-        carried = (carried * factor[at]).add_(given[at] * b[at])
+        carried = (carried * factor[at]).add_(scaled[at] * b[at])
         out[at] = (carried * c[at]).sum(-1)
         return carried
 
@@ -231,7 +231,7 @@ def state_space_chunked(
     if x.shape[0] == slots.shape[0]:
         return state_space(x, b, c, steps, decay, state, slots, cu_query_lens)
     out, ratio = torch.empty(x.shape, device=x.device), x.shape[1] // b.shape[1]
-    given = (x.float() * steps.unsqueeze(-1)).transpose(0, 1)  # [heads, num_tokens, dim]
+    scaled = (x.float() * steps.unsqueeze(-1)).transpose(0, 1)  # [heads, num_tokens, dim]
     b, c = (part.float().transpose(0, 1) for part in (b, c))  # [groups, num_tokens, size]
     decays = (steps * decay).T
     for slot, rows in parts(slots, cu_query_lens):
@@ -243,8 +243,8 @@ def state_space_chunked(
             shares = (c[:, at] @ b[:, at].mT).repeat_interleave(ratio, 0).mul_(lower)
             of_heads = [part[:, at].repeat_interleave(ratio, 0) for part in (b, c)]
             read = (of_heads[1] @ carried.mT).mul_(summed.exp().unsqueeze(-1))
-            out[at] = read.baddbmm_(shares, given[:, at]).transpose(0, 1)
-            rest = given[:, at] * (summed[:, -1:] - summed).exp().unsqueeze(-1)
+            out[at] = read.baddbmm_(shares, scaled[:, at]).transpose(0, 1)
+            rest = scaled[:, at] * (summed[:, -1:] - summed).exp().unsqueeze(-1)
             carried = torch.baddbmm(carried * summed[:, -1:, None].exp(), rest.mT, of_heads[0])
         state[slot] = carried
     return out

@@ -236,8 +236,8 @@ def _delta_rule(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
             v = source.normal(count, heads, dim)
             decay, beta = (source.normal(count, heads, dtype=torch.float32).abs() for _ in range(2))
             state = source.normal(5, heads, dim, k_dim, dtype=torch.float32)
-            given = (q, k, v, -decay, beta.clamp(max=1.0), state, slots, starts, bool(tiled))
-            yield (f"{name}, {heads}/{k_heads} x {k_dim} x {dim}{', tiled' * tiled}", given)
+            arguments = (q, k, v, -decay, beta.clamp(max=1.0), state, slots, starts, bool(tiled))
+            yield (f"{name}, {heads}/{k_heads} x {k_dim} x {dim}{', tiled' * tiled}", arguments)
 
 
 def _state_space(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
@@ -247,8 +247,8 @@ def _state_space(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
             b, c = (source.normal(count, groups, size) for _ in range(2))
             steps, decay = (source.normal(*shape, dtype=torch.float32).abs() for shape in ((count, heads), (heads,)))
             state = source.normal(5, heads, dim, size, dtype=torch.float32)
-            given = (x, b, c, steps, -decay, state, slots, starts)
-            yield (f"{name}, {heads}/{groups} x {dim} x {size}", given)
+            arguments = (x, b, c, steps, -decay, state, slots, starts)
+            yield (f"{name}, {heads}/{groups} x {dim} x {size}", arguments)
 
 
 _CASES: dict[str, Callable[[ModelShapes, _Source], Iterator[Case]]] = {

@@ -102,7 +102,7 @@ def compare(found: Tensor, wanted: Tensor, tolerance: float) -> str:
 
 def compare_all(found: Iterable[Tensor], wanted: Iterable[Tensor], tolerance: float) -> str:
     """Compare tensors pairwise; return the first difference or ""."""
-    return next((said for a, b in zip(found, wanted, strict=True) if (said := compare(a, b, tolerance))), "")
+    return next((problem for a, b in zip(found, wanted, strict=True) if (problem := compare(a, b, tolerance))), "")
 
 
 # error texts of launches that never ran; the device stays usable
@@ -165,7 +165,7 @@ def tried(name: str, call: Callable[[], str]) -> str:
 
 def first_error(cases: Iterable[tuple[str, Callable[[], str]]]) -> str:
     """Run cases (name, call); return the error of the first that fails, or ""."""
-    return next((said for name, call in cases if (said := tried(name, call)) and not _judging.off), "")
+    return next((problem for name, call in cases if (problem := tried(name, call)) and not _judging.off), "")
 
 
 def _in_pairs(facts: OpFacts) -> bool:
@@ -321,7 +321,7 @@ class SegmentTrial:
         x, _, *others = self._made
         return x.clone(), [copied(self._pages(mixer)) for mixer, *_ in self.layers], *others
 
-    def _given(self) -> Tensor | None:
+    def _per_layer_inputs(self) -> Tensor | None:
         """Random per-layer inputs, if the layers use them."""
         sizes = [mlp.input.gate.out_features for _, mlp, _ in self.layers if mlp and mlp.input]
         if not sizes:
@@ -363,10 +363,10 @@ class SegmentTrial:
             for call in (run, REFERENCES["decoder"]):
                 x, kept, views, cu, lens, _ = self._inputs()
                 wanted = None if every else cu[2:].long() - 1
-                found = call(x, self.layers, kept, views, cu, lens, wanted, None, self._given())
+                found = call(x, self.layers, kept, views, cu, lens, wanted, None, self._per_layer_inputs())
                 outputs.append((found, *(n for c in kept for n in numbers(c))))
-            if said := compare_all(outputs[0], outputs[1], allowed):
-                return said
+            if problem := compare_all(outputs[0], outputs[1], allowed):
+                return problem
         return ""
 
     @torch.inference_mode()
@@ -410,6 +410,6 @@ class SegmentTrial:
             ours, theirs = arguments[name]
             found, wanted = run(*ours), REFERENCES[name](*theirs)
             results = (found, *numbers(caches[0])), (wanted, *numbers(caches[1]))
-            if said := compare_all(*results, self._tolerance):
-                return said
+            if problem := compare_all(*results, self._tolerance):
+                return problem
         return ""
