@@ -1,6 +1,6 @@
-"""Functions of tensors: know no model, no stored format's name in a file, no config.
+"""Kernels: functions of tensors that know nothing about models, checkpoint formats or configuration.
 
-`table.py` is the way in: every op's implementations in order of preference, and the `KernelTable` of a model.
+Entry point: `table.py`, with every op's implementations in order of preference and the `KernelTable` of a model.
 """
 
 from .registry import Impl, LinearFacts, OpFacts, choose

@@ -1,7 +1,7 @@
-"""What adapters add to a product: for every row of a step the low-rank update of the adapter that its sequence has.
+"""LoRA adapters: adds to each row of a linear layer's output the low-rank update of its sequence's adapter.
 
-A model's weights stay as they are. Its products are kept a second time with `Additions`, for the steps that have a
-sequence with an adapter; all others use the plain ones.
+Base weights stay unmodified. A model keeps a second set of linear layers with `Additions`, used for steps that include
+a sequence with an adapter; other steps use the plain ones.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-MOST_ADAPTERS = 8  # in memory at once
-# rows that are multiplied at once where a row may not depend on its neighbours; and the least rank then: MKL on Zen 4
-# multiplies matrices of fewer than 12 rows by another routine, in which a row's place changes its last bit
+MOST_ADAPTERS = 8  # loaded at once
+# rows multiplied at a time, and the minimum (padded) rank, for batch-invariant results: for matrices of fewer than
+# 12 rows, MKL on Zen 4 uses a different routine whose last bit depends on the row's position
 _TILE = 16
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """One module's update: y += (x downᵀ) upᵀ for the outputs [first, first + N) of a product.
+    """One module's update: y += (x downᵀ) upᵀ for the outputs [first, first + N) of a linear layer.
 
-    gain   of DoRA: first these outputs, less their bias, are multiplied with it
+    gain   DoRA magnitude: multiplies these outputs, without their bias, before the update is added
     """
 
     down: Tensor  # float32 [rank, K]
-    up: Tensor  # float32 [N, rank], its scale in it
+    up: Tensor  # float32 [N, rank], with the LoRA scale folded in
     first: int
     gain: Tensor | None = None  # float32 [N]
 
@@ -42,21 +42,21 @@ class LowRank:
 
 
 class AdapterRows:
-    """Which adapter's place each row of the present step has, -1 for none; shared by all products of those rows."""
+    """The adapter index of each row of the current step, -1 for none; shared by all linear layers of the step."""
 
     def __init__(self) -> None:
         self.places = np.empty(0, dtype=np.int32)
         self._address = ctypes.c_void_p()
 
     def set(self, places: np.ndarray) -> None:
-        """int32 [rows], contiguous; kept until the next step. The same array says the same."""
+        """places   int32 [rows], contiguous; must not change until the next call. The same array again is a no-op."""
         if places is not self.places:
             self.places = places
             self._address.value = places.ctypes.data
 
     @property
     def runs(self) -> Iterator[tuple[int, slice]]:
-        """(place, rows) for consecutive rows that have one."""
+        """(place, rows) of each run of consecutive rows with the same adapter."""
         start = 0
         for place, rows in groupby(self.places.tolist()):
             end = start + sum(1 for _ in rows)
@@ -66,16 +66,16 @@ class AdapterRows:
 
     @property
     def address(self) -> int:
-        """Of the address of `places`, as C follows it."""
+        """Address of the pointer to `places`, which the C code dereferences."""
         return ctypes.addressof(self._address)
 
 
 class Additions:
-    """What up to MOST_ADAPTERS adapters add to one product, in PyTorch; the reference of all others.
+    """Updates of up to MOST_ADAPTERS adapters to one linear layer, in PyTorch; the reference of the C version.
 
-    bias    float32 [N] of the product
-    tiled   a row's result does not depend on the rows beside it
-    coarse  the product's weights have a byte or less each: so may the updates, where they need not be exact
+    bias    float32 [N], of the linear layer
+    tiled   batch-invariant results
+    coarse  the layer's weights take at most one byte each, so updates may be 8-bit too unless they must be exact
     """
 
     def __init__(
@@ -92,11 +92,11 @@ class Additions:
 
     @staticmethod
     def room(nbytes: int) -> Any:
-        """Memory for all updates of an adapter, where they lie together."""
+        """Allocate one buffer for all updates of an adapter, if this class keeps them together."""
         return None
 
     def put(self, place: int, pieces: Sequence[LowRank], room: Any = None) -> None:
-        """From now on rows with this place get these updates."""
+        """Set the updates applied to rows of adapter `place`."""
         self.pieces[place] = tuple(map(_widened, pieces) if self.tiled else pieces)
 
     @property
@@ -104,18 +104,18 @@ class Additions:
         return sum(piece.nbytes for pieces in self.pieces for piece in pieces)
 
     def forget(self, pages_only: bool = False) -> None:
-        """Fused segments keep nothing here."""
+        """Do nothing: fused segments keep no data here."""
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
-        """y [rows, N] = x Wᵀ + b, changed: rows with an adapter get its update."""
+        """Add each row's adapter update to y [rows, N] = x Wᵀ + b, in place."""
         for place, rows in self.rows.runs:
             for piece in self.pieces[place]:
                 columns = slice(piece.first, piece.first + piece.up.shape[0])
-                given = y[rows, columns].float()
+                base = y[rows, columns].float()
                 if piece.gain is not None:
-                    given = _gained(given, piece.gain, None if self.bias is None else self.bias[columns])
+                    base = _gained(base, piece.gain, None if self.bias is None else self.bias[columns])
                 hidden = self._product(x[rows].float(), piece.down)
-                y[rows, columns] = (given + self._product(hidden, piece.up)).to(y.dtype)
+                y[rows, columns] = (base + self._product(hidden, piece.up)).to(y.dtype)
         return y
 
     def _product(self, x: Tensor, matrix: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ class Additions:
 
 
 def _widened(piece: LowRank) -> LowRank:
-    """The same update with a rank of at least _TILE."""
+    """Pad the update's rank with zeros to at least _TILE."""
     more = max(0, _TILE - piece.down.shape[0])
     return replace(piece, down=F.pad(piece.down, (0, 0, 0, more)), up=F.pad(piece.up, (0, more)))
 

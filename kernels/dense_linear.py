@@ -1,8 +1,8 @@
-"""`linear` on dense weights in plain PyTorch, a row's result not depending on the rows beside it.
+"""Batch-invariant `linear` on dense weights in plain PyTorch.
 
-A matrix product may sum over K in another order when the number of rows changes (a vector routine for one row, other
-blocks for many). So rows are cut into tiles whose sizes were proven, for this shape on this machine, to give the same
-bits; what is left over is padded up to such a size.
+A GEMM may sum over K in a different order when the number of rows changes (a GEMV routine for one row, other blocking
+for many). Rows are therefore split into tiles of sizes verified to give identical bits for this shape on this machine;
+the remainder is padded to such a size.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from .embedding import RowReader, weight_rows
 from .registry import Impl, LinearFacts, fits_always
 from .weight import Weight
 
-ANCHOR = 16  # Rows of the tile that every other size is compared with.
+ANCHOR = 16  # rows of the tile that all other sizes are compared with
 TILES = (1, 2, 4, 8, ANCHOR, 64, 256)
-PROOF_BUDGET = 1 << 32  # Multiply-adds of the largest tile worth proving: about 40 ms on two cores.
+PROOF_BUDGET = 1 << 32  # multiply-adds of the largest tile to verify: about 40 ms on two cores
 
 _proven: dict[
     tuple, tuple[int, ...]
@@ -35,19 +35,19 @@ class DenseWeight(NamedTuple):
     shape: tuple[int, int]
     matrix: Tensor  # [N, K] float32 or bfloat16, columns in stored order; oneDNN's own layout where `packed`
     packed: bool
-    tiles: tuple[int, ...]  # row counts that give the same bits, ascending; empty when never asked for
+    tiles: tuple[int, ...]  # row counts that give identical bits, ascending; empty before verification
     perm: Tensor | None
     pre_scale: Tensor | None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its tensors."""
+        """Bytes of all tensors."""
         extra = sum(t.numel() * t.element_size() for t in (self.perm, self.pre_scale) if t is not None)
         return self.shape[0] * self.shape[1] * self.matrix.element_size() + extra
 
 
 def _pack(matrix: Tensor) -> tuple[Tensor, bool]:
-    """oneDNN's blocked layout where there is one: 1.3 to 6 times F.linear for 1 to 16 rows, and no packing per call."""
+    """Pack into oneDNN's blocked layout if available: 1.3 to 6 times as fast as F.linear for 1 to 16 rows."""
     if matrix.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return matrix, False
     if matrix.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -56,7 +56,7 @@ def _pack(matrix: Tensor) -> tuple[Tensor, bool]:
 
 
 def _dense_matrix(weight: Weight, dtype: torch.dtype) -> Tensor:
-    """[N, K] in stored column order: a view when it is already `dtype`, else converted chunk by chunk."""
+    """[N, K] in stored column order: the stored tensor if already `dtype`, else converted chunk by chunk."""
     n, k = weight.shape
     if weight.form == "dense" and weight.qweight.dtype == dtype:
         return weight.qweight
@@ -75,9 +75,9 @@ def _product(x: Tensor, w: DenseWeight, bias: Tensor | None) -> Tensor:
 
 
 def _tiles(w: DenseWeight, rows: Tensor) -> tuple[int, ...]:
-    """The sizes of TILES whose rows equal those of the anchor tile, bit for bit; (1,) when a row's place matters.
+    """Sizes in TILES whose rows are bit-identical to those of the anchor tile; (1,) if a row's position matters.
 
-    rows   [max(TILES), K] of the matrix before it was packed, from `_probe_rows`
+    rows   [max(TILES), K]: the `_probe_rows` of the unpacked matrix
     """
     n, k = w.shape
     key = (n, k, w.matrix.dtype, str(w.matrix.device), torch.get_num_threads(), w.packed)
@@ -86,7 +86,7 @@ def _tiles(w: DenseWeight, rows: Tensor) -> tuple[int, ...]:
     sizes = [size for size in TILES if size <= ANCHOR or n * k * size <= PROOF_BUDGET]
     x = _orthogonal(rows[: max(sizes)])
     if 2 * int(x.count_nonzero()) < x.numel():
-        return (ANCHOR,)  # a weight of zeros proves nothing about the next one of its shape
+        return (ANCHOR,)  # mostly zeros: no evidence for other weights of this shape, so nothing is cached
     _proven[key] = _prove(w, x, sizes)
     return _proven[key]
 
@@ -96,9 +96,9 @@ def _probe_rows(n: int, device: torch.device) -> Tensor:
 
 
 def _orthogonal(rows: Tensor) -> Tensor:
-    """For each row w an x with x . w = 0 exactly: x[a] = w[b], x[b] = -w[a] for pairs (a, b) scattered over K.
+    """For each row w, an x with x . w = 0 exactly: x[a] = w[b], x[b] = -w[a] for pairs (a, b) scattered over K.
 
-    What a product makes of it is rounding alone, which shows the order of the sum even through bfloat16.
+    The computed product is then pure rounding error, which reveals the summation order even after rounding to bfloat16.
     """
     count, k = rows.shape
     scattered = torch.from_numpy(np.random.default_rng(1).permutation(k)).to(rows.device)
@@ -126,7 +126,7 @@ def _prove(w: DenseWeight, x: Tensor, sizes: list[int]) -> tuple[int, ...]:
 
 
 def _prepare(weight: Weight, *, keeps_bfloat16: bool = False) -> DenseWeight:
-    """In float32, where any stored number keeps its bits; stored bfloat16 may stay what it is."""
+    """Convert to float32, which is exact for every form; with `keeps_bfloat16`, stored bfloat16 stays bfloat16."""
     dtype = torch.bfloat16 if keeps_bfloat16 and weight.qweight.dtype == torch.bfloat16 else torch.float32
     matrix = _dense_matrix(weight, dtype)
     rows = matrix[_probe_rows(weight.shape[0], matrix.device)]
@@ -136,7 +136,7 @@ def _prepare(weight: Weight, *, keeps_bfloat16: bool = False) -> DenseWeight:
 
 
 def gathered(x: Tensor, perm: Tensor | None, pre_scale: Tensor | None) -> Tensor:
-    """x [num_tokens, K] as the stored columns want it: scaled first, then its columns gathered."""
+    """Apply `pre_scale`, then `perm`, to x [num_tokens, K], to match the stored column order."""
     if pre_scale is not None:
         x = x * pre_scale.to(x.dtype)
     if perm is not None:
@@ -149,14 +149,14 @@ def _padded(x: Tensor, rows: int) -> Tensor:
 
 
 def _next_tile(left: int, tiles: tuple[int, ...]) -> int:
-    """The largest tile that `left` rows fill, or the next larger one when they fill more than half of it."""
+    """The largest tile that `left` rows fill, or the next larger one if they fill more than half of it."""
     fits = max((size for size in tiles if size <= left), default=0)
     above = next((size for size in tiles if size >= left), 0)
     return above if above and (not fits or left * 2 > above) else fits
 
 
 def _run(x: Tensor, w: DenseWeight, bias: Tensor | None, *, whole: bool = False) -> Tensor:
-    """In tiles that keep a row's bits, or all rows at once where those may depend on their number."""
+    """Multiply in bit-stable tiles, or all rows at once if `whole` (not batch-invariant)."""
     inputs = gathered(x, w.perm, w.pre_scale).to(w.matrix.dtype).contiguous()
     bias = None if bias is None else bias.to(w.matrix.dtype)
     rows = inputs.shape[0]
@@ -174,7 +174,7 @@ def _run(x: Tensor, w: DenseWeight, bias: Tensor | None, *, whole: bool = False)
 
 
 def _rows(w: DenseWeight) -> RowReader | None:
-    """oneDNN's layout does not say where a row lies."""
+    """None if packed: oneDNN's layout is opaque, so rows cannot be addressed."""
     return None if w.packed else weight_rows(Weight("dense", w.shape, w.matrix, perm=w.perm, pre_scale=w.pre_scale))
 
 
@@ -189,14 +189,14 @@ def _fits_whole(facts: LinearFacts) -> str | None:
 
 
 def _fits_float32(facts: LinearFacts) -> str | None:
-    """On a card the plan counts the stored bytes: what stands in for a kernel may not take eight times as many."""
+    """On a GPU the memory plan counts stored bytes, and a float32 copy could take eight times as many."""
     if facts.device != "cpu" and (facts.dtype != "float32" or facts.form != "dense"):
-        return "a float32 copy of the weights is not in the plan of a card"
+        return "the GPU memory plan has no room for a float32 copy of the weights"
     return None
 
 
 def _run_stored(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    """Row chunks of the weight are decoded on every call; x goes through in tiles of ANCHOR rows, so order is fixed."""
+    """Dequantize row chunks of the weight on every call; x is multiplied in tiles of ANCHOR rows, a fixed order."""
     n, k = weight.shape
     inputs = gathered(x.float(), weight.perm, weight.pre_scale)
     rows = inputs.shape[0]

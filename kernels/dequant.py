@@ -1,7 +1,7 @@
-"""The reference of every weight form: `Weight` to float32, in bounded chunks of rows.
+"""Reference dequantization of every weight form: `Weight` to float32, in bounded chunks of rows.
 
-Numbers come out as `kernels/weight.py` defines them; columns in natural order (`perm` undone) and `pre_scale` folded
-in, so that `x @ dequantize(w).T` is the layer.
+Values follow the table in `kernels/weight.py`. Columns are in natural order (`perm` undone) with `pre_scale` folded in,
+so `x @ dequantize(w).T` is the layer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 from .gguf_blocks import CHUNK_ELEMS, E2M1, constant, dequantize_blocks, exp2_e8m0
 from .weight import Weight
 
-FP8_BLOCK = 128  # Rows and columns that share one scale of a block-scaled FP8 weight.
+FP8_BLOCK = 128  # block-scaled FP8 has one scale per 128 x 128 block
 
 
 def unpack_nibbles(packed: Tensor) -> Tensor:
@@ -21,19 +21,19 @@ def unpack_nibbles(packed: Tensor) -> Tensor:
 
 
 def row_chunk(columns: int) -> int:
-    """Rows of `columns` elements that are worth decoding at once: temporaries stay near 5 MB."""
+    """Number of rows of `columns` elements to decode at a time: keeps temporaries near 5 MB."""
     return max(1, CHUNK_ELEMS // max(columns, 1))
 
 
 def _fp4(packed: Tensor) -> Tensor:
-    """u8 [rows, K/2] -> float32 [rows, K]: both values of a byte by one look-up."""
+    """u8 [rows, K/2] -> float32 [rows, K], with one table lookup per byte."""
     values = constant(tuple(E2M1), torch.float32, packed.device)
     pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], -1)  # [256, 2], low nibble first
     return pairs.index_select(0, packed.flatten().int()).view(packed.shape[0], -1)
 
 
 def _scaled(values: Tensor, scales: Tensor) -> Tensor:
-    """[rows, K] times the scales [rows, K/g] of its groups."""
+    """Multiply [rows, K] by its group scales [rows, K/g]."""
     return (values.view(values.shape[0], scales.shape[1], -1) * scales.unsqueeze(-1)).flatten(1)
 
 
@@ -74,7 +74,7 @@ _SCALED_FORMS = {
 
 
 def stored_rows(weight: Weight, rows: slice | Tensor) -> Tensor:
-    """float32 [len(rows), K] in stored column order, without `perm` and `pre_scale`: what multiplies the prepared x."""
+    """float32 [len(rows), K] in stored column order, before `perm` and `pre_scale`: multiplies `gathered` x."""
     if weight.form == "dense":
         return weight.qweight[rows].float()
     if weight.form == "gguf":
@@ -85,12 +85,12 @@ def stored_rows(weight: Weight, rows: slice | Tensor) -> Tensor:
 
 
 def dequantize_rows(weight: Weight, rows: slice | Tensor) -> Tensor:
-    """float32 [len(rows), K] of the rows a slice or an index tensor names: the embedding's gather, too."""
+    """float32 [len(rows), K] of the rows selected by a slice or an index tensor; also the embedding lookup."""
     return natural(stored_rows(weight, rows), weight.perm, weight.pre_scale)
 
 
 def natural(rows: Tensor, perm: Tensor | None, pre_scale: Tensor | None) -> Tensor:
-    """Stored rows with their columns in natural order and `pre_scale` folded in."""
+    """Undo `perm` and fold in `pre_scale`: stored rows with columns in natural order."""
     if perm is not None:
         rows = rows[:, torch.argsort(perm)]
     return rows if pre_scale is None else rows * pre_scale.float()

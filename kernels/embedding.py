@@ -1,4 +1,4 @@
-"""Rows of a table by index; `Impl.rows` reads those of a weight that an implementation of `linear` has prepared."""
+"""Embedding lookup. `Impl.rows` reads rows of a weight that an implementation of `linear` has prepared."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from .dequant import dequantize_rows
 from .layer_weights import Linear, Norm
 from .weight import Weight
 
-RowReader = Callable[[Tensor], Tensor]  # ids int64 [n] -> float32 [n, K], a fresh tensor
+RowReader = Callable[[Tensor], Tensor]  # ids int64 [n] -> float32 [n, K], a new tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a token's row becomes before the first layer of an encoder: the sum with another table's row, normed."""
+    """Input of an encoder's first layer: LayerNorm(token row + row of a position or token type table)."""
 
-    table: Tensor  # float32 [positions, hidden], or of one row for all
-    weight: Tensor  # float32 [hidden], of a LayerNorm
+    table: Tensor  # float32 [positions, hidden], or one row for all positions
+    weight: Tensor  # float32 [hidden], of the LayerNorm
     bias: Tensor
     eps: float
 
@@ -36,42 +36,42 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class LayerInputs:
-    """What tokens have for each layer: a row of a second table, and a projection of what the first layer gets."""
+    """Per-layer inputs (Gemma 3n): a row of a second table plus a normed projection of the first layer's input."""
 
     rows: RowReader  # [.., layers * size]
     projection: Linear
-    norm: Norm  # of what is projected for one layer
-    dtype: torch.dtype  # of what it returns
+    norm: Norm  # over the projection for one layer
+    dtype: torch.dtype  # of the result
     nbytes: int
 
     def __call__(self, token_ids: Tensor, x: Tensor) -> Tensor:
         """token_ids int64 [num_tokens], x [num_tokens, hidden] -> [num_tokens, layers, size]."""
         size = self.norm.weight.shape[0]
         projected = self.projection(x).float().mul_(x.shape[-1] ** -0.5).unflatten(-1, (-1, size))
-        given = reference.rms_norm(projected, self.norm.weight, self.norm.eps)
+        inputs = reference.rms_norm(projected, self.norm.weight, self.norm.eps)
         stored = self.rows(token_ids).float().mul_(size**0.5)
-        return given.add_(stored.view(given.shape)).mul_(2**-0.5).to(self.dtype)
+        return inputs.add_(stored.view(inputs.shape)).mul_(2**-0.5).to(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """Token ids -> rows of the embedding, times a scale. Of a quantized table only the rows asked for are decoded."""
+    """Token ids -> scaled rows of the embedding table. Only the requested rows of a quantized table are decoded."""
 
     rows: RowReader
     scale: float
-    dtype: torch.dtype  # of what it returns
-    nbytes: int  # bytes it holds; 0 where it reads the table of a tied head
-    prepared: Any = None  # that table, as an implementation of `linear` has prepared it
+    dtype: torch.dtype  # of the result
+    nbytes: int  # bytes of its own table; 0 if it reads a tied head's
+    prepared: Any = None  # the tied head's prepared weight
     entry: Entry | None = None
     inputs: LayerInputs | None = None
-    norm_eps: float = 0.0  # rows are normed, without a weight; 0: they are not
+    norm_eps: float = 0.0  # eps of an RMSNorm over rows, with unit weight; 0: no norm
 
     def layer_inputs(self, token_ids: Tensor, x: Tensor) -> Tensor | None:
-        """What the tokens have for each layer, where layers take in more than the residual stream."""
+        """Per-layer inputs of the tokens; None if the model has none."""
         return None if self.inputs is None else self.inputs(token_ids, x)
 
     def __call__(self, token_ids: Tensor, positions: Tensor | None = None) -> Tensor:
-        """token_ids int64 [num_tokens] -> [num_tokens, hidden] in the compute dtype. `positions`: for an entry."""
+        """token_ids int64 [num_tokens] -> [num_tokens, hidden] in the compute dtype. Only `entry` needs `positions`."""
         rows = self.rows(token_ids)
         if self.entry is not None and positions is not None:
             return self.entry(rows.float(), positions).to(self.dtype)
@@ -82,17 +82,17 @@ class Embedding:
 
 
 def weight_rows(weight: Weight) -> RowReader:
-    """Reads rows of a canonical weight; only those asked for are decoded."""
+    """Return a reader of rows of a canonical weight; only the requested rows are decoded."""
     if is_plain_table(weight):
         return partial(reference.embedding, table=weight.qweight)
     return partial(dequantize_rows, weight)
 
 
 def rows_within(count: int, read: RowReader) -> RowReader:
-    """Reads rows of a table of `count`; ids beyond it read the first one."""
+    """Return a reader of a table of `count` rows; out-of-range ids read row 0."""
     return lambda ids: read(torch.where(ids < count, ids, 0))
 
 
 def is_plain_table(weight: Weight) -> bool:
-    """Whether its rows lie in `qweight` as they are."""
+    """Whether rows can be read from `qweight` without decoding."""
     return weight.form == "dense" and weight.perm is None and weight.pre_scale is None

@@ -1,6 +1,6 @@
-"""Mixtures of experts in plain PyTorch: which experts a router chooses for a token, and the sum of what they give.
+"""Mixture of experts in plain PyTorch: routing, and the weighted sum of the chosen experts' outputs.
 
-A token's result does not depend on the other tokens: its experts are summed in their own order.
+Batch-invariant: a token's expert outputs are summed in ascending order of expert.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch import Tensor
 from .layer_weights import ExpertsWeights, Linear, LinearPart
 from .recurrent import sigmoid
 
-SIGMOID_SLOPE = 1.702  # of swiglu_oai
-FEW_PAIRS = 32  # of tokens and their experts; so many are multiplied one by one on a card; not measured
-TILES = (8, 16, 32, 64)  # pairs of one expert that are multiplied together there
+SIGMOID_SLOPE = 1.702  # alpha of swiglu_oai
+FEW_PAIRS = 32  # up to this many (token, expert) pairs, a GPU multiplies each pair separately; not measured
+TILES = (8, 16, 32, 64)  # tile sizes on a GPU: pairs of one expert that are multiplied together
 
 
 def tile_size(num_pairs: int, num_experts: int) -> int:
-    """Which of TILES so many pairs go in, sorted by expert; 0: one by one."""
+    """Choose a size from TILES for this many pairs sorted by expert; 0 means one pair at a time."""
     if num_pairs <= FEW_PAIRS:
         return 0
     each = num_pairs / min(num_experts, num_pairs)
@@ -28,13 +28,13 @@ def tile_size(num_pairs: int, num_experts: int) -> int:
 
 
 def tokens_of_tiles(num_experts: int, top_k: int) -> tuple[int, ...]:
-    """The fewest tokens for each of TILES, which has kernels of its own."""
+    """The smallest token count that selects each tile size, as each has its own kernels."""
     most = (FEW_PAIRS, *(max(FEW_PAIRS, size * num_experts) for size in TILES[:-1]))
     return tuple(sorted({pairs // top_k + 1 for pairs in most})) if top_k else ()
 
 
 def route(logits: Tensor, weights: ExpertsWeights) -> tuple[Tensor, Tensor]:
-    """The experts of each token and what each counts; of equal ones the first.
+    """Select the experts of each token and their weights; ties go to the lower index.
 
     logits   float32 [num_tokens, num_experts]
     returns  int64 [num_tokens, top_k], float32 [num_tokens, top_k]
@@ -61,7 +61,7 @@ def route(logits: Tensor, weights: ExpertsWeights) -> tuple[Tensor, Tensor]:
 
 
 def _of_best_groups(wanted: Tensor, weights: ExpertsWeights) -> Tensor:
-    """-inf for experts outside of the best groups: by the best of each, or the sum of its best two (sigmoid)."""
+    """Set experts outside the best groups to -inf. A group's score is its best expert, or its best two (sigmoid)."""
     grouped = wanted.unflatten(-1, (weights.groups, -1))
     best = min(2 if weights.router_kind == "sigmoid" else 1, grouped.shape[-1])
     of_groups = grouped.topk(best, -1)[0].sum(-1)
@@ -71,33 +71,33 @@ def _of_best_groups(wanted: Tensor, weights: ExpertsWeights) -> Tensor:
 
 
 def swiglu_oai(gate_up: Tensor) -> Tensor:
-    """gate · sigmoid(1.702 gate) · (up + 1): [num_tokens, 2 · intermediate], gate first, to its half."""
+    """gate · sigmoid(1.702 gate) · (up + 1): [num_tokens, 2 · intermediate] (gate first) -> half the width."""
     gate, up = gate_up.float().chunk(2, -1)
     return (gate * sigmoid(SIGMOID_SLOPE * gate)).mul_(up + 1.0).to(gate_up.dtype)
 
 
 def cut_off(gate_up: Tensor, limit: float) -> Tensor:
-    """The gate half at most `limit`, the other between -limit and limit; in place."""
+    """Clamp gates to at most `limit` and ups to [-limit, limit], in place."""
     gate, up = gate_up.chunk(2, -1)
     gate.clamp_(max=limit)
     up.clamp_(-limit, limit)
     return gate_up
 
 
-def mixture(x: Tensor, asked: Tensor, weights: ExpertsWeights, activate: Callable[[Tensor], Tensor]) -> Tensor:
-    """What the chosen experts give for normed rows: float32, x's shape.
+def mixture(x: Tensor, router_input: Tensor, weights: ExpertsWeights, activate: Callable[[Tensor], Tensor]) -> Tensor:
+    """Weighted sum of the chosen experts' outputs for normed rows x: float32, shape of x.
 
-    The host learns how many tokens each expert has: only weights of those with any are read.
+    Synchronizes with the host for the token count of each expert, so only experts with tokens are read.
 
-    asked   the rows as the router sees them
+    router_input   the router's input
     """
-    chosen, shares = route(weights.router(asked).float(), weights)
+    chosen, shares = route(weights.router(router_input).float(), weights)
     seen = x if weights.latent_in is None else weights.latent_in(x)
     total = torch.zeros(seen.shape, dtype=torch.float32, device=x.device)
-    order = chosen.flatten().argsort(stable=True)  # places of `chosen` by expert, tokens ascending
+    order = chosen.flatten().argsort(stable=True)  # entries of `chosen` by expert, tokens ascending
     counts = torch.bincount(chosen.flatten(), minlength=len(weights.down)).tolist()
     rows, shares = order // weights.top_k, shares.flatten()[order].unsqueeze(-1)
-    places = rows  # of what experts take, in `seen`
+    places = rows  # rows of `seen` that the experts read
     if weights.share_inputs:
         seen, places = (seen[rows] * shares).to(seen.dtype), torch.arange(len(rows), device=x.device)
         shares = torch.ones_like(shares)
@@ -109,14 +109,14 @@ def mixture(x: Tensor, asked: Tensor, weights: ExpertsWeights, activate: Callabl
         end = start + count
         side = away if away is not None and expert in away else None
         if side is not None and not side.experts.streams(count):
-            given = side.given(expert, start, end)
+            output = side.given(expert, start, end)
         else:
             gate_up, down = (weights.gate_up[expert], weights.down[expert]) if side is None else side.lent(expert)
             hidden = gate_up(seen[places[start:end]])
             if weights.limit is not None:
                 hidden = cut_off(hidden, weights.limit)
-            given = down(activate(hidden)).float()
-        total.index_add_(0, rows[start:end], given * shares[start:end])
+            output = down(activate(hidden)).float()
+        total.index_add_(0, rows[start:end], output * shares[start:end])
         start = end
     return total if weights.latent_out is None else weights.latent_out(total.to(x.dtype)).float()
 
@@ -124,36 +124,36 @@ def mixture(x: Tensor, asked: Tensor, weights: ExpertsWeights, activate: Callabl
 def shared(
     x: Tensor, weights: ExpertsWeights, activate: Callable[[Tensor], Tensor], total: Tensor | None = None
 ) -> Tensor:
-    """What the expert gives that every token goes through, added to `total`: float32."""
+    """Output of the shared expert, which every token goes through, added to `total`: float32."""
     if weights.shared_gate_up is None or weights.shared_down is None:
         return torch.zeros(x.shape, device=x.device) if total is None else total
-    given = weights.shared_down(activate(weights.shared_gate_up(x))).float()
+    output = weights.shared_down(activate(weights.shared_gate_up(x))).float()
     if weights.shared_gate is not None:
-        given = given * sigmoid(weights.shared_gate(x))
-    return given if total is None else total.add_(given)
+        output = output * sigmoid(weights.shared_gate(x))
+    return output if total is None else total.add_(output)
 
 
 class Stack:
-    """Products of a layer's experts whose weights come to lie one behind the other, where their layout allows it.
+    """Stacks the weights of a layer's experts in one contiguous tensor, if their layout allows it.
 
-    Each is copied into its place when it comes, so that never more than one lies in memory twice.
+    Each expert is copied into place as it is loaded, so at most one is in memory twice.
     """
 
     def __init__(self, count: int) -> None:
-        """count   of experts; 0: none lies behind another"""
+        """count   number of experts; 0 disables stacking"""
         self._count = count
         self._linears: list[Linear] = []
         self._whole: dict[str, Tensor] = {}
 
     def add(self, linear: Linear) -> None:
-        """The next expert's."""
+        """Append the next expert's linear layer."""
         if self._count and not self._linears and _stacks(linear):
             self._whole = {
                 name: part.new_empty((self._count * part.shape[0], *part.shape[1:]))
                 for name, part in _tensors(linear).items()
             }
         parts = _tensors(linear) if self._whole and _stacks(linear) else {}
-        if self._whole and not self._is_alike(linear, parts):  # what lies in the stack gets its own memory again
+        if self._whole and not self._is_alike(linear, parts):  # layouts differ: give the stacked ones their own memory
             self._linears = [_with(one, {k: t.clone() for k, t in _tensors(one).items()}) for one in self._linears]
             self._whole = {}
         if self._whole:
@@ -174,7 +174,7 @@ class Stack:
         return all(a == b for a, b in others if not isinstance(a, Tensor))
 
     def finished(self) -> tuple[tuple[Linear, ...], LinearPart | None]:
-        """The products, and all of them as one; None where each has memory of its own."""
+        """The linear layers, and all of them as one stacked part; None if they are not stacked."""
         if not self._whole:
             return tuple(self._linears), None
         part = self._linears[0].parts[0]
@@ -191,14 +191,14 @@ def _stacks(linear: Linear) -> bool:
 
 
 def _tensors(linear: Linear) -> dict[str, Tensor]:
-    """The tensors of a product with one part, by name."""
+    """Tensors by name of a linear layer with one part."""
     part = linear.parts[0]
     found = {name: value for name, value in part.prepared._asdict().items() if isinstance(value, Tensor)}
     return found if part.bias is None else found | {"bias": part.bias}
 
 
 def _with(linear: Linear, tensors: Mapping[str, Tensor]) -> Linear:
-    """The same product with other tensors."""
+    """The same linear layer with other tensors."""
     (part,) = linear.parts
     prepared = part.prepared._replace(**{name: value for name, value in tensors.items() if name != "bias"})
     return replace(linear, parts=(replace(part, prepared=prepared, bias=tensors.get("bias")),))

@@ -1,7 +1,7 @@
-"""GGUF block layouts in plain PyTorch: raw rows of a tensor to float32, bit for bit as ggml's reference does it.
+"""GGUF block dequantization in plain PyTorch: raw tensor rows to float32, bit-identical to ggml's reference.
 
-Every decoder takes blocks u8 [num_blocks, block_bytes] and gives float32 [num_blocks, block_elems]. `d` is a block's
-float16 scale, `m`/`dmin` its float16 minimum. "Planar" means: the low nibbles are the first half of the elements.
+Every decoder maps blocks u8 [num_blocks, block_bytes] to float32 [num_blocks, block_elems]. `d` is a block's float16
+scale, `m`/`dmin` its float16 minimum. "Planar": low nibbles hold the first half of the elements, high ones the second.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Value of each FP4 code.
+# value of each FP4 code
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-_GGUF_E2M1 = tuple(value or 0.0 for value in E2M1)  # As ggml has it: code 8 is 0, not -0.
+_GGUF_E2M1 = tuple(value or 0.0 for value in E2M1)  # in ggml code 8 is 0, not -0
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
-# Elements decoded at a time: temporaries stay near 5 MB, whatever the tensor, and in the cache (Q4_K 3.7 ns an element
-# on an EPYC core; 8.7 with four times as many).
+# elements decoded at a time: temporaries stay near 5 MB and in cache (Q4_K: 3.7 ns per element on an EPYC core, but
+# 8.7 ns with four times as many)
 CHUNK_ELEMS = 1 << 18
 
 
@@ -30,7 +30,7 @@ class BlockType(NamedTuple):
     elems: int  # elements in a block
     nbytes: int  # bytes of a block
     decode: Callable[[Tensor], Tensor]
-    scale_offsets: tuple[int, ...]  # byte offsets of the float16 scales and minima: what must be finite
+    scale_offsets: tuple[int, ...]  # byte offsets of the float16 scales and minima, which must be finite
 
 
 def _planar(q: Tensor) -> Tensor:
@@ -38,8 +38,8 @@ def _planar(q: Tensor) -> Tensor:
 
 
 def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A table that stays on the device: making it anew would be a copy from the host, which no CUDA graph can hold."""
-    # -0.0 and 0.0 are equal and have one hash: the tables of E2M1 and of GGUF's FP4, which differ in that, would be one
+    """A lookup table cached on the device: creating it would copy from the host, which CUDA graphs cannot capture."""
+    # 0.0 == -0.0 with the same hash, so without the signs E2M1 and ggml's FP4 table would share a cache entry
     signs = tuple(math.copysign(1.0, value) for value in values)
     return _constant(values, signs, dtype, device)
 
@@ -56,9 +56,9 @@ def _lookup(table: Sequence[float], codes: Tensor) -> Tensor:
 
 
 def exp2_e8m0(scale: Tensor) -> Tensor:
-    """2^(b-128) of E8M0 bytes b, half the scale they stand for: b = 255 stays finite, b = 0 and 1 are subnormal.
+    """2^(b-128) of E8M0 bytes b: half the scale, so that b = 255 stays finite (b = 0 and 1 are subnormal).
 
-    Multiply by twice the element: the product rounds once, as the scale itself would.
+    Multiply by twice the element: the product is then rounded once, as with the full scale.
     """
     b = scale.int()
     bits = torch.where(b < 2, torch.full_like(b, 0x00200000) << b.clamp(max=1), (b - 1).clamp(min=0) << 23)
@@ -70,7 +70,7 @@ def _mxfp4(b: Tensor) -> Tensor:
 
 
 def _ue4m3(b: Tensor) -> Tensor:
-    """Unsigned E4M3 bytes to float32 as ggml has it: the sign bit is ignored, 0x7F means 0, 0xFF comes out as 480."""
+    """Unsigned E4M3 bytes to float32 as in ggml: the sign bit is ignored, 0x7F is 0, and 0xFF is 480."""
     value = (b & 0x7F).contiguous().view(torch.float8_e4m3fn).float()
     return value.masked_fill(b == 0x7F, 0.0).nan_to_num(480.0)
 
@@ -82,10 +82,10 @@ def _nvfp4(b: Tensor) -> Tensor:
 
 
 class Parts(NamedTuple):
-    """Some blocks taken apart, without their codes.
+    """Scales and minima of blocks.
 
-    scales, mins        [..., groups of a block]: float16, int8, or uint8 (of both nibbles where `has_nibbles`)
-    supers, super_mins  float16 [..., 1]: what multiplies them
+    scales, mins        [..., groups per block]: float16, int8 or uint8
+    supers, super_mins  float16 [..., 1]: super-block factors of scales and mins
     """
 
     scales: Tensor
@@ -95,9 +95,9 @@ class Parts(NamedTuple):
 
 
 class Split(NamedTuple):
-    """How blocks u8 [..., block_bytes] come apart: value = scale * (code - zero) + min, or scale * table[code] + min.
+    """How to split blocks u8 [..., block_bytes]: value = scale * (code - zero) + min, or scale * table[code] + min.
 
-    codes  u8 [..., block_elems], of Q8_0 i8
+    codes  u8 [..., block_elems]; i8 for Q8_0
     """
 
     codes: Callable[[Tensor], Tensor]
@@ -116,28 +116,28 @@ def _half(b: Tensor, offset: int) -> Tensor:
 
 
 def _bits(b: Tensor) -> Tensor:
-    """Every bit of the bytes, the lowest first."""
+    """All bits of the bytes, lowest first within each byte."""
     return ((b.unsqueeze(-1) >> _shifts(8, 1, b)) & 1).flatten(-2)
 
 
 def _bit_planes(b: Tensor) -> Tensor:
-    """The first bit of every byte, then the second of every byte, ..."""
+    """Bit 0 of every byte, then bit 1 of every byte, and so on."""
     return ((b.unsqueeze(-2) >> _shifts(8, 1, b).view(-1, 1)) & 1).flatten(-2)
 
 
 def _crumbs(b: Tensor, width: int) -> Tensor:
-    """Runs of `width` bytes: two-bit values, the lowest of all of a run first."""
+    """2-bit values of each run of `width` bytes: bits 0-1 of all its bytes first, then bits 2-3, and so on."""
     q = b.unflatten(-1, (-1, 1, width))
     return ((q >> _shifts(4, 2, q).view(-1, 1)) & 3).flatten(-3)
 
 
 def _nibbles(b: Tensor, width: int) -> Tensor:
-    """Runs of `width` bytes: the low nibbles of a run, then its high ones."""
+    """Nibbles of each run of `width` bytes: all low ones, then all high ones."""
     return _planar(b.unflatten(-1, (-1, width))).flatten(-2)
 
 
 def _q3_k_codes(b: Tensor) -> Tensor:
-    """Bit j of hmask: group j of 32 elements keeps its value, else -4."""
+    """Bit j of an hmask byte belongs to group j of 32 elements; if it is clear, the value is 4 less."""
     return _crumbs(b[..., 32:96], 32) | (_bit_planes(b[..., :32]) << 2)
 
 
@@ -185,7 +185,7 @@ SPLITS = {
 
 
 def _joined(block_type: str) -> Callable[[Tensor], Tensor]:
-    """The decoder of a type that comes apart, in the order of operations of ggml's reference."""
+    """Return the decoder of a type in SPLITS, with the operation order of ggml's reference."""
     split = SPLITS[block_type]
 
     def decode(b: Tensor) -> Tensor:
@@ -230,7 +230,7 @@ BLOCK_TYPES: dict[str, BlockType] = {
 
 
 def dequantize_blocks(data: Tensor, block_type: str) -> Tensor:
-    """Rows of a GGUF tensor as stored, u8 [rows, row_bytes] -> float32 [rows, K], decoded in bounded chunks.
+    """Dequantize stored rows of a GGUF tensor, u8 [rows, row_bytes] -> float32 [rows, K], in bounded chunks.
 
     Raises ValueError for an unknown block type or a row that is not a whole number of blocks.
     """

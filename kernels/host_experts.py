@@ -1,7 +1,7 @@
-"""Experts of a mixture that lie in host memory and are computed by the CPU, beside a device that has the others.
+"""MoE offload: experts kept in host memory and computed by the CPU while the device computes the rest.
 
-Mostly only activations cross: a layer's rows go over once, and what an expert gives for them comes back. An expert that
-has many rows of a step is streamed: the device gets its weights for this step, which then takes less time.
+Usually only activations are transferred: a layer's rows once to the host, and the experts' outputs back. An expert with
+many rows in a step is streamed instead: its weights are copied to the device for that step, which is then faster.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-HALF_LIFE = 4096  # tokens after which a use counts half of what a new one counts
+HALF_LIFE = 4096  # tokens after which the weight of a use in `heat` has halved
 
 
 class Product(Protocol):
@@ -27,27 +27,27 @@ class Product(Protocol):
 
 @dataclass(slots=True)
 class Moved:
-    """Bytes that went between the device and host memory so far, and what of them were whole experts."""
+    """Transfer counters in bytes since load, and (token, expert) counts."""
 
     to_host: int = 0  # activations
-    to_device: int = 0
-    read: int = 0  # weights that the CPU read
-    streamed: int = 0  # weights that the device got for one step
-    exchanged: int = 0  # weights of experts that changed their places, both ways
-    chosen: int = 0  # of all tokens, the experts they were sent to
-    on_device: int = 0  # of these, the ones that lay on the device
+    to_device: int = 0  # activations
+    read: int = 0  # expert weights read by the CPU
+    streamed: int = 0  # expert weights copied to the device for one step
+    exchanged: int = 0  # weights of experts swapped between host and device, both directions
+    chosen: int = 0  # (token, expert) pairs routed
+    on_device: int = 0  # of those, pairs whose expert is on the device
 
 
 @dataclass(slots=True)
 class HostExperts:
-    """The experts of one layer that lie in host memory, their weights prepared for the CPU.
+    """One layer's experts in host memory, with weights prepared for the CPU.
 
-    gate_up, down   by the expert's number; they change between steps only
-    activate        what lies between them
-    fetch           an expert's products, read anew: (its number, whether for the CPU) -> gate_up, down
-    uses            int64 [num_experts]: tokens that each expert of the layer had, on either side
-    stream_rows     an expert with so many rows in a step is streamed; 0: none is
-    heat            float64 [num_experts]: `uses`, where old ones count less
+    gate_up, down   by expert index; change only between steps
+    activate        the activation between them
+    fetch           reload an expert's linear layers: (expert, for the CPU?) -> gate_up, down
+    uses            int64 [num_experts]: tokens routed to each expert of the layer, on host and device
+    stream_rows     an expert with at least this many rows in a step is streamed; 0 disables streaming
+    heat            float64 [num_experts]: `uses` with exponential decay
     """
 
     gate_up: dict[int, Product]
@@ -67,9 +67,9 @@ class HostExperts:
         return sum(one.nbytes for each in (self.gate_up, self.down) for one in each.values())
 
     def take(self, x: Tensor, rows: Tensor, counts: Sequence[int]) -> HostRows | None:
-        """A step's rows for the experts here; None where no token goes to one of them.
+        """Return a step's rows for the host experts; None if no token is routed to one of them.
 
-        rows    int64: the row of every token that an expert has, by expert
+        rows    int64: row of x for each (token, expert) pair, grouped by expert
         counts  tokens of each expert of the layer
         """
         new, theirs = torch.tensor(counts), [counts[expert] for expert in self.gate_up]
@@ -85,24 +85,24 @@ class HostExperts:
         return HostRows(self, _to_host(x).float(), rows.cpu(), x.device)
 
     def streams(self, count: int) -> bool:
-        """Whether an expert here with so many rows is computed on the device."""
+        """Whether a host expert with `count` rows is computed on the device."""
         return 0 < self.stream_rows <= count
 
     def exchange(self, comes: int, goes: int) -> tuple[Any, Any]:
-        """Between steps: let expert `goes` take the place of `comes` here; returns what the device is to compute with.
+        """Move expert `goes` to the host in place of `comes`, between steps; returns `comes`' layers for the device.
 
-        Where that fails nothing has changed.
+        On failure nothing has changed.
         """
-        given, taken = self.fetch(comes, False), self.fetch(goes, True)
+        for_device, for_host = self.fetch(comes, False), self.fetch(goes, True)
         del self.gate_up[comes], self.down[comes]
-        self.gate_up[goes], self.down[goes] = taken
-        self.moved.exchanged += sum(one.nbytes for one in (*given, *taken))
-        return given
+        self.gate_up[goes], self.down[goes] = for_host
+        self.moved.exchanged += sum(one.nbytes for one in (*for_device, *for_host))
+        return for_device
 
 
 @dataclass(frozen=True, slots=True)
 class HostRows:
-    """The rows of a step in host memory; on the device where all that have any are streamed."""
+    """A step's rows in host memory, or on the device if every host expert with rows is streamed."""
 
     experts: HostExperts
     x: Tensor  # float32
@@ -113,25 +113,25 @@ class HostRows:
         return expert in self.experts.gate_up
 
     def given(self, expert: int, start: int, end: int) -> Tensor:
-        """What an expert gives for its rows `rows[start:end]`: float32 on the device."""
+        """Output of an expert for its rows `rows[start:end]`: float32 on the device."""
         here = self.experts
         gate_up, down = here.gate_up[expert], here.down[expert]
-        given = down(here.activate(gate_up(self.x[self.rows[start:end]])))
-        here.moved.to_device += given.nbytes
+        output = down(here.activate(gate_up(self.x[self.rows[start:end]])))
+        here.moved.to_device += output.nbytes
         here.moved.read += gate_up.nbytes + down.nbytes
         if self.device is None or self.device.type == "cpu":
-            return given
-        return given.pin_memory().to(self.device, non_blocking=True)
+            return output
+        return output.pin_memory().to(self.device, non_blocking=True)
 
     def lent(self, expert: int) -> tuple[Product, Product]:
-        """An expert's products on the device, for this step."""
+        """Stream an expert: its linear layers on the device, for this step."""
         products = self.experts.fetch(expert, False)
         self.experts.moved.streamed += sum(one.nbytes for one in products)
         return products
 
 
 def _to_host(x: Tensor) -> Tensor:
-    """A copy in pinned memory, complete when this returns."""
+    """Copy to pinned memory, synchronously."""
     if x.device.type == "cpu":
         return x
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x)

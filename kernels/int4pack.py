@@ -1,9 +1,9 @@
-"""`linear` for `int4g` through PyTorch's own int4 product for the CPU, which takes bfloat16: no compiler needed.
+"""`linear` for `int4g` with PyTorch's int4 CPU operator, which takes bfloat16; needs no C compiler.
 
-w = (q - 8) * scale + zero. Activations, scales and zeros are each split in a bfloat16 and the rest, also bfloat16, and
-three products are added: what is left is the rounding of the product itself, 0.1 % relative. One product alone, 0.3 %,
-changes the starter model's greedy answer (mean KL to float32 over one chat: 0.0011 against 0.0004; all float32 0.0001).
-Passed over when a dtype was asked for by name. A row's result does not depend on the rows beside it.
+w = (q - 8) * scale + zero. Activations, scales and zeros are each split into a bfloat16 value and a bfloat16 remainder,
+and three products are summed; the remaining relative error, 0.1 %, is the rounding of the operator itself. A single
+product has 0.3 % and changes the starter model's greedy answer (mean KL to float32 over one chat: 0.0011 instead of
+0.0004; all float32: 0.0001). Not used when the user requested a dtype. Batch-invariant.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from .dequant import row_chunk, unpack_nibbles
 from .registry import Impl, LinearFacts
 from .weight import Weight
 
-GROUP_SIZES = (32, 64, 128, 256)  # What the operator accepts.
-BLOCK_ROWS = 64  # Rows the widest layout (AVX-512) interleaves; the operator pads none.
+GROUP_SIZES = (32, 64, 128, 256)  # supported by the operator
+BLOCK_ROWS = 64  # rows interleaved by the widest layout (AVX-512); the operator does not pad
 
 
 class Int4Pack(NamedTuple):
-    """Codes u8 [N, K/2] and what makes numbers of them, bf16 [K/g, N, 2], in the operator's layout.
+    """Codes u8 [N, K/2] and scales and zeros bf16 [K/g, N, 2], in the operator's layout.
 
-    rest   what rounding took from `scales_and_zeros`
+    rest   bf16 remainder of `scales_and_zeros`
     """
 
     packed: Tensor
@@ -37,7 +37,7 @@ class Int4Pack(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its tensors."""
+        """Bytes of all tensors."""
         return sum(t.nbytes for t in self if isinstance(t, Tensor))
 
 
@@ -52,7 +52,7 @@ def _fits(facts: LinearFacts) -> str | None:
     if facts.device != "cpu":
         return f"runs on the CPU, not on {facts.device}"
     if facts.exact:
-        return f"rounds activations to bfloat16 and {facts.dtype} was asked for"
+        return f"rounds activations to bfloat16, and {facts.dtype} was requested"
     if facts.group_size not in GROUP_SIZES:
         return f"group size must be one of {', '.join(map(str, GROUP_SIZES))}, not {facts.group_size}"
     if n % BLOCK_ROWS or k % facts.group_size:
@@ -79,14 +79,14 @@ def _prepare(weight: Weight) -> Int4Pack:
 
 
 def _product(x: Tensor, prepared: Int4Pack, scales_and_zeros: Tensor) -> Tensor:
-    """float32 [rows, N] of bf16 x [rows, K]."""
+    """bf16 x [rows, K] -> float32 [rows, N]."""
     return torch.ops.aten._weight_int4pack_mm_for_cpu(x, prepared.packed, prepared.group_size, scales_and_zeros).float()
 
 
 def _run(x: Tensor, prepared: Int4Pack, bias: Tensor | None) -> Tensor:
     wide = gathered(x, prepared.perm, prepared.pre_scale).float().contiguous()
     high = wide.bfloat16()
-    both = torch.cat([high, (wide - high.float()).bfloat16()])  # the weight is read once for both
+    both = torch.cat([high, (wide - high.float()).bfloat16()])  # one product reads the weight once for both
     main = _product(both, prepared, prepared.scales_and_zeros)
     rows = wide.shape[0]
     out = (main[:rows] + main[rows:]).add_(_product(high, prepared, prepared.rest)).to(x.dtype)

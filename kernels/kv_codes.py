@@ -1,7 +1,7 @@
-"""Numbers into KV codes and back, in plain PyTorch: the 8-bit formats of `kv_pages`, as every back end must have them.
+"""KV cache quantization in plain PyTorch: the 8-bit formats of `kv_pages`, which every back end must reproduce.
 
-A token's vector of one head is encoded on its own. E4M3 is written and read by its bits, so results do not depend on
-what a device or an interpreter makes of float8 types.
+Each head's vector of each token is encoded separately. E4M3 is encoded and decoded with integer operations, so results
+do not depend on a device's or Triton interpreter's float8 support.
 """
 
 from __future__ import annotations
@@ -10,20 +10,21 @@ import torch
 from torch import Tensor
 
 LARGEST = {"int8": 127.0, "fp8": 448.0}  # format -> the largest code
-SMALLEST_PEAK = 1e-30  # A vector whose largest number is not above this is stored as zeros.
-_SMALLEST_NORMAL = 0x3C800000  # bits of 2^-6, the smallest E4M3 number with a leading one
-_LARGEST_BITS = 0x43E00000  # bits of 448
-_STEP_ADDEND = 16384.0  # float32 numbers from here on stand 2^-9 apart, as E4M3 numbers below 2^-6 do
+SMALLEST_PEAK = 1e-30  # a vector whose max|x| is at most this is stored as zeros
+_SMALLEST_NORMAL = 0x3C800000  # float32 bits of 2^-6, the smallest normal E4M3 number
+_LARGEST_BITS = 0x43E00000  # float32 bits of 448
+_STEP_ADDEND = 16384.0  # the float32 spacing here is 2^-9, that of subnormal E4M3: adding it rounds x to the grid
 _STEP_BITS = 0x46800000
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """x · H: an orthonormal Hadamard matrix on each run of n dimensions, n the largest power of two dividing them.
+    """x · H, H an orthonormal Hadamard matrix on each block of n dimensions.
 
-    It spreads a dimension's outliers over all of them, and is its own inverse: (q H)·(k H) = q·k.
+    n is the largest power of two that divides head_dim. Spreads outliers in one dimension over the block. H is its own
+    inverse, so (q H)·(k H) = q·k.
 
     x        [..., head_dim]   any float type
-    returns  [..., head_dim]   float32; head_dim odd: unchanged
+    returns  [..., head_dim]   float32; unchanged if head_dim is odd
     """
     size = x.shape[-1] & -x.shape[-1]
     runs, half = x.float().reshape(-1, size), 1
@@ -36,19 +37,19 @@ def hadamard(x: Tensor) -> Tensor:
 
 
 def encode(x: Tensor, kv_format: str, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The codes of vectors, and the scale that makes numbers of them: x ≈ codes · scale.
+    """Quantize vectors: x ≈ codes · scale.
 
-    x          [..., head_dim]   any float type; K is rotated before (`hadamard`) where the format has it so
+    x          [..., head_dim]   any float type; int8 keys must already be rotated (`hadamard`)
     kv_format  int8 | fp8
-    scale      float32 [1] where it is given; else each vector's largest number becomes the largest code
-    returns    codes [..., head_dim] int8 | uint8 (E4M3); scales float32 [...], NaN for a vector that has no finite peak
+    scale      float32 [1]; None: one scale per vector, max|x| / largest code
+    returns    codes [..., head_dim] int8 | uint8 (E4M3); scales float32 [...], NaN for vectors with NaN or inf
     """
     wide = x.float()
     largest = LARGEST[kv_format]
     if scale is None:
         peak = wide.abs().amax(-1)
         tiny = peak <= SMALLEST_PEAK
-        top = torch.full_like(peak, largest)  # torch rounds twice where one of the two is a Python number
+        top = torch.full_like(peak, largest)  # division by a Python number rounds twice in torch
         scales = torch.where(tiny, 0.0, peak / top)
         inverse = torch.where(tiny, 0.0, top / peak)
         finite = peak.isfinite()
@@ -62,13 +63,13 @@ def encode(x: Tensor, kv_format: str, scale: Tensor | None = None) -> tuple[Tens
 
 
 def decode(codes: Tensor, scales: Tensor) -> Tensor:
-    """codes int8 | uint8 (E4M3) [..., head_dim], scales float32 [...] or [1] -> float32 [..., head_dim]."""
+    """Dequantize: codes int8 | uint8 (E4M3) [..., head_dim], scales float32 [...] or [1] -> float32 [..., head_dim]."""
     wide = decode_e4m3(codes) if codes.dtype is torch.uint8 else codes.float()
     return wide * (scales if scales.dim() == 1 and scales.shape[0] == 1 else scales.unsqueeze(-1))
 
 
 def encode_e4m3(x: Tensor) -> Tensor:
-    """float32 -> uint8: the nearest E4M3 number, ties to even, at most ±448; NaN is 0x7F."""
+    """float32 -> E4M3 bits in uint8: round to nearest even, saturate at ±448; NaN becomes 0x7F."""
     bits = x.contiguous().view(torch.int32)
     sign, size = bits >> 24 & 0x80, bits & 0x7FFFFFFF
     nan = size > 0x7F800000
@@ -80,7 +81,7 @@ def encode_e4m3(x: Tensor) -> Tensor:
 
 
 def decode_e4m3(codes: Tensor) -> Tensor:
-    """uint8 -> float32, exact; 0x7F and 0xFF are NaN."""
+    """E4M3 bits in uint8 -> float32, exact; 0x7F and 0xFF are NaN."""
     wide = codes.to(torch.int32)
     sign, size = (wide & 0x80) << 24, wide & 0x7F
     normal = ((size << 20) + (120 << 23)).view(torch.float32)

@@ -1,11 +1,11 @@
-"""`KVPages`: what one layer keeps of its tokens, in pages, in one of the KV formats.
+"""`KVPages`: one layer's paged KV cache, in one of the KV formats.
 
 format  k, v                                               scales
 f32     float32                                            none
 bf16    bfloat16                                           none
 fp16    float16                                            none
-int8    int8; k rotated by `hadamard` after RoPE, q alike  per token and head: max|x| / 127
-fp8     uint8, the bits of E4M3                            per token and head: max|x| / 448; or one number per tensor
+int8    int8; k rotated by `hadamard` after RoPE, as is q  per token and head: max|x| / 127
+fp8     uint8 holding E4M3 bits                            per token and head: max|x| / 448; or one per tensor
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ SCALED_FORMATS = frozenset(("int8", "fp8"))
 
 
 class KVPages(NamedTuple):
-    """Keys and values of one layer; of latent attention the latents and the pieces of keys that turn, with one head.
+    """Keys and values of one layer. With latent attention: k holds latents, v the RoPE parts of the keys, one head.
 
     k, v                [num_pages, num_kv_heads, page_size, head_dim]   see the table above; v may be narrower
-    k_scales, v_scales  float32 [num_pages, num_kv_heads, page_size]; [1] where the checkpoint gives one number for
-                        the layer (fp8 only); None for the formats without
+    k_scales, v_scales  float32 [num_pages, num_kv_heads, page_size]; [1] if the checkpoint has one scale per layer
+                        (fp8 only); None for formats without scales
     """
 
     k: Tensor
@@ -43,7 +43,7 @@ class KVPages(NamedTuple):
     def empty(
         cls, kv_format: str, num_pages: int, num_kv_heads: int, page_size: int, head_dim: int, value_dim: int = 0
     ) -> KVPages:
-        """Zeros on the CPU, with a scale per token and head where the format has scales. `value_dim`: 0 as head_dim."""
+        """Zeros on the CPU, with per-token, per-head scales if the format has scales. `value_dim` 0 means head_dim."""
         rows, dtype = (num_pages, num_kv_heads, page_size), KV_DTYPES[kv_format]
         scales = [torch.zeros(rows) for _ in range(2)] if kv_format in SCALED_FORMATS else [None, None]
         k, v = (torch.zeros((*rows, dim), dtype=dtype) for dim in (head_dim, value_dim or head_dim))

@@ -1,6 +1,6 @@
-"""The frozen values that segments take: a layer's weights, and what the layers of one step share.
+"""Immutable arguments of segments: a layer's weights, and the tensors that the layers of a step share.
 
-A fused implementation may look at `Linear.parts` to see by which implementation they were prepared.
+A fused implementation may inspect `Linear.parts` to see which implementation prepared each weight.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .state_slots import StateSlots
 
 @dataclass(frozen=True, slots=True)
 class LinearPart:
-    """One prepared weight with the implementation that reads it."""
+    """One prepared weight and the implementation that multiplies with it."""
 
     impl: Impl
     prepared: Any
@@ -31,19 +31,19 @@ class LinearPart:
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A stored module whose outputs are some of a product's."""
+    """A module of the checkpoint whose outputs are part of a fused linear layer's."""
 
-    names: tuple[str, ...]  # canonical, and as the file has it
+    names: tuple[str, ...]  # canonical name, and the name in the file
     rows: int
-    order: Tensor | None = None  # int64 [rows]: which of the outputs that Transformers gives each row is
+    order: Tensor | None = None  # int64 [rows]: index of each row among the module's outputs in Transformers
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """y = x Wᵀ + b. Several parts where weights could not be fused exactly; their outputs lie end to end.
+    """y = x Wᵀ + b. Has several parts if weights could not be fused exactly; their outputs are concatenated.
 
-    modules    whose outputs these are, in order; none where they are made of parts of modules
-    additions  what adapters add, in the products of steps that have some
+    modules    checkpoint modules that produce these outputs, in order; empty if they use only parts of modules
+    additions  adapter updates, in the layers used for steps with adapters
     """
 
     parts: tuple[LinearPart, ...]
@@ -52,13 +52,13 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [num_tokens, K] -> [num_tokens, sum of N], dtype of x."""
-        given = [part.impl.run(x, part.prepared, part.bias) for part in self.parts]
-        y = given[0] if len(given) == 1 else torch.cat(given, -1)
+        outputs = [part.impl.run(x, part.prepared, part.bias) for part in self.parts]
+        y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
         return y if self.additions is None else self.additions.add(x, y)
 
     @property
     def out_features(self) -> int:
-        """Rows of all parts together."""
+        """Total output features of all parts."""
         return sum(part.shape[0] for part in self.parts)
 
     @property
@@ -69,7 +69,7 @@ class Linear:
 
     @property
     def bias(self) -> Tensor | None:
-        """float32 [N], zeros for parts without one; None where no part has one."""
+        """float32 [N], zeros for parts without a bias; None if no part has one."""
         found = [part.bias for part in self.parts if part.bias is not None]
         if not found:
             return None
@@ -80,23 +80,23 @@ class Linear:
 
 
 class Join(Protocol):
-    """Makes one result of what several ranks give, each with its part of a product."""
+    """Tensor parallelism: combines the partial results of all ranks."""
 
     def __call__(self, linear: Linear, x: Tensor) -> Tensor:
-        """The product of what all ranks have of x [num_tokens, K], the same on all."""
+        """Apply a linear layer split over ranks to x [num_tokens, K]; every rank returns the full result."""
 
     def total(self, given: Tensor) -> Tensor:
-        """The sum of what all ranks give."""
+        """All-reduce (sum) over the ranks."""
 
 
 def product(linear: Linear, x: Tensor, join: Join | None) -> Tensor:
-    """x Wᵀ + b; of all ranks together where there are some."""
+    """x Wᵀ + b, combined over all ranks if there is a `join`."""
     return linear(x) if join is None else join(linear, x)
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """An RMSNorm: weight [dim]; with a bias, which may be zeros, a LayerNorm."""
+    """An RMSNorm with weight [dim]; with a bias (possibly zeros), a LayerNorm."""
 
     weight: Tensor
     eps: float
@@ -105,9 +105,9 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
-    """What attention in one layer needs, besides its caches."""
+    """Weights of one attention layer."""
 
-    norm: Norm | None  # None: the residual stream as it is
+    norm: Norm | None  # None: no input norm
     qkv: Linear  # rows: all query heads, then key heads, then value heads
     out: Linear
     num_heads: int
@@ -116,84 +116,84 @@ class AttentionWeights:
     scale: float  # of q·k
     q_norm: Norm | None = None
     k_norm: Norm | None = None  # over head_dim, before RoPE
-    late_norms: bool = False  # both are behind RoPE
-    whole_norms: bool = False  # q_norm and k_norm are over all heads together
+    late_norms: bool = False  # apply q_norm and k_norm after RoPE
+    whole_norms: bool = False  # q_norm and k_norm span all heads together
     post_norm: Norm | None = None  # on the output, before the residual
     window: int | None = None
-    chunked: bool = False  # the window does not move: a query sees what lies in one of so many positions with it
+    chunked: bool = False  # chunked attention: a query attends within its own chunk of `window` positions
     softcap: float | None = None
     interleaved: bool = False  # RoPE pairs (2j, 2j + 1) instead of (j, j + half)
-    gate: bool = False  # after each query head in `qkv` comes its gate; its sigmoid multiplies what attention gives
-    head_gates: bool = False  # gates are one number a head, which lie behind all queries in `qkv`
-    softplus_gate: bool = False  # log(1 + exp(gate)) multiplies instead of the sigmoid
+    gate: bool = False  # each query head in `qkv` is followed by its gate; sigmoid(gate) multiplies attention's output
+    head_gates: bool = False  # one gate per head, after all queries in `qkv`
+    softplus_gate: bool = False  # softplus(gate) multiplies the output, not sigmoid(gate)
     v_norm: Norm | None = None  # over head_dim
-    temperature: tuple[float, int] | None = None  # (b, n): queries at position p grow by 1 + b ln(1 + floor(p / n))
+    temperature: tuple[float, int] | None = None  # (b, n): queries at position p times 1 + b ln(1 + floor(p / n))
     temperature_offset: int = 0  # added to p
-    sinks: Tensor | None = None  # float32 [num_heads]: a score more for every query of a head, without a value
-    causal: bool = True  # False: a query sees what is behind it, too, with a window as far as before it
-    sum_norm: Norm | None = None  # on the residual stream, once the output is added
-    k_is_v: bool = False  # `qkv` has no rows for values: they are what its keys are, before their norm
-    reads_only: bool = False  # `qkv` has rows for queries only: another layer stores keys and values
-    parallel: bool = False  # what follows reads the residual stream before the output is added to it
-    join: Join | None = None  # of `out`, where ranks have a part each
-    streams: StreamWeights | None = None  # where a token has several residual streams
+    sinks: Tensor | None = None  # float32 [num_heads]: attention sinks, an extra score per head without a value
+    causal: bool = True  # False: bidirectional; a window extends equally far in both directions
+    sum_norm: Norm | None = None  # on the residual stream after the output is added
+    k_is_v: bool = False  # `qkv` has no value rows: values are the keys before their norm
+    reads_only: bool = False  # `qkv` has only query rows: another layer writes keys and values
+    parallel: bool = False  # the feed-forward layer reads the residual stream before attention's output is added
+    join: Join | None = None  # for `out`, with tensor parallelism
+    streams: StreamWeights | None = None  # if a token has several residual streams
 
     @property
     def kept(self) -> tuple[int, int, int]:
-        """Heads of its pages, elements of a key and of a value there."""
+        """(KV heads, key dim, value dim) of its pages."""
         return self.num_kv_heads, self.head_dim, self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
 class StreamWeights:
-    """How a layer predicts and corrects the residual streams of a token: see `streams`."""
+    """Weights that predict and correct a token's residual streams: see `streams`."""
 
     count: int
-    router: Linear  # one row a stream
+    router: Linear  # one row per stream
     router_norm: Norm
     predict: Tensor  # float32 [count * count, count]
     correct: Tensor  # float32 [count, count]
-    scale: Tensor | None  # float32 [hidden]: of the first stream where the layer's own numbers are let in
-    left: Linear  # LAuReL: to few numbers
-    right: Linear  # and back
+    scale: Tensor | None  # float32 [hidden]: multiplies the first stream before the per-layer inputs
+    left: Linear  # LAuReL down projection
+    right: Linear  # LAuReL up projection
     laurel_norm: Norm
-    widen: Linear | None = None  # of the first layer: all streams but the first, end to end
-    narrow: tuple[Linear, ...] = ()  # of the last layer: of each stream but the first
+    widen: Linear | None = None  # first layer only: all streams but the first, concatenated
+    narrow: tuple[Linear, ...] = ()  # last layer only: one per stream but the first
 
 
 @dataclass(frozen=True, slots=True)
 class LatentWeights:
-    """What latent attention in one layer needs, besides its pages."""
+    """Weights of one latent attention (MLA) layer."""
 
     norm: Norm | None
-    qkv: Linear  # rows: queries, or what they are made of; the latent; the piece of the key that turns
-    q_up: Linear | None  # queries of what they are made of, by heads; of each first what does not turn
-    q_norm: Norm | None  # before it
+    qkv: Linear  # rows: queries or query latents, then the KV latent, then the RoPE part of the key
+    q_up: Linear | None  # query latent -> queries by head, each with the part without RoPE first
+    q_norm: Norm | None  # before `q_up`
     kv_norm: Norm  # over the latent
-    k_up: tuple[Linear, ...]  # of each head: what does not turn of a query, as it meets latents
-    v_up: tuple[Linear, ...]  # of each head: values of latents
+    k_up: tuple[Linear, ...]  # per head: query part without RoPE -> latent space
+    v_up: tuple[Linear, ...]  # per head: latent -> value
     out: Linear
-    rank: int  # elements of a latent
-    turned: int  # elements of a query, and of a key, that turn
+    rank: int  # latent dimension
+    turned: int  # RoPE dimensions of queries and keys
     scale: float  # of q·k
     interleaved: bool = False  # RoPE pairs (2j, 2j + 1) instead of (j, j + half)
     post_norm: Norm | None = None  # on the output, before the residual
-    temperature: tuple[float, int] | None = None  # as of `AttentionWeights`
-    join: Join | None = None  # of `out`, where ranks have a part each
+    temperature: tuple[float, int] | None = None  # as in `AttentionWeights`
+    join: Join | None = None  # for `out`, with tensor parallelism
 
     @property
     def kept(self) -> tuple[int, int, int]:
-        """Heads of its pages, elements of a key and of a value there."""
+        """(KV heads, key dim, value dim) of its pages."""
         return 1, self.rank, self.turned
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaWeights:
-    """What the gated delta rule in one layer needs, besides its states."""
+    """Weights of one gated delta rule layer."""
 
     norm: Norm | None
-    qkvz: Linear  # rows: query heads, key heads, value heads, then the gates of the outputs
-    ba: Linear  # rows: of every value head how much it learns, then how much it forgets
+    qkvz: Linear  # rows: query heads, key heads, value heads, then output gates z
+    ba: Linear  # rows: beta (write strength) of all value heads, then a (decay) of all value heads
     out: Linear
     conv: Tensor  # float32 [channels, width]
     decay: Tensor  # float32 [num_v_heads], below 0
@@ -203,26 +203,26 @@ class DeltaWeights:
     num_v_heads: int
     k_dim: int
     v_dim: int
-    tiled: bool = False  # value head j goes with key head j % num_k_heads
-    join: Join | None = None  # of `out`, where ranks have a part each
+    tiled: bool = False  # value head j uses key head j % num_k_heads
+    join: Join | None = None  # for `out`, with tensor parallelism
 
 
 @dataclass(frozen=True, slots=True)
 class ConvWeights:
-    """What a gated short convolution in one layer needs, besides its states."""
+    """Weights of one gated short convolution layer."""
 
     norm: Norm | None
-    inputs: Linear  # rows: gates of the convolution's inputs, gates of its outputs, then the inputs
+    inputs: Linear  # rows: input gates, output gates, then inputs of the convolution
     out: Linear
     conv: Tensor  # float32 [channels, width]
     bias: Tensor | None = None  # float32 [channels]
     post_norm: Norm | None = None  # on the output, before the residual
-    join: Join | None = None  # of `out`, where ranks have a part each
+    join: Join | None = None  # for `out`, with tensor parallelism
 
 
 @dataclass(frozen=True, slots=True)
 class InputWeights:
-    """How a layer takes in the numbers that a token has for it alone: see `segments.layer_input`."""
+    """Weights that mix a token's per-layer input into the residual stream: see `segments.layer_input`."""
 
     gate: Linear
     projection: Linear
@@ -233,45 +233,45 @@ class InputWeights:
 
 @dataclass(frozen=True, slots=True)
 class MambaWeights:
-    """What a Mamba-2 mixer in one layer needs, besides its states."""
+    """Weights of one Mamba-2 layer."""
 
     norm: Norm | None
-    inputs: Linear  # rows: gates of the outputs, then what goes through the convolution, then each head's time step
+    inputs: Linear  # rows: output gates z, then inputs of the convolution, then one time step per head
     out: Linear
     conv: Tensor  # float32 [channels, width]
     decay: Tensor  # float32 [num_heads], below 0
-    skip: Tensor  # float32 [num_heads]: how much of its input a head gives on
+    skip: Tensor  # float32 [num_heads]: D, the skip connection of each head
     dt_bias: Tensor  # float32 [num_heads]
-    out_norm: Norm  # over the gated outputs of a group of heads, without a weight
-    gain: Tensor  # float32 [num_heads * head_dim], its weight
+    out_norm: Norm  # over the gated outputs of each group of heads, with unit weight
+    gain: Tensor  # float32 [num_heads * head_dim], weight of `out_norm`
     num_heads: int
     head_dim: int
     num_groups: int
     state_size: int
     conv_bias: Tensor | None = None  # float32 [channels]
-    steps: tuple[float, float] | None = None  # what time steps are cut off to
-    join: Join | None = None  # of `out`, where ranks have a part each
+    steps: tuple[float, float] | None = None  # range that time steps are clamped to
+    join: Join | None = None  # for `out`, with tensor parallelism
 
 
 @dataclass(frozen=True, slots=True)
 class MlpWeights:
-    """A feed-forward layer, gated but with gelu and relu2."""
+    """Weights of a feed-forward layer; gated, except with gelu and relu2."""
 
-    norm: Norm | None  # None: the residual stream as it is
-    gate_up: Linear  # rows: gate, then up; without a gate only up
+    norm: Norm | None  # None: no input norm
+    gate_up: Linear  # rows: gate, then up; only up if there is no gate
     down: Linear
     activation: str  # silu | gelu_tanh | gelu | relu2
     post_norm: Norm | None = None
-    sum_norm: Norm | None = None  # on the residual stream, once the output is added
+    sum_norm: Norm | None = None  # on the residual stream after the output is added
     scale: float = 1.0  # multiplies the result, residual stream included
-    input: InputWeights | None = None  # what follows
-    join: Join | None = None  # of `down`, where ranks have a part each
-    cut: float | None = None  # gate less its mean and so many deviations, and nothing below: see `segments.thinned`
+    input: InputWeights | None = None  # per-layer input, applied after this layer
+    join: Join | None = None  # for `down`, with tensor parallelism
+    cut: float | None = None  # activation sparsity: threshold in standard deviations, see `segments.thinned`
 
 
 @dataclass(frozen=True, slots=True)
 class ApartNorms:
-    """Norms of a mixture whose parts read the residual stream each for itself."""
+    """Norms of a mixture whose router, shared expert and routed experts each normalize the residual stream."""
 
     router: Norm
     shared: Norm
@@ -281,49 +281,49 @@ class ApartNorms:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsWeights:
-    """A mixture of feed-forward layers, and what its router does: see `experts.route`."""
+    """Weights of a mixture of experts and its router: see `experts.route`."""
 
     norm: Norm | None
     router: Linear
-    gate_up: tuple[Linear, ...]  # of each expert; rows: gate, then up; with relu2 only up
+    gate_up: tuple[Linear, ...]  # per expert; rows: gate, then up; only up with relu2
     down: tuple[Linear, ...]
     top_k: int
     router_kind: str  # softmax | softmax_topk | sigmoid | sigmoid_topk
     activation: str  # silu | gelu_tanh | swiglu_oai | relu2
     renormalise: bool = True
-    scale: float = 1.0  # of what the chosen experts count
-    choice_bias: Tensor | None = None  # float32 [num_experts]
+    scale: float = 1.0  # multiplies the router's expert weights
+    choice_bias: Tensor | None = None  # float32 [num_experts], added to scores for selection only
     groups: int = 1
     group_top_k: int = 1
-    shared_gate_up: Linear | None = None  # of the expert that every token goes through
+    shared_gate_up: Linear | None = None  # shared expert, which every token goes through
     shared_down: Linear | None = None
-    shared_gate: Linear | None = None  # one row: sigmoid of it multiplies what the shared expert gives
-    limit: float | None = None
+    shared_gate: Linear | None = None  # one row; its sigmoid multiplies the shared expert's output
+    limit: float | None = None  # clamps gates and ups, see `experts.cut_off`
     post_norm: Norm | None = None
-    apart: ApartNorms | None = None  # `norm` is then that of the experts alone
-    expert_scales: Tensor | None = None  # float32 [num_experts]: of what each gives
+    apart: ApartNorms | None = None  # if set, `norm` applies to the routed experts only
+    expert_scales: Tensor | None = None  # float32 [num_experts], multiplies each expert's weight
     layer_scale: float = 1.0  # multiplies the result, residual stream included
-    input: InputWeights | None = None  # what follows
-    host: HostExperts | None = None  # those that the CPU computes: here their products are empty
-    latent_in: Linear | None = None  # the chosen experts work on what it makes of a row
-    latent_out: Linear | None = None  # and it takes their sum back
-    join: Join | None = None  # of the sum, where ranks have a part of every expert
-    # `gate_up` and `down` of all experts as one product each, where their weights lie one behind the other
+    input: InputWeights | None = None  # per-layer input, applied after this layer
+    host: HostExperts | None = None  # experts computed by the CPU; their entries in gate_up and down are empty
+    latent_in: Linear | None = None  # projects rows before the routed experts
+    latent_out: Linear | None = None  # projects the experts' sum back
+    join: Join | None = None  # for the sum, with tensor parallelism over every expert
+    # `gate_up` and `down` of all experts as one part each, if their weights are contiguous
     stacked: tuple[LinearPart, LinearPart] | None = None
-    share_inputs: bool = False  # shares multiply what experts take, and not what they give
+    share_inputs: bool = False  # expert weights multiply the inputs instead of the outputs
 
 
 @dataclass(frozen=True, slots=True)
 class HeadWeights:
-    """The last norm and the projection to the vocabulary."""
+    """The final norm and the projection to the vocabulary."""
 
-    norm: Norm | None  # None: hidden states as they are
+    norm: Norm | None  # None: no final norm
     linear: Linear
     softcap: float | None = None
-    join: Join | None = None  # where ranks have some of the vocabulary each
+    join: Join | None = None  # with a vocabulary split over ranks
 
 
-# the fields that all fused segments know
+# fields that all fused segments support
 FUSED_ATTENTION = frozenset(
     (
         *("norm", "qkv", "out", "num_heads", "num_kv_heads", "head_dim", "q_norm", "k_norm", "post_norm"),
@@ -361,9 +361,9 @@ FUSED_HEAD = frozenset(("norm", "linear", "softcap"))
 
 
 def has_only(weights: Any, known: frozenset[str]) -> bool:
-    """Whether every field outside of `known` has its default: a fused kernel declines what it has never heard of.
+    """Whether every field outside `known` has its default, so that a fused kernel declines features it lacks.
 
-    None of them knows LayerNorms.
+    LayerNorms always count as unsupported.
     """
     for field in fields(weights):
         value = getattr(weights, field.name)
@@ -375,7 +375,7 @@ def has_only(weights: Any, known: frozenset[str]) -> bool:
 
 
 def linears_of(weights: Any) -> Iterator[Linear]:
-    """The linear layers of a mixer or a feed-forward layer, in the order of its fields; none of one that is absent."""
+    """Yield the linear layers of a mixer or feed-forward layer in field order; nothing for None."""
     for field in () if weights is None else fields(weights):
         value = getattr(weights, field.name)
         if isinstance(value, InputWeights | StreamWeights):
@@ -398,18 +398,18 @@ def nbytes_of(weights: Any) -> int:
 
 MixerWeights = AttentionWeights | LatentWeights | DeltaWeights | ConvWeights | MambaWeights
 FeedForwardWeights = MlpWeights | ExpertsWeights
-LayerCache = KVPages | StateSlots | None  # None: of a layer without a mixer
-# a layer's weights, and which of the step's views it sees; -1: it keeps a state, or nothing
+LayerCache = KVPages | StateSlots | None  # None: layer without a mixer
+# a layer's weights, and the index of its view; -1 for recurrent layers and layers without a mixer
 LayerCall = tuple[MixerWeights | None, FeedForwardWeights | None, int]
-# cos, sin, block_table, slot_mapping: what the layers of one cache group share in a step
+# cos, sin, block_table, slot_mapping: shared by the layers of one cache group in a step
 View = tuple[Tensor, Tensor, Tensor, Tensor]
-# hidden [num_tokens, hidden], logits float32 [num_tokens, vocab], and where somebody looked int64 [num_tokens], the
-# first place of the largest logit, -1 where one is NaN; all are valid until the next step
+# hidden [num_tokens, hidden], logits float32 [num_tokens, vocab], argmax int64 [num_tokens] if computed (ties go to the
+# lower index, -1 if a logit is NaN); valid until the next step
 Stepped = tuple[Tensor, Tensor, Tensor | None]
 
 
 def forget(prepared: Any, *, pages_only: bool = False) -> None:
-    """Let go of what fused segments keep with a prepared weight: pages of the last call, and layers it is a part of."""
+    """Drop the data that fused segments cache with a prepared weight: pages of the last call, and its layer structs."""
     let_go = getattr(prepared, "forget", None)
     if let_go is not None:
         let_go(pages_only)

@@ -1,4 +1,4 @@
-"""The segments that mix tokens, composed of single ops: attention of pages and of latents, and what keeps a state."""
+"""Token mixers composed from single ops: paged attention, latent attention and the recurrent mixers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .state_slots import StateSlots
 
 
 def norm_rows(rms_norm: Callable[..., Tensor], x: Tensor, norm: Norm | None) -> Tensor:
-    """x normed over its last dimension; x itself without a norm."""
+    """Normalize x over its last dimension; return x unchanged if there is no norm."""
     if norm is None:
         return x
     if norm.bias is not None:
@@ -33,12 +33,12 @@ def norm_rows(rms_norm: Callable[..., Tensor], x: Tensor, norm: Norm | None) -> 
 
 
 def add_output(rms_norm: Callable[..., Tensor], x: Tensor, out: Tensor, post_norm: Norm | None) -> Tensor:
-    """x + post_norm(out), in the place of x."""
+    """x + post_norm(out), in place."""
     return x.add_(norm_rows(rms_norm, out, post_norm))
 
 
 def norm_heads(rms_norm: Callable[..., Tensor], heads: Tensor, norm: Norm, whole: bool) -> Tensor:
-    """Norms of each of a token's heads, or of all of them as one: [num_tokens, heads, head_dim]."""
+    """Normalize each head, or all heads of a token together if `whole`: [num_tokens, heads, head_dim]."""
     return norm_rows(rms_norm, heads.flatten(1).unsqueeze(1) if whole else heads, norm).view(heads.shape)
 
 
@@ -53,14 +53,14 @@ def attn_in(
     pages: KVPages,
     slot_mapping: Tensor,
 ) -> Tensor:
-    """Norm, QKV, QK-norm and RoPE; stores keys and values. Returns q [num_tokens, num_heads, head_dim].
+    """Norm, QKV, QK-norm, RoPE and KV write. Returns q [num_tokens, num_heads, head_dim].
 
-    Where heads have gates, q [num_tokens, num_heads, 2 head_dim] has each gate behind its query.
+    With gated heads, q is [num_tokens, num_heads, 2 head_dim]: each query followed by its gate.
     """
     heads, dim = weights.num_heads, weights.head_dim
     kv_heads = 0 if weights.reads_only else weights.num_kv_heads
     v_heads = 0 if weights.k_is_v else kv_heads
-    normed = norm_rows(rms_norm, x, weights.norm)  # lives on until the end: the plan counts it
+    normed = norm_rows(rms_norm, x, weights.norm)  # stays alive to the end; the memory plan counts it
     rows = weights.qkv(normed)
     gates = None
     if weights.head_gates:
@@ -96,7 +96,10 @@ def attn_in(
 def growth(
     temperature: tuple[float, int], num_tokens: int, cu_query_lens: Tensor, seq_lens: Tensor, offset: int = 0
 ) -> Tensor:
-    """What multiplies the query of each token for its position, `offset` further: float32 [num_tokens]."""
+    """Position-dependent factor of each token's query: float32 [num_tokens].
+
+    1 + strength · log1p(floor((position + offset) / every)), temperature = (strength, every)
+    """
     strength, every = temperature
     tokens = torch.arange(num_tokens, dtype=cu_query_lens.dtype, device=cu_query_lens.device)
     ends = cu_query_lens[1:].contiguous()
@@ -108,7 +111,7 @@ def growth(
 def _grown(
     rows: Tensor, weights: AttentionWeights | LatentWeights, cu_query_lens: Tensor, seq_lens: Tensor, offset: int = 0
 ) -> Tensor:
-    """What queries are made of, or queries, [num_tokens, ...], as they grow with their position."""
+    """Multiply queries, or the latents they are projected from, [num_tokens, ...], by their `growth`."""
     if weights.temperature is None:
         return rows
     grown = growth(weights.temperature, rows.shape[0], cu_query_lens, seq_lens, offset).to(rows.dtype)
@@ -124,25 +127,25 @@ def attention(
     cu_query_lens: Tensor,
     seq_lens: Tensor,
 ) -> Tensor:
-    """Attention over the pages, gated where heads have gates: [num_tokens, num_heads * head_dim]."""
-    given = (weights.scale, weights.window, weights.softcap, weights.sinks, weights.chunked)
-    if not weights.causal:  # the reference alone knows it
-        mixed = reference.paged_attention(q, pages, block_table, cu_query_lens, seq_lens, *given, causal=False)
+    """Attention over the pages, times sigmoid(gate) for gated heads: [num_tokens, num_heads * head_dim]."""
+    options = (weights.scale, weights.window, weights.softcap, weights.sinks, weights.chunked)
+    if not weights.causal:  # only the reference supports it
+        mixed = reference.paged_attention(q, pages, block_table, cu_query_lens, seq_lens, *options, causal=False)
         return mixed.view(q.shape[0], -1)
     if not weights.gate:
         q = _grown(q, weights, cu_query_lens, seq_lens, weights.temperature_offset)
-        return paged_attention(q, pages, block_table, cu_query_lens, seq_lens, *given).view(q.shape[0], -1)
+        return paged_attention(q, pages, block_table, cu_query_lens, seq_lens, *options).view(q.shape[0], -1)
     queries, gates = q.split(weights.head_dim, -1)
     queries = _grown(queries.contiguous(), weights, cu_query_lens, seq_lens, weights.temperature_offset)
-    mixed = paged_attention(queries, pages, block_table, cu_query_lens, seq_lens, *given)
+    mixed = paged_attention(queries, pages, block_table, cu_query_lens, seq_lens, *options)
     factors = softplus(gates.float()) if weights.softplus_gate else sigmoid(gates)
     return (mixed * factors).to(mixed.dtype).view(q.shape[0], -1)
 
 
 def attn_out(rms_norm: Callable[..., Tensor], attended: Tensor, x: Tensor, weights: AttentionWeights) -> Tensor:
-    """x + post_norm(attended Wᵀ): [num_tokens, hidden], in the place of x."""
-    given = product(weights.out, attended, weights.join)
-    return norm_rows(rms_norm, add_output(rms_norm, x, given, weights.post_norm), weights.sum_norm)
+    """x + post_norm(attended Wᵀ): [num_tokens, hidden], in place."""
+    output = product(weights.out, attended, weights.join)
+    return norm_rows(rms_norm, add_output(rms_norm, x, output, weights.post_norm), weights.sum_norm)
 
 
 def latent_attention(
@@ -156,10 +159,10 @@ def latent_attention(
     seq_lens: Tensor,
     attend: Callable[..., Tensor] = reference.latent_attention,
 ) -> Tensor:
-    """x + what attention over latents gives of the normed x: [num_tokens, hidden], in the place of x.
+    """x + out(latent attention of norm(x)): [num_tokens, hidden], in place.
 
-    Keys and values are never made: a head's query goes to the latents by `k_up`, and their weighted sum becomes its
-    value by `v_up`. So prompts and single tokens are summed in the same order.
+    Absorbed form, without materializing keys and values: `k_up` maps a head's query into latent space, and `v_up` maps
+    the weighted sum of latents to the head's output. Prefill and decode therefore sum in the same order.
     """
     cos, sin, block_table, slot_mapping = view
     count, heads, rank, turned = x.shape[0], len(weights.k_up), weights.rank, weights.turned
@@ -173,15 +176,15 @@ def latent_attention(
     still = rows.shape[2] - turned
     kept = norm_rows(rms_norm, latent[:, :rank].contiguous(), weights.kv_norm)
     key = rope(latent[:, rank:].contiguous().unsqueeze(1), cos, sin, weights.interleaved)
-    reference.kv_write(kept.unsqueeze(1), key, pages, slot_mapping)  # kernels want values as wide as keys
+    reference.kv_write(kept.unsqueeze(1), key, pages, slot_mapping)  # the kernels need values as wide as keys
     q = rows.new_empty((count, heads, rank + turned))
     q[..., rank:] = rope(rows[..., still:].contiguous(), cos, sin, weights.interleaved)
     for head, up in enumerate(weights.k_up):
         q[:, head, :rank] = up(rows[:, head, :still].contiguous())
     mixed = attend(q, pages, block_table, cu_query_lens, seq_lens, weights.scale)
     values = [up(mixed[:, head].contiguous()) for head, up in enumerate(weights.v_up)]
-    given = product(weights.out, torch.cat(values, -1), weights.join)
-    return add_output(rms_norm, x, given, weights.post_norm)
+    output = product(weights.out, torch.cat(values, -1), weights.join)
+    return add_output(rms_norm, x, output, weights.post_norm)
 
 
 def gated_delta(
@@ -195,10 +198,10 @@ def gated_delta(
     slots: Tensor,
     cu_query_lens: Tensor,
 ) -> Tensor:
-    """x + out(norm(y) silu(z)), y the gated delta rule of the normed x: [num_tokens, hidden], in the place of x.
+    """x + out(norm(y) · silu(z)), y = gated delta rule of norm(x): [num_tokens, hidden], in place.
 
-    kept    the states, changed
-    slots   int64 [num_seqs]: whose they are
+    kept    recurrent states, modified
+    slots   int64 [num_seqs]: slot of each sequence's state
     """
     keys, heads, dim = weights.num_k_heads * weights.k_dim, weights.num_v_heads, weights.v_dim
     normed = norm_rows(rms_norm, x, weights.norm)
@@ -208,9 +211,9 @@ def gated_delta(
     mixed = causal_conv(mixed, weights.conv, None, kept.conv, slots, cu_query_lens, True)
     q, k, v = mixed.split([keys, keys, heads * dim], -1)
     of_keys, of_values = (-1, weights.num_k_heads, weights.k_dim), (-1, heads, dim)
-    given = q.reshape(of_keys), k.reshape(of_keys), v.reshape(of_values)
+    qkv = q.reshape(of_keys), k.reshape(of_keys), v.reshape(of_values)
     decay = softplus(a + weights.dt_bias).mul_(weights.decay)
-    y = delta_rule(*given, decay, sigmoid(b), kept.state, slots, cu_query_lens, weights.tiled)
+    y = delta_rule(*qkv, decay, sigmoid(b), kept.state, slots, cu_query_lens, weights.tiled)
     y = norm_rows(rms_norm, y, weights.out_norm).flatten(1)
     gated = silu_mul(torch.cat([z.float(), y], -1)).to(x.dtype)
     return x.add_(product(weights.out, gated, weights.join))
@@ -225,14 +228,14 @@ def short_conv(
     slots: Tensor,
     cu_query_lens: Tensor,
 ) -> Tensor:
-    """x + post_norm(out(c · conv(b · h))), b, c and h made of the normed x: [num_tokens, hidden], in its place.
+    """x + post_norm(out(c · conv(b · h))), with b, c, h = inputs(norm(x)): [num_tokens, hidden], in place.
 
-    kept, slots   as of `gated_delta`; there is no state but the convolution's
+    kept, slots   as in `gated_delta`; the only state is the convolution's
     """
     b, c, h = weights.inputs(norm_rows(rms_norm, x, weights.norm)).chunk(3, -1)
     mixed = causal_conv(b * h, weights.conv, weights.bias, kept.conv, slots, cu_query_lens)
-    given = product(weights.out, (c * mixed).to(x.dtype), weights.join)
-    return add_output(rms_norm, x, given, weights.post_norm)
+    output = product(weights.out, (c * mixed).to(x.dtype), weights.join)
+    return add_output(rms_norm, x, output, weights.post_norm)
 
 
 def mamba(
@@ -246,9 +249,9 @@ def mamba(
     slots: Tensor,
     cu_query_lens: Tensor,
 ) -> Tensor:
-    """x + out(norm(y silu(z))), y the state space of the normed x: [num_tokens, hidden], in the place of x.
+    """x + out(norm(y · silu(z))), y = Mamba-2 state space of norm(x): [num_tokens, hidden], in place.
 
-    kept, slots   as of `gated_delta`
+    kept, slots   as in `gated_delta`
     """
     heads, dim, groups, size = weights.num_heads, weights.head_dim, weights.num_groups, weights.state_size
     inner, shared = heads * dim, groups * size

@@ -1,7 +1,7 @@
-"""Ops over tokens in order that carry a state from step to step, in plain PyTorch: see `reference`.
+"""Reference implementations of the recurrent ops, which carry per-sequence state between steps, in plain PyTorch.
 
-The tokens of a step's sequences lie end to end. A sequence may have none; where there are as many tokens as
-sequences each has one, and nothing is asked of the device about their lengths.
+The tokens of a step's sequences are concatenated. A sequence may have no tokens. If there are as many tokens as
+sequences, each has exactly one, and sequence lengths are not read back from the device.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-CHUNK = 64  # tokens that are taken at once in `delta_rule_chunked` and `state_space_chunked`
+CHUNK = 64  # tokens per chunk in `delta_rule_chunked` and `state_space_chunked`
 
 
 def parts(slots: Tensor, cu_query_lens: Tensor) -> Iterator[tuple[Tensor, slice]]:
-    """(its slot, the rows of its tokens) of each sequence."""
+    """Yield (slot, rows of its tokens) for each sequence."""
     ends = cu_query_lens.tolist()
     return ((slots[index], slice(*ends[index : index + 2])) for index in range(slots.shape[0]))
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + exp(-x)), float32, the same bits wherever an element lies."""
+    """1 / (1 + exp(-x)), float32, bitwise independent of an element's position."""
     return torch.neg(x.float()).exp_().add_(1.0).reciprocal_()
 
 
@@ -39,15 +39,17 @@ def causal_conv(
     cu_query_lens: Tensor,
     silu: bool = False,
 ) -> Tensor:
-    """y[t] = b + sum over j of w[:, j] * x[t - width + 1 + j], each sequence with what its slot kept of before.
+    """Depthwise causal convolution: y[t] = b + sum over j of w[:, j] · x[t - width + 1 + j].
+
+    Inputs before this step come from the sequence's slot in `state`.
 
     x              [num_tokens, channels]               any float type
     weight         float32 [channels, width]
     bias           float32 [channels] | None
-    state          float32 [num_slots, channels, width - 1], changed: the last inputs of each sequence
+    state          float32 [num_slots, channels, width - 1], modified: the last inputs of each sequence
     slots          int64 [num_seqs]
     cu_query_lens  int32 [num_seqs + 1]
-    silu           returns y · sigmoid(y)
+    silu           return silu(y) = y · sigmoid(y)
     returns        float32 [num_tokens, channels]
     """
     out = torch.empty(x.shape, device=x.device)
@@ -65,7 +67,7 @@ def causal_conv(
 
 
 def _slid(seen: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """[..., channels, width - 1 + n] -> [..., channels, n], summed in one order."""
+    """Convolve [..., channels, width - 1 + n] -> [..., channels, n], summing taps in order."""
     width = weight.shape[1]
     count = seen.shape[-1] - width + 1
     total = seen[..., :count] * weight[:, :1]
@@ -75,13 +77,13 @@ def _slid(seen: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def unit(x: Tensor) -> Tensor:
-    """Rows of length 1, float32."""
+    """L2-normalize rows, float32."""
     wide = x.float()
     return wide * (wide * wide).sum(-1, keepdim=True).add_(1e-6).sqrt_().reciprocal_()
 
 
 def _of_heads(x: Tensor, count: int, tiled: bool) -> Tensor:
-    """[num_tokens, key heads, dim] -> [num_tokens, count, dim]: the key head of every value head."""
+    """[num_tokens, key heads, dim] -> [num_tokens, count, dim]: repeat key heads to match `count` value heads."""
     ratio = count // x.shape[1]
     if ratio == 1:
         return x
@@ -95,9 +97,9 @@ def _walk(
     slots: Tensor,
     cu_query_lens: Tensor,
 ) -> None:
-    """Take every sequence's state through its tokens: `advanced(carried, at)` is the state behind row `at`.
+    """Advance every sequence's state through its tokens: `advanced(carried, at)` returns the state after row `at`.
 
-    Where each sequence has one token, all at once.
+    If each sequence has one token, all advance in one call.
     """
     if num_tokens == slots.shape[0]:
         state[slots] = advanced(state[slots], slice(None))
@@ -120,15 +122,17 @@ def delta_rule(
     cu_query_lens: Tensor,
     tiled: bool = False,
 ) -> Tensor:
-    """Token by token: S = exp(decay) S; S = S + beta (v - S k) kᵀ; y = S q. k has length 1, q 1 / sqrt(k_dim).
+    """Gated delta rule, token by token: S = exp(decay) S; S = S + beta (v - S k) kᵀ; y = S q.
+
+    k and q are L2-normalized, q then scaled by 1 / sqrt(k_dim).
 
     q, k           [num_tokens, num_k_heads, k_dim]     any float type
     v              [num_tokens, num_v_heads, v_dim]
     decay, beta    float32 [num_tokens, num_v_heads]    decay <= 0
-    state          float32 [num_slots, num_v_heads, v_dim, k_dim], changed
+    state          float32 [num_slots, num_v_heads, v_dim, k_dim], modified
     slots          int64 [num_seqs]
     cu_query_lens  int32 [num_seqs + 1]
-    tiled          value head j goes with key head j % num_k_heads, else with j // (num_v_heads / num_k_heads)
+    tiled          value head j uses key head j % num_k_heads, otherwise j // (num_v_heads / num_k_heads)
     returns        float32 [num_tokens, num_v_heads, v_dim]
     """
     heads = v.shape[1]
@@ -159,10 +163,11 @@ def delta_rule_chunked(
     cu_query_lens: Tensor,
     tiled: bool = False,
 ) -> Tensor:
-    """`delta_rule` by matrix products over CHUNK tokens at a time: quicker for prompts, rounded otherwise.
+    """`delta_rule` as matrix products over chunks of CHUNK tokens: faster for prompts, with different rounding.
 
-    Within a chunk S_t = exp(G_t) S_0 + sum over i <= t of exp(G_t - G_i) u_i k_iᵀ, where G sums the decays up and the
-    corrections u solve (I + A) u = beta (v - exp(G) S_0 k), A strictly lower: A[t, i] = beta_t exp(G_t - G_i) k_t·k_i.
+    Within a chunk S_t = exp(G_t) S_0 + sum over i <= t of exp(G_t - G_i) u_i k_iᵀ, where G is the cumulative sum of
+    the decays and u solves (I + A) u = beta (v - exp(G) S_0 k) with A strictly lower triangular,
+    A[t, i] = beta_t exp(G_t - G_i) k_t·k_i.
     """
     if v.shape[0] == slots.shape[0]:
         return delta_rule(q, k, v, decay, beta, state, slots, cu_query_lens, tiled)
@@ -191,23 +196,23 @@ def delta_rule_chunked(
 def state_space(
     x: Tensor, b: Tensor, c: Tensor, steps: Tensor, decay: Tensor, state: Tensor, slots: Tensor, cu_query_lens: Tensor
 ) -> Tensor:
-    """Token by token: S = exp(step decay) S + step x bᵀ; y = S c.
+    """Mamba-2 state space, token by token: S = exp(step · decay) S + step · x bᵀ; y = S c.
 
     x              [num_tokens, num_heads, head_dim]     any float type
-    b, c           [num_tokens, num_groups, size]        head j goes with group j // (num_heads / num_groups)
+    b, c           [num_tokens, num_groups, size]        head j uses group j // (num_heads / num_groups)
     steps          float32 [num_tokens, num_heads]       >= 0
     decay          float32 [num_heads]                   <= 0
-    state          float32 [num_slots, num_heads, head_dim, size], changed
+    state          float32 [num_slots, num_heads, head_dim, size], modified
     slots          int64 [num_seqs]
     cu_query_lens  int32 [num_seqs + 1]
     returns        float32 [num_tokens, num_heads, head_dim]
     """
     heads, out = x.shape[1], torch.empty(x.shape, device=x.device)
     b, c = (_of_heads(part.float(), heads, tiled=False).unsqueeze(-2) for part in (b, c))
-    given, factor = (x.float() * steps.unsqueeze(-1)).unsqueeze(-1), (steps * decay).exp()[..., None, None]
+    scaled, factor = (x.float() * steps.unsqueeze(-1)).unsqueeze(-1), (steps * decay).exp()[..., None, None]
 
     def advanced(carried: Tensor, at: int | slice) -> Tensor:
-        carried = (carried * factor[at]).add_(given[at] * b[at])
+        carried = (carried * factor[at]).add_(scaled[at] * b[at])
         out[at] = (carried * c[at]).sum(-1)
         return carried
 
@@ -218,15 +223,15 @@ def state_space(
 def state_space_chunked(
     x: Tensor, b: Tensor, c: Tensor, steps: Tensor, decay: Tensor, state: Tensor, slots: Tensor, cu_query_lens: Tensor
 ) -> Tensor:
-    """`state_space` by matrix products over CHUNK tokens at a time: quicker for prompts, rounded otherwise.
+    """`state_space` as matrix products over chunks of CHUNK tokens: faster for prompts, with different rounding.
 
-    Within a chunk y_t = exp(G_t) S_0 c_t + sum over i <= t of exp(G_t - G_i) (b_i·c_t) step_i x_i, where G sums
-    step decay up.
+    Within a chunk y_t = exp(G_t) S_0 c_t + sum over i <= t of exp(G_t - G_i) (b_i·c_t) step_i x_i, where G is the
+    cumulative sum of step · decay.
     """
     if x.shape[0] == slots.shape[0]:
         return state_space(x, b, c, steps, decay, state, slots, cu_query_lens)
     out, ratio = torch.empty(x.shape, device=x.device), x.shape[1] // b.shape[1]
-    given = (x.float() * steps.unsqueeze(-1)).transpose(0, 1)  # [heads, num_tokens, dim]
+    scaled = (x.float() * steps.unsqueeze(-1)).transpose(0, 1)  # [heads, num_tokens, dim]
     b, c = (part.float().transpose(0, 1) for part in (b, c))  # [groups, num_tokens, size]
     decays = (steps * decay).T
     for slot, rows in parts(slots, cu_query_lens):
@@ -238,8 +243,8 @@ def state_space_chunked(
             shares = (c[:, at] @ b[:, at].mT).repeat_interleave(ratio, 0).mul_(lower)
             of_heads = [part[:, at].repeat_interleave(ratio, 0) for part in (b, c)]
             read = (of_heads[1] @ carried.mT).mul_(summed.exp().unsqueeze(-1))
-            out[at] = read.baddbmm_(shares, given[:, at]).transpose(0, 1)
-            rest = given[:, at] * (summed[:, -1:] - summed).exp().unsqueeze(-1)
+            out[at] = read.baddbmm_(shares, scaled[:, at]).transpose(0, 1)
+            rest = scaled[:, at] * (summed[:, -1:] - summed).exp().unsqueeze(-1)
             carried = torch.baddbmm(carried * summed[:, -1:, None].exp(), rest.mT, of_heads[0])
         state[slot] = carried
     return out

@@ -1,8 +1,8 @@
-"""Every op in plain PyTorch: the oracle, the fallback on a CPU without a compiler, and the documentation.
+"""Reference implementation of every op in plain PyTorch: test oracle, fallback without a C compiler, and documentation.
 
-A token's result does not depend on what it is computed with: reductions run along the
-contiguous last dimension of one row, matrix products have constant shapes, and transcendental functions are built from
-`exp` and `tanh`, whose vector tails PyTorch computes with the same polynomial (`silu` and `sigmoid` are not so).
+Batch-invariant: a token's result does not depend on the rest of the batch. Reductions run along the contiguous last
+dimension of one row, matrix products have fixed shapes, and transcendental functions are built from `exp` and `tanh`,
+whose vector tails use the same polynomial in PyTorch (those of `silu` and `sigmoid` do not).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch.nn import functional
 from .kv_codes import decode, encode, hadamard
 from .kv_pages import KVPages
 
-KEY_TILE = 128  # Keys per tile of attention, aligned to absolute positions. A multiple of every page size.
-QUERY_ROWS = 16  # Rows of a query tile: as many query tokens as fit, times the query heads of one KV head.
-# Scores held at once, 4 MiB as float32: they stay in the cache. Cutting longer chunks of queries changes no result.
+KEY_TILE = 128  # keys per attention tile, aligned to absolute positions; a multiple of every page size
+QUERY_ROWS = 16  # rows of a query tile: query tokens times query heads per KV head, filled with whole tokens
+# scores held at once: 4 MiB of float32 stays in cache. Splitting longer chunks of queries does not change results
 SCORE_LIMIT = 1 << 20
 
 
@@ -37,10 +37,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """Rotate the first 2 · half dimensions of every head; the others pass through.
 
-    half:         (x[j], x[j + half]) is a pair        interleaved: (x[2j], x[2j + 1]) is one
+    pairs: (x[j], x[j + half]), or (x[2j], x[2j + 1]) when `interleaved`
 
     x         [num_tokens, heads, head_dim]   f32 | bf16 | f16
-    cos, sin  [num_tokens, half]              float32, rows of `rope_tables` at the tokens' positions
+    cos, sin  [num_tokens, half]              float32, rows of a `RopeTable` at the tokens' positions
     returns   [num_tokens, heads, head_dim]   dtype of x, contiguous
     """
     half = cos.shape[-1]
@@ -81,13 +81,13 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def gelu_mul(gate_up: Tensor) -> Tensor:
-    """gelu(gate) · up, gelu with the error function; as `gelu_tanh_mul`."""
+    """gelu(gate) · up with the exact (erf) gelu; shapes as in `gelu_tanh_mul`."""
     gate, up = gate_up.chunk(2, -1)
     return (gelu(gate.float()) * up.float()).to(gate_up.dtype)
 
 
 def relu2(x: Tensor) -> Tensor:
-    """x² where x is above 0, else 0; computed in float32."""
+    """max(x, 0)², computed in float32, dtype of x."""
     return x.clamp(min=0.0).float().square().to(x.dtype)
 
 
@@ -113,17 +113,17 @@ def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
 
 
 def kv_write(k: Tensor, v: Tensor, pages: KVPages, slot_mapping: Tensor) -> None:
-    """Store each token's key and value in its slot, in the format of the pages; int8 keys are rotated (`hadamard`).
+    """Write each token's key and value to its slot, in the pages' format; int8 keys are rotated (`hadamard`).
 
     k, v          [num_tokens, num_kv_heads, head_dim]   any float type, after RoPE
-    pages         changed: codes, and the scales where a token has its own
-    slot_mapping  int64 [num_tokens]                     page_id * page_size + offset, all valid
+    pages         modified: codes, and per-token scales if the format has them
+    slot_mapping  int64 [num_tokens]                     page_id * page_size + offset; no padding entries
     """
     kv_format, page_size = pages.format, pages.k.shape[2]
     page: Tensor | int
     offset: Tensor | int
     page, offset = slot_mapping // page_size, slot_mapping % page_size
-    if slot_mapping.shape[0] == 1 and slot_mapping.device.type == "cpu":  # a third of the time of indexing with tensors
+    if slot_mapping.shape[0] == 1 and slot_mapping.device.type == "cpu":  # 3 times as fast as indexing with tensors
         page, offset = divmod(int(slot_mapping), page_size)
     for x, cache, scales in (
         (hadamard(k) if kv_format == "int8" else k, pages.k, pages.k_scales),
@@ -151,26 +151,28 @@ def paged_attention(
     chunked: bool = False,
     causal: bool = True,
 ) -> Tensor:
-    """Attention of every query over its sequence's pages, softmax and sums in float32.
+    """Paged attention: softmax(q·k·scale) v per query over the pages of its sequence; softmax and sums in float32.
 
-    Query i of a sequence stands at position p = seq_len - query_len + i and sees keys j <= p, with a window only
-    j > p - window, or, where it is `chunked`, j >= p - p mod window; where it is not `causal`, all keys, with a window
-    those of p - window < j < p + window. Scores are q·k·scale, with a softcap c: c · tanh(score / c). A sink is one
-    more score of every query of a head, whose key has no value. Over int8 pages q is rotated as the keys are.
+    Query i of a sequence has position p = seq_len - query_len + i and attends to keys j <= p; with a window, to
+    p - window < j <= p, or, if `chunked`, to p - p mod window <= j <= p. If not `causal`, it attends to all keys, or
+    with a window to p - window < j < p + window. With a softcap c, scores become c · tanh(score / c). A sink adds one
+    score per head to the softmax, without a value. With int8 pages q is rotated like the keys.
 
     q              [num_tokens, num_heads, head_dim]   f32 | bf16 | f16, after RoPE
-    pages          this step's tokens are in it
-    block_table    int32 [num_seqs, max_pages]         -1 where a page fell out of the window
+    pages          include this step's tokens
+    block_table    int32 [num_seqs, max_pages]         -1 for pages freed behind the window
     cu_query_lens  int32 [num_seqs + 1]
-    seq_lens       int32 [num_seqs]                    this step's tokens included
+    seq_lens       int32 [num_seqs]                    including this step's tokens
     sinks          float32 [num_heads] or None
     returns        [num_tokens, num_heads, head_dim]   dtype of q
 
-    Raises ValueError when page_size does not divide 128, or num_heads is not a multiple of num_kv_heads.
+    Raises ValueError if page_size does not divide 128 or num_heads is not a multiple of num_kv_heads.
     """
     num_heads, num_kv_heads, page_size = q.shape[1], pages.k.shape[1], pages.k.shape[2]
     if KEY_TILE % page_size or num_heads % num_kv_heads:
-        raise ValueError(f"page_size {page_size} must divide {KEY_TILE}, {num_kv_heads} KV heads {num_heads} heads")
+        raise ValueError(
+            f"page_size {page_size} must divide {KEY_TILE}, and {num_kv_heads} KV heads must divide {num_heads} heads"
+        )
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     rotated = hadamard(q) if pages.format == "int8" else q
     heads = num_heads, num_kv_heads
@@ -184,14 +186,14 @@ def paged_attention(
 def latent_attention(
     q: Tensor, pages: KVPages, block_table: Tensor, cu_query_lens: Tensor, seq_lens: Tensor, scale: float
 ) -> Tensor:
-    """Attention of every query head over its sequence's latents, softmax and sums in float32.
+    """Causal latent attention (MLA, absorbed form) of all query heads; softmax and sums in float32.
 
-    A key is a token's latent and, behind it, the piece that turns; its value is the latent. Each query sees the tokens
-    up to its own. Over int8 pages q is rotated as the latents are, and their sum back.
+    A token's key is its latent followed by the RoPE part; its value is the latent. With int8 pages q is rotated like
+    the latents (`hadamard`), and the weighted sum is rotated back.
 
-    q             [num_tokens, num_heads, rank + turned]   f32 | bf16 | f16, after RoPE
-    pages         k: latents, v: what turns; one head; this step's tokens are in it
-    block_table, cu_query_lens, seq_lens                   as of `paged_attention`
+    q             [num_tokens, num_heads, rank + turned]   f32 | bf16 | f16, after RoPE; turned = RoPE dimensions
+    pages         k: latents, v: RoPE parts of the keys; one head; include this step's tokens
+    block_table, cu_query_lens, seq_lens                   as in `paged_attention`
     returns       [num_tokens, num_heads, rank]            dtype of q
     """
     rank, rotates = pages.k.shape[3], pages.format == "int8"
@@ -206,9 +208,9 @@ def latent_attention(
 def _pieces(
     cu_query_lens: Tensor, seq_lens: Tensor, window: int | None, heads: tuple[int, int]
 ) -> Iterator[tuple[slice, int, int, int]]:
-    """Queries that are computed at once: (their rows, which sequence's, the first one's position, its length).
+    """Split queries into chunks computed at once: (rows, sequence index, position of the first query, seq_len).
 
-    heads   of queries, and of keys
+    heads   (num_heads, num_kv_heads)
     """
     starts = cu_query_lens.tolist()
     for index, seq_len in enumerate(seq_lens.tolist()):
@@ -228,10 +230,10 @@ def image_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """`paged_attention` of the rows of one image, the first at `position`, which all see keys up to the last of them.
+    """`paged_attention` for the rows of one image starting at `position`: each attends to all keys up to the last row.
 
-    page_ids  int32 [max_pages], of its sequence
-    window    not smaller than an image
+    page_ids  int32 [max_pages], the sequence's row of the block table
+    window    at least the size of the image
     returns   float32 [rows, num_heads, head_dim]
     """
     rotated = hadamard(q) if pages.format == "int8" else q
@@ -251,7 +253,7 @@ def _query_tile(num_heads: int, num_kv_heads: int) -> int:
 
 
 def _queries_at_once(num_queries: int, seq_len: int, window: int | None, num_heads: int, num_kv_heads: int) -> int:
-    """Queries, in whole tiles, whose scores stay within SCORE_LIMIT."""
+    """Number of queries, in whole tiles, whose scores fit in SCORE_LIMIT."""
     if num_queries == 1:
         return 1
     tile = _query_tile(num_heads, num_kv_heads)
@@ -272,15 +274,16 @@ def _attend(
     sinks: Tensor | None,
     chunked: bool = False,
 ) -> Tensor:
-    """Attention of consecutive queries, the first at `position`, of one sequence: float32 [queries, heads, head_dim];
-    of queries that are wider than what `pages.k` holds, latent attention: [queries, heads, rank].
+    """Attention of consecutive queries of one sequence, the first at `position`: float32 [queries, heads, head_dim].
 
-    length   of the sequence, where every query sees the keys behind it, too; None: it does not
+    Queries wider than the rows of `pages.k` mean latent attention: [queries, heads, rank].
 
-    Every matrix product has the shape of one (query tile, key tile, KV head), both tiles start at multiples of their
-    size, the maximum is exact, and tiles are summed one after the other: so neither the queries beside this one nor
-    keys it does not see change a bit. (A query's row in its tile matters to MKL, and so does the alignment of a tile:
-    with a head_dim that is not a multiple of 16 it sums in another order; hence the padding.)
+    length   sequence length if queries also attend to later keys; None for causal attention
+
+    Batch-invariant bit for bit: every matrix product has the shape of one (query tile, key tile, KV head), tiles start
+    at multiples of their size, the maximum is exact, and tiles are summed in order, so neighbouring queries and masked
+    keys change nothing. (MKL's result depends on a query's row in its tile and on the tile's alignment: when head_dim
+    is not a multiple of 16 it sums in a different order, hence the padding.)
     """
     num_queries, num_heads, width = q.shape
     spare = -width % 16
@@ -297,7 +300,7 @@ def _attend(
 
     rows = _page_rows(page_ids, pages.k.shape[2], num_kv_heads, first_tile, end_tile)
     keys, values, dim = _keys_and_values(pages, rows, num_k, width)
-    # what lies outside the sequence belongs to others, and 0 · inf would reach this one
+    # rows outside the sequence may hold another sequence's inf or NaN, and 0 · inf = NaN
     if oldest > base:
         values[0, :, : oldest - base] = 0.0
     if newest + 1 < end_tile * KEY_TILE:
@@ -324,7 +327,7 @@ def _attend(
 
 
 def _in_tiles(queries: Tensor, shape: tuple[int, int, int, int], lead: int, spare: int) -> Tensor:
-    """[queries, heads, head_dim] -> [num_kv_heads, num_q, rows of a tile, head_dim + spare]; `lead` zero rows first."""
+    """[queries, heads, head_dim] -> [num_kv_heads, num_q, tile rows, head_dim + spare], after `lead` rows of zeros."""
     num_q, tile, num_kv_heads, per_kv = shape
     if num_q * tile != queries.shape[0] or spare:
         queries = functional.pad(queries, (0, spare, 0, 0, lead, num_q * tile - lead - queries.shape[0]))
@@ -333,10 +336,10 @@ def _in_tiles(queries: Tensor, shape: tuple[int, int, int, int], lead: int, spar
 
 
 def _mixed(scores: Tensor, values: Tensor, sink: Tensor | None) -> Tensor:
-    """Values weighted by the softmax of their scores, which are overwritten, tile by tile in order.
+    """softmax(scores) · values, summed over key tiles in order; `scores` is overwritten.
 
     scores   [num_k, num_kv_heads, num_q, rows, KEY_TILE]
-    sink     [num_kv_heads, 1, rows, 1]: a score more, without a value
+    sink     [num_kv_heads, 1, rows, 1]: an extra score without a value
     returns  [num_kv_heads, num_q, rows, d]
     """
     top = scores.amax((0, 4), keepdim=True)
@@ -354,7 +357,7 @@ def _mixed(scores: Tensor, values: Tensor, sink: Tensor | None) -> Tensor:
 
 
 def _page_rows(page_ids: Tensor, page_size: int, num_kv_heads: int, first_tile: int, end_tile: int) -> Tensor:
-    """Rows of a cache seen as [num_pages * num_kv_heads, ...], in the order tile, head, page; page 0 for none."""
+    """Row indices into a cache viewed as [num_pages * num_kv_heads, ...], ordered tile, head, page; absent pages: 0."""
     per_tile = KEY_TILE // page_size
     wanted = page_ids[first_tile * per_tile : end_tile * per_tile]
     missing = (end_tile - first_tile) * per_tile - wanted.shape[0]
@@ -365,7 +368,7 @@ def _page_rows(page_ids: Tensor, page_size: int, num_kv_heads: int, first_tile: 
 
 
 def _keys_and_values(pages: KVPages, rows: Tensor, num_tiles: int, width: int) -> tuple[Tensor, Tensor, int]:
-    """Both as `_gather` gives them for queries of `width`, and the elements of a value that count."""
+    """Gathered keys and values (see `_gather`) for queries of `width`, and the value width without padding."""
     key_dim = pages.k.shape[3]
     if width == key_dim:
         spare = -width % 16
@@ -377,9 +380,9 @@ def _keys_and_values(pages: KVPages, rows: Tensor, num_tiles: int, width: int) -
 
 
 def _gather(cache: Tensor, scales: Tensor | None, rows: Tensor, num_tiles: int, spare: int) -> Tensor:
-    """A sequence's keys or values, fresh, float32 [num_tiles, num_kv_heads, KEY_TILE, head_dim + spare zeros]."""
+    """Copy a sequence's keys or values: float32 [num_tiles, num_kv_heads, KEY_TILE, head_dim + spare], zero-padded."""
     num_kv_heads, head_dim = cache.shape[1], cache.shape[3]
-    tiles = cache.flatten(0, 1).index_select(0, rows)  # [num_tiles * num_kv_heads * pages of a tile, page_size, d]
+    tiles = cache.flatten(0, 1).index_select(0, rows)  # [num_tiles * num_kv_heads * pages per tile, page_size, d]
     if scales is not None:
         found = scales if scales.dim() == 1 else scales.flatten(0, 1).index_select(0, rows)
         tiles = decode(tiles, found)
@@ -388,9 +391,9 @@ def _gather(cache: Tensor, scales: Tensor | None, rows: Tensor, num_tiles: int, 
 
 
 def _hide(scores: Tensor, base: int, positions: Tensor, window: int | None, newest: int | None, chunked: bool) -> None:
-    """Set the scores of keys that a query at `positions` [num_q, tile, per_kv] may not see to -inf.
+    """Mask scores with -inf where the query at `positions` [num_q, tile, per_kv] must not attend to the key.
 
-    newest   the last key that a query may see behind it; None: it sees none there
+    newest   last visible key if attention is not causal; None if causal
     """
     num_k, _, num_q, rows, _ = scores.shape
     keys = torch.arange(base, base + num_k * KEY_TILE, device=scores.device).view(num_k, 1, 1, 1, KEY_TILE)
@@ -404,7 +407,7 @@ def _hide(scores: Tensor, base: int, positions: Tensor, window: int | None, newe
 
 
 def _products(left: Tensor, right: Tensor) -> Tensor:
-    """Of all tiles: [num_k, num_kv_heads, num_q, rows, x] times [num_k, num_kv_heads, x, y], each by itself."""
+    """[num_k, num_kv_heads, num_q, rows, x] @ [num_k, num_kv_heads, x, y], one matrix product per tile pair."""
     num_k, num_kv_heads, num_q, rows, inner = left.shape
     width = right.shape[-1]
     if num_q == 1:
@@ -418,7 +421,7 @@ def _products(left: Tensor, right: Tensor) -> Tensor:
 
 
 def embedding(token_ids: Tensor, table: Tensor, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Rows of a dense table, times `scale`.
+    """Look up rows of a dense table and multiply them by `scale`.
 
     token_ids  int64 [num_tokens]
     table      [vocab, hidden]       f32 | bf16 | f16

@@ -1,7 +1,7 @@
-"""What an implementation of an op is, what decides among several, and the choice. `table.py` lists them all.
+"""Kernel implementations: the `Impl` record, the facts that select among them, and `choose`. `table.py` lists them all.
 
-An op is a name and a plain-PyTorch reference of the same name in `reference.py`. A segment is a part of a forward pass
-that `segments.py` composes of ops; a back end may compute one in fewer calls.
+An op is a name plus a plain-PyTorch reference of the same name in `reference.py`. A segment is a part of the forward
+pass that `segments.py` composes from ops; a back end may provide a fused version.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# what segments are composed of, besides `linear`
-RECURRENT = ("causal_conv", "delta_rule", "state_space")  # these carry a state
+# the ops that segments are composed of, besides `linear`
+RECURRENT = ("causal_conv", "delta_rule", "state_space")  # carry state between steps
 OPS = ("rms_norm", "rope", "silu_mul", "gelu_tanh_mul", "kv_write", "paged_attention", *RECURRENT)
-# each after those it is composed of
+# in dependency order: a segment comes after the ones it calls
 MIXERS = ("attn_in", "attention", "attn_out", "latent_attention", "gated_delta", "short_conv", "mamba")
 SEGMENTS = (*MIXERS, "mlp", "experts", "layer_input", "streams_in", "streams_out", "head", "decoder", "step")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What decides which implementation is taken.
+    """Properties that determine which implementation is chosen.
 
     device         torch device type
-    capability     compute capability as 90, 120; 0 on the CPU
+    capability     compute capability, e.g. 90 or 120; 0 on the CPU
     dtype          activations: float32 | bfloat16 | float16
     deterministic  a row's result must not depend on the other rows of the batch
     """
@@ -36,7 +36,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class OpFacts(Facts):
-    """The same for the ops and segments of a model; kv_format is a key of `kv_pages.KV_DTYPES`."""
+    """`Facts` for a model's ops and segments; kv_format is a key of `kv_pages.KV_DTYPES`."""
 
     kv_format: str = "f32"
     num_heads: int = 1
@@ -47,12 +47,12 @@ class OpFacts(Facts):
 
 @dataclass(frozen=True, slots=True)
 class LinearFacts(Facts):
-    """The same for one linear layer.
+    """`Facts` for one linear layer.
 
     form, group_size, block_type  as in `Weight`
     shape                         (N, K)
-    exact                         the dtype was asked for by name: activations are not rounded below it
-    activations                   what they may be rounded to where many rows are multiplied: fp8 | nvfp4, or nothing
+    exact                         the user requested this dtype: activations are not rounded to fewer bits
+    activations                   format that activations may be rounded to in large GEMMs: fp8 | nvfp4 | "" (none)
     """
 
     form: str
@@ -64,10 +64,10 @@ class LinearFacts(Facts):
 
 
 def fits_always(_facts: Any) -> None:
-    """The `fits` of an implementation that fits everything."""
+    """Accept any facts: the `fits` of an implementation without restrictions."""
 
 
-def _has_no_weights(_given: Any) -> Any:
+def _has_no_weights(_weight: Any) -> Any:
     raise TypeError("only implementations of linear prepare weights")
 
 
@@ -76,15 +76,15 @@ class Impl:
     """One way to compute an op or a segment.
 
     op       one of OPS, SEGMENTS, or "linear"
-    fits     facts -> None, or the reason why not
-    run      an op: as its reference; a segment: the composed one, to fall back on, then what `KernelTable` says;
-             linear: (x [num_tokens, K], prepared, bias [N] | None) -> [num_tokens, N], dtype of x
+    fits     facts -> None if supported, else the reason why not
+    run      op: signature of its reference; segment: (composed segment as fallback, arguments as in `KernelTable`);
+             linear: (x [num_tokens, K], prepared, bias [N] | None) -> [num_tokens, N] in the dtype of x
 
-    of linear only:
+    Only for linear:
 
-    prepare  canonical Weight -> what `run` wants, which knows its `nbytes`; the canonical tensors are freed afterwards
-    rows     prepared -> a reader of rows of the values, exact, for embeddings; None where it knows only whole tables
-    rounds   relative RMS error that rounding the activations costs beyond their dtype (8-bit or 4-bit products)
+    prepare  canonical Weight -> prepared weight for `run`, with `nbytes`; the canonical tensors are freed afterwards
+    rows     prepared -> function that reads exact rows of the weight, for embeddings; None if rows are not addressable
+    rounds   relative RMS error from rounding activations below their dtype (8-bit and 4-bit products)
     """
 
     op: str
@@ -97,22 +97,22 @@ class Impl:
 
     @property
     def key(self) -> str:
-        """As failures of the self-test name it."""
+        """The name used in self-test failures and in `disabled` sets."""
         return f"{self.op}:{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The implementation chosen, and (name, why not) of those before it."""
+    """The chosen implementation, and (name, reason) for each preferred one that was passed over."""
 
     impl: Impl
     passed_over: tuple[tuple[str, str], ...] = ()
 
 
 def choose(impls: Sequence[Impl], facts: Facts, disabled: frozenset[str] = frozenset()) -> Choice:
-    """The first of `impls` that fits `facts` and whose key is not in `disabled`. Pure.
+    """Return the first of `impls` that fits `facts` and whose key is not in `disabled`. Pure.
 
-    Raises LookupError where there is none; the last one that `table.implementations` gives fits everything.
+    Raises LookupError if none fits; the last entry of `table.implementations` always does.
     """
     passed_over: list[tuple[str, str]] = []
     for impl in impls:

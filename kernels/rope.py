@@ -1,6 +1,6 @@
-"""Rotary position tables: inverse frequencies for every scaling, and cosines and sines by position.
+"""RoPE tables: inverse frequencies for each scaling type, and cosines and sines by position.
 
-`reference.rope` applies them. Formulas are those of `transformers`, in its order of float32 operations.
+`reference.rope` applies them. Formulas and order of float32 operations match `transformers`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-BLOCK = 1024  # Positions computed at once, always whole blocks: a row's bits do not depend on when the table grew.
+BLOCK = 1024  # positions computed at a time; whole blocks, so a row's bits do not depend on how the table grew
 
 
 def inverse_frequencies(theta: float, dim: int) -> Tensor:
@@ -21,11 +21,14 @@ def inverse_frequencies(theta: float, dim: int) -> Tensor:
 def scale_llama3(
     inv_freq: Tensor, factor: float, low_freq_factor: float, high_freq_factor: float, original_context: int
 ) -> Tensor:
-    """Llama 3.1: wavelengths over original/low are stretched by factor, under original/high kept, between blended."""
+    """Llama 3.1 scaling: wavelengths above original/low are stretched by `factor`, below original/high unchanged.
+
+    Wavelengths in between are blended linearly.
+    """
     wavelength = 2 * math.pi / inv_freq
     longest, shortest = original_context / low_freq_factor, original_context / high_freq_factor
     stretched = torch.where(wavelength > longest, inv_freq / factor, inv_freq)
-    if low_freq_factor == high_freq_factor:  # Llama 4: nothing lies between
+    if low_freq_factor == high_freq_factor:  # Llama 4: no blended range
         return stretched
     smooth = (original_context / wavelength - low_freq_factor) / (high_freq_factor - low_freq_factor)
     blended = (1 - smooth) * stretched / factor + smooth * stretched
@@ -42,7 +45,10 @@ def scale_yarn(
     original_context: int,
     truncate: bool = True,
 ) -> Tensor:
-    """YaRN: dimensions turning under beta_slow times in the original context are stretched, over beta_fast kept."""
+    """YaRN scaling: dimensions with fewer than beta_slow rotations in the original context are stretched by `factor`.
+
+    Those with more than beta_fast rotations are unchanged; a linear ramp blends the ones in between.
+    """
     half = inv_freq.shape[0]
 
     def dimension(rotations: float) -> float:
@@ -58,10 +64,10 @@ def scale_yarn(
 
 
 class RopeTable:
-    """Cosines and sines by position, float32, grown in whole blocks as longer sequences come.
+    """Cosines and sines by position, float32; grows in whole blocks as sequences get longer.
 
     inv_freq          float32 [half]
-    attention_factor  multiplies both
+    attention_factor  multiplies both cosines and sines
     """
 
     def __init__(self, inv_freq: Tensor, attention_factor: float = 1.0, device: str | torch.device = "cpu") -> None:
@@ -78,18 +84,18 @@ class RopeTable:
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
 
     def mixed(self, positions: Tensor, axes: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """As `rows` at `positions` int64 [axes, num_tokens]; pair j turns by those of `axes[j]`, int64 [half]."""
+        """M-RoPE: as `rows`, with `positions` int64 [axes, num_tokens]; pair j uses axis `axes[j]` (int64 [half])."""
         self.reserve(length)
         places = positions.index_select(0, axes).t()
         return self._cos.gather(0, places), self._sin.gather(0, places)
 
     def upto(self, length: int) -> tuple[Tensor, Tensor]:
-        """(cos, sin) of all positions below `length`, and more: float32 [positions, half]."""
+        """(cos, sin) of at least all positions below `length`: float32 [positions, half]."""
         self.reserve(length)
         return self._cos, self._sin
 
     def reserve(self, length: int) -> None:
-        """Grow for positions below `length`."""
+        """Grow the table to cover positions below `length`."""
         if length <= self._cos.shape[0]:
             return
         cos, sin = [self._cos], [self._sin]

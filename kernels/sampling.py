@@ -1,15 +1,15 @@
-"""One token per row of logits without the host: what the op takes and gives, and its reference in plain PyTorch.
+"""On-device sampling, one token per row of logits: inputs and outputs of the op, and its reference in plain PyTorch.
 
-Every row is on its own: its numbers stand in one row of fixed buffers (`SamplingInputs`), so the op can be captured in
-a CUDA graph and a batch cannot change it. The order is that of `request.SamplingParams`: mask, penalties and bias,
-temperature, top-k, top-p, min-p, one draw.
+Rows are independent: each row's parameters are one row of fixed buffers (`SamplingInputs`), so the op can be captured
+in a CUDA graph and is batch-invariant. Order, as in `request.SamplingParams`: mask, penalties and bias, temperature,
+top-k, top-p, min-p, draw.
 
-draw    argmax over what is kept of logit / temperature - log(e), e exponential: the Gumbel trick. Its bits come from
-        Philox 4x32-10 with the row's seed as key and (token id, position) as counter, from nothing else.
-cuts    by a token's distance from the row's largest logit after temperature, in steps of 2^-17 down to 32: what lies
-        in the step of the last token kept is kept as well (all of several equal ones), what is 32 below never comes.
+draw    Gumbel-max: argmax over the kept tokens of logit / temperature - log(e), e ~ Exp(1). Random bits come only from
+        Philox 4x32-10 with the row's seed as key and (token id, position) as counter.
+cuts    top-k and top-p compare a token's distance from the row's maximum after temperature, in steps of 2^-17 up to
+        32. Tokens in the same step as the last one kept are kept too (so are ties); tokens 32 below are never drawn.
 
-Not here: typical-p, DRY and XTC, which the engine's eager sampler does.
+Typical-p, DRY and XTC are not supported here; the engine's eager sampler handles them.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from torch import Tensor
 
 TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY = range(6)  # columns of `SamplingInputs.numbers`
 TOP_K, SEED, POSITION, SLOT, NUM_BIAS, MASK = range(6)  # columns of `SamplingInputs.integers`
-MAX_BIAS = 320  # entries of a row's bias: 300 that an API allows, and stops that are banned for now
-COLDEST = 1e-5  # temperatures below are greedy
-# bit of a history entry: the token stands in the prompt; below it the number of times it was generated
+MAX_BIAS = 320  # bias entries per row: the API's limit of 300, plus stop tokens banned by min_tokens
+COLDEST = 1e-5  # lower temperatures are greedy
+# history entry: this bit is set if the token is in the prompt; the bits below count how often it was generated
 IN_PROMPT = 1 << 24
 STEPS = 1 << 17  # steps per unit of distance
-LEVEL = 2048  # steps are found in two levels of so many: 4,194,304 in all, a distance of 32
-MASS = 1 << 38  # what probability 1 is in sums of cuts: whole numbers, whose sum has one value in any order
+LEVEL = 2048  # the cut is found in two levels of 2048 buckets: 4,194,304 steps in all, a distance of 32
+MASS = 1 << 38  # fixed-point value of probability 1 in the sums of top-p: integer sums do not depend on their order
 NOT_A_NUMBER, NOTHING_LEFT = 1, 2  # bits of a row's status
 
 
 class SamplingInputs(NamedTuple):
-    """What rows want, on the device of the logits.
+    """Sampling parameters of all rows, on the device of the logits.
 
     numbers      float32 [rows, 6]      temperature (0: greedy), top_p (1: off), min_p (0: off), repetition penalty,
                                         presence penalty, frequency penalty
     integers     int64 [rows, 6]        top_k (0: off), seed, position of the new token, row of `history` or -1,
-                                        entries of bias, row of `masks` or -1
+                                        number of bias entries, row of `masks` or -1
     bias_ids     int32 [rows, MAX_BIAS]
-    bias_values  float32 [rows, MAX_BIAS]   added to logits; -inf bans
-    masks        int32 [rows, ceil(vocab / 32)]   bit i of word w: token 32 w + i may come
-    history      int32 [slots, vocab]   IN_PROMPT, and how often each token was generated; the op counts its token
+    bias_values  float32 [rows, MAX_BIAS]   added to logits; -inf bans a token
+    masks        int32 [rows, ceil(vocab / 32)]   bit i of word w: token 32 w + i is allowed
+    history      int32 [slots, vocab]   IN_PROMPT and the generated count of each token; the op adds the sampled token
     """
 
     numbers: Tensor
@@ -53,7 +53,7 @@ class SamplingInputs(NamedTuple):
 
     @classmethod
     def empty(cls, rows: int, slots: int, vocab: int, device: torch.device | str) -> SamplingInputs:
-        """Buffers whose rows are greedy and want nothing else."""
+        """Buffers for greedy rows without penalties, bias or masks."""
         numbers = torch.tensor([0.0, 1.0, 0.0, 1.0, 0.0, 0.0]).repeat(rows, 1)
         integers = torch.tensor([0, 0, 0, -1, 0, -1]).repeat(rows, 1)
         words = -(-vocab // 32)
@@ -73,12 +73,12 @@ class SamplingInputs(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """What came out.
+    """Sampled tokens.
 
     token_ids  int64 [rows]
-    logprobs   float32 [rows]   of the tokens, of the raw logits
-    log_sum    float32 [rows]   log of the sum of exponentials of the raw logits: logit - log_sum is a log-probability
-    status     int32 [rows]     0; NOT_A_NUMBER: a logit is NaN or inf; NOTHING_LEFT: no token has a finite logit
+    logprobs   float32 [rows]   log-probabilities of the tokens under the raw logits
+    log_sum    float32 [rows]   logsumexp of the raw logits: logit - log_sum is a log-probability
+    status     int32 [rows]     0, or NOT_A_NUMBER: a logit is NaN or inf, or NOTHING_LEFT: no token has a finite logit
     """
 
     token_ids: Tensor
@@ -88,12 +88,10 @@ class Sampled(NamedTuple):
 
 
 def sample(logits: Tensor, inputs: SamplingInputs, cuts: bool = True) -> Sampled:
-    """One token per row.
+    """Sample one token per row and count it in `inputs.history`.
 
-    logits   float32 [rows, vocab], left unchanged
-    cuts     False where no row has a top-k or a top-p: some launches less
-
-    `inputs.history` counts the tokens.
+    logits   float32 [rows, vocab], not modified
+    cuts     False if no row uses top-k or top-p: saves launches
     """
     count, vocab = logits.shape
     ids = torch.arange(vocab, device=logits.device)
@@ -149,7 +147,7 @@ def _penalize(row: int, x: Tensor, inputs: SamplingInputs) -> Tensor:
 
 
 def _kept(steps: Tensor, shares: Tensor, real: Tensor, numbers: Tensor, integers: Tensor) -> Tensor:
-    """What top-k and then top-p leave, bool [rows, vocab]."""
+    """Tokens kept by top-k followed by top-p, bool [rows, vocab]."""
     keep = torch.ones_like(real)
     masses = (shares.float() * MASS).to(torch.int64)
     for row in range(steps.shape[0]):
@@ -169,9 +167,9 @@ def _kept(steps: Tensor, shares: Tensor, real: Tensor, numbers: Tensor, integers
 
 
 def philox(seed: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """The first word of Philox 4x32-10: key `seed` (64 bits), counter (first, second, second >> 32, 0).
+    """First output word of Philox 4x32-10 with key `seed` (64 bits) and counter (first, second, second >> 32, 0).
 
-    All int64, shapes that broadcast; returns int64 in [0, 2^32).
+    All int64, broadcast against each other; returns int64 in [0, 2^32).
     """
     word = 0xFFFFFFFF
     seed, first, second = torch.broadcast_tensors(seed, first, second)
@@ -186,7 +184,7 @@ def philox(seed: Tensor, first: Tensor, second: Tensor) -> Tensor:
 
 
 def exponential(bits: Tensor) -> Tensor:
-    """Words in [0, 2^32) -> float32 exponential numbers, -log(1 - u); small ones, which win, to full precision."""
+    """Words in [0, 2^32) -> float32 Exp(1) variates -log(1 - u); small ones, which win the draw, at full precision."""
     u = (bits.float() + 0.5) * 2.0**-32
     series = u * (1.0 + u * (0.5 + u * (1 / 3 + u * 0.25)))
     return torch.where(u < 0.015625, series, -torch.log((1.0 - u).clamp(min=2.0**-25)))

@@ -1,19 +1,19 @@
-"""What a decoder layer calls: a few segments, each composed of single ops here, and the frozen `KernelTable` of them.
+"""Segments: the parts of a forward pass that a model calls, composed here from single ops, and their `KernelTable`.
 
     attn_in      norm, QKV, QK-norm, RoPE, KV write        attention   paged attention
     attn_out     output projection, residual               mlp         norm, gate/up, activation, down, residual
-    latent_attention  norm, projections, RoPE, latents written, attention over them, output projection, residual
+    latent_attention  norm, projections, RoPE, latent write, attention over latents, output projection, residual
     gated_delta  norm, projections, convolution, gated delta rule, gated norm, output projection, residual
     short_conv   norm, projection, gate, convolution, gate, output projection, residual
     mamba        norm, projection, convolution, state space, gated norm, output projection, residual
-    experts      as mlp, where a router chooses among many
-    layer_input  gate, a token's numbers for the layer, projection, norm, residual
-    streams_in   where a token has several residual streams: each predicted, the first for the layer, LAuReL
-    streams_out  each corrected by what the layer made of the first, a token's numbers for the layer
-    head         norm, vocabulary projection, soft-cap  (and a norm before each residual where the model has one)
+    experts      as mlp, with a router and a mixture of experts
+    layer_input  gate, per-layer input, projection, norm, residual
+    streams_in   with several residual streams: predict all, select the first for the layer, LAuReL
+    streams_out  correct all streams with the layer's output, per-layer input
+    head         norm, vocabulary projection, soft-cap  (and a norm before each residual if the model has one)
 
-and what is made of them: `decoder`, all layers; `step`, from token ids to logits. The composed segments are always
-there and are the references of fused ones.
+Built from these: `decoder`, all layers; `step`, from token ids to logits. The composed segments are always available
+and are the references of fused ones.
 """
 
 from __future__ import annotations
@@ -61,16 +61,16 @@ from .mixers import (
 from .registry import OPS, RECURRENT, SEGMENTS
 from .streams import joined, let_in, moments, narrowed, streams_in, streams_out
 
-# weights of a mixer that keeps a state -> its segment
+# weights of a recurrent mixer -> its segment
 STATEFUL = {DeltaWeights: "gated_delta", ConvWeights: "short_conv", MambaWeights: "mamba"}
 
 
 @dataclass(frozen=True, slots=True)
 class KernelTable:
-    """The segments of one model, chosen once at load. Where a kernel fails, another table is built.
+    """The segments of one model, chosen at load. If a kernel fails, a new table is built without it.
 
-    Each is called as the function of its name below, less the ops and segments that it takes first; `step` wants the
-    logits of every token, and x may be overwritten.
+    Each has the signature of the function of the same name, without the leading op and segment arguments. `step`
+    returns logits of every token. x may be overwritten.
     """
 
     attn_in: Callable[..., Tensor]
@@ -98,18 +98,19 @@ def mlp(
     x: Tensor,
     weights: MlpWeights,
 ) -> Tensor:
-    """x + post_norm(down(act(gate) · up)) of the normed x: [num_tokens, hidden], in the place of x."""
+    """x + post_norm(down(act(gate) · up)), gate and up of norm(x): [num_tokens, hidden], in place."""
     plain = {"gelu": reference.gelu, "gelu_erf": reference.gelu_mul, "relu2": reference.relu2}
     activated = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul, **plain}[weights.activation]
-    normed = norm_rows(rms_norm, x, weights.norm)  # lives on until the end: the plan counts it
+    normed = norm_rows(rms_norm, x, weights.norm)  # stays alive to the end; the memory plan counts it
     out = product(weights.down, activated(thinned(weights.gate_up(normed), weights.cut)), weights.join)
     x = norm_rows(rms_norm, add_output(rms_norm, x, out, weights.post_norm), weights.sum_norm)
     return x if weights.scale == 1.0 else x.mul_(weights.scale)
 
 
 def thinned(rows: Tensor, cut: float | None) -> Tensor:
-    """Gates and ups [num_tokens, 2 inner], in their place: gates less mean + `cut` deviations of a token's gates, where
-    they are above that, and 0 elsewhere. All of them without a cut.
+    """Sparsify gates in place: relu(gate - (mean + cut · std)) over a token's gates; unchanged if `cut` is None.
+
+    rows   gates and ups [num_tokens, 2 inner]
     """
     if cut is None:
         return rows
@@ -127,9 +128,9 @@ def experts(
     weights: ExpertsWeights,
     mix: Callable[..., Tensor] = mixture,
 ) -> Tensor:
-    """x + post_norm(sum of the chosen experts of the normed x): [num_tokens, hidden], in the place of x.
+    """x + post_norm(mixture of experts of norm(x)): [num_tokens, hidden], in place.
 
-    mix   what stands for `experts.mixture`
+    mix   replacement for `experts.mixture`
     """
     plain = {"swiglu_oai": swiglu_oai, "relu2": reference.relu2}
     activations = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul, **plain}
@@ -159,9 +160,9 @@ def layer_input(
     weights: InputWeights,
     given: Tensor,
 ) -> Tensor:
-    """(x + norm(projection(act(gate of x) · given))) · scale: [num_tokens, hidden], in the place of x.
+    """(x + norm(projection(act(gate(x)) · given))) · scale: [num_tokens, hidden], in place.
 
-    given   [num_tokens, size]: what each token has for this layer
+    given   [num_tokens, size]: per-layer inputs
     """
     x = x.add_(let_in(rms_norm, silu_mul, gelu_tanh_mul, x, weights, given))
     return x if weights.scale == 1.0 else x.mul_(weights.scale)
@@ -191,19 +192,19 @@ def decoder(
     inputs: Tensor | None = None,
     state_starts: Tensor | None = None,
 ) -> Tensor:
-    """All layers of a forward pass: [num_tokens, hidden], in the place of x.
+    """Run all layers of a forward pass: [num_tokens, hidden], in place.
 
-    slots    int64 [num_seqs]: of the sequences' states; None where no layer keeps one
-    wanted   int64 [num_rows], ascending, of every sequence none or its last tokens: the result has these rows only, and
-             the last layer computes no more than that of the others but their keys and values
-    inputs   [num_tokens, layers, size]: what each token has for each layer, where layers take it in
-    state_starts  int32 [len(slots) + 1], in place of `cu_query_lens` for layers with states: sequences may be empty
+    slots    int64 [num_seqs]: state slots of the sequences; None if no layer is recurrent
+    wanted   int64 [num_rows], ascending, last tokens of some sequences: only these rows are returned, and for other
+             rows the last layer computes only keys and values
+    inputs   [num_tokens, layers, size]: per-layer inputs, if the model has them
+    state_starts  int32 [len(slots) + 1], replaces `cu_query_lens` for recurrent layers: sequences may be empty
     """
     starts = cu_query_lens if state_starts is None else state_starts
     stateful = {"gated_delta": gated_delta, "short_conv": short_conv, "mamba": mamba}
 
-    streams: Tensor | None = None  # where a token has several
-    own: StreamWeights | None = None  # of the layer
+    streams: Tensor | None = None  # residual streams, if a token has several
+    own: StreamWeights | None = None  # the layer's stream weights
 
     def fed(x: Tensor, ffn: MlpWeights | ExpertsWeights | None, number: int, rows: Tensor | None) -> Tensor:
         if ffn is None:
@@ -243,15 +244,15 @@ def decoder(
                 x = stateful[STATEFUL[type(weights)]](x, weights, of_layer, slots, starts)
             x = x if rows is None else x[rows]
         x = fed(x, ffn, number, rows) if x.shape[0] else x
-        streams = None  # what was predicted goes: the plan counts on it
+        streams = None  # free the predictions; the memory plan counts on it
     return x if own is None else narrowed(x, own)
 
 
 def with_images(table: KernelTable, images: Sequence[Any], windowed: bool = False) -> Callable[..., Tensor]:
-    """`decoder` for a step with rows of images, each of which sees all of its image; other rows come out as always.
+    """Return `decoder` for a step with image rows, which attend bidirectionally within their image.
 
     images    `models.inputs.ImageRows`
-    windowed  in layers with a window only
+    windowed  only in layers with a window
     """
 
     def attention(
@@ -297,10 +298,10 @@ def step(
     finds_best: bool = False,
     slots: Tensor | None = None,
 ) -> Stepped:
-    """From token ids to logits of every token.
+    """Run the whole forward pass, from token ids to logits of every token.
 
     token_ids, positions   int64 [num_tokens]
-    views                  cos and sin are those of all positions: float32 [positions, half]
+    views                  with cos and sin of all positions: float32 [positions, half]
     """
     turned = [(cos[positions], sin[positions], *pages) for cos, sin, *pages in views]
     x = embedding(token_ids, positions)
@@ -309,7 +310,7 @@ def step(
     return x, head(x, weights), None
 
 
-# segment -> the function above, and the ops and segments it takes first
+# segment -> (function, the ops and segments it takes as leading arguments)
 COMPOSED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "attn_in": (attn_in, ("rms_norm", "rope", "kv_write")),
     "attention": (attention, ("paged_attention",)),
@@ -336,7 +337,7 @@ COMPOSED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
 
 
 def composed(segment: str, runs: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """A segment made of what `runs` has under the names of its parts."""
+    """Build a segment from the parts in `runs`."""
     function, parts = COMPOSED[segment]
     return partial(function, *(runs[part] for part in parts))
 

@@ -1,4 +1,4 @@
-"""`StateSlots`: what a layer keeps of sequences whose tokens it does not keep one by one."""
+"""`StateSlots`: the per-sequence state of a recurrent layer."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 class StateSlots(NamedTuple):
-    """The states of one layer, a slot a sequence; zeros before its first token. Slots need not lie side by side.
+    """The states of one layer, one slot per sequence, zero before its first token. Slots need not be contiguous.
 
-    conv   float32 [num_slots, channels, width - 1]   the last inputs of a causal convolution, the oldest first
-    state  float32 [num_slots, ...]                   what a recurrence carries; None where there is only a convolution
+    conv   float32 [num_slots, channels, width - 1]   last inputs of the causal convolution, oldest first
+    state  float32 [num_slots, ...]                   recurrent state; None if there is only a convolution
     """
 
     conv: Tensor

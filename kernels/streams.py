@@ -1,9 +1,8 @@
-"""AltUp and LAuReL (Gemma 3n): a token has several residual streams, of which layers compute the first.
+"""AltUp and LAuReL (Gemma 3n): each token has several residual streams, and layers compute only the first.
 
-Before a layer every stream is predicted from all of them; behind it what the layer made of the first corrects the
-predictions. Beside attention, a product of two narrow matrices is added. In plain PyTorch, without a branch on values:
-decoding steps of it are captured in graphs. Rows are summed alone or element by element, so that none depends on the
-rows beside it.
+AltUp: before a layer, every stream is predicted from all of them; after it, the layer's output for the first stream
+corrects the predictions. LAuReL: a low-rank product in parallel with attention. Plain PyTorch without data-dependent
+branches, so decode steps can be captured in CUDA graphs. Batch-invariant: sums run within a row.
 """
 
 from __future__ import annotations
@@ -16,25 +15,25 @@ from torch import Tensor
 from .layer_weights import AttentionWeights, InputWeights, StreamWeights
 from .mixers import norm_rows
 
-SMALLEST = 1e-5  # of the mean square that a projected stream is divided by the root of
+SMALLEST = 1e-5  # lower bound of the mean square by which a projected stream is normalized
 
 
 def streams_in(rms_norm: Callable[..., Tensor], x: Tensor, weights: AttentionWeights) -> tuple[Tensor, Tensor, Tensor]:
-    """The predicted streams [num_tokens, streams, hidden], a copy of the first of them, and what LAuReL adds to it.
+    """Return the predicted streams [num_tokens, streams, hidden], a copy of the first one, and its LAuReL term.
 
-    x   what the layer before gives: as the result; or of a first layer [num_tokens, hidden]
+    x   the previous layer's streams [num_tokens, streams, hidden]; for the first layer [num_tokens, hidden]
     """
     own = weights.streams
     assert own is not None
     streams = x if x.ndim == 3 else _widened(x, own)
     coefs = _coefficients(rms_norm, streams[:, 0].contiguous(), own, own.predict).unflatten(-1, (own.count, -1))
     wide = streams.float()
-    # over all streams j: coefs[i, j] of each, one after the other
+    # sum over streams j of coefs[i, j] · stream j, in order of j
     total = coefs[:, :, :1] * wide[:, :1]
     for other in range(1, own.count):
         total += coefs[:, :, other : other + 1] * wide[:, other : other + 1]
     streams = total.add_(wide).to(x.dtype)
-    first = streams[:, 0].clone(memory_format=torch.contiguous_format)  # of one token `contiguous` would be no copy
+    first = streams[:, 0].clone(memory_format=torch.contiguous_format)  # for one token `contiguous` would not copy
     normed = norm_rows(rms_norm, first, weights.norm)
     return streams, first, normed + norm_rows(rms_norm, own.right(own.left(normed)), own.laurel_norm)
 
@@ -49,11 +48,11 @@ def streams_out(
     input_weights: InputWeights,
     given: Tensor,
 ) -> Tensor:
-    """The corrected streams, all but the first with what the token has for this layer.
+    """Return the corrected streams; all but the first also get the token's per-layer input.
 
-    streams   as predicted [num_tokens, streams, hidden]
-    x         what the layer made of the first [num_tokens, hidden]
-    given     [num_tokens, size]
+    streams   predicted [num_tokens, streams, hidden]
+    x         the layer's output for the first stream [num_tokens, hidden]
+    given     per-layer inputs [num_tokens, size]
     """
     coefs = _coefficients(rms_norm, x, weights, weights.correct).add_(1.0)
     changed = (x.float() - streams[:, 0]).unsqueeze(1)
@@ -71,20 +70,20 @@ def let_in(
     weights: InputWeights,
     given: Tensor,
 ) -> Tensor:
-    """norm(projection(act(gate of x) · given)): [num_tokens, hidden], what is added where a layer takes `given` in."""
+    """norm(projection(act(gate(x)) · given)): [num_tokens, hidden], the contribution of the per-layer inputs."""
     activated = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}[weights.activation]
     return norm_rows(rms_norm, weights.projection(activated(torch.cat([weights.gate(x), given], -1))), weights.norm)
 
 
 def joined(x: Tensor, added: Tensor) -> Tensor:
-    """The residual stream behind attention, with what LAuReL adds, in the place of x."""
+    """(x + added) / sqrt(2), in place: the residual stream after attention plus the LAuReL term."""
     return x.add_(added).mul_(2**-0.5)
 
 
 def narrowed(streams: Tensor, weights: StreamWeights) -> Tensor:
-    """The mean of the streams behind the last layer, all but the first projected to its length: [num_tokens, hidden].
+    """After the last layer, the mean of all streams, with all but the first projected and rescaled to its RMS.
 
-    The first of them behind any other layer.
+    After any other layer, the first stream. Returns [num_tokens, hidden].
     """
     first = streams[:, 0]
     if not weights.narrow:
@@ -96,7 +95,7 @@ def narrowed(streams: Tensor, weights: StreamWeights) -> Tensor:
 
 
 def _widened(x: Tensor, weights: StreamWeights) -> Tensor:
-    """The streams before the first layer: x, and projections of it of the same length."""
+    """The streams before the first layer: x, and projections of x with the same RMS."""
     if weights.widen is None:
         return x.unsqueeze(1).repeat(1, weights.count, 1)
     others = _of_length(weights.widen(x).unflatten(-1, (weights.count - 1, -1)), _length(x).unsqueeze(1))
@@ -104,18 +103,18 @@ def _widened(x: Tensor, weights: StreamWeights) -> Tensor:
 
 
 def _coefficients(rms_norm: Callable[..., Tensor], x: Tensor, weights: StreamWeights, matrix: Tensor) -> Tensor:
-    """float32 [num_tokens, N]: `matrix` [N, streams] times what the router says of x."""
-    said = weights.router(norm_rows(rms_norm, x, weights.router_norm)).float().mul(1 / x.shape[-1]).tanh_()
-    return (said.unsqueeze(-1) * matrix.T).sum(-2)
+    """float32 [num_tokens, N]: `matrix` [N, streams] times tanh(router(norm(x)) / hidden)."""
+    modalities = weights.router(norm_rows(rms_norm, x, weights.router_norm)).float().mul(1 / x.shape[-1]).tanh_()
+    return (modalities.unsqueeze(-1) * matrix.T).sum(-2)
 
 
 def _of_length(x: Tensor, length: Tensor) -> Tensor:
-    """float32, rows as long as `length` says."""
+    """Rows of x rescaled to the RMS `length`, float32."""
     return x.float() * (length / _length(x).clamp(min=SMALLEST**0.5))
 
 
 def _length(x: Tensor) -> Tensor:
-    """The root of each row's mean square: float32 [..., 1]."""
+    """RMS of each row: float32 [..., 1]."""
     mean, spread = moments(x)
     return (mean.square() + spread.square()).sqrt_()
 
@@ -123,7 +122,7 @@ def _length(x: Tensor) -> Tensor:
 def moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of each row: float32 [..., 1].
 
-    As a LayerNorm finds them, which sums a row in one order however many there are; `torch.mean` does not on a GPU.
+    Uses LayerNorm because it sums a row in the same order for any number of rows; `torch.mean` does not on a GPU.
     """
     _, mean, inverse = torch.native_layer_norm(x.float(), x.shape[-1:], None, None, 0.0)
     return mean, inverse.reciprocal()

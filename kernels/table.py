@@ -1,4 +1,4 @@
-"""Every implementation there is, and the `KernelTable` of a model: the only file that knows both back ends."""
+"""All kernel implementations, and the `KernelTable` built from them: the only module that imports both back ends."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from .triton import ops as triton
 
 
 def _in_chunks(facts: OpFacts) -> str | None:
-    return "sums a prompt in another order than single tokens" if facts.deterministic else None
+    return "sums prompts in a different order than single tokens" if facts.deterministic else None
 
 
-# in PyTorch alone; the last of each fits everything: the reference, or the composed segment
+# plain PyTorch only; the last entry of each op fits everything: the reference, or the composed segment
 PLAIN: Mapping[str, tuple[Impl, ...]] = {
     "linear": (INT4PACK, DENSE_BF16, DENSE, DENSE_TILED, REFERENCE),
     **{op: (Impl(op, "torch", fits_always, REFERENCES[op]),) for op in OPS},
@@ -41,14 +41,14 @@ BACK_ENDS = (cpu.IMPLS, triton.IMPLS, PLAIN)
 
 
 def implementations(op: str) -> tuple[Impl, ...]:
-    """All implementations of an op, a segment or "linear", preferred first."""
+    """Return all implementations of an op, a segment or "linear", preferred first."""
     return tuple(impl for impls in BACK_ENDS for impl in impls.get(op, ()))
 
 
 def additions(device: torch.device, deterministic: bool, exact: bool) -> Callable[..., Additions]:
-    """What makes the additions of a product there, called with its rows, shape and bias.
+    """Return the factory of a linear layer's `Additions` (adapter updates), called with its rows, shape and bias.
 
-    exact   nothing may be rounded below float32
+    exact   no rounding below float32
     """
     if device.type == "cpu" and library().reason is None:
         return partial(CpuAdditions, exact=exact)
@@ -56,9 +56,9 @@ def additions(device: torch.device, deterministic: bool, exact: bool) -> Callabl
 
 
 def kernel_table(facts: OpFacts, disabled: frozenset[str] = frozenset()) -> KernelTable:
-    """Choose an implementation for every op, compose the segments of them, and take fused ones where they fit. Pure.
+    """Choose an implementation of every op, compose segments from them, and use fused segments where they fit. Pure.
 
-    disabled   keys of what failed its self-test
+    disabled   keys of implementations that failed their self-test
     """
     chosen = {name: choose(implementations(name), facts, disabled).impl for name in (*OPS, *SEGMENTS)}
     runs = {op: chosen[op].run for op in OPS}

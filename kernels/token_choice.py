@@ -1,6 +1,6 @@
-"""What sampling on the host asks of a row of logits: the largest, the most likely, one drawn at random.
+"""Primitives of host-side sampling over a row of logits: argmax, top-k probabilities, and a random draw.
 
-In C where the CPU kernels are there, else in plain PyTorch; rows are float32 on the CPU.
+Runs in C if the CPU kernels are available, else in plain PyTorch. Rows are float32 on the CPU.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ NOT_A_NUMBER, NOTHING_LEFT, NO_MEMORY = -1, -2, -3
 
 
 class NotANumber(ValueError):
-    """A row holds NaN or infinity."""
+    """A row contains NaN or infinity."""
 
 
 class NothingLeft(ValueError):
-    """Every number of a row is minus infinity."""
+    """Every logit of a row is minus infinity."""
 
 
 def argmax(logits: Tensor) -> list[int]:
-    """The first place of the largest number of each row [num_rows, vocab]. Raises NotANumber for a NaN."""
+    """Argmax of each row [num_rows, vocab]; ties go to the lower index. Raises NotANumber for a NaN."""
     lib = _library_for(logits)
     if lib is None:
         if bool(logits.isnan().any()):
@@ -37,9 +37,9 @@ def argmax(logits: Tensor) -> list[int]:
 
 
 def top_probabilities(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor]:
-    """The k most likely of a row [vocab], best first and the earlier of equals: (probabilities, their places).
+    """The k most likely tokens of a row [vocab]: (probabilities, token ids), best first, ties by lower id.
 
-    Probabilities are those among all of the row. Raises NotANumber or NothingLeft.
+    Probabilities are normalized over the whole row. Raises NotANumber or NothingLeft.
     """
     lib = _library_for(logits)
     if lib is None:
@@ -52,8 +52,10 @@ def top_probabilities(logits: Tensor, k: int, temperature: float) -> tuple[Tenso
 
 
 def draw(logits: Tensor, temperature: float, chance: float) -> int:
-    """One place of a row [vocab], with the probabilities at that temperature: the first whose cumulative probability is
-    above `chance` in [0, 1). Raises NotANumber or NothingLeft.
+    """Draw a token id from softmax(logits / temperature) of a row [vocab] by inverse CDF.
+
+    Returns the first id whose cumulative probability exceeds `chance`, a uniform number in [0, 1). Raises NotANumber or
+    NothingLeft.
     """
     lib = _library_for(logits)
     if lib is None:
@@ -83,5 +85,5 @@ def _check(state: int) -> int:
     if state == NOTHING_LEFT:
         raise NothingLeft("no logit is finite")
     if state == NO_MEMORY:
-        raise MemoryError("no memory to look through the logits")
+        raise MemoryError("out of memory while sampling from the logits")
     return state

@@ -1,17 +1,17 @@
-"""`Weight`: one linear layer's stored numbers in a canonical form, as `quant/` makes them and `prepare` repacks them.
+"""`Weight`: one linear layer's weight in canonical form, produced by `quant/` and repacked by `Impl.prepare`.
 
-N = outputs, K = inputs, g = group_size; nibbles are interleaved: the low nibble of byte j is element 2j.
+N = outputs, K = inputs, g = group_size. 4-bit codes: the low nibble of byte j is element 2j, the high one 2j + 1.
 
 form      qweight               other tensors                                         value of element (n, k)
 dense     [N, K] f32|bf16|f16                                                         q
-int4g     u8 [N, K/2]           scales [N, K/g]; nothing | zeros u8 [N, K/g] |        s * (q - 8) | s * (q - z) |
+int4g     u8 [N, K/2]           scales [N, K/g]; none | zeros u8 [N, K/g] |           s * (q - 8) | s * (q - z) |
                                 mins float [N, K/g]                                   s * q + m
 int8      i8 [N, K]             scales [N, 1] (row) or [N, K/g]                       s * q
 fp4g16    u8 [N, K/2]           scales e4m3 [N, K/16], global_scale f32 [N]           e2m1(q) * s * global_scale[n]
 fp4g32    u8 [N, K/2]           scales u8 E8M0 [N, K/32]                              e2m1(q) * 2^(s - 127)
 fp8       e4m3 [N, K]           scales f32: [1] | [N, 1] | [ceil N/128, ceil K/128]   q * s
 fp8mx     e4m3 [N, K]           scales u8 E8M0 [N, K/32]                              q * 2^(s - 127)
-gguf      u8 [N, row_bytes]     block_type names the layout                           see quant.gguf_blocks
+gguf      u8 [N, row_bytes]     block_type names the layout                           see kernels.gguf_blocks
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 
 class Weight(NamedTuple):
-    """See the table above. First `pre_scale` [K] multiplies x, then `perm` (i32 [K]) gathers x[:, perm]."""
+    """See the table above. x is first multiplied by `pre_scale` [K], then gathered as x[:, perm] (`perm` i32 [K])."""
 
     form: str
     shape: tuple[int, int]
@@ -38,5 +38,5 @@ class Weight(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its tensors."""
+        """Bytes of all tensors."""
         return sum(t.numel() * t.element_size() for t in self if isinstance(t, Tensor))

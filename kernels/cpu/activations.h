@@ -1,4 +1,4 @@
-/* What a product reads of its inputs: per row and block of 32 integers of 16 or 8 bits with one scale, or the floats. */
+/* Activations of a product: per row and block of 32, 16-bit or 8-bit integers with one scale, or floats. */
 #ifndef LL_ACTIVATIONS_H
 #define LL_ACTIVATIONS_H
 
@@ -7,30 +7,30 @@
 
 #if defined(__AMX_TILE__) && defined(__AMX_INT8__) && defined(__AMX_BF16__) && VW == 16 && LL_VNNI
 #define LL_AMX 1
-static int amx_on; /* after its self-test */
+static int amx_on; /* set after its self-test */
 #else
 #define LL_AMX 0
 #endif
 #define AMX_ROWS 16
 #define SUPER_ROWS (VW == 16 ? 8 : 4) /* rows of x that share a load of codes multiplied by their scales */
-/* Integers as `plane_block`, `pair_block` and `digit_block` write them; of 8 bits, one signed byte each. Those of SUPER have
- * one scale for 256, which stands in all of their blocks; X_STRASSEN: `strassen_rows`. X_TILES, X_SUPER_TILES: bytes for AMX,
- * of rows that fill whole tiles. */
+/* Layouts of integers, as written by `plane_block`, `pair_block` and `digit_block`; X_BYTES: 8 bits, one signed byte each.
+ * X_SUPER_*: one scale per 256 inputs, repeated in all their blocks; X_STRASSEN: see `strassen_rows`. X_TILES,
+ * X_SUPER_TILES: bytes for AMX, with rows padded to whole tiles. */
 enum { X_PLANES, X_PAIRS, X_DIGITS, X_TILES, X_BYTES, X_SUPER_PLANES, X_SUPER_PAIRS, X_STRASSEN, X_SUPER_TILES };
 INLINE int x_is_super(int form) { return form >= X_SUPER_PLANES; }
 INLINE int x_is_super_pairs(int form) { return form >= X_SUPER_PAIRS; }
 INLINE int x_is_tiles(int form) { return form == X_DIGITS || form == X_TILES || form == X_SUPER_TILES; }
 INLINE int64_t x_bytes(int form) { return form == X_DIGITS ? 2 * XBYTES : form == X_BYTES ? BLOCK : XBYTES; }
 
-/* What products take: numbers as they are, or rounded. */
+/* Activation precision of a product. */
 enum { TAKE_INT16, TAKE_FLOATS, TAKE_INT8 };
 
-#define X_MAX 32512.0f /* 127 * 256: the high byte stays within a signed byte after rounding */
-#define X_MAX_SUPER 8191.0f /* 256 of them times codes and scales, at most 945, stay within 32 bits: `chain_of` */
+#define X_MAX 32512.0f /* 127 * 256: the high byte fits in a signed byte after rounding */
+#define X_MAX_SUPER 8191.0f /* 256 of them times code * scale (at most 945) fit in 32 bits: `chain_of` */
 INLINE float x_max(int form) { return form == X_BYTES ? 127.0f : X_MAX; }
-/* One block's numbers beside the planes. With mins: sums[h] = float sum of half h; else start[h] = -zero_offset * sum.
- * Of SUPER with mins, and of the first of its blocks: start = pairs of 16 bits, each the sums of a block's halves, or of
- * two blocks, `min_scale` apart: `sum_pair`. */
+/* A block's metadata. With mins: sums[h] = float sum of half h; else start[h] = -zero_offset * sum. For X_SUPER_* with mins,
+ * in the first of its blocks: start = pairs of 16-bit sums, of the halves of a block or of two blocks, in units of
+ * `min_scale`: see `sum_pair`. */
 typedef union {
     struct {
         float scale;
@@ -44,32 +44,32 @@ typedef struct {
     const float *x;       /* [m, k] as given */
     int64_t m;
     int exact;            /* floats instead of integers */
-    int form;             /* of integers */
+    int form;             /* layout of integers, X_... */
     /* [m] rows of [blocks][x_bytes(form)], x_stride bytes apart; X_SUPER_PAIRS [k / 256][m][SUPER_BLOCKS]; X_STRASSEN
      * [k / 256][m / 16][7 sums][8 rows][128]; X_SUPER_TILES [k / 256][m / 16][high digits, low ones][4][16 rows][64] */
     const uint8_t *planes;
-    const xblock *meta;   /* [m] rows of [blocks], meta_stride blocks apart; others of SUPER than planes [k / 256][m][SUPER_META] */
+    const xblock *meta;   /* [m] rows of [blocks], meta_stride blocks apart; X_SUPER_* except planes: [k / 256][m][SUPER_META] */
     int64_t x_stride, meta_stride;
-    int64_t x_step, meta_step; /* of SUPER: from 256 inputs of a row to its next */
+    int64_t x_step, meta_step; /* X_SUPER_*: from 256 inputs of a row to its next 256 */
     const float *floats;  /* [m][stride] */
     int64_t stride;
 } activations;
 
-/* Of X_SUPER_PAIRS: so many xblocks tell of 256 inputs of a row, which lie in one line then (eight took two). */
+/* X_SUPER_PAIRS: xblocks per 256 inputs of a row, so that they fit in one cache line (eight take two). */
 #define SUPER_META(halves, has_min) ((has_min) ? 2 * (halves) : 2)
-#define STRASSEN_ROWS (2 * SUPER_ROWS)                             /* rows that are combined with one another */
-#define STRASSEN_PART (SUPER_ROWS * SUPER / 2 * 2)                 /* bytes of one of their seven sums */
-#define STRASSEN_X_STRIDE (7 * STRASSEN_PART / STRASSEN_ROWS)      /* bytes a row of them takes on average */
+#define STRASSEN_ROWS (2 * SUPER_ROWS)                             /* rows that are combined */
+#define STRASSEN_PART (SUPER_ROWS * SUPER / 2 * 2)                 /* bytes of one of their seven linear combinations */
+#define STRASSEN_X_STRIDE (7 * STRASSEN_PART / STRASSEN_ROWS)      /* average bytes per row */
 #define TILES_X_STRIDE (2 * SUPER)                                 /* the same of X_SUPER_TILES */
-#define CROSS 3 /* of X_PAIRS: which of its ints is -(x0 x1 + x2 x3 + ...), for `winograd_six` */
-/* Which of their ints is -(x0 x1 + x2 x3 + ...) of chain i (`chain_of`), for `winograd_eight`. */
+#define CROSS 3 /* X_PAIRS: index of the int that holds -(x0 x1 + x2 x3 + ...), for `winograd_six` */
+/* X_SUPER_PAIRS: index of the int that holds -(x0 x1 + x2 x3 + ...) of chain i (`chain_of`), for `winograd_eight`. */
 INLINE int cross_at(int i, int has_min) { return has_min ? 4 + 3 * i : i + 1 + i / 2 * 2; }
-/* The same of a row of X_STRASSEN, for the left and the right tile. */
+/* The same for a row of X_STRASSEN, for the left and the right tile. */
 #define STRASSEN_CROSS(ROW, RIGHT) ((ROW)[1].ints[3 * (RIGHT)])
 /* The sums of groups 2 i and 2 i + 1 of 256 inputs. */
 INLINE int32_t sum_pair(const xblock *meta, int i) { return meta[i / 2].start[i % 2]; }
 
-/* Memory kept between calls, by use: 0 activations, 1 attention, 2 and 3 segments. The caller holds pool.lock. NULL when there is none. */
+/* Memory kept between calls, by use: 0 activations, 1 attention, 2 and 3 segments. The caller holds pool.lock. NULL if out of memory. */
 static uint8_t *scratch(int use, int64_t bytes)
 {
     static struct { uint8_t *data; int64_t size; } kept[4];
@@ -82,7 +82,7 @@ static uint8_t *scratch(int use, int64_t bytes)
     return kept[use].data;
 }
 
-/* Gathers 32 inputs of a row: order, factor and zero padding applied. */
+/* Gathers 32 inputs of a row, with `perm`, `pre_scale` and zero padding applied. */
 INLINE const float *gather_block(const ll_weight *w, const float *x, int64_t block, float buffer[BLOCK])
 {
     int64_t first = block * BLOCK;
@@ -103,7 +103,7 @@ INLINE float half_sum(const float *x)
     return vf_sum(s);
 }
 
-/* 256 * hi + lo as bfloat16, which both are exactly: [hi 32][lo 32] in the order of pairs; by halves [hi 16][lo 16] twice. */
+/* Splits into 256 * hi + lo, both exact in bfloat16: [hi 32][lo 32] in the order of pairs; by halves, [hi 16][lo 16] twice. */
 INLINE void digit_block(const int32_t *q, uint8_t *planes, int halves)
 {
     uint16_t *to = (uint16_t *)planes;
@@ -115,7 +115,7 @@ INLINE void digit_block(const int32_t *q, uint8_t *planes, int halves)
     }
 }
 
-/* 32 numbers of 14 bits as digits, 128 * high + low: parts of rows of two tiles. */
+/* Splits 32 14-bit numbers into 128 * high + low, for rows of two tiles. */
 INLINE void super_digits(const int32_t *q, uint8_t *to)
 {
     for (int i = 0; i < BLOCK; i++) {
@@ -124,7 +124,7 @@ INLINE void super_digits(const int32_t *q, uint8_t *to)
         to[SUPER * AMX_ROWS + i] = (uint8_t)low;
     }
 }
-/* Where block b of 256 inputs goes, behind the first of their row. */
+/* Offset of block b of 256 inputs from their first block in the row. */
 INLINE int64_t super_at(int form, int b) { return form == X_SUPER_TILES ? b / 2 * (AMX_ROWS * 64) + b % 2 * BLOCK : b * XBYTES; }
 
 #if VW == 16 && LL_VNNI
@@ -139,12 +139,12 @@ INLINE void quantize_block(const float *x, uint8_t *planes, xblock *meta, int fo
     for (int i = 0; i < BLOCK; i += VW) {
         vi a = (vi)vf_load(x + i) & 0x7fffffff;
         top = vf_max((vf)a, top);
-        bad |= a > 0x7f7fffff; /* infinite or NaN */
+        bad |= a > 0x7f7fffff; /* infinity or NaN */
     }
     const float peak = vf_hmax(top);
     float scale = peak / x_max(form), inverse = x_max(form) / peak;
     if (!(peak > 1e-30f)) scale = inverse = 0.0f;
-    if (vi_sum(bad)) { /* nothing sensible can come out: let it be NaN */
+    if (vi_sum(bad)) { /* make all results NaN */
         scale = f32_bits(0x7fc00000);
         inverse = 0.0f;
     }
@@ -173,28 +173,28 @@ INLINE void quantize_block(const float *x, uint8_t *planes, xblock *meta, int fo
 #endif
 }
 
-/* Writes the xblocks of 256 inputs whose scale is known; `sums` are those of all their halves. */
+/* Writes the xblocks of 256 inputs with a known scale; `sums`: sums of all their halves. */
 INLINE void tell_super(float scale, int32_t sums[SUPER / 16], xblock *meta, int form, int halves, int has_min, int32_t zero)
 {
     if (halves == 1)
         for (int b = 0; b < SUPER_BLOCKS; b++) sums[b] = sums[2 * b] + sums[2 * b + 1];
     int32_t most = 0;
     for (int i = 0; has_min && i < SUPER_BLOCKS * halves; i++) most = abs(sums[i]) > most ? abs(sums[i]) : most;
-    int shift = 0; /* 3 at most: mostly signs differ, and one bit is enough */
+    int shift = 0; /* at most 3; signs usually cancel, so that one bit is enough */
     while (most + (1 << shift) / 2 >= 32768 << shift) shift++;
     for (int i = 0; has_min && i < SUPER_BLOCKS * halves; i++) sums[i] = (sums[i] + (1 << shift) / 2) >> shift;
     for (int b = 0; b < (x_is_super_pairs(form) ? SUPER_META(halves, has_min) : SUPER_BLOCKS); b++) {
         meta[b].scale = scale;
         meta[b].min_scale = -scale * (float)(1 << shift);
         for (int h = 0; h < 2; h++) {
-            const int at = (2 * b + h) * 2; /* of a pair */
+            const int at = (2 * b + h) * 2; /* index of a pair */
             if (!has_min) meta[b].start[h] = h < halves ? -zero * sums[b * halves + h] : 0;
             else if (b < 2 * halves) meta[b].start[h] = (sums[at] & 0xffff) | sums[at + 1] << 16;
         }
     }
 }
 
-/* `quantize_block` for 256 inputs that share a scale, with vectors of any width, infinities and NaN. */
+/* `quantize_block` for 256 inputs that share a scale; any vector width, handles infinity and NaN. */
 static void quantize_super_any(const float *x, uint8_t *planes, xblock *meta, int form, int halves, int has_min, int32_t zero)
 {
     vf top = vf_set1(0.0f);
@@ -226,9 +226,9 @@ static void quantize_super_any(const float *x, uint8_t *planes, xblock *meta, in
     tell_super(scale, sums, meta, form, halves, has_min, zero);
 }
 
-#define MANY_BLOCKS 16 /* blocks whose largest numbers and sums are found together */
+#define MANY_BLOCKS 16 /* blocks whose maxima and sums are computed together */
 #if VW == 16 && LL_VNNI
-/* The vectors' largest lanes, or their sums, one a lane: two vectors meet in one, which a loop would do through memory. */
+/* Horizontal maxima or sums of several vectors, one per lane: merges two vectors into one; a loop would go through memory. */
 #define MEET(OP, SHUFFLED, WITH, A, B) (vi) OP(SHUFFLED##lo_##WITH((__m512i)(A), (__m512i)(B)), SHUFFLED##hi_##WITH((__m512i)(A), (__m512i)(B)))
 #define MEET_FAR(OP, A, B) \
     (vi) OP(_mm512_shuffle_i32x4((__m512i)(A), (__m512i)(B), 0x88), _mm512_shuffle_i32x4((__m512i)(A), (__m512i)(B), 0xdd))
@@ -256,14 +256,14 @@ INLINE void digit_blocks(vi first, vi second, uint8_t *to, int halves)
         words[2 * h] = _mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)vf_cvt(hi[h]), 16));
         words[2 * h + 1] = _mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)vf_cvt(lo[h]), 16));
     }
-    const int middle = halves == 2 ? 1 : 2; /* what follows the first half's high digits */
+    const int middle = halves == 2 ? 1 : 2; /* stored after the first half's high parts */
     const __m512i a = _mm512_inserti64x4(_mm512_castsi256_si512(words[0]), words[middle], 1);
     const __m512i b = _mm512_inserti64x4(_mm512_castsi256_si512(words[3 - middle]), words[3], 1);
     _mm512_storeu_si512(to, _mm512_shufflelo_epi16(_mm512_shufflehi_epi16(a, 0xd8), 0xd8));
     _mm512_storeu_si512(to + 64, _mm512_shufflelo_epi16(_mm512_shufflehi_epi16(b, 0xd8), 0xd8));
 }
 
-/* `super_digits`, `pair_block` or `plane_block` of 32 numbers of 16 bits; returns the pairs. */
+/* `super_digits`, `pair_block` or `plane_block` of 32 16-bit numbers; returns the pairs. */
 INLINE vi words_block(__m512i words, uint8_t *to, int form)
 {
     if (form == X_SUPER_TILES) {
@@ -289,11 +289,11 @@ INLINE __m512i words_of(vi first, vi second)
     return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16((__m512i)first)), _mm512_cvtepi32_epi16((__m512i)second), 1);
 }
 
-/* The same where all sums are found together. */
+/* `quantize_super_any` with all sums computed together. */
 static void quantize_super(const float *x, uint8_t *planes, xblock *meta, int form, int halves, int has_min, int32_t zero, int chain)
 {
     __m512i top = _mm512_setzero_si512();
-    for (int i = 0; i < SUPER; i += 16) __builtin_prefetch(x + SUPER + i); /* of this row, after other rows' */
+    for (int i = 0; i < SUPER; i += 16) __builtin_prefetch(x + SUPER + i); /* this row's next inputs, used after those of other rows */
     for (int i = 0; i < SUPER; i += 16) top = _mm512_max_epi32(top, (__m512i)((vi)vf_load(x + i) & 0x7fffffff));
     const float peak = f32_bits((uint32_t)_mm512_reduce_max_epi32(top));
     if (!(peak > 1e-30f && peak < __builtin_inff())) {
@@ -320,8 +320,8 @@ static void quantize_super(const float *x, uint8_t *planes, xblock *meta, int fo
 }
 
 #if WINOGRAD
-/* 256 inputs of 16 rows (pairs, a1 and a2 of the first eight rows, b1 and b2 of the others, 128 inputs each) as the seven sums
- * that `strassen_sixteen` multiplies, in its order, and what products take off for them. */
+/* Computes from 256 inputs of 16 rows (pairs; a1 and a2 of the first eight rows, b1 and b2 of the others, 128 inputs each) the
+ * seven linear combinations that `strassen_sixteen` multiplies, in its order, and their cross terms. */
 static void strassen_rows(uint8_t pairs[STRASSEN_ROWS][SUPER * 2], uint8_t *to, xblock *meta)
 {
     for (int r = 0; r < SUPER_ROWS; r++, to += SUPER / 2 * 2) {
@@ -345,17 +345,17 @@ static void strassen_rows(uint8_t pairs[STRASSEN_ROWS][SUPER * 2], uint8_t *to, 
 }
 #endif
 
-/* The same as `quantize_block`, for MANY_BLOCKS that lie end to end: no block waits for its own largest number. */
+/* `quantize_block` for MANY_BLOCKS contiguous blocks, which hides the latency of their maxima. */
 static void quantize_blocks(const float *x, uint8_t *planes, xblock *meta, int form, int halves, int has_min, int32_t zero)
 {
     const int halved = WINOGRAD && ll_amd && form == X_PAIRS;
     vi bits[MANY_BLOCKS], sums[2][MANY_BLOCKS], crosses[MANY_BLOCKS];
     for (int b = 0; b < MANY_BLOCKS; b++) {
         const vi first = (vi)vf_load(x + b * BLOCK) & 0x7fffffff, second = (vi)vf_load(x + b * BLOCK + 16) & 0x7fffffff;
-        bits[b] = (vi)_mm512_max_epi32((__m512i)first, (__m512i)second); /* of numbers without a sign the order is the same */
+        bits[b] = (vi)_mm512_max_epi32((__m512i)first, (__m512i)second); /* bit patterns of nonnegative floats have the same order */
     }
     const vi largest = largest_lanes(bits);
-    if (vi_sum(largest > 0x7f7fffff)) { /* infinite or NaN, somewhere */
+    if (vi_sum(largest > 0x7f7fffff)) { /* an infinity or NaN */
         for (int b = 0; b < MANY_BLOCKS; b++) quantize_block(x + b * BLOCK, planes + b * x_bytes(form), meta + b, form, halves, has_min, zero);
         return;
     }
@@ -404,7 +404,7 @@ static void quantize_blocks(const float *x, uint8_t *planes, xblock *meta, int f
 }
 #endif
 
-/* What a product of integers takes off every code. */
+/* The zero offset that integer products subtract from every code. */
 INLINE int32_t dot_zero(const ll_weight *w) { return (int32_t)w->zero_offset - (code_is_wide(w->code) ? DOT_BIAS : 0); }
 
 typedef struct {
@@ -415,13 +415,13 @@ typedef struct {
     float *floats;
 } prepare_job;
 
-/* From the first row's first inputs to those of another. */
+/* Byte offset of a row from the first row. */
 INLINE int64_t row_at(const activations *a, int64_t row)
 {
     return a->form == X_SUPER_TILES ? (row - row % AMX_ROWS) * a->x_stride + row % AMX_ROWS * 64 : row * a->x_stride;
 }
 
-#define TOGETHER 8 /* rows whose next 256 inputs are written one after another (256 x 9,728: 2.2 ms, row by row 3.2) */
+#define TOGETHER 8 /* rows quantized in turns, 256 inputs each (256 x 9,728: 2.2 ms; row by row 3.2) */
 
 #if WINOGRAD
 static void prepare_strassen(void *arg, int64_t begin, int64_t end, int thread)
@@ -467,7 +467,7 @@ static void prepare_rows(void *arg, int64_t begin, int64_t end, int thread)
                 quantize_blocks(j->a->x + row * w->k + b * BLOCK, j->planes + row * x_stride + b * x_bytes(form), j->meta + row * meta_stride + b, form, halves, has_min, zero);
         return;
     }
-    if (!j->a->exact && !w->perm && !w->pre_scale && w->k % BLOCK == 0) { /* blocks of all rows lie end to end: nothing is put between such rows */
+    if (!j->a->exact && !w->perm && !w->pre_scale && w->k % BLOCK == 0) { /* blocks of all rows are contiguous, as such rows have no padding */
         int64_t b = begin * w->blocks;
         for (; b + MANY_BLOCKS <= end * w->blocks; b += MANY_BLOCKS)
             quantize_blocks(j->a->x + b * BLOCK, j->planes + b * x_bytes(form), j->meta + b, form, halves, has_min, zero);
@@ -493,10 +493,10 @@ static void prepare_rows(void *arg, int64_t begin, int64_t end, int thread)
     }
 }
 
-/* Whether the products take their floats from a copy: in order, scaled, padded to whole blocks. */
+/* Whether float products need a copy of x: permuted, scaled, or padded to whole blocks. */
 INLINE int copies_floats(const ll_weight *w, const activations *a) { return a->exact && (w->perm || w->pre_scale || w->k % BLOCK); }
 
-/* Rows whose blocks fill whole KiB lie a line further apart: sixteen rows of a tile would meet in one set of the first cache. */
+/* Pads rows that are a multiple of 1 KiB by a line: otherwise sixteen rows of a tile would map to the same L1 set. */
 INLINE int64_t between_rows(const ll_weight *w) { return w->blocks % MANY_BLOCKS ? 0 : 64; }
 INLINE int64_t x_stride_of(const ll_weight *w, const activations *a)
 {
@@ -504,7 +504,7 @@ INLINE int64_t x_stride_of(const ll_weight *w, const activations *a)
     return w->blocks * x_bytes(a->form) + between_rows(w);
 }
 INLINE int64_t meta_stride_of(const ll_weight *w) { return w->blocks + between_rows(w) / (int64_t)sizeof(xblock); }
-/* Rows that products read: the last ones of tiles and of SUPER are read whole, what comes of those past the end is left. */
+/* Rows that products read: the last group of rows is read in full, and results of rows past the end are discarded. */
 INLINE int64_t rows_read(const activations *a)
 {
     switch (a->form) {
@@ -516,14 +516,14 @@ INLINE int64_t rows_read(const activations *a)
 }
 INLINE int64_t meta_bytes_of(const ll_weight *w, const activations *a) { return round_up(rows_read(a) * meta_stride_of(w) * (int64_t)sizeof(xblock), 64); }
 
-/* Bytes that `prepare_activations` fills. */
+/* Size in bytes of the memory for `prepare_activations`. */
 static int64_t activation_bytes(const ll_weight *w, const activations *a)
 {
     const int64_t each = !a->exact ? x_stride_of(w, a) : copies_floats(w, a) ? w->blocks * BLOCK * 4 : 0;
     return meta_bytes_of(w, a) + round_up(rows_read(a) * each, 64) + 64;
 }
 
-/* Whether what is made ready for products with one is also what the other takes. */
+/* Whether activations prepared for one product can be used for the other. */
 static int prepares_alike(const ll_weight *w, const activations *a, const ll_weight *other, const activations *b)
 {
     if (w->perm || w->pre_scale || other->perm || other->pre_scale) return 0;
@@ -531,7 +531,7 @@ static int prepares_alike(const ll_weight *w, const activations *a, const ll_wei
            (w->min_kind != NUM_NONE) == (other->min_kind != NUM_NONE) && dot_zero(w) == dot_zero(other) && chain_of((int)w->code) == chain_of((int)other->code);
 }
 
-/* Makes `a` ready for products with w, in `memory`. */
+/* Prepares `a` for products with w, in `memory`. */
 static void prepare_activations(const ll_weight *w, activations *a, uint8_t *memory)
 {
     const int has_min = w->min_kind != NUM_NONE, copy = copies_floats(w, a);
@@ -543,11 +543,11 @@ static void prepare_activations(const ll_weight *w, activations *a, uint8_t *mem
     a->meta_stride = meta_stride_of(w);
     a->x_step = SUPER_BLOCKS * XBYTES;
     a->meta_step = SUPER_BLOCKS;
-    if (!a->exact && x_is_super_pairs(a->form)) { /* the same 256 inputs of all rows lie end to end, as many rows are read */
+    if (!a->exact && x_is_super_pairs(a->form)) { /* the same 256 inputs of all rows are contiguous, as products read many rows */
         if (a->form == X_SUPER_PAIRS) a->x_stride = a->x_step, a->x_step *= a->m;
         else a->x_stride = a->form == X_STRASSEN ? STRASSEN_X_STRIDE : TILES_X_STRIDE, a->x_step = a->x_stride * rows_read(a);
         a->meta_stride = SUPER_META(halves_of(w), has_min), a->meta_step = a->meta_stride * a->m;
-        /* rows past the end have the next 256 inputs, or nothing: numbers that are tiny by chance would take a hundred cycles each */
+        /* rows past the end read the next 256 inputs, or these zeros: stray subnormals would take a hundred cycles each */
         memset(job.meta + w->supers * a->meta_step, 0, (size_t)((rows_read(a) - a->m) * a->meta_stride) * sizeof(xblock));
     }
     else if (x_is_tiles(a->form)) memset(job.meta + a->m * a->meta_stride, 0, (size_t)((rows_read(a) - a->m) * a->meta_stride) * sizeof(xblock));

@@ -1,8 +1,8 @@
-/* What adapters add to a product: for every row the low-rank update of the adapter that its sequence has.
+/* LoRA updates of a product: for every row the low-rank update of its sequence's adapter.
  *
- * Both matrices lie in columns of ADAPTER_WIDE outputs, [outputs / ADAPTER_WIDE][inputs][ADAPTER_WIDE], zeros behind the
- * last: one vector of outputs at a time is summed over the inputs in order, four chains for the first and one for the
- * second, whatever the number of rows. Those of int8 have a scale an output, which multiplies the sum. */
+ * Both matrices are stored in columns of ADAPTER_WIDE outputs, [outputs / ADAPTER_WIDE][inputs][ADAPTER_WIDE], zero-padded: one
+ * vector of outputs at a time is summed over the inputs in order, in four chains for the first matrix and one for the second,
+ * for any number of rows. int8 matrices have one scale per output, which multiplies the sum. */
 #ifndef LL_ADAPTERS_H
 #define LL_ADAPTERS_H
 
@@ -11,28 +11,28 @@
 
 #define ADAPTERS 8
 #define ADAPTER_WIDE 16
-#define ADAPTER_ROWS 4    /* rows of x that share one reading of the matrices */
-#define ADAPTER_CHUNK 256 /* outputs of a task */
-#define ADAPTER_AHEAD 4096 /* bytes of the first matrix that are asked for ahead of use */
-#define ADAPTER_SIDE 4    /* vectors of outputs that are summed side by side */
+#define ADAPTER_ROWS 4    /* rows of x that share a pass over the matrices */
+#define ADAPTER_CHUNK 256 /* outputs per task */
+#define ADAPTER_AHEAD 4096 /* prefetch distance in the first matrix, in bytes */
+#define ADAPTER_SIDE 4    /* vectors of outputs summed in parallel */
 
 enum { ADAPTER_FLOAT, ADAPTER_BF16, ADAPTER_INT8 };
 
 typedef struct {
-    int64_t rank, at;        /* a multiple of ADAPTER_WIDE; where its inner results begin in a row of those */
+    int64_t rank, at;        /* a multiple of ADAPTER_WIDE; offset of its results in a row of `hidden` */
     int64_t first, n;        /* its outputs */
     const void *down, *up;   /* [k] -> [rank], [rank] -> [n] */
-    const float *down_scale, *up_scale; /* of int8: [rank], [n] */
-    const float *gain, *bias; /* [n] and zeros: first y += gain * (y - bias); NULL: not, or without a bias */
+    const float *down_scale, *up_scale; /* int8 only: [rank], [n] */
+    const float *gain, *bias; /* DoRA, [n] zero-padded: first y += gain * (y - bias); NULL: none */
 } ll_low_rank;
 
 typedef struct {
-    const int32_t *places; /* of the step's rows; -1: no adapter */
+    const int32_t *places; /* adapter of each row of the step; -1: none */
 } ll_adapter_rows;
 
 typedef struct {
-    int64_t k, n, form; /* form: of the matrices */
-    int64_t most, ranks, uneven, gains; /* of all places: pieces, inner results; whether one begins within a vector of outputs, has gains */
+    int64_t k, n, form; /* form: storage format of the matrices */
+    int64_t most, ranks, uneven, gains; /* maxima over adapters: pieces, sum of ranks, pieces that start inside a vector of outputs, pieces with gains */
     const ll_adapter_rows *rows;
     int64_t count[ADAPTERS];
     const ll_low_rank *pieces[ADAPTERS];
@@ -45,11 +45,11 @@ typedef struct {
     float *hidden;  /* [m][ranks] */
     float *out;     /* [m][n] */
     int64_t m;
-    uint8_t *late;  /* [n / TILE]: tiles computed before `hidden` was, which adapters_finish adds to; NULL: to all outputs */
-    _Atomic int64_t left; /* tasks of the first product that are not done */
+    uint8_t *late;  /* [n / TILE]: tiles computed before `hidden` was ready, left to adapters_finish; NULL: all outputs are */
+    _Atomic int64_t left; /* unfinished tasks of the first product */
 } adapters_job;
 
-static int64_t adapters_from; /* the caller holds pool.lock: which of the step's rows is the first of the next product's */
+static int64_t adapters_from; /* index in the step of the next product's first row; the caller holds pool.lock */
 
 INLINE int64_t adapter_size(const int form) { return form == ADAPTER_FLOAT ? 4 : form == ADAPTER_BF16 ? 2 : 1; }
 
@@ -59,7 +59,7 @@ INLINE vf adapter_vector(const void *matrix, int64_t at, const int form)
     return form == ADAPTER_BF16 ? vf_bf16((const uint16_t *)matrix + at) : vf_load((const float *)matrix + at);
 }
 
-/* The same for one row, its chains by name: an array of them is kept in memory. */
+/* The same for one row, with the chains in separate variables: gcc keeps an array in memory. */
 INLINE void down_one(const ll_low_rank *p, int64_t k, const float *x, float *to, const int form)
 {
     const int64_t size = adapter_size(form);
@@ -116,7 +116,7 @@ INLINE vf some_of(const float *from, int64_t count)
     return vf_load(all);
 }
 
-/* Some vectors of outputs of a piece from `j` on, or the last one, which is not `whole`; `out` is where the piece's begin. */
+/* `vectors` vectors of a piece's outputs from `j` on, or its last, partial one (not `whole`); `out`: the piece's first output. */
 INLINE void up_columns(const ll_low_rank *p, const float *hidden, int64_t stride, float *out, int64_t n, int64_t j, const int vectors, const int whole,
                        const int rows, const int form)
 {
@@ -190,7 +190,7 @@ static void up_rows(const adapters_job *j, const ll_low_rank *p, int64_t row, in
     }
 }
 
-/* The part of a piece that lies in the product's outputs [begin, end): its vectors that begin there. */
+/* The part of a piece in the product's outputs [begin, end): its vectors that start there. */
 INLINE int64_t adapter_begin(const ll_low_rank *p, int64_t begin) { return begin > p->first ? round_up(begin - p->first, ADAPTER_WIDE) : 0; }
 INLINE int64_t adapter_end(const ll_low_rank *p, int64_t end)
 {
@@ -198,14 +198,14 @@ INLINE int64_t adapter_end(const ll_low_rank *p, int64_t end)
     return whole < p->n ? whole : p->n;
 }
 
-/* Rows from `row` on that go through one adapter together: all of a block, or one. */
+/* Number of rows from `row` on processed together: a whole block with the same adapter, or one. */
 static int64_t adapter_run(const adapters_job *j, int64_t row, int64_t end)
 {
     const int32_t *place = j->places + row;
     return end - row == ADAPTER_ROWS && place[1] == place[0] && place[2] == place[0] && place[3] == place[0] ? ADAPTER_ROWS : 1;
 }
 
-/* Tasks: a block of rows and a piece. */
+/* A task is a block of rows and a piece. */
 static void adapters_down(void *arg, int64_t begin, int64_t end, int thread)
 {
     (void)thread;
@@ -236,7 +236,7 @@ static void adapters_add(const adapters_job *j, int64_t first, int64_t begin, in
     }
 }
 
-/* Asks for what `adapters_add` reads of the second matrix. */
+/* Prefetches the data of the second matrix that `adapters_add` reads. */
 static void adapters_fetch(const adapters_job *j, int64_t begin, int64_t end)
 {
     for (int64_t row = 0; row < j->m; row++) {
@@ -253,7 +253,7 @@ static void adapters_fetch(const adapters_job *j, int64_t begin, int64_t end)
 
 static int64_t adapters_chunks(const adapters_job *j) { return (j->l->n + ADAPTER_CHUNK - 1) / ADAPTER_CHUNK; }
 
-/* Tasks: a block of rows and a chunk of outputs. */
+/* A task is a block of rows and a chunk of outputs. */
 static void adapters_up(void *arg, int64_t begin, int64_t end, int thread)
 {
     (void)thread;
@@ -264,7 +264,7 @@ static void adapters_up(void *arg, int64_t begin, int64_t end, int thread)
     }
 }
 
-/* What `m` rows from `adapters_from` on need; l is NULL where none of them has an adapter with pieces here. */
+/* The job for `m` rows from `adapters_from` on; its `l` is NULL if none of them has an adapter with pieces here. */
 static adapters_job adapters_of(const ll_adapters *l, const float *x, int64_t m, float *out)
 {
     adapters_job job = {.x = x, .out = out, .m = m};
@@ -279,8 +279,8 @@ static int64_t adapters_bytes(const adapters_job *j) { return j->l ? j->m * j->l
 
 static int64_t adapters_down_tasks(const adapters_job *j) { return j->l ? (j->m + ADAPTER_ROWS - 1) / ADAPTER_ROWS * j->l->most : 0; }
 
-/* Gives a product with tiles its memory. Few rows are added to where a tile is computed, unless pieces begin within a
- * vector, or tiles elsewhere than at a multiple of TILE (`uneven`). */
+/* Assigns memory to a job. For few rows, updates are added when a tile is computed, unless pieces start inside a vector, or
+ * tiles not at a multiple of TILE (`uneven`). */
 static void adapters_take(adapters_job *j, uint8_t *memory, int64_t uneven)
 {
     if (!j->l) return;
@@ -289,12 +289,12 @@ static void adapters_take(adapters_job *j, uint8_t *memory, int64_t uneven)
     if (uneven || j->l->uneven || j->m > ADAPTER_ROWS) return;
     j->late = memory + j->m * j->l->ranks * 4;
     memset(j->late, 0, (size_t)((j->l->n + TILE - 1) / TILE));
-    const int32_t place = j->places[0]; /* what its first tasks read is there once x is prepared */
+    const int32_t place = j->places[0]; /* prefetch what the first tasks read while x is prepared */
     for (int64_t i = 0; place >= 0 && i < j->l->count[place]; i++)
         for (int64_t at = 0; at < ADAPTER_AHEAD; at += 64) __builtin_prefetch((const char *)j->l->pieces[place][i].down + at, 0, 2);
 }
 
-/* The second product, once the first and `out` are there. */
+/* The second product, after the first one and `out` are complete. */
 static void adapters_finish(adapters_job *j)
 {
     if (!j->l) return;

@@ -1,4 +1,4 @@
-"""Additions to products in C (adapters.h): their matrices packed, and what C needs to know of them."""
+"""Adapter updates in C (adapters.h): packs LoRA matrices and builds the structs that C reads."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from ..adapters import MOST_ADAPTERS, AdapterRows, Additions, LowRank
 from .build import lib
 from .interface import CAdapters, CLowRank
 
-_WIDE = 16  # outputs that lie together
-_LINE, _HUGE = 64, 2 << 20  # bytes of a line of the CPU's caches, and of a huge page
-_FLOAT, _BF16, _INT8 = range(3)  # how matrices are kept
+_WIDE = 16  # outputs stored contiguously
+_LINE, _HUGE = 64, 2 << 20  # bytes of a cache line and of a huge page
+_FLOAT, _BF16, _INT8 = range(3)  # storage formats of matrices
 
 
 class Room:
-    """Memory in huge pages, as the weights have; what is read after one another lies so."""
+    """A buffer backed by huge pages, like the weights; tensors are placed in the order in which they are read."""
 
     def __init__(self, nbytes: int) -> None:
-        self._memory = torch.empty(nbytes + 2 * _HUGE, dtype=torch.uint8)  # what is not written to is not taken
+        self._memory = torch.empty(nbytes + 2 * _HUGE, dtype=torch.uint8)  # untouched pages take no memory
         lib().ll_advise(self._memory.data_ptr(), self._memory.nbytes)
         self._at = -self._memory.data_ptr() % _HUGE
 
     def moved(self, tensor: Tensor | None) -> Tensor | None:
-        """A copy in here; the tensor itself where there is no room left."""
+        """Copy a tensor into the buffer; return the tensor itself if the buffer is full."""
         if tensor is None or self._at + tensor.nbytes > self._memory.nbytes:
             return tensor
         place = self._memory[self._at : self._at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -37,9 +37,9 @@ class Room:
 
 
 class CpuAdditions(Additions):
-    """The same in C: single products by `add`, whole layers by their segments, which find `address` in them.
+    """`Additions` in C: `add` for single linear layers; fused segments read the struct at `address`.
 
-    exact   matrices are kept in float32; else in bfloat16, or coarsely
+    exact   keep matrices in float32; otherwise in bfloat16, or in int8 if `coarse`
     """
 
     def __init__(
@@ -49,9 +49,9 @@ class CpuAdditions(Additions):
         self._form = _FLOAT if exact else _INT8 if coarse else _BF16
         self.struct = CAdapters(k=shape[1], n=shape[0], form=self._form, rows=rows.address)
         self.address = ctypes.addressof(self.struct)
-        self._kept: list[list[Any]] = [[] for _ in range(MOST_ADAPTERS)]  # what C reads
-        self._sizes = [(0, 0, 0, 0)] * MOST_ADAPTERS  # of each place: pieces, inner results, uneven, gains
-        # what `segments` keeps here: a layer's weights, and the layer as C knows it
+        self._kept: list[list[Any]] = [[] for _ in range(MOST_ADAPTERS)]  # keeps alive what C reads
+        self._sizes = [(0, 0, 0, 0)] * MOST_ADAPTERS  # per place: pieces, sum of ranks, unaligned pieces, gains
+        # cache of `segments`: a layer's weights and its C struct
         self.layer: tuple[Any, Any] | None = None
         self.decoder: Any = None
 
@@ -74,12 +74,12 @@ class CpuAdditions(Additions):
             up, up_scale = self._columns(F.pad(piece.up.T, (0, 0, 0, rank - piece.up.shape[1])))
             gain = None if piece.gain is None else _padded(piece.gain.float() - 1)
             bias = None if gain is None or self.bias is None else _padded(self.bias[piece.first : piece.first + n])
-            given: tuple[Tensor | None, ...] = (down, up, down_scale, up_scale, gain, bias)
+            tensors: tuple[Tensor | None, ...] = (down, up, down_scale, up_scale, gain, bias)
             if room is not None:
-                given = tuple(room.moved(tensor) for tensor in given)
-            kept += given
+                tensors = tuple(room.moved(tensor) for tensor in tensors)
+            kept += tensors
             struct.rank, struct.at, struct.first, struct.n = rank, at, piece.first, n
-            for name, tensor in zip(("down", "up", "down_scale", "up_scale", "gain", "bias"), given, strict=True):
+            for name, tensor in zip(("down", "up", "down_scale", "up_scale", "gain", "bias"), tensors, strict=True):
                 setattr(struct, name, None if tensor is None else tensor.data_ptr())
             at += rank
         self._kept[place] = [structs, *kept]
@@ -90,7 +90,7 @@ class CpuAdditions(Additions):
         self.struct.most, self.struct.ranks, self.struct.uneven, self.struct.gains = most
 
     def _columns(self, matrix: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[inputs, outputs] -> [outputs / _WIDE, inputs, _WIDE], zeros behind the last output; scales of int8."""
+        """[inputs, outputs] -> [ceil(outputs / _WIDE), inputs, _WIDE], zero-padded, and the int8 scales, if any."""
         inputs, outputs = matrix.shape
         wide, scale = F.pad(matrix, (0, -outputs % _WIDE)), None
         if self._form == _INT8:
@@ -106,7 +106,7 @@ class CpuAdditions(Additions):
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         given, wide = x.float().contiguous(), y.float().contiguous()
         if lib().ll_adapt(self.address, given.data_ptr(), given.shape[0], wide.data_ptr()):
-            raise MemoryError(f"no memory for an adapter's product of {x.shape[0]} rows")
+            raise MemoryError(f"out of memory for an adapter's product of {x.shape[0]} rows")
         return wide.to(y.dtype)
 
 

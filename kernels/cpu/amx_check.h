@@ -1,4 +1,4 @@
-/* Whether AMX tiles may be used here, and whether they compute what the other instructions do. */
+/* Checks that AMX tiles are available to this process, and that they give the same results as the other instructions. */
 #ifndef LL_AMX_CHECK_H
 #define LL_AMX_CHECK_H
 
@@ -9,7 +9,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* Linux gives tiles to a process that asks; not when it is the tests' emulation that computes. */
+/* Requests permission for tiles from Linux; not needed for the emulation in the tests. */
 static int amx_allowed(void)
 {
 #if defined(LL_AMX_EMULATED)
@@ -19,11 +19,11 @@ static int amx_allowed(void)
     return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
 }
 
-/* A product of random numbers, with tiles and without. `super`: with scales that share a float for 256 inputs, and mins where codes
- * have no zero offset, else with a float each. */
+/* Compares a random product with and without tiles. `super`: scales with a float per 256 inputs, and mins if codes have no zero
+ * offset; otherwise float scales. */
 static int amx_agrees(int64_t code, int64_t group, int64_t zero, int super, int64_t takes)
 {
-    enum { N = 224, M = 37 }; /* more tiles than are computed together, and rows that do not fill theirs */
+    enum { N = 224, M = 37 }; /* more tiles than are computed together, and rows that do not fill their tiles */
     const int64_t k = super ? 2 * SUPER : 160;
     const int64_t scales = super ? NUM_SUB8 : NUM_F32, mins = super && !zero ? NUM_SUB8 : NUM_NONE;
     ll_weight w = {.n = N, .k = k, .code = code, .scale_kind = scales, .min_kind = mins, .zero_offset = zero, .group = group};
@@ -37,7 +37,7 @@ static int amx_agrees(int64_t code, int64_t group, int64_t zero, int super, int6
     for (int64_t i = 0; same && i < w.tiles * (w.blocks / w.section); i++) {
         uint8_t *at = data + i * w.section_bytes;
         for (int64_t j = 0; !super && j < w.groups / (w.blocks / w.section) * TILE; j++) ((float *)at)[j] = (float)((seed = seed * 1664525 + 1013904223) >> 20) * 0x1p-16f;
-        for (int64_t j = 0; super && code != CODE_6 && j < w.at_super_scale; j++) at[j] = (uint8_t)((at[j] & 63) - (mins == NUM_NONE ? 32 : 0)); /* as formats have them */
+        for (int64_t j = 0; super && code != CODE_6 && j < w.at_super_scale; j++) at[j] = (uint8_t)((at[j] & 63) - (mins == NUM_NONE ? 32 : 0)); /* as in the formats */
         for (int64_t j = w.at_super_scale; super && j < w.at_codes; j += 2) at[j + 1] = 0x1c; /* 0.004 to 0.005 */
     }
     for (int64_t i = 0; same && i < M * k; i++) x[i] = (float)(int32_t)(seed = seed * 1664525 + 1013904223) * 0x1p-28f;
@@ -55,7 +55,7 @@ static int amx_agrees(int64_t code, int64_t group, int64_t zero, int super, int6
 }
 #endif
 
-/* Lets products of many rows use AMX tiles, after checking that they may and that they agree. Returns whether they do. */
+/* Enables AMX tiles for products of many rows if they are available and give the same results. Returns whether it did. */
 int64_t ll_amx(void)
 {
     int64_t on = 0;

@@ -1,27 +1,26 @@
 /* Paged attention, float32 sums.
  *
- * A query's result is a fixed sequence of steps over absolute key positions: segments of 256 keys with a softmax of their
- * own (all their scores, then all their values, in tiles of 32) are merged in order. Keys a query does not see add exact
- * zeros or are skipped, so neither the chunk it comes in, nor the batch, nor the split of long contexts over threads
- * changes a bit. */
+ * A query's result is a fixed sequence of operations over absolute key positions: segments of 256 keys, each with its own
+ * softmax (all scores, then all values, in tiles of 32), are merged in order. Masked keys add exact zeros or are skipped, so
+ * results are bitwise independent of prompt chunking, the batch, and how long contexts are split over threads. */
 #ifndef LL_ATTENTION_H
 #define LL_ATTENTION_H
 
 #include "attention_tile.h"
 
-#define SPLIT_QUERIES 4 /* a sequence with so few queries is split over its segments */
-/* A page holds 16 tokens of one KV head behind those of another. Few queries therefore meet a tile of all heads, one after
- * the other, before the next: head by head, each 4 KiB lie a page of all heads behind the last, which likely costs the
- * translation of their addresses (bfloat16, 8 heads of 128, 8,192 tokens, two Zen 4 cores: 11.9 instead of 10.0 GB/s). A
- * task takes fewer heads where a thread would get fewer tasks than this. */
+#define SPLIT_QUERIES 4 /* sequences with up to this many queries are split into their segments */
+/* A page stores 16 tokens of one KV head after those of another. With few queries, a tile is therefore processed for all heads
+ * before the next tile: head by head, accesses of 4 KiB would be a page of all heads apart, which probably costs TLB misses
+ * (bfloat16, 8 heads of 128, 8,192 tokens, two Zen 4 cores: 11.9 instead of 10.0 GB/s). A task takes fewer heads if a thread
+ * would otherwise get fewer tasks than this. */
 #define TASKS_PER_THREAD 8
-#define ALONE 16384     /* numbers of keys a call looks at that are not worth a second thread: some 3 us */
+#define ALONE 16384     /* up to this many key elements a call runs on one thread: about 3 us */
 
-/* Rows of some blocks, one for each KV head: flattened (token, head of the KV head) of one sequence. */
+/* Blocks of rows, one per KV head: flattened (token, query head of the KV head) of one sequence. */
 typedef struct {
     int64_t seq, kv_head, heads, first_row, rows;
     int64_t first_segment, end_segment;
-    float *partial; /* NULL: write the result; else [heads][rows][dim + 2] sums of the one segment */
+    float *partial; /* NULL: write the result; else [heads][rows][dim + 2] partial results of a single segment */
 } attention_task;
 
 typedef struct {
@@ -29,7 +28,7 @@ typedef struct {
     const attention_task *tasks;
 } attention_job;
 
-/* (max, sum, acc) of a later segment into those of the segments before it. */
+/* Merges (max, sum, acc) of a segment into those of the previous segments. */
 static void merge(float *to_max, float *to_sum, float *to, float max, float sum, const float *acc, int64_t padded)
 {
     if (max == -INFINITY) return;
@@ -53,7 +52,7 @@ static void merge(float *to_max, float *to_sum, float *to, float max, float sum,
 static void write_row(const ll_attention_args *a, int64_t token, int64_t head, float max, float sum, const float *acc)
 {
     float *out = a->out + (token * a->num_heads + head) * a->pages.dim;
-    if (max == -INFINITY) { /* every score is minus infinity, and nothing was summed: the sink takes all, or 0 / 0 */
+    if (max == -INFINITY) { /* every score is -inf and nothing was summed: all weight goes to the sink, or 0 / 0 */
         for (int64_t d = 0; d < a->pages.dim; d++) out[d] = a->sinks ? 0.0f : f32_bits(0x7fc00000);
         return;
     }
@@ -63,7 +62,7 @@ static void write_row(const ll_attention_args *a, int64_t token, int64_t head, f
         factor = keep / (sum * keep + expf(sink - now));
     }
     for (int64_t d = 0; d < a->pages.dim; d++) out[d] = acc[d] * factor;
-    if (a->turned && a->pages.format == KV_INT8) hadamard(out, a->pages.dim); /* latents lie there rotated */
+    if (a->turned && a->pages.format == KV_INT8) hadamard(out, a->pages.dim); /* latents are stored rotated */
     if (!a->gated) return;
     const float *gate = a->q + (2 * (token * a->num_heads + head) + 1) * a->pages.dim;
     for (int64_t d = 0; d < a->pages.dim; d += VW) {
@@ -79,7 +78,7 @@ static void attention_block(const ll_attention_args *a, const attention_task *t,
     const int64_t width = key_width(a), wide = key_padded(a);
     const int64_t token0 = a->cu_query_lens[t->seq], seq_len = a->seq_lens[t->seq];
     const int64_t query_len = a->cu_query_lens[t->seq + 1] - token0, rows = t->heads * t->rows;
-    const int64_t keys = reads_pages(a, t->rows) ? SUB : KEYS; /* all heads of a page before the next: as they lie */
+    const int64_t keys = reads_pages(a, t->rows) ? SUB : KEYS; /* in page order: all heads of a page before the next page */
     int64_t low = INT64_MAX, high = 0;
     for (int64_t r = 0; r < rows; r++) {
         const int64_t row = t->first_row + r % t->rows, token = row / per_kv, head = (t->kv_head + r / t->rows) * per_kv + row % per_kv;
@@ -87,9 +86,9 @@ static void attention_block(const ll_attention_args *a, const attention_task *t,
         const float *q = a->q + ((token0 + token) * a->num_heads + head) * width * (1 + !!a->gated);
         float *to = s->q + r * wide;
         memcpy(to, q, (size_t)width * 4);
-        if (a->pages.format == KV_INT8) hadamard(to, dim); /* as the keys are */
+        if (a->pages.format == KV_INT8) hadamard(to, dim); /* like the keys */
         for (int64_t d = 0; d < wide; d++) to[d] = d < width ? to[d] * a->scale : 0.0f;
-        for (int64_t d = 0; d < wide && in_pairs(a); d += 16) { /* before it, where the row before has left its half */
+        for (int64_t d = 0; d < wide && in_pairs(a); d += 16) { /* in place, into the half that the previous row has left free */
             store_bf16(s->q + (r * wide + d) / 2, vf_load(to + d));
         }
         s->high[r] = position;
@@ -149,7 +148,7 @@ static void attention_tasks(void *arg, int64_t begin, int64_t end, int thread)
     for (int64_t i = begin; i < end; i++) attention_block(job->a, &job->tasks[i], &space);
 }
 
-/* Segments of a split sequence: [seqs with few queries][some KV heads][segment], merged in order. */
+/* Merges the segments of split sequences in order: [seqs with few queries][some KV heads][segment]. */
 static void merge_split(const ll_attention_args *a, const attention_task *t, int64_t count)
 {
     const int64_t padded = round_up(a->pages.dim, 16), per_kv = a->num_heads / a->pages.num_kv_heads;
@@ -165,17 +164,17 @@ static void merge_split(const ll_attention_args *a, const attention_task *t, int
     }
 }
 
-/* Returns 0; -1 without memory; -2 for sizes it cannot do. The caller holds pool.lock. */
+/* Returns 0; -1 if out of memory; -2 for unsupported sizes. The caller holds pool.lock. */
 static int attention_locked(const ll_attention_args *a)
 {
     const int64_t padded = round_up(a->pages.dim, 16), per_kv = a->num_heads / a->pages.num_kv_heads;
     if (a->pages.dim > DIM_MAX || a->pages.dim < 1 || a->turned > TURNED_MAX || per_kv < 1 || per_kv * a->pages.num_kv_heads != a->num_heads) return -2;
     int64_t most = (a->turned ? ROW_FLOATS : ROW_FLOATS / 2) / key_padded(a);
     if (most > ROWS_MAX) most = ROWS_MAX;
-    int64_t tasks = 0, floats = 0, numbers = 0, split_tasks = 0, together = 1; /* heads of a task whose sequence is split */
+    int64_t tasks = 0, floats = 0, numbers = 0, split_tasks = 0, together = 1; /* together: heads per task of a split sequence */
     attention_task *list = NULL;
     float *partial = NULL;
-    for (int pass = 0; pass < 2; pass++) { /* count with a head each, then fill */
+    for (int pass = 0; pass < 2; pass++) { /* first pass counts with one head per task, second pass fills */
         int64_t count = 0, used = 0;
         for (int64_t seq = 0; seq < a->num_seqs; seq++) {
             const int64_t queries = a->cu_query_lens[seq + 1] - a->cu_query_lens[seq], length = a->seq_lens[seq];

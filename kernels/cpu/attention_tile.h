@@ -1,19 +1,19 @@
-/* One tile of attention: 32 keys, or their values, against the rows of a block. They come as floats from memory, where many
- * rows share them, or straight from the pages for few rows (decoding): the same numbers in the same order. */
+/* One tile of attention: 32 keys, or their values, times the rows of a block. Many rows share a copy converted to floats; few
+ * rows (decode) read the pages directly: the same numbers in the same order. */
 #ifndef LL_ATTENTION_TILE_H
 #define LL_ATTENTION_TILE_H
 
 #include "activations.h"
 #include "kv.h"
 
-#define SUB 16   /* keys of a sub-tile: the most that are transposed together */
-#define KEYS 32  /* keys of a tile */
-#define SEGMENT 256 /* keys of a softmax */
-#define ROW_FLOATS 16384 /* of queries per block of query rows, which share what was made floats of; half of it but for latents */
-#define TURNED_MAX 128   /* elements of a key behind a latent */
+#define SUB 16   /* keys per sub-tile: the most that are transposed together */
+#define KEYS 32  /* keys per tile */
+#define SEGMENT 256 /* keys per softmax */
+#define ROW_FLOATS 16384 /* floats of queries per block of query rows, which share the converted tiles; half of it except for latents */
+#define TURNED_MAX 128   /* maximum RoPE dimensions of a latent key */
 #define ROWS_MAX 64
-#define FEW_QUERY_ROWS 8 /* so few rows read the pages themselves */
-#define MOST_ROWS (VW == 16 ? 8 : 4) /* rows that share what is read */
+#define FEW_QUERY_ROWS 8 /* up to this many rows read the pages directly */
+#define MOST_ROWS (VW == 16 ? 8 : 4) /* rows that share each load */
 
 typedef struct {
     kv_pages pages;
@@ -23,58 +23,58 @@ typedef struct {
     const int32_t *cu_query_lens, *seq_lens;
     const float *sinks;         /* [num_heads], or NULL */
     int64_t num_seqs, max_pages, num_heads;
-    int64_t window;             /* 0: none; below 0: a chunk of so many, of which a query sees what is before it */
+    int64_t window;             /* 0: none; negative: chunked attention with chunks of -window */
     float scale, softcap;       /* softcap 0: none */
-    int64_t turned;             /* 0: none. A key is what `k` holds and, behind it, so many elements in `v`; its value is the former */
-    int64_t gated;              /* behind each query lies a gate of its size, whose sigmoid (2: softplus) multiplies the output */
+    int64_t turned;             /* latent attention: RoPE dimensions per key, stored in `v`; `k` holds latents, which are also the values. 0: not latent */
+    int64_t gated;              /* each query is followed by a gate of the same size; sigmoid(gate), or softplus(gate) where this is 2, multiplies the output */
 } ll_attention_args;
 
 typedef struct {
-    /* In brackets: where `in_pairs`, numbers of 32 bits are two of bfloat16. */
+    /* (two): with `in_pairs`, each 32-bit element holds two bfloat16 */
     _Alignas(64) float keys[KEYS * (DIM_MAX + TURNED_MAX)]; /* transposed: [sub-tile][dim (two)][16 keys] */
     _Alignas(64) float values[KEYS * DIM_MAX];              /* [keys (two)][padded dim] */
     _Alignas(64) float q[ROW_FLOATS];                       /* [rows][padded dim (two)] */
-    _Alignas(64) float weights[ROWS_MAX * SEGMENT]; /* scores, then weights (of two), of the segment's keys: [rows][256] */
-    _Alignas(64) float acc[ROW_FLOATS];       /* the segment's sums, [rows][padded dim] */
-    _Alignas(64) float total[ROW_FLOATS];     /* of the segments before */
-    _Alignas(64) uint8_t copied[2][KEYS * DIM_MAX * 4]; /* rows that do not lie end to end; and those behind latents */
+    _Alignas(64) float weights[ROWS_MAX * SEGMENT]; /* scores, then softmax weights (two), of the segment's keys: [rows][256] */
+    _Alignas(64) float acc[ROW_FLOATS];       /* output of the segment, [rows][padded dim] */
+    _Alignas(64) float total[ROW_FLOATS];     /* output of the previous segments */
+    _Alignas(64) uint8_t copied[2][KEYS * DIM_MAX * 4]; /* copies of rows that are not contiguous; RoPE parts of latent keys */
     float max[ROWS_MAX], sum[ROWS_MAX], total_max[ROWS_MAX], total_sum[ROWS_MAX];
-    int64_t low[ROWS_MAX], high[ROWS_MAX];    /* keys [low, high] of a row */
+    int64_t low[ROWS_MAX], high[ROWS_MAX];    /* visible keys [low, high] per row */
 } attention_space;
 
-/* A tile's keys, or its values: each sub-tile's rows end to end, in a page or copied; zeros where the sequence has none. */
+/* A tile's keys or values: contiguous rows per sub-tile, in a page or copied; zeros outside the sequence. */
 typedef struct {
-    int64_t first, at; /* the first one's position, and its place in the segment */
+    int64_t first, at; /* position of the first key, and its index in the segment */
     int subs;          /* sub-tiles in use */
-    int64_t place[2];  /* the first KV head's row of a sub-tile that lies in one page; -1: it does not, or not all of it is seen */
-    const uint8_t *rows[2], *turned[2]; /* turned: what lies behind a latent */
-    const uint8_t *next;                /* rows of the next tile, which are asked for */
-    int64_t far;                        /* bytes from what is asked for to what comes a few tiles later; 0: leave that */
+    int64_t place[2];  /* row index (first KV head) of a sub-tile within one page; -1: it spans pages or is not fully visible */
+    const uint8_t *rows[2], *turned[2]; /* turned: RoPE parts of latent keys */
+    const uint8_t *next;                /* rows of the next tile, for prefetching */
+    int64_t far;                        /* additional L2 prefetch distance in bytes, a few tiles; 0: none */
     _Alignas(64) float scale[KEYS], turned_scale[KEYS];
 } tile_rows;
 
 static const int32_t lane_numbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
-/* The first key that a query at `position` sees. */
+/* The first visible key of a query at `position`. */
 INLINE int64_t oldest_key(const ll_attention_args *a, int64_t position)
 {
-    if (a->window < 0) return position - position % a->window; /* C's remainder has the sign of the position */
+    if (a->window < 0) return position - position % a->window; /* window < 0: C's % takes the sign of the position */
     return a->window && position >= a->window ? position - a->window + 1 : 0;
 }
 
-/* Whether queries and weights are rounded to bfloat16, as keys and values were, and meet them in pairs: half of the
- * multiplications, and nothing is made a float. */
+/* Whether queries and softmax weights are rounded to bfloat16, like keys and values, and multiplied in pairs: half the
+ * multiplications, and no conversion to float. */
 INLINE int in_pairs(const ll_attention_args *a) { return BF16_PAIRS && ll_bf16 && a->pages.format == KV_BF16 && a->pages.dim % 16 == 0 && !a->turned; }
 
-/* Elements of a query and of a key, as they lie in the space, and the numbers of 32 bits these take. */
+/* Elements of a query and of a key in attention_space, and the 32-bit words they take. */
 INLINE int64_t key_width(const ll_attention_args *a) { return a->pages.dim + a->turned; }
 INLINE int64_t key_padded(const ll_attention_args *a) { return round_up(key_width(a), 16); }
 INLINE int64_t key_words(const ll_attention_args *a) { return key_padded(a) >> in_pairs(a); }
 INLINE int64_t v_bytes(const ll_attention_args *a) { return (a->turned ? a->turned : a->pages.dim) * kv_bytes(a->pages.format); }
 
-/* Asks for a line, and for what lies `far` bytes on into the second cache: AMD's cores wait for fewer lines asked for into the
- * first at a time than memory takes to bring them (two Zen 4 cores, 8 heads of 128 in bfloat16, 8,192 tokens: 17 -> 24 GB/s
- * with a sub-tile's bytes, 27 with two to four, where plain reading gives 32; as far into the first cache 20). */
+/* Prefetches a line to L1, and the one `far` bytes further to L2: AMD cores support too few outstanding L1 prefetches to cover
+ * the memory latency (two Zen 4 cores, 8 heads of 128 in bfloat16, 8,192 tokens: 17 -> 24 GB/s with far = a sub-tile, 27 with
+ * two to four, against 32 for plain reads; 20 with the same distance to L1). */
 INLINE void ask_for(const uint8_t *line, int64_t far)
 {
     __builtin_prefetch(line);
@@ -83,10 +83,10 @@ INLINE void ask_for(const uint8_t *line, int64_t far)
 
 INLINE int kv_scaled(const int64_t format) { return format == KV_INT8 || format == KV_FP8; }
 
-/* `place` of the sub-tile at `first`, once for all heads: these are divisions. */
+/* `place` of the sub-tile at `first`, computed once for all heads, because it takes divisions. */
 INLINE int64_t find_place(const ll_attention_args *a, int64_t seq, int64_t first, int64_t low, int64_t high)
 {
-    const uint32_t size = (uint32_t)a->pages.page_size, key = (uint32_t)first; /* 64 bits take three times as long */
+    const uint32_t size = (uint32_t)a->pages.page_size, key = (uint32_t)first; /* 64-bit division takes three times as long */
     if (size % SUB || first < low || first + SUB > high + 1) return -1;
     const int64_t page = a->block_table[seq * a->max_pages + key / size];
     return page < 0 ? -1 : page * a->pages.num_kv_heads * size + key % size;
@@ -115,7 +115,7 @@ INLINE void find_rows(const ll_attention_args *a, const uint8_t *from, const flo
     }
 }
 
-/* The keys of a tile, or its values; those of a latent are one, and what lies behind it comes with its keys. */
+/* Locates the keys or values of a tile. Latents serve as both; their RoPE parts are located with the keys. */
 INLINE void find_tile(const ll_attention_args *a, int64_t seq, int64_t head, int64_t low, int64_t high, int values, tile_rows *t, attention_space *s)
 {
     const kv_pages *p = &a->pages;
@@ -125,7 +125,7 @@ INLINE void find_tile(const ll_attention_args *a, int64_t seq, int64_t head, int
     if (!values && latent) find_rows(a, p->v, p->v_scales, v_bytes(a), seq, head, low, high, t, s->copied[1], t->turned, t->turned_scale);
 }
 
-/* Where a head's rows at `place` lie, which come next; where those of now lie, if it is not known. */
+/* Address of a head's rows at `place`, which are read next; the current rows if it is unknown. */
 INLINE const uint8_t *find_next(const ll_attention_args *a, int64_t place, int64_t head, int values, const tile_rows *t)
 {
     const kv_pages *p = &a->pages;
@@ -133,12 +133,12 @@ INLINE const uint8_t *find_next(const ll_attention_args *a, int64_t place, int64
     return place < 0 ? t->rows[0] : values && !a->turned ? p->v + row * v_bytes(a) : p->k + row * p->dim * kv_bytes(p->format);
 }
 
-/* Numbers of VW keys that lie end to end, dimension by dimension: BODY sees `int64_t d`, `const int odd` (of d) and `vf key`.
- * 16 bytes of each row are transposed together, as numbers of 32 bits. Dimensions after the last whole vector are left.
+/* Iterates over the dimensions of VW contiguous keys: BODY sees `int64_t d`, `const int odd` (d is odd) and `vf key`. 16 bytes of
+ * each row are transposed together as 32-bit words. Dimensions after the last whole vector are skipped.
  *
- * Rows at NEXT, end to end, are asked for meanwhile, in order and into the first cache, as values are below. What is asked
- * for waits in one of a core's ten to twelve buffers for lines, and so does every line on its way from the second cache to
- * the first: lines asked for into the second take two turns (two Cascade Lake cores, 8,192 tokens: 16.7 GB/s, 18.8 so). */
+ * Meanwhile the contiguous rows at NEXT are prefetched in order to L1, like values below. Each L1 fill occupies one of the
+ * core's ten to twelve line fill buffers, and lines prefetched to L2 need one twice (two Cascade Lake cores, 8,192 tokens:
+ * 16.7 GB/s to L2, 18.8 to L1). */
 #define EACH_DIMENSION(FROM, DIM, FORMAT, NEXT, AFTER, BODY)                                                                    \
     const int64_t bytes_ = kv_bytes(FORMAT), each_ = 16 / bytes_, stride_ = (DIM) * bytes_;                                     \
     int64_t at_ = 0;                                                                                                            \
@@ -168,7 +168,7 @@ INLINE const uint8_t *find_next(const ll_attention_args *a, int64_t place, int64
         }                                                                                                                       \
     }
 
-/* Stored rows of VW keys, transposed, times their scales where there are some; zeros up to `end`. */
+/* Loads rows of VW keys transposed, times their scales if given; zeros up to `end`. */
 INLINE void load_keys(const uint8_t *from, int64_t dim, int64_t end, const float *scales, float *keys, const int64_t format)
 {
     const vf scale = scales ? vf_load(scales) : vf_set1(1.0f);
@@ -177,7 +177,7 @@ INLINE void load_keys(const uint8_t *from, int64_t dim, int64_t end, const float
         for (int j = 0; j < VW; j++) keys[d * SUB + j] = d < dim ? kv_number(from + j * dim * kv_bytes(format), d, format) * (scales ? scales[j] : 1.0f) : 0.0f;
 }
 
-/* A tile's keys, or its values, as floats into the space: those of latents with their scales, others without. */
+/* Converts a tile's keys or values to floats in attention_space; latents include their scales, others do not. */
 INLINE void load_as(const ll_attention_args *a, const tile_rows *t, attention_space *s, const int64_t format, int values)
 {
     const int64_t dim = a->pages.dim, padded = round_up(dim, 16), wide = key_padded(a), whole = dim - dim % VW;
@@ -196,7 +196,7 @@ INLINE void load_as(const ll_attention_args *a, const tile_rows *t, attention_sp
     }
 }
 
-/* A tile's keys, or its values, as pairs into the space. */
+/* Stores a tile's keys or values as bfloat16 pairs in attention_space. */
 INLINE void load_pairs(const ll_attention_args *a, const tile_rows *t, attention_space *s, int values)
 {
     const int64_t dim = a->pages.dim, words = dim / 2;
@@ -211,10 +211,10 @@ INLINE void load_pairs(const ll_attention_args *a, const tile_rows *t, attention
 
 INLINE vf add_product(vf sum, vf a, vf b, const int pairs) { return pairs ? madd_bf16(sum, a, b) : vf_fma(a, b, sum); }
 
-/* Scores of `rows` rows against keys in the space: two chains each, even and odd dimensions, or pairs of these. */
+/* Scores of `rows` rows for keys in attention_space: two chains each, even and odd dimensions (or pairs). */
 INLINE void scores_many(attention_space *s, int64_t at, int64_t row, int64_t words, const int rows, const int pairs)
 {
-    for (int v = 0; v < SUB; v += VW) { /* both sub-tiles share the broadcasts of q; what lies in an unused one is not read */
+    for (int v = 0; v < SUB; v += VW) { /* both sub-tiles share the broadcasts of q; results of an unused one are ignored */
         vf chain[4][2][2];
         for (int r = 0; r < rows; r++)
             for (int c = 0; c < 4; c++) chain[r][c / 2][c % 2] = vf_set1(0.0f);
@@ -232,7 +232,7 @@ INLINE void scores_many(attention_space *s, int64_t at, int64_t row, int64_t wor
     }
 }
 
-/* The same against keys in the pages, in pairs as if they were floats. */
+/* The same for keys in the pages; bfloat16 pairs are handled like floats. */
 INLINE void scores_few(const tile_rows *t, attention_space *s, int64_t row, int is_first, const int rows, const int64_t dim, const int64_t format,
                        const int pairs)
 {
@@ -249,7 +249,7 @@ INLINE void scores_few(const tile_rows *t, attention_space *s, int64_t row, int 
     }
 }
 
-/* Keys' scores times their scales. */
+/* Multiplies scores by the keys' scales. */
 INLINE void scale_scores(const tile_rows *t, attention_space *s, int64_t first, int64_t rows)
 {
     for (int64_t r = first; r < first + rows; r++)
@@ -259,7 +259,7 @@ INLINE void scale_scores(const tile_rows *t, attention_space *s, int64_t first, 
         }
 }
 
-/* Scores of a row against the segment's keys from `base` on, [begin, end) of which were met, to weights. */
+/* Softmax: converts a row's scores for the segment's keys from `base` on to weights; scores exist for [begin, end). */
 static void soften(const ll_attention_args *a, attention_space *s, int64_t row, int64_t base, int64_t begin, int64_t end)
 {
     const vi lane = vi_load(lane_numbers), from = vi_set1((int32_t)(s->low[row] - base)), to = vi_set1((int32_t)(s->high[row] - base));
@@ -275,7 +275,7 @@ static void soften(const ll_attention_args *a, attention_space *s, int64_t row, 
     for (int64_t i = begin; i < end && !sees_all; i += VW) {
         const vi key = lane + vi_set1((int32_t)i), seen = (key >= from) & (key <= to);
         vf score = vf_load(weights + i);
-        bad |= (vi)(score != score) & seen; /* what follows, the soft cap and the maximum, loses NaN */
+        bad |= (vi)(score != score) & seen; /* the soft-cap and the maximum would drop NaN */
         if (a->softcap != 0.0f) {
             vf e = vf_exp(score * vf_set1(2.0f / a->softcap));
             score = vf_set1(a->softcap) - vf_set1(2.0f * a->softcap) / (e + vf_set1(1.0f));
@@ -286,22 +286,22 @@ static void soften(const ll_attention_args *a, attention_space *s, int64_t row, 
     }
     s->max[row] = vf_hmax(top);
     s->sum[row] = 0.0f;
-    if (vi_sum(bad)) { /* a softmax of NaN is NaN for all that the row sees */
+    if (vi_sum(bad)) { /* NaN scores make all weights of the row NaN */
         s->max[row] = 0.0f;
         s->sum[row] = f32_bits(0x7fc00000);
     }
-    if (s->sum[row] != 0.0f || s->max[row] == -INFINITY) { /* or it sees nothing */
+    if (s->sum[row] != 0.0f || s->max[row] == -INFINITY) { /* or no key is visible */
         const int64_t each = in_pairs(a) ? 2 : 4;
         memset((uint8_t *)weights + begin * each, 0, (size_t)((end - begin) * each));
         return;
     }
     for (int v = 0; v < SUB / VW; v++) sums[v] = vf_set1(0.0f);
     for (int64_t i = begin; i < end && in_pairs(a); i += SUB) {
-        /* never behind what is yet to be read */
+        /* writes never overtake reads */
         store_bf16((uint16_t *)weights + i, short_exp(vf_load(weights + i) - vf_set1(s->max[row])));
         sums[0] = sums[0] + vf_bf16((uint16_t *)weights + i);
     }
-    for (int64_t i = begin; i < end && !in_pairs(a); i += SUB) /* sums of the same lanes first: sub-tiles left out count as zeros */
+    for (int64_t i = begin; i < end && !in_pairs(a); i += SUB) /* sum per lane first: skipped sub-tiles count as zeros */
         for (int v = 0; v < SUB / VW; v++) {
             const vf e = vf_exp(vf_load(weights + i + v * VW) - vf_set1(s->max[row]));
             vf_store(weights + i + v * VW, e);
@@ -311,13 +311,13 @@ static void soften(const ll_attention_args *a, attention_space *s, int64_t row, 
     s->sum[row] = vf_sum(sums[0]);
 }
 
-/* Adds the weighted values of `wide` vectors from dimension *d on, as long as there are so many. */
+/* Accumulates weighted values, `wide` vectors at a time from dimension *d on, while that many are left. */
 INLINE void weigh_wide(const ll_attention_args *a, const tile_rows *t, attention_space *s, int64_t row, int is_first, const int rows, const int few,
                        const int64_t format, const int wide, int64_t *d, const int pairs)
 {
-    const int paired = VW == 16 && few && format == KV_BF16 && wide % 2 == 0 && !pairs; /* even and odd dimensions apart: half of the loads */
+    const int paired = VW == 16 && few && format == KV_BF16 && wide % 2 == 0 && !pairs; /* even and odd dimensions separately: half the loads */
     const int64_t padded = round_up(a->pages.dim, 16), of_v = v_bytes(a);
-    const int keys = t->subs * SUB, step = 1 + pairs; /* keys that are added together */
+    const int keys = t->subs * SUB, step = 1 + pairs; /* keys per step */
     const float *weights = s->weights + row * SEGMENT + t->at / step;
     for (; *d + wide * VW <= padded; *d += wide * VW) {
         vf acc[MOST_ROWS][8];
@@ -352,7 +352,7 @@ INLINE void weigh_wide(const ll_attention_args *a, const tile_rows *t, attention
     }
 }
 
-/* Adds the weighted values, from the space or the pages: 16 sums together where there are so many registers. */
+/* Accumulates weighted values from attention_space or the pages; up to 16 sums at a time, as registers allow. */
 INLINE void weigh(const ll_attention_args *a, const tile_rows *t, attention_space *s, int64_t row, int is_first, const int rows, const int few, const int64_t format,
                   const int pairs)
 {
@@ -362,7 +362,7 @@ INLINE void weigh(const ll_attention_args *a, const tile_rows *t, attention_spac
     weigh_wide(a, t, s, row, is_first, rows, few, format, 1, &d, pairs);
 }
 
-/* Of rows in order, whether none sees a key of the tile. */
+/* Whether none of `rows` consecutive rows sees a key of the tile. */
 INLINE int sees_none(const tile_rows *t, const attention_space *s, int64_t row, const int rows)
 {
     return s->high[row + rows - 1] < t->first || s->low[row] >= t->first + KEYS;
@@ -405,13 +405,13 @@ TILE_ROWS(tile_pairs, MOST_ROWS == 8, FEW_IN_PAIRS)
 #define FEW_INT8(ROWS) block_few(a, t, s, row, row == first, ROWS, values, KV_INT8, 0)
 TILE_ROWS(tile_int8, MOST_ROWS == 8, FEW_INT8)
 
-/* Whether so few rows meet keys and values as they lie in the pages. */
+/* Whether this few rows read keys and values directly from the pages. */
 INLINE int reads_pages(const ll_attention_args *a, int64_t rows)
 {
     return rows <= FEW_QUERY_ROWS && a->pages.dim % 16 == 0 && !a->turned && (a->pages.format == KV_BF16 || a->pages.format == KV_INT8);
 }
 
-/* Scores of rows first.. of the block against the tile's keys; or what its values add to them. */
+/* Computes scores of rows first.. of the block for the tile's keys, or accumulates the tile's values. */
 static void attention_tile(const ll_attention_args *a, const tile_rows *t, attention_space *s, int64_t first, int64_t rows, int values)
 {
     const int scaled = kv_scaled(a->pages.format) && !a->turned;

@@ -1,9 +1,9 @@
-"""Compiles the C sources of this folder on first use and loads them; says why where that is not possible.
+"""Compiles the C sources of this folder on first use and loads the library, or reports why that is not possible.
 
-The library lies in the cache folder under a name made of the instruction set, the sources and the compiler, so a
-change of any of them builds anew and an older CPU never loads a newer CPU's code. A file comes into place by an atomic
-rename: two processes that build at once both succeed. Without a compiler a library built earlier is still used. After a
-build those that nobody has loaded for two weeks are removed.
+The library is cached under a name derived from the instruction set, the sources and the compiler, so a change to any of
+them triggers a rebuild and an older CPU never loads a newer CPU's code. Files are moved into place with an atomic
+rename, so concurrent builds are safe. Without a compiler, a library built earlier is still used. After a build,
+libraries that have not been loaded for two weeks are removed.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from .threads import usable_cores
 
 FOLDER = Path(__file__).parent
 TIMEOUT_S = 600
-# gcc's and clang's words for a flag they do not know
+# error messages of gcc and clang for an unknown flag
 UNKNOWN_FLAG = (
     r"(?:unrecognized command[ -]line option|unknown argument|unsupported (?:option|argument)|invalid feature modifier"
     r"|unknown architecture)[^\n]*?['\u2018\"]([^'\u2019\"\n]+)"
 )
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq")
-# what /proc/cpuinfo must name for each instruction set, the best one first
+# flags that /proc/cpuinfo must list for each instruction set, best first
 NEEDS: dict[str, tuple[str, ...]] = {
     "amx": (*_AVX512, "avx512_vnni", "gfni", "amx_tile", "amx_int8", "amx_bf16"),
     "avx512vnni": (*_AVX512, "avx512_vnni"),
@@ -53,26 +53,26 @@ NEEDS: dict[str, tuple[str, ...]] = {
 ISAS = {
     isa: tuple("-m" + name.replace("amx_", "amx-").replace("_", "") for name in needs) for isa, needs in NEEDS.items()
 } | {"neoni8mm": ("-march=armv8.2-a+dotprod+i8mm",), "neondot": ("-march=armv8.2-a+dotprod",)}
-# /proc/cpuinfo's names of what macOS tells under hw.optional.arm
+# /proc/cpuinfo flag -> name under hw.optional.arm on macOS
 APPLE = {"asimddp": "FEAT_DotProd", "i8mm": "FEAT_I8MM"}
-KEPT_S = 14 * 24 * 3600  # A library that was not loaded for so long is removed after a build.
-TOUCHED_S = 24 * 3600  # Its time stamp says when it was loaded, a day at most too early.
+KEPT_S = 14 * 24 * 3600  # libraries not loaded for this long are removed after a build
+TOUCHED_S = 24 * 3600  # a library's mtime is updated on load, at most once per day
 
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """The loaded C library, or the reason why there is none."""
+    """The loaded C library, or the reason why it could not be loaded."""
 
     lib: ctypes.CDLL | None
     isa: str
     reason: str | None
     path: Path | None = None
-    build_s: float = 0.0  # Seconds the compiler took; 0 when the library was there.
-    note: str = ""  # What is less than it could be, and what helps.
+    build_s: float = 0.0  # compile time in seconds; 0 if the library was cached
+    note: str = ""  # a limitation and how to fix it
 
 
 def runnable_isas() -> tuple[str, ...]:
-    """The instruction sets this machine has, best first; "portable" is always among them."""
+    """Return the instruction sets this machine supports, best first; always includes "portable"."""
     machine = platform.machine().lower()
     arm, x86 = machine in ("arm64", "aarch64"), machine in ("x86_64", "amd64")
     flags = _flags_of_cpu() if arm or x86 else frozenset()
@@ -99,12 +99,12 @@ def _sysctl(name: str) -> str:
 
 
 def detect_isa() -> str:
-    """The best instruction set of this machine, or LOCALLLM_CPU_ISA."""
+    """Return LOCALLLM_CPU_ISA, or the best instruction set of this machine."""
     return os.environ.get("LOCALLLM_CPU_ISA") or runnable_isas()[0]
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels lie: LOCALLLM_CACHE, else LOCALLLM_HOME/cache, else the user's cache folder."""
+    """Return the folder for compiled kernels, in LOCALLLM_CACHE, LOCALLLM_HOME/cache or the user's cache folder."""
     chosen = os.environ.get("LOCALLLM_CACHE")
     home = os.environ.get("LOCALLLM_HOME")
     if chosen:
@@ -119,7 +119,7 @@ def cache_folder() -> Path:
 
 
 def is_built() -> bool:
-    """Whether `library()` will find its file and need no compiler (for a progress message)."""
+    """Whether `library()` will find a cached file and not compile (for a progress message)."""
     folder, compiler = cache_folder(), _compiler()
     wanted = (isa for isa in _choices() if isa in ISAS and not _refused(folder, isa, compiler).exists())
     isa = next(wanted, None)
@@ -128,7 +128,7 @@ def is_built() -> bool:
 
 @cache
 def library() -> Library:
-    """The library for this machine, built when needed; asked once per process."""
+    """Return the library for this machine, building it if needed; computed once per process."""
     isa = detect_isa()
     if isa not in ISAS:
         return Library(None, isa, f"LOCALLLM_CPU_ISA={isa} is not one of {', '.join(ISAS)}")
@@ -143,13 +143,13 @@ def library() -> Library:
         except OSError:
             made = _library(folder, isa, compiler)
         if made.lib is not None and (isa != "amx" or made.lib.ll_amx()):
-            # what has no tiles is no worse off: the system keeps them from us, they are wrong, or the compiler has none
+            # AMX tiles unavailable (blocked by the OS, wrong results, or no compiler support): the next set is as good
             return replace(made, note=made.note or note)
         if isa == "amx":
             continue
         if made.reason is None or FLAG_REFUSED not in made.reason:
             return made
-        note = note or f"{made.reason}: instructions for {isa} are left out, slower; install a newer gcc or clang"
+        note = note or f"{made.reason}, so the kernels run without {isa}, slower; install a newer gcc or clang"
     return made
 
 
@@ -157,7 +157,7 @@ FLAG_REFUSED = "does not know the flag"
 
 
 def _choices() -> tuple[str, ...]:
-    """Instruction sets to try in turns: the one that was asked for, or all that this machine has."""
+    """Instruction sets to try in order: the requested one, or all that this machine supports."""
     named = os.environ.get("LOCALLLM_CPU_ISA")
     if named:
         return ("amx", "avx512vnni") if named == "amx" else (named,)
@@ -165,12 +165,12 @@ def _choices() -> tuple[str, ...]:
 
 
 def _refused(folder: Path, isa: str, compiler: tuple[str, ...]) -> Path:
-    """Where it is noted that this compiler knows no such instructions, so that it is asked once."""
+    """Marker file that records that this compiler does not support the instruction set, so it is tried only once."""
     return folder / f"{_stem(isa)}-{_compiler_hash(compiler) if compiler else 'none'}.refused"
 
 
 def _library(folder: Path, isa: str, compiler: tuple[str, ...]) -> Library:
-    """What is in the cache for an instruction set, else built."""
+    """Load the cached library for an instruction set, or build it."""
     found = _find(folder, isa, compiler)
     if found is not None:
         loaded = _load(found, isa)
@@ -184,7 +184,7 @@ def _library(folder: Path, isa: str, compiler: tuple[str, ...]) -> Library:
 
 @cache
 def lib() -> ctypes.CDLL:
-    """The loaded library. Raises RuntimeError with the reason where there is none."""
+    """Return the loaded library. Raises RuntimeError with the reason if there is none."""
     loaded = library()
     if loaded.lib is None:
         raise RuntimeError(loaded.reason)
@@ -192,12 +192,12 @@ def lib() -> ctypes.CDLL:
 
 
 def layout_name() -> str:
-    """Changes with whatever could change how weights lie in memory: instruction set, sources."""
+    """Identify the memory layout of prepared weights: instruction set, machine and source hash."""
     return f"{library().isa}-{platform.machine().lower()}-{_source_hash()}"
 
 
 def _compiler() -> tuple[str, ...]:
-    """The command of a C compiler: $CC, the system's, or the one in the ziglang wheel; () without one."""
+    """Command of the C compiler: $CC, the system's, or the one in the ziglang wheel; () if there is none."""
     named = shlex.split(os.environ.get("CC", ""))
     if named:
         return tuple(named) if shutil.which(named[0]) else ()
@@ -211,10 +211,10 @@ def _compiler() -> tuple[str, ...]:
 
 
 def name_compiler(folder: Path | None = None) -> None:
-    """Set $CC to a program that runs the compiler of the ziglang wheel, where there is no other one.
+    """If the ziglang wheel is the only compiler, set $CC to a wrapper script for it.
 
-    Triton builds its launchers with $CC, cc, gcc or clang, and takes $CC for the name of one program. Where the folder
-    of the cache cannot be written, nothing is set, and what Triton says then is told by the self-test.
+    Triton builds its launchers with $CC, cc, gcc or clang, and requires $CC to be a single program. If the cache folder
+    is not writable, $CC stays unset, and the self-test reports Triton's error.
     """
     command = _compiler()
     if os.environ.get("CC") or "ziglang" not in command:
@@ -243,7 +243,7 @@ def _source_hash() -> str:
 
 
 def _compiler_hash(compiler: tuple[str, ...]) -> str:
-    """Changes with the compiler's file; asking it for its version would cost a process per start."""
+    """Hash of the compiler's path, size and mtime; asking for its version would cost a process per start."""
     program = Path(shutil.which(compiler[0]) or compiler[0]).resolve()
     stat = program.stat()
     return hashlib.sha256(repr((compiler[1:], str(program), stat.st_size, stat.st_mtime_ns)).encode()).hexdigest()[:8]
@@ -255,14 +255,14 @@ def _stem(isa: str) -> str:
 
 
 def _find(folder: Path, isa: str, compiler: tuple[str, ...]) -> Path | None:
-    """A library whose bytes are those its name tells of: the loader takes a damaged one, and the process dies of it."""
+    """Find a cached library whose digest matches its name: loading a damaged one would crash the process."""
     made_by = _compiler_hash(compiler) if compiler else "*"
     whole = (path for path in sorted(folder.glob(f"{_stem(isa)}-{made_by}-*.so")) if path.stem.endswith(_digest(path)))
     return next(whole, None)
 
 
 def _digest(path: Path) -> str:
-    """Of a file's bytes, 16 hex digits; 350 KB take a millisecond."""
+    """First 16 hex digits of a file's SHA-256; 350 KB take a millisecond."""
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     except OSError:
@@ -283,7 +283,7 @@ def _build(folder: Path, isa: str, compiler: tuple[str, ...]) -> Library:
         try:
             place = tempfile.TemporaryDirectory(prefix="localllm-kernels-")
         except OSError as error:
-            return Library(None, isa, f"no folder to build in: {folder} ({error})")
+            return Library(None, isa, f"there is no folder to build in: {folder} ({error})")
         keep = False
     started = time.monotonic()
     with place as temporary:
@@ -300,28 +300,28 @@ def _build(folder: Path, isa: str, compiler: tuple[str, ...]) -> Library:
             try:
                 with output.open(
                     "rb"
-                ) as file:  # the bytes before the name: after a power cut there may be a name of nothing
+                ) as file:  # sync before the rename, so that a power failure cannot leave an empty file
                     os.fsync(file.fileno())
                 os.replace(output, final)
                 _prune(folder, final)
             except OSError as error:
                 final, why = output, f"{folder} cannot be written ({error.strerror})"
-        note = f"the kernels are compiled at every start: {why}; set LOCALLLM_CACHE to a folder that can be"
+        note = f"the kernels are compiled at every start, because {why}; set LOCALLLM_CACHE to a writable folder"
         note = note if final == output else ""
         return replace(_load(final, isa, time.monotonic() - started), note=note)
 
 
 def _touch(path: Path) -> None:
-    """Note that a library was used."""
+    """Update a library's mtime to record that it is in use."""
     try:
         if time.time() - path.stat().st_mtime > TOUCHED_S:
             os.utime(path)
     except OSError:
-        return  # another user's, or removed meanwhile: it is loaded all the same
+        return  # owned by another user, or removed: does not matter
 
 
 def _prune(folder: Path, newest: Path) -> None:
-    """Remove libraries nobody loads any more, and what builds that were killed left behind."""
+    """Remove libraries that are no longer loaded, and leftovers of killed builds."""
     before = time.time() - KEPT_S
     for path in [*folder.glob("cpu-*.so"), *folder.glob("cpu-*.refused"), *folder.glob("build-*")]:
         try:
@@ -332,14 +332,14 @@ def _prune(folder: Path, newest: Path) -> None:
             else:
                 path.unlink()
         except OSError:
-            continue  # in use by others, or theirs
+            continue  # in use, or owned by another user
 
 
 def _compile(compiler: tuple[str, ...], isa: str, output: Path) -> str | None:
-    """None, or why it failed.
+    """Compile the library; return None or the reason for the failure.
 
-    gcc is asked to write the parts of the program side by side (two cores: 15 s instead of 24); a compiler that answers
-    with something about that, as clang does, is asked again without.
+    Uses gcc's parallel LTO (15 s instead of 24 on two cores); if the compiler complains about the flag, as clang does,
+    compiles again without it.
     """
     command = [*compiler, *_flags(isa), str(FOLDER / "main.c"), "-o", str(output), "-lm"]
     try:

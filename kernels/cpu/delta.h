@@ -1,7 +1,7 @@
-/* The gated delta rule as a segment: norm, projections, convolution, the rule itself, gated norm, projection.
+/* The gated delta rule as a fused segment: norm, projections, convolution, delta rule, gated norm, projection.
  *
- * A task of what lies between the products is a key head of a sequence with its value heads: the channels that it
- * convolves, the states that it changes and the gates that it applies are its own, so nobody waits in between. */
+ * Between the products, a task is one key head of one sequence with its value heads. Its convolution channels, states and
+ * gates belong to no other task, so no synchronization is needed. */
 #ifndef LL_DELTA_H
 #define LL_DELTA_H
 
@@ -11,7 +11,7 @@
 typedef struct {
     int64_t hidden, k_heads, v_heads, k_dim, v_dim, tiled;
     ll_norm norm, out_norm;
-    ll_linear_op inputs, rates, out; /* rates.parts 0: `inputs` gives the rates, too, behind the rest */
+    ll_linear_op inputs, rates, out; /* rates.parts 0: the rates are the last outputs of `inputs` */
     ll_conv conv;
     const float *decay, *dt_bias; /* [v_heads] */
 } ll_delta_layer;
@@ -20,19 +20,19 @@ typedef struct {
     const ll_delta_layer *l;
     const ll_state_slots *kept;
     const ll_sequences *sequences;
-    const float *rows, *rates; /* of the tokens from `first` on */
+    const float *rows, *rates; /* for the tokens from `first` on */
     float *gated;              /* [m][v_heads * v_dim] */
-    float *room;               /* `room_size` floats a thread */
+    float *room;               /* scratch, `room_size` floats per thread */
     int64_t first, m, row_stride, rate_stride, room_size;
 } delta_segment;
 
-/* A thread's room: the convolved inputs of a key head, what its value heads give, and how these learn and forget. */
+/* Scratch floats per thread: convolved inputs of a key head, outputs, betas and decays of its value heads. */
 static int64_t delta_room(const ll_delta_layer *l)
 {
     return round_up(STATE_RUN * (2 * l->k_dim + 2 * l->v_dim + 2) + l->conv.width * (l->k_dim + l->v_dim), 16);
 }
 
-/* Rows of length `length`. */
+/* Scales rows to the L2 norm `length`. */
 static void to_length(float *x, int64_t rows, int64_t dim, float length)
 {
     for (int64_t r = 0; r < rows; r++, x += dim) {
@@ -46,7 +46,7 @@ static void to_length(float *x, int64_t rows, int64_t dim, float length)
     }
 }
 
-/* A value head: tokens [at, at + count) of the segment's rows. */
+/* One value head, tokens [at, at + count) of the segment's rows. */
 static void delta_value_head(const delta_segment *j, float *state, int64_t head, int64_t at, int64_t count, delta_tokens *given, float *y,
                              float *factor, float *beta)
 {
@@ -70,7 +70,7 @@ static void delta_value_head(const delta_segment *j, float *state, int64_t head,
     }
 }
 
-/* A task is a key head of a sequence, with its value heads: those of its tokens that the segment has, in order. */
+/* A task is one key head of one sequence with its value heads: processes the segment's tokens of the sequence in order. */
 static void delta_key_heads(void *arg, int64_t begin, int64_t end, int thread)
 {
     const delta_segment *j = arg;
@@ -100,7 +100,7 @@ static void delta_key_heads(void *arg, int64_t begin, int64_t end, int thread)
     }
 }
 
-/* x [tokens][hidden] += out(norm(y) silu(z)); `next` is the product that comes after it, if there is one. */
+/* x [tokens][hidden] += out(norm(y) silu(z)); `next` is the following product, for prefetching, or NULL. */
 static int gated_delta_locked(const ll_delta_layer *l, const ll_state_slots *kept, const ll_sequences *sequences, const ll_linear_op *next,
                               int64_t tokens, float *x)
 {
@@ -130,7 +130,7 @@ static int gated_delta_locked(const ll_delta_layer *l, const ll_state_slots *kep
     return 0;
 }
 
-/* As `gated_delta_locked`. */
+/* `gated_delta_locked` with the pool's lock. */
 int64_t ll_gated_delta(const ll_delta_layer *l, const ll_state_slots *kept, const ll_sequences *sequences, int64_t tokens, float *x)
 {
     pthread_mutex_lock(&pool.lock);

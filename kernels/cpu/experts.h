@@ -1,5 +1,5 @@
-/* A mixture of experts as one call: router, choice, and the products of all experts that have tokens, many of them in
- * one call of the pool. Twin: kernels/experts.py. */
+/* Mixture of experts in one call: router, selection, and the products of all experts with tokens, many of them in one pool
+ * call. The C version of kernels/experts.py. */
 #ifndef LL_EXPERTS_H
 #define LL_EXPERTS_H
 
@@ -7,8 +7,8 @@
 #include "matmul.h"
 #include "ops.h"
 
-#define PAIRS 256        /* (token, expert): what lies between the products of a layer stays small, and in the cache */
-#define AT_ONCE_MOST 64  /* products in one call of the pool */
+#define PAIRS 256        /* (token, expert) pairs processed together: intermediates stay in the cache */
+#define AT_ONCE_MOST 64  /* products per pool call */
 #define EXPERTS_MAX 4096 /* localllm/checkpoint/fields.py */
 #define OAI_SLOPE 1.702f
 
@@ -17,11 +17,11 @@ enum { ACT_SILU, ACT_GELU, ACT_OAI };
 
 typedef struct {
     int64_t hidden, intermediate, shared, num_experts, top_k, router_kind, renormalise, act, groups, group_top_k;
-    int64_t share_inputs; /* shares multiply what experts take, and not what they give */
+    int64_t share_inputs; /* expert weights multiply the inputs instead of the outputs */
     double scale, limit; /* limit 0: none */
     const float *choice_bias; /* [num_experts], or NULL */
     ll_norm norm, post_norm;
-    ll_linear_op router, shared_gate_up, shared_down, shared_gate; /* without parts: there is none */
+    ll_linear_op router, shared_gate_up, shared_down, shared_gate; /* without parts: absent */
     const ll_linear_op *gate_up, *down; /* [num_experts] */
 } ll_experts_layer;
 
@@ -33,7 +33,7 @@ typedef struct {
 } one_product;
 
 typedef struct {
-    int64_t count, first[AT_ONCE_MOST + 1]; /* the first task of each */
+    int64_t count, first[AT_ONCE_MOST + 1]; /* first task of each product */
     activations a[AT_ONCE_MOST];
     product p[AT_ONCE_MOST];
 } products_job;
@@ -49,7 +49,7 @@ static void product_tiles(void *arg, int64_t begin, int64_t end, int thread)
     }
 }
 
-/* Products that do not depend on one another; parts of one are never apart. Returns 0, or -1 without memory. */
+/* Runs independent products; parts of one stay together. Returns 0, or -1 if out of memory. */
 static int run_products(const one_product *each, int64_t count)
 {
     static products_job job; /* the caller holds pool.lock */
@@ -102,7 +102,7 @@ static void softmax_row(float *s, int64_t n)
     for (int64_t i = 0; i < n; i++) s[i] /= total;
 }
 
-/* The place of the largest number that is not taken, the first of equal ones; always one. */
+/* Index of the largest element that is not taken, ties to the lower index; always returns one. */
 static int64_t best_left(const float *s, const uint8_t *taken, int64_t n)
 {
     int64_t best = -1;
@@ -111,7 +111,7 @@ static int64_t best_left(const float *s, const uint8_t *taken, int64_t n)
     return best;
 }
 
-/* -inf for experts outside of the best groups: by the best of each, or the sum of its best two. */
+/* Sets experts outside the best groups to -inf; a group's score is its best expert, or the sum of its best two. */
 static void keep_groups(const ll_experts_layer *l, float *wanted)
 {
     static float of_groups[EXPERTS_MAX]; /* the caller holds pool.lock */
@@ -129,7 +129,7 @@ static void keep_groups(const ll_experts_layer *l, float *wanted)
         if (!taken[e / size]) wanted[e] = -INFINITY;
 }
 
-/* One token's experts and what each counts, from logits [num_experts]; `wanted` is room for as many. */
+/* Selects one token's experts and their weights from logits [num_experts]; `wanted`: scratch of the same size. */
 static void route_row(const ll_experts_layer *l, float *scores, float *wanted, int32_t *chosen, float *shares)
 {
     const int64_t n = l->num_experts, k = l->top_k;
@@ -199,15 +199,15 @@ static void gate_all(const ll_experts_layer *l, const float *gate_up, int64_t ro
     else pool_run(gate_rows, &job, rows);
 }
 
-/* Where things lie while some tokens go through a mixture. */
+/* Intermediate results of the tokens being processed. */
 typedef struct {
     float *normed, *total, *scores, *shares, *gathered, *gate_up, *acted;
-    int32_t *chosen, *first, *pairs; /* first: of each expert's pairs; pairs: token * top_k + place, by expert */
+    int32_t *chosen, *first, *pairs; /* first: start of each expert's pairs; pairs: token * top_k + slot, by expert */
     one_product *products;
 } mixture_room;
 
-/* The experts from `begin` on that have tokens, up to PAIRS of these: their sum onto `total`. Returns the first expert
- * after them, or -1 without memory. */
+/* Runs experts with tokens from `begin` on, up to PAIRS pairs, and adds their outputs to `total`. Returns the next expert, or
+ * -1 if out of memory. */
 static int64_t some_experts(const ll_experts_layer *l, const mixture_room *r, int64_t rows, int64_t begin)
 {
     const int64_t hidden = l->hidden, inner = l->intermediate, k = l->top_k, at = r->first[begin];
@@ -237,7 +237,7 @@ static int64_t some_experts(const ll_experts_layer *l, const mixture_room *r, in
         *o = (one_product){&l->down[o->op - l->gate_up], r->acted + from * inner, r->gathered + from * hidden, o->m};
     }
     if (run_products(r->products, count)) return -1;
-    for (int64_t i = 0; i < num_pairs; i++) { /* experts in order for every token */
+    for (int64_t i = 0; i < num_pairs; i++) { /* in order of experts for every token */
         const int64_t pair = r->pairs[at + i];
         const float *given = r->gathered + i * hidden, share = l->share_inputs ? 1.0f : r->shares[pair];
         float *total = r->total + pair / k * hidden;
@@ -246,7 +246,7 @@ static int64_t some_experts(const ll_experts_layer *l, const mixture_room *r, in
     return end;
 }
 
-/* Chooses experts for `rows` normed tokens and sorts the pairs by expert. */
+/* Selects experts for `rows` normalized tokens and sorts the pairs by expert. */
 static int choose_experts(const ll_experts_layer *l, const mixture_room *r, int64_t rows)
 {
     const int64_t n = l->num_experts, k = l->top_k;
@@ -259,7 +259,7 @@ static int choose_experts(const ll_experts_layer *l, const mixture_room *r, int6
     return 0;
 }
 
-/* What the shared expert gives for all rows, onto `total`. */
+/* Adds the shared expert's output for all rows to `total`. */
 static int shared_expert(const ll_experts_layer *l, const mixture_room *r, int64_t rows)
 {
     const int64_t hidden = l->hidden;
@@ -275,11 +275,11 @@ static int shared_expert(const ll_experts_layer *l, const mixture_room *r, int64
     return 0;
 }
 
-/* x += post_norm(experts of the normed x); `next` is the product that comes after it, if there is one. */
+/* x += post_norm(mixture of experts of norm(x)); `next` is the following product, for prefetching, or NULL. */
 static int experts_locked(const ll_experts_layer *l, const ll_linear_op *next, int64_t m, float *x)
 {
     const int64_t most = m < PAIRS ? m : PAIRS, n = l->num_experts, k = l->top_k, hidden = l->hidden;
-    const int64_t held = most * k < PAIRS ? most * k : PAIRS; /* pairs of one call; one expert has `most` at the most */
+    const int64_t held = most * k < PAIRS ? most * k : PAIRS; /* pairs per call; one expert has at most `most` */
     const int64_t wide = held * l->intermediate > most * l->shared ? held * l->intermediate : most * l->shared;
     const int64_t floats = (2 * most + (held > most ? held : most)) * hidden + (most + 1) * n + most * k + 3 * wide;
     const int64_t ints = 2 * most * k + n + 2;

@@ -1,4 +1,4 @@
-"""The C side as ctypes sees it: the structs of weight.h and pack.h, and the functions' argument types."""
+"""ctypes declarations of the C library: structs and function signatures."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ from typing import Any
 from ..kv_pages import KV_DTYPES, KVPages
 from ..state_slots import StateSlots
 
-PAGES = struct.Struct("@4P5q")  # `kv_pages`, packed anew for every call, which costs less than a ctypes structure.
+PAGES = struct.Struct("@4P5q")  # `kv_pages`; packing bytes for every call is cheaper than a ctypes structure
 DELTA = struct.Struct("@9P6q")  # `delta_job`
 SPACE = struct.Struct("@9P5q")  # `space_job`
-ATTENTION = struct.Struct("@6P4q2f2q")  # `ll_attention_args` is PAGES and this.
-KV_TARGET = struct.Struct("@P")  # `kv_target` is PAGES and this.
-STEP = struct.Struct("@2q3P")  # `ll_step` is this and a kv_target.
+ATTENTION = struct.Struct("@6P4q2f2q")  # `ll_attention_args` is PAGES followed by this
+KV_TARGET = struct.Struct("@P")  # `kv_target` is PAGES followed by this
+STEP = struct.Struct("@2q3P")  # `ll_step` is this followed by a kv_target
 PASS = struct.Struct("@4q6Pd3P2Pq")
 SEQUENCES = struct.Struct("@2Pq")  # `ll_sequences`, the end of a PASS
 SLOTS = struct.Struct("@2P2q")  # `ll_state_slots`
 VIEW = struct.Struct("@4P2q")
-VIEWS = 4  # `ll_pass` is a PASS and this many VIEWs.
+VIEWS = 4  # `ll_pass` is a PASS followed by this many VIEWs
 PARTS = 4
 ADAPTERS = 8
 
 
 class Code:
-    """How codes lie in a tile (weight.h)."""
+    """Code formats of a tile (weight.h)."""
 
     INT8, INT4, TABLE4, INT5, INT6, INT2, INT3, F32, F16, BF16, E4M3 = range(11)
 
 
 class Number:
-    """How scales and mins are stored (weight.h)."""
+    """Storage formats of scales and mins (weight.h)."""
 
     NONE, F32, F16, BF16, SUB8, ZERO8, E8M0, E8M0_HALF, E4M3_HALF = range(9)
 
 
 class Take:
-    """What a product takes its inputs as (activations.h): rounded, or as they are."""
+    """Activation formats of a product (activations.h)."""
 
     INT16, FLOATS, INT8 = range(3)
 
 
 class From:
-    """What stored rows look like (pack.h)."""
+    """Input formats of the packer (pack.h)."""
 
     NIBBLES, BYTES_SIGNED, FLOATS, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS = range(12)
 
@@ -65,7 +65,7 @@ class CWeight(ctypes.Structure):
 
 
 class CSource(ctypes.Structure):
-    """`ll_source`; the member called `from` in C is `kind` here."""
+    """`ll_source`; the C member `from` is called `kind` here."""
 
     _fields_ = [*_each(c_int64, "kind row_bytes"), *_each(c_void_p, "q scales mins")]
 
@@ -94,7 +94,7 @@ class CLowRank(ctypes.Structure):
 
 
 class CAdapters(ctypes.Structure):
-    """`ll_adapters`; what `rows` points to is one address."""
+    """`ll_adapters`; `rows` points to a pointer."""
 
     _fields_ = [
         *_each(c_int64, "k n form most ranks uneven gains"),
@@ -253,12 +253,12 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 
 
 def pack_pages(pages: KVPages) -> bytes:
-    """`kv_pages` of a layer."""
+    """Pack `kv_pages` of a layer."""
     return PAGES.pack(*kv_fields(pages))
 
 
 def slot_fields(kept: StateSlots) -> tuple[int, int, int, int] | None:
-    """The members of `ll_state_slots`; None where the numbers of a slot do not lie together."""
+    """The members of `ll_state_slots`; None if a slot's state is not contiguous."""
     conv, state = kept
     if not conv[0].is_contiguous() or not (state is None or state[0].is_contiguous()):
         return None
@@ -278,13 +278,13 @@ def kv_fields(pages: KVPages) -> tuple[int, ...]:
         0 if k_scales is None else k_scales.data_ptr(),
         0 if v_scales is None else v_scales.data_ptr(),
         *k.shape[1:],
-        list(KV_DTYPES).index(pages.format),  # as the C side numbers them
+        list(KV_DTYPES).index(pages.format),  # numbered as in C
         k_scales is not None and k_scales.dim() == 1,
     )
 
 
 def declare(lib: ctypes.CDLL) -> None:
-    """Sets argument and result types. Raises AttributeError or ValueError when the library is not ours."""
+    """Set argument and result types. Raises AttributeError or ValueError if the library does not match."""
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(lib, name)
         function.restype = result

@@ -1,4 +1,4 @@
-/* What a layer keeps of its tokens: pages of keys and values in one of the KV formats (kernels/kv_pages.py). */
+/* A layer's KV cache: pages of keys and values in one of the KV formats (kernels/kv_pages.py). */
 #ifndef LL_KV_H
 #define LL_KV_H
 
@@ -18,7 +18,7 @@ typedef struct {
 
 INLINE int64_t kv_bytes(const int64_t format) { return format == KV_F32 ? 4 : format == KV_BF16 || format == KV_F16 ? 2 : 1; }
 
-/* Numbers d.. of a stored vector, without its scale. */
+/* Elements d.. of a stored vector as floats, without its scale. */
 INLINE vf kv_vector(const uint8_t *row, int64_t d, const int64_t format)
 {
     switch (format) {
@@ -43,7 +43,7 @@ INLINE float kv_number(const uint8_t *row, int64_t d, const int64_t format)
     }
 }
 
-/* x H in place: an orthonormal Hadamard matrix on each run of the largest power of two that divides dim. */
+/* x H in place: orthonormal Hadamard matrix on each block of n dimensions, n = largest power of two that divides dim. */
 static void hadamard(float *x, int64_t dim)
 {
     const int64_t size = dim & -dim;
@@ -58,19 +58,19 @@ static void hadamard(float *x, int64_t dim)
     for (int64_t i = 0; i < dim; i++) x[i] *= factor;
 }
 
-/* The nearest E4M3 numbers, ties to even, at most +-448; NaN is 0x7f. */
+/* E4M3 codes: round to nearest even, saturate at +-448; NaN becomes 0x7f. */
 INLINE vi e4m3_codes(vf x)
 {
     const vi bits = (vi)x, sign = bits >> 24 & 0x80, whole = bits & 0x7fffffff;
     vi size = whole;
     size = (vi)vf_select(size > 0x43e00000, (vf)vi_set1(0x43e00000), (vf)size);
     const vi normal = ((size + 0x7ffff + (size >> 20 & 1)) >> 20) - (120 << 3);
-    const vi small = (vi)((vf)size + vf_set1(16384.0f)) - 0x46800000; /* from 2^14 on floats stand 2^-9 apart */
+    const vi small = (vi)((vf)size + vf_set1(16384.0f)) - 0x46800000; /* the float spacing at 2^14 is 2^-9 */
     const vi codes = (vi)vf_select(size >= 0x3c800000, (vf)normal, (vf)small);
     return (vi)vf_select(whole > 0x7f800000, (vf)vi_set1(0x7f), (vf)codes) | sign;
 }
 
-/* One vector of an 8-bit format; the scale it gets, or has (`given`, NULL where it gets its own). */
+/* Encodes one vector in an 8-bit format, with the scale `given`, or its own (stored to `scale`) if that is NULL. */
 static void kv_encode(const float *x, int64_t dim, int64_t format, const float *given, uint8_t *codes, float *scale)
 {
     _Alignas(64) float padded[DIM_MAX + 16];
@@ -92,7 +92,7 @@ static void kv_encode(const float *x, int64_t dim, int64_t format, const float *
         const float peak = vf_hmax(top);
         *scale = peak > 1e-30f ? peak / largest : 0.0f;
         factor = vf_set1(peak > 1e-30f ? largest / peak : 0.0f);
-        if (vi_sum(bad)) { /* infinite or NaN: so is what comes out */
+        if (vi_sum(bad)) { /* infinity or NaN: a NaN scale makes the decoded vector NaN */
             *scale = f32_bits(0x7fc00000);
             memset(codes, 0, (size_t)dim);
             return;

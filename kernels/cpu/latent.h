@@ -1,4 +1,4 @@
-/* Latent attention of a layer as one call. Twin: `latent_attention` of kernels/mixers.py. */
+/* Latent attention (MLA) of a layer in one call; the C version of `latent_attention` in kernels/mixers.py. */
 #ifndef LL_LATENT_H
 #define LL_LATENT_H
 
@@ -6,34 +6,34 @@
 #include "experts.h"
 #include "segments.h"
 
-#define LATENT_ROWS 128 /* tokens at once: what lies between the products is some hundred kilobytes a token */
+#define LATENT_ROWS 128 /* tokens processed together: intermediates take some hundred kilobytes per token */
 
 typedef struct {
     int64_t hidden, num_heads, rank, turned, still, value, interleaved;
     ll_norm norm, q_norm, kv_norm, post_norm;
-    ll_linear_op qkv, q_up, out;         /* q_up: without parts there is none */
+    ll_linear_op qkv, q_up, out;         /* q_up without parts: absent */
     const ll_linear_op *k_up, *v_up;     /* [num_heads] */
 } ll_latent_layer;
 
-/* Where things lie while some tokens go through the layer. */
+/* Intermediate results of the tokens being processed. */
 typedef struct {
     const ll_latent_layer *l;
     const ll_step *s;
-    const float *growth; /* [tokens] what multiplies a token's queries; NULL: nothing */
+    const float *growth; /* [tokens] factor of each token's queries; NULL: none */
     int64_t first, m;    /* the tokens */
     float *normed;    /* [m][hidden] */
-    float *made;      /* [m][what queries are made of, latent, what turns] */
-    float *asked;     /* [m][what queries are made of], normed */
-    float *queries;   /* [m][heads][still + turned]; then values */
-    float *apart;     /* [heads][m][still], for products by head; then [heads][m][value] */
-    float *met;       /* [heads][m][rank] */
+    float *made;      /* [m][queries or query latent, KV latent, RoPE part of the key]: output of qkv */
+    float *asked;     /* [m][queries or query latent], normalized */
+    float *queries;   /* [m][heads][still + turned]; later the heads' outputs */
+    float *apart;     /* [heads][m][still], for per-head products; later [heads][m][value] */
+    float *met;       /* [heads][m][rank]: queries in latent space */
     float *q;         /* [m][heads][rank + turned] */
     float *attended;  /* [m][heads][rank] */
     one_product *products;
-    int32_t *starts, *lens; /* of these tokens' sequences */
+    int32_t *starts, *lens; /* cu_query_lens and seq_lens for these tokens */
 } latent_room;
 
-/* Stores latents and what turns of the keys. */
+/* Stores latents and the RoPE parts of the keys. */
 static void latent_keys(void *arg, int64_t begin, int64_t end, int thread)
 {
     (void)thread;
@@ -57,7 +57,7 @@ static void latent_keys(void *arg, int64_t begin, int64_t end, int thread)
     }
 }
 
-/* Queries: what turns to its place, what does not head by head. */
+/* Splits queries: the RoPE part goes to q, the rest to `apart`, head by head. */
 static void latent_queries(void *arg, int64_t begin, int64_t end, int thread)
 {
     (void)thread;
@@ -75,7 +75,7 @@ static void latent_queries(void *arg, int64_t begin, int64_t end, int thread)
         }
 }
 
-/* [heads][m][size] to [m][heads][size], a token's heads `stride` floats apart; or back. */
+/* Transposes [heads][m][size] to [m][heads][size] with heads `stride` floats apart, or back. */
 static void turn_round(float *by_head, float *by_token, int64_t m, int64_t heads, int64_t size, int64_t stride, int back)
 {
     for (int64_t i = 0; i < m; i++)
@@ -86,7 +86,7 @@ static void turn_round(float *by_head, float *by_token, int64_t m, int64_t heads
         }
 }
 
-/* A product a head: x and out [heads][m][...]. */
+/* One product per head: x and out [heads][m][...]. */
 static int by_head(const latent_room *r, const ll_linear_op *each, const float *x, int64_t k, float *out)
 {
     for (int64_t h = 0; h < r->l->num_heads; h++)
@@ -100,7 +100,7 @@ static void run_tokens(task_fn fn, latent_room *r)
     else pool_run(fn, r, r->m);
 }
 
-/* Attention of the room's queries, which see their sequences up to themselves. */
+/* Causal attention of the current tokens' queries. */
 static int latent_attend(const latent_room *r, const ll_attention_args *given)
 {
     ll_attention_args args = *given;
@@ -167,7 +167,7 @@ static int latent_locked(const ll_latent_layer *l, const ll_step *s, const ll_at
     return failed;
 }
 
-/* x += post_norm(attention over latents of the normed x); stores latents. `given` lacks its queries and their place. */
+/* x += post_norm(out(latent attention of norm(x))); writes latents. `given`: attention arguments without q and out. */
 int64_t ll_latent(const ll_latent_layer *l, const ll_step *s, const ll_attention_args *given, const float *growth, float *x)
 {
     pthread_mutex_lock(&pool.lock);

@@ -1,11 +1,11 @@
-/* What the segments of a layer share: norms, products that add to the stream, hints of what is read next. */
+/* Shared by the segments of a layer: norms, products with residual, prefetch hints. */
 #ifndef LL_LAYER_H
 #define LL_LAYER_H
 
 #include "matmul.h"
 #include "ops.h"
 
-#define AT_ONCE 256 /* tokens: what lies between the products of a layer stays small, and in the cache */
+#define AT_ONCE 256 /* tokens processed together: intermediate results of a layer stay in the cache */
 
 typedef struct {
     const float *weight; /* NULL: no norm */
@@ -36,10 +36,10 @@ static void norm_onto_rows(void *arg, int64_t begin, int64_t end, int thread)
     }
 }
 
-/* Whether adapters multiply what this product gives: nothing may be added to it before. */
+/* Whether adapters scale this product's outputs (DoRA), so that nothing may be added to them before. */
 INLINE int has_gains(const ll_linear_op *op) { return op->adapters && op->adapters->gains; }
 
-/* x += post_norm(product), where `product` computes into `out` (or adds x itself when there is no norm). */
+/* x += post_norm(op(in)); without a norm the product adds x itself. */
 static int linear_onto(const ll_linear_op *op, const ll_norm *post, const float *in, int64_t m, float *x, float *spare)
 {
     if (!post->weight && !has_gains(op)) return linear_parts(op, in, m, x, x);
@@ -50,15 +50,15 @@ static int linear_onto(const ll_linear_op *op, const ll_norm *post, const float 
     return 0;
 }
 
-/* Few tokens wait for weights: what comes after the product that runs is asked for meanwhile. Every thread asks for its
- * share of the bytes, which is about where its share of the tiles lies; of parts that lie apart the first is hinted. */
+/* With few tokens, products wait for weights: prefetch the next product's while the current one runs. Each thread prefetches
+ * its share of the bytes, which is about its share of the tiles; if parts are not contiguous, only the first is hinted. */
 static void hint_next(const ll_linear_op *op, int64_t m)
 {
     if (!op || m > FEW) return;
     const uint8_t *begin = op->weight[0]->data, *end = begin + op->weight[0]->tiles * op->weight[0]->tile_bytes;
     for (int64_t i = 1; i < op->parts; i++) {
         const uint8_t *next = op->weight[i]->data;
-        if (next < end || next >= end + 64) break; /* the next line at the earliest */
+        if (next < end || next >= end + 64) break; /* not contiguous */
         end = next + op->weight[i]->tiles * op->weight[i]->tile_bytes;
     }
     pool_hint(begin, end - begin);

@@ -1,4 +1,4 @@
-"""What C needs to know of a layer: a struct and the tensors it points to. None where a layer is not for C."""
+"""Builds the C struct of a layer and keeps its tensors alive. Returns None for layers that C does not support."""
 
 from __future__ import annotations
 
@@ -269,14 +269,14 @@ def _vector(vector: Tensor, kept: list[Any]) -> int:
 
 
 def _conv(weight: Tensor, bias: Tensor | None, kept: list[Any]) -> CConv | None:
-    """None for one that is too wide."""
+    """`ll_conv`; None if it is too wide."""
     if weight.shape[1] > LARGEST_CONV:
         return None
     return CConv(_vector(weight.T, kept), None if bias is None else _vector(bias, kept), *weight.shape)
 
 
 def _linear(linear: Linear, kept: list[Any]) -> CLinear | None:
-    """None when a part was prepared by something else."""
+    """`ll_linear_op`; None if another back end prepared one of its parts."""
     struct = CLinear(parts=len(linear.parts), n=linear.out_features)
     if len(linear.parts) > len(struct.weight):
         return None

@@ -1,4 +1,4 @@
-"""Canonical weights -> tiles of 16 rows (weight.h), exactly: codes stay integers, scales and mins keep their bits."""
+"""Repacks canonical weights into tiles of 32 rows (weight.h), losslessly: codes, scales and mins keep their bits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ INTEGER_FORMS = frozenset({"int4g", "int8", "fp4g16", "fp4g32", "gguf"})
 NUMBERS = {torch.float32: Number.F32, torch.float16: Number.F16, torch.bfloat16: Number.BF16}
 DENSE = {torch.float32: Code.F32, torch.float16: Code.F16, torch.bfloat16: Code.BF16}
 
-# block type -> (stored rows, codes, scales, mins, zero offset, group)
+# block type -> (input format, codes, scales, mins, zero offset, group)
 GGUF = {
     "Q5_0": (From.Q5_0, Code.INT5, Number.F16, Number.NONE, 16, 32),
     "Q5_1": (From.Q5_1, Code.INT5, Number.F16, Number.F16, 0, 32),
@@ -37,7 +37,7 @@ GGUF = {
 
 
 class Prepared:
-    """A weight in tiles. Keeps the memory that the C struct points to."""
+    """A weight in tiles. Keeps alive the memory that the C struct points to."""
 
     __slots__ = ("address", "data", "decoder", "k", "kept", "layer", "n", "struct")
 
@@ -45,24 +45,24 @@ class Prepared:
         self.struct, self.data, self.kept = struct, data, kept
         self.address = ctypes.addressof(struct)
         self.n, self.k = int(struct.n), int(struct.k)
-        # what `segments` keeps here: a layer's weights, and the layer as C knows it
+        # cache of `segments`: a layer's weights and its C struct
         self.layer: tuple[Any, Any] | None = None
-        self.decoder: Any = None  # the same for a whole model: its layers and their pages as C knows them
+        self.decoder: Any = None  # the same for a whole model: C structs of its layers and their pages
 
     def forget(self, pages_only: bool = False) -> None:
-        """Let go of what `segments` keeps here."""
+        """Drop what `segments` has cached here."""
         self.decoder = None
         if not pages_only:
             self.layer = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes, scales and what is kept beside them."""
+        """Bytes of the tiles and of `row_scale`, `perm` and `pre_scale`."""
         return self.data.numel() + sum(t.numel() * t.element_size() for t in self.kept)
 
 
 class Arena:
-    """Memory for weights, cut from large pieces so that the kernel can back it with 2 MiB pages."""
+    """Allocator for weights: cuts them from large blocks, so that Linux can back them with 2 MiB pages."""
 
     SIZE = 32 << 20
     ALIGN = 64
@@ -71,11 +71,11 @@ class Arena:
         self._size = size
         self._piece: weakref.ref[torch.UntypedStorage] | None = None
         self._used = 0
-        # two models may be loaded at once, in two threads: their weights would share bytes
+        # two threads may load models at the same time
         self._lock = threading.Lock()
 
     def take(self, count: int) -> Tensor:
-        """uint8 [count], aligned to 64 bytes; the piece is freed with the last tensor cut from it."""
+        """Return uint8 [count], aligned to 64 bytes; a block is freed with the last tensor cut from it."""
         with self._lock:
             storage = self._piece() if self._piece is not None else None
             if storage is None or self._used + count > storage.nbytes():
@@ -93,14 +93,14 @@ def _arena() -> Arena:
     return Arena()
 
 
-# what a struct points to beside its tiles
+# tensors a struct points to besides its tiles
 KEPT = {"row_scale": torch.float32, "perm": torch.int32, "pre_scale": torch.float32}
 
 
 def prepare(weight: Weight) -> Prepared:
-    """Repacks a canonical weight, exactly.
+    """Repack a canonical weight losslessly.
 
-    Raises ValueError for what `fits` refuses.
+    Raises ValueError for weights that `fits` rejects.
     """
     struct = CWeight(n=weight.shape[0], k=weight.shape[1], group=32)
     kind, codes, scales, mins = _describe(weight, struct)
@@ -108,7 +108,7 @@ def prepare(weight: Weight) -> Prepared:
     row_scale = weight.global_scale if weight.form == "fp4g16" else _row_scale(weight)
     for name, tensor in zip(KEPT, (row_scale, weight.perm, weight.pre_scale), strict=True):
         if tensor is not None:
-            kept.append(tensor.contiguous().to(KEPT[name], copy=True))  # never a view of the file
+            kept.append(tensor.contiguous().to(KEPT[name], copy=True))  # copy: must not be a view of the file
             setattr(struct, name, kept[-1].data_ptr())
     library = lib()
     data = _arena().take(library.ll_layout(ctypes.addressof(struct)))
@@ -123,17 +123,17 @@ def prepare(weight: Weight) -> Prepared:
         mins=mins.data_ptr() if mins is not None else None,
     )
     if library.ll_pack(ctypes.addressof(struct), ctypes.addressof(source)):
-        raise MemoryError("no memory to repack a weight")
+        raise MemoryError("out of memory while repacking a weight")
     return Prepared(struct, data, tuple(kept))
 
 
 def kept_of(prepared: Prepared) -> dict[str, Tensor]:
-    """What is kept beside the tiles, by name."""
+    """Tensors kept besides the tiles, by name."""
     return dict(zip((name for name in KEPT if getattr(prepared.struct, name)), prepared.kept, strict=True))
 
 
 def stored_struct(prepared: Prepared) -> bytes:
-    """The struct without its addresses: with the tiles and `kept_of`, all that `revived` needs."""
+    """The struct without addresses; together with the tiles and `kept_of` it is the input of `revived`."""
     struct = CWeight.from_buffer_copy(prepared.struct)
     for name in ("data", *KEPT):
         setattr(struct, name, None)
@@ -141,7 +141,7 @@ def stored_struct(prepared: Prepared) -> bytes:
 
 
 def revived(struct: bytes, data: Tensor, kept: Mapping[str, Tensor]) -> Prepared:
-    """A weight that was repacked by the same library. Its memory is only read."""
+    """Rebuild a weight that the same library repacked earlier. Its memory may be read-only."""
     made = CWeight.from_buffer_copy(struct)
     made.data = data.data_ptr()
     for name, part in kept.items():
@@ -150,7 +150,7 @@ def revived(struct: bytes, data: Tensor, kept: Mapping[str, Tensor]) -> Prepared
 
 
 def _describe(w: Weight, struct: CWeight) -> tuple[int, Tensor, Tensor | None, Tensor | None]:
-    """Sets the struct's kinds; returns (stored rows' kind, codes [N, bytes], scales [N, groups], mins [N, groups])."""
+    """Set the struct's formats; return (input format, codes [N, bytes], scales [N, groups], mins [N, groups])."""
     if w.form == "gguf":
         kind, struct.code, struct.scale_kind, struct.min_kind, struct.zero_offset, struct.group = GGUF[w.block_type]
         if struct.code == Code.TABLE4:
@@ -175,7 +175,7 @@ def _describe(w: Weight, struct: CWeight) -> tuple[int, Tensor, Tensor | None, T
     elif w.form in ("fp4g16", "fp4g32"):
         struct.code, struct.zero_offset, mins, kind = Code.TABLE4, 12, None, From.NIBBLES
         struct.table[:] = [int(2 * v) + 12 for v in E2M1]
-        # codes are twice E2M1, so scales are halved as they are read
+        # codes are twice the E2M1 values, so scales are halved when they are read
         struct.group = 16 if w.form == "fp4g16" else 32
         scales, struct.scale_kind = _halves_of(w.scales) if w.form == "fp4g16" else _powers(w.scales, half=True)
         return kind, w.qweight, scales, None
@@ -192,7 +192,7 @@ def _describe_fp8(w: Weight, struct: CWeight) -> tuple[int, Tensor, Tensor | Non
     n, k = w.shape
     codes = w.qweight.view(torch.uint8)
     struct.code = Code.E4M3
-    if bool(((codes & 0x7F) == 0x7F).any()):  # the fast decoding has no NaN
+    if bool(((codes & 0x7F) == 0x7F).any()):  # the fast E4M3 decoder does not handle NaN
         codes, struct.code = w.qweight.view(torch.float8_e4m3fn).to(torch.bfloat16), Code.BF16
     if w.form == "fp8mx":
         scales, struct.scale_kind = _powers(w.scales, half=False)
@@ -207,7 +207,7 @@ def _describe_fp8(w: Weight, struct: CWeight) -> tuple[int, Tensor, Tensor | Non
 
 
 def _row_scale(w: Weight) -> Tensor | None:
-    """fp8 with one scale, or one per row."""
+    """Row scales of fp8 weights with one scale, or one per row; None otherwise."""
     if w.form != "fp8" or w.scales is None or (w.scales.dim() == 2 and w.scales.shape[1] > 1):
         return None
     if w.scales.numel() == 1:
@@ -215,11 +215,11 @@ def _row_scale(w: Weight) -> Tensor | None:
     return w.scales.float().reshape(-1) if w.scales.numel() == w.shape[0] else None
 
 
-# The fast reading of E4M3 and E8M0 has no NaN: numbers with one are kept as floats.
+# The fast decoders of E4M3 and E8M0 do not handle NaN: scales that contain one are stored as floats.
 
 
 def _powers(exponents: Tensor, half: bool) -> tuple[Tensor, int]:
-    """2^(e - 127), or `half` of it."""
+    """Scales 2^(e - 127), or `half` of that, and their storage format."""
     e = exponents.view(torch.uint8)
     if bool((e == 255).any()):
         return torch.ldexp(torch.where(e == 255, torch.nan, 0.5 if half else 1.0), e.int() - 127), Number.F32
@@ -234,7 +234,7 @@ def _halves_of(scales: Tensor) -> tuple[Tensor, int]:
 
 
 def _padded(numbers: Tensor | None, struct: CWeight) -> Tensor | None:
-    """Rows padded to the layout's number of groups (K may end within a block)."""
+    """Pad rows to the layout's number of groups (K may end inside a block)."""
     if numbers is None:
         return None
     missing = int(struct.groups) - numbers.shape[1]

@@ -14,7 +14,7 @@
 #include "segments.h"
 #include "latent.h"
 
-/* What the loader checks before it trusts this file. */
+/* ABI check value for the loader: struct sizes and CPU features. */
 int64_t ll_abi(void)
 {
     int64_t sizes = sizeof(ll_weight) + sizeof(ll_attention_layer) + sizeof(ll_mlp_layer) + sizeof(ll_experts_layer) + sizeof(ll_decoder_layer) +

@@ -1,4 +1,4 @@
-/* Gated short convolutions and Mamba-2 as segments: norm, projection, convolution, states, gated norm, projection. */
+/* Gated short convolutions and Mamba-2 as fused segments: norm, projection, convolution, state space, gated norm, projection. */
 #ifndef LL_MAMBA_H
 #define LL_MAMBA_H
 
@@ -14,7 +14,7 @@ typedef struct {
 
 typedef struct {
     int64_t hidden, heads, dim, groups, size;
-    double eps, shortest, longest; /* of the norm; what time steps are cut off to */
+    double eps, shortest, longest; /* eps of the norm; range that time steps are clamped to */
     ll_norm norm;
     ll_linear_op inputs, out;
     ll_conv conv;
@@ -24,17 +24,17 @@ typedef struct {
 
 typedef struct {
     const ll_conv *conv;
-    const ll_mamba_layer *mamba; /* NULL: of a gated short convolution */
+    const ll_mamba_layer *mamba; /* NULL for a gated short convolution */
     const ll_state_slots *kept;
     const ll_sequences *sequences;
-    const float *rows;   /* [m][stride], of the tokens from `first` on */
-    float *mixed, *made; /* [m][channels], of Mamba-2; [m][inputs of the last product] */
+    const float *rows;   /* [m][stride], for the tokens from `first` on */
+    float *mixed, *made; /* Mamba-2: [m][channels]; [m][inputs of the output projection] */
     int64_t first, m, stride;
 } state_segment;
 
 static int64_t conv_blocks(const ll_conv *w) { return (w->channels + CONV_BLOCK - 1) / CONV_BLOCK; }
 
-/* Tasks: some channels of a sequence. */
+/* A task is a block of channels of a sequence. */
 static void mamba_convolve(void *arg, int64_t begin, int64_t end, int thread)
 {
     (void)thread;
@@ -54,7 +54,7 @@ static void mamba_convolve(void *arg, int64_t begin, int64_t end, int thread)
     }
 }
 
-/* Tasks: some channels of a sequence, gated before and behind the convolution. */
+/* A task is a block of channels of a sequence, gated before and after the convolution. */
 static void gated_convolve(void *arg, int64_t begin, int64_t end, int thread)
 {
     (void)thread;
@@ -80,7 +80,7 @@ static void gated_convolve(void *arg, int64_t begin, int64_t end, int thread)
     }
 }
 
-/* Tasks: a head of a sequence: its state through the tokens, what it gives on of its input, and its gate. */
+/* A task is a head of a sequence: state space over its tokens, skip connection and gate. */
 static void mamba_heads(void *arg, int64_t begin, int64_t end, int thread)
 {
     (void)thread;
@@ -117,7 +117,7 @@ static void mamba_heads(void *arg, int64_t begin, int64_t end, int thread)
     }
 }
 
-/* Tasks: tokens, each with a norm a group of heads. */
+/* A task is a token: one norm per group of heads. */
 static void mamba_norms(void *arg, int64_t begin, int64_t end, int thread)
 {
     (void)thread;
@@ -135,7 +135,7 @@ static void run_convolution(task_fn fn, state_segment *job)
     else pool_run(fn, job, tasks);
 }
 
-/* x [tokens][hidden] += post(out(what `job` makes of the normed x)); of `job` the first four members are there. */
+/* x [tokens][hidden] += post(out(mixer of norm(x))); the caller has set the first four members of `job`. */
 static int states_locked(state_segment *job, const ll_norm *norm, const ll_norm *post, const ll_linear_op *inputs,
                          const ll_linear_op *out, const ll_linear_op *next, int64_t tokens, int64_t hidden, float *x)
 {
@@ -185,7 +185,7 @@ static int mamba_locked(const ll_mamba_layer *l, const ll_state_slots *kept, con
     return states_locked(&job, &l->norm, &none, &l->inputs, &l->out, next, tokens, l->hidden, x);
 }
 
-/* x [tokens][hidden] += post(out(c conv(b h))), b, c and h of the normed x */
+/* x [tokens][hidden] += post(out(c conv(b h))), with b, c and h = inputs(norm(x)) */
 int64_t ll_short_conv(const ll_conv_layer *l, const ll_state_slots *kept, const ll_sequences *sequences, int64_t tokens, float *x)
 {
     pthread_mutex_lock(&pool.lock);
@@ -194,7 +194,7 @@ int64_t ll_short_conv(const ll_conv_layer *l, const ll_state_slots *kept, const 
     return failed;
 }
 
-/* x [tokens][hidden] += out(norm(y silu(z))), y the state space of the normed x */
+/* x [tokens][hidden] += out(norm(y silu(z))), y = Mamba-2 state space of norm(x) */
 int64_t ll_mamba(const ll_mamba_layer *l, const ll_state_slots *kept, const ll_sequences *sequences, int64_t tokens, float *x)
 {
     pthread_mutex_lock(&pool.lock);

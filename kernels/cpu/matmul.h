@@ -1,9 +1,9 @@
 /* Products of activations with a prepared weight.
  *
- * For every (row of x, row of the weight) the sum runs over blocks of 32 inputs in order, one chain, whatever the
- * number of rows: integer sums within a block, or within 256 inputs (matmul_super.h), are exact, the float steps are the
- * same instructions in every variant. So a row's result does not depend on the batch. Few rows unpack codes in registers;
- * more rows widen a chunk of codes once, in the first-level cache. */
+ * For every (row of x, row of the weight) the sum runs over blocks of 32 inputs in order, in one chain, for any number of
+ * rows: integer sums within a block, or within 256 inputs (matmul_super.h), are exact, and the float steps are the same
+ * instructions in every variant. So results are batch-invariant. Few rows unpack codes in registers; more rows widen a
+ * chunk of codes once, into L1. */
 #ifndef LL_MATMUL_H
 #define LL_MATMUL_H
 
@@ -13,7 +13,7 @@
 
 #define PARTS 4
 
-/* y = x W^T + b, in parts whose outputs lie end to end. */
+/* y = x W^T + b, in parts with concatenated outputs. */
 typedef struct {
     int64_t parts, n; /* n: outputs of all parts */
     const ll_weight *weight[PARTS];
@@ -50,13 +50,13 @@ static void part_tiles(void *arg, int64_t begin, int64_t end, int thread)
         end -= tasks;
     }
     if (!added->late || to <= from) return;
-    /* no thread waits for another, which may have lost its core */
+    /* do not wait for the other threads, which may have been preempted */
     if (atomic_load(&added->left)) memset(added->late + from / TILE, 1, (size_t)((to - from) / TILE));
     else adapters_add(added, 0, from, to);
 }
 
-/* out = x @ value(w).T (+ bias) (+ residual) for all parts; the caller holds pool.lock. Returns 0, or -1 without memory.
- * It is one call of the pool: each ends with threads that wait for one another. */
+/* out = x @ value(w).T (+ bias) (+ residual) for all parts; the caller holds pool.lock. Returns 0, or -1 if out of memory.
+ * All parts share one pool call, as each call ends with a barrier. */
 static int linear_parts(const ll_linear_op *op, const float *x, int64_t m, const float *residual, float *out)
 {
     parts_job job = {.parts = op->parts, .slabs = (m + SLAB - 1) / SLAB};
@@ -88,14 +88,14 @@ static int linear_parts(const ll_linear_op *op, const float *x, int64_t m, const
     return 0;
 }
 
-/* Whether act(gate) * up may be computed as one product of many rows: gate and up are one weight of whole tiles. */
+/* Whether act(gate) * up of many rows can be fused into one product: gate and up are one weight of whole tiles. */
 static int gates(const ll_linear_op *op, int64_t m)
 {
     const ll_weight *w = op->weight[0];
     return op->parts == 1 && !op->adapters && op->takes[0] != TAKE_FLOATS && !code_is_float(w->code) && !few_rows(w, m, op->takes[0] == TAKE_INT8) && w->n % (2 * TILE) == 0;
 }
 
-/* out [m][n / 2] = act(gate) * up of x, for what `gates`. */
+/* out [m][n / 2] = act(gate) * up of x, if `gates`. */
 static int linear_gated(const ll_linear_op *op, const float *x, int64_t m, int gelu, float *out)
 {
     const ll_weight *w = op->weight[0];
@@ -122,7 +122,7 @@ int64_t ll_linear(const ll_weight *w, const float *x, int64_t m, const float *bi
     return failed;
 }
 
-/* out [m][n] += what the adapters of the step's rows add to this product of x [m][k] */
+/* out [m][n] += adapter updates of the step's rows for this product of x [m][k] */
 int64_t ll_adapt(const ll_adapters *l, const float *x, int64_t m, float *out)
 {
     pthread_mutex_lock(&pool.lock);

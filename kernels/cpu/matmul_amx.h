@@ -1,22 +1,22 @@
-/* Products of many rows with AMX tiles: sixteen rows of x against sixteen rows of the weight in one instruction.
+/* Products of many rows on AMX tiles: sixteen rows of x times sixteen rows of the weight per instruction.
  *
- * Where a group's sums stay below 2^24, codes and the two digits of x (256 * hi and lo) meet as bfloat16, which all are
- * exactly: float32 sums are exact, too, both digits share one, and a group's sum needs no step but the product with its
- * scales. Other codes meet the two bytes of x as bytes. Either way the float steps are those of chunk_int, so results are
- * equal, bit for bit; `ll_amx` checks that before they are used (amx_check.h). */
+ * If a group's sums stay below 2^24, codes and the two parts of x (256 * hi and lo) are multiplied as bfloat16, which
+ * represents all of them exactly: the float32 sums are exact, both parts share one sum, and it only has to be multiplied by
+ * its scales. Other codes are multiplied as bytes by the two bytes of x. Either way the float steps are those of chunk_int, so
+ * results are bit-identical; `ll_amx` verifies that before AMX is used (amx_check.h). */
 #ifndef LL_MATMUL_AMX_H
 #define LL_MATMUL_AMX_H
 
 #include "product.h"
 
-/* What tiles hold of x: digits as bfloat16, two planes of bytes, or one. */
+/* Format of x in tiles: two planes of bytes, hi and lo as bfloat16, or one plane of bytes. */
 enum { AMX_PLANES, AMX_DIGITS, AMX_BYTES };
 
 #if LL_AMX
-#define TILES_TOGETHER 4 /* tiles of the weight that share loads of x from the third cache */
+#define TILES_TOGETHER 4 /* tiles of the weight that share loads of x from L3 */
 typedef float tile_part[SLAB * TILE];
 #define AMX_GROUPS 8              /* groups of inputs unpacked at a time: 16 KiB of bfloat16 */
-#define AMX_GROUP (AMX_ROWS * PLANE) /* bytes of one: [pairs of inputs][32 lanes][2]; of 16 inputs it is there twice, for both digits */
+#define AMX_GROUP (AMX_ROWS * PLANE) /* bytes per group: [pairs of inputs][32 lanes][2]; groups of 16 inputs are stored twice, for hi and lo */
 
 typedef struct {
     uint8_t palette, start_row, reserved[14];
@@ -24,7 +24,7 @@ typedef struct {
     uint8_t rows[16];
 } tile_config;
 
-/* The values of all codes, which are fewer than 64; returns how many, 0 for others. */
+/* The values of all codes if there are fewer than 64; returns their number, otherwise 0. */
 static int code_values(const ll_weight *w, int32_t values[64])
 {
     const int bits = w->code == CODE_4 || w->code == CODE_4T ? 4 : w->code == CODE_6 ? 6 : w->code == CODE_2 ? 2 : w->code == CODE_3 ? 3 : 0;
@@ -34,7 +34,7 @@ static int code_values(const ll_weight *w, int32_t values[64])
     return 1 << bits;
 }
 
-/* Whether every sum of a group of digits is a whole number that float32 holds. */
+/* Whether every sum of a group is exact in float32. */
 static int digits_are_exact(const ll_weight *w)
 {
     int32_t values[64], most = 0;
@@ -72,8 +72,8 @@ static void widen_digits(const ll_weight *w, const uint8_t *codes, int64_t count
     }
 }
 
-/* Tiles 0..3: sums, of two planes the high ones of both halves of the columns in 0 and 2, the low ones in 1 and 3; else those of
- * one group in 0 and 1, of the next in 2 and 3. 4, 5: digits or bytes of 16 rows of x. 6, 7: codes, [pairs or quads][16 lanes]. */
+/* Tiles 0..3: sums; with two planes, high sums of both halves of the columns in 0 and 2, low sums in 1 and 3; otherwise sums of
+ * one group in 0 and 1, of the next in 2 and 3. 4, 5: 16 rows of x. 6, 7: codes, [pairs or quads][16 lanes]. */
 static void amx_configure(int held, int halves)
 {
     const int rows = held == AMX_DIGITS ? AMX_ROWS : 8 / halves;
@@ -87,13 +87,13 @@ static void amx_configure(int held, int halves)
 
 typedef uint32_t amx_sums[4][AMX_ROWS][16];
 
-/* The sums of a group of AMX_ROWS rows, which are to be finished; row < 0: none. */
+/* Sums of a group of AMX_ROWS rows that still have to be finished; row < 0: none. */
 typedef struct {
     amx_sums *sums;
     int64_t row, group;
 } amx_done;
 
-/* Adds a group's sums times its scales to those of `count` rows from `at` on. */
+/* Adds a group's sums times its scales to the results of `count` rows from `at` on. */
 INLINE void amx_finish(const chunk *k, const amx_done *d, const int at, const int count, const int held, const int halves, const int has_min)
 {
     if (d->row < 0) return;
@@ -124,8 +124,8 @@ INLINE void amx_finish(const chunk *k, const amx_done *d, const int at, const in
         }
 }
 
-/* A product, the AT-th of COUNT of a group, and its share of what is finished meanwhile. FIRST: the first with this tile, which
- * stores what the tile held: some products lie between that and it (`TILES_DOT`). */
+/* Product AT of COUNT of a group, interleaved with a share of the finishing of earlier groups. FIRST: first product with this
+ * tile, which stores the tile's previous contents, some products after they were computed (`TILES_DOT`). */
 #define AMX_DOT(OP, AT, COUNT, FIRST, T, TO, X, CODES)                                                              \
     if (FIRST) {                                                                                                    \
         _tile_stored(T, (*to)[TO], 64);                                                                             \
@@ -147,7 +147,7 @@ INLINE void amx_finish(const chunk *k, const amx_done *d, const int at, const in
     _tile_loadd(7, codes + 64, PLANE);                                                                              \
     AMX_DOT(_tile_dpbsud, 1, 2, 1, T1, 1, 4, 7)
 
-/* Computes a group of AMX_ROWS rows in tiles, stores what they held of an earlier one to `to`, and finishes the one before that. */
+/* Computes a group of AMX_ROWS rows in tiles, stores the sums of an earlier group to `to`, and finishes the one before that. */
 INLINE void amx_group(const chunk *k, int64_t row, int64_t group, const int odd, const int held, const int halves, const int has_min, amx_sums *to, const amx_done *before)
 {
     const int quads = 8 / halves;
@@ -175,7 +175,7 @@ INLINE void amx_group(const chunk *k, int64_t row, int64_t group, const int odd,
 INLINE void chunk_amx(const chunk *k, int64_t rows, const int held, const int halves, const int has_min)
 {
     _Alignas(64) amx_sums sums[2];
-    const int behind = held == AMX_PLANES ? 1 : 2; /* groups that tiles hold */
+    const int behind = held == AMX_PLANES ? 1 : 2; /* groups held in tiles */
     const int64_t groups = k->count * halves;
     amx_done done[4] = {{NULL, -1, 0}, {NULL, -1, 0}, {NULL, -1, 0}, {NULL, -1, 0}}; /* the latest last */
     int64_t row = 0, group = 0;
@@ -208,13 +208,13 @@ INLINE void chunk_amx(const chunk *k, int64_t rows, const int held, const int ha
     }
 }
 
-/* The first rows, as many as whole tiles hold; returns how many. Of 16 bits the last tile is filled, and rows past the end of part are written. */
+/* Computes the leading rows that fill whole tiles; returns their number. With 16-bit x the last tile is padded, and rows past the end of part are written. */
 static int64_t chunk_amx_rows(const chunk *k, int64_t rows, int held, int halves, int has_min)
 {
     rows = held == AMX_BYTES ? rows - rows % AMX_ROWS : round_up(rows, AMX_ROWS);
     if (!amx_on || !rows) return 0;
     amx_configure(held, halves);
-    __asm__ volatile("" ::: "memory"); /* gcc does not know that tiles are loaded from codes */
+    __asm__ volatile("" ::: "memory"); /* gcc does not know that tile loads read `codes` */
     switch (held * 4 + (halves == 2) * 2 + !!has_min) {
     case 0: chunk_amx(k, rows, 0, 1, 0); break;
     case 1: chunk_amx(k, rows, 0, 1, 1); break;

@@ -1,17 +1,17 @@
-/* Products with float activations: dense and E4M3 weights, and integer codes when nothing may be rounded. */
+/* Products with float activations: dense and E4M3 weights, and integer codes if activations must not be rounded. */
 #ifndef LL_MATMUL_FLOAT_H
 #define LL_MATMUL_FLOAT_H
 
 #include "matmul_int.h"
 
-/* One block's group `h` of one row: four chains (input mod 4), then scale and min. */
+/* Group `h` of a block for one row: sum of four chains (input mod 4), then scale and min. */
 INLINE vf group_float(vf acc, const vf chain[4], const float *scale, const float *min, const xblock *meta, int h, const int has_min)
 {
     acc = vf_fma((chain[0] + chain[1]) + (chain[2] + chain[3]), vf_load(scale), acc);
     return has_min ? vf_fma(vf_load(min), vf_set1(meta->sums[h]), acc) : acc;
 }
 
-/* One tile against one row of x, codes unpacked in registers. */
+/* One tile times one row of x, codes unpacked in registers. */
 INLINE void tile_float_one(const product *p, int64_t tile, int64_t row, const int code, const int halves, const int has_min)
 {
     const ll_weight *w = p->w;
@@ -73,7 +73,7 @@ TILES_FLOAT(float_4_min, CODE_4, 1, 1)
 TILES_FLOAT(float_5_zero, CODE_5, 1, 0)
 TILES_FLOAT(float_6_half, CODE_6, 2, 0)
 
-/* The function for very few rows; NULL where the codes are unpacked into memory first. */
+/* The function for very few rows; NULL if codes are unpacked into memory first. */
 static void (*few_float_rows(const ll_weight *w, int64_t m))(const product *, int64_t, int64_t)
 {
     const int half = w->group == 16, min = w->min_kind != NUM_NONE;
@@ -99,7 +99,7 @@ INLINE void chunk_float(const float *q, const float *scale, const float *min, in
 {
     const int length = BLOCK / halves;
     for (int v = 0; v < NV; v++)
-        for (int64_t b = 0; b < count * halves; b++) { /* groups of one scale */
+        for (int64_t b = 0; b < count * halves; b++) { /* groups with one scale each */
             const float *qb = q + b * length * TILE + v * VW, *xb = x + b * length;
             vf chain[ROWS_F][4];
             for (int r = 0; r < rows; r++)
@@ -158,7 +158,7 @@ INLINE void float_codes_as(const ll_weight *w, const uint8_t *from, int64_t coun
         }
 }
 
-/* Codes of a chunk as floats [count * 32][32], zero offset taken off. */
+/* Codes of a chunk as floats [count * 32][32], minus the zero offset. */
 static void floats_chunk(const ll_weight *w, const uint8_t *from, int64_t count, float *to)
 {
     switch (w->code) {

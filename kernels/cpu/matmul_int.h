@@ -1,4 +1,4 @@
-/* Products of integer codes with activations of 16 bits, or of 8. */
+/* Products of integer codes with 16-bit or 8-bit activations. */
 #ifndef LL_MATMUL_INT_H
 #define LL_MATMUL_INT_H
 
@@ -10,11 +10,10 @@
 typedef float chunk_floats[CHUNK * 2 * TILE];
 typedef struct {
     chunk_floats scale, min;
-    int32_t cross[CHUNK_W * TILE]; /* -(w0 w1 + w2 w3 + ...) of each block */
+    int32_t cross[CHUNK_W * TILE]; /* -(w0 w1 + w2 w3 + ...) per block */
 } chunk_numbers;
 
-/* One tile against `rows` rows of x. `half` says that scales and mins are float16, one a block: they are read in place;
- * `one`: x has 8 bits. */
+/* One tile times `rows` rows of x. `half`: scales and mins are float16, one per block, and read in place; `one`: 8-bit x. */
 INLINE void tile_few(const product *p, int64_t tile, int64_t row, const int rows, const int code, const int halves, const int has_min,
                      const int half, const int one)
 {
@@ -37,7 +36,7 @@ INLINE void tile_few(const product *p, int64_t tile, int64_t row, const int rows
         const uint8_t *codes = at + codes_at(w, first), *half_scale = at + section_at(w, first) + first % w->section * TILE * 2;
         if (!half) expand_scales(w, at, first, count, scale, min);
         for (int64_t b = 0; b < count; b++, x += one ? BLOCK : XBYTES, meta++, codes += bytes) {
-            if (!row) asked = fetch_to(asked, ahead + (first + b + 1) * each, near); /* later rows find the tile in the cache */
+            if (!row) asked = fetch_to(asked, ahead + (first + b + 1) * each, near); /* for later rows the tile is in the cache */
             for (int v = 0; v < NV; v += COLS) {
                 vi q[8][COLS];
                 block_quads(codes + v * VW * 4, code, table, q);
@@ -70,7 +69,7 @@ INLINE void tile_few(const product *p, int64_t tile, int64_t row, const int rows
     }
 }
 
-/* ---- the same for many rows: codes unpacked once, shared by ROWS rows ---- */
+/* ---- many rows: codes unpacked once, shared by ROWS rows ---- */
 
 #define ROWS (VW == 8 ? 4 : 6)
 
@@ -152,9 +151,9 @@ INLINE void chunk_int(const chunk *k, int64_t row, const int rows, const int hal
 }
 
 #if WINOGRAD
-/* `chunk_int` for six rows, with half of the multiplications in four of them (`WINOGRAD_STEP`). All sums stay in registers: floats
- * in zmm0 to 11, integers in zmm12 to 23; scales, mins and `cross` of a block's columns lie apart as in chunk_numbers. What a
- * row's inputs take off is 12 bytes into its xblock (`CROSS`), their sum 4. */
+/* `chunk_int` for six rows, four of them with half the multiplications (`WINOGRAD_STEP`). All sums stay in registers: floats in
+ * zmm0 to 11, integers in zmm12 to 23; scales, mins and `cross` of a block have the layout of chunk_numbers. A row's cross
+ * term is at byte 12 of its xblock (`CROSS`), its sum at byte 4. */
 #define SIX_ROWS_BUT(WHOLE, DO) WHOLE(0, 1, 12, 13, "(%[x])", "(%[meta])") DO(2, 3, 14, 15, "(%[x],%[s])", "(%[meta],%[m])") \
     DO(4, 5, 16, 17, "(%[x],%[s],2)", "(%[meta],%[m],2)") WHOLE(6, 7, 18, 19, "(%%rax)", "(%%rdx)") \
     DO(8, 9, 20, 21, "(%%rax,%[s])", "(%%rdx,%[m])") DO(10, 11, 22, 23, "(%%rax,%[s],2)", "(%%rdx,%[m],2)")
@@ -193,7 +192,7 @@ INLINE void winograd_six(const chunk *k, int64_t row, const int has_min)
 INLINE void winograd_six(const chunk *k, int64_t row, const int has_min) { (void)k, (void)row, (void)has_min; }
 #endif
 
-/* How many of the rows left the next step takes: even steps rather than one long and one short. */
+/* Rows of the next step: splits the remaining rows evenly instead of into a long and a short step. */
 INLINE int step_of(int64_t left)
 {
     if (left >= 2 * ROWS || left == ROWS) return ROWS;
@@ -227,7 +226,7 @@ CHUNK_INT(chunk_bytes_zero, 1, 0, 1)
 CHUNK_INT(chunk_bytes_min, 1, 1, 1)
 CHUNK_INT(chunk_bytes_half_zero, 2, 0, 1)
 CHUNK_INT(chunk_bytes_half_min, 2, 1, 1)
-#else /* 8 bits are never asked for */
+#else /* 8-bit activations are never used */
 #define chunk_bytes_zero chunk_int_zero
 #define chunk_bytes_min chunk_int_min
 #define chunk_bytes_half_zero chunk_int_half_zero
@@ -286,7 +285,7 @@ static void widen_chunk(const ll_weight *w, const uint8_t *codes, int64_t count,
     else widen_chunk_as(w, codes, count, 0, to, cross);
 }
 
-/* part [rows][32] = sums of rows row.. of x against a tile */
+/* part [rows][32] = products of rows row.. of x with a tile */
 static void tile_sums(const product *p, int64_t tile, int64_t row, int64_t rows, float *part)
 {
 #if MANY_PAIRS
@@ -310,7 +309,7 @@ static void tile_sums(const product *p, int64_t tile, int64_t row, int64_t rows,
                    p->a->meta + row * p->a->meta_stride + first, p->a->x_stride, p->a->meta_stride, part};
         const int64_t done = one ? chunk_amx_rows(&k, rows, AMX_BYTES, halves, has_min) : 0;
         if (done < rows) chunk_rows[one][halves - 1][has_min](&k, done, rows);
-        /* what comes next is fetched while the many rows are computed */
+        /* prefetch the next chunk while the rows are computed */
         const uint8_t *next = at + codes_at(w, first) + count * w->block_bytes;
         for (int64_t i = 0; i < CHUNK_W * w->tile_bytes / w->blocks; i += 64) __builtin_prefetch(next + i, 0, 2);
     }
@@ -324,7 +323,7 @@ static void tile_many(const product *p, int64_t tile, int64_t row, int64_t rows)
 }
 
 #if LL_AMX
-/* parts [count][rows][32] = sums of rows row.. of x against some tiles; up to whole AMX_ROWS they are written, too. */
+/* parts [count][rows][32] = products of rows row.. of x with `count` tiles; also writes rows up to a multiple of AMX_ROWS. */
 static __attribute__((noinline)) void amx_tiles(const product *p, const int64_t *tiles, int count, int64_t row, int64_t rows, tile_part *parts)
 {
     const ll_weight *w = p->w;
@@ -376,7 +375,7 @@ static void tiles_strassen(const product *p, int64_t tile, int64_t row, int64_t 
         for (int i = 0; i < 2; i++) store_tile(p, tile + i, row + r, parts[i] + r * TILE);
 }
 
-/* act(gate) * up of many rows, where the weight is gate over up: what both give never leaves the cache. */
+/* act(gate) * up of many rows for a weight of gate stacked on up: intermediate results stay in the cache. */
 static void store_gated(const product *p, int64_t tile, int64_t row, int64_t rows, float *gates, float *ups)
 {
     for (int64_t r = 0; r < rows; r++) {
@@ -421,7 +420,7 @@ static void gated_tiles(void *arg, int64_t begin, int64_t end, int thread)
             for (; r < p->a->m; r++) tile_few(p, t, r, 1, CODE, HALVES, HAS_MIN, HALF, ONE);                     \
         }                                                                                                        \
     }
-/* NAME[one]: for activations of 16 bits, and of 8 */
+/* NAME[one]: for 16-bit and for 8-bit activations */
 typedef void (*few_tiles)(const product *, int64_t, int64_t);
 #if LL_VNNI
 #define TILES_FEW(NAME, CODE, HALVES, HAS_MIN, HALF)                   \
@@ -448,9 +447,9 @@ TILES_FEW(few_6_half, CODE_6, 2, 0, 0)
 TILES_FEW(few_2_half, CODE_2, 2, 1, 0)
 TILES_FEW(few_3_half, CODE_3, 2, 0, 0)
 
-/* The functions for m rows (of bytes: `one`) and a range of tiles; NULL for many rows, and for combinations no format has.
- * Bytes do not meet codes that were multiplied by their scales (two Zen 4 cores, Q4_K, 8 rows: 241 billion multiply-adds a
- * second, as many rows 130). */
+/* The function for m rows (`one`: 8-bit) and a range of tiles; NULL for many rows and for combinations that no format has.
+ * 8-bit activations have no variant with codes premultiplied by scales (two Zen 4 cores, Q4_K, 8 rows: 241 billion
+ * multiply-adds per second here, 130 with the functions for many rows). */
 static const few_tiles *few_rows(const ll_weight *w, int64_t m, int one)
 {
     const int half = w->group == 16, min = w->min_kind != NUM_NONE;
@@ -470,13 +469,13 @@ static const few_tiles *few_rows(const ll_weight *w, int64_t m, int one)
 }
 
 #if LL_AMX
-/* From so many rows on tiles are used (one Emerald Rapids core, 2,048 x 2,048, billion multiply-adds a second with tiles and
- * without: Q4_K 12 rows 181 and 145, 16 rows 234 and 149, Q5_K 12 rows 134 and 120; Q6_K, whose chains are short, 24 rows 116 and 127, 32 rows 147 and
- * 132; Q4_1 24 rows 94 and 110, 32 rows 118 and 111). */
+/* From this many rows on AMX tiles are used (one Emerald Rapids core, 2,048 x 2,048, billion multiply-adds per second with
+ * and without tiles: Q4_K 12 rows 181 and 145, 16 rows 234 and 149; Q5_K 12 rows 134 and 120; Q6_K, which has short chains,
+ * 24 rows 116 and 127, 32 rows 147 and 132; Q4_1 24 rows 94 and 110, 32 rows 118 and 111). */
 INLINE int64_t amx_from(const ll_weight *w) { return is_super(w) && chain_of((int)w->code) > 2 ? 12 : 32; }
 #endif
 
-/* How a product of integers with m rows takes them; `takes`: TAKE_INT8, or 16 bits. */
+/* Activation layout of an integer product with m rows; `takes`: TAKE_INT8, otherwise 16 bits. */
 static int x_form(const ll_weight *w, int64_t m, int64_t takes)
 {
     if (LL_VNNI && takes == TAKE_INT8) return X_BYTES;
@@ -514,7 +513,7 @@ static void int_tiles(void *arg, int64_t begin, int64_t end, int thread)
         }
 #endif
         if (p->a->form != X_STRASSEN) tile_many(p, tile, row, rows);
-        else if (tile % 2 == 0) tiles_strassen(p, tile, row, rows); /* with the one behind it */
+        else if (tile % 2 == 0) tiles_strassen(p, tile, row, rows); /* together with the next tile */
     }
 }
 

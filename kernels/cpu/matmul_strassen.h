@@ -1,16 +1,16 @@
-/* Products of many rows with Q4_K that take seven multiplications where others take eight (V. Strassen, "Gaussian elimination is
- * not optimal", 1969): two tiles of 32 columns, 16 rows and 256 inputs are two by two blocks each. Integers are added before
- * and after, so that results are the same to the bit: codes times scales have 10 bits, activations 14, sums of two of either
- * stay within 16 even where they are added to one another (`WINOGRAD_STEP`), and sums of products wrap around at 32. It takes
- * weights whose 256 inputs are one sum (`chain_of`): with 128 inputs a product, additions cost little. */
+/* Products of many rows with Q4_K in seven block multiplications instead of eight (V. Strassen, "Gaussian elimination is not
+ * optimal", 1969): two tiles of 32 columns, 16 rows and 256 inputs form two by two blocks. All additions are on integers, so
+ * results are bit-identical: codes times scales have 10 bits, activations 14, sums of two of either fit in 16 even when added
+ * to each other (`WINOGRAD_STEP`), and sums of products may wrap around at 32. Requires weights whose 256 inputs form one sum
+ * (`chain_of`): with 128 inputs per block product, the additions are cheap. */
 #ifndef LL_MATMUL_STRASSEN_H
 #define LL_MATMUL_STRASSEN_H
 
 #include "matmul_super.h"
 
-/* From so many rows on (one Zen 4 core, 2,048 x 2,048, billion multiply-adds a second: 96 rows 130 and 131 otherwise, 112 rows
- * 132 and 131, 256 rows 135 and 128; then every fourth row kept its multiplications, which both gain from), where each thread
- * gets some pairs of tiles. */
+/* Used from this many rows on, if each thread gets several pairs of tiles (one Zen 4 core, 2,048 x 2,048, billion multiply-adds
+ * per second with Strassen and without: 96 rows 130 and 131, 112 rows 132 and 131, 256 rows 135 and 128; since then both have
+ * gained from multiplying every fourth row directly). */
 #define STRASSEN_FROM 112
 #define STRASSEN_PAIRS 4
 static int strassen_pays(const ll_weight *w, int64_t m)
@@ -23,12 +23,12 @@ static int strassen_pays(const ll_weight *w, int64_t m)
 #define HALF_CODES (SUPER_BLOCKS / 2 * WIDE_BLOCK(0)) /* bytes of the widened codes of 128 inputs */
 
 typedef struct {
-    _Alignas(64) uint8_t codes[7][HALF_CODES]; /* times their scales, added as seven products take them */
-    int32_t cross[2][2][TILE];                 /* what they take off, of both eights of rows and both tiles */
-    super_chunk tile[2];                       /* but for codes */
+    _Alignas(64) uint8_t codes[7][HALF_CODES]; /* premultiplied by scales and combined for the seven products */
+    int32_t cross[2][2][TILE];                 /* their cross terms, for both groups of eight rows and both tiles */
+    super_chunk tile[2];                       /* without codes */
 } strassen_chunk;
 
-/* All that eight rows of 128 inputs meet, and what codes take off, from two tiles of 256 inputs of Q4_K. */
+/* Computes the seven code combinations and their cross terms from 256 inputs of two tiles of Q4_K. */
 static void strassen_codes(const ll_weight *w, const uint8_t *const at[2], strassen_chunk *k)
 {
     for (int c = 0; c < TILE; c += VW) {
@@ -69,8 +69,8 @@ static void strassen_codes(const ll_weight *w, const uint8_t *const at[2], stras
     }
 }
 
-/* sum = `from`, or zero, plus eight rows of 128 inputs, end to end, times widened codes, as in `winograd_eight`. Lines behind
- * the rows are asked for: those of the next product. */
+/* sum = `from`, or zero, plus eight contiguous rows of 128 inputs times widened codes, as in `winograd_eight`. Prefetches the
+ * lines after these rows, which the next product reads. */
 #define STRASSEN_LOAD(R) "vmovdqa64 " #R "*128(%[from]), %[s" #R "0]\n\tvmovdqa64 " #R "*128+64(%[from]), %[s" #R "1]\n\t"
 #define STRASSEN_EIGHT(NAME, START)                                                                                \
     INLINE void NAME(const uint8_t *codes, const int32_t *from, const uint8_t *x, vi sum[8][2])                     \
@@ -105,7 +105,7 @@ INLINE void strassen_add(int32_t *to, vi sum[8][2]) { EACH_SUM(ADD) }
 #undef TAKE
 #undef JOIN
 
-/* Ends a block: the first or the second eight rows from `row` on, of the left tile or the right. */
+/* Finishes a block: first or second group of eight rows from `row` on, left or right tile. */
 INLINE void strassen_fold(const strassen_chunk *k, int64_t row, const int second, const int right, vi sum[8][2])
 {
     const super_chunk *tile = &k->tile[right];
@@ -123,8 +123,8 @@ INLINE void strassen_fold(const strassen_chunk *k, int64_t row, const int second
     fold_eight(sum, tile->min, &meta->min_scale, 2 * sizeof *meta, tile->part + first * TILE);
 }
 
-/* 16 rows of x, whose inputs are a1, a2 and b1, b2, against both tiles: a1 left1 + a2 left2 and so on, four blocks of seven
- * products. What a block needs last is added in registers. */
+/* 16 rows of x with inputs a1, a2 and b1, b2 times both tiles: a1 left1 + a2 left2 and so on, four blocks from seven products.
+ * The last term of each block is added in registers. */
 INLINE void strassen_sixteen(const strassen_chunk *k, int64_t row)
 {
     _Alignas(64) int32_t a_left[8 * TILE], a_right[8 * TILE], b_left[8 * TILE], b_right[8 * TILE];
@@ -156,7 +156,7 @@ INLINE void strassen_sixteen(const strassen_chunk *k, int64_t row)
     strassen_fold(k, row, 0, 0, sum);
 }
 
-/* parts [2][rows][32] = sums of rows row.. of x against two tiles; up to a whole number of STRASSEN_ROWS they are written, too */
+/* parts [2][rows][32] = products of rows row.. of x with two tiles; also writes rows up to a multiple of STRASSEN_ROWS */
 static void strassen_sums(const product *p, int64_t left, int64_t right, int64_t row, int64_t rows, float parts[2][SLAB * TILE])
 {
     const ll_weight *w = p->w;
@@ -173,7 +173,7 @@ static void strassen_sums(const product *p, int64_t left, int64_t right, int64_t
     for (int64_t s = 0; s < w->supers; s++) {
         strassen_codes(w, at, &k);
         for (int i = 0; i < 2; i++, at[i - 1] += bytes) super_factors(w, at[i], 1, 1, &k.tile[i]);
-        int64_t asked = 0; /* bytes of what comes next, of both tiles */
+        int64_t asked = 0; /* bytes prefetched of the next section, for both tiles */
         for (int64_t r = 0; r < rows; r += STRASSEN_ROWS) {
             if (s + 1 == w->supers)
                 for (int i = 0; i < 2; i++) fetch_out(p, tiles[i], row + r, rows - r < STRASSEN_ROWS ? rows - r : STRASSEN_ROWS);

@@ -1,9 +1,9 @@
-/* Products of many rows with K-quants and IQ4_XS, with AMX tiles.
+/* Products of many rows with K-quants and IQ4_XS on AMX tiles.
  *
- * Codes times their scales have 10 to 13 bits, activations 14: each is two digits, 128 * high + low, and a byte holds either.
- * Four products of digits have three sums, which are exact; the float steps are those of `super_rows`, so results are equal, bit
- * for bit, which `ll_amx` checks (amx_check.h). Three products would do (A. Karatsuba), but the sums of digits that they take do
- * not fit the first cache beside the rest. */
+ * Codes times scales have 10 to 13 bits, activations 14: each is split into two bytes, 128 * high + low. The four byte products
+ * go into three sums, which are exact; the float steps are those of `super_rows`, so results are bit-identical, which `ll_amx`
+ * verifies (amx_check.h). Three products would suffice (A. Karatsuba), but the sums of bytes that they need do not fit in L1
+ * with the rest. */
 #ifndef LL_MATMUL_SUPER_AMX_H
 #define LL_MATMUL_SUPER_AMX_H
 
@@ -11,17 +11,17 @@
 #include "matmul_super.h"
 
 #if LL_AMX
-#define TILE_BYTES (AMX_ROWS * 64) /* of a tile: 16 rows of x with 64 inputs, or 16 quads of codes with 16 columns */
-#define TILE_STEPS (SUPER / 64)    /* tiles that 256 inputs take */
+#define TILE_BYTES (AMX_ROWS * 64) /* bytes per tile: 16 rows of x with 64 inputs, or 16 quads of codes with 16 columns */
+#define TILE_STEPS (SUPER / 64)    /* tiles per 256 inputs */
 
-typedef int32_t tiles_sums[6][AMX_ROWS][VW]; /* of both halves of the columns: high * high, high * low and low * high, low * low */
-/* What all rows share of 256 inputs. */
+typedef int32_t tiles_sums[6][AMX_ROWS][VW]; /* for both halves of the columns: high * high, high * low + low * high, low * low */
+/* Factors of 256 inputs, shared by all rows. */
 typedef struct {
     vf scale[2], min[2];
     vi mins[SUPER_BLOCKS][2]; /* pairs */
 } tiles_factors;
 
-/* Sums of a chain of inputs, to be added to those of 16 rows. */
+/* Tile sums of a chain of inputs, to be added to the results of 16 rows. */
 typedef struct {
     int32_t (*sums)[AMX_ROWS][VW];
     const tiles_factors *factors;
@@ -29,8 +29,8 @@ typedef struct {
     float *part;
 } tiles_done;
 
-/* Even and odd codes of a quad, 16 bits each, as digits: bytes in the order of the codes. `is_signed`: low ones are -64 .. 63,
- * else 0 .. 127. */
+/* Splits the even and odd codes of a quad, 16 bits each, into high and low bytes in the order of the codes. `is_signed`: low
+ * bytes are -64 .. 63, otherwise 0 .. 127. */
 INLINE void digits_of_codes(vh even, vh odd, const int is_signed, uint8_t *high, uint8_t *low)
 {
     const __m512i evens = _mm512_set1_epi16(0xff), half = _mm512_set1_epi16(64);
@@ -41,7 +41,7 @@ INLINE void digits_of_codes(vh even, vh odd, const int is_signed, uint8_t *high,
     _mm512_store_si512(high, _mm512_ternarylogic_epi32(evens, _mm512_srli_epi16(e, 7), _mm512_slli_epi16(o, 1), 0xca));
 }
 
-/* codes = 256 inputs of a tile times their scales: [high digits, low ones][quads][32 lanes][4] */
+/* codes = codes of 256 inputs of a tile times their scales: [high bytes, low bytes][quads][32 lanes][4] */
 INLINE void tiles_widen(const uint8_t *packed, const uint8_t *scale, const int code, const int halves, vlut table, const int has_min, int32_t offset, uint8_t codes[2][SUPER / 4][PLANE])
 {
     for (int64_t b = 0; b < SUPER_BLOCKS; b++) {
@@ -67,7 +67,7 @@ INLINE void tiles_factors_of(const ll_weight *w, const uint8_t *at, const int ha
     }
 }
 
-/* Adds a row's sums of a chain to what the row has; `mins`: the 256 inputs end with it. */
+/* Adds a row's sums of a chain to its results; `mins`: last chain of the 256 inputs, so mins are added as well. */
 INLINE void tiles_finish(const tiles_factors *f, const tiles_done *d, const int r, const int halves, const int has_min, const int mins)
 {
     const xblock *meta = d->meta + r * SUPER_META(halves, has_min);
@@ -84,9 +84,9 @@ INLINE void tiles_finish(const tiles_factors *f, const tiles_done *d, const int 
     }
 }
 
-/* One of the 8 * steps products of a chain, and its share of what is finished meanwhile. The first product with a sum stores the
- * chain before, whose last product lies four or more back: right after that the store would wait for it, and all else for the
- * store (16 products and 4 stores: 240 cycles, 192 so). */
+/* One of the 8 * steps products of a chain, interleaved with a share of the finishing of earlier chains. The first product of
+ * each sum stores the previous chain's tile, whose last product is at least four products back: a store right after it would
+ * stall, and everything after the store too (16 products and 4 stores: 240 cycles, 192 like this). */
 #define TILES_DOT(AT, T, X, CODES)                                                                                  \
     if (s == 0 && AT < 6) {                                                                                         \
         _tile_stored(T, to[T], 64);                                                                                 \
@@ -97,7 +97,7 @@ INLINE void tiles_finish(const tiles_factors *f, const tiles_done *d, const int 
     UNROLL for (int r = AMX_ROWS * (8 * s + AT) / (8 * steps); r < AMX_ROWS * (8 * s + AT + 1) / (8 * steps); r++)  \
         tiles_finish(&f, before, r, halves, has_min, mins);
 
-/* While tiles compute a chain of inputs, sums of the one before go to `to`, and those of the one before that are finished. */
+/* Pipeline: while tiles compute a chain of inputs, the previous chain's sums are stored to `to`, and the one before is finished. */
 INLINE void tiles_chain(uint8_t (*codes)[SUPER / 4][PLANE], const uint8_t *x, const int first, const int steps, const int halves,
                         const int has_min, int32_t (*to)[AMX_ROWS][VW], const tiles_done *before)
 {
@@ -125,8 +125,8 @@ INLINE void tiles_chain(uint8_t (*codes)[SUPER / 4][PLANE], const uint8_t *x, co
     }
 }
 
-/* parts [count][rows][32] = sums of rows row.. of x against some tiles, which share loads of x from the third cache; up to whole
- * AMX_ROWS they are written, too. */
+/* parts [count][rows][32] = products of rows row.. of x with `count` tiles, which share loads of x from L3; also writes rows up
+ * to a multiple of AMX_ROWS. */
 INLINE void tiles_sums_as(const product *p, const int64_t *tiles, int count, int64_t row, int64_t rows, tile_part *parts, const int code, const int halves, const int has_min)
 {
     const ll_weight *w = p->w;
@@ -135,8 +135,8 @@ INLINE void tiles_sums_as(const product *p, const int64_t *tiles, int count, int
     const int steps = chain_of(code) * BLOCK / 64;
     _Alignas(64) uint8_t codes[2][SUPER / 4][PLANE];
     _Alignas(64) tiles_sums sums[2];
-    _Alignas(64) tiles_factors factors[3]; /* those of a tile that has one chain are read while the one after the next is computed */
-    _Alignas(64) float nothing[AMX_ROWS * TILE]; /* what comes before the first chain adds to it */
+    _Alignas(64) tiles_factors factors[3]; /* three, because with one chain per tile they are read while the tile after the next is computed */
+    _Alignas(64) float nothing[AMX_ROWS * TILE]; /* dummy target of the pipeline before the first chain */
     const xblock no_meta[AMX_ROWS * SUPER_META(2, 1)] = {0};
     const uint8_t *x = p->a->planes + row * TILES_X_STRIDE;
     const xblock *meta = p->a->meta + row * p->a->meta_stride;
@@ -155,7 +155,7 @@ INLINE void tiles_sums_as(const product *p, const int64_t *tiles, int count, int
             tiles_factors *f = &factors[at_factors = at_factors == 2 ? 0 : at_factors + 1];
             tiles_widen(at + w->at_codes, at, code, halves, table, has_min, (int32_t)w->zero_offset, codes);
             tiles_factors_of(w, at, halves, has_min, f);
-            __asm__ volatile("" ::: "memory"); /* gcc does not know that tiles are loaded from codes */
+            __asm__ volatile("" ::: "memory"); /* gcc does not know that tile loads read `codes` */
             for (int64_t r = 0; r < rows; r += AMX_ROWS) {
                 if (s + 1 == w->supers) fetch_out(p, tiles[i], row + r, rows - r < AMX_ROWS ? rows - r : AMX_ROWS);
                 for (const uint8_t *some = ask + bytes * AMX_ROWS / rows; ask < some && ask < end; ask += 64) __builtin_prefetch(ask, 0, 2);

@@ -1,4 +1,4 @@
-/* The ops of a decoder layer besides products and attention, row by row in float32. */
+/* Row-wise ops of a decoder layer in float32: everything except products and attention. */
 #ifndef LL_OPS_H
 #define LL_OPS_H
 
@@ -29,7 +29,7 @@ static void norm_row(const float *x, const float *weight, float eps, int64_t dim
     for (; i < dim; i++) y[i] = x[i] * scale * weight[i];
 }
 
-/* y = act(gate) * up; gate_up holds both, dim each */
+/* y = act(gate) * up; gate_up: dim gates, then dim ups */
 static void activate_row(const float *gate_up, int64_t dim, int gelu, float *y)
 {
     int64_t i = 0;
@@ -42,7 +42,7 @@ static void activate_row(const float *gate_up, int64_t dim, int gelu, float *y)
     memcpy(y + i, out, (size_t)(dim - i) * 4);
 }
 
-/* Rotates the first 2 * half numbers of a head; y may be x. */
+/* RoPE on the first 2 * half dimensions of a head; y may be x. */
 static void rope_head(const float *x, const float *cos, const float *sin, int64_t half, int64_t dim, int interleaved, float *y)
 {
     if (interleaved) {
@@ -67,7 +67,7 @@ static void rope_head(const float *x, const float *cos, const float *sin, int64_
     if (y != x) memcpy(y + 2 * half, x + 2 * half, (size_t)(dim - 2 * half) * 4);
 }
 
-/* Where the keys and values of a step's tokens go. */
+/* Destination of the keys and values of a step's tokens. */
 typedef struct {
     kv_pages pages;
     const int64_t *slots; /* [num_tokens] */
@@ -107,7 +107,7 @@ static void rope_rows(void *arg, int64_t begin, int64_t end, int thread)
     }
 }
 
-/* Rows of a job: on all threads when there is enough to share. The caller holds pool.lock. */
+/* Processes the rows of a job, on all threads if there is enough work. The caller holds pool.lock. */
 static void run_rows(task_fn fn, row_job *job, int64_t rows)
 {
     if (rows * job->dim < 16384) fn(job, 0, rows, 0);
@@ -116,7 +116,7 @@ static void run_rows(task_fn fn, row_job *job, int64_t rows)
 
 static void run_rows_alone(task_fn fn, row_job *job, int64_t rows)
 {
-    if (rows * job->dim < 16384) { /* too little to wait for the pool */
+    if (rows * job->dim < 16384) { /* too little work for the pool */
         fn(job, 0, rows, 0);
         return;
     }

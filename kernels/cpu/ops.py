@@ -1,6 +1,6 @@
-"""Ops other than `linear` in C for the CPU, and the list of what this back end has; signatures as in `reference.py`.
+"""The CPU back end: ops in C with the signatures of `reference.py`, and the list of its implementations.
 
-Activations are float32, pages have any KV format. A token's result does not depend on the tokens beside it.
+Activations are float32; pages may have any KV format. Batch-invariant.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def _fits(facts: OpFacts) -> str | None:
 
 
 def attention_fits(facts: OpFacts) -> str | None:
-    """None, or why caches and heads like these are not for this back end."""
+    """Return None, or why this back end does not support these heads and pages."""
     if facts.head_dim > LARGEST_HEAD:
-        return f"heads of {facts.head_dim} are larger than {LARGEST_HEAD}"
+        return f"head_dim must be at most {LARGEST_HEAD}, not {facts.head_dim}"
     return _fits(facts)
 
 
 def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:
-    """(x, outer, inner, stride of outer) where inner x dim numbers lie together; x is copied when they do not."""
+    """Return (x, outer, inner, stride of outer) with inner x dim contiguous; copies x if it is not."""
     if x.dim() == 3 and x.stride(2) == 1 and x.stride(1) == x.shape[2]:
         return x, x.shape[0], x.shape[1], x.stride(0)
     x = x.contiguous()
@@ -44,12 +44,12 @@ def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:
 
 def _checked(x: Tensor, name: str) -> Tensor:
     if x.dtype is not torch.float32:
-        raise TypeError(f"{name} has dtype {x.dtype}, these kernels take float32")
+        raise TypeError(f"{name} must be float32, not {x.dtype}")
     return x
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As `reference.rms_norm`; with three dimensions tokens of x may be strided."""
+    """`reference.rms_norm`; if x has three dimensions, its tokens may be strided."""
     out = torch.empty(x.shape)
     x, outer, inner, stride = _rows(_checked(x, "x"))
     weight = weight.float().contiguous()
@@ -66,17 +66,17 @@ def _activate(gate_up: Tensor, gelu: int) -> Tensor:
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """As `reference.silu_mul`."""
+    """`reference.silu_mul`."""
     return _activate(gate_up, 0)
 
 
 def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
-    """As `reference.gelu_tanh_mul`."""
+    """`reference.gelu_tanh_mul`."""
     return _activate(gate_up, 1)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """As `reference.rope`; tokens of x may be strided, the result is contiguous."""
+    """`reference.rope`; tokens of x may be strided, the result is contiguous."""
     out = torch.empty(x.shape)
     if x.stride(2) != 1 or x.stride(1) != x.shape[2]:
         x = x.contiguous()
@@ -87,15 +87,15 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tens
 
 
 def kv_write(k: Tensor, v: Tensor, pages: KVPages, slot_mapping: Tensor) -> None:
-    """As `reference.kv_write`; tokens of k and v may be strided, all slots must be valid.
+    """`reference.kv_write`; tokens of k and v may be strided, all slots must be valid.
 
-    Raises ValueError for heads larger than 512.
+    Raises ValueError if head_dim is larger than 512.
     """
     k, v = (x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous() for x in (k, v))
     _checked(k, "k")
     _checked(v, "v")
     if k.shape[2] > LARGEST_HEAD:
-        raise ValueError(f"heads of {k.shape[2]} are larger than {LARGEST_HEAD}")
+        raise ValueError(f"head_dim must be at most {LARGEST_HEAD}, not {k.shape[2]}")
     slots = slot_mapping.contiguous()
     target = pack_pages(pages) + KV_TARGET.pack(slots.data_ptr())
     lib().ll_kv_write(k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), k.shape[0], target)
@@ -113,9 +113,9 @@ def paged_attention(
     sinks: Tensor | None = None,
     chunked: bool = False,
 ) -> Tensor:
-    """As `reference.paged_attention`.
+    """`reference.paged_attention`.
 
-    Raises ValueError for heads larger than 512, or when num_heads is not a multiple of num_kv_heads.
+    Raises ValueError if head_dim is larger than 512 or num_heads is not a multiple of num_kv_heads.
     """
     q = _checked(q, "q").contiguous()
     out = torch.empty(q.shape)
@@ -123,10 +123,11 @@ def paged_attention(
         q, out, pages, block_table.contiguous(), cu_query_lens, seq_lens, (scale, window, softcap, sinks, chunked)
     )
     if failed == -1:
-        raise MemoryError("no memory for attention")
+        raise MemoryError("out of memory for attention")
     if failed:
         raise ValueError(
-            f"attention of {q.shape[1]} heads over {pages.k.shape[1]}, {q.shape[2]} and {pages.k.shape[3]} dimensions"
+            f"unsupported attention: {q.shape[1]} heads over {pages.k.shape[1]} KV heads, "
+            f"head_dim {q.shape[2]} over pages of {pages.k.shape[3]}"
         )
     return out
 
@@ -142,15 +143,15 @@ def delta_rule(
     cu_query_lens: Tensor,
     tiled: bool = False,
 ) -> Tensor:
-    """As `recurrent.delta_rule`; a slot's numbers must lie together."""
+    """`recurrent.delta_rule`; each slot's state must be contiguous."""
     heads = state[0]
     if not heads.is_contiguous():
-        raise ValueError("the states of a slot must be contiguous")
+        raise ValueError("the state of each slot must be contiguous")
     unit = recurrent.unit(q).mul_(q.shape[-1] ** -0.5), recurrent.unit(k)
-    given = [part.contiguous() for part in (*unit, _checked(v, "v"), decay.exp(), beta)]
+    inputs = [part.contiguous() for part in (*unit, _checked(v, "v"), decay.exp(), beta)]
     slots, starts = slots.contiguous(), cu_query_lens.contiguous()
     out = torch.empty(v.shape)
-    places = (part.data_ptr() for part in (*given, _checked(state, "state"), out, slots, starts))
+    places = (part.data_ptr() for part in (*inputs, _checked(state, "state"), out, slots, starts))
     sizes = state.stride(0), k.shape[1], v.shape[1], k.shape[2], v.shape[2], int(tiled)
     lib().ll_delta_rule(DELTA.pack(*places, *sizes), slots.shape[0])
     return out
@@ -159,13 +160,13 @@ def delta_rule(
 def state_space(
     x: Tensor, b: Tensor, c: Tensor, steps: Tensor, decay: Tensor, state: Tensor, slots: Tensor, cu_query_lens: Tensor
 ) -> Tensor:
-    """As `recurrent.state_space`; a slot's numbers must lie together."""
+    """`recurrent.state_space`; each slot's state must be contiguous."""
     if not state[0].is_contiguous():
-        raise ValueError("the states of a slot must be contiguous")
-    given = [_checked(part, "inputs").contiguous() for part in (x, b, c, steps, (steps * decay).exp())]
+        raise ValueError("the state of each slot must be contiguous")
+    inputs = [_checked(part, "inputs").contiguous() for part in (x, b, c, steps, (steps * decay).exp())]
     slots, starts = slots.contiguous(), cu_query_lens.contiguous()
     out = torch.empty(x.shape)
-    places = (part.data_ptr() for part in (*given, _checked(state, "state"), out, slots, starts))
+    places = (part.data_ptr() for part in (*inputs, _checked(state, "state"), out, slots, starts))
     sizes = state.stride(0), x.shape[1], b.shape[1], x.shape[2], b.shape[2]
     lib().ll_state_space(SPACE.pack(*places, *sizes), slots.shape[0])
     return out

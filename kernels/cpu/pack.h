@@ -1,4 +1,4 @@
-/* Stored rows -> tiles, and tiles -> floats. Exact: codes stay integers, scales and mins keep their stored bits. */
+/* Packs stored rows into tiles, and decodes tiles to floats. Lossless: codes, scales and mins keep their stored bits. */
 #ifndef LL_PACK_H
 #define LL_PACK_H
 
@@ -8,7 +8,7 @@
 #include <sys/mman.h>
 #endif
 
-/* Asks for 2 MiB pages: weights stream 1.5 to 2 times faster from them (measured: 13 -> 24 GB/s on one Zen 4 core). */
+/* Requests 2 MiB pages, from which weights stream 1.5 to 2 times as fast (measured: 13 -> 24 GB/s on one Zen 4 core). */
 void ll_advise(void *data, int64_t bytes)
 {
 #if defined(__linux__)
@@ -19,21 +19,21 @@ void ll_advise(void *data, int64_t bytes)
 #endif
 }
 
-/* What a row is stored as: canonical forms, then GGUF block types (formats.md 13). */
+/* Input formats of a row: canonical forms, then GGUF block types. */
 enum { FROM_NIBBLES, FROM_BYTES_SIGNED, FROM_FLOATS, FROM_Q5_0, FROM_Q5_1, FROM_Q2_K, FROM_Q3_K, FROM_Q4_K, FROM_Q5_K,
        FROM_Q6_K, FROM_IQ4_NL, FROM_IQ4_XS };
 
 typedef struct {
     int64_t from, row_bytes;
     const uint8_t *q;       /* [n, row_bytes] */
-    const uint8_t *scales;  /* canonical forms: [n, groups] in the weight's scale_kind */
+    const uint8_t *scales;  /* canonical forms only: [n, groups] in the weight's scale_kind */
     const uint8_t *mins;    /* the same in min_kind (zeros as bytes), or NULL */
 } ll_source;
 
-/* One row taken apart. */
+/* One unpacked row. */
 typedef struct {
     uint8_t *codes;         /* [blocks * 32] */
-    uint8_t *scales, *mins; /* [groups] numbers of the weight's kinds */
+    uint8_t *scales, *mins; /* [groups] in the weight's scale_kind and min_kind */
     uint16_t *super_scales, *super_mins; /* [supers] f16 bits */
 } row_parts;
 
@@ -104,7 +104,7 @@ static void split_q3_k(const uint8_t *b, const row_parts *r, int64_t i)
         int low = j < 8 ? s[j] & 15 : s[j - 8] >> 4, high = s[8 + j % 4] >> (2 * (j / 4)) & 3;
         r->scales[16 * i + j] = (uint8_t)(int8_t)((low | high << 4) - 32);
     }
-    for (int e = 0; e < SUPER; e++) /* the high bit counts 4, and codes are taken less 4 */
+    for (int e = 0; e < SUPER; e++) /* the high bit is worth 4, and the value is the code minus 4 */
         r->codes[SUPER * i + e] = (uint8_t)((b[32 + 32 * (e / 128) + e % 32] >> (2 * (e / 32 % 4)) & 3) |
                                             (b[e % 32] >> (e / 32) & 1) << 2);
 }
@@ -166,7 +166,7 @@ static void split_row(const ll_weight *w, const ll_source *s, int64_t row, const
 INLINE uint32_t quad_of(const uint8_t *codes, int j) { uint32_t u; memcpy(&u, codes + 4 * j, 4); return u; }
 INLINE void put_lane(uint8_t *vector, int row, uint32_t u) { memcpy(vector + 4 * row, &u, 4); }
 
-/* The 32 codes of one row of one block into the planes. */
+/* Packs the 32 codes of one row of one block into the planes. */
 INLINE void pack_codes(uint8_t *block, int row, const uint8_t *codes, const int64_t code)
 {
     if (code == CODE_8) {
@@ -261,7 +261,7 @@ static void pack_tiles(void *arg, int64_t begin, int64_t end, int thread)
     free(memory);
 }
 
-/* Fills w->data (ll_layout's bytes) from stored rows. Returns 0, or -1 without memory. */
+/* Fills w->data (ll_layout bytes) from stored rows. Returns 0, or -1 if out of memory. */
 int64_t ll_pack(const ll_weight *w, const ll_source *s)
 {
     pack_job job = {.w = w, .s = s};
@@ -344,8 +344,8 @@ static int unpack_locked(const ll_weight *w, const int64_t *rows, int64_t count,
     return 0;
 }
 
-/* out [count, k]: the values of the given rows (NULL: rows 0..count-1), columns in natural order. Returns 0, or -1 when
- * a row is not there. */
+/* out [count, k] = values of the given rows (NULL: rows 0..count-1), columns in natural order. Returns 0, or -1 if a row is out
+ * of range. */
 int64_t ll_unpack(const ll_weight *w, const int64_t *rows, int64_t count, float *out)
 {
     pthread_mutex_lock(&pool.lock);

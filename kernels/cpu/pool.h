@@ -1,11 +1,11 @@
-/* A pool of threads that share out the tasks of one call at a time.
+/* A work-stealing thread pool that runs one call at a time.
  *
- * A call gives every thread a contiguous range of tasks (weights stream, and memory is asked for ahead) in one 64-bit
- * word: generation, begin, end. Its thread takes from the front by compare-and-swap, the others, when they have nothing
- * left, from the back: a thread that wakes late, or has lost its core, holds up nobody but the range in its hands.
- * Waiting spins for some microseconds and then sleeps in the kernel, which gives the core to whoever has work; a thread
- * that spins asks for the memory that the next call will read (`pool_hint`). A thread that keeps the caller waiting
- * shares its core with another process: it is left out for a while. */
+ * A call gives every thread a contiguous range of tasks (so that weights stream and prefetch) in one 64-bit word:
+ * generation, begin, end. The thread takes tasks from the front by compare-and-swap; threads that have finished steal from
+ * the back. A thread that wakes late or is preempted delays only the tasks it has already taken. Idle threads spin for some
+ * microseconds, then sleep in the kernel; while they spin, they prefetch the memory that the next call will read
+ * (`pool_hint`). A thread that keeps the caller waiting probably shares its core with another process, and is left out for
+ * a while. */
 #ifndef LL_POOL_H
 #define LL_POOL_H
 
@@ -23,11 +23,11 @@
 #define MAX_THREADS 256
 #define SPIN_IDLE_NS 100000  /* a decode step calls again within some 20 us; its sampling takes longer */
 #define SPIN_DONE_NS 20000
-#define LATE_NS 200000       /* and a quarter of the call so far: nobody works so long on its last range */
-#define REST_NS 10000000     /* doubled when it is late again soon after, up to REST_MOST_NS */
+#define LATE_NS 200000       /* plus a quarter of the call's time so far: longer than any last range takes */
+#define REST_NS 10000000     /* doubled if the thread is late again soon after, up to REST_MOST_NS */
 #define REST_MOST_NS 160000000
-#define HINT_BYTES 262144    /* most that a waiting thread asks for: a quarter of the second-level cache */
-#define HINT_STEP 512        /* between two looks at whether there is work */
+#define HINT_BYTES 262144    /* maximum prefetch of a waiting thread: a quarter of the L2 */
+#define HINT_STEP 512        /* bytes between checks for work */
 
 typedef void (*task_fn)(void *arg, int64_t begin, int64_t end, int thread);
 
@@ -40,22 +40,22 @@ typedef void (*task_fn)(void *arg, int64_t begin, int64_t end, int thread);
 
 typedef struct {
     _Alignas(64) _Atomic uint64_t word;
-    _Atomic int32_t wake;     /* what the idle thread sleeps on: changes with every call that finds it asleep */
+    _Atomic int32_t wake;     /* futex of the idle thread: changes with every call that finds it asleep */
     _Atomic int32_t asleep;
     _Atomic int32_t working;
-    int64_t rests_until, rest; /* the caller's: left out until then; how long the next time */
+    int64_t rests_until, rest; /* used by the caller: left out until this time; duration of the next rest */
 } range;
 
 static struct {
     pthread_mutex_t lock;    /* one call at a time */
     _Alignas(64) _Atomic int64_t done;
-    _Atomic int32_t caller_sleeps; /* what the caller sleeps on: 1 while it does */
-    _Alignas(64) task_fn fn; /* the call's facts: written only while no task is left of the call before */
+    _Atomic int32_t caller_sleeps; /* futex of the caller: 1 while it sleeps */
+    _Alignas(64) task_fn fn; /* arguments of the call: written only when no task of the previous call is left */
     void *arg;
     int64_t total, grain;
     uint64_t generation;
     _Atomic int wanted;
-    const uint8_t *hint;     /* what the next call will read, shared out among threads by bytes */
+    const uint8_t *hint;     /* memory that the next call will read, divided among threads by bytes */
     int64_t hint_bytes;
     _Atomic uint32_t hint_id;
     int started;
@@ -86,7 +86,7 @@ static int64_t now_ns(void)
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-/* Sleeps while *word is `value`, at most so long (0: until woken); may return early. */
+/* Sleeps while *word is `value`, for at most `most_ns` (0: until woken); may return early. */
 static void sleep_while(_Atomic int32_t *word, int32_t value, int64_t most_ns)
 {
 #if defined(__linux__)
@@ -118,15 +118,15 @@ static void wake_all(_Atomic int32_t *word)
 #endif
 }
 
-/* Takes a part of range `of` of the generation, from the front or the back, and runs it. Returns the tasks run, 0 when
- * none was left. */
+/* Takes tasks from the front or back of range `of` of the generation and runs them. Returns the number of tasks, 0 if none
+ * was left. */
 static int64_t pool_take(int of, uint64_t generation, int thread)
 {
     uint64_t word = atomic_load(&pool.ranges[of].word);
     for (;;) {
         const int64_t left = RANGE_LEFT(word);
         if (GENERATION(word) != generation || left <= 0) return 0;
-        /* These are the generation's if the swap succeeds: the caller changes them only when nothing is left of it. */
+        /* valid for this generation if the swap succeeds: the caller changes them only when no task is left */
         task_fn fn = *(volatile task_fn *)&pool.fn;
         void *arg = *(void *volatile *)&pool.arg;
         int64_t total = *(volatile int64_t *)&pool.total, grain = *(volatile int64_t *)&pool.grain;
@@ -149,14 +149,14 @@ static void pool_work(uint64_t generation, int thread)
         for (int64_t n; (n = pool_take(of, generation, thread)) > 0;) ran += n;
     }
     atomic_store(&pool.ranges[thread].working, 0);
-    if (!ran) return; /* too late: this call may be over, and its facts gone */
+    if (!ran) return; /* the call may be over, and its arguments invalid */
     if (atomic_fetch_add(&pool.done, ran) + ran == (total + grain - 1) / grain && atomic_load(&pool.caller_sleeps)) {
         atomic_store(&pool.caller_sleeps, 0);
         wake_all(&pool.caller_sleeps);
     }
 }
 
-/* Tells waiting threads what the next call will read. Reading a torn hint is harmless: asking for memory never faults. */
+/* Tells waiting threads what the next call will read. A torn read of the hint is harmless: prefetches never fault. */
 INLINE void pool_hint(const void *data, int64_t bytes)
 {
     if (pool.wanted < 2) return;
@@ -170,7 +170,7 @@ typedef struct {
     const uint8_t *at, *end;
 } hint_left;
 
-/* Asks for a little of what is hinted; 0 when nothing is left to ask for. */
+/* Prefetches a little of the hinted memory; returns 0 when nothing is left. */
 INLINE int pool_fetch(hint_left *h, int thread)
 {
     const uint32_t id = atomic_load_explicit(&pool.hint_id, memory_order_acquire);
@@ -225,7 +225,7 @@ static void pool_start(void)
         pthread_attr_setstacksize(&attr, 1 << 20);
         int failed = pthread_create(&id, &attr, pool_thread, (void *)(intptr_t)(pool.started + 1));
         pthread_attr_destroy(&attr);
-        if (failed) { /* fewer threads do the same work */
+        if (failed) { /* continue with fewer threads */
             pool.wanted = pool.started + 1;
             return;
         }
@@ -233,7 +233,7 @@ static void pool_start(void)
     }
 }
 
-/* Leaves out the threads that still work on this call: they have lost their cores to others. */
+/* Leaves out the threads that are still working on this call, because they were preempted. */
 static void pool_rest(int64_t now)
 {
     for (int t = 1; t < pool.wanted; t++) {
@@ -245,7 +245,7 @@ static void pool_rest(int64_t now)
     }
 }
 
-/* Runs fn over [0, total) on all threads; the caller holds pool.lock. fn must not depend on how ranges are cut. */
+/* Runs fn over [0, total) on all threads; the caller holds pool.lock. fn must not depend on how ranges are split. */
 static void pool_run(task_fn fn, void *arg, int64_t total)
 {
     if (total <= 0) return;
@@ -295,7 +295,7 @@ static void pool_run(task_fn fn, void *arg, int64_t total)
 
 static void pool_after_fork(void)
 {
-    /* only the forking thread lives on in the child */
+    /* only the forking thread survives in the child */
     pthread_mutex_init(&pool.lock, NULL);
 #if !defined(__linux__)
     pthread_mutex_init(&pool.sleep_lock, NULL);
@@ -308,7 +308,7 @@ static void pool_after_fork(void)
 
 __attribute__((constructor)) static void pool_setup(void) { pthread_atfork(NULL, NULL, pool_after_fork); }
 
-/* Sets how many threads, the caller included, work on a call; returns what it is now. 0 only asks. */
+/* Sets the number of threads per call, including the caller; returns the current number. 0 only queries it. */
 int64_t ll_threads(int64_t n)
 {
     pthread_mutex_lock(&pool.lock);

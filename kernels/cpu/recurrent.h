@@ -1,15 +1,15 @@
-/* The gated delta rule and Mamba-2: a matrix of every head that goes from token to token.
+/* Recurrences of the gated delta rule and Mamba-2: a state matrix per head, updated token by token.
  *
- * VW rows of it go through the tokens together, while they lie in the first cache. A row's arithmetic is the same for
- * any number of tokens: a prompt gives the bits that its tokens give one by one. */
+ * VW rows of the state are advanced through the tokens together, while they are in L1. A row's arithmetic is the same for any
+ * number of tokens: prefill is bit-identical to decoding token by token. */
 #ifndef LL_RECURRENT_H
 #define LL_RECURRENT_H
 
 #include "pool.h"
 #include "vec.h"
 
-#define RUN 128                      /* tokens whose keys stay in the second cache until all rows have met them */
-#define ABREAST (VW == 16 ? 8 : 4)   /* rows that share what is loaded of a token */
+#define RUN 128                      /* tokens whose keys stay in L2 until all rows have used them */
+#define ABREAST (VW == 16 ? 8 : 4)   /* rows that share the loads of a token */
 
 typedef struct {
     const float *q, *k, *v, *factor, *beta; /* [tokens][heads][dim]; [tokens][v_heads] */
@@ -27,13 +27,13 @@ typedef struct {
     int64_t stride, heads, groups, dim, size;
 } space_job;
 
-/* For every row of the matrix a sum over vectors, and one over what is left behind the last whole one. */
+/* Per row of the state, a vector of partial sums, and one for the elements after the last whole vector. */
 typedef struct {
     vf of[VW];
     float rest[VW];
 } row_sums;
 
-/* The sums, row i in lane i. */
+/* Reduces the sums, row i to lane i. */
 INLINE vf sums_of_rows(row_sums *s)
 {
     transpose(s->of);
@@ -48,7 +48,7 @@ INLINE vf sums_of_rows(row_sums *s)
     return s->of[0] + vf_load(s->rest);
 }
 
-/* S k for `rows` rows from the first on. */
+/* S k for `rows` rows from `first` on. */
 INLINE void read_rows(const float *s, const float *k, int64_t dim, row_sums *to, int first, const int rows)
 {
     const int64_t whole = dim / VW * VW;
@@ -105,14 +105,14 @@ INLINE void step_rows(float *s, const float *k, const float *q, int64_t dim, flo
         for (; first < count; first++) CALL(1);                         \
     } while (0)
 
-/* A head's tokens, from the first on; strides are in floats. */
+/* A head's tokens; strides are in floats. */
 typedef struct {
     const float *q, *k, *v, *factor, *beta; /* [tokens][k_dim], [tokens][v_dim], [tokens] */
-    float *y;                               /* laid out like v */
+    float *y;                               /* layout of v */
     int64_t k_stride, v_stride, rate_stride, k_dim, v_dim;
 } delta_tokens;
 
-/* `count` rows of a head from `row` on through the tokens [begin, end). */
+/* Advances `count` rows of a head from `row` on through the tokens [begin, end). */
 static void delta_run(const delta_tokens *j, float *s, int64_t row, int count, int64_t begin, int64_t end)
 {
     const int64_t dim = j->k_dim;
@@ -132,7 +132,7 @@ static void delta_run(const delta_tokens *j, float *s, int64_t row, int count, i
     }
 }
 
-/* A head's state [v_dim][k_dim] through its tokens. */
+/* Advances a head's state [v_dim][k_dim] through its tokens. */
 static void delta_head(const delta_tokens *j, float *state, int64_t tokens)
 {
     for (int64_t t = 0; t < tokens; t += RUN)
@@ -140,7 +140,7 @@ static void delta_head(const delta_tokens *j, float *state, int64_t tokens)
             delta_run(j, state + row * j->k_dim, row, j->v_dim - row < VW ? (int)(j->v_dim - row) : VW, t, t + RUN < tokens ? t + RUN : tokens);
 }
 
-/* A task is a value head of a sequence: its tokens in order. */
+/* A task is a value head of a sequence; its tokens are processed in order. */
 static void delta_heads(void *arg, int64_t begin, int64_t end, int thread)
 {
     (void)thread;
@@ -163,7 +163,7 @@ void ll_delta_rule(const delta_job *job, int64_t sequences)
     pthread_mutex_unlock(&pool.lock);
 }
 
-/* As `delta_tokens`. */
+/* Like `delta_tokens`, for Mamba-2. */
 typedef struct {
     const float *x, *b, *c, *steps, *factor; /* [tokens][dim], [tokens][size], [tokens] */
     float *y;
@@ -186,7 +186,7 @@ static void space_run(const space_tokens *j, float *s, int64_t row, int count, i
     }
 }
 
-/* A head's state [dim][size] through its tokens. */
+/* Advances a head's state [dim][size] through its tokens. */
 static void space_head(const space_tokens *j, float *state, int64_t tokens)
 {
     for (int64_t t = 0; t < tokens; t += RUN)
@@ -194,7 +194,7 @@ static void space_head(const space_tokens *j, float *state, int64_t tokens)
             space_run(j, state + row * j->size, row, j->dim - row < VW ? (int)(j->dim - row) : VW, t, t + RUN < tokens ? t + RUN : tokens);
 }
 
-/* A task is a head of a sequence: its tokens in order. */
+/* A task is a head of a sequence; its tokens are processed in order. */
 static void space_heads(void *arg, int64_t begin, int64_t end, int thread)
 {
     (void)thread;

@@ -1,4 +1,4 @@
-/* A decoder layer's segments as single calls: no Python, no new memory between the ops of one. */
+/* Fused segments of a decoder layer: one call each, without Python or allocations between their ops. */
 #ifndef LL_SEGMENTS_H
 #define LL_SEGMENTS_H
 
@@ -14,9 +14,9 @@
 
 typedef struct {
     int64_t hidden, num_heads, num_kv_heads, head_dim, interleaved;
-    int64_t gated; /* behind each query comes its gate, in q and in `qkv`; 2: in `qkv` one number a head lies behind all queries */
-    int64_t softplus;   /* log(1 + exp(gate)) multiplies instead of the sigmoid */
-    int64_t late_norms; /* of queries and keys: behind RoPE */
+    int64_t gated; /* each query is followed by its gate, in q and in `qkv`; 2: `qkv` has one gate per head, after all queries */
+    int64_t softplus;   /* softplus(gate) multiplies the output, not sigmoid(gate) */
+    int64_t late_norms; /* norms of queries and keys after RoPE */
     ll_norm norm, q_norm, k_norm, post_norm;
     ll_linear_op qkv, out;
 } ll_attention_layer;
@@ -31,19 +31,19 @@ typedef struct {
 typedef struct {
     int64_t num_tokens, half;
     const float *cos, *sin; /* [rows][half] */
-    const int64_t *rows;    /* [num_tokens] where each token's cosines are; NULL: one row a token, in order */
+    const int64_t *rows;    /* [num_tokens] row of cos and sin of each token; NULL: one row per token, in order */
     kv_target cache;
 } ll_step;
 
 typedef struct {
     const ll_attention_layer *l;
     const ll_step *s;
-    const float *qkv; /* of the tokens from `first` on */
+    const float *qkv; /* for the tokens from `first` on */
     float *q;
     int64_t first;
 } split_job;
 
-/* Norms and rotates queries and keys, stores keys and values. */
+/* QK-norm, RoPE and KV write. */
 static void split_tokens(void *arg, int64_t begin, int64_t end, int thread)
 {
     (void)thread;
@@ -116,7 +116,7 @@ static int mlp_rows(const ll_mlp_layer *l, const ll_linear_op *next, int64_t m, 
             if (linear_parts(&l->gate_up, normed, rows, NULL, gate_up)) return -1;
             row_job job = {.x = gate_up, .y = acted, .inner = 1, .dim = l->intermediate, .flag = (int)l->gelu};
             if (rows * l->intermediate < 4096) activate_rows(&job, 0, rows, 0);
-            else pool_run(activate_rows, &job, rows); /* an exponential each */
+            else pool_run(activate_rows, &job, rows); /* an exponential per element */
         }
         hint_next(next, m);
         if (linear_onto(&l->down, &l->post_norm, acted, rows, x, normed)) return -1;
@@ -138,7 +138,7 @@ typedef struct {
     double softcap; /* 0: none */
 } ll_head_layer;
 
-/* y = softcap * tanh(y / softcap), with the exponential of the other ops. */
+/* y = softcap * tanh(y / softcap), using the same exp as the other ops. */
 static void softcap_rows(void *arg, int64_t begin, int64_t end, int thread)
 {
     (void)thread;
@@ -180,7 +180,7 @@ int64_t ll_head(const ll_head_layer *l, const float *x, int64_t m, float *logits
     return failed;
 }
 
-/* What layers that see the same tokens share: rotation and pages. */
+/* RoPE and pages, shared by the layers of one cache group. */
 typedef struct {
     const float *cos, *sin;      /* [rows][half], as in ll_step */
     const int32_t *block_table;  /* [num_seqs][max_pages] */
@@ -192,42 +192,42 @@ typedef struct {
 
 typedef struct {
     const ll_attention_layer *attention;
-    const ll_delta_layer *delta; /* one of these in the place of attention, or NULL */
+    const ll_delta_layer *delta; /* at most one of these, instead of attention */
     const ll_conv_layer *conv;
     const ll_mamba_layer *mamba;
     const ll_mlp_layer *mlp;
-    const ll_experts_layer *experts; /* in the place of mlp, or NULL */
+    const ll_experts_layer *experts; /* instead of mlp, or NULL */
     const float *sinks;   /* [num_heads], or NULL */
     kv_pages pages;
     ll_state_slots kept;
-    int64_t view, window; /* window: as of ll_attention_args */
+    int64_t view, window; /* window: as in ll_attention_args */
     double scale, softcap;
 } ll_decoder_layer;
 
 typedef struct {
     int64_t num_layers, num_tokens, num_seqs, num_rows;
     const int32_t *cu_query_lens, *seq_lens;
-    const int64_t *rows; /* [num_rows] tokens whose hidden states are wanted: of every sequence none, or its last ones; NULL: all */
-    const int64_t *positions; /* [num_tokens] rows of the views' cosines; NULL: one row a token */
-    /* What lies before and after the layers, where the call computes that, too; of all tokens. */
+    const int64_t *rows; /* [num_rows] tokens whose hidden states are returned: last tokens of some sequences; NULL: all */
+    const int64_t *positions; /* [num_tokens] rows of the views' cos and sin; NULL: one row per token */
+    /* embedding and head, if computed by this call, for all tokens */
     const ll_weight *embedding; /* NULL: x holds the embedded tokens */
     const int64_t *token_ids;
     double embedding_scale;
     const ll_head_layer *head; /* NULL: no logits */
     float *logits;             /* [num_tokens][n] */
-    int64_t *best;             /* [num_tokens] the first place of the largest logit, -1 where one is NaN; NULL: not looked for */
-    ll_sequences sequences;    /* of layers that keep states */
+    int64_t *best;             /* [num_tokens] argmax of the logits, ties to the lower index, -1 if one is NaN; NULL: not computed */
+    ll_sequences sequences;    /* for recurrent layers */
     ll_view views[VIEWS];
 } ll_pass;
 
-/* Moves the wanted rows of q and x to the front; `cu_rows` becomes their cu_query_lens. */
+/* Moves the requested rows of q and x to the front, and sets `cu_rows` to their cu_query_lens. */
 static void pick_rows(const ll_pass *p, int64_t width, int64_t hidden, float *q, float *x, int32_t *cu_rows)
 {
     for (int64_t row = 0, seq = 0; seq <= p->num_seqs; seq++) {
         while (row < p->num_rows && p->rows[row] < p->cu_query_lens[seq]) row++;
         cu_rows[seq] = (int32_t)row;
     }
-    for (int64_t i = 0; i < p->num_rows; i++) { /* ascending: nothing is overwritten that is still to be read */
+    for (int64_t i = 0; i < p->num_rows; i++) { /* rows ascend, so nothing is overwritten before it is read */
         memmove(q + i * width, q + p->rows[i] * width, (size_t)width * 4);
         memmove(x + i * hidden, x + p->rows[i] * hidden, (size_t)hidden * 4);
     }
@@ -246,7 +246,7 @@ static int states_mixer(const ll_decoder_layer *d, const ll_pass *p, const ll_li
     return mamba_locked(d->mamba, &d->kept, &p->sequences, next, p->num_tokens, x);
 }
 
-/* What mixes tokens in a layer, and which rows of x come out: all, or those that are wanted. */
+/* Runs a layer's mixer; x keeps all rows, or only the requested ones if `picks`. */
 static int mixer_locked(const ll_decoder_layer *d, const ll_pass *p, int picks, float *q, float *attended, int32_t *cu_rows, float *x)
 {
     const ll_linear_op *next = d->experts ? &d->experts->router : &d->mlp->gate_up;
@@ -270,8 +270,9 @@ static int mixer_locked(const ll_decoder_layer *d, const ll_pass *p, int picks, 
     return attn_out_locked(l, attended, rows, x);
 }
 
-/* One layer; `next` is the product that comes after it, if there is one. The last layer stores keys, values and states of
- * all tokens and computes the rest for those that are wanted, of a long prompt one; `cu_rows` has room for their bounds. */
+/* Runs one layer; `next` is the following product, for prefetching, or NULL. The last layer stores keys, values and states of
+ * all tokens, but computes everything else only for the requested rows (one for a long prompt); `cu_rows`: scratch for their
+ * cu_query_lens. */
 static int decoder_layer(const ll_decoder_layer *d, const ll_pass *p, int is_last, const ll_linear_op *next, float *q, float *attended,
                          int32_t *cu_rows, float *x)
 {
@@ -290,8 +291,8 @@ static int embed_locked(const ll_pass *p, float *x)
     return 0;
 }
 
-/* All layers of a forward pass, x [num_tokens][hidden] in place; where `rows` is given, its first rows are those. Returns
- * 0, -1 without memory, -3 for a token id that the embedding has not. */
+/* Runs all layers of a forward pass, x [num_tokens][hidden] in place; with `rows`, the results are its first num_rows rows.
+ * Returns 0, -1 if out of memory, -3 for a token id outside the embedding. */
 int64_t ll_decoder(const ll_decoder_layer *layers, const ll_pass *p, float *x)
 {
     int64_t widest = 0;
@@ -332,7 +333,7 @@ int64_t ll_attn_out(const ll_attention_layer *l, const float *attended, int64_t 
     return failed;
 }
 
-/* x += post_norm(down(act(gate) * up)) of the normed x */
+/* x += post_norm(down(act(gate) * up)), gate and up of norm(x) */
 int64_t ll_mlp(const ll_mlp_layer *l, int64_t m, float *x)
 {
     pthread_mutex_lock(&pool.lock);
@@ -341,7 +342,7 @@ int64_t ll_mlp(const ll_mlp_layer *l, int64_t m, float *x)
     return failed;
 }
 
-/* x += post_norm(experts of the normed x) */
+/* x += post_norm(mixture of experts of norm(x)) */
 int64_t ll_experts(const ll_experts_layer *l, int64_t m, float *x)
 {
     pthread_mutex_lock(&pool.lock);

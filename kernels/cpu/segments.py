@@ -1,7 +1,7 @@
-"""A decoder layer's segments as single C calls, listed in `ops.IMPLS`.
+"""Fused segments for the CPU: each is a single C call. Listed in `ops.IMPLS`.
 
-Each takes the composed segment first and calls it for layers whose weights something else prepared. What C needs to
-know of a layer is packed once and kept with the first of its prepared weights, so it lives as long as they do.
+Each function takes the composed segment first and falls back to it if another back end prepared the layer's weights.
+The C struct of a layer is built once and cached on the first of its prepared weights, so it lives as long as they do.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ from .layers import (
 )
 from .layout import Prepared
 
-_NO_SUCH_ROW = -3  # what `ll_decoder` returns for it
-# of a pass: nothing before and after the layers, and a row of cosines for every token
+_NO_SUCH_ROW = -3  # `ll_decoder`'s result for a token id outside the embedding
+# part of `ll_pass`: no embedding and head, cos and sin given per token
 _LAYERS_ONLY = (0, 0, 0, 1.0, 0, 0, 0)
-_NO_ROWS = 1  # in place of the address that an empty tensor does not have; it is not read
+_NO_ROWS = 1  # stands in for the null address of an empty tensor; never dereferenced
 
 
 def attn_in(
@@ -86,7 +86,7 @@ def attn_in(
     pages: KVPages,
     slot_mapping: Tensor,
 ) -> Tensor:
-    """As `mixers.attn_in`."""
+    """`mixers.attn_in`."""
     layer = _layer_of(weights.qkv, weights, attention_layer)
     if layer is None or x.dtype is not torch.float32 or not (x.is_contiguous() and cos.is_contiguous()):
         return composed(x, weights, cos, sin, pages, slot_mapping)
@@ -107,7 +107,7 @@ def attention(
     cu_query_lens: Tensor,
     seq_lens: Tensor,
 ) -> Tensor:
-    """Attention over the pages: [num_tokens, num_heads * head_dim]."""
+    """`mixers.attention`: [num_tokens, num_heads * head_dim]."""
     known = has_only(weights, KNOWN_ATTENTION)
     if not known or q.dtype is not torch.float32 or not (q.is_contiguous() and block_table.is_contiguous()):
         return composed(q, weights, pages, block_table, cu_query_lens, seq_lens)
@@ -128,7 +128,7 @@ def run_attention(
     how: tuple[float, int | None, float | None, Tensor | None, bool],
     gate: int = 0,
 ) -> int:
-    """`ll_attention`, on contiguous tensors. Returns what it returns.
+    """Call `ll_attention` on contiguous tensors and return its status.
 
     how    scale, window, softcap, sinks, chunked
     gate   0 none, 1 sigmoid, 2 softplus
@@ -144,12 +144,12 @@ def run_attention(
 
 
 def _window(window: int | None, chunked: bool) -> int:
-    """As `ll_attention_args` has it."""
+    """The window as in `ll_attention_args`: 0 for none, negative if chunked."""
     return (-window if chunked else window) if window else 0
 
 
 def attn_out(composed: Callable[..., Tensor], attended: Tensor, x: Tensor, weights: AttentionWeights) -> Tensor:
-    """x + post_norm(attended Wᵀ): [num_tokens, hidden], in the place of x."""
+    """x + post_norm(attended Wᵀ): [num_tokens, hidden], in place."""
     layer = _layer_of(weights.qkv, weights, attention_layer)
     if layer is None or x.dtype is not torch.float32 or not (x.is_contiguous() and attended.is_contiguous()):
         return composed(attended, x, weights)
@@ -166,9 +166,9 @@ def latent_attention(
     cu_query_lens: Tensor,
     seq_lens: Tensor,
 ) -> Tensor:
-    """x + what attention over latents gives of the normed x: [num_tokens, hidden], in the place of x."""
+    """x + out(latent attention of norm(x)): [num_tokens, hidden], in place."""
     layer = _layer_of(weights.qkv, weights, latent_layer)
-    if layer is None or x.dtype is not torch.float32 or not (x.is_contiguous() and _lie_well((view,))):
+    if layer is None or x.dtype is not torch.float32 or not (x.is_contiguous() and _are_contiguous((view,))):
         return composed(x, weights, pages, view, cu_query_lens, seq_lens)
     cos, sin, block_table, slot_mapping = view
     kept = pack_pages(pages)
@@ -183,17 +183,17 @@ def latent_attention(
 
 
 def gated_delta(composed: Callable[..., Tensor], x: Tensor, weights: DeltaWeights, *given: Any) -> Tensor:
-    """As `mixers.gated_delta`."""
+    """`mixers.gated_delta`."""
     return _with_states(composed, lib().ll_gated_delta, x, weights, *given)
 
 
 def short_conv(composed: Callable[..., Tensor], x: Tensor, weights: ConvWeights, *given: Any) -> Tensor:
-    """As `mixers.short_conv`."""
+    """`mixers.short_conv`."""
     return _with_states(composed, lib().ll_short_conv, x, weights, *given)
 
 
 def mamba(composed: Callable[..., Tensor], x: Tensor, weights: MambaWeights, *given: Any) -> Tensor:
-    """As `mixers.mamba`."""
+    """`mixers.mamba`."""
     return _with_states(composed, lib().ll_mamba, x, weights, *given)
 
 
@@ -215,7 +215,7 @@ def _with_states(
 
 
 def _states_layer(weights: DeltaWeights | ConvWeights | MambaWeights) -> tuple[str, Layer | None]:
-    """What the member of `ll_decoder_layer` is called, and the layer."""
+    """Name of the member of `ll_decoder_layer`, and the layer."""
     if isinstance(weights, DeltaWeights):
         return "delta", _layer_of(weights.qkvz, weights, delta_layer)
     if isinstance(weights, ConvWeights):
@@ -229,7 +229,7 @@ def _sequences(slots: Tensor | None, starts: Tensor) -> tuple[int, int, int]:
 
 
 def mlp(composed: Callable[..., Tensor], x: Tensor, weights: MlpWeights) -> Tensor:
-    """x + post_norm(down(act(gate) · up)) of the normed x: [num_tokens, hidden], in the place of x."""
+    """x + post_norm(down(act(gate) · up)), gate and up of norm(x): [num_tokens, hidden], in place."""
     layer = _layer_of(weights.gate_up, weights, mlp_layer)
     if layer is None or x.dtype is not torch.float32 or not x.is_contiguous():
         return composed(x, weights)
@@ -238,7 +238,7 @@ def mlp(composed: Callable[..., Tensor], x: Tensor, weights: MlpWeights) -> Tens
 
 
 def experts(composed: Callable[..., Tensor], x: Tensor, weights: ExpertsWeights) -> Tensor:
-    """x + post_norm(sum of the chosen experts of the normed x): [num_tokens, hidden], in the place of x."""
+    """x + post_norm(mixture of experts of norm(x)): [num_tokens, hidden], in place."""
     layer = _layer_of(weights.router, weights, experts_layer)
     if layer is None or x.dtype is not torch.float32 or not x.is_contiguous():
         return composed(x, weights)
@@ -269,9 +269,9 @@ def decoder(
     inputs: Tensor | None = None,
     state_starts: Tensor | None = None,
 ) -> Tensor:
-    """All layers of a forward pass in one call; arguments as in `segments.decoder`, pages contiguous."""
+    """Run all layers of a forward pass in one C call; arguments as in `segments.decoder`, contiguous pages."""
     plan = _decoder_plan(layers, pages) if len(views) <= VIEWS else None
-    if plan is None or x.dtype is not torch.float32 or not (x.is_contiguous() and _lie_well(views)):
+    if plan is None or x.dtype is not torch.float32 or not (x.is_contiguous() and _are_contiguous(views)):
         return composed(x, layers, pages, views, cu_query_lens, seq_lens, wanted, slots, inputs, state_starts)
     num_rows, rows = (0, 0) if wanted is None else (wanted.shape[0], wanted.data_ptr() or _NO_ROWS)
     sizes = len(layers), x.shape[0], seq_lens.shape[0], num_rows
@@ -295,22 +295,21 @@ def step(
     finds_best: bool = False,
     slots: Tensor | None = None,
 ) -> Stepped:
-    """From token ids to logits in one call; arguments as in `segments.step`.
+    """Run the whole forward pass in one C call, from token ids to logits; arguments as in `segments.step`.
 
-    Between two of its parts Python would take as long as a layer, because the weights that went through the caches
-    drove it out of them.
+    Python code between its parts would take as long as a layer, because reading the weights evicts it from the caches.
     """
     plan = _decoder_plan(layers, pages) if len(views) <= VIEWS else None
     last = _layer_of(weights.linear, weights, head_layer)
     rest = chain.from_iterable(views)
-    given = (token_ids, positions, embedding, cu_query_lens, seq_lens, weights, last, finds_best, slots, *rest)
+    arguments = (token_ids, positions, embedding, cu_query_lens, seq_lens, weights, last, finds_best, slots, *rest)
     call = plan.call if plan is not None else None
-    if call is None or len(call.given) != len(given) or not all(map(is_, call.given, given)):
-        if plan is None or last is None or embedding.dtype is not torch.float32 or not _lie_well(views):
+    if call is None or len(call.arguments) != len(arguments) or not all(map(is_, call.arguments, arguments)):
+        if plan is None or last is None or embedding.dtype is not torch.float32 or not _are_contiguous(views):
             same = token_ids, positions, embedding, layers, pages, views, cu_query_lens, seq_lens, weights, finds_best
             return composed(*same, slots)
-        call = None  # its memory goes first, where it is not taken again
-        call = plan.call = _step_call(plan, given, views)
+        call = None  # release its memory first, unless `_step_call` reuses it
+        call = plan.call = _step_call(plan, arguments, views)
     if not isinstance(embedding.prepared, Prepared):
         call.results[0].copy_(embedding(token_ids))
     _check(lib().ll_decoder(call.structs, call.packed, call.hidden))
@@ -319,9 +318,9 @@ def step(
 
 @dataclass(slots=True)
 class _StepCall:
-    """A step's arguments as C takes them: decoding gives the same tensors again, with other numbers in them."""
+    """A step's packed arguments, cached because decode passes the same tensors with new contents."""
 
-    given: tuple[Any, ...]  # what it was made of, which lives on as long as its addresses are in use
+    arguments: tuple[Any, ...]  # kept alive as long as their addresses are in use
     structs: ctypes.Array[Any]
     packed: bytes
     hidden: int  # the address of the first result
@@ -330,7 +329,7 @@ class _StepCall:
 
 @dataclass(slots=True)
 class _Decoder:
-    """The layers of a model and their pages as C knows them, and the last step."""
+    """C structs of a model's layers and pages, and the last step's call."""
 
     layers: Sequence[LayerCall]
     pages: Sequence[LayerCache]
@@ -339,11 +338,12 @@ class _Decoder:
     call: _StepCall | None = None
 
 
-def _step_call(plan: _Decoder, given: tuple[Any, ...], views: Sequence[View]) -> _StepCall:
-    """`ll_pass` of a whole step. Its results take the memory of the last one's while their number stays the same: a
-    fresh tensor lets the interpreter go, and whoever reads the last token then holds up the next one.
+def _step_call(plan: _Decoder, arguments: tuple[Any, ...], views: Sequence[View]) -> _StepCall:
+    """Pack `ll_pass` of a whole step. Reuses the last step's result tensors if their shape is the same.
+
+    Allocating a tensor releases the GIL, and the thread that reads the last token would then delay the next one.
     """
-    token_ids, positions, embedding, cu_query_lens, seq_lens, weights, head, finds_best, slots = given[:9]
+    token_ids, positions, embedding, cu_query_lens, seq_lens, weights, head, finds_best, slots = arguments[:9]
     count, vocab = token_ids.shape[0], weights.linear.out_features
     if plan.call is not None and plan.call.results[1].shape == (count, vocab):
         hidden, logits, best = plan.call.results
@@ -361,15 +361,15 @@ def _step_call(plan: _Decoder, given: tuple[Any, ...], views: Sequence[View]) ->
         *_sequences(slots, cu_query_lens),
     )
     results = hidden, logits, best if finds_best else None
-    return _StepCall(given, plan.structs, packed + _packed(views), hidden.data_ptr(), results)
+    return _StepCall(arguments, plan.structs, packed + _packed(views), hidden.data_ptr(), results)
 
 
-def _lie_well(views: Sequence[View]) -> bool:
+def _are_contiguous(views: Sequence[View]) -> bool:
     return all(tensor.is_contiguous() for view in views for tensor in view)
 
 
 def _packed(views: Sequence[View]) -> bytes:
-    """`ll_view` of each, and the empty ones after them."""
+    """Pack `ll_view` of each view, padded with empty ones."""
     packed = [
         VIEW.pack(cos.data_ptr(), sin.data_ptr(), table.data_ptr(), slots.data_ptr(), cos.shape[1], table.shape[1])
         for cos, sin, table, slots in views
@@ -378,7 +378,7 @@ def _packed(views: Sequence[View]) -> bytes:
 
 
 def _decoder_plan(layers: Sequence[LayerCall], pages: Sequence[LayerCache]) -> _Decoder | None:
-    """The layers as C knows them; None when one is not for C. Kept for tuples, until another one comes."""
+    """C structs of the layers; None if C does not support one of them. The last result is cached for tuples."""
     first_of_all = next(linears_of(layers[0][0]), None)
     keeper = None if first_of_all is None else _keeper_of(first_of_all)
     if keeper is None:
@@ -433,7 +433,7 @@ def _fill_ffn(struct: CDecoderLayer, weights: FeedForwardWeights | None) -> Laye
 
 
 def _layer_of(linear: Linear, weights: Any, build: Callable[[Any], Layer | None]) -> Layer | None:
-    """The packed layer of `weights`; `linear` is one of its products, which keeps it."""
+    """The C struct of `weights`, cached on `linear`, one of its linear layers."""
     keeper = _keeper_of(linear)
     if keeper is None:
         return None
@@ -443,7 +443,7 @@ def _layer_of(linear: Linear, weights: Any, build: Callable[[Any], Layer | None]
 
 
 def _keeper_of(linear: Linear) -> Prepared | CpuAdditions | None:
-    """What keeps what C knows of a layer: with adapters it is another layer. None where something else prepared it."""
+    """The object that caches a layer's C struct (adapters have their own); None if another back end prepared it."""
     prepared, additions = linear.parts[0].prepared, linear.additions
     if not isinstance(prepared, Prepared):
         return None
@@ -454,6 +454,6 @@ def _keeper_of(linear: Linear) -> Prepared | CpuAdditions | None:
 
 def _check(failed: int) -> None:
     if failed == _NO_SUCH_ROW:
-        raise IndexError("a token id that the embedding has not")
+        raise IndexError("a token id is outside the embedding table")
     if failed:
-        raise MemoryError("no memory for a segment's intermediate results")
+        raise MemoryError("out of memory for a segment's intermediate results")

@@ -1,6 +1,7 @@
-/* What sampling asks of a row of logits: the largest, the k largest with their probabilities, one drawn at random.
+/* Sampling primitives over a row of logits: argmax, top-k with probabilities, and a random draw.
  *
- * A row is cut into pieces of 4,096 that threads share; sums are added piece by piece, so threads change nothing. */
+ * A row is split into pieces of 4,096 for the threads; sums are added piece by piece, so the result does not depend on the
+ * number of threads. */
 #ifndef LL_SELECT_H
 #define LL_SELECT_H
 
@@ -9,13 +10,13 @@
 #include "activations.h"
 
 #define PIECE 4096
-#define FIRST_DEPTH 8.0f /* of temperature below the largest: where the k largest are looked for first */
+#define FIRST_DEPTH 8.0f /* the k largest are searched first within this many temperatures of the maximum */
 
 typedef struct {
     float max;
-    int64_t at;    /* the first place of the largest */
-    double sum;    /* of exp((x - max) * inverse); NaN where a number is NaN */
-    int64_t count; /* of candidates gathered */
+    int64_t at;    /* first index of the maximum */
+    double sum;    /* sum of exp((x - max) * inverse); NaN if a logit is NaN */
+    int64_t count; /* number of candidates gathered */
 } piece;
 
 typedef struct {
@@ -24,7 +25,7 @@ typedef struct {
     float inverse; /* 1 / temperature; 0: no sums */
     float max, threshold;
     piece *parts;
-    int32_t *ids;  /* [n] candidates, each piece's from its own place on */
+    int32_t *ids;  /* [n] candidates; each piece writes from its own offset on */
 } select_job;
 
 static void scan_piece(const select_job *j, int64_t p)
@@ -73,7 +74,7 @@ static void scan_pieces(void *arg, int64_t begin, int64_t end, int thread)
     for (int64_t p = begin; p < end; p++) scan_piece(arg, p);
 }
 
-/* Places of numbers above the threshold, in order. */
+/* Gathers the indices of logits above the threshold, in order. */
 static void gather_pieces(void *arg, int64_t begin, int64_t end, int thread)
 {
     (void)thread;
@@ -103,7 +104,7 @@ static void select_pieces(task_fn fn, select_job *j)
     else pool_run(fn, j, j->pieces);
 }
 
-/* Finds the largest, and the sum of exponentials above it. Returns 0; -1 for a NaN or an infinity; -2 when nothing is finite. */
+/* Finds the maximum and the sum of exp(x - max). Returns 0; -1 for NaN or infinity; -2 if no logit is finite. */
 static int select_start(select_job *j, double *total, int64_t *at)
 {
     select_pieces(scan_pieces, j);
@@ -124,10 +125,10 @@ static int select_start(select_job *j, double *total, int64_t *at)
     return 0;
 }
 
-/* a before b: larger, or as large and earlier. */
+/* Whether a comes before b: larger, or equal with the lower index. */
 INLINE int comes_before(const float *x, int32_t a, int32_t b) { return x[a] > x[b] || (x[a] == x[b] && a < b); }
 
-/* The `k` first of ids[0..n) in order, in place: quickselect, then a sort of those. */
+/* Moves the first `k` of ids[0..n) in this order to the front, sorted: quickselect, then a sort. */
 static void select_first(const float *x, int32_t *ids, int64_t n, int64_t k)
 {
     int64_t low = 0, high = n - 1;
@@ -180,7 +181,7 @@ static int select_locked(select_job *j, int64_t n, int64_t candidates)
     return memory ? 0 : -3;
 }
 
-/* The first place of the largest of n numbers. Returns 0; -1, in its place too, for a NaN among them; -3 without memory. */
+/* Argmax of n logits, ties to the lower index. Returns 0; -1 (also stored in out) if one is NaN; -3 if out of memory. */
 static int argmax_locked(const float *logits, int64_t n, int64_t *out)
 {
     select_job j = {.logits = logits};
@@ -201,7 +202,7 @@ static int argmax_locked(const float *logits, int64_t n, int64_t *out)
     return 0;
 }
 
-/* The same for every row. */
+/* Argmax of every row. */
 int64_t ll_argmax(const float *logits, int64_t rows, int64_t n, int64_t *out)
 {
     int64_t state = 0;
@@ -211,8 +212,8 @@ int64_t ll_argmax(const float *logits, int64_t rows, int64_t n, int64_t *out)
     return state;
 }
 
-/* The k largest of n numbers, best first, and their probabilities at a temperature. Returns 0, or as select_start; -3
- * without memory. k <= n. */
+/* The k <= n largest of n logits, best first, and their probabilities at a temperature. Returns 0, select_start's errors, or -3
+ * if out of memory. */
 int64_t ll_top(const float *logits, int64_t n, int64_t k, double temperature, float *probabilities, int64_t *out)
 {
     double total;
@@ -234,7 +235,7 @@ int64_t ll_top(const float *logits, int64_t n, int64_t k, double temperature, fl
         if (found >= k || j.threshold == -INFINITY) break;
     }
     if (!state) {
-        for (int64_t i = 0; found < k && i < n; i++) /* those that are -infinity, in order */
+        for (int64_t i = 0; found < k && i < n; i++) /* fill up with logits of -infinity, in order */
             if (logits[i] == -INFINITY) j.ids[found++] = (int32_t)i;
         select_first(logits, j.ids, found, k);
         sort_ids(logits, j.ids, k);
@@ -247,8 +248,8 @@ int64_t ll_top(const float *logits, int64_t n, int64_t k, double temperature, fl
     return state;
 }
 
-/* One of n numbers, drawn with the probabilities they have at a temperature; `chance` in [0, 1) decides. Returns its
- * place, or as ll_top. */
+/* Draws one of n logits by inverse CDF at a temperature, with `chance` uniform in [0, 1). Returns its index, or ll_top's
+ * errors. */
 int64_t ll_draw(const float *logits, int64_t n, double temperature, double chance)
 {
     double total, before = 0.0;
@@ -259,7 +260,7 @@ int64_t ll_draw(const float *logits, int64_t n, double temperature, double chanc
     if (!state) state = select_start(&j, &total, &at);
     if (!state) {
         const double wanted = chance * total;
-        state = at; /* when rounding leaves nothing behind the last one */
+        state = at; /* fallback if rounding leaves no index past the target */
         for (int64_t p = 0, done = 0; p < j.pieces && !done; p++) {
             if (j.parts[p].max == -INFINITY) continue;
             const double mass = j.parts[p].sum * exp((double)(j.parts[p].max - j.max) * j.inverse);
@@ -270,7 +271,7 @@ int64_t ll_draw(const float *logits, int64_t n, double temperature, double chanc
             const int64_t end = (p + 1) * PIECE < n ? (p + 1) * PIECE : n;
             for (int64_t i = p * PIECE; i < end && !done; i++) {
                 const double own = exp((double)(logits[i] - j.max) * j.inverse);
-                if (own > 0.0) state = i; /* the last one there, where sums differ in their last digits */
+                if (own > 0.0) state = i; /* the last one in the piece, in case the sums differ by rounding */
                 before += own;
                 done = before > wanted;
             }

@@ -1,20 +1,20 @@
-/* What layers that keep states share: where these lie, whose tokens come, and the short causal convolution. */
+/* Shared by recurrent layers: state slots, sequences of a step, and the short causal convolution. */
 #ifndef LL_STATES_H
 #define LL_STATES_H
 
 #include "layer.h"
 
 #define CONV_WIDTH_MAX 8
-#define STATE_RUN 64   /* tokens convolved at a time: they stay in the second cache until what reads them is through */
-#define CONV_BLOCK 128 /* channels of a task that only convolves */
+#define STATE_RUN 64   /* tokens convolved at a time: they stay in L2 until they have been read */
+#define CONV_BLOCK 128 /* channels per task that only convolves */
 
-/* What a layer keeps of sequences. */
+/* A layer's states of all sequences. */
 typedef struct {
-    float *conv, *state; /* [slots][channels][width - 1], [slots][...]; state NULL where there is only a convolution */
+    float *conv, *state; /* [slots][channels][width - 1], [slots][...]; state NULL if there is only a convolution */
     int64_t conv_stride, state_stride; /* floats between slots */
 } ll_state_slots;
 
-/* Whose the step's tokens are. */
+/* The sequences of a step. */
 typedef struct {
     const int64_t *slots;  /* [num_seqs] */
     const int32_t *starts; /* [num_seqs + 1] */
@@ -26,7 +26,7 @@ typedef struct {
     int64_t channels, width;
 } ll_conv;
 
-/* Which of the rows [first, first + m) of a step are a sequence's, counted from `first`. */
+/* The rows of a sequence among the step's rows [first, first + m), relative to `first`. */
 INLINE void rows_of(const ll_sequences *s, int64_t sequence, int64_t first, int64_t m, int64_t *begin, int64_t *end)
 {
     *begin = s->starts[sequence] > first ? s->starts[sequence] - first : 0;
@@ -59,8 +59,8 @@ INLINE void convolve_as(const ll_conv *w, int64_t channel, int64_t count, float 
     }
 }
 
-/* Channels [channel, channel + count) of `tokens` tokens through the convolution. `kept` are the last inputs of the slot
- * before, and then those of now; `before` has room for width - 1 inputs. */
+/* Convolves channels [channel, channel + count) of `tokens` tokens. `kept`: the slot's last inputs, which are updated;
+ * `before`: scratch for width - 1 inputs. */
 static void convolve(const ll_conv *w, int64_t channel, int64_t count, float *kept, const float *x, int64_t stride, int64_t tokens,
                      float *before, float *y, int64_t y_stride, int silu)
 {

@@ -1,6 +1,6 @@
-"""How many threads the kernels may use: physical cores this process is allowed to run on.
+"""Number of threads for the kernels: the physical cores this process may run on.
 
-Hyper-threads of a core share its vector units, so one thread a core; a container's CPU quota counts as cores.
+Hyper-threads of a core share its vector units, so there is one thread per core. A container's CPU quota is respected.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def usable_cores(sys_root: Path = Path("/sys"), proc_root: Path = Path("/proc")) -> int:
-    """Physical cores within the affinity mask and the cgroup's quota, at least 1."""
+    """Return the number of physical cores within the affinity mask and the cgroup quota, at least 1."""
     try:
         allowed = os.sched_getaffinity(0)
     except AttributeError:  # not Linux
@@ -22,7 +22,7 @@ def usable_cores(sys_root: Path = Path("/sys"), proc_root: Path = Path("/proc"))
 
 
 def _core_of(sys_root: Path, cpu: int) -> str:
-    """A name that hyper-threads of one core share."""
+    """An identifier shared by the hyper-threads of a core."""
     try:
         return (sys_root / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text().strip()
     except OSError:
@@ -30,7 +30,7 @@ def _core_of(sys_root: Path, cpu: int) -> str:
 
 
 def _cgroup_quota(sys_root: Path, proc_root: Path) -> float | None:
-    """CPUs that the tightest cgroup above this process allows; None without a limit."""
+    """CPU limit of the most restrictive cgroup above this process; None if there is no limit."""
     try:
         lines = (proc_root / "self/cgroup").read_text().splitlines()
     except OSError:

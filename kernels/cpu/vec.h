@@ -1,9 +1,9 @@
-/* Vectors of VW 32-bit lanes: the few operations the kernels need, for AVX-512, AVX2, NEON and plain C.
+/* Vectors of VW 32-bit lanes: the few operations that the kernels need, for AVX-512, AVX2, NEON and plain C.
  *
- * The integer dot product takes weight codes as unsigned bytes, four inputs of one row per lane, and activations of
- * 16 bits: two planes of signed bytes (256 * hi + lo) where there are dot products of bytes (VNNI, Arm's dot products),
- * else 16-bit pairs, for which codes are widened. `plane_block` writes what `dot_quad` reads. Integer sums are exact,
- * so all give the same result. */
+ * The integer dot product takes weight codes as unsigned bytes, four inputs of one row per lane, and 16-bit activations:
+ * two planes of signed bytes (256 * hi + lo) if the CPU has byte dot products (VNNI, Arm dotprod), otherwise 16-bit pairs,
+ * with codes widened to 16 bits. `plane_block` writes the layout that `dot_quad` reads. Integer sums are exact, so all
+ * variants give the same result. */
 #ifndef LL_VEC_H
 #define LL_VEC_H
 
@@ -25,10 +25,10 @@
 #endif
 #endif
 
-int ll_amd; /* whether this CPU is AMD's: it prefetches best at other distances than Intel's (product.h), multiplies scales where it
-             * multiplies products (matmul_super.h), and adds elsewhere (WINOGRAD). Not static: tests set it. */
-/* Whether the compiler's assembler has products of bfloat16 pairs, and whether this CPU does twice as many of them as of floats:
- * a Zen 4 core begins as many `vdpbf16ps` as `vfmadd` (on Intel's not measured). Not static: tests set it. */
+int ll_amd; /* AMD CPU: best prefetch distances differ from Intel's (product.h), scale products compete for the ports of dot
+             * products (matmul_super.h), and additions have their own ports (WINOGRAD). Not static: tests set it. */
+/* Whether the assembler supports bfloat16 dot products, and whether this CPU issues as many `vdpbf16ps` as `vfmadd`, as
+ * Zen 4 does (Intel not measured). Not static: tests set it. */
 #if VW == 16 && (__GNUC__ >= 10 || defined(__clang__))
 #define BF16_PAIRS 1
 #else
@@ -45,12 +45,12 @@ __attribute__((constructor)) static void find_vendor(void)
 }
 #endif
 
-#define UNROLL _Pragma("GCC unroll 64") /* before a loop whose counter must be a constant in every step */
+#define UNROLL _Pragma("GCC unroll 64") /* for loops whose counter must be a compile-time constant in each iteration */
 
-#define TILE 32          /* weight rows in a tile: one lane each */
-#define NV (TILE / VW)   /* vectors in a tile */
+#define TILE 32          /* weight rows per tile, one lane each */
+#define NV (TILE / VW)   /* vectors per tile */
 #define PLANE (TILE * 4) /* bytes of one quad of inputs of all rows */
-#define BLOCK 32         /* inputs that share one activation scale */
+#define BLOCK 32         /* inputs per activation scale */
 #define XBYTES (2 * BLOCK)
 
 typedef float vf __attribute__((vector_size(4 * VW)));
@@ -66,7 +66,7 @@ INLINE void vi_store(void *p, vi v) { memcpy(p, &v, sizeof v); }
 INLINE vi vi_shl16(vi a, int n) { return (vi)((vh)a << n); }
 INLINE vi vi_shr16(vi a, int n) { return (vi)((vh)a >> n); }
 
-/* The high halves of all bytes, and a | (b & mask): one instruction each where there is one. */
+/* High nibbles of all bytes, and a | (b & mask), with a single instruction each if available. */
 #if VW == 16 && defined(__GFNI__)
 INLINE vi high_nibbles(vi a) { return (vi)_mm512_gf2p8affine_epi64_epi8((__m512i)a, _mm512_set1_epi64(0x1020408000000000), 0); }
 #else
@@ -89,13 +89,13 @@ INLINE float f16_to_f32(uint16_t h)
     float small = (float)body * 0x1p-24f;
     return f32_bits(bits_f32(small) | sign);
 }
-INLINE uint16_t f32_to_f16(float f) /* nearest, ties to even; too large is infinite */
+INLINE uint16_t f32_to_f16(float f) /* nearest, ties to even; overflow gives infinity */
 {
     const uint32_t u = bits_f32(f), sign = u >> 16 & 0x8000, size = u & 0x7fffffff;
     if (size > 0x7f800000) return (uint16_t)(sign | 0x7e00);
     if (size >= 0x47800000) return (uint16_t)(sign | 0x7c00);
     if (size >= 0x38800000) return (uint16_t)(sign | (((size + 0xfff + (size >> 13 & 1)) >> 13) - (112u << 10)));
-    return (uint16_t)(sign | (bits_f32(f32_bits(size) + 0.5f) - 0x3f000000)); /* from 0.5 on floats stand 2^-24 apart */
+    return (uint16_t)(sign | (bits_f32(f32_bits(size) + 0.5f) - 0x3f000000)); /* the float spacing at 0.5 is 2^-24 */
 }
 INLINE float bf16_to_f32(uint16_t h) { return f32_bits((uint32_t)h << 16); }
 INLINE uint16_t f32_to_bf16(float f)
@@ -111,7 +111,7 @@ INLINE float e4m3_to_f32(uint8_t b)
     return f16_to_f32((uint16_t)((b & 0x80) << 8 | (b & 0x7f) << 7)) * 256.0f;
 }
 
-/* ---- what differs ---- */
+/* ---- per instruction set ---- */
 
 #if VW == 16
 INLINE vf vf_set1(float x) { return (vf)_mm512_set1_ps(x); }
@@ -213,7 +213,7 @@ INLINE float vf_hmax(vf a) { float m = a[0]; for (int i = 1; i < VW; i++) m = a[
 INLINE int32_t vi_sum(vi a) { int32_t s = 0; for (int i = 0; i < VW; i++) s += a[i]; return s; }
 #endif
 
-/* `count` numbers, at most VW, and zeros behind them. */
+/* Loads `count` <= VW floats, padded with zeros. */
 INLINE vf load_some(const float *from, int count)
 {
     vf x = vf_set1(0.0f);
@@ -222,8 +222,8 @@ INLINE vf load_some(const float *from, int count)
     return x;
 }
 
-/* sum += a.low * b.low + a.high * b.high in every lane, pairs of bfloat16. This and what follows is for `ll_bf16` alone: not the
- * compiler's instructions, since the rest runs on CPUs without; where there can be none, it is never called. */
+/* sum += a.low * b.low + a.high * b.high in every lane, for bfloat16 pairs. This and the following are used only if `ll_bf16`.
+ * Inline assembly, because the file is compiled for CPUs without these instructions. */
 #if BF16_PAIRS
 INLINE vf madd_bf16(vf sum, vf a, vf b)
 {
@@ -236,7 +236,7 @@ INLINE void store_bf16(void *to, vf x)
     __asm__("vcvtneps2bf16 %1, %0" : "=v"(rounded) : "v"(x));
     memcpy(to, &rounded, 32);
 }
-/* Numbers of 16 bits of two vectors by turns: the first 16 of each, and the others. */
+/* Interleaves the 16-bit numbers of two vectors: the first 16 of each, and the rest. */
 INLINE void by_turns(vi a, vi b, vf *first, vf *second)
 {
     const __m512i low = _mm512_setr_epi32(0x200000, 0x210001, 0x220002, 0x230003, 0x240004, 0x250005, 0x260006, 0x270007, 0x280008, 0x290009,
@@ -244,7 +244,7 @@ INLINE void by_turns(vi a, vi b, vf *first, vf *second)
     *first = (vf)_mm512_permutex2var_epi16((__m512i)a, low, (__m512i)b);
     *second = (vf)_mm512_permutex2var_epi16((__m512i)a, _mm512_add_epi16(low, _mm512_set1_epi16(16)), (__m512i)b);
 }
-/* exp(x) for x <= 0 that is no NaN, to 3e-6 relative: a least-squares polynomial of 2^f, |f| <= 1/2. */
+/* exp(x) for x <= 0, not NaN, with relative error 3e-6: least-squares polynomial of 2^f, |f| <= 1/2. */
 INLINE vf short_exp(vf x)
 {
     const __m512 power = _mm512_max_ps((__m512)(x * vf_set1(1.44269504f)), _mm512_set1_ps(-1000.0f));
@@ -267,7 +267,7 @@ INLINE vf vf_bf16(const uint16_t *p) { return (vf)(vi_u16(p) << 16); }
 INLINE vf vf_e8m0(const uint8_t *p) { return (vf)vi_max(vi_u8(p) << 23, vi_set1(0x400000)); } /* 2^(e - 127); 255 must not occur */
 INLINE vf vf_select(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
 
-/* exp(x) to about 1e-7 relative for x <= 0 (it is used on x - max); 0 below -87.3, NaN stays NaN. */
+/* exp(x) for x <= 0 (used on x - max), relative error about 1e-7; 0 below -87.3, NaN stays NaN. */
 INLINE vf vf_exp(vf x)
 {
     const vf lowest = vf_set1(-87.33654f), highest = vf_set1(88.37626f);
@@ -289,7 +289,7 @@ INLINE vf vf_exp(vf x)
     return vf_select(nan, x, e);
 }
 
-/* Lane j of vector i becomes lane i of vector j. */
+/* Transposes VW vectors: lane j of vector i becomes lane i of vector j. */
 #if VW == 16
 INLINE void transpose(vf given[VW])
 {
@@ -346,7 +346,7 @@ INLINE void transpose(vf r[VW])
 }
 #endif
 
-/* Lanes 0, 2, 4, ... of both in `a`, 1, 3, 5, ... in `b`; and back. */
+/* Deinterleaves two vectors: lanes 0, 2, 4, ... of both to `a`, 1, 3, 5, ... to `b`; and the inverse. */
 #if VW == 16
 INLINE void pairs_apart(vf *a, vf *b)
 {
@@ -367,8 +367,8 @@ INLINE void pairs_apart(vf *a, vf *b) { (void)a, (void)b; }
 INLINE void pairs_together(vf *a, vf *b) { (void)a, (void)b; }
 #endif
 
-/* Four numbers of 32 bits of each of VW rows, `stride` bytes apart, transposed: lane j of out[i] is number i of row j. Rows
- * meet as they are loaded, four to a vector, which leaves a quarter of the shuffles of `transpose`. */
+/* Four 32-bit numbers of each of VW rows, `stride` bytes apart, transposed: lane j of out[i] is number i of row j. Loads four
+ * rows into one vector, which needs a quarter of the shuffles of `transpose`. */
 #if VW == 16
 INLINE void transpose_four(const uint8_t *from, int64_t stride, vf out[4])
 {
@@ -440,7 +440,7 @@ INLINE vi madd16(vi sum, vi a, vi b)
 /* A quad of byte codes as two vectors of 16-bit pairs: inputs (0, 2) and (1, 3). */
 INLINE vi quad_even(vi q) { return q & 0x00ff00ff; }
 INLINE vi quad_odd(vi q) { return vi_shr16(q, 8); }
-/* The activations that meet them: 8 bytes a quad. */
+/* The activations for them, 8 bytes per quad. */
 #if VW == 16
 INLINE void pair_block(const int32_t *q, uint8_t *x)
 {
@@ -459,7 +459,7 @@ INLINE void pair_block(const int32_t *q, uint8_t *x)
 #endif
 INLINE vi vi_bcast(const uint8_t *p) { int32_t x; memcpy(&x, p, 4); return vi_set1(x); }
 
-/* madd16 with a pair from memory for all lanes, as one instruction where gcc would load it for several. */
+/* madd16 with a pair broadcast from memory, in one instruction; gcc would load it separately to reuse it. */
 INLINE vi madd16_at(vi sum, vi a, const uint8_t *pair)
 {
 #if VW == 16 && defined(__AVX512VNNI__)
@@ -470,9 +470,9 @@ INLINE vi madd16_at(vi sum, vi a, const uint8_t *pair)
 #endif
 }
 
-/* Byte dot products where there are any: sum += four codes times four signed bytes, in every lane. SDOT of Arm takes
- * signed codes: those that may be 128 or more come with their highest bit turned over (`code_byte`), and
- * what that takes off is put back through the sum's start (`DOT_BIAS`). */
+/* Byte dot products, if available: sum += four codes times four signed bytes, in every lane. Arm's SDOT takes signed codes:
+ * codes that may be 128 or more have their top bit flipped (`code_byte`), which the start of the sum corrects
+ * (`DOT_BIAS`). */
 #if VW == 16 && defined(__AVX512VNNI__)
 #define LL_VNNI 1
 #define DPBUSD(acc, u, s) ((vi)_mm512_dpbusd_epi32((__m512i)(acc), (__m512i)(u), (__m512i)(s)))
@@ -489,16 +489,15 @@ INLINE vi madd16_at(vi sum, vi a, const uint8_t *pair)
 #else
 #define LL_VNNI 0
 #endif
-/* Many rows of x meet codes that were widened once. As 16-bit pairs they need as many dot products as two planes of bytes,
- * but one sum, which nothing is left to be done to (Zen 4, prefill of 512: 2 to 3 %). So scales of K-quants can be multiplied
- * in, too (256 rows, in vectors of 256 bits as AVX-VNNI has them: Q4_K 129 -> 160 billion multiply-adds a second, Q6_K
- * 93 -> 148). */
+/* With many rows of x, codes are widened once. 16-bit pairs need as many dot products as two byte planes, but only one sum
+ * without further steps (Zen 4, prefill of 512 tokens: 2 to 3 % faster). Scales of K-quants can then be multiplied into the
+ * codes (256 rows, 256-bit vectors as with AVX-VNNI: Q4_K 129 -> 160 billion multiply-adds per second, Q6_K 93 -> 148). */
 #if LL_VNNI && VW == 4
 #define MANY_PAIRS 0
 #else
 #define MANY_PAIRS 1
 #endif
-/* Whether there are products with half of the multiplications, for CPUs that add elsewhere than they multiply (`ll_amd`). */
+/* Whether products with half the multiplications are compiled, for CPUs with separate ports for additions (`ll_amd`). */
 #define WINOGRAD (VW == 16 && LL_VNNI && MANY_PAIRS)
 #if defined(DOT_SIGNED)
 #define DOT_BIAS 128
@@ -543,7 +542,7 @@ INLINE void dot_quad(vdot *d, vi codes, const uint8_t *x, int j)
     d->sum = madd16(d->sum, quad_odd(codes), vi_bcast(x + 8 * j + 4));
 }
 INLINE vi dot_sum(vdot d) { return d.sum; }
-INLINE void dot_bytes(vdot *d, vi codes, const uint8_t *x, int j) { (void)d, (void)codes, (void)x, (void)j; } /* not without VNNI */
+INLINE void dot_bytes(vdot *d, vi codes, const uint8_t *x, int j) { (void)d, (void)codes, (void)x, (void)j; } /* never called without VNNI */
 INLINE vf dot_value_of_bytes(vdot d) { return vf_cvt(d.sum); }
 INLINE void plane_block(const int32_t *q, uint8_t *x) { pair_block(q, x); }
 #endif

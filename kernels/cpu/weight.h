@@ -1,14 +1,14 @@
-/* A prepared weight: rows in tiles of 32, one vector lane a row, so that dot products need no sum across lanes.
+/* A prepared weight: rows in tiles of 32, one vector lane per row, so that dot products need no horizontal sums.
  *
- * A tile is read from front to back, so that one pointer prefetches all of it (Zen 4, one core, Q4_K: 25 GB/s; 19 where all
- * scales of a tile lie before its codes). It consists of sections of 256 inputs, or of a single one, or of 32 inputs (Q8_0 with
- * AVX-512 VNNI, which a Zen 4 core then fetches by itself: 26 GB/s instead of 18): scales [groups][32], mins [groups][32],
- * super-scales, then codes [blocks of 32 inputs]. In a block the codes of inputs 4j..4j+3 are "quad j": 32 lanes
- * of 4 bytes. Narrow codes are cut into planes of that size:
+ * A tile is read from front to back, so one pointer prefetches all of it (Zen 4, one core, Q4_K: 25 GB/s; 19 with all scales
+ * of a tile before its codes). It consists of sections of 256 inputs, or a single section, or sections of 32 inputs (Q8_0
+ * with AVX-512 VNNI, which Zen 4's hardware prefetcher follows: 26 GB/s instead of 18): scales [groups][32], mins
+ * [groups][32], super-scales, then codes [blocks of 32 inputs]. In a block, the codes of inputs 4j..4j+3 are "quad j": 32
+ * lanes of 4 bytes. Narrow codes are stored in planes of that size:
  *   nibble planes  4: byte = quad i | quad i+4 << 4
  *   2-bit planes   2: quad j at bits 2(j%4) of plane j/4
  *   1-bit plane    1: quad j at bit j
- * Float codes (dense, E4M3) lie as [32 inputs][32 rows].
+ * Float codes (dense, E4M3) are stored as [32 inputs][32 rows].
  *
  * value = scale * (code - zero_offset) + min, or scale * (code - zero); then times row_scale. */
 #ifndef LL_WEIGHT_H
@@ -18,7 +18,7 @@
 
 enum { CODE_8, CODE_4, CODE_4T, CODE_5, CODE_6, CODE_2, CODE_3, CODE_F32, CODE_F16, CODE_BF16, CODE_E4M3 };
 enum { NUM_NONE, NUM_F32, NUM_F16, NUM_BF16, NUM_SUB8 /* 8-bit number * f16 per 256 inputs */, NUM_ZERO8 /* mins only */,
-       NUM_E8M0, NUM_E8M0_HALF, NUM_E4M3_HALF /* half of them */ };
+       NUM_E8M0, NUM_E8M0_HALF, NUM_E4M3_HALF /* _HALF: half the value */ };
 #define SUPER 256
 #define SUPER_BLOCKS (SUPER / BLOCK)
 
@@ -31,15 +31,15 @@ typedef struct {
     int64_t tile_bytes, section_bytes, at_min, at_super_scale, at_super_min, at_codes, block_bytes;
     uint8_t *data;
     const float *row_scale;   /* [n] or NULL */
-    const int32_t *perm;      /* [k] or NULL: x[perm[i]] meets column i */
+    const int32_t *perm;      /* [k] or NULL: column i multiplies x[perm[i]] */
     const float *pre_scale;   /* [k] or NULL */
     uint8_t table[16];        /* CODE_4T */
 } ll_weight;
 
 INLINE int code_is_float(int64_t code) { return code >= CODE_F32; }
-INLINE int code_is_wide(int64_t code) { return code == CODE_8 || code == CODE_4T; } /* codes from 128 on */
+INLINE int code_is_wide(int64_t code) { return code == CODE_8 || code == CODE_4T; } /* codes above 127 occur */
 INLINE int64_t number_bytes(int64_t kind) { return kind == NUM_F32 ? 4 : kind == NUM_F16 || kind == NUM_BF16 ? 2 : kind == NUM_NONE ? 0 : 1; }
-/* Of K-quants: blocks whose products, each at most code * scale * X_MAX_SUPER, are summed within 32 bits. */
+/* For K-quants: number of blocks whose products, each at most code * scale * X_MAX_SUPER, can be summed in 32 bits. */
 INLINE int chain_of(const int code) { return code == CODE_6 || code == CODE_4T ? 2 : code == CODE_5 ? 4 : SUPER_BLOCKS; }
 INLINE int halves_of(const ll_weight *w) { return w->group == 16 ? 2 : 1; }
 INLINE int64_t round_up(int64_t a, int64_t b) { return (a + b - 1) / b * b; }
@@ -47,7 +47,7 @@ INLINE int64_t round_up(int64_t a, int64_t b) { return (a + b - 1) / b * b; }
 static const int16_t block_bytes_of[] = {8 * PLANE, 4 * PLANE, 4 * PLANE, 5 * PLANE, 6 * PLANE, 2 * PLANE, 3 * PLANE,
                                          32 * PLANE, 16 * PLANE, 16 * PLANE, 8 * PLANE};
 
-/* Fills the sizes from n, k, code, kinds and group; returns the bytes of `data`. */
+/* Computes the sizes from n, k, code, kinds and group; returns the size of `data` in bytes. */
 int64_t ll_layout(ll_weight *w)
 {
     w->tiles = (w->n + TILE - 1) / TILE;
@@ -56,7 +56,7 @@ int64_t ll_layout(ll_weight *w)
     int sub = w->scale_kind == NUM_SUB8 || w->min_kind == NUM_SUB8;
     w->supers = sub ? (w->blocks * BLOCK + SUPER - 1) / SUPER : 0;
     w->section = w->groups && w->blocks % SUPER_BLOCKS == 0 && SUPER % w->group == 0 ? SUPER_BLOCKS : w->blocks;
-    /* Narrower vectors were not measured. */
+    /* not measured for narrower vectors */
     if (VW == 16 && LL_VNNI && MANY_PAIRS && w->code == CODE_8 && w->group == BLOCK && w->min_kind == NUM_NONE) w->section = 1;
     const int64_t sections = w->blocks / w->section, groups = w->groups / sections, supers = w->supers / sections;
     w->at_min = round_up(groups * TILE * number_bytes(w->scale_kind), 64);
@@ -69,14 +69,14 @@ int64_t ll_layout(ll_weight *w)
     return w->tiles * w->tile_bytes;
 }
 
-/* Bytes from a tile to the section of a block, and to the block's codes. */
+/* Byte offset in a tile of a block's section, and of the block's codes. */
 INLINE int64_t section_at(const ll_weight *w, int64_t block) { return block / w->section * w->section_bytes; }
 INLINE int64_t codes_at(const ll_weight *w, int64_t block)
 {
     return section_at(w, block) + w->at_codes + block % w->section * w->block_bytes;
 }
 
-/* Of blocks that are taken together, at most `most`: how many, and bytes from one's codes, or its float16 scales, to the next's. */
+/* Blocks processed together (at most `most`), and the stride in bytes of their codes and of their float16 scales. */
 INLINE int64_t chunk_of(const ll_weight *w, int64_t most) { return w->section == 1 || w->section > most ? most : w->section; }
 INLINE int64_t codes_step(const ll_weight *w) { return w->section == 1 ? w->section_bytes : w->block_bytes; }
 INLINE int64_t scales_step(const ll_weight *w) { return w->section == 1 ? w->section_bytes : TILE * 2; }
@@ -95,7 +95,7 @@ INLINE vf load_number(const uint8_t *at, int64_t index, const int64_t kind)
     }
 }
 
-/* to[i][32] = number group(first + i), where `per` consecutive i share a group. */
+/* to[i][32] = number of group(first + i); `per` consecutive i share a group. */
 INLINE void expand_as(const uint8_t *at, int64_t first, int64_t count, int64_t per, float *to, const int64_t kind)
 {
     if (per == 1) {
@@ -123,7 +123,7 @@ static void expand_numbers(const uint8_t *at, int64_t first, int64_t count, int6
     }
 }
 
-/* to[i][32] = number first + i times `sign` times its super-scale, which 1 << shift consecutive numbers share. */
+/* to[i][32] = sign * number(first + i) * its super-scale, which 1 << shift consecutive numbers share. */
 static void expand_sub(const uint8_t *at, const uint8_t *super_at, int64_t first, int64_t count, int shift, float sign, float *to)
 {
     const int64_t end = first + count;
@@ -136,7 +136,7 @@ static void expand_sub(const uint8_t *at, const uint8_t *super_at, int64_t first
     }
 }
 
-/* Scales and mins of blocks [first, first + count), of a section or of one each, as floats: [count][halves][32] each. */
+/* Scales and mins of blocks [first, first + count) as floats, [count][halves][32] each; the blocks share a section or have one each. */
 static void expand_scales(const ll_weight *w, const uint8_t *tile, int64_t first, int64_t count, float *scale, float *min)
 {
     for (; w->section == 1 && count > 1; count--, first++, scale += TILE) expand_scales(w, tile, first, 1, scale, min);
@@ -153,11 +153,11 @@ static void expand_scales(const ll_weight *w, const uint8_t *tile, int64_t first
     else if (w->min_kind != NUM_NONE) expand_numbers(tile + w->at_min, first, count, per, min, w->min_kind);
     if (w->min_kind == NUM_ZERO8)
         for (int64_t i = 0; i < count * TILE; i++) min[i] = -(min[i] * scale[i]);
-    if (w->code == CODE_E4M3) /* its codes come divided by 256 */
+    if (w->code == CODE_E4M3) /* its codes are decoded divided by 256 */
         for (int64_t i = 0; i < count * TILE; i++) scale[i] *= 256.0f;
 }
 
-#define COLS (VW == 8 ? 1 : 2) /* vectors of a tile taken together: whole planes, and shared broadcasts of x */
+#define COLS (VW == 8 ? 1 : 2) /* vectors of a tile processed together: whole planes, and shared broadcasts of x */
 
 #if MANY_PAIRS
 typedef struct { vi sum; } wide_dot;
@@ -169,7 +169,7 @@ INLINE wide_dot wide_start(int32_t z) { return dot_start(z); }
 INLINE vf wide_value(wide_dot d) { return dot_value(d); }
 #endif
 
-/* The same for activations of 8 bits, of which there is one plane. */
+/* `dot_unpacked` for 8-bit activations, which have a single plane. */
 INLINE void dot_unpacked_bytes(vdot sum[COLS], const vi q[COLS], const uint8_t *x, int j)
 {
     for (int c = 0; c < COLS; c++) dot_bytes(&sum[c], q[c], x, j);
@@ -191,7 +191,7 @@ INLINE void dot_unpacked(wide_dot sum[COLS], const vi q[COLS], const uint8_t *x,
 #endif
 }
 
-/* Quad j of a block as bytes, for the VW rows whose lanes begin at `at`. */
+/* Quad j of a block as bytes, for the VW rows whose lanes start at `at`. */
 INLINE vi block_quad(const uint8_t *at, const int j, const int code, vlut table)
 {
     if (code == CODE_8) return vi_load(at + PLANE * j);
@@ -214,7 +214,7 @@ INLINE vi block_quad(const uint8_t *at, const int j, const int code, vlut table)
     return quad;
 }
 
-/* All eight, for the COLS * VW rows at `at`. Loads go from front to back. */
+/* All eight quads, for the COLS * VW rows at `at`. Loads go from front to back. */
 INLINE void block_quads(const uint8_t *at, const int code, vlut table, vi q[8][COLS])
 {
     UNROLL
@@ -230,7 +230,7 @@ INLINE void block_quads(const uint8_t *at, const int code, vlut table, vi q[8][C
 INLINE vf code_float(vi code, vf zero) { return (vf)(code | 0x4b000000) - zero; /* 2^23 + code */ }
 INLINE vf quad_zero(const ll_weight *w) { return vf_set1(8388608.0f + (float)w->zero_offset); }
 
-/* Row vector of input i of a block of float codes; E4M3 comes divided by 256. */
+/* Row vector of input i of a block of float codes; E4M3 is divided by 256. */
 INLINE vf float_code(const uint8_t *block, int i, int v, const int64_t code)
 {
     const int at = i * TILE + v * VW;

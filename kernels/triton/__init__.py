@@ -1,1 +1,1 @@
-"""Triton kernels for NVIDIA cards. Nothing here is imported, and Triton neither, before a layer on such a card asks."""
+"""Triton kernels for GPUs. These modules, and Triton itself, are imported only when a layer on a GPU needs them."""

@@ -1,4 +1,4 @@
-"""Gated activations: silu or gelu of the gate, times what stands beside it. Bytes only: 6 per element in bf16."""
+"""Gated activations: silu(gate) · up or gelu(gate) · up. Memory-bound: 6 bytes per output element in bf16."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BLOCK = 1024
 
 @triton.jit
 def gate(x, GELU: tl.constexpr):
-    """silu(x), or gelu(x) by tanh, of float32; finite for every finite x."""
+    """silu(x), or tanh gelu(x), of float32; finite for every finite x."""
     if GELU:
         inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
         return x / (1.0 + tl.exp2(tl.minimum(inner * -2.885390081777927, 126.0)))
@@ -23,7 +23,7 @@ def gate(x, GELU: tl.constexpr):
 
 @triton.jit
 def gated(first, second, GATE: tl.constexpr, LIMIT: tl.constexpr):
-    """What a gated layer makes of gate and up, float32; LIMIT cuts both off, 0 does not. NaN stays."""
+    """act(gate) · up in float32; LIMIT clamps both first (0: no limit). NaN propagates."""
     if LIMIT > 0.0:
         first = tl.where(first > LIMIT, LIMIT, first)
         second = tl.where(second > LIMIT, LIMIT, tl.where(second < -LIMIT, -LIMIT, second))
@@ -58,10 +58,10 @@ def _run(gate_up: Tensor, gelu: bool) -> Tensor:
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """As `reference.silu_mul`: [num_tokens, 2 · intermediate], gate first -> [num_tokens, intermediate]."""
+    """`reference.silu_mul`: [num_tokens, 2 · intermediate], gate first -> [num_tokens, intermediate]."""
     return _run(gate_up, False)
 
 
 def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
-    """As `reference.gelu_tanh_mul`: [num_tokens, 2 · intermediate], gate first -> [num_tokens, intermediate]."""
+    """`reference.gelu_tanh_mul`: [num_tokens, 2 · intermediate], gate first -> [num_tokens, intermediate]."""
     return _run(gate_up, True)

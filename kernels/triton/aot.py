@@ -1,7 +1,8 @@
-"""The table of kernels compiled ahead of time for every card, made in child processes without TRITON_INTERPRET.
+"""Compile all Triton kernels ahead of time for every GPU architecture and tabulate their resource usage.
 
-Shared memory, registers, spills and matrix instructions are read from what was compiled; no card need be there.
-`python -P -m localllm.kernels.triton.aot CAPABILITY...` prints one JSON row a line; `table` runs it and collects.
+Shared memory, registers, spills and matrix instructions are read from the compiled code; no GPU is needed. Compilation
+runs in child processes without TRITON_INTERPRET: `python -P -m localllm.kernels.triton.aot CAPABILITY...` prints one
+JSON row per line, and `table` collects them.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ class KernelRow(TypedDict):
     op: str
     capability: int
     impl: str
-    reason: str  # empty, or why there is no such kernel
+    reason: str  # empty, or why this kernel does not exist
     shared_bytes: int
     registers: int
     spill_bytes: int
-    mma: str  # the matrix instructions it uses, as in the PTX; empty for none
+    mma: str  # matrix instructions used, as in the PTX; empty for none
 
 
 def shard(specs: Sequence[KernelSpec], index: int, count: int) -> list[KernelSpec]:
-    """Part `index` of `count`: every op appears in some part, no spec in two."""
+    """Return part `index` of `count`; the parts are disjoint and cover all specs."""
     return [spec for i, spec in enumerate(specs) if i % count == index % count]
 
 
@@ -58,15 +59,15 @@ def table(
     may_differ: str = "",
     timeout_s: float = 1800,
 ) -> list[KernelRow]:
-    """Compile the kernels for the capabilities and give their rows.
+    """Compile the kernels for the given capabilities and return their rows.
 
-    part        (index, count): only every count-th kernel, shifted by one from capability to capability
-    workers     child processes, each with its share of the capabilities
-    cache_dir   where Triton keeps what it compiled; its own default when None
-    check       hold every kernel to `complaint`, but for those whose op and shape class contain `may_differ`
+    part        (index, count): only every count-th kernel, with an offset that grows by one per capability
+    workers     number of child processes, each with a share of the capabilities
+    cache_dir   Triton's compile cache; None: Triton's default
+    check       check every kernel with `complaint`, except those whose op and shape class contain `may_differ`
 
-    Raises RuntimeError with the child's last lines when a child fails otherwise than by a kernel, and with all
-    complaints where kernels are checked.
+    Raises RuntimeError with the child's last lines if a child fails for a reason other than a kernel, and with all
+    complaints if `check` finds any.
     """
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     if cache_dir is not None:
@@ -76,7 +77,7 @@ def table(
         mine = [str(c) for c in capabilities[worker::workers]]
         if not mine:
             return []
-        # the parts of a worker's capabilities are `workers` apart, so that all of them differ
+        # part indices of a worker's capabilities are `workers` apart, so that each capability gets its own part
         places = [str(part[0] + worker), str(part[1]), str(workers)]
         command = [sys.executable, "-P", "-m", __name__, *mine, "--part", *places]
         command += ["--check", "--may-differ", may_differ] if check else []
@@ -92,7 +93,7 @@ def table(
 
 
 def compile_spec(spec: KernelSpec, capability: int) -> KernelRow:
-    """Build `spec` for compute capability `capability` (as 90): what it needs, or the reason why it cannot be built."""
+    """Build `spec` for `capability` (e.g. 90) and return its resource usage, or the reason why it cannot be built."""
     row = KernelRow(
         op=spec.label, capability=capability, impl=spec.impl, reason=spec.reason,
         shared_bytes=0, registers=0, spill_bytes=0, mma="",
@@ -101,7 +102,7 @@ def compile_spec(spec: KernelSpec, capability: int) -> KernelRow:
         return row
     try:
         compiled = build(spec, capability)
-    except Exception as error:  # whatever the compiler raises is the reason
+    except Exception as error:  # any compiler exception is the reason
         row["reason"] = f"does not compile: {_last_line(error)}"
         return row
     row["shared_bytes"] = int(compiled.metadata.shared)
@@ -118,30 +119,30 @@ def compile_spec(spec: KernelSpec, capability: int) -> KernelRow:
 
 
 def complaint(spec: KernelSpec, row: KernelRow) -> str:
-    """What is wrong with a kernel as it was compiled; empty when nothing is."""
+    """Describe what is wrong with a compiled kernel; "" if nothing is."""
     capability = row["capability"]
     name = f"{name_of(capability)} {spec.label} ({spec.impl})"
     if row["reason"] != spec.reason:
         return f"{name}: {row['reason']}"
     there = CLASSES[capability].shared_bytes
     if row["shared_bytes"] > there:
-        return f"{name}: {row['shared_bytes']} bytes of shared memory, the card has {there}"
+        return f"{name}: needs {row['shared_bytes']} bytes of shared memory, but the GPU has {there}"
     if spec.decode and 80 <= capability < AMD and row["spill_bytes"]:  # gfx1100 spills for heads of 256
-        return f"{name}: a decoding kernel with {row['spill_bytes']} bytes of spills or local memory a thread"
+        return f"{name}: decode kernel with {row['spill_bytes']} bytes of spills or local memory per thread"
     if spec.expect_mma not in row["mma"]:
         return f"{name}: expected {spec.expect_mma}, found {row['mma'] or 'no matrix instruction'}"
     return ""
 
 
 def build(spec: KernelSpec, capability: int) -> Any:
-    """The compiled kernel (`asm`, `metadata`). Raises what Triton raises."""
+    """Compile and return the kernel (`asm`, `metadata`). Triton's exceptions pass through."""
     launch = spec.launch
     assert launch is not None
     names, types = launch.kernel.arg_names, launch.signature
     missing = [n for n in names if n not in types and n not in launch.constexprs]
     unknown = [n for n in (*types, *launch.constexprs) if n not in names]
     if missing or unknown:
-        raise ValueError(f"{spec.label}: arguments without a type {missing}, unknown {unknown}")
+        raise ValueError(f"{spec.label}: arguments without a type: {missing}; unknown arguments: {unknown}")
     signature = {n: types.get(n, "constexpr").removesuffix(HINT) for n in names}
     attrs = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if types.get(n, "").endswith(HINT)}
     source = ASTSource(fn=launch.kernel, signature=signature, constexprs=dict(launch.constexprs), attrs=attrs)
@@ -157,7 +158,7 @@ def _cuobjdump() -> str:
 
 
 def resource_usage(cubin: bytes) -> tuple[int, int]:
-    """(registers a thread, bytes of stack and local memory a thread) of a compiled kernel."""
+    """(registers, bytes of stack and local memory) per thread of a compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -168,13 +169,13 @@ def resource_usage(cubin: bytes) -> tuple[int, int]:
 
 
 def amd_usage(text: str) -> tuple[int, int]:
-    """(vector registers a thread, bytes of scratch memory a thread) by the assembly of an AMD kernel."""
+    """(vector registers, bytes of scratch memory) per thread, from the assembly of an AMD kernel."""
     registers, scratch = (re.findall(rf"\.{name}:\s+(\d+)", text) for name in AMD_USAGE)
     return int(registers[-1]), int(scratch[-1])
 
 
 def matrix_instructions(ptx: str) -> str:
-    """The distinct matrix instructions of a kernel, without operands, comma separated."""
+    """Distinct matrix instructions of a kernel, without operands, comma-separated."""
     found = re.findall(r"\b((?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)[\w.:]*)", ptx)
     return ", ".join(sorted(set(found)))
 
@@ -185,12 +186,12 @@ def _last_line(error: Exception) -> str:
 
 
 def main() -> None:
-    """Compile one part for the capabilities named, one JSON row a line."""
+    """Compile one part for the given capabilities and print one JSON row per line."""
     parser = argparse.ArgumentParser(prog="aot", description=main.__doc__)
     parser.add_argument("capability", type=int, nargs="+")
     parser.add_argument("--part", type=int, nargs=3, default=(0, 1, 1), metavar=("INDEX", "COUNT", "STRIDE"))
-    parser.add_argument("--check", action="store_true", help="fail where a kernel is not as it must be")
-    parser.add_argument("--may-differ", default="", help="but not for kernels whose op and shape class contain this")
+    parser.add_argument("--check", action="store_true", help="fail if a kernel does not meet its limits")
+    parser.add_argument("--may-differ", default="", help="skip the check if op and shape class contain this text")
     args = parser.parse_args()
     complaints: list[str] = []
     index, count, stride = args.part

@@ -1,5 +1,6 @@
-"""Every kernel as it is launched on a card that need not be there: all weight forms and KV formats, in the shapes of
-common models. Ops are called on tensors of the `meta` device while their launches are recorded.
+"""Launches of every kernel for ahead-of-time compilation: all weight forms and KV formats, in shapes of common models.
+
+Ops are called on `meta` tensors while their launches are recorded, so no GPU is needed.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ from .rms_norm import rms_norm
 from .sampling import sample
 
 HIDDEN, INTERMEDIATE = 4096, 14336
-# compiled for more shapes, fused ones among them
+# also compiled for more shapes and with fused operations
 MAIN_FORMS = frozenset({"bf16", "f16", "int4 g128", "int4 sub", "e2m1 e4m3", "e4m3 row"})
 
 
 @dataclass(frozen=True, slots=True)
 class KernelSpec:
-    """One kernel as its launcher would start it.
+    """One kernel launch to compile.
 
     op           the op it implements: linear, rms_norm, paged_attention_decode, ...
     impl         name of the implementation, as in the run summary
     shape_class  what distinguishes this launch: form, rows, head_dim, KV format, ...
-    launch       None where there is a reason why this card has no such kernel
-    decode       runs in every decoding step: no spills or local memory allowed from sm_80 on
-    expect_mma   what `mma` of the row must contain, empty for anything
+    launch       None if this GPU does not have the kernel, see `reason`
+    decode       runs in every decode step: no spills or local memory allowed from sm_80 on
+    expect_mma   text that `mma` of the row must contain; empty: no requirement
     """
 
     op: str
@@ -59,7 +60,7 @@ class KernelSpec:
 
     @property
     def label(self) -> str:
-        """op and shape class, as the table shows them."""
+        """Op and shape class, as shown in the table."""
         return f"{self.op} {self.shape_class}"
 
 
@@ -104,12 +105,12 @@ FORMS = (
 
 
 def described(form: Form, n: int, k: int) -> Prepared:
-    """A weight of that form with the right types and sizes and no contents."""
+    """A `meta` weight of that form: right dtypes and shapes, no data."""
     kind = CODES[form.code]
     chunks = -(-k // kind.chunk)
     groups = -(-k // form.group) if form.group else 0
     of_scales = {"e4m3": torch.uint8, "e8m0": torch.uint8, "nibble": torch.uint8, "sub": torch.int8}
-    # block-scaled FP8 comes with float32 scales, the other stored floats with float16
+    # block-scaled FP8 has float32 scales, other forms with float scales have float16
     floats = torch.float32 if form.scale_rows > 1 else torch.float16
     scales = _meta(of_scales.get(form.scale_kind, floats), -(-n // form.scale_rows), groups)
     mins = _meta(torch.float16 if form.min_kind == "float" else torch.uint8, n, groups)
@@ -137,7 +138,7 @@ def _meta(dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 def all_specs(capability: int) -> list[KernelSpec]:
-    """Every kernel that would be launched on such a card."""
+    """Return all kernels that can be launched on a GPU of this capability."""
     dtype = torch.float16 if capability < 80 else torch.bfloat16
     card = Card(capability, CLASSES[capability].num_sms)
     found = [*_op_specs(dtype, card), *_expert_specs(dtype, card)]
@@ -157,7 +158,7 @@ def all_specs(capability: int) -> list[KernelSpec]:
 
 
 def _op_specs(dtype: torch.dtype, card: Card) -> Iterator[KernelSpec]:
-    """One spec for every launch of an op; the splits of attention are merged alike in all of its cases."""
+    """One spec per launch of an op; only one case keeps the merge kernel, which is the same in all."""
     labels = {"decode_split": "decode", "merge_splits": "merge", "prefill": "prefill", "widen": "widen"}
     prompts = ("prefill", "widen", "_chunks")
     expected = {
@@ -178,7 +179,7 @@ def _op_specs(dtype: torch.dtype, card: Card) -> Iterator[KernelSpec]:
 
 
 def _latent_calls(dtype: torch.dtype, card: Card) -> Iterator[Call]:
-    """GLM-4.7 Flash, DeepSeek V2 Lite and V3."""
+    """Latent attention of GLM-4.7 Flash, DeepSeek V2 Lite and V3."""
     if not 80 <= card.capability < AMD:
         return
     table, bounds, lengths = (_meta(torch.int32, *shape) for shape in ((1, 2048), (2,), (1,)))
@@ -194,7 +195,7 @@ Call = tuple[str, str, Callable[[], object]]  # op, shape class, the call
 
 
 def _row_calls(dtype: torch.dtype) -> Iterator[Call]:
-    """Hidden states of 4,096, heads of 128; whole heads, and partly turned ones in pairs; a vocabulary of 151,936."""
+    """Row-wise ops: hidden size 4,096, head_dim 128, full RoPE, partial interleaved RoPE, a vocabulary of 151,936."""
     for shape in ((1, HIDDEN), (32, 128)):
         weight = _meta(torch.float32, shape[1])
         yield "rms_norm", str(shape[1]), partial(rms_norm, _meta(dtype, *shape), weight, 1e-6)
@@ -213,7 +214,7 @@ def _pages(kv_format: str, kv_heads: int, page: int, dim: int) -> KVPages:
 
 
 def _page_calls(dtype: torch.dtype) -> Iterator[Call]:
-    """Every format, with QK-norm before RoPE and behind it, and without."""
+    """KV writes in every format, with QK-norm before RoPE, after RoPE, and without."""
     native, slots = TYPES[dtype].removeprefix("*"), _meta(torch.int64, 1)
     for kv_format, dim in ((native, 128), ("int8", 128), ("fp8", 128), ("int8", 96)):
         kv = _meta(dtype, 1, 8, dim)
@@ -232,8 +233,9 @@ def _page_calls(dtype: torch.dtype) -> Iterator[Call]:
 
 
 def _attention_calls(dtype: torch.dtype, card: Card) -> Iterator[Call]:
-    """Head sizes of the models, chunks, and windows, soft-caps and sinks together: (tokens, format, head_dim, query
-    heads a KV head, KV heads, page size, extras).
+    """Head sizes of the models, chunked attention, and window, soft-cap and sinks combined.
+
+    (tokens, format, head_dim, query heads per KV head, KV heads, page size, extras)
     """
     native, has_mma = TYPES[dtype].removeprefix("*"), 80 <= card.capability < AMD
     for tokens, kv_format, dim, group, kv_heads, page, extras in (
@@ -266,7 +268,7 @@ def _attention_calls(dtype: torch.dtype, card: Card) -> Iterator[Call]:
 
 
 def _state_calls(dtype: torch.dtype, card: Card) -> Iterator[Call]:
-    """Qwen3.5 27B, Nemotron-H, LFM2, and sizes that are no powers of two; one token, and a prompt."""
+    """Recurrent ops of Qwen3.5 27B, Nemotron-H and LFM2, and non-power-of-two sizes; one token, and a prompt."""
     slots, bounds = _meta(torch.int64, 1), _meta(torch.int32, 2)
     for tokens in (1, 512):
         name = "token" if tokens == 1 else "prompt"
@@ -274,7 +276,7 @@ def _state_calls(dtype: torch.dtype, card: Card) -> Iterator[Call]:
             weight, state = _meta(torch.float32, channels, width), _meta(torch.float32, 1, channels, width - 1)
             of_conv = (_meta(dtype, tokens, channels), weight, None, state, slots, bounds, silu)
             yield "causal_conv", f"{channels} x {width} {name}", partial(causal_conv, *of_conv)
-    # single tokens, and on cards that have the products prompts in chunks
+    # single tokens; chunked prompts only on GPUs with tensor cores
     for count, name in ((1, ""), (512, " prompt"))[: 1 + (80 <= card.capability < AMD)]:
         for k_heads, heads, k_dim, dim in ((16, 48, 128, 128), (2, 4, 20, 24)):
             q, v = _meta(torch.float32, count, k_heads, k_dim), _meta(torch.float32, count, heads, dim)
@@ -308,7 +310,7 @@ def _decode_specs(form: Form, dtype: torch.dtype, card: Card) -> Iterator[Kernel
     x, out = _meta(dtype, 1, HIDDEN), _meta(dtype, 1, HIDDEN)
     fused = Extras(_meta(torch.float32, HIDDEN), Norm(_meta(torch.float32, HIDDEN), 1e-6), out)
     yield _linear(f"{form.name} M=1", card, partial(product, x, p), decode=True)
-    before = _recorded(card, partial(product, x, p, fused))[:-1]  # what prepares x for it
+    before = _recorded(card, partial(product, x, p, fused))[:-1]  # the kernel that converts x
     yield from (KernelSpec("digits", "triton", form.name, one, decode=True) for one in before)
     if form.name in MAIN_FORMS:
         yield _linear(f"{form.name} M=1 norm residual", card, partial(product, x, p, fused), decode=True)
@@ -318,7 +320,7 @@ def _decode_specs(form: Form, dtype: torch.dtype, card: Card) -> Iterator[Kernel
 
 def _batch_specs(form: Form, dtype: torch.dtype, card: Card) -> Iterator[KernelSpec]:
     if card.capability < 80:
-        why = "Triton has no tensor cores there: up to 4 rows one by one, more through a slab and torch.matmul"
+        why = "Triton cannot use its tensor cores: up to 4 rows run as GEMV, more through dequantized slabs"
         yield KernelSpec("linear", "triton", f"{form.name} M=16", reason=why)
         return
     mma = {90: "wgmma", 100: "tcgen05", 942: "v_mfma", 1100: "v_wmma", 1201: "v_wmma"}.get(card.capability, "mma.sync")
@@ -353,10 +355,10 @@ MIXTURES = (
 
 
 def _expert_specs(dtype: torch.dtype, card: Card) -> Iterator[KernelSpec]:
-    """Routing, and products of a token's experts and of a few tokens' in tiles."""
+    """Expert routing, and expert products of single tokens and in tiles."""
     forms = {form.name: form for form in FORMS}
     if not 80 <= card.capability < AMD:
-        yield KernelSpec("experts", "triton", "token", reason="experts are called one by one there")
+        yield KernelSpec("experts", "triton", "token", reason="experts run one at a time on this GPU")
         return
     for count, top_k in ((128, 8), (32, 4)):
         chosen, size = _meta(torch.int32, 512, top_k), tile_size(512 * top_k, count)
@@ -372,7 +374,7 @@ def _expert_specs(dtype: torch.dtype, card: Card) -> Iterator[KernelSpec]:
         limit = 7.0 if gate == "swiglu_oai" else 0.0
 
         def run(tokens: int, size: int, given: Any = (weights, count, up, down, both, limit)) -> None:
-            """`size` pairs in a tile; 0: one by one."""
+            """Run with tiles of `size` pairs; 0: one pair at a time."""
             weights, count, up, down, (of_up, of_down), limit = given
             chosen, shares = routed(_meta(dtype, tokens, count), weights)
             tiles = Tiles(size, _meta(torch.int32, 9 * size), _meta(torch.int32, 9)) if size else None
@@ -392,11 +394,11 @@ def _expert_specs(dtype: torch.dtype, card: Card) -> Iterator[KernelSpec]:
 
 
 def _rounding_specs(card: Card) -> Iterator[KernelSpec]:
-    """Products of x rounded to FP8 and to NVFP4."""
+    """Products with activations quantized to FP8 and to NVFP4."""
     forms = {form.name: form for form in FORMS}
     fp8, nvfp4 = "triton_fp8_w8a8", "triton_nvfp4_w4a4"
     if card.capability >= AMD:
-        yield KernelSpec("linear", fp8, "w8a8 and w4a4", reason="for NVIDIA's formats of rounded activations")
+        yield KernelSpec("linear", fp8, "w8a8 and w4a4", reason="quantized activations need an NVIDIA GPU")
         return
     if card.capability < FP8_CAPABILITY:
         why = "no FP8 instructions below compute capability 8.9"

@@ -1,7 +1,7 @@
-"""Launches paged attention: single queries split over their keys, several queries of a sequence in tiles.
+"""Launches paged attention: split-KV kernels for sequences with one query, tiled kernels for several queries.
 
-Nothing is read back from the device: which sequence a program serves it finds in `cu_query_lens` and `seq_lens`, and
-how many programs there are follows from the shapes alone, so a step can be captured in a CUDA graph.
+Nothing is read back from the device: programs find their sequence in `cu_query_lens` and `seq_lens`, and the grid
+depends only on shapes, so a step can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from .hadamard import run_length
 from .launch import card_of, has_ptx, interpreting, launch, power_of_2
 from .ops import LARGEST_HEAD, PAGE_SIZES
 
-# most bytes held at once of split results when queries of a long chunk are treated one by one, or of widened pages
+# maximum size of partial split results when the queries of a long chunk run one by one, and of widened pages
 PART_BYTES = 64 << 20
-WIDEN_TOKENS = 256  # from so many tokens of a step on E4M3 pages are widened once for all of them; not measured
-# keys of a decoding sequence, and tokens of a prompt, that candidates are timed on
+WIDEN_TOKENS = 256  # steps with at least this many tokens widen E4M3 pages once for all; not measured
+# keys of the decode trial, and tokens of the prefill trial, that candidates are timed on
 TRIAL_KEYS, TRIAL_QUERIES = 8192, 2048
-# numbers a step of the merge adds up: 64 splits of a head of 128. Each further step waits for memory anew; four of them
-# took an H100 6 to 13 us for 32,768 keys
+# elements merged per iteration: 64 splits of a head of 128. Each further iteration waits for memory again; four of them
+# take 6 to 13 us on an H100 with 32,768 keys
 MERGED = 8192
-# Most query heads of a KV head for which its last program merges the splits of 8-bit pages. An 8B's step takes an H200
-# 2.22 ms so, and 2.33 with a kernel that merges; 30B-A3B's, of eight heads, 2.30 and 2.26; one with 16-bit pages 4.44
-# and 4.42. The latter numbers are those where the next kernel begins late, 1 % less; with 8-bit pages that is 2 % more
+# With 8-bit pages and up to this many query heads per KV head, the last program to finish merges the splits. Step times
+# on an H200, merged that way and by a separate kernel: 8B model 2.22 and 2.33 ms; 30B-A3B, with eight heads, 2.30 and
+# 2.26; 16-bit pages 4.44 and 4.42, with the next kernel started late (LATE: 1 % less, but 2 % more with 8-bit pages)
 MERGED_GROUP = 4
-COUNTERS = 1 << 16  # KV heads of queries that may be under way
+COUNTERS = 1 << 16  # maximum number of (query, KV head) pairs in one launch
 
 
 def paged_attention(
@@ -58,18 +58,18 @@ def paged_attention(
     *,
     by_token: bool = False,
 ) -> Tensor:
-    """As `reference.paged_attention`; sequences of one query take the decode kernels, others the prefill kernel.
+    """`reference.paged_attention`: sequences with one query use the decode kernels, others the prefill kernel.
 
-    A token's result does not depend on other sequences, nor on its chunk but for chunks of one token. With E4M3 pages
-    the size of the step decides whether they are widened, which last bits show. by_token sends every query through the
-    decode kernels, and no chunk or batch changes a bit.
-    Raises ValueError for what `fits` of this back end refuses, and for tensors that are not contiguous.
+    A token's result does not depend on other sequences, nor on chunking, except for chunks of one token; with E4M3
+    pages its last bits also depend on whether the step is large enough to widen them. With by_token every query uses
+    the decode kernels, and results are bitwise independent of chunks and batches.
+    Raises ValueError for arguments that this back end's `fits` rejects, and for non-contiguous tensors.
     """
     step = _Step(q, pages, block_table, cu_query_lens, seq_lens, (scale, window, softcap, sinks, chunked))
     num_tokens, num_seqs = q.shape[0], block_table.shape[0]
     if by_token:
-        each = step.heads * step.places * (step.dim + 2) * 4  # bytes of a query between the two kernels
-        at_once = max(1, min(PART_BYTES // each, 65_535, COUNTERS // step.kv_heads))  # all of them merged alike
+        each = step.heads * step.places * (step.dim + 2) * 4  # bytes of partial results per query
+        at_once = max(1, min(PART_BYTES // each, 65_535, COUNTERS // step.kv_heads))  # so that all merge the same way
         for first in range(0, num_tokens, at_once):
             step.decode(first, min(at_once, num_tokens - first), by_token=True)
         return step.out
@@ -81,7 +81,7 @@ def paged_attention(
 
 
 class _Step:
-    """One call: checked arguments, and what both kernels take."""
+    """One call: validated arguments, and the arguments that both kernels share."""
 
     def __init__(
         self,
@@ -97,10 +97,11 @@ class _Step:
         self.format = pages.format
         if self.page not in PAGE_SIZES or self.heads % self.kv_heads:
             raise ValueError(
-                f"page_size {self.page} must be one of {PAGE_SIZES}, {self.kv_heads} KV heads {self.heads} heads"
+                f"page_size {self.page} must be one of {PAGE_SIZES}, "
+                f"and {self.kv_heads} KV heads must divide {self.heads} heads"
             )
         if self.dim > LARGEST_HEAD or self.dim % 8:
-            raise ValueError(f"heads of {self.dim}: at most {LARGEST_HEAD}, a multiple of 8")
+            raise ValueError(f"head_dim {self.dim} must be a multiple of 8 and at most {LARGEST_HEAD}")
         if not (pages.k.is_contiguous() and pages.v.is_contiguous() and block_table.is_contiguous()):
             raise ValueError("pages and block tables must be contiguous")
         scale, window, softcap, self.sinks, chunked = how
@@ -121,7 +122,7 @@ class _Step:
             "FORMAT": self.format,
             "SCALES": "none" if pages.k_scales is None else "layer" if pages.k_scales.dim() == 1 else "token",
             "RUN": run_length(self.dim),
-            # halvings that find a sequence; two values, since each is another compiled kernel
+            # binary search steps to find a sequence; only two values, as each compiles another kernel
             "STEPS": 8 if self.num_seqs < 256 else 20,
             "HAS_WINDOW": window is not None,
             "CHUNKED": chunked,
@@ -133,7 +134,7 @@ class _Step:
         self.kv = (k, v, *(lengths if s is None else s for s, lengths in ((pages.k_scales, k), (pages.v_scales, v))))
 
     def _picked(self, op: str, candidates: tuple[Tile, ...], fixed: bool = False, form: str = "") -> Tile:
-        """The winner on this card, or the first; with `fixed` always the first: tiles decide the order of sums."""
+        """The measured winner on this GPU, or the first; with `fixed` always the first, as tiles affect sum order."""
         if fixed or self.q.device.type != "cuda":
             return candidates[0]
         form = form or self.format
@@ -145,7 +146,7 @@ class _Step:
         return Tile(**known)
 
     def decode(self, first: int, count: int, by_token: bool, tile: Tile | None = None) -> None:
-        """Single queries: rows are tokens from `first` on, or sequences."""
+        """Launch decode attention; rows are sequences, or with `by_token` tokens from `first` on."""
         group = self.shared["GROUP"]
         candidates = decode_tiles(self.cap, self.format, self.dim, group)
         tile = tile or self._picked("attention_decode", candidates, by_token)
@@ -170,7 +171,7 @@ class _Step:
             KEYS=tile.keys,
             STAGES=tile.num_stages,
             HEADS=heads,
-            AT_ONCE=max(1, 64 * 32 * tile.num_warps // (padded * heads)),  # 64 numbers a thread
+            AT_ONCE=max(1, 64 * 32 * tile.num_warps // (padded * heads)),  # 64 elements per thread
             MERGES=merges,
             LATE=not eight,
             num_warps=tile.num_warps,
@@ -193,12 +194,12 @@ class _Step:
         )
 
     def prefill(self, singles: bool, tile: Tile | None = None) -> None:
-        """Sequences of several queries; with `singles` those of one as well."""
+        """Launch prefill attention for sequences with several queries; with `singles` also for those with one."""
         places = self.table.numel()
-        each = places * self.page * (4 * self.dim + 4)  # bytes of a widened KV head
+        each = places * self.page * (4 * self.dim + 4)  # bytes per widened KV head
         at_once = PART_BYTES // max(1, each)
         if self.format == "fp8" and self.num_tokens >= WIDEN_TOKENS and at_once:
-            at_once = -(-self.kv_heads // -(-self.kv_heads // min(at_once, self.kv_heads)))  # pieces alike
+            at_once = -(-self.kv_heads // -(-self.kv_heads // min(at_once, self.kv_heads)))  # in equal parts
             for first in range(0, self.kv_heads, at_once):
                 self._prefill_widened(singles, tile, first, min(at_once, self.kv_heads - first))
         else:
@@ -206,7 +207,7 @@ class _Step:
             self._prefill(singles, tile, self.kv, self.table, (0, self.kv_heads), self.shared)
 
     def _prefill_widened(self, singles: bool, tile: Tile | None, first: int, count: int) -> None:
-        """Some of the KV heads, their keys and values as float16."""
+        """Run prefill for some KV heads with keys and values widened to float16."""
         places, device = self.table.numel(), self.q.device
         shape = (places, count, self.page, self.dim)
         k, v = (torch.empty(shape, dtype=torch.float16, device=device) for _ in range(2))
@@ -233,7 +234,7 @@ class _Step:
         heads: tuple[int, int],
         shared: Mapping[str, Any],
     ) -> None:
-        """`heads`: the first KV head of those in the pages, and how many there are."""
+        """`heads`: first KV head in the pages, and number of KV heads in them."""
         sinks = self.q if self.sinks is None else self.sinks
         first, count = heads
         launch(
@@ -254,20 +255,20 @@ class _Step:
 
 @cache
 def _counters(device: torch.device) -> Tensor:
-    """int32 zeros, which every kernel leaves as zeros: one set a card, whose kernels all run on one stream."""
+    """int32 zeros, which every kernel resets to zero: one buffer per GPU, whose kernels all run on one stream."""
     return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
 @lru_cache(maxsize=4)
 def _in_order(places: int, device: torch.device) -> Tensor:
-    """The block table of pages that lie as tables name them."""
+    """Identity block table, for widened pages stored in table order."""
     return torch.arange(places, dtype=torch.int32, device=device)
 
 
 def _trial(
     op: str, like: Tensor, kv_format: str, kv_heads: int, page: int
 ) -> Callable[[Mapping[str, int]], Callable[[], object]]:
-    """Launches a candidate on one made-up sequence with heads `like` q's; makes it when a first candidate is tried."""
+    """Return a trial that runs a candidate on one random sequence, created only when it is needed."""
     _, heads, dim = like.shape
     dtype, device = like.dtype, like.device
     new, length = (1, TRIAL_KEYS) if op == "attention_decode" else (TRIAL_QUERIES, TRIAL_QUERIES)
@@ -284,12 +285,12 @@ def _trial(
 
     def trial(choice: Mapping[str, int]) -> Callable[[], object]:
         tile, step = Tile(**choice), made()
-        step.out.fill_(float("nan"))  # what a kernel leaves out does not pass for the result of the one before it
+        step.out.fill_(float("nan"))  # so that skipped outputs do not keep the previous candidate's results
 
         def run() -> Tensor:
             if op == "attention_decode":
                 step.decode(0, 1, False, tile)
-            else:  # the pages as they are: widened ones are of another form
+            else:  # without widening: widened pages are tuned as fp16
                 step._prefill(True, tile, step.kv, step.table, (0, kv_heads), step.shared)
             return step.out
 
@@ -299,8 +300,8 @@ def _trial(
 
 
 def _noise(part: Tensor, device: torch.device) -> Tensor:
-    """Made-up pages, or their scales, like `part`."""
+    """Random pages or scales like `part`."""
     if part.dtype.itemsize > 1:
-        largest = 0.02 if part.dim() == 3 else 1.0  # a scale, or a number
+        largest = 0.02 if part.dim() == 3 else 1.0  # scales, or values
         return (torch.rand(part.shape, device=device) * largest).to(part.dtype)
     return torch.randint(0, 100, part.shape, device=device, dtype=torch.uint8).view(part.dtype)  # E4M3: all finite

@@ -1,15 +1,14 @@
-"""Paged attention of single queries: every sequence's keys in splits side by side, which the last program of a KV head
-to finish merges, or a kernel of its own.
+"""Paged attention for decode: split-KV attention of single queries (flash decoding).
 
-A program takes splits of one sequence and KV head: one, where all of them fit onto the card. Keys are the rows of its
-matrix products, the query heads of the KV head their 8 or 16 columns: S = K Qᵀ and O = Vᵀ P, so no row of a matrix
-instruction is wasted, the four warps share the keys, and an accumulator is [head_dim, heads]. Tiles of 64 keys come by
-asynchronous copies, two under way; the block table is read one tile ahead, so that no copy waits for it. 8-bit pages
-are read as pairs of codes (`e4m3.py`).
+The splits of a sequence run in parallel; the last program of a KV head to finish merges them, or a separate kernel.
+A program computes the splits of one sequence and KV head: just one, if all programs fit on the GPU. Keys are the rows
+of its matrix products, the query heads of the KV head the 8 or 16 columns: S = K Qᵀ and O = Vᵀ P. So no rows of the
+matrix instructions are wasted, the warps share the keys, and the accumulator is [head_dim, heads]. Tiles of 64 keys are
+loaded with asynchronous copies, two in flight; the block table is read one tile ahead. 8-bit pages are read as pairs of
+codes (`e4m3.py`).
 
-What is split how depends on the sequence's own length only (`split_tokens`), tiles begin at multiples of their size,
-and the merge adds splits in the order of their places: so a token's result depends on nothing beside it, and neither
-on the chunk it came in where `by_token` sends every query this way.
+Splits depend only on the sequence's own length (`_split_tokens`), tiles start at multiples of their size, and splits
+are merged in order, so a token's result does not depend on its batch, and with `by_token` not on chunking either.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from .launch import wait_for_previous
 
 @triton.jit
 def exponents(scores, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Scores to the exponents of two that their softmax is taken of; without a soft-cap the scale has seen to it."""
+    """Scores -> base-2 exponents for the softmax; without a soft-cap the scale already includes log2(e)."""
     if HAS_SOFTCAP:
         power = tl.minimum(scores * (2.885390081777927 / softcap), 126.0)
         scores = (softcap * 1.4426950408889634) * (1.0 - 2.0 / (tl.exp2(power) + 1.0))
@@ -35,12 +34,12 @@ def exponents(scores, softcap, HAS_SOFTCAP: tl.constexpr):
 def _query_of(
     row, cu_query_lens, seq_lens, num_seqs, first_token, BY_TOKEN: tl.constexpr, STEPS: tl.constexpr
 ):  # fmt: skip
-    """(token, sequence, keys it sees without a window) of a row: a token, or a sequence with one query, else 0 keys."""
+    """(token, sequence, visible keys without a window) of a row: a token, or a sequence (0 keys if several queries)."""
     if BY_TOKEN:
         token = first_token + row
         low = 0
         high = num_seqs
-        for _ in range(STEPS):  # the last sequence that begins at or before the token
+        for _ in range(STEPS):  # binary search for the last sequence that starts at or before the token
             middle = (low + high) // 2
             later = tl.load(cu_query_lens + middle) > token
             low = tl.where(later, low, middle)
@@ -56,7 +55,7 @@ def _query_of(
 
 @triton.jit
 def oldest_key(length, window, CHUNKED: tl.constexpr):
-    """The first key that a query sees of `length` ones up to its own, with a window."""
+    """The first of `length` keys (up to its own) that a query attends to with a window."""
     if CHUNKED:
         oldest = tl.maximum(length - 1, 0) // window * window
     else:
@@ -66,7 +65,7 @@ def oldest_key(length, window, CHUNKED: tl.constexpr):
 
 @triton.jit
 def _split_tokens(seen, FIRST: tl.constexpr, SPLITS: tl.constexpr):
-    """Keys of a split when `seen` keys take part: FIRST while SPLITS of them suffice, then a multiple of it."""
+    """Keys per split for `seen` keys: FIRST as long as SPLITS splits suffice, then a multiple of it."""
     return FIRST * tl.maximum((seen + FIRST * SPLITS - 1) // (FIRST * SPLITS), 1)
 
 
@@ -81,11 +80,12 @@ def decode_split(
     INTERPRET: tl.constexpr, PTX: tl.constexpr, HAS_SINKS: tl.constexpr, HEADS: tl.constexpr, PADDED: tl.constexpr,
     PLACES: tl.constexpr, AT_ONCE: tl.constexpr, MERGES: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
-    """Every so many'th split of one query's keys for one KV head: sums of weighted values, not yet divided, and
-    (top, norm). Who computes a split changes nothing of it.
+    """Compute every num_programs(0)-th split of one query's keys for one KV head.
 
-    MERGES  the last program of a query and KV head to finish merges its splits; `counter` is 0 before and after
-    LATE    the next kernel may begin when the splits are done, and not from the beginning on
+    Writes the unnormalized weighted sum of values and (maximum, norm) per split; the grid does not affect the results.
+
+    MERGES  the last program of a (query, KV head) to finish merges its splits; `counter` is 0 before and after
+    LATE    let the next kernel start (PDL) after the splits instead of at the beginning
     """
     head = tl.program_id(1)
     row = tl.program_id(2)
@@ -103,7 +103,7 @@ def decode_split(
     if HAS_WINDOW:
         begin = tl.maximum(begin, oldest // KEYS * KEYS)
     page = tl.load(table + (begin + n) // PAGE, mask=begin + n < length, other=0)
-    if PDL:  # also where no split is left: the next kernel relies on this one to have seen the end of the one before
+    if PDL:  # even without splits to compute: the next kernel relies on this one having waited for its predecessor
         tl.extra.cuda.gdc_wait()
     column = tl.arange(0, COLUMNS)
     d = tl.arange(0, HALF)
@@ -170,7 +170,7 @@ def decode_split(
             else:
                 scores *= scale
             scores = exponents(scores, softcap, HAS_SOFTCAP)
-            if SCALES == "token":  # the weight of a value carries its scale, so that it stays within float16
+            if SCALES == "token":  # fold the value's scale into its softmax weight, so that it stays in float16 range
                 v_scale = tl.where(v_scale < 1e-30, 1e-30, v_scale)
                 spread = tl.log2(v_scale)
                 scores += spread[:, None]
@@ -232,13 +232,13 @@ def _merge(
     DIM: tl.constexpr, PADDED: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, PLACES: tl.constexpr,
     AT_ONCE: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """`count` splits of GROUP query heads from `first` on into their results, in the order of their places."""
+    """Merge `count` splits of GROUP query heads from `first` on, in order, and store the results."""
     head = tl.arange(0, HEADS)
     real = (head < GROUP)[:, None]
     place = tl.arange(0, PLACES)
     part = (first + head)[:, None] * num_places + place[None, :]
     there = real & (place < count)[None, :]
-    # not through the first cache, which other programs do not write to
+    # .cg bypasses L1, which does not see writes of other programs
     tops = tl.load(part_norm + part * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
     norms = tl.load(part_norm + part * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
     top = tl.max(tops, 1)
@@ -276,7 +276,7 @@ def merge_splits(
     FORMAT: tl.constexpr, SCALES: tl.constexpr, FIRST: tl.constexpr, SPLITS: tl.constexpr, BY_TOKEN: tl.constexpr,
     STEPS: tl.constexpr, HAS_WINDOW: tl.constexpr, CHUNKED: tl.constexpr, HAS_SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Splits of one query head into its result, in the order of their places; a query without keys gets zeros."""
+    """Merge the splits of one query head in order; a query without keys gets zeros."""
     head = tl.program_id(0)
     row = tl.program_id(1)
     token, seq, length = _query_of(row, cu_query_lens, seq_lens, num_seqs, first_token, BY_TOKEN, STEPS)

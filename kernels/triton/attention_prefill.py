@@ -1,13 +1,14 @@
-"""Paged attention of many queries of a sequence at a time: new tokens against everything cached, themselves included.
+"""Paged attention for prefill: many queries of a sequence attend to all cached keys, including their own.
 
-A program takes a tile of queries of one sequence, all heads of a KV head side by side in its rows (token, head), and
-goes through the keys from the first that any of them sees to the last. Tiles that all rows see whole run without masks;
-those at the diagonal, and all of them with a window, with masks. Rows do not touch each other and key tiles begin at
-multiples of their size, so a token's result does not depend on the chunk it came in.
+A program computes a tile of queries of one sequence. Its rows are (token, head) for all query heads of one KV head, and
+it iterates from the first key that any row attends to, to the last. Fully visible key tiles run without masks; tiles at
+the diagonal, and all tiles with a window, are masked. Rows are independent and key tiles start at multiples of their
+size, so a token's result does not depend on how its prompt was chunked.
 
-8-bit pages are widened once a tile; below sm_90 every warp widens K for itself, hidden behind twice as slow products.
-Where a step has many queries, `widen` takes keys and values of E4M3 once for all of them instead, for some KV heads at
-a time: 2,048 tokens behind 2,048 of an 8B took an H100 622 us with E4M3 pages, 280 with bfloat16.
+8-bit pages are widened once per tile; below sm_90 each warp widens K itself, hidden behind products of half the speed.
+With many queries per step, `widen` instead converts E4M3 keys and values once for all of them, a few KV heads at a
+time. Without it, 2,048 tokens after 2,048 cached ones of an 8B model took 622 us with E4M3 pages on an H100, and 280 us
+with bfloat16.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .launch import wait_for_previous
 
 @triton.jit
 def _load(pages, slot, d, inside, WIDTH: tl.constexpr, FULL: tl.constexpr, MASKED: tl.constexpr):
-    """Dimensions d of the slots, one of the two along rows, the other along columns; zeros outside."""
+    """Load dimensions d of the slots, [slot, d] or [d, slot] depending on their shapes; zeros outside."""
     at = pages + slot * WIDTH + d
     if MASKED:
         return tl.load(at, mask=inside & (d < WIDTH), other=0)
@@ -40,7 +41,7 @@ def _attend(
     SCALES: tl.constexpr, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Take keys [begin, end) into the sums. `oldest`, `length`: keys outside are not this tile's business at all."""
+    """Accumulate keys [begin, end) (online softmax). Keys outside [oldest, length) are masked for the whole tile."""
     EIGHT: tl.constexpr = (FORMAT == "int8") | (FORMAT == "fp8")
     WIDTH: tl.constexpr = DIM // 2 if EIGHT else DIM
     LATE: tl.constexpr = (SCALES != "token") & (not HAS_SOFTCAP)
@@ -52,7 +53,7 @@ def _attend(
         key = start + n
         slot = (page.to(tl.int64) * heads + head) * PAGE + key % PAGE
         inside = (key >= oldest) & (key < length)
-        if EIGHT:  # the other way round than needed: what turns a tile over shares it, so codes are widened once
+        if EIGHT:  # loaded transposed: the transposition goes through shared memory, so codes are widened only once
             k_tile = _load(k, slot[:, None], d[None, :], inside[:, None], WIDTH, HALF == WIDTH, MASKED)
             v_tile = _load(v, slot[None, :], d[:, None], inside[None, :], WIDTH, HALF == WIDTH, MASKED)
         else:
@@ -82,7 +83,7 @@ def _attend(
             if HAS_WINDOW:
                 seen &= key[None, :] >= oldest_key(position + 1, window, CHUNKED)[:, None]
             scores = tl.where(seen, scores, float("-inf"))
-        if LATE:  # one multiply-add an element: the scale is positive, so the largest stays the largest
+        if LATE:  # scale inside the exponent, one FMA per element; the scale is positive, so the maximum is the same
             new_top = tl.maximum(top, tl.max(scores, 1) * scale)
             base = tl.where(new_top == float("-inf"), 0.0, new_top)
             weights = tl.exp2(scores * scale - base[:, None])
@@ -99,7 +100,7 @@ def _attend(
                 v_even, v_odd = widen_e4m3(v_tile, operand, PTX)
             else:
                 v_even, v_odd = widen_int8(v_tile, operand, PTX)
-            if SCALES == "token":  # a float16 from here on, as the widened code is
+            if SCALES == "token":  # apply the scale in float16, the type of the widened codes
                 if FORMAT == "int8":
                     v_even, v_odd = v_even * 0.0078125, v_odd * 0.0078125
                 v_scale = (v_scale * (128.0 if FORMAT == "int8" else 256.0)).to(operand)
@@ -117,9 +118,9 @@ def widen(
     DIM: tl.constexpr, HALF: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, SCALES: tl.constexpr,
     PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """E4M3 keys and values of the pages in a table as float16 [places, heads, PAGE, DIM], for heads from first_head on.
+    """Convert E4M3 pages in a block table to float16 [places, heads, PAGE, DIM], for heads from first_head on.
 
-    Keys stay codes, with their scales beside them; values are multiplied by theirs, but for those of a whole layer.
+    Keys are not scaled, their scales are copied to scales_out; values are multiplied by per-token scales.
     """
     place, head, heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     page = tl.load(block_table + place).to(tl.int64)
@@ -156,9 +157,9 @@ def prefill(
     HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
     INTERPRET: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries of one sequence for one KV head of the `heads` in the pages, those from first_head on.
+    """Compute one tile of queries of one sequence for one KV head; the pages hold `heads` heads from first_head on.
 
-    SINGLES: sequences with one query, too.
+    SINGLES: also process sequences with a single query.
     """
     EIGHT: tl.constexpr = (FORMAT == "int8") | (FORMAT == "fp8")
     STEP: tl.constexpr = 2 if EIGHT else 1
@@ -168,11 +169,11 @@ def prefill(
     TOKENS: tl.constexpr = ROWS // GROUP
     head = tl.program_id(0)
     q_head = first_head + head
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the last tiles of a prompt have the most keys: begin with them
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the last tiles of a prompt have the most keys: start with them
     wait_for_previous(PDL)
     low = 0
     high = num_seqs
-    for _ in range(STEPS):  # a sequence has no more tiles than lie between its bound and the next
+    for _ in range(STEPS):  # binary search: sequence s owns tiles from cu_query_lens[s] // TOKENS + s on
         middle = (low + high) // 2
         later = tl.load(cu_query_lens + middle) // TOKENS + middle > tile
         low = tl.where(later, low, middle)

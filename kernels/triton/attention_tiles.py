@@ -1,9 +1,8 @@
-"""How attention cuts its work: keys and rows of a tile, keys of a split: by bytes on paper, tiles of prompts on
-sm_90 by an H100's times.
+"""Tile and split sizes of attention. Derived from byte counts, except prefill on sm_90, which was timed on an H100.
 
-The shared memory of a decode tile (keys x head_dim x 2 tensors x bytes, two tiles under way, a third where wgmma runs
-behind) decides how many programs share a multiprocessor; together they must hold a few tens of KB on their way from
-memory (3.35 TB/s x 0.8 us / 132 SMs = 20 KB on an H100, 8 KB on an RTX 5090).
+The shared memory of a decode tile (keys x head_dim x 2 tensors x bytes; two tiles in flight, a third if wgmma runs
+asynchronously) limits how many programs fit on an SM. Together they must keep tens of KB of loads in flight (3.35 TB/s
+x 0.8 us / 132 SMs = 20 KB on an H100, 8 KB on an RTX 5090).
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ import triton
 from ..kv_pages import SCALED_FORMATS
 from .cards import AMD
 
-BUSY = 16  # programs of decode attention for each multiprocessor; not measured
-WGMMA = (90, 100)  # cards whose matrix instructions read 64 rows straight from shared memory
+BUSY = 16  # decode attention programs per SM; not measured
+WGMMA = (90, 100)  # capabilities whose matrix instructions read 64 rows directly from shared memory
 
 
 class Tile(NamedTuple):
-    """How a kernel cuts its work."""
+    """Tile sizes and launch options of a kernel."""
 
     keys: int
     num_warps: int
@@ -30,13 +29,13 @@ class Tile(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """How many keys a split has: `first` while `most` splits suffice, then multiples of it."""
+    """Keys per split: `first` as long as `most` splits suffice, then a multiple of it."""
 
     first: int
     most: int
 
     def places(self, num_keys: int, window: int | None) -> int:
-        """Most splits that a query among up to `num_keys` keys has."""
+        """Maximum number of splits of a query over up to `num_keys` keys."""
         if window is None or window >= num_keys:
             return max(1, min(self.most, -(-num_keys // self.first)))
         return min(self.most, -(-window // self.first)) + 1
@@ -44,9 +43,10 @@ class Splits(NamedTuple):
 
 @cache
 def splits_of(num_kv_heads: int, sms: int) -> Splits:
-    """Four programs an SM for one long sequence, one an SM from 4096 keys on; of one device always the same.
+    """Splits for one long sequence: four programs per SM, one per SM at 4096 keys. Fixed for a device.
 
-    From four KV heads on no more than 64 splits: with four 32,768 keys take an H200 24.5 us, with 128 splits 27.5.
+    At most 64 splits with four or more KV heads: with four heads and 32,768 keys an H200 takes 24.5 us, and 27.5 us
+    with 128 splits.
     """
     most = 64 if num_kv_heads >= 4 else 128
     first = _floor_power(4096 * num_kv_heads // sms)
@@ -54,21 +54,20 @@ def splits_of(num_kv_heads: int, sms: int) -> Splits:
 
 
 def side_by_side(places: int, queries: int, num_kv_heads: int, sms: int) -> int:
-    """Programs of each query and KV head: one a split, fewer where all of them are more than the card holds.
+    """Programs per query and KV head: one per split, or fewer if the GPU could not run them all at once.
 
-    There are places for as many splits as a context may have: a bucket of short sequences would start thousands of
-    programs that find nothing to do.
+    `places` covers the longest context of the bucket, so with short sequences most of the programs would have no work.
     """
     return min(places, max(1, BUSY * sms // (queries * num_kv_heads)))
 
 
 @cache
 def decode_tiles(cap: int, kv_format: str, head_dim: int, group: int) -> tuple[Tile, ...]:
-    """Candidates for sm_`cap` and `group` query heads a KV head, the expected best first; keys divide every split."""
+    """Candidates for sm_`cap` and `group` query heads per KV head, expected best first; keys divide every split."""
     width = triton.next_power_of_2(head_dim // 2 if kv_format in SCALED_FORMATS else head_dim)
     if kv_format == "f32":
         return (Tile(16, 4, 2),)
-    if cap < 80:  # no matrix instructions: what registers hold
+    if cap < 80:  # no matrix instructions: limited by registers
         return (Tile(32 if width > 64 else 64, 2 if width <= 32 else 4, 3),)
     if cap >= AMD:  # 64 KiB of shared memory
         return (Tile(32, 8 if width > 128 else 4, 2),)
@@ -78,23 +77,23 @@ def decode_tiles(cap: int, kv_format: str, head_dim: int, group: int) -> tuple[T
     narrow, wide = Tile(32, 2, 3), Tile(64, 4, 3)
     if cap in WGMMA and width in (64, 128):
         return (wide, Tile(64, 4, 2), narrow, Tile(32, 2, 4))
-    if width > 128:  # two warps cannot hold 256 x 16 sums
+    if width > 128:  # two warps do not have the registers for 256 x 16 sums
         return (narrow, Tile(32, 2, 2)) if columns_of(group) == 8 else (Tile(32, 4, 3), Tile(32, 4, 2))
     return (narrow, Tile(32, 2, 4), wide)
 
 
 @cache
 def prefill_tiles(cap: int, kv_format: str, head_dim: int) -> tuple[Tile, ...]:
-    """Candidates for sm_`cap`: as many rows as registers hold, keys for two or three stages in shared memory."""
+    """Candidates for sm_`cap`: as many rows as fit in registers, as many keys as fit in two or three stages."""
     width = triton.next_power_of_2(head_dim)
     if cap < 80 or kv_format == "f32":  # no matrix instructions: small tiles, sums in registers
         return (Tile(16, 4, 2, rows=16),)
     if width > 256:
-        return (Tile(16, 8, 2, rows=32),)  # with the 64 rows that wgmma wants, sums and operands do not fit registers
+        return (Tile(16, 8, 2, rows=32),)  # 64 rows, as wgmma needs, do not fit in registers
     if cap in WGMMA:
         if width > 128:
             return (Tile(32, 8, 2, rows=64), Tile(32, 4, 2, rows=64))
-        # an H100, 2,048 tokens behind 2,048: E4M3 pages 541, 564 and 613 us; bfloat16 247, 272, 276 and 285
+        # H100, 2,048 tokens after 2,048 cached ones: E4M3 pages 541, 564 and 613 us; bfloat16 247, 272, 276 and 285 us
         if kv_format in SCALED_FORMATS:
             return (Tile(64, 4, 2, rows=64), Tile(64, 8, 2, rows=128), Tile(64, 8, 3, rows=128))
         return (Tile(128, 8, 2, rows=128), Tile(64, 8, 2, rows=128), Tile(64, 4, 2, rows=64), Tile(64, 8, 3, rows=128))
@@ -106,19 +105,19 @@ def prefill_tiles(cap: int, kv_format: str, head_dim: int) -> tuple[Tile, ...]:
 
 @cache
 def decode_registers(cap: int, kv_format: str, head_dim: int, group: int) -> int:
-    """Most registers a thread may take; 0 leaves it to the compiler, which spills one rather than give up a warp."""
+    """Register limit per thread; 0 leaves it to the compiler, which prefers a spill to losing a warp of occupancy."""
     if kv_format not in SCALED_FORMATS:
-        return 168 if cap == 100 and head_dim <= 128 else 0  # with the 128 that Triton 3.6 gets it spills some
+        return 168 if cap == 100 and head_dim <= 128 else 0  # with its default of 128, Triton 3.6 spills
     if cap < 80 or head_dim > 128:
-        return 224 if 80 <= cap < AMD and head_dim > 256 else 0  # with 192 Triton 3.6 spills some on sm_80
+        return 224 if 80 <= cap < AMD and head_dim > 256 else 0  # with 192, Triton 3.6 spills on sm_80
     if columns_of(group) > 8:
-        return 192 if cap in (80, 90) else 168  # with fewer Triton 3.6 spills some, as with 128 for int8
+        return 192 if cap in (80, 90) else 168  # with fewer, Triton 3.6 spills; for int8 it spills with 128
     return 136 if cap in (90, 100) and kv_format == "int8" else 128
 
 
 @cache
 def columns_of(group: int, cap: int = 0) -> int:
-    """Columns of a decode tile on sm_`cap`: query heads of a KV head, at least what a matrix instruction has."""
+    """Columns of a decode tile on sm_`cap`: query heads per KV head, padded to the matrix instruction's minimum."""
     return max(16 if cap >= AMD else 8, triton.next_power_of_2(group))
 
 

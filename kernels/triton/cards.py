@@ -1,4 +1,4 @@
-"""The cards that kernels are compiled for, and what is known of their classes. No torch, no Triton."""
+"""GPU architectures that kernels are compiled for, and their properties. Imports neither torch nor Triton."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import NamedTuple
 
 
 class CardClass(NamedTuple):
-    """All cards of one compute capability."""
+    """GPUs of one compute capability."""
 
-    num_sms: int  # streaming multiprocessors, or compute units, of a common one
-    shared_bytes: int  # shared memory one program may have
-    lanes: int = 32  # threads of a warp
+    num_sms: int  # streaming multiprocessors, or compute units, of a typical one
+    shared_bytes: int  # maximum shared memory per program
+    lanes: int = 32  # threads per warp
 
 
-AMD = 900  # from here on a capability is the number of an AMD architecture: 942 for gfx942
-# by compute capability as 90, 120; a card between two has what the lower one has
+AMD = 900  # capabilities from here on are AMD architectures: 942 for gfx942
+# by compute capability; GPUs not listed use the next lower entry
 CLASSES = {
     75: CardClass(40, 65_536),
     80: CardClass(108, 166_912),
@@ -31,17 +31,17 @@ CLASSES = {
 
 
 def name_of(capability: int) -> str:
-    """sm_90, or gfx942."""
+    """Name of a capability: sm_90 or gfx942."""
     return f"sm_{capability}" if capability < AMD else f"gfx{capability}"
 
 
 class Card(NamedTuple):
-    """One card."""
+    """One GPU."""
 
     capability: int
     num_sms: int
 
     @property
     def shared_bytes(self) -> int:
-        """Of its class."""
+        """Maximum shared memory per program, from its class."""
         return CLASSES[max(c for c in CLASSES if c <= max(self.capability, min(CLASSES)))].shared_bytes

@@ -1,7 +1,8 @@
-"""Decoding inside kernels: stored codes and scales of `layout.Prepared` to numbers, by integer operations alone.
+"""Decoding of the codes and scales of `layout.Prepared` inside kernels, with integer operations only.
 
-No E4M3 type and no table in memory: the same instructions run on every card. Bits of a word in place, read as a
-float32, are a number times a power of two, subnormal or not; the factor goes into the activation and the end of a sum.
+Uses no E4M3 type and no lookup tables in memory, so the same instructions run on every GPU. Code bits masked in place
+and read as float32 are the value times a power of two (possibly subnormal); that factor is folded into the activation
+and into the end of the sum.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-E2M1_MASK = tl.constexpr(-0x7E400000)  # 0x81C00000: the sign, and three bits from bit 22: e2m1 times 2^-126
-E4M3_MASK = tl.constexpr(-0x78100000)  # 0x87F00000: the sign, and seven bits from bit 20: e4m3 times 2^-120
-MAGIC = tl.constexpr(0x4B000000)  # 2^23: an integer below it, in the low bits, adds to it
+E2M1_MASK = tl.constexpr(-0x7E400000)  # 0x81C00000: sign, and three bits from bit 22: e2m1 value · 2^-126
+E4M3_MASK = tl.constexpr(-0x78100000)  # 0x87F00000: sign, and seven bits from bit 20: e4m3 value · 2^-120
+MAGIC = tl.constexpr(0x4B000000)  # 2^23: ORing an integer q < 2^23 into the mantissa gives 2^23 + q
 IQ4_WORDS = (tl.constexpr(-1079142271), tl.constexpr(-152379953), tl.constexpr(639175937), tl.constexpr(1901675829))
 IQ4_A, IQ4_B, IQ4_C, IQ4_D = IQ4_WORDS
 
@@ -23,7 +24,7 @@ def _as_float(bits):
 
 @triton.jit
 def _field(w, x, POS: tl.constexpr, BITS: tl.constexpr, UP: tl.constexpr):
-    """(bits POS.. of the words) * x * 2^(UP - 74): the bits in place stand for the number times 2^(position - 149)."""
+    """(bits POS.. of the words) * x * 2^(UP - 74); bits in place, read as float32, are worth 2^(position - 149)."""
     if POS + BITS <= 24:
         value = _as_float(w & (((1 << BITS) - 1) << POS)) * (x * (2.0 ** (75 + UP - POS)))
     else:
@@ -33,7 +34,7 @@ def _field(w, x, POS: tl.constexpr, BITS: tl.constexpr, UP: tl.constexpr):
 
 @triton.jit
 def _iq4(code):
-    """int32 codes 0..15 -> float32 of the IQ4 table, a byte out of four words."""
+    """int32 codes 0..15 -> float32 values of the IQ4 table, which is packed in four words."""
     low = tl.where((code & 4) == 0, IQ4_A, IQ4_B)
     high = tl.where((code & 4) == 0, IQ4_C, IQ4_D)
     word = tl.where((code & 8) == 0, low, high)
@@ -46,7 +47,7 @@ def add_part(
 ):
     """p + (values of one plane in one half of the words) * x / end_factor(CODE).
 
-    w     int32, two halves a word          high  int32, the high bits that belong to these two halves
+    w     int32, two halves per word        high  int32, high bits of these two halves
     x     float32, broadcast over the words
     """
     if CODE == "bf16":
@@ -71,7 +72,7 @@ def add_part(
 
 @triton.jit
 def end_factor(CODE: tl.constexpr):
-    """What a sum of `add_part` is multiplied with."""
+    """The factor for a finished sum of `add_part`."""
     if CODE == "bf16" or CODE == "f16" or CODE == "iq4":
         factor: tl.constexpr = 1.0
     elif CODE == "e4m3":
@@ -85,7 +86,7 @@ def end_factor(CODE: tl.constexpr):
 
 @triton.jit
 def load_high(high_ptr, row, half, H: tl.constexpr, CODE: tl.constexpr, HIGH: tl.constexpr):
-    """The high bits of halves [HALVES] of rows [ROWS], int32 [ROWS, HALVES]; 0 where the code has none."""
+    """Load the high bits of halves [HALVES] of rows [ROWS], int32 [ROWS, HALVES]; 0 if the code has none."""
     inside = (half < H)[None, :]
     if HIGH == 0:
         high = 0
@@ -99,9 +100,9 @@ def load_high(high_ptr, row, half, H: tl.constexpr, CODE: tl.constexpr, HIGH: tl
 
 @triton.jit
 def half_value(h, high, plane, CODE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ZERO: tl.constexpr):
-    """float32 values of a plane of halves (int32; their sign bits do not matter), less ZERO; exact.
+    """float32 values of a plane of halves (int32, upper 16 bits ignored) minus ZERO; exact.
 
-    plane   a constant, or a number for each half
+    plane   a constant, or one per half
     """
     if CODE == "bf16":
         value = _as_float(h << 16)
@@ -123,19 +124,19 @@ def half_value(h, high, plane, CODE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.c
 
 @triton.jit
 def e4m3_value(bits):
-    """int32 bytes of E4M3 -> float32, exact; NaN comes out as 480."""
+    """E4M3 bytes in int32 -> float32, exact; NaN becomes 480."""
     return _as_float(((bits << 24) >> 4) & E4M3_MASK) * (2.0**120)
 
 
 @triton.jit
 def e8m0_value(bits):
-    """int32 bytes e -> 2^(e - 127) in float32, exact."""
+    """E8M0 bytes e in int32 -> 2^(e - 127) in float32, exact."""
     return _as_float(tl.where(bits == 0, 0x00400000, bits << 23))
 
 
 @triton.jit
 def group_scale(scale_ptr, super_ptr, index, super_index, mask, KIND: tl.constexpr):
-    """float32 group scales at `index`, those of the super blocks at `super_index`; 0 outside the mask."""
+    """float32 group scales at `index`, times super-block scales at `super_index`; 0 outside the mask."""
     stored = tl.load(scale_ptr + index, mask=mask, other=0)
     if KIND == "e4m3":
         scale = e4m3_value(stored.to(tl.int32))
@@ -153,7 +154,7 @@ def group_scale(scale_ptr, super_ptr, index, super_index, mask, KIND: tl.constex
 
 @triton.jit
 def group_min(min_ptr, scale_ptr, super_ptr, index, super_index, mask, scale, KIND: tl.constexpr):
-    """What a group adds to each of its values, float32: a minimum, or minus scale times zero."""
+    """The offset of a group's values, float32: the minimum, or -scale · zero."""
     if KIND == "nibble":
         stored = tl.load(scale_ptr + index, mask=mask, other=0).to(tl.int32) >> 4
         parent = tl.load(super_ptr + super_index, mask=mask, other=0.0).to(tl.float32)
@@ -170,7 +171,7 @@ def group_min(min_ptr, scale_ptr, super_ptr, index, super_index, mask, scale, KI
 
 @triton.jit
 def spread(groups, ROWS: tl.constexpr, HALVES: tl.constexpr, RUN: tl.constexpr):
-    """[ROWS, HALVES / RUN], a number for each run of halves -> [ROWS, HALVES]"""
+    """Repeat per-run values [ROWS, HALVES / RUN] for each half -> [ROWS, HALVES]."""
     return tl.reshape(tl.broadcast_to(groups[:, :, None], (ROWS, HALVES // RUN, RUN)), (ROWS, HALVES))
 
 
@@ -180,7 +181,7 @@ def group_terms(
     SCALE: tl.constexpr, MIN: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, SCALE_ROWS: tl.constexpr,
     HALVES: tl.constexpr,
 ):  # fmt: skip
-    """What multiplies and what is added to the values of the groups of a tile: two float32 [ROWS, HALVES / RUN].
+    """Scales and offsets of the groups of a tile: two float32 [ROWS, HALVES / RUN].
 
     row   int64 [ROWS]       first_half   the tile's first half, a multiple of 8
     """

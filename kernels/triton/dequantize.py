@@ -1,7 +1,7 @@
-"""Weights of every form to a dense matrix on the card: what long prompts multiply with, and the rows of an embedding.
+"""Dequantize weights of every form to a dense matrix on the GPU, for long prompts and embedding rows.
 
-Threads own columns, not halves: neighbours write 16 bytes side by side, whole sectors, and read the same halves for
-other planes.
+Threads own columns, not halves: neighbouring threads write contiguous 16-byte pieces (whole sectors), and read the same
+halves for different planes.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ def dequantize_kernel(
     ZERO: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, SCALE_ROWS: tl.constexpr, ROW_SCALE: tl.constexpr,
     GATHER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """num_rows rows from first_row on, or those of row_ptr int64 where GATHER -> out [num_rows, K].
+    """Decode num_rows rows from first_row on, or with GATHER those in row_ptr (int64), to out [num_rows, K].
 
-    A program takes ROWS of them, COLUMNS columns of each; exact, in the order of operations of `kernels/weight.py`."""
+    A program decodes ROWS rows x COLUMNS columns, exactly, in the order of operations of `kernels/weight.py`."""
     PLANES: tl.constexpr = 16 // LOW
     CHUNK: tl.constexpr = 8 * PLANES
     H: tl.constexpr = (K + CHUNK - 1) // CHUNK * 8
@@ -37,7 +37,7 @@ def dequantize_kernel(
     high = load_high(high_ptr, row, half, H, CODE, HIGH)
     value = half_value(h, high, plane, CODE, LOW, HIGH, ZERO)
     if SCALE != "none":
-        scale, least = group_terms(  # of eight columns, which no group parts
+        scale, least = group_terms(  # per eight columns, which are always in one group
             scale_ptr, min_ptr, super_ptr, super_min_ptr, row, tl.program_id(1) * COLUMNS,
             K, 1, SCALE, "float" if MIN == "zero" else MIN, GROUP, 8, SCALE_ROWS, COLUMNS,
         )  # fmt: skip

@@ -1,11 +1,11 @@
-"""x as 16-bit fixed point, written once for all programs of a product: what `fixed.fixed_part` multiplies.
+"""Activations in 16-bit block fixed point, computed once for all programs of a product; operand of `fixed.fixed_part`.
 
-A chunk of 32 elements is taken times a power of two as 16-bit integers, the largest between 2^14 and 2^15: a bfloat16
-that is not more than 2^7 times smaller than the largest of its chunk keeps all its bits, what is smaller is off by at
-most 2^-15 of the largest. RMSNorm comes with it: its gain before, 1/rms in the chunk's unit.
+Each chunk of 32 elements is scaled by a power of two so that its largest magnitude is between 2^14 and 2^15, and
+rounded to 16-bit integers. A bfloat16 within 2^7 of its chunk's maximum keeps all its bits; the error of smaller ones
+is at most 2^-15 of the maximum. RMSNorm is fused: its weight multiplies x before, 1/rms goes into the chunk's unit.
 
-For a row of x, C chunks, int32: low bytes that meet the codes of part 0 of a word [C, 4], low bytes for part 1, high
-bytes for both, as `fixed._code_bytes` takes codes; then units, float32 [C]; then sums of the integers [C, RUNS].
+Layout per row of x with C chunks, int32: low bytes for the codes of part 0 of a word [C, 4], low bytes for part 1, high
+bytes for both, in the order of `fixed._code_bytes`; then units, float32 [C]; then sums of the integers [C, RUNS].
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from .gemv import load_plane
 from .launch import has_ptx, launch, power_of_2
 from .layout import CODES, HALVES
 
-# 1.5 * 2^23: a float32 near it has whole numbers in its last bits, negative ones in two's complement
+# 1.5 * 2^23: adding it rounds x to an integer in the low mantissa bits, in two's complement
 MAGIC = tl.constexpr(12582912.0)
-# (2 * 127 + 14) << 23 as int32: less the exponent of a number, the power of two that makes it 2^14 and more
+# (2 * 127 + 14) << 23 as int32: minus a number's exponent bits, this is the power of two that scales it to >= 2^14
 UNITS = tl.constexpr(-2046820352)
-CHUNKS = 128  # of a program
-WARPS = 16  # of one that norms
+CHUNKS = 128  # per program
+WARPS = 16  # of programs that also normalize
 
 
 @triton.jit
 def _halves(x, up, CHUNKS: tl.constexpr):
-    """int32 whose low 16 bits are x * up, rounded: those of even and of odd halves, [CHUNKS, 4] each."""
+    """round(x * up) in the low 16 bits of int32, for even and odd halves separately: [CHUNKS, 4] each."""
     whole = (x * up[:, None] + MAGIC).to(tl.int32, bitcast=True)
     return tl.split(tl.reshape(whole, (CHUNKS, 4, 2)))
 
@@ -42,7 +42,7 @@ def digits_kernel(
     K: tl.constexpr, CODE: tl.constexpr, RUN: tl.constexpr, NORM: tl.constexpr, PADDED: tl.constexpr,
     CHUNKS: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """CHUNKS chunks of row `program_id(1)` of x; NaN in the unit of a chunk that is not finite."""
+    """Convert CHUNKS chunks of row `program_id(1)` of x; chunks with non-finite values get a NaN unit."""
     C: tl.constexpr = (K + 31) // 32
     RUNS: tl.constexpr = 8 // RUN
     if PDL:
@@ -68,7 +68,7 @@ def digits_kernel(
 
     top = largest(largest(tl.abs(x0), tl.abs(x1)), largest(tl.abs(x2), tl.abs(x3)))
     top = tl.reduce(top, 1, largest)
-    # a little more, so that what float32 holds beyond 15 bits does not round up to 2^15; zeros stay zeros
+    # slightly enlarged, so that mantissa bits beyond 15 cannot round up to 2^15; zeros stay zeros
     power = (largest(top, 1e-30) * 1.0001).to(tl.int32, bitcast=True) & 0x7F800000
     up = (0 - power + UNITS).to(tl.float32, bitcast=True)
     unit = ((power - (14 << 23)).to(tl.float32, bitcast=True) + top * 0.0) * factor
@@ -99,7 +99,7 @@ def digits_kernel(
 
 
 def digits(x: Tensor, code: str, run: int, norm: Norm | None) -> Tensor:
-    """int32 [num_tokens, C * (17 + 8 / run)] of x [num_tokens, K], normed where there is a norm."""
+    """x [num_tokens, K], normalized if there is a norm -> int32 [num_tokens, C * (17 + 8 / run)]."""
     tokens, k = x.shape
     chunks = -(-k // CODES[code].chunk)
     out = torch.empty(tokens, chunks * (17 + HALVES // run), dtype=torch.int32, device=x.device)

@@ -1,9 +1,9 @@
-"""8-bit numbers in kernels: E4M3 written and read by its bits, and two neighbouring codes widened at once.
+"""8-bit formats in kernels: E4M3 encoding with integer operations, and decoding of two neighbouring codes at a time.
 
-No E4M3 type appears, so the same code compiles below sm_89 and is right in Triton's interpreter, whose casts are not.
-`e4m3_bits` is `kv_codes.encode_e4m3` bit for bit. `widen_*` turn an int16 of two codes (the even dimension in the
-low byte) into two float16 numbers; that is what attention reads pages with: half as many elements to address, and a
-transposed tile that matrix instructions can load, which single bytes are not. NaN codes (0x7F, 0xFF) widen to ±480.
+Does not use the E4M3 type, so the same code compiles below sm_89 and is correct in Triton's interpreter, whose casts
+are not. `e4m3_bits` is bit-identical to `kv_codes.encode_e4m3`. `widen_*` convert an int16 with two codes (the even
+dimension in the low byte) to two float16 values. Attention reads pages this way: it halves the number of addresses, and
+unlike single bytes, 16-bit tiles can be loaded transposed by matrix instructions. NaN codes (0x7F, 0xFF) become ±480.
 
 Instructions per 4 codes, from the inline assembly: E4M3 7, int8 5; Triton's own casts take about 16.
 """
@@ -18,7 +18,7 @@ _E4M3_PAIR = tl.constexpr(
     " shl.b32 u, $2, 8; and.b32 s, u, 0x80008000; shr.u32 t, u, 1; lop3.b32 $0, t, 0x3f803f80, s, 0xea;"
     " and.b32 s, $2, 0x80008000; shr.u32 t, $2, 1; lop3.b32 $1, t, 0x3f803f80, s, 0xea; }"
 )
-# byte ^ 0x80 in the low bits of 1024.0 is 1152 + code; 0x6480 is 1152.0
+# byte ^ 0x80 in the low mantissa bits of 1024.0 is 1152 + code; 0x6480 is 1152.0
 _INT8_PAIR = tl.constexpr(
     "{ .reg .b32 u, c;"
     " mov.b32 c, 0x64806480; lop3.b32 $0, $2, 0x00ff00ff, c, 0x6a; shr.u32 u, $2, 8;"
@@ -29,7 +29,7 @@ _INT8_PAIR = tl.constexpr(
 
 @triton.jit
 def e4m3_bits(x):
-    """float32 -> int32 bytes: the nearest E4M3 number, ties to even, at most ±448; NaN is 0x7F or 0xFF."""
+    """float32 -> E4M3 bytes in int32: round to nearest even, saturate at ±448; NaN becomes 0x7F or 0xFF."""
     bits = x.to(tl.int32, bitcast=True)
     sign, size = (bits >> 24) & 0x80, bits & 0x7FFFFFFF
     nan = size > 0x7F800000
@@ -42,9 +42,9 @@ def e4m3_bits(x):
 
 @triton.jit
 def widen_e4m3(pairs, operand: tl.constexpr, PTX: tl.constexpr):
-    """int16 of two E4M3 codes -> (even, odd), each number / 256: `operand`, which is float16 where there is PTX.
+    """int16 with two E4M3 codes -> (even, odd), each value / 256, as `operand` (with PTX always float16).
 
-    Divided so, float16 holds the small ones as subnormals, exactly.
+    Divided by 256, the bits of an E4M3 number are a float16, and small ones are exact subnormals.
     """
     if not PTX:
         wide = pairs.to(tl.int32)
@@ -59,7 +59,7 @@ def widen_e4m3(pairs, operand: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def widen_int8(pairs, operand: tl.constexpr, PTX: tl.constexpr):
-    """int16 of two int8 codes -> (even, odd): `operand`, which is float16 where there is PTX."""
+    """int16 with two int8 codes -> (even, odd) as `operand` (with PTX always float16)."""
     if not PTX:
         wide = pairs.to(tl.int32)
         return ((wide << 24) >> 24).to(operand), ((wide << 16) >> 24).to(operand)
@@ -71,5 +71,5 @@ def widen_int8(pairs, operand: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def round_even(x):
-    """The nearest integer of |x| < 2^22, ties to even, as float32."""
+    """Round |x| < 2^22 to the nearest integer, ties to even, as float32."""
     return (x + 12582912.0) - 12582912.0

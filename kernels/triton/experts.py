@@ -1,13 +1,13 @@
-"""Mixtures of experts without a word from the host: routing, products of the chosen experts, and their sum.
+"""Mixture of experts without host synchronization: routing, products of the chosen experts, and their weighted sum.
 
-Every kernel has a fixed grid whatever the router chooses, so a CUDA graph can hold the step. The weights of a layer's
-experts are one `Prepared`, expert after expert; a kernel finds its rows by the expert's number, which it reads on the
-card. A pair is a token with one of its experts. Few pairs are multiplied one by one (`gemv`), each reading its
-expert's weights. More are sorted by expert and padded to whole tiles (`gemm`), so that an expert is read once for all
-its tokens. A pair's result is rounded to x's type, as the reference has it, and a token's are summed in the order of
-its experts. A decoding step's sum takes the residual and the shared expert with it, and one row is normed where it is
-prepared for its products: with 17 launches a layer of Qwen3 30B-A3B took an H100 55 us, its bytes alone 11; with 14 it
-takes an H200 40, its bytes 8.
+Every kernel has a fixed grid regardless of routing, so a CUDA graph can capture the step. The weights of a layer's
+experts are one `Prepared`, stacked by expert; kernels compute row offsets from expert indices read on the device. A
+pair is a (token, expert) combination. A few pairs are multiplied separately (`gemv`), each reading its expert's
+weights. More pairs are sorted by expert and padded to whole tiles (`gemm`), so each expert is read once for all its
+tokens. As in the reference, a pair's result is rounded to the dtype of x, and a token's results are summed in the order
+of its experts. In a decode step the sum kernel also adds the residual and the shared expert, and the conversion of a
+single row to fixed point includes its norm. Time per layer of Qwen3 30B-A3B: 55 us with 17 launches on an H100 (11 us
+at full memory bandwidth), 40 us with 14 launches on an H200 (8 us at full bandwidth).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from .segments import FUSED, only_part
 
 BLOCK = 1024
 _GATES = ("silu", "gelu_tanh", "swiglu_oai")
-_OF_A_STEP = FUSED_EXPERTS | {"expert_scales", "stacked"}
+_STEP_FIELDS = FUSED_EXPERTS | {"expert_scales", "stacked"}
 
 
 def experts(composed: Callable[..., Tensor], x: Tensor, weights: ExpertsWeights) -> Tensor:
-    """x + post_norm(sum of the chosen experts of the normed x): [num_tokens, hidden], in the place of x."""
-    if weights.stacked is None or weights.host is not None or not _known(x, *weights.stacked):
+    """x + post_norm(mixture of experts of norm(x)): [num_tokens, hidden], in place."""
+    if weights.stacked is None or weights.host is not None or not _supports_tiles(x, *weights.stacked):
         return composed(x, weights)
     if any(one.additions is not None for each in (weights.gate_up, weights.down) for one in each):
         return composed(x, weights)
@@ -45,31 +45,31 @@ def experts(composed: Callable[..., Tensor], x: Tensor, weights: ExpertsWeights)
 
 
 def _is_for_steps(x: Tensor, weights: ExpertsWeights) -> bool:
-    """Whether `_step` knows all that there is."""
+    """Whether `_step` supports all features of this layer."""
     up, down = weights.shared_gate_up, weights.shared_down
     if up is not None and down is not None and (weights.activation == "swiglu_oai" or not only_part(up, x)):
         return False
-    return weights.activation in _GATES and has_only(weights, _OF_A_STEP)
+    return weights.activation in _GATES and has_only(weights, _STEP_FIELDS)
 
 
 def _step(x: Tensor, weights: ExpertsWeights) -> Tensor:
-    """As `experts`, for few rows: norm, routing, products, and one sum with the residual and the shared expert."""
+    """`experts` for few rows: norm, routing, products, and one sum that includes the residual and the shared expert."""
     assert weights.stacked is not None
     many, router = weights.stacked[0].prepared, only_part(weights.router, x)
-    # one row whose products take the norm with them: each of few programs, or what prepares x for all of them
+    # with one row the norm can be fused into the router's GEMV and into the fixed-point conversion of x
     one_by_one = x.shape[0] == 1 and not tile_size(weights.top_k, len(weights.down))
     folds = one_by_one and not weights.share_inputs and is_fixed(many.code, many.run, card_of(x.device))
     norm = weights.norm if folds and router is not None and weights.shared_gate_up is None else None
     seen = x if norm is not None or weights.norm is None else rms_norm(x, weights.norm.weight, weights.norm.eps)
     logits = weights.router(seen) if router is None else product(seen, router.prepared, Extras(router.bias, norm))
     chosen, shares = routed(logits, weights)
-    taken, shares = _weighed(seen, shares, weights)
-    summed(_given(taken, chosen, weights, norm=norm), shares, x, x, *_shared(seen, weights))
+    taken, shares = _weighted_inputs(seen, shares, weights)
+    summed(_expert_outputs(taken, chosen, weights, norm=norm), shares, x, x, *_shared(seen, weights))
     return x
 
 
 def _shared(x: Tensor, weights: ExpertsWeights) -> tuple[Tensor | None, Tensor | None]:
-    """What the expert gives that every token goes through, and the logit of its share: dtype of x, None without."""
+    """Output of the shared expert and the logit of its gate, in the dtype of x; None if absent."""
     if weights.shared_gate_up is None or weights.shared_down is None:
         return None, None
     part = only_part(weights.shared_gate_up, x)
@@ -78,39 +78,39 @@ def _shared(x: Tensor, weights: ExpertsWeights) -> tuple[Tensor | None, Tensor |
     return weights.shared_down(hidden), None if weights.shared_gate is None else weights.shared_gate(x)
 
 
-def _known(x: Tensor, *parts: LinearPart) -> bool:
-    """Whether products of many pairs run here, too."""
+def _supports_tiles(x: Tensor, *parts: LinearPart) -> bool:
+    """Whether this GPU and these weights also support the tiled products of many pairs."""
     return all(part.impl.name in FUSED for part in parts) and card_of(x.device).capability >= 80
 
 
-def mixture(x: Tensor, asked: Tensor, weights: ExpertsWeights, activate: Callable[[Tensor], Tensor]) -> Tensor:
-    """As `experts.mixture`, for weights that are `stacked`: float32 [num_tokens, hidden]."""
-    chosen, shares = routed(weights.router(asked), weights)
+def mixture(x: Tensor, router_input: Tensor, weights: ExpertsWeights, activate: Callable[[Tensor], Tensor]) -> Tensor:
+    """`experts.mixture` for `stacked` weights: float32 [num_tokens, hidden]."""
+    chosen, shares = routed(weights.router(router_input), weights)
     seen = x if weights.latent_in is None else weights.latent_in(x)
     total = torch.empty(seen.shape, dtype=torch.float32, device=x.device)
-    taken, shares = _weighed(seen, shares, weights)
-    summed(_given(taken, chosen, weights, activate), shares, total)
+    taken, shares = _weighted_inputs(seen, shares, weights)
+    summed(_expert_outputs(taken, chosen, weights, activate), shares, total)
     return total if weights.latent_out is None else weights.latent_out(total.to(x.dtype)).float()
 
 
-def _weighed(x: Tensor, shares: Tensor, weights: ExpertsWeights) -> tuple[Tensor, Tensor]:
-    """What experts take, and what counts in their sum: where shares are of inputs a row of each pair, and all alike."""
+def _weighted_inputs(x: Tensor, shares: Tensor, weights: ExpertsWeights) -> tuple[Tensor, Tensor]:
+    """Inputs of the experts and weights of their sum; with `share_inputs` a weighted row per pair and weights of 1."""
     if not weights.share_inputs:
         return x, shares
     return (x.unsqueeze(1) * shares.unsqueeze(-1)).to(x.dtype).flatten(0, 1), torch.ones_like(shares)
 
 
-def _given(
+def _expert_outputs(
     x: Tensor,
     chosen: Tensor,
     weights: ExpertsWeights,
     activate: Callable[[Tensor], Tensor] | None = None,
     norm: Norm | None = None,
 ) -> Tensor:
-    """What each pair's expert gives: [num_tokens * top_k, hidden], dtype of x, of which tokens have a row, or pairs.
+    """Expert output of each pair: [num_tokens * top_k, hidden], dtype of x. x has one row per token or per pair.
 
-    activate   where no product takes the activation with it
-    norm       of x, where it is one row that is prepared for the products
+    activate   used if the activation cannot be fused into the product
+    norm       of x; only for a single row converted to fixed point
     """
     assert weights.stacked is not None
     gate_up, down = weights.stacked
@@ -129,7 +129,7 @@ def _given(
 def _count_kernel(
     chosen_ptr, count_ptr, rank_ptr, num_pairs, num_experts, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """How many pairs each expert has, and how many of them came before each; `count_ptr` is zeros before."""
+    """Count the pairs of each expert, and give each pair a rank within its expert; `count_ptr` must be zeroed."""
     wait_for_previous(PDL)
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = pair < num_pairs
@@ -142,7 +142,7 @@ def _count_kernel(
 def _start_kernel(
     count_ptr, end_ptr, num_experts, SIZE: tl.constexpr, EXPERTS: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """One program: where the tiles of each expert end."""
+    """Compute where the tiles of each expert end; one program."""
     wait_for_previous(PDL)
     e = tl.arange(0, EXPERTS)
     count = tl.load(count_ptr + e, mask=e < num_experts, other=0)
@@ -154,8 +154,10 @@ def _place_kernel(
     chosen_ptr, count_ptr, end_ptr, rank_ptr, place_ptr, expert_ptr, num_pairs, num_experts, num_tiles,
     SIZE: tl.constexpr, EXPERTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program of each tile finds its expert, and marks places that no pair has; SIZE pairs of each other program go
-    to their places.
+    """Assign experts to tiles and pairs to places.
+
+    The first num_tiles programs each find the expert of a tile and mark its unused places; every other program puts
+    SIZE pairs in their places.
     """
     wait_for_previous(PDL)
     tile = tl.program_id(0)
@@ -181,9 +183,9 @@ def _place_kernel(
 
 
 def sorted_by_expert(chosen: Tensor, num_experts: int, size: int) -> Tiles:
-    """Pairs in tiles of `size` of one expert, on the device alone: as many tiles as any choice could need.
+    """Group pairs into tiles of `size` with one expert each, on the device; allocates tiles for the worst case.
 
-    Where in the tiles of its expert a pair lies is by chance: each is multiplied by itself there.
+    A pair's place within its expert's tiles varies between runs, but rows of a tile do not affect each other.
 
     chosen   int32 [num_tokens, top_k]
     """
@@ -207,7 +209,7 @@ def _route_kernel(
     TOP_K: tl.constexpr, SLOTS: tl.constexpr, EXPERTS: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
     SCALES: tl.constexpr, NORMED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: the experts of a token and what each counts; of equal ones the first."""
+    """Select the experts of one token and their weights; ties go to the lower index."""
     wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, EXPERTS)
@@ -248,7 +250,7 @@ def _route_kernel(
 
 
 def routed(logits: Tensor, weights: ExpertsWeights) -> tuple[Tensor, Tensor]:
-    """As `experts.route`, the experts as int32: [num_tokens, top_k] both.
+    """`experts.route` with int32 expert indices: [num_tokens, top_k] both.
 
     logits   [num_tokens, num_experts]
     """
@@ -283,7 +285,7 @@ def _sum_kernel(
     TOP_K: tl.constexpr, RESIDUAL: tl.constexpr, MORE: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK numbers of a token."""
+    """Weighted sum of BLOCK elements of one token."""
     wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -311,11 +313,11 @@ def summed(
     more: Tensor | None = None,
     gate: Tensor | None = None,
 ) -> None:
-    """Each token's results, weighed, into `out` [num_tokens, hidden]; given [num_tokens * top_k, hidden].
+    """Sum each token's expert outputs, given [num_tokens * top_k, hidden], by `shares` into `out` [num_tokens, hidden].
 
     shares     float32 [num_tokens, top_k]
     residual   added; may be `out`
-    more       added, times the sigmoid of `gate` [num_tokens, 1] where there is one: [num_tokens, hidden]
+    more       [num_tokens, hidden], added; times sigmoid(gate) if there is a `gate` [num_tokens, 1]
     """
     tokens, top_k = shares.shape
     parts = [given if part is None else part.contiguous() for part in (residual, more, gate)]

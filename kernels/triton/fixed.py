@@ -1,11 +1,11 @@
-"""Sums of four-bit codes times x in whole numbers, for one row: x as 16-bit fixed point, four products an instruction.
+"""Integer GEMV of 4-bit codes with 16-bit fixed-point activations: `dp4a`, four products per instruction.
 
-A thread owns chunks of 32 elements of W and reads those of x as `digits.py` wrote them. High and low bytes go apart
-through `dp4a`, four codes at a time, and the sums are exact; so is what the codes stand for, four bits being whole
-numbers (E2M1: halves).
+A thread owns chunks of 32 elements of W and reads the chunks of x that `digits.py` wrote. `dp4a` multiplies four codes
+at a time by the low bytes of x and by the high bytes separately. The sums are exact, and so are the code values: 4-bit
+codes are integers, E2M1 values multiples of one half.
 
-Instructions a weight stand in benchmarks/results/gpu-instructions.json: half of those in float32. Triton's interpreter
-has no assembly; ASSEMBLY is false there, and the tests run the assembly below over all codes.
+It takes half the instructions per weight of the float32 path (benchmarks/results/gpu-instructions.json). Triton's
+interpreter has no inline assembly, so ASSEMBLY is false there; the tests run the assembly below over all codes.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-E2M1_OFFSET = tl.constexpr(192)  # makes all of twice an E2M1 number, -12 to 12, bytes whose top bit is set
-# 192 and twice the magnitude, by the three bits of the code; and less it
+E2M1_OFFSET = tl.constexpr(192)  # added to twice an E2M1 value (-12 to 12), gives a byte with the top bit set
+# bytes 192 + 2 |v| by the three magnitude bits (two words), and 192 - 2 |v| (two words)
 E2M1_TABLES = (0xC3C2C1C0, 0xCCC8C6C4, 0xBDBEBFC0, 0xB4B8BABC)
 
 
 @triton.constexpr_function
 def dot_text(signed: bool) -> str:
-    """$3 and the four unsigned bytes of $1 times those of $2, which are signed or not."""
+    """$0 = $3 + dot product of the four unsigned bytes of $1 and the (un)signed bytes of $2."""
     return f"dp4a.u32.{'s32' if signed else 'u32'} $0, $1, $2, $3;"
 
 
 @triton.constexpr_function
 def gather_text(place: int) -> str:
-    """Byte `place` of four words as one word, the first lowest."""
+    """$0 = byte `place` of each of four words, the first word's lowest."""
     pick = 0x0040 + 0x11 * place
     return f"{{ .reg .b32 t, u; prmt.b32 t, $1, $2, {pick}; prmt.b32 u, $3, $4, {pick}; prmt.b32 $0, t, u, 0x5410; }}"
 
 
 @triton.constexpr_function
 def e2m1_bytes_text(part: int) -> str:
-    """The four codes of half `part` of a word ($1) as unsigned bytes: 192 + twice the number; $2 to $5: `E2M1_TABLES`.
+    """The four codes of half `part` of word $1 as unsigned bytes 192 + 2 · value; $2 to $5 are `E2M1_TABLES`.
 
-    `prmt` picks a byte by three bits and, where the fourth is set, repeats its top bit instead, which makes 255: of
-    the table for each sign one is 255, and the other what is left by an AND.
+    `prmt` selects a byte by three bits; if the fourth bit is set it replicates the byte's sign bit instead, giving 255.
+    So the lookup in the table of the wrong sign gives 255, and an AND of both lookups leaves the right one.
     """
     return (
         f"{{ .reg .b32 t, u, a; shr.u32 t, $1, {16 * part}; xor.b32 u, t, 0x8888;"
@@ -46,9 +46,9 @@ def e2m1_bytes_text(part: int) -> str:
 
 @triton.constexpr_function
 def table_text(index: int) -> str:
-    """One of `E2M1_TABLES` that the compiler takes for a variable, one bit being never below itself.
+    """Load one of `E2M1_TABLES` in a way the compiler cannot fold: lanemask_eq & lanemask_lt is always 0.
 
-    `prmt` wants it in a register. As a constant it is copied into one anew for each, a tenth of all instructions.
+    `prmt` needs the table in a register. A known constant is copied into one for each use, a tenth of all instructions.
     """
     return (
         "{ .reg .b32 t, u; mov.u32 t, %lanemask_eq; mov.u32 u, %lanemask_lt; and.b32 t, t, u;"
@@ -58,13 +58,13 @@ def table_text(index: int) -> str:
 
 @triton.jit
 def largest(a, b):
-    """The larger one; NaN where one is."""
+    """Maximum that propagates NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def gathered(a, b, c, d, PLACE: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Byte PLACE of four int32 as one int32, the first lowest."""
+    """Byte PLACE of each of four int32 as one int32, the first operand's lowest."""
     if ASSEMBLY:
         word = tl.inline_asm_elementwise(gather_text(PLACE), "=r,r,r,r,r", [a, b, c, d], tl.int32, True, 1)
     else:
@@ -75,7 +75,7 @@ def gathered(a, b, c, d, PLACE: tl.constexpr, ASSEMBLY: tl.constexpr):
 
 @triton.jit
 def dot(codes, x, c, SIGNED: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """c + the four unsigned bytes of `codes` times those of x, all int32."""
+    """c + dot product of the four unsigned bytes of `codes` and the four bytes of x, all int32 (`dp4a`)."""
     if ASSEMBLY:
         c = tl.inline_asm_elementwise(dot_text(SIGNED), "=r,r,r,r", [codes, x, c], tl.int32, True, 1)
     else:
@@ -87,7 +87,7 @@ def dot(codes, x, c, SIGNED: tl.constexpr, ASSEMBLY: tl.constexpr):
 
 @triton.jit
 def _table(like, INDEX: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """One of `E2M1_TABLES`, int32 [1, CHUNKS]; where there is no assembly, what nobody reads."""
+    """One of `E2M1_TABLES`, int32 [1, CHUNKS]; without assembly a placeholder that is not read."""
     table = like
     if ASSEMBLY:
         table = tl.inline_asm_elementwise(table_text(INDEX), "=r,r", [like], tl.int32, True, 1)
@@ -99,13 +99,13 @@ def _code_bytes(w, tables, PART: tl.constexpr, CODE: tl.constexpr, ASSEMBLY: tl.
     """Four of the eight codes of each word as unsigned bytes.
 
     int4   PART 0: planes 0 and 2 of the first half, then of the second; PART 1: planes 1 and 3
-    e2m1   planes 0 to 3 of half PART; 192 + twice the number
+    e2m1   planes 0 to 3 of half PART, as 192 + 2 · value
     """
     if CODE == "int4":
         codes = (w >> (4 * PART)) & 0x0F0F0F0F
     elif ASSEMBLY:
-        given = [w, tables[0], tables[1], tables[2], tables[3]]
-        codes = tl.inline_asm_elementwise(e2m1_bytes_text(PART), "=r,r,r,r,r,r", given, tl.int32, True, 1)
+        operands = [w, tables[0], tables[1], tables[2], tables[3]]
+        codes = tl.inline_asm_elementwise(e2m1_bytes_text(PART), "=r,r,r,r,r,r", operands, tl.int32, True, 1)
     else:
         codes = w & 0
         for i in tl.static_range(4):
@@ -118,7 +118,7 @@ def _code_bytes(w, tables, PART: tl.constexpr, CODE: tl.constexpr, ASSEMBLY: tl.
 
 @triton.jit
 def _four(t):
-    """[.., 4] -> its four columns."""
+    """Split [.., 4] into its four columns."""
     even, odd = tl.split(tl.reshape(t, (t.shape[0], t.shape[1], 2, 2)))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
@@ -127,7 +127,7 @@ def _four(t):
 
 @triton.jit
 def _sum(words, bytes_a, bytes_b, tables, start, CODE: tl.constexpr, SIGNED: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """start + the codes of words times bytes of x: tuples of [ROWS, CHUNKS] and [1, CHUNKS] -> [ROWS, CHUNKS]."""
+    """start + dot products of codes and bytes of x: tuples of [ROWS, CHUNKS] and [1, CHUNKS] -> [ROWS, CHUNKS]."""
     total = start
     for i in tl.static_range(len(words)):
         total = dot(_code_bytes(words[i], tables, 0, CODE, ASSEMBLY), bytes_a[i], total, SIGNED, ASSEMBLY)
@@ -137,7 +137,7 @@ def _sum(words, bytes_a, bytes_b, tables, start, CODE: tl.constexpr, SIGNED: tl.
 
 @triton.jit
 def _run(words, low_a, low_b, high_a, high_b, tables, less, CODE: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Sums of one run of halves, int32 [ROWS, CHUNKS], `less` [1, CHUNKS] being taken off."""
+    """Dot products over one run of halves minus `less` [1, CHUNKS]: int32 [ROWS, CHUNKS]."""
     none = words[0] & 0
     low = _sum(words, low_a, low_b, tables, none - less, CODE, False, ASSEMBLY)
     high = _sum(words, high_a, high_b, tables, none, CODE, True, ASSEMBLY)
@@ -151,7 +151,7 @@ def fixed_part(
 ):  # fmt: skip
     """Σ (code - ZERO) * x of each run, float32 [ROWS, CHUNKS, RUNS], and Σ x of each run, [CHUNKS, RUNS]; RUNS 1 or 2.
 
-    w   int32 [ROWS, CHUNKS, 4], of int4 or e2m1 codes; chunks first..        x_ptr   as `digits.digits_kernel` wrote it
+    w   int32 [ROWS, CHUNKS, 4], int4 or e2m1 codes of chunks first..         x_ptr   output of `digits.digits_kernel`
     """
     chunk = first + tl.arange(0, CHUNKS)
     word = first * 4 + tl.arange(0, 4 * CHUNKS)[None, :]

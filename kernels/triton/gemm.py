@@ -1,11 +1,11 @@
-"""y = x Wᵀ for several rows of x on tensor cores, every weight form: small batches, and prompts of middle length.
+"""GEMM on tensor cores, y = x Wᵀ for several rows of x and every weight form: small batches and medium prompts.
 
-W is the left operand, decoded in registers plane by plane; x, transposed, the right one, so eight rows of x fill the
-narrow side of the instruction and weights its wide side. A group scale that covers a whole step of K multiplies the
-float32 sums (nothing is rounded). So do scales and minima of the few groups of a short step, whose sums are kept apart;
-others multiply the decoded weights, which are then rounded to x's type (exact for FP4 codes). Sums over K run in steps
-whose size and order the constants fix, whatever the number of rows; K may be cut into SPLIT parts, added in order by
-the last program to finish.
+W, decoded in registers plane by plane, is the left operand; x, transposed, is the right one, so eight rows of x fill
+the narrow side of the instruction and weights fill the wide side. A group scale that covers a whole step of K
+multiplies the float32 sums, without rounding. In short steps with few groups, sums are kept per group and multiplied by
+scales and minima. Otherwise scales multiply the decoded weights, which are then rounded to the dtype of x (exact for
+FP4 codes). The size and order of steps over K are fixed by constants for any number of rows. K may be split into SPLIT
+parts, which the last program to finish adds in order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .pairs import bf16_pairs, int4_pairs
 
 @triton.jit
 def _operand(value, OPERAND: tl.constexpr):
-    """As the instruction wants it. The interpreter's casts to bfloat16 truncate: there operands are float32."""
+    """Cast to the operand type. Float32 in the interpreter, whose casts to bfloat16 truncate."""
     if OPERAND == "f32":
         operand = value.to(tl.float32)
     elif OPERAND == "bf16":
@@ -35,7 +35,7 @@ def _exact_operand(
     h, high, PLANE: tl.constexpr, CODE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ZERO: tl.constexpr,
     OPERAND: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """A plane of int16 halves, less ZERO, as an operand, exact."""
+    """Decode a plane of int16 halves, minus ZERO, to an operand, exactly."""
     if (CODE == "bf16" and OPERAND == "bf16") or (CODE == "f16" and OPERAND == "f16"):
         value = h.to(tl.bfloat16 if OPERAND == "bf16" else tl.float16, bitcast=True)
     elif PAIRS and CODE == "int4":
@@ -49,12 +49,12 @@ def _exact_operand(
     return value
 
 
-_LINE = tl.constexpr(64)  # halves in a line of the cache, 128 bytes
+_LINE = tl.constexpr(64)  # halves per cache line of 128 bytes
 
 
 @triton.jit
 def _fetch(places):
-    """Lines of memory on their way to the L2: int16 pointers [rows, lines], one each."""
+    """Prefetch cache lines to L2: int16 pointers [rows, lines], one per line."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places.to(tl.int64)], tl.int32, False, 1
     )
@@ -70,10 +70,10 @@ def gemm_kernel(
     OPERAND: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, HALVES: tl.constexpr,
     SPLIT: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: ROWS outputs (ROWS / 2 where gated) of TOKENS rows of x, over one of SPLIT parts of K.
+    """Compute ROWS outputs (ROWS / 2 if gated) of TOKENS rows of x, over one of SPLIT parts of K.
 
-    SHARE   not 0: W has the rows of many experts, one behind the other; the tile is of the expert in expert_ptr, none
-            below 0, its outputs are those in place_ptr, none below 0, and so many outputs share a row of x
+    SHARE   0, or number of outputs that share a row of x: W then holds the rows of all experts, expert_ptr has the
+            expert of the tile and place_ptr its outputs; negative entries are unused
     """
     PLANES: tl.constexpr = 16 // LOW
     CHUNK: tl.constexpr = 8 * PLANES
@@ -84,9 +84,9 @@ def gemm_kernel(
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     SUPERS: tl.constexpr = K // 256
     AFTER: tl.constexpr = GROUP % (HALVES * PLANES) == 0 and (MIN == "none" or MIN == "zero")  # scale the sums
-    # FP4 and FP8 codes with a scale that is itself a narrow float: their product is exact in bfloat16
+    # FP4 or FP8 codes with an E4M3 or E8M0 scale: their product is exact in bfloat16
     NARROW: tl.constexpr = PAIRS and OPERAND == "bf16" and (SCALE == "e4m3" or SCALE == "e8m0")
-    # scale the sums of each group: every group of a step has columns of its own, x being zero in those of the others
+    # scale the sums of each group: each group of a step has its own columns, with x masked to that group
     SMALL: tl.constexpr = HALVES == 16 and (CODE == "int4" or CODE == "int8") and SCALE != "none"
     GROUPED: tl.constexpr = SMALL and not AFTER and (16 * PLANES % GROUP == 0 or GROUP % (16 * PLANES) == 0)
     GROUPS_IN_STEP: tl.constexpr = max(HALVES * PLANES // GROUP, 1) if GROUPED else 1
@@ -122,7 +122,7 @@ def gemm_kernel(
     first = tl.program_id(2) * PART
     if PDL and SHARE == 0:
         tl.extra.cuda.gdc_launch_dependents()
-        # weights do not wait for the kernel before: what the first two steps read of them is on its way meanwhile
+        # weights do not depend on the previous kernel: prefetch those of the first two steps while waiting for it
         LINES: tl.constexpr = (2 * HALVES + _LINE - 1) // _LINE
         line = first * HALVES + tl.arange(0, LINES) * _LINE
         _fetch(low_rows + tl.minimum(line, H - 1)[None, :])

@@ -1,11 +1,11 @@
-"""y = x Wᵀ for one row of x, every weight form: the product of a decoding step; up to four rows of x share the codes.
+"""GEMV for decode: y = x Wᵀ for one row of x and every weight form; up to four rows of x share the loaded codes.
 
-A program holds ROWS rows of W and passes over all of K, CHUNKS 16-byte chunks of each row at a time, the next ones
-loaded before the present ones are used; sums are float32 in an order that the constants fix. RMSNorm costs nothing
-extra: each program sees all of x, so the sum of squares is a by-product and 1/rms a factor at the end. A gated product
-takes rows r and r + N of a stacked gate and up, and gives act(gate) * up. Weights are asked for before the kernel
-waits for the one before it (PDL). Codes of four bits may be multiplied in whole numbers instead (FIXED; `fixed.py`),
-x being prepared for all programs by a kernel before.
+A program computes ROWS rows of W over all of K, CHUNKS 16-byte chunks of each row at a time, loading the next chunks
+before it uses the current ones. It accumulates in float32 in an order fixed by the constants. RMSNorm is free: each
+program reads all of x, so it sums the squares along the way and multiplies by 1/rms at the end. A gated product takes
+rows r and r + N of the stacked gate and up weights and returns act(gate) * up. Weight loads are issued before the
+kernel waits for its predecessor (PDL). 4-bit codes can be multiplied in integers instead (FIXED; see `fixed.py`), with
+x converted once by a preceding kernel.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def _load_words(
     low_ptr, high_ptr, row_ok, rows, first, C: tl.constexpr, HIGH: tl.constexpr, ROWS: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """The words of chunks first.., int32 [ROWS, CHUNKS, 4], and their high bits, int32 of the same shape (or 0).
+    """Load the words of chunks first.., int32 [ROWS, CHUNKS, 4], and their high bits, int32 of the same shape (or 0).
 
-    Loaded as rows of words: from three dimensions Triton 3.6 gives neighbouring lanes different rows, and everything
-    that meets the words then goes through shared memory (234 registers instead of 121 for int4).
+    Loaded in two dimensions: for a 3-d load Triton 3.6 assigns neighbouring lanes to different rows, and every operand
+    combined with the words then goes through shared memory (int4: 234 registers instead of 121).
     """
     word = first * 4 + tl.arange(0, 4 * CHUNKS)
     place = (rows.to(tl.int64) * (4 * C))[:, None] + word[None, :]
@@ -41,7 +41,7 @@ def _load_words(
 
 @triton.jit
 def load_run(ptr, chunk, first: tl.constexpr, K: tl.constexpr, C: tl.constexpr, CHUNK: tl.constexpr, RUN: tl.constexpr):
-    """float32 [CHUNKS, RUN]: elements first.. of each chunk."""
+    """float32 [CHUNKS, RUN]: elements [first, first + RUN) of each chunk."""
     k = chunk[:, None] * CHUNK + first + tl.arange(0, RUN)[None, :]
     if K % CHUNK == 0:
         ok = (chunk < C)[:, None]
@@ -55,7 +55,7 @@ def load_plane(
     ptr, chunk, PLANE: tl.constexpr, K: tl.constexpr, C: tl.constexpr, CHUNK: tl.constexpr, RUN: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """float32 [CHUNKS, 8]: the elements that plane PLANE of the halves of a chunk meets, all eight in one thread."""
+    """float32 [CHUNKS, 8]: the elements multiplied by plane PLANE of a chunk's halves, all eight in one thread."""
     STEP: tl.constexpr = CHUNK * RUN // 8  # elements of a run of halves
     at: tl.constexpr = PLANE * RUN
     x = load_run(ptr, chunk, at, K, C, CHUNK, RUN)
@@ -76,7 +76,7 @@ def _activations(
     x_ptr, norm_ptr, chunk, PLANE: tl.constexpr, K: tl.constexpr, C: tl.constexpr, CHUNK: tl.constexpr,
     RUN: tl.constexpr, CHUNKS: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """`load_plane` of x, times the norm's weight, and the sum of their squares before that, float32 [CHUNKS]."""
+    """`load_plane` of x times the norm's weight, and the sum of squares of the unweighted x, float32 [CHUNKS]."""
     x = load_plane(x_ptr, chunk, PLANE, K, C, CHUNK, RUN, CHUNKS)
     squares = tl.zeros((CHUNKS,), tl.float32)
     if NORM:
@@ -92,7 +92,7 @@ def _add_chunks(
     MIN: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, SCALE_ROWS: tl.constexpr,
     NORM: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, FIXED: tl.constexpr,
 ):  # fmt: skip
-    """acc, float32 [ROWS, CHUNKS, RUNS], with chunks c0.. times a row of x added; squares of a normed x likewise."""
+    """Add chunks c0.. times a row of x to acc, float32 [ROWS, CHUNKS, RUNS], and with a norm x² to squares."""
     PLANES: tl.constexpr = 16 // LOW
     CHUNK: tl.constexpr = 8 * PLANES
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
@@ -138,7 +138,7 @@ def _finish(
     K: tl.constexpr, ROW_SCALE: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr,
     GATE: tl.constexpr, LIMIT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The rows' results of a row of x, of sums float32 [ROWS, CHUNKS, RUNS]."""
+    """Reduce acc, float32 [ROWS, CHUNKS, RUNS], apply the epilogue and store the results for one row of x."""
     y = tl.sum(tl.sum(acc, 2), 1)
     if NORM:
         y *= 1.0 / tl.sqrt_rn(tl.sum(squares, 0) / K + eps)
@@ -168,12 +168,12 @@ def gemv_kernel(
     LIMIT: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, TOKENS: tl.constexpr,
     FIXED: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: ROWS outputs (ROWS / 2 where gated) of TOKENS rows of x from `program_id(1)` * TOKENS on.
+    """Compute ROWS outputs (ROWS / 2 if gated) for TOKENS rows of x starting at row `program_id(1)` * TOKENS.
 
-    FIXED   "" in float32; "assembly" or "plain" in whole numbers: x_ptr is what `digits` wrote, its norm is in there
-    LATE    the next kernel may begin when the loop is over, and not from the beginning on
-    SHARE   not 0: W has the rows of many experts, one behind the other; output `program_id(1)` is by expert_ptr's, and
-            so many outputs share a row of x
+    FIXED   "": float32; "assembly" or "plain": integers, and x_ptr is the output of `digits`, norm included
+    LATE    let the next kernel start (PDL) after the loop instead of at the beginning
+    SHARE   0, or number of outputs that share a row of x: W then holds the rows of all experts, and expert_ptr has the
+            expert of output `program_id(1)`
     """
     PLANES: tl.constexpr = 16 // LOW
     CHUNK: tl.constexpr = 8 * PLANES
@@ -190,13 +190,13 @@ def gemv_kernel(
         rows = tl.program_id(0) * ROWS + t
         row_ok = rows < n
     source = token // SHARE if SHARE > 0 else token
-    X: tl.constexpr = C * (17 + RUNS) if FIXED != "" else K  # of a row of x
+    X: tl.constexpr = C * (17 + RUNS) if FIXED != "" else K  # stride of rows of x
     x_row = x_ptr + source.to(tl.int64) * X
 
-    if PDL and not LATE:  # what follows may ask for its weights, too
+    if PDL and not LATE:  # let the next kernel start loading its weights
         tl.extra.cuda.gdc_launch_dependents()
     if SHARE > 0:
-        if PDL:  # which weights is not known before
+        if PDL:  # the expert is known only after the previous kernel
             tl.extra.cuda.gdc_wait()
         rows += tl.load(expert_ptr + token) * (2 * n if GATE != "" else n)
     w_next, high_next = _load_words(low_ptr, high_ptr, row_ok, rows, 0, C, HIGH, ROWS, CHUNKS)
@@ -234,7 +234,7 @@ def gemv_kernel(
                 acc3, squares, w, high, x_row + 3 * X, norm_ptr, scale_ptr, min_ptr, super_ptr, super_min_ptr, rows,
                 row_ok, c0, K, C, CODE, LOW, HIGH, SCALE, MIN, ZERO, GROUP, RUN, SCALE_ROWS, NORM, ROWS, CHUNKS, FIXED,
             )  # fmt: skip
-        if c0 + CHUNKS < C and FIXED != "":  # after the sums: more rows fit, and x of the next chunks takes a while
+        if c0 + CHUNKS < C and FIXED != "":  # after the sums to save registers; loading the next x hides the latency
             w_next, high_next = _load_words(low_ptr, high_ptr, row_ok, rows, c0 + CHUNKS, C, HIGH, ROWS, CHUNKS)
 
     if PDL and LATE:

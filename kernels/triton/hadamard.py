@@ -1,4 +1,4 @@
-"""The rotation of int8 keys and their queries, in kernels: `kv_codes.hadamard` on tiles that hold whole vectors."""
+"""Hadamard rotation of int8 keys and their queries inside kernels: `kv_codes.hadamard` on tiles of whole vectors."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import triton.language as tl
 
 
 def run_length(head_dim: int) -> int:
-    """The largest power of two that divides head_dim: dimensions of one Hadamard matrix."""
+    """The largest power of two that divides head_dim: the size of the Hadamard matrix."""
     return head_dim & -head_dim
 
 
 @triton.jit
 def _butterflies(x, RUN: tl.constexpr, AXIS: tl.constexpr):
-    """All stages on runs of RUN dimensions of float32 x, which lie along AXIS; not normalised."""
+    """Unnormalized fast Walsh-Hadamard transform of float32 x on blocks of RUN elements along AXIS."""
     index = tl.arange(0, x.shape[AXIS])
     index = tl.broadcast_to(tl.expand_dims(index, 1 - AXIS), x.shape)
     for stage in tl.static_range(0, 10):
@@ -33,7 +33,7 @@ def rotate_rows(x, RUN: tl.constexpr):
 
 @triton.jit
 def rotate_halves(even, odd, RUN: tl.constexpr, AXIS: tl.constexpr):
-    """The same of vectors along AXIS whose even and odd dimensions lie in two float32 tiles."""
+    """x · H for vectors along AXIS whose even and odd dimensions are in two float32 tiles."""
     if RUN > 1:
         first, second = even + odd, even - odd
         even = _butterflies(first, RUN // 2, AXIS) * ((1.0 / RUN) ** 0.5)

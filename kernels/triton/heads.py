@@ -1,13 +1,13 @@
-"""Between the QKV product and attention, in one launch: QK-norm, RoPE, and keys and values into their slots.
+"""QK-norm, RoPE and KV write in one launch, between the QKV product and attention.
 
-A program takes a few heads of one token, of whatever kind: a row is normalised and turned when it is a query or a key,
-rotated (`hadamard`) when it is a key of int8 pages, and stored as its kind asks. All in float32 from the product's
-output on, where the single ops round to 16 bits in between. What goes where is decided by rows, so a tile may hold the
-last queries and the first keys; tiles have one size for every number of tokens, so that a sum has one order. The ops
-`rope` and `kv_write` are the same kernel with queries alone, and with keys and values that nothing turns.
+A program processes a few heads of one token. Queries and keys are normalized and get RoPE, keys of int8 pages are also
+rotated (`hadamard`), and every head is stored in its destination. Everything is computed in float32 from the product's
+output on, while the single ops round to 16 bits in between. Heads are distinguished per row, so a tile may hold the
+last queries and the first keys; the tile size is fixed, so sums always have the same order. The ops `rope` and
+`kv_write` use the same kernel, with queries only, and with keys and values only.
 
-Codes and scales are those of `kv_codes.encode`, bit for bit: divisions are IEEE, E4M3 is made by its bits. Negative
-slots are passed over, so a bucket of a captured graph may have rows that nothing fills.
+Codes and scales are bit-identical to `kv_codes.encode`: divisions are IEEE, E4M3 is encoded with integer operations.
+Negative slots are skipped, so buckets of captured graphs can have padding rows.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from .e4m3 import e4m3_bits, round_even
 from .hadamard import rotate_rows, run_length
 from .launch import launch, power_of_2, wait_for_previous
 
-TILE = 512  # elements of a program
+TILE = 512  # elements per program
 
 
 @triton.jit
 def _partner(d, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The dimension that is turned together with `d`; itself beyond the turned ones."""
+    """The RoPE partner of dimension `d`; `d` itself outside the rotated dimensions."""
     if INTERLEAVED:
         other = d ^ 1
     else:
@@ -38,7 +38,7 @@ def _partner(d, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 @triton.jit
 def _turned(own, other, cosines, sines, d, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Vectors [rows, dims] by the angles of a token, from themselves and their partners; all float32."""
+    """Apply RoPE to vectors [rows, dims], given themselves and their partner dimensions; all float32."""
     if INTERLEAVED:
         place, first = d // 2, d % 2 == 0
     else:
@@ -53,7 +53,7 @@ def _store_vectors(
     x, pages, scales, slot, head, d, ok,
     DIM: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, FORMAT: tl.constexpr, LAYER_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Put float32 vectors x [rows, dims] of heads [rows, 1] into a token's slot; `ok` says which elements there are."""
+    """Encode float32 vectors x [rows, dims] of heads [rows, 1] and store them in a token's slot, masked by `ok`."""
     place = ((slot // PAGE) * KV_HEADS + head) * PAGE + slot % PAGE
     at = pages + place * DIM + d
     if (FORMAT == "int8") | (FORMAT == "fp8"):
@@ -122,7 +122,7 @@ def _heads(
     q_at = q_out + (token * HEADS + head) * DIM + d
     tl.store(q_at, turned.to(q_out.dtype.element_ty), mask=real & is_query)
     if KV_HEADS > 0:
-        if first + ROWS > HEADS:  # some row is a key or a value
+        if first + ROWS > HEADS:  # the tile contains keys or values
             real = real & (slot >= 0)
             slot = tl.maximum(slot, 0)
             if FORMAT == "int8":
@@ -146,15 +146,15 @@ def qk_norm_rope_kv(
     interleaved: bool = False,
     late_norms: bool = False,
 ) -> Tensor:
-    """Queries ready for attention; keys and values in their slots.
+    """Return queries after QK-norm and RoPE; write keys and values to their slots.
 
     qkv      [num_tokens, num_heads + 2 · num_kv_heads, head_dim]   f32 | bf16 | f16; tokens may be strided
-    angles   cos and sin, float32 [num_tokens, half]; None: nothing is turned
-    kept     pages, and slots int64 [num_tokens], a negative one being passed over; None where there are queries alone
-    norms    of queries and of keys, over head_dim, before RoPE, or behind it (`late_norms`); None for models without
+    angles   cos and sin, float32 [num_tokens, half]; None: no RoPE
+    kept     pages, and slots int64 [num_tokens], negative ones are skipped; None if there are only queries
+    norms    of queries and of keys, over head_dim, before RoPE or after it (`late_norms`); None: no QK-norm
     returns  q [num_tokens, num_heads, head_dim], dtype of qkv
 
-    Reference: `segments.attn_in` without its first norm and product.
+    Reference: `mixers.attn_in` without its input norm and product.
     """
     num_tokens, heads, dim = qkv.shape
     if qkv.stride(2) != 1 or qkv.stride(1) != dim:
@@ -165,7 +165,7 @@ def qk_norm_rope_kv(
         pages, slots = kept
         if not (pages.k.is_contiguous() and pages.v.is_contiguous()):
             raise ValueError("pages must be contiguous")
-        k_scales = pages.k if pages.k_scales is None else pages.k_scales  # pages in the place of what is not there
+        k_scales = pages.k if pages.k_scales is None else pages.k_scales  # pages as placeholders for absent scales
         stored = pages.k, pages.v, k_scales, pages.v if pages.v_scales is None else pages.v_scales, slots
         page, kv_format = pages.k.shape[2], pages.format
         layer_scale = pages.k_scales is not None and pages.k_scales.dim() == 1
@@ -197,10 +197,10 @@ def qk_norm_rope_kv(
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """As `reference.rope`; tokens of x may be strided, the result is contiguous."""
+    """`reference.rope`; tokens of x may be strided, the result is contiguous."""
     return qk_norm_rope_kv(x, x.shape[1], (cos, sin), None, None, interleaved)
 
 
 def kv_write(k: Tensor, v: Tensor, pages: KVPages, slot_mapping: Tensor) -> None:
-    """As `reference.kv_write`; a negative slot is passed over."""
+    """`reference.kv_write`; negative slots are skipped."""
     qk_norm_rope_kv(torch.cat([k, v], 1), 0, None, (pages, slot_mapping))

@@ -1,9 +1,9 @@
-"""Attention over latents: each query alone against what its sequence has cached, in splits side by side, then a merge.
+"""Latent attention (MLA): split-KV attention of each query token over its sequence's cached latents, then a merge.
 
-A key is a token's latent and the piece that turns, its value is the latent: one tile serves both products, so a program
-reads 1,152 bytes a key for a block of query heads, which are the rows of its products. What is split how depends on the
-sequence's own length only, and the merge of `attention_decode` adds splits in the order of their places. Prompts go the
-same way, a token a row: their keys come from the L2 cache.
+A token's key is its latent plus the RoPE part, its value is the latent, so one tile serves both products: a program
+reads 1,152 bytes per key for a block of query heads, which are the rows of its products. Splits depend only on the
+length of the sequence, and the merge kernel of `attention_decode` adds them in order. Prompts use the same kernel, one
+token per row; their keys come from the L2 cache.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from .attention_decode import _query_of, _split_tokens, merge_splits
 from .attention_tiles import Splits, side_by_side, splits_of
 from .launch import card_of, interpreting, launch, power_of_2
 
-ROTATING = 6  # float32 latents beside each query that turning int8 ones takes
-ROWS, NARROW_ROWS = 32, 16  # most query heads of a program; where registers hold widened codes, too
-KEYS, NARROW_KEYS = 32, 16  # of a tile, 36 KB of 16-bit numbers; of one of codes, which registers widen
+ROTATING = 6  # extra float32 latents of memory per query head that the Hadamard rotation for int8 needs
+ROWS, NARROW_ROWS = 32, 16  # most query heads per program; NARROW: with 8-bit pages, whose widened codes take registers
+KEYS, NARROW_KEYS = 32, 16  # keys per tile: 36 KB of 16-bit values; with 8-bit pages
 
 
 @triton.jit
 def _widened(codes, operand: tl.constexpr, FORMAT: tl.constexpr):
-    """Numbers of a tile; those of E4M3 divided by 256, as `e4m3.widen_e4m3` has them."""
+    """Convert a tile of codes to the operand type; E4M3 values come out divided by 256, as in `e4m3.widen_e4m3`."""
     if FORMAT == "fp8":
         wide = codes.to(tl.int32)
         return (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.uint16).to(tl.float16, bitcast=True).to(operand)
@@ -49,8 +49,9 @@ def split_latents(
     FIRST: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Every so many'th split of one token's keys for ROWS query heads, as `attention_decode.decode_split` leaves it;
-    the first query is first_token's.
+    """Attention of one token over every num_programs(0)-th split of its keys, for ROWS query heads.
+
+    Writes partial results in the layout of `attention_decode.decode_split`. Row 0 of q is token first_token.
     """
     row = tl.program_id(2)
     if PDL:
@@ -97,7 +98,7 @@ def split_latents(
                     turned *= 256.0
                 scores *= (grown * scale)[None, :]
                 scores += tl.dot(q_turned, tl.trans(piece), input_precision="ieee") * (turned * scale)[None, :]
-                # the weight of a latent carries its scale, so that it stays within float16
+                # fold the latent's scale into its softmax weight, so that it stays in float16 range
                 spread = tl.log2(tl.where(grown < 1e-30, 1e-30, grown))
                 scores += spread[None, :]
             scores = tl.where(seen[None, :], scores, float("-inf"))
@@ -126,9 +127,9 @@ def attend(
     *,
     by_token: bool = False,
 ) -> Tensor:
-    """As `reference.latent_attention`; nothing is read back from the device.
+    """`reference.latent_attention`, without reading anything back from the device.
 
-    by_token   prompts are split as single tokens are: no chunk or batch changes a bit
+    by_token   split prompts like single tokens: bitwise independent of chunking and batching
     """
     rank, rotates, dtype = pages.k.shape[3], pages.format == "int8", q.dtype
     (num_tokens, heads, width), num_seqs, card = q.shape, block_table.shape[0], card_of(q.device)
@@ -145,19 +146,19 @@ def attend(
     sums = torch.empty((at_once, heads, places, rank), dtype=torch.float32, device=q.device)
     norms = torch.empty((at_once, heads, places, 2), dtype=torch.float32, device=q.device)
     out = torch.empty((num_tokens, heads, rank), dtype=torch.float32 if rotates else dtype, device=q.device)
-    mixed = out.view(dtype)[..., :rank]  # in the same memory
-    given = (*pages[:2], *(norms if one is None else one for one in pages[2:]))
+    mixed = out.view(dtype)[..., :rank]  # shares memory with `out`
+    tensors = (*pages[:2], *(norms if one is None else one for one in pages[2:]))
     split: dict[str, Any] = {"FIRST": splits.first, "SPLITS": splits.most, "STEPS": 8 if num_seqs < 256 else 20}
     for first in range(0, num_tokens, at_once):
         count = min(at_once, num_tokens - first)
         part = slice(first, first + count)
-        asked = q[part]
+        queries = q[part]
         if rotates:
-            asked = torch.cat([hadamard(asked[..., :rank]), asked[..., rank:].float()], -1)
+            queries = torch.cat([hadamard(queries[..., :rank]), queries[..., rank:].float()], -1)
         launch(
             split_latents,
             (side_by_side(places, count, blocks, card.num_sms), blocks, count),
-            *(asked, *given, block_table, cu_query_lens, seq_lens, sums, norms),
+            *(queries, *tensors, block_table, cu_query_lens, seq_lens, sums, norms),
             *(scale * 1.4426950408889634, block_table.shape[1], num_seqs, first, places),
             HEADS=heads,
             ROWS=rows,
@@ -207,6 +208,6 @@ def latent_attention(
     *,
     by_token: bool = False,
 ) -> Tensor:
-    """The composed segment around `attend`."""
+    """The composed segment with `attend` as its attention."""
     run = partial(attend, by_token=by_token)
     return composed(x, weights, pages, view, cu_query_lens, seq_lens, attend=run)

@@ -1,7 +1,7 @@
-"""How every kernel of this package is started: compile options in one place, and what the interpreter cannot do.
+"""Kernel launches: compile options, cached launch handles, interpreter support, and recording for AOT compilation.
 
-Under TRITON_INTERPRET=1 kernels run in NumPy on CPU tensors, for the tests. That interpreter computes bfloat16 wrongly
-and refuses programmatic dependent launch; kernels take `INTERPRET` and `PDL` as constants and leave those out.
+With TRITON_INTERPRET=1 kernels run in NumPy on CPU tensors, for the tests. The interpreter computes bfloat16 wrongly
+and lacks programmatic dependent launch (PDL), so kernels take `INTERPRET` and `PDL` as constants to avoid both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import triton.language as tl
 from ..verify.records import capability_of
 from .cards import AMD, Card
 
-PDL_CAPABILITY = 90  # From here on a kernel may be launched while the one before it still runs.
+PDL_CAPABILITY = 90  # first compute capability with programmatic dependent launch
 TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -37,7 +37,7 @@ TYPES = {
 
 @triton.jit
 def wait_for_previous(PDL: tl.constexpr):
-    """Let the next kernel begin, and wait for what the one before it has written."""
+    """Let the next kernel start, and wait until the previous kernel's writes are visible."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -45,40 +45,40 @@ def wait_for_previous(PDL: tl.constexpr):
 
 @cache
 def interpreting() -> bool:
-    """Whether kernels run in Triton's interpreter: what was set when they were decorated counts."""
+    """Whether kernels run in Triton's interpreter, as set when they were decorated."""
     return bool(triton.knobs.runtime.interpret)
 
 
 @cache
 def power_of_2(size: int) -> int:
-    """The next one from `size` on; Triton's own takes the host 20 us."""
+    """The smallest power of two that is at least `size`; `triton.next_power_of_2` takes 20 us on the host."""
     return 1 << (size - 1).bit_length()
 
 
 def has_ptx(device: torch.device) -> bool:
-    """Whether kernels may hold NVIDIA's assembly there."""
+    """Whether kernels on this device may contain inline PTX."""
     return not interpreting() and card_of(device).capability < AMD
 
 
 @cache
 def _card_of(device: torch.device) -> Card:
     if device.type != "cuda":
-        return Card(90, 8)  # an H100 for the interpreter, but so small that tests split work, too
+        return Card(90, 8)  # interpreter: an H100 with few SMs, so that tests exercise splits
     return Card(capability_of(device), torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def card_of(device: torch.device) -> Card:
-    """The card a device is, or the one that launches are recorded for."""
+    """The GPU behind a device, or the one that launches are being recorded for."""
     return _card_of(device) if _recorder.card is None else _recorder.card
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A kernel with everything it would have been started with, to compile it ahead of time.
+    """A recorded launch: a kernel and its arguments, for compiling it ahead of time.
 
-    args        every argument that is no constant, by name; tensors may be on the `meta` device
+    args        all non-constexpr arguments by name; tensors may be on the `meta` device
     options     compile options: num_warps, num_stages, enable_fp_fusion, launch_pdl, maxnreg
-    subnormals  reads bits as subnormal numbers: instructions that flush those to zero would make it wrong
+    subnormals  the kernel interprets bits as subnormal numbers, so instructions that flush subnormals would break it
     """
 
     kernel: Any
@@ -89,19 +89,20 @@ class Launch:
 
     @property
     def signature(self) -> dict[str, str]:
-        """name -> type of every argument: `*bf16`, `*u8`, `i32`, `fp32`; `:16` after it says that the pointer, aligned
-        as torch does it, or number is a multiple of 16.
+        """name -> Triton type of every argument: `*bf16`, `*u8`, `i32`, `fp32`; suffix `:16` if divisible by 16.
+
+        Pointers are assumed to be aligned as torch allocates them.
         """
         plain = {p.name for p in getattr(self.kernel, "params", ()) if p.do_not_specialize}
         return {name: _type(value, name not in plain) for name, value in self.args.items()}
 
     @property
     def key(self) -> str:
-        """What makes it another kernel to compile."""
+        """Everything that distinguishes compiled kernels."""
         return f"{self.kernel} {self.signature} {self.constexprs} {self.options}"
 
     def compile(self, device: torch.device) -> None:
-        """For the card that `device` is, so that a launch finds it."""
+        """Compile for `device`, so that a later launch finds the kernel in the cache."""
         with torch.cuda.device(device):
             self.kernel.warmup(*self.args.values(), grid=(1,), **self.constexprs, **self.options)
 
@@ -125,13 +126,13 @@ def launch(
     subnormals: bool = False,
     **constexprs: Any,
 ) -> None:
-    """Start `kernel` on `grid` programs, overlapping the kernel before it where it knows how to.
+    """Launch `kernel` with `grid` programs, with PDL if the kernel and the GPU support it.
 
-    registers   most a thread may take; 0 leaves it to the compiler
-    fuses       a product and a sum may be rounded once
+    registers   register limit per thread; 0 leaves it to the compiler
+    fuses       allow fused multiply-adds
     subnormals  see `Launch`
 
-    Nothing runs for an empty grid, nor while launches are recorded.
+    Does nothing for an empty grid; while launches are being recorded, it only records.
     """
     if _recorder.card is not None:
         constexprs, options = _complete(kernel, args[0], constexprs, (num_warps, num_stages, registers, fuses))
@@ -158,20 +159,20 @@ def launch(
         compiled[(*grid, 1, 1)[:3]](*args, *constants)
 
 
-# What was launched before: by all that makes it another kernel, that kernel, Triton's handle on it and its constants in
-# their order. Beside an H100 (Triton 3.6) a step of 396 launches without graphs took 55 ms, and 40 with the handle.
+# Cache of launches: everything that distinguishes compiled kernels -> (kernel, Triton's compiled handle, its constants
+# in order). With an H100 and Triton 3.6, a step of 396 launches without CUDA graphs takes 40 ms instead of 55
 _ready: dict[tuple[Any, ...], tuple[Any, Any, tuple[Any, ...]]] = {}
 
 
 def _class_of(value: float) -> Any:
-    """What of a number Triton may compile anew for."""
+    """The properties of a number that Triton specializes kernels on."""
     return float if isinstance(value, float) else (value == 1, value % 16 == 0, -(1 << 31) <= value < 1 << 31)
 
 
 def _complete(
     kernel: Any, first: torch.Tensor, constexprs: dict[str, Any], chosen: tuple[int, int, int, bool]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The constants with what the card says, and the compile options."""
+    """Add device-dependent constants, and build the compile options."""
     num_warps, num_stages, registers, fuses = chosen
     options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": fuses}
     if registers:
@@ -186,7 +187,7 @@ def _complete(
 
 
 class _Recorder(threading.local):
-    """Of one thread: others go on launching."""
+    """Per-thread recording state: other threads keep launching."""
 
     card: Card | None = None
     launches: list[Launch]
@@ -197,7 +198,7 @@ _recorder = _Recorder()
 
 @contextmanager
 def recording(card: Card) -> Iterator[list[Launch]]:
-    """Collect this thread's launches as they would be on such a card, instead of starting them."""
+    """Context that records this thread's launches as for `card` instead of running them."""
     _recorder.card, _recorder.launches = card, []
     try:
         yield _recorder.launches
@@ -206,10 +207,10 @@ def recording(card: Card) -> Iterator[list[Launch]]:
 
 
 def recorded(call: Callable[[], object], device: torch.device, threads: int = 1) -> Callable[[], None]:
-    """What compiles every kernel that `call` would launch, several at once; none is launched.
+    """Return a function that compiles every kernel `call` would launch, `threads` at a time, without launching any.
 
-    What kernels write keeps what lay in memory before: `call` must choose nothing by it. What fails here is left for
-    the launch to tell.
+    Outputs are left uninitialized while recording, so `call` must not branch on them. Errors are ignored here; the
+    actual launch reports them.
     """
     with suppress(Exception), recording(card_of(device)) as launches:
         call()
@@ -224,5 +225,5 @@ def recorded(call: Callable[[], object], device: torch.device, threads: int = 1)
 
 
 def compile_ahead(call: Callable[[], object], device: torch.device, threads: int = 1) -> None:
-    """Compile them now (`recorded`)."""
+    """Record and compile immediately (see `recorded`)."""
     recorded(call, device, threads)()

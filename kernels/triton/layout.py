@@ -1,10 +1,10 @@
-"""Canonical weights -> `Prepared`, the one layout that all product kernels read. Plain torch, no Triton.
+"""Repacks canonical weights into `Prepared`, the layout that all Triton product kernels read. Plain torch, no Triton.
 
-A row is cut into chunks of 16 bytes: eight 16-bit halves h of P planes each, P = 16 / bits. The halves of a chunk come
-in runs of R that hold one scale group: R = 8, or fewer where groups are smaller than a chunk. Plane i of half h holds
-element (h // R) * R * P + i * R + h % R. So a thread loads 16 bytes and owns 8 * P elements of whole scale groups, the
-R activations that meet plane i lie side by side, and a tile of halves is, plane by plane, an operand of `mma`. The
-bytes of a group stay together, in an order of their own: a block-scaled product of 16 elements reads them as they lie.
+A row is divided into chunks of 16 bytes: eight 16-bit halves h with P = 16 / bits planes each. The halves of a chunk
+form runs of R halves that hold one scale group: R = 8, or fewer if groups are smaller than a chunk. Plane i of half h
+holds element (h // R) * R * P + i * R + h % R. A thread thus loads 16 bytes with 8 * P elements of whole scale groups,
+the R activations for plane i are contiguous, and each plane of a tile of halves is an `mma` operand. The bytes of a
+group stay together in a permuted order, so block-scaled products of 16 elements can read them directly.
 
 code   bits low+high  value of a code q        from
 bf16   16             q                        dense
@@ -19,10 +19,10 @@ int6    4+2           q - 32                   Q6_K
 int2    2             q                        Q2_K
 int3    2+1           q - 4                    Q3_K
 
-The high bits of half h lie in a byte of their own: bits*i.. for plane i (int3, int6); for int5 halves 2j and 2j + 1
-share byte j, low nibble first.
+The high bits of half h are in a separate byte, from bit bits*i on for plane i (int3, int6); for int5, halves 2j and
+2j + 1 share byte j, low nibble first.
 
-weight = row_scale[n] * (s * (q - zero) + m), where s and m of a group are as `scale_kind` and `min_kind` say:
+weight = row_scale[n] * (s * (q - zero) + m), with s and m per group depending on `scale_kind` and `min_kind`:
     none   1 (0)
     float  a stored float16, bfloat16 or float32
     e4m3   bits of E4M3              e8m0   2^(s - 127)
@@ -30,8 +30,8 @@ weight = row_scale[n] * (s * (q - zero) + m), where s and m of a group are as `s
     nibble super * (byte & 15) and -super_min * (byte >> 4)
     zero   m = -s * (uint8 zero), instead of the constant zero
 
-Scales of six bits get a byte each, so Q4_K grows from 4.5 to 4.625 bits a weight, Q5_K from 5.5 to 5.625, Q3_K from
-3.44 to 3.56; the others keep their size.
+6-bit scales are widened to a byte, so Q4_K grows from 4.5 to 4.625 bits per weight, Q5_K from 5.5 to 5.625 and Q3_K
+from 3.44 to 3.56; other types keep their size.
 """
 
 from __future__ import annotations
@@ -50,24 +50,24 @@ HALVES = 8  # 16-bit halves in a chunk of 16 bytes
 
 
 class Code(NamedTuple):
-    """How one kind of code is stored."""
+    """Storage of one kind of code."""
 
-    low: int  # bits in the 16-bit halves
-    high: int = 0  # bits in a plane of their own
+    low: int  # bits per element in the 16-bit halves
+    high: int = 0  # bits per element stored separately
 
     @property
     def planes(self) -> int:
-        """Elements in a half."""
+        """Elements per half."""
         return 16 // self.low
 
     @property
     def chunk(self) -> int:
-        """Elements in 16 bytes of halves."""
+        """Elements per chunk (16 bytes of halves)."""
         return HALVES * self.planes
 
     @property
     def high_bytes(self) -> int:
-        """Bytes of high bits of a chunk."""
+        """Bytes of high bits per chunk."""
         return self.chunk * self.high // 8
 
 
@@ -88,7 +88,7 @@ CODES = {
 
 @cache
 def run_of(code: str, group: int) -> int:
-    """Halves whose planes follow one another: all eight, or so many that they hold one scale group. 0: no groups."""
+    """Halves per run: all eight, or as many as hold one scale group. `group` 0: no groups."""
     chunk = CODES[code].chunk
     return HALVES if group == 0 or group >= chunk else HALVES * group // chunk
 
@@ -109,49 +109,49 @@ GGUF = {
 
 
 class Prepared(NamedTuple):
-    """A weight as the product kernels read it. C = chunks in a row, G = groups in a row."""
+    """A weight in kernel layout. C = chunks per row, G = groups per row."""
 
     shape: tuple[int, int]  # (N, K)
     code: str
-    low: Tensor  # int16 [N, C * 8]; for float32 weights, which no kernel reads, float32 [N, K]
+    low: Tensor  # int16 [N, C * 8]; float32 [N, K] for float32 weights, which cuBLAS multiplies
     high: Tensor | None = None  # uint8 [N, C * high_bytes]
     scale_kind: str = "none"
-    scales: Tensor | None = None  # [N, G]; [ceil N/128, G] where `scale_rows` is 128
+    scales: Tensor | None = None  # [N, G]; [ceil N/128, G] if `scale_rows` is 128
     min_kind: str = "none"
     mins: Tensor | None = None  # [N, G]
     supers: Tensor | None = None  # float16 [N, K/256]
     super_mins: Tensor | None = None
-    row_scale: Tensor | None = None  # float32 [N]; NaN for a row of E4M3 codes that holds one
+    row_scale: Tensor | None = None  # float32 [N]; NaN for rows with NaN among their E4M3 codes
     zero: int = 0
-    group: int = 0  # elements of a group; 0 where there is no group scale
+    group: int = 0  # elements per group; 0: no group scales
     scale_rows: int = 1
     perm: Tensor | None = None  # int64 [K]: gathers x before the product
     pre_scale: Tensor | None = None  # [K]: multiplies x, before `perm`
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its tensors."""
+        """Bytes of all tensors."""
         return sum(t.numel() * t.element_size() for t in self if isinstance(t, Tensor))
 
     @property
     def run(self) -> int:
-        """Halves whose planes follow one another."""
+        """Halves per run."""
         return run_of(self.code, self.group)
 
     @property
     def stacks(self) -> bool:
-        """Whether several like it may lie one behind the other as one weight with all their rows."""
+        """Whether several weights like this can be concatenated along rows into one."""
         alone = self.perm is None and self.pre_scale is None and not self.is_float32
         return alone and self.shape[0] % self.scale_rows == 0
 
     @property
     def is_float32(self) -> bool:
-        """Stored as float32, which keeps its bits and runs in torch."""
+        """Whether the weight is stored as float32 and multiplied by torch."""
         return self.low.dtype == torch.float32
 
 
 def prepare(weight: Weight) -> Prepared:
-    """Repack, exactly, on the device the weight is on. Raises ValueError for a form nothing here can read."""
+    """Repack a weight losslessly on its own device. Raises ValueError for unsupported forms."""
     maker = _MAKERS.get(weight.form)
     if maker is None:
         raise ValueError(f"no layout for weights of form {weight.form}")
@@ -218,7 +218,7 @@ def _fp8(w: Weight) -> Prepared:
 
 
 def _nan_scale(w: Weight) -> Tensor | None:
-    """float32 [N]: NaN for rows of E4M3 codes that hold one, else 1; None where there is none."""
+    """float32 [N]: NaN for rows with NaN among their E4M3 codes, else 1; None if no row has one."""
     broken = ((w.qweight.view(torch.uint8) & 0x7F) == 0x7F).any(1)
     return torch.where(broken, float("nan"), 1.0) if bool(broken.any()) else None
 
@@ -229,7 +229,7 @@ def _gguf(w: Weight) -> Prepared:
     code, scale_kind, min_kind, group = GGUF[w.block_type]
     low, high = _packed(w, code, group)
     parts = SPLITS[w.block_type].parts(_blocks(w, slice(None)))
-    if scale_kind == "nibble" and parts.mins is not None:  # stored together, as they come
+    if scale_kind == "nibble" and parts.mins is not None:  # keep scale and minimum in one byte, as in the file
         parts = parts._replace(scales=parts.scales | (parts.mins << 4), mins=None)
     scales, mins, supers, super_mins = (None if part is None else _rows(part.flatten(1)) for part in parts)
     made = Prepared(w.shape, code, low, high, scale_kind, scales, min_kind, mins, supers, super_mins, group=group)
@@ -253,18 +253,18 @@ FORMS = frozenset(_MAKERS)
 
 
 def _rows(t: Tensor) -> Tensor:
-    """Contiguous, and never a view that keeps a larger tensor alive."""
+    """Make contiguous; copies views, so that they do not keep a larger tensor alive."""
     return t.contiguous() if t.is_contiguous() and t.untyped_storage().nbytes() == t.nbytes else t.clone()
 
 
 def _group(w: Weight) -> int:
-    """Elements of a group; one for the whole row where there is one scale."""
+    """Elements per group; the whole row if it has a single scale."""
     assert w.scales is not None
     return w.group_size if 0 < w.group_size < w.shape[1] else -(-w.shape[1] // w.scales.shape[1])
 
 
 def _codes(w: Weight, rows: slice) -> Tensor:
-    """uint8 [rows, K]: the codes as numbers."""
+    """Unpacked codes, uint8 [rows, K]."""
     if w.form == "gguf":
         return SPLITS[w.block_type].codes(_blocks(w, rows)).flatten(1)
     if w.form in ("int4g", "fp4g16", "fp4g32"):
@@ -299,7 +299,7 @@ def _pad_columns(t: Tensor, multiple: int) -> Tensor:
 
 
 def _joined(values: Tensor, bits: int) -> Tensor:
-    """uint8 [rows, C, planes, 8], their last bits -> int32 [rows, C, 8]: plane i from bit bits * i on."""
+    """Pack the low `bits` of uint8 [rows, C, planes, 8] into int32 [rows, C, 8], plane i at bit bits * i."""
     out = torch.zeros(values.shape[:2] + (HALVES,), dtype=torch.int32, device=values.device)
     for i in range(values.shape[2]):
         out |= (values[:, :, i].int() & ((1 << bits) - 1)) << (bits * i)

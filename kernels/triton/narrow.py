@@ -1,10 +1,9 @@
-"""y = x Wᵀ where x is rounded, too: FP8 x FP8 (W8A8) and NVFP4 x NVFP4 (W4A4), for prompts, when the user allows it.
+"""y = x Wᵀ with quantized activations, for prompts, if the user allows it: FP8 (W8A8) and NVFP4 (W4A4).
 
-Both operands come as rows of bytes in the order of `layout`; a product over K does not mind the order. FP8 sums are
-taken over 128 elements and added in float32, which is also where block scales go. NVFP4 goes through `tl.dot_scaled`;
-with HAND its codes and scales are decoded instead, on any card, and in the interpreter, which reads every scale of a
-`dot_scaled` as E8M0. Few rows of x stay exact: a decoding step is bound by the bytes of W, and rounding x would save
-none of them.
+Both operands are rows of bytes in the order of `layout`; the order along K does not matter to the product. FP8 products
+are accumulated over 128 elements and then added in float32, where block scales are applied. NVFP4 uses `tl.dot_scaled`;
+with HAND, codes and scales are decoded first, which works on any GPU and in the interpreter (whose `dot_scaled` reads
+all scales as E8M0). Small batches are not quantized: a decode step is bound by the bytes of W, which stay the same.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from .product import Extras, product
 from .product_tiles import SMALL_TOKENS
 from .quantize import quantize_e4m3, quantize_nvfp4
 
-BLOCK = 128  # elements of x that share a scale where W has a scale per block
+BLOCK = 128  # elements of x per scale if W has block scales
 
 
 @triton.jit
@@ -40,7 +39,7 @@ def _w8a8(
     BYTES: tl.constexpr, BLOCKS: tl.constexpr, ROW_SCALE: tl.constexpr, BIAS: tl.constexpr, HAND: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """x, w: E4M3 [m, BYTES] and [n, BYTES]; BLOCKS: a scale per 128 of x and per 128 x 128 of w, else one a row."""
+    """x, w: E4M3 [m, BYTES], [n, BYTES]; scales per 128 of x and 128 x 128 of w if BLOCKS, otherwise per row."""
     STEP: tl.constexpr = 128
     GROUPS: tl.constexpr = (BYTES + STEP - 1) // STEP
     rows = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -77,7 +76,7 @@ def _w8a8(
 
 @triton.jit
 def _nvfp4_values(codes, scales, HIGH_NIBBLE: tl.constexpr):
-    """uint8 [A, B] and E4M3 scales [A, B / 8] -> float32 of one nibble of each byte."""
+    """uint8 [A, B], E4M3 scales [A, B / 8] -> float32 [A, B] values of one nibble of each byte."""
     A: tl.constexpr = codes.shape[0]
     B: tl.constexpr = codes.shape[1]
     values = half_value(codes.to(tl.int32), 0, HIGH_NIBBLE, "e2m1", 4, 0, 0)
@@ -91,7 +90,7 @@ def _w4a4(
     BYTES: tl.constexpr, BIAS: tl.constexpr, HAND: tl.constexpr, OPERAND: tl.constexpr, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """x, w: E2M1 pairs [m, BYTES] and [n, BYTES], E4M3 scales [.., BYTES / 8] and a float32 scale a row; STEP bytes."""
+    """x, w: E2M1 pairs [m, BYTES], [n, BYTES], E4M3 scales [.., BYTES / 8], float32 row scales; STEP bytes a step."""
     rows = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     columns = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     row = tl.minimum(rows, m - 1).to(tl.int64)
@@ -126,7 +125,7 @@ def _w4a4(
 
 
 def narrow_product(x: Tensor, p: Prepared, bias: Tensor | None = None) -> Tensor:
-    """x [num_tokens, K], rounded to E4M3 for an FP8 weight, to NVFP4 for an NVFP4 one, times it: [num_tokens, N]."""
+    """x [num_tokens, K], quantized to the weight's format (E4M3 or NVFP4), times the weight: [num_tokens, N]."""
     tokens = x.shape[0]
     if tokens <= SMALL_TOKENS or p.perm is not None or p.pre_scale is not None:
         return product(x, p, Extras(bias))
@@ -137,13 +136,13 @@ def narrow_product(x: Tensor, p: Prepared, bias: Tensor | None = None) -> Tensor
     def new(columns: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(tokens, columns, dtype=dtype, device=x.device)
 
-    def run(kernel: Any, *given: Tensor, least: int, stages: int, **more: Any) -> None:
-        """A program takes 128 rows of x and of W, or 64: not measured."""
+    def run(kernel: Any, *tensors: Tensor, least: int, stages: int, **more: Any) -> None:
+        """Launch with tiles of 128 or 64 rows of x and of W; not measured."""
         side = 64 if max(tokens, least) <= 64 else 128
         grid = (-(-tokens // side), -(-p.shape[0] // side))
         more |= {"BIAS": bias is not None, "HAND": hand, "TOKENS": side, "ROWS": side, "STAGES": stages}
-        given = (*given, given[0] if bias is None else bias, out)
-        launch(kernel, grid, *given, *out.shape, num_warps=side // 16, num_stages=stages, **more)
+        tensors = (*tensors, tensors[0] if bias is None else bias, out)
+        launch(kernel, grid, *tensors, *out.shape, num_warps=side // 16, num_stages=stages, **more)
 
     if p.code == "e4m3":
         padded = p.low.shape[1] * 2
@@ -166,6 +165,6 @@ def narrow_product(x: Tensor, p: Prepared, bias: Tensor | None = None) -> Tensor
     launch(quantize_nvfp4, (tokens,), x, codes, scales, row_scales, num_warps=max(1, min(8, block // 512)), **sizes)
     given = (codes, scales.view(kind), row_scales, p.low.view(torch.uint8), p.scales.view(kind), p.row_scale)
     more = {"BYTES": padded // 2, "OPERAND": "f32" if hand else "bf16", "STEP": 32 if hand else 128}
-    # with fewer than 128 rows sm_100 has no block-scaled instruction
+    # sm_100 has no block-scaled instruction for fewer than 128 rows
     run(_w4a4, *given, least=64 if hand else 128, stages=2, **more)
     return out

@@ -1,11 +1,11 @@
-"""What Triton has for NVIDIA cards: a list of implementations, and what each of them fits.
+"""The Triton back end: its implementations, and the conditions under which each one fits.
 
-Importing this module loads neither Triton nor a kernel: on a machine without a card Triton may be missing.
+Importing this module imports neither Triton nor any kernel, as Triton may be missing on machines without a GPU.
 
-`triton` takes the fastest kernel for the number of rows; in `triton_invariant` no other row and no chunk of a prompt
-changes a bit, which costs attention its tiles of queries, and recurrences their chunks. By permission of the user
-(`LinearFacts.activations`) `triton_fp8_w8a8` and `triton_nvfp4_w4a4` round x for products of many rows; no other
-product rounds it, and weights of every form stay as small as they are stored.
+`triton` uses the fastest kernel for the number of rows. `triton_invariant` is bitwise independent of batch and prompt
+chunking, so attention cannot tile queries and recurrences cannot run in chunks. If the user allows it
+(`LinearFacts.activations`), `triton_fp8_w8a8` and `triton_nvfp4_w4a4` quantize x for products of many rows; no other
+product does. Weights of every form keep their stored size.
 """
 
 from __future__ import annotations
@@ -19,59 +19,59 @@ from ..registry import Facts, Impl, LinearFacts, OpFacts
 from .cards import AMD, name_of
 from .layout import CODES, FORMS, GGUF, prepare
 
-FP8_CAPABILITY = 89  # from here on tensor cores take E4M3
-FP4_CAPABILITY = 100  # from here on they take block-scaled E2M1
+FP8_CAPABILITY = 89  # first compute capability whose tensor cores support E4M3
+FP4_CAPABILITY = 100  # first one whose tensor cores support block-scaled E2M1
 LARGEST_HEAD = 512
-LARGEST_PLAIN_HEAD = 256  # without tensor cores, or in pages of float32: twice as much is more than shared memory holds
+LARGEST_PLAIN_HEAD = 256  # without tensor cores, or with float32 pages: 512 does not fit in shared memory
 PAGE_SIZES = (16, 32, 64)
 GROUPED = {"int4g": "int4", "int8": "int8"}
 
 
 def _fits(facts: Facts) -> str | None:
     if facts.device != "cuda":
-        return f"runs on NVIDIA cards, not on {facts.device}"
+        return f"runs on NVIDIA GPUs, not on {facts.device}"
     if facts.capability >= AMD:
-        return f"no kernel has run on an AMD card ({name_of(facts.capability)}) yet: they only compile"
+        return f"the kernels compile for AMD GPUs ({name_of(facts.capability)}), but have not been run on one"
     if facts.capability < 75:
-        return f"needs compute capability 7.5, this is {facts.capability / 10}"
+        return f"needs compute capability 7.5 or higher, this GPU has {facts.capability / 10}"
     if facts.dtype == "bfloat16" and facts.capability < 80:
         return "no bfloat16 below compute capability 8.0"
     return None
 
 
 def _attention_fits(facts: OpFacts, *, whole_chunks: bool = False) -> str | None:
-    """None, or why pages and heads like these are not for the kernels that read or write them."""
+    """Return None, or why the kernels that read and write pages do not support these pages and heads."""
     if whole_chunks and facts.deterministic:
-        return "a chunk of one token is summed in another order than one of several"
+        return "sums a chunk of one token in a different order than longer chunks"
     if facts.kv_format == "bf16" and facts.capability < 80:
         return "no bfloat16 below compute capability 8.0"
     largest = LARGEST_PLAIN_HEAD if facts.capability < 80 or facts.kv_format == "f32" else LARGEST_HEAD
     if facts.head_dim > largest or facts.head_dim % 8:
-        return f"heads of {facts.head_dim}: at most {largest}, a multiple of 8"
+        return f"head_dim must be a multiple of 8 and at most {largest}, not {facts.head_dim}"
     if facts.page_size not in PAGE_SIZES:
-        return f"pages of {facts.page_size}, not one of {PAGE_SIZES}"
+        return f"page size must be one of {PAGE_SIZES}, not {facts.page_size}"
     return _fits(facts)
 
 
 def _latents_fit(facts: OpFacts, *, whole_chunks: bool = False) -> str | None:
-    """None, or why latents in such pages are not for the kernel"""
+    """Return None, or why the latent attention kernel does not support these pages."""
     if whole_chunks and facts.deterministic:
-        return "splits the keys of a prompt's tokens otherwise than those of single ones"
+        return "splits the keys of prompt tokens differently from those of single tokens"
     if facts.capability < 80:
-        return "Triton has no tensor cores below compute capability 8.0"
+        return "Triton cannot use tensor cores below compute capability 8.0"
     if facts.kv_format == "f32":
-        return "float32 latents take more shared memory than every card has"
+        return "float32 latents do not fit in the shared memory of all GPUs"
     if facts.page_size not in PAGE_SIZES:
-        return f"pages of {facts.page_size}, not one of {PAGE_SIZES}"
+        return f"page size must be one of {PAGE_SIZES}, not {facts.page_size}"
     return _fits(facts)
 
 
 def _chunks_fit(facts: OpFacts) -> str | None:
-    """None, or why a recurrence must not take several tokens of a prompt at once."""
+    """Return None, or why a recurrence must not process a prompt in chunks."""
     if facts.deterministic:
-        return "a prompt is summed in another order than single tokens"
+        return "sums prompts in a different order than single tokens"
     if facts.dtype == "float32":
-        return "rounds factors to TF32, activations are float32"
+        return "rounds factors to TF32, but activations are float32"
     if facts.capability < 80:
         return "no TF32 below compute capability 8.0"
     return _fits(facts)
@@ -90,15 +90,15 @@ def _linear_fits(facts: LinearFacts, *, fixed_order: bool = False) -> str | None
     if facts.form in GROUPED and 0 < facts.group_size < facts.shape[1]:
         chunk = CODES[GROUPED[facts.form]].chunk
         if facts.group_size % chunk:
-            return f"groups of {facts.group_size} are not a multiple of {chunk}"
+            return f"group size must be a multiple of {chunk}, not {facts.group_size}"
     if fixed_order:
-        return "Triton has no tensor cores below compute capability 8.0" if facts.capability < 80 else None
-    return "sums one row in another order than several" if facts.deterministic else None
+        return "Triton cannot use tensor cores below compute capability 8.0" if facts.capability < 80 else None
+    return "sums one row in a different order than several" if facts.deterministic else None
 
 
 def _rounding_fits(facts: LinearFacts, *, activations: str, form: str) -> str | None:
     if facts.activations != activations:
-        return f"rounds activations to {activations}, which was not asked for"
+        return f"rounds activations to {activations}, which was not requested"
     if facts.form != form:
         return f"multiplies {form} weights, not {facts.form}"
     if activations == "nvfp4" and facts.capability < FP4_CAPABILITY:
@@ -109,7 +109,7 @@ def _rounding_fits(facts: LinearFacts, *, activations: str, form: str) -> str | 
 
 
 def _lazily(module: str, function: str) -> Callable[..., Any]:
-    """The function, its module being loaded when it is first called."""
+    """Return a wrapper that imports the function's module on the first call."""
     found: list[Callable[..., Any]] = []
 
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -1,10 +1,10 @@
-"""Which product kernel runs for how many rows of x, and with what: launches are built here, for use and for the table.
+"""Quantized matrix products on a GPU: selects the kernel by the number of rows of x and launches it.
 
-one row            `gemv`: a program per few rows of W
-2 to 4 rows        `gemv` as well for codes of four bits, 2 rows for numbers of 16 (`few_rows`)
+1 row              `gemv`: one program per few rows of W
+2 to 4 rows        `gemv` as well for 4-bit codes, up to 2 rows for 16-bit weights (`few_rows`)
 up to 255 rows     `gemm`: tensor cores, W decoded in registers (dense weights: cuBLAS from 17 rows)
 more               `dequantize` into slabs, then cuBLAS
-below sm_80        Triton has no tensor cores there: `gemv` for up to 4 rows, else the slab
+below sm_80        no tensor cores in Triton: `gemv` for up to 4 rows, else slabs
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from .layout import CODES, Prepared
 from .product_tiles import SMALL_TOKENS, TOKEN_CLASSES, few_rows, few_tiles, gemm_tiles, gemv_tiles, is_fixed
 from .rms_norm import rms_norm
 
-SLAB_BYTES = 64 << 20  # most dense rows decoded at a time: what the plan keeps for attention, which is over then
-# of them that the L2 keeps between the kernel that writes them and the product: an H100 takes 603 us for 2,048 rows and
-# an 8B's gate and up in INT4; decoding all of the matrix takes 97, the product behind it 525
+SLAB_BYTES = 64 << 20  # maximum size of a decoded slab: reuses the memory that the plan reserves for attention
+# slab size that stays in L2 between the dequantize kernel and the product. For 2,048 rows and an 8B model's gate and up
+# in INT4, an H100 takes 603 us; decoding the whole matrix first takes 97 us, and the product after it 525 us
 CACHED_BYTES = 32 << 20
-CUBLAS_TILE = 128, 256  # rows of x and of W that a multiprocessor multiplies at a time; not measured
-SLAB_TOKENS = 256  # from so many rows of x weights are decoded once for all of them; not measured
+CUBLAS_TILE = 128, 256  # rows of x and of W per SM tile in cuBLAS; not measured
+SLAB_TOKENS = 256  # from this many rows of x on, weights are decoded into slabs; not measured
 ROWS_WITHOUT_TENSOR_CORES = 4
 NATIVE = {torch.bfloat16: "bf16", torch.float16: "f16"}
-WHOLE_ROW = 1 << 20  # the group size that stands for one scale a row
-CUBLAS: Tile = {"cublas": 1}  # the candidate of dense weights that is no kernel of ours
-FIXED_TOKENS = 16  # rows of x in a tile when every row must be summed the same way
+WHOLE_ROW = 1 << 20  # group size that means one scale per row
+CUBLAS: Tile = {"cublas": 1}  # tuning candidate for dense weights that uses cuBLAS
+FIXED_TOKENS = 16  # rows of x per tile for batch-invariant products
 
 
 class Extras(NamedTuple):
-    """What a product does besides: y = act(...)(norm(x) Wᵀ + bias) + residual."""
+    """Operations fused into a product: y = act(norm(x) Wᵀ + bias) + residual."""
 
     bias: Tensor | None = None
     norm: Norm | None = None
     residual: Tensor | None = None
-    gate: str = ""  # silu or gelu_tanh: W is gate over up, y = act(gate) * up
+    gate: str = ""  # silu or gelu_tanh: W is gate stacked on up, y = act(gate) * up
 
 
 PLAIN = Extras()
@@ -57,12 +57,12 @@ class Tiles(NamedTuple):
     """Pairs sorted by expert, in tiles of one expert each."""
 
     size: int  # pairs in a tile
-    places: Tensor  # int32 [num_tiles * size]: the pair, or -1
-    experts: Tensor  # int32 [num_tiles]: the expert, or -1
+    places: Tensor  # int32 [num_tiles * size]: pair index, or -1
+    experts: Tensor  # int32 [num_tiles]: expert index, or -1
 
 
 class Pairs(NamedTuple):
-    """Tokens with the experts they go to; `tiles` None: multiplied one by one."""
+    """(token, expert) pairs; without `tiles` each pair is multiplied separately."""
 
     chosen: Tensor  # int32 [num_tokens, top_k]
     num_experts: int
@@ -72,15 +72,15 @@ class Pairs(NamedTuple):
 def product(
     x: Tensor, p: Prepared, extras: Extras = PLAIN, *, out: Tensor | None = None, fixed_order: bool = False
 ) -> Tensor:
-    """x [num_tokens, K] times the weight: [num_tokens, N], or [num_tokens, N / 2] where gated; dtype of x.
+    """x [num_tokens, K] times the weight: [num_tokens, N], or [num_tokens, N / 2] if gated; dtype of x.
 
-    out           where to put it, in its own dtype; may be `extras.residual`; only where `fusable`
-    fixed_order   every row is summed in the same order, however many there are
+    out           output tensor in its own dtype; may be `extras.residual`; requires `fusable`
+    fixed_order   batch-invariant: every row is summed in the same order for any number of rows
 
-    Raises ValueError when x does not have K columns; norm, gate and residual want `fusable`.
+    norm, gate and residual require `fusable`. Raises ValueError if x does not have K columns.
     """
     if x.dim() != 2 or x.shape[1] != p.shape[1]:
-        raise ValueError(f"x has shape {tuple(x.shape)}, the weight takes {p.shape[1]} inputs")
+        raise ValueError(f"x has shape {tuple(x.shape)}, but the weight takes {p.shape[1]} inputs")
     x = gathered(x, p.perm, p.pre_scale)
     if p.is_float32:
         return torch.nn.functional.linear(x.float(), p.low, extras.bias).to(x.dtype)
@@ -89,9 +89,9 @@ def product(
     if out is None:
         out = torch.empty(tokens, n, dtype=x.dtype, device=x.device)
     card = card_of(x.device)
-    own = SMALL_TOKENS if _is_plain(x, p) else SLAB_TOKENS - 1  # rows that a kernel of ours multiplies
+    own = SMALL_TOKENS if _is_plain(x, p) else SLAB_TOKENS - 1  # most rows for which a Triton kernel runs
     if x.dtype not in NATIVE and extras[1:] == PLAIN[1:]:
-        choice = CUBLAS  # float32, as where an adapter measures a weight: no tensor core multiplies it
+        choice = CUBLAS  # float32, e.g. for DoRA's weight norms: not a tensor core dtype
     elif fixed_order:
         choice = gemm_tiles(*p.shape, p.code, FIXED_TOKENS, card, whole=True, group=p.group)[0]
     elif tokens <= (own if card.capability >= 80 else ROWS_WITHOUT_TENSOR_CORES):
@@ -103,9 +103,9 @@ def product(
 
 
 def _run(x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Tile) -> None:
-    """The product by the kernel that the choice is for."""
+    """Run the product with the kernel of `choice`."""
     if extras.norm is not None and x.shape[0] > 1 and "fixed" not in choice:
-        # for each program to see all of every row would cost more than a launch
+        # with several rows a separate norm kernel costs less than reading all rows in every program
         x, extras = rms_norm(x, extras.norm.weight, extras.norm.eps), extras._replace(norm=None)
     if choice is CUBLAS:
         _slab_product(x, p, out, extras.bias)
@@ -121,14 +121,14 @@ def linear(x: Tensor, p: Prepared, bias: Tensor | None = None, *, fixed_order: b
 
 
 def fusable(x: Tensor, p: Any) -> bool:
-    """Whether norm, gate and residual may be part of the product: few rows, x read as it is, float32 inside."""
+    """Whether norm, gate and residual can be fused: few rows, no `perm` or `pre_scale`, not a float32 weight."""
     if not isinstance(p, Prepared) or p.perm is not None or p.pre_scale is not None or p.is_float32:
         return False
     return x.shape[0] == 1 or (x.shape[0] <= SMALL_TOKENS and card_of(x.device).capability >= 80)
 
 
 def _is_plain(x: Tensor, p: Prepared) -> bool:
-    """A matrix of x's own type, which cuBLAS reads as it lies."""
+    """Whether the weight is a dense matrix in the dtype of x, which cuBLAS can read directly."""
     return p.code == NATIVE.get(x.dtype) and p.low.shape[1] == p.shape[1]
 
 
@@ -136,7 +136,7 @@ def _is_plain(x: Tensor, p: Prepared) -> bool:
 
 
 def _scales(p: Prepared) -> tuple[Tensor, ...]:
-    """Scales, minima, super scales, super minima and row scales; what the weight lacks is not read there."""
+    """Scales, minima, super scales, super minima and row scales; placeholders for absent ones, which are not read."""
     parts = (p.scales, p.mins, p.supers, p.super_mins, p.row_scale)
     return tuple(p.low if part is None else part for part in parts)
 
@@ -168,45 +168,45 @@ def _constants_of(
 
 
 def expert_product(x: Tensor, p: Prepared, extras: Extras, pairs: Pairs, limit: float = 0.0) -> Tensor:
-    """Rows of x times the weights of their experts: [num_tokens * top_k, N] (N / 2 where gated), dtype of x.
+    """Rows of x times the weights of their experts: [num_tokens * top_k, N] (N / 2 if gated), dtype of x.
 
     x        [num_tokens, K], or [num_tokens * top_k, K]
-    p        the weights of all experts, one behind the other; so a bias
-    extras   a norm only where pairs are multiplied one by one; the gate may be swiglu_oai
-    limit    cuts gate and up off, 0 does not
+    p        weights of all experts, stacked; biases likewise
+    extras   a norm requires pairs without tiles; the gate may be swiglu_oai
+    limit    clamps gate and up; 0: no limit
     """
     x, count, gate = x.contiguous(), pairs.chosen.numel(), extras.gate
     n = p.shape[0] // pairs.num_experts
     out = torch.empty(count, n // (2 if gate else 1), dtype=x.dtype, device=x.device)
-    card, given = card_of(x.device), (x, p, out, extras)
+    card, arguments = card_of(x.device), (x, p, out, extras)
     if pairs.tiles is None:
         fixed = is_fixed(p.code, p.run, card)
         choice = gemv_tiles(n * count, p.shape[1], p.code, card, bool(gate), fixed)[0]
-        launch_gemv(*given, choice, pairs, limit)
+        launch_gemv(*arguments, choice, pairs, limit)
     else:
-        assert extras.norm is None, "tiles know no norm"
+        assert extras.norm is None, "tiled products do not support a norm"
         choice = gemm_tiles(n, p.shape[1], p.code, pairs.tiles.size, card, whole=True, group=p.group)[0]
         assert choice["tokens"] == pairs.tiles.size
-        launch_gemm(*given, choice, pairs, limit)
+        launch_gemm(*arguments, choice, pairs, limit)
     return out
 
 
 def launch_gemv(
     x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Tile, pairs: Pairs | None = None, limit: float = 0.0
 ) -> None:
-    """`gemv.gemv_kernel` for x [num_tokens, K], a row at a time; `pairs` as of `expert_product`."""
+    """Launch `gemv.gemv_kernel` for x [num_tokens, K]; `pairs` as in `expert_product`."""
     high = p.low if p.high is None else p.high
     bias, norm, residual, gate = extras
     outputs = choice["rows"] // (2 if gate else 1)
     fixed, alone = "fixed" in choice, pairs is not None or card_of(x.device).capability < 80
-    together = 1 if alone else max(1, out.shape[0])  # rows of x of a program
+    together = 1 if alone else max(1, out.shape[0])  # rows of x per program
     if fixed:
         x, norm = digits(x, p.code, p.run, norm), None
     launch(
         gemv.gemv_kernel,
         (-(-out.shape[1] // outputs), out.shape[0] // together),
         *(x, p.low.view(torch.int32)),
-        # the high bits that go with a word of two halves: a byte for int5, two for int6 and int3
+        # high bits per 32-bit word of low codes: one byte for int5, two for int6 and int3
         high.view(torch.int16) if p.high is not None and p.code != "int5" else high,
         *_scales(p),
         *(p.low if part is None else part for part in (bias, norm and norm.weight, residual, pairs and pairs.chosen)),
@@ -221,7 +221,7 @@ def launch_gemv(
         CHUNKS=choice["chunks"],
         TOKENS=together,
         FIXED="" if not fixed else "assembly" if has_ptx(x.device) else "plain",
-        LATE=CODES[p.code].low == 16,  # an H100 takes 4 % less time for a step so, 1 % more with codes of four bits
+        LATE=CODES[p.code].low == 16,  # on an H100: 4 % less time per step, but 1 % more with 4-bit codes
         num_warps=choice["warps"],
         subnormals=True,
         **_constants(p),
@@ -231,7 +231,7 @@ def launch_gemv(
 def launch_gemm(
     x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Tile, pairs: Pairs | None = None, limit: float = 0.0
 ) -> None:
-    """`gemm.gemm_kernel` for x [num_tokens, K]; knows no norm. `pairs` as of `expert_product`, in tiles."""
+    """Launch `gemm.gemm_kernel` for x [num_tokens, K]; no norm. `pairs` as in `expert_product`, with tiles."""
     rows, tokens, split = choice["rows"], choice["tokens"], choice["split"]
     bias, _, residual, gate = extras
     outputs = rows // (2 if gate else 1)
@@ -243,7 +243,7 @@ def launch_gemm(
         partial_sums = torch.empty(grid[0] * grid[1] * split * rows * tokens, dtype=torch.float32, device=x.device)
         counter = _counters(x.device)
         if grid[0] * grid[1] > COUNTERS:
-            raise ValueError(f"{grid[0] * grid[1]} tiles share a split product, at most {COUNTERS}")
+            raise ValueError(f"a split product has {grid[0] * grid[1]} tiles; at most {COUNTERS} are supported")
     launch(
         gemm.gemm_kernel,
         grid,
@@ -267,26 +267,26 @@ def launch_gemm(
         STAGES=choice["stages"],
         num_warps=choice["warps"],
         num_stages=choice["stages"],
-        # said aloud, since the compiler's own limit of 64 registers made it keep two values in memory (sm_121, M = 16)
+        # explicit, because the compiler's own limit of 64 registers made it spill two values (sm_121, M = 16)
         registers=168 if tokens <= SMALL_TOKENS else 248,
         subnormals=True,
         **_constants(p),
     )
 
 
-COUNTERS = 4096  # programs that may take part in split products of one launch
+COUNTERS = 4096  # maximum number of output tiles of a split product
 
 
 @cache
 def _counters(device: torch.device) -> Tensor:
-    """int32 zeros, which every kernel leaves as zeros: one set a card, products of one stream at a time."""
+    """int32 zeros, which every kernel resets to zero: one buffer per GPU, so split products must share a stream."""
     return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
 def dequantized(p: Prepared, rows: slice | Tensor, dtype: torch.dtype, place: Tensor | None = None) -> Tensor:
-    """Rows of the weight, a range or by index, as a dense matrix in stored column order, rounded to `dtype`.
+    """Decode rows of the weight (slice or indices) to a dense matrix in stored column order, rounded to `dtype`.
 
-    place   of that dtype, where its first rows may be written
+    place   optional output buffer of that dtype
     """
     if p.code in NATIVE.values():
         stored = p.low[rows, : p.shape[1]]
@@ -311,12 +311,12 @@ def dequantized(p: Prepared, rows: slice | Tensor, dtype: torch.dtype, place: Te
 
 
 def rows(p: Prepared, ids: Tensor) -> Tensor:
-    """Rows `ids` of the values, exact, float32 [len(ids), K]: an embedding's look-up."""
+    """Exact rows `ids` of the weight, float32 [len(ids), K]: embedding lookup."""
     return natural(dequantized(p, ids, torch.float32), p.perm, p.pre_scale)
 
 
 def slab_rows(n: int, tokens: int, row_bytes: int, num_sms: int) -> int:
-    """Rows of the slabs of n rows, whole tiles: for few waves of the card's multiprocessors, then small, then few."""
+    """Slab height in whole tiles that minimizes, in this order, waves of SMs, L2 overflow, and the number of slabs."""
     per_row = -(-tokens // CUBLAS_TILE[0])
 
     def cost(tiles: int) -> tuple[int, bool, int, int]:
@@ -345,7 +345,7 @@ def _slab_product(x: Tensor, p: Prepared, out: Tensor, bias: Tensor | None) -> N
 
 
 def _picked(x: Tensor, p: Prepared, extras: Extras, card: Card) -> Tile:
-    """The constants for this shape: the winner on this card, or what is expected to be best."""
+    """Tile constants for this shape: the measured winner on this GPU, or the first candidate."""
     n, k = p.shape
     tokens = next((size for size in TOKEN_CLASSES if x.shape[0] <= size), TOKEN_CLASSES[-1])
     fixed = is_fixed(p.code, p.run, card)
@@ -367,13 +367,13 @@ def _picked(x: Tensor, p: Prepared, extras: Extras, card: Card) -> Tile:
         candidates = (*gemm_tiles(n, k, p.code, tokens, card), CUBLAS)
     else:
         candidates = gemm_tiles(n, k, p.code, tokens, card, group=p.group)
-    if x.is_meta:  # recorded for a card that need not be there
+    if x.is_meta:  # launches recorded ahead of time, possibly for another GPU
         return candidates[0]
     return tuner(x.device).pick(shape, candidates, None if x.device.type != "cuda" else _trial(x, p, extras))
 
 
 def _trial(x: Tensor, p: Prepared, extras: Extras) -> Callable[[Tile], Callable[[], object]]:
-    """Launches a candidate on weights of this shape made up when they are needed; holds no tensor before."""
+    """Return a trial that runs a candidate on random weights of this shape, created only when it is needed."""
     kinds = {name: (part.shape, part.dtype) for name, part in p._asdict().items() if isinstance(part, Tensor)}
     no_tensors: dict[str, Any] = dict.fromkeys(kinds)
     empty = p._replace(**no_tensors)
@@ -391,7 +391,7 @@ def _trial(x: Tensor, p: Prepared, extras: Extras) -> Callable[[Tile], Callable[
 
     def trial(choice: Tile) -> Callable[[], Tensor]:
         sample, weight, out, more = made()
-        out.fill_(float("nan"))  # what a kernel leaves out does not pass for the result of the one before it
+        out.fill_(float("nan"))  # so that skipped outputs do not keep the previous candidate's results
 
         def run() -> Tensor:
             _run(sample, weight, out, more, choice)
@@ -403,7 +403,7 @@ def _trial(x: Tensor, p: Prepared, extras: Extras) -> Callable[[Tile], Callable[
 
 
 def _noise(name: str, p: Prepared, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A made-up part of a weight like p: any codes, scales that keep the products of usual size."""
+    """A random tensor for one part of a weight like p, with scales that keep the products in a normal range."""
     if name == "low" and p.code in ("bf16", "f16"):
         kind = torch.bfloat16 if p.code == "bf16" else torch.float16
         return torch.randn(shape, device=device, dtype=kind).view(dtype)

@@ -1,7 +1,7 @@
-"""Which constants a product kernel runs with: candidates, the expected best first.
+"""Tile candidates of the product kernels, expected best first.
 
-The order is that of an H100 for bfloat16, INT4 of groups of 128 and NVFP4 in the products of an 8B; for other forms it
-follows from those, or from counted instructions, bytes and registers. `tune` finds the rest.
+The order was measured on an H100 for bfloat16, INT4 with groups of 128 and NVFP4 with the shapes of an 8B model. For
+other forms it is derived from those, or from instruction, byte and register counts. `localllm tune` does the rest.
 """
 
 from __future__ import annotations
@@ -16,50 +16,50 @@ from .layout import CODES, HALVES
 
 Tile = Mapping[str, int]
 
-# (rows, warps) of `gemv_kernel`, by how codes are multiplied; more rows spare reading x, fewer leave registers
+# (rows, warps) of `gemv_kernel`, by arithmetic; more rows save reads of x, fewer rows save registers
 FIXED = ((8, 4), (4, 4), (8, 2), (4, 1), (4, 2), (8, 1))
 WIDE = ((4, 8), (8, 8), (2, 4), (4, 4), (2, 8), (8, 4), (4, 2), (2, 2), (4, 1))
 NARROW = ((4, 2), (4, 1), (2, 2), (2, 1), (4, 4), (2, 4), (1, 1), (1, 2))
-FEW_ROWS = ("iq4", "int2", "int3")  # a row of them takes `gemv_kernel` 34 to 52 registers: two at most
-# whose memory delivers weights of four bits faster than they are multiplied in float32; elsewhere the launch that
-# prepares x costs more than it spares
+FEW_ROWS = ("iq4", "int2", "int3")  # a row takes 34 to 52 registers in `gemv_kernel`: two at most
+# capabilities whose memory delivers 4-bit weights faster than float32 arithmetic can use them; on others the extra
+# launch that converts x costs more than integer arithmetic saves
 FAST_MEMORY = (90, 100, 103)
-# (rows, warps) of `gemm_kernel`: up to 8 rows of x, up to 16, more, and more where codes are exact operands. 16 rows of
-# an 8B's gate and up in INT4 take an H100 31 us with 64 rows, 88 with 32 and 164 with 16
+# (rows, warps) of `gemm_kernel`: up to 8 rows of x, up to 16, more, and more with codes that are exact operands. With
+# 16 rows of x and an 8B model's gate and up in INT4, an H100 takes 31 us with 64 rows, 88 with 32 and 164 with 16
 FEW = ((32, 2), (64, 4), (16, 1))
 SMALL = ((64, 4), (32, 2), (16, 1))
 LARGE = ((64, 4), (128, 8), (128, 4))
 LARGE_EXACT = ((128, 8), (64, 4), (128, 4))
-# those of a decoding step where codes are exact operands, and few groups share a step: their sums are scaled
+# for up to SMALL_TOKENS rows, with exact operands and few groups per step: scales multiply the sums of each group
 GROUPED_TILES = ((32, 1), (64, 2), (16, 1))
 GROUPED = ("int4", "int8")
-# most weights a thread of `gemm_kernel` decodes in a step: with more the compiler runs out of registers
+# most weights per thread and step of `gemm_kernel`: with more the compiler runs out of registers
 STEP_ELEMENTS = 64
-TENSOR_MEMORY = 64 * 512  # sums that fit into it on sm_100; Triton 3.6 keeps those of each plane apart, 3.9 does not
-MOST = 8  # candidates handed to the tuner
-WARPS = 6  # of a multiprocessor that hide the latency of memory: where programs have fewer, K is split
-TOKEN_CLASSES = (8, 16, 32, 64, 128)  # rows of x, rounded up: each has candidates, and kernels, of its own
-SMALL_TOKENS = 16  # up to so many rows of x a product is a decoding step: fused segments run
+TENSOR_MEMORY = 64 * 512  # sums that fit in tensor memory on sm_100; Triton 3.6 keeps one set per plane, 3.9 does not
+MOST = 8  # candidates passed to the tuner
+WARPS = 6  # warps per SM needed to hide memory latency: with fewer, K is split
+TOKEN_CLASSES = (8, 16, 32, 64, 128)  # rows of x, rounded up: each class has its own candidates and kernels
+SMALL_TOKENS = 16  # up to this many rows of x fused segments are used (decode)
 
 
 def is_fixed(code: str, run: int, card: Card) -> bool:
-    """Whether `gemv_kernel` may multiply such codes, in runs of so many halves, in whole numbers there."""
+    """Whether `gemv_kernel` can multiply these codes, with runs of `run` halves, in integers on this GPU."""
     return code in ("int4", "e2m1") and run >= HALVES // 2 and 80 <= card.capability < AMD
 
 
 @cache
 def gemv_tiles(n: int, k: int, code: str, card: Card, gated: bool = False, fixed: bool = False) -> tuple[Tile, ...]:
-    """Candidates of `gemv.gemv_kernel`: {"rows", "chunks", "warps"}, the best expected first.
+    """Candidates of `gemv.gemv_kernel`: {"rows", "chunks", "warps"}, expected best first.
 
     n, k    rows of W (gate and up together) and columns
-    fixed   as `is_fixed`: also in whole numbers, {"fixed": 1}; first where memory is fast, last elsewhere
+    fixed   result of `is_fixed`: adds integer candidates, {"fixed": 1}; first on FAST_MEMORY, last elsewhere
     """
     widest = max(triton.next_power_of_2(-(-k // CODES[code].chunk)), 32)
     most = 2 if code in FEW_ROWS else 8
 
     def fit(ranked: tuple[tuple[int, int], ...], more: dict[str, int]) -> list[Tile]:
         found = [(rows, warps) for rows, warps in ranked if 32 * warps <= widest and 1 + gated <= rows <= most]
-        found.sort(key=lambda tile: n // tile[0] < 2 * card.num_sms)  # what leaves multiprocessors idle comes last
+        found.sort(key=lambda tile: n // tile[0] < 2 * card.num_sms)  # tiles that leave SMs idle go last
         return [{"rows": rows, "chunks": 32 * warps, "warps": warps} | more for rows, warps in found]
 
     floats = fit(WIDE if CODES[code].low >= 8 else NARROW, {})
@@ -71,18 +71,18 @@ def gemv_tiles(n: int, k: int, code: str, card: Card, gated: bool = False, fixed
 
 
 def few_rows(code: str, fixed: bool) -> int:
-    """Rows of x that `gemv_kernel` may multiply together.
+    """Maximum rows of x that `gemv_kernel` multiplies together.
 
-    A step of an 8B takes an H200 2.29 ms for one row in INT4; 2.94, 3.58 and 4.13 for two to four so, 4.22, 4.69 and
-    4.91 by `gemm_kernel`; NVFP4 2.63, then 3.33, 4.01 and 4.94 instead of 4.90, 5.06 and 5.36; bfloat16 4.45, then
-    4.81 instead of 5.77, but for three rows 6.82 instead of 5.36.
+    Step times of an 8B model on an H200 in ms. INT4: 2.29 for one row; 2.94, 3.58 and 4.13 for two to four, against
+    4.22, 4.69 and 4.91 with `gemm_kernel`. NVFP4: 2.63; 3.33, 4.01 and 4.94 against 4.90, 5.06 and 5.36. bfloat16:
+    4.45; 4.81 against 5.77 for two rows, but 6.82 against 5.36 for three.
     """
     return 4 if fixed else 2 if CODES[code].low == 16 else 1
 
 
 @cache
 def few_tiles(n: int, k: int, code: str, card: Card, gated: bool, fixed: bool, group: int) -> tuple[Tile, ...]:
-    """Candidates of both kernels for up to `few_rows`; those of `gemv_kernel` first where it was measured."""
+    """Candidates of both kernels for up to `few_rows` rows; `gemv_kernel` first on FAST_MEMORY."""
     single = [tile for tile in gemv_tiles(n, k, code, card, gated, fixed) if ("fixed" in tile) == fixed][: MOST // 2]
     several = list(gemm_tiles(n, k, code, TOKEN_CLASSES[0], card, group=group))[: MOST // 2]
     return (*single, *several) if card.capability in FAST_MEMORY else (*several, *single)
@@ -92,17 +92,17 @@ def few_tiles(n: int, k: int, code: str, card: Card, gated: bool, fixed: bool, g
 def gemm_tiles(
     n: int, k: int, code: str, tokens: int, card: Card, whole: bool = False, group: int = 0
 ) -> tuple[Tile, ...]:
-    """Candidates of `gemm.gemm_kernel`: {"rows", "tokens", "halves", "split", "stages", "warps"}, the best first.
+    """Candidates of `gemm.gemm_kernel`: {"rows", "tokens", "halves", "split", "stages", "warps"}, expected best first.
 
-    tokens   rows of x, as one of TOKEN_CLASSES; a tile may take fewer
-    whole    K is not split
-    group    elements that share a scale; 0 where there is none
+    tokens   rows of x, one of TOKEN_CLASSES; a tile may have fewer
+    whole    do not split K
+    group    elements per scale; 0: no group scales
     """
     kind = CODES[code]
     halves_in_row = -(-k // kind.chunk) * HALVES
     sums = TENSOR_MEMORY if card.capability == 100 else 1 << 30
     tokens = min(tokens, sums // (64 * kind.planes))
-    most = 1 if whole else k * (kind.low + kind.high) // (128 * tokens)  # partial sums take half the bytes of W then
+    most = 1 if whole else k * (kind.low + kind.high) // (128 * tokens)  # partial sums take at most half the bytes of W
     found: list[Tile] = []
     few = tokens <= SMALL_TOKENS
     grouped = few and code in GROUPED and 0 < group <= 2 * HALVES * kind.planes
@@ -114,7 +114,7 @@ def gemm_tiles(
         columns = tokens * max(1, halves * kind.planes // group) if grouped else tokens
         if halves < 2 * HALVES or rows * columns * kind.planes > sums:
             continue
-        # AMD's: with four stages Triton 3.6 ends at some forms, three take more shared memory than is counted here
+        # AMD: with four stages Triton 3.6 fails for some forms, and three need more shared memory than counted here
         most_stages = 2 if card.capability >= AMD else 4
         sizes = (s for s in range(most_stages, 1, -1) if _shared(rows, columns, halves, s, code) <= card.shared_bytes)
         if (stages := next(sizes, 0)) == 0:
@@ -129,7 +129,7 @@ def gemm_tiles(
 
 
 def _shared(rows: int, columns: int, halves: int, stages: int, code: str) -> int:
-    """Bytes of the steps under way, and of what scales pass through; the sums go out through the same memory."""
+    """Shared memory in bytes: stages in flight plus scale conversion; the epilogue reuses it for the sums."""
     kind = CODES[code]
     step = rows * halves * (2 + kind.high) + halves * kind.planes * columns * 2
     return max(stages * step + rows * halves // 2, rows * columns * 4)

@@ -1,7 +1,7 @@
-"""Activations to E4M3 or to NVFP4 (E2M1 with an E4M3 scale per 16), each row by itself, in the byte order of `layout`.
+"""Quantize activations row by row to E4M3 or NVFP4 (E2M1 with an E4M3 scale per 16), in the byte order of `layout`.
 
-Scales are dynamic: a row's largest magnitude, or that of each 128 of its elements. So a row's codes do not depend on
-the other rows. Encoding is by integers (formats without hardware types, and Triton's interpreter, round wrongly).
+Scales are dynamic, from the maximum magnitude of a row or of each 128 elements, so a row's codes do not depend on other
+rows. Encoding uses integer operations, because emulated float formats and Triton's interpreter round incorrectly.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .launch import wait_for_previous
 
 @triton.jit
 def e2m1_bits(x):
-    """float32 -> int32 codes of E2M1, to nearest even, saturating at 6."""
+    """float32 -> E2M1 codes in int32: round to nearest even, saturate at 6."""
     sign = (x.to(tl.int32, bitcast=True) >> 28) & 8
     a = tl.abs(x)
     code = (a > 0.25).to(tl.int32) + (a >= 0.75).to(tl.int32) + (a > 1.25).to(tl.int32) + (a >= 1.75).to(tl.int32)
@@ -28,7 +28,7 @@ def e2m1_bits(x):
 def quantize_e4m3(
     x_ptr, code_ptr, scale_ptr, K: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """One program: BLOCK elements of a row -> bytes [PADDED] and their scale."""
+    """Quantize BLOCK elements of a row to E4M3 bytes in [PADDED] and one scale."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     spot = part * BLOCK + tl.arange(0, BLOCK)
     # byte 2h + i of a chunk of 16 holds element 8i + h
@@ -45,7 +45,7 @@ def quantize_nvfp4(
     x_ptr, code_ptr, scale_ptr, row_scale_ptr, K: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: a row -> bytes [PADDED / 2], E4M3 scales [PADDED / 16] and a float32 scale over all."""
+    """Quantize a row to E2M1 pairs [PADDED / 2], E4M3 scales [PADDED / 16] and one float32 row scale."""
     row = tl.program_id(0).to(tl.int64)
     # byte 2h + q of a group of 16 (halves h of a run of 4, planes 2q and 2q + 1) holds elements 8q + h and 8q + 4 + h
     group = tl.arange(0, BLOCK // 16)

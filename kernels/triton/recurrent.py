@@ -1,12 +1,12 @@
-"""Ops that carry a state, one launch each: a convolution in tiles of tokens, a recurrence token by token or in chunks.
+"""Recurrent ops, one launch each: causal convolution in tiles of tokens; recurrences token by token or in chunks.
 
-A state is read and written once a step. Decoding moves nothing else: 64 KB in and 64 KB out for a head of 128 x 128,
-held in registers by programs of a few rows each, all of their loads under way at once. The rows of a state do not touch
-each other, so a program walks through its sequence alone, and token by token no bit depends on how a prompt was cut.
+Each state is read and written once per step. Decode moves little else: a head of 128 x 128 reads 64 KB and writes
+64 KB. It is held in registers by programs of a few rows each, with all loads in flight at once. The rows of a state are
+independent, so programs need no synchronization, and token by token the result is bitwise independent of chunking.
 
-Prompts in chunks take matrix products (`recurrent.delta_rule_chunked` has the formulas), in TF32. The triangular system
-of a chunk is inverted by doubling: with X the inverses of the blocks of s tokens along the diagonal, and B what lies
-below these in the blocks of 2 s, the inverses of the latter are X - X B X.
+Chunked prefill uses TF32 matrix products (formulas in `recurrent.delta_rule_chunked`). A chunk's triangular system is
+inverted by doubling: if X holds the inverses of the diagonal blocks of size s, and B the entries below them within the
+diagonal blocks of size 2 s, the inverses of the latter are X - X B X.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from .launch import launch, power_of_2, wait_for_previous
 TOKENS, CHANNELS = (
     16,
     128,
-)  # of a tile of the convolution; a program of a decoding step takes one token of more channels
-TILE = 1024  # numbers of a state that a program, one warp, holds while it goes from token to token
-CHUNK = 32  # tokens of a chunk
-CHUNK_ROWS = 32  # rows of a state that a program takes through chunks
+)  # tile of the convolution in prefill; in decode a program computes one token and twice the channels
+TILE = 1024  # state elements held by a program (one warp) in token-by-token mode
+CHUNK = 32  # tokens per chunk
+CHUNK_ROWS = 32  # rows of a state per program in chunked mode
 
 
 @triton.jit
@@ -40,12 +40,12 @@ def _convolve(
     NUM: tl.constexpr, WIDTH: tl.constexpr, PAST: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
     STEPS: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """TOKENS tokens of one sequence, BLOCK of NUM channels; the first tile of a sequence sees to its state."""
+    """Convolve TOKENS tokens of one sequence, BLOCK of NUM channels; its first tile also updates the state."""
     wait_for_previous(PDL)
     tile = tl.program_id(1)
     low = tile if TOKENS == 1 else 0
     high = num_seqs
-    for _ in range(STEPS):  # the last sequence whose tiles begin at or before this one
+    for _ in range(STEPS):  # binary search for the last sequence whose tiles start at or before this one
         middle = (low + high) // 2
         later = tl.load(cu_query_lens + middle) // TOKENS + middle > tile
         low = tl.where(later, low, middle)
@@ -61,7 +61,7 @@ def _convolve(
     t = start + tl.arange(0, TOKENS)
     acc = tl.zeros([TOKENS, BLOCK], tl.float32)
     for j in tl.static_range(WIDTH):
-        before = t - first + (j - WIDTH + 1)  # where in the sequence; below 0: in what the slot kept
+        before = t - first + (j - WIDTH + 1)  # offset from this step's first token; negative: from the slot's state
         ok = (t < end)[:, None] & there[None, :]
         at = x + (first + before).to(tl.int64)[:, None] * x_stride + c[None, :]
         new = tl.load(at, mask=ok & (before >= 0)[:, None], other=0.0).to(tl.float32)
@@ -81,7 +81,7 @@ def _convolve(
         last = x + (first + back).to(tl.int64) * x_stride + c[:, None]
         newest = tl.load(last, mask=inside & (back >= 0), other=0.0).to(tl.float32)
         oldest = tl.load(kept[:, None] + (back + (WIDTH - 1)), mask=inside & (back < 0), other=0.0)
-        tl.debug_barrier()  # other threads have read what is overwritten
+        tl.debug_barrier()  # all threads have read the state before it is overwritten
         tl.store(kept[:, None] + i, tl.where(back >= 0, newest, oldest), mask=inside)
 
 
@@ -94,7 +94,7 @@ def causal_conv(
     cu_query_lens: Tensor,
     silu: bool = False,
 ) -> Tensor:
-    """As `recurrent.causal_conv`; tokens of x may be strided, a slot's numbers must lie together."""
+    """`recurrent.causal_conv`; tokens of x may be strided, each slot's state must be contiguous."""
     (num_tokens, channels), num_seqs, width = x.shape, slots.shape[0], weight.shape[1]
     _require_whole(state)
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -103,11 +103,11 @@ def causal_conv(
     tokens, block = (1, 2 * CHANNELS) if single else (TOKENS, CHANNELS)
     tiles = num_seqs if single else num_tokens // tokens + num_seqs
     bias = None if bias is None else bias.contiguous()
-    given = (x, weight.contiguous(), weight if bias is None else bias, state, slots, cu_query_lens, out)
+    tensors = (x, weight.contiguous(), weight if bias is None else bias, state, slots, cu_query_lens, out)
     launch(
         _convolve,
         (-(-channels // block), tiles),
-        *given,
+        *tensors,
         *(x.stride(0), state.stride(0), num_seqs),
         NUM=channels,
         WIDTH=width,
@@ -125,18 +125,18 @@ def causal_conv(
 
 def _require_whole(state: Tensor) -> None:
     if not state[0].is_contiguous():
-        raise ValueError("the states of a slot must be contiguous")
+        raise ValueError("the state of each slot must be contiguous")
 
 
 @triton.jit
 def _key_head(head, V_HEADS: tl.constexpr, K_HEADS: tl.constexpr, TILED: tl.constexpr):
-    """The key head that value head `head` goes with."""
+    """The key head of value head `head`."""
     return head % K_HEADS if TILED else head // (V_HEADS // K_HEADS)
 
 
 @triton.jit
 def _unit(x):
-    """Rows of length 1."""
+    """L2-normalize rows."""
     return x * (1.0 / tl.sqrt_rn(tl.sum(x * x, 1) + 1e-6))[:, None]
 
 
@@ -146,7 +146,7 @@ def _walk(
     V_HEADS: tl.constexpr, K_HEADS: tl.constexpr, V_DIM: tl.constexpr, K_DIM: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, TILED: tl.constexpr, DELTA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of a head's state through the tokens of one sequence."""
+    """Advance ROWS rows of a head's state through the tokens of one sequence, token by token."""
     wait_for_previous(PDL)
     head = tl.program_id(1)
     seq = tl.program_id(2)
@@ -182,7 +182,7 @@ def _walk(
 
 @triton.jit
 def _inverse(below, CHUNK: tl.constexpr):
-    """(1 + below)⁻¹ for what lies strictly below the diagonal of [CHUNK, CHUNK]."""
+    """(I + below)⁻¹ for a strictly lower triangular matrix [CHUNK, CHUNK]."""
     i = tl.arange(0, CHUNK)[:, None]
     j = tl.arange(0, CHUNK)[None, :]
     found = tl.where(i == j, 1.0, tl.where(i // 2 == j // 2, -below, 0.0))
@@ -199,7 +199,7 @@ def _chunks(
     V_HEADS: tl.constexpr, K_HEADS: tl.constexpr, V_DIM: tl.constexpr, K_DIM: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, TILED: tl.constexpr, DELTA: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of a head's state through the chunks of one sequence; what lies behind its end changes nothing."""
+    """Advance ROWS rows of a head's state through the chunks of one sequence; padding after its end has no effect."""
     wait_for_previous(PDL)
     head = tl.program_id(1)
     seq = tl.program_id(2)
@@ -223,7 +223,7 @@ def _chunks(
     decay += first * V_HEADS + head if DELTA else head
     for chunk in range((count + CHUNK - 1) // CHUNK):
         there = chunk * CHUNK + i < count
-        t = chunk * CHUNK + i  # numbers of 32 bits: a step has fewer than 2^31 elements
+        t = chunk * CHUNK + i  # 32-bit offsets: a step has fewer than 2^31 elements
         inside = there[:, None] & (n < K_DIM)[None, :]
         real = there[:, None] & (d < V_DIM)[None, :]
         keys = tl.load(k + t[:, None] * k_stride + key, mask=inside, other=0.0).to(tl.float32)
@@ -263,7 +263,7 @@ def _run(
     by_token: bool,
     tiled: bool = False,
 ) -> Tensor:
-    """Values, keys and queries [num_tokens, heads, dim]; the states, whose they are, and where sequences begin."""
+    """Launch a recurrence. given: values, keys, queries [num_tokens, heads, dim]; kept: state, slots, cu_query_lens."""
     _require_whole(kept[0])
     v, k, q = (x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous() for x in given)
     (num_tokens, heads, dim), (key_heads, width) = v.shape, k.shape[1:]
@@ -304,9 +304,9 @@ def delta_rule(
     *,
     by_token: bool = False,
 ) -> Tensor:
-    """As `recurrent.delta_rule`; tokens may be strided, a slot's numbers must lie together.
+    """`recurrent.delta_rule`; tokens may be strided, each slot's state must be contiguous.
 
-    by_token   prompts, too: then no bit of a result depends on the chunk that a token came in
+    by_token   process prompts token by token as well: results are bitwise independent of chunking
     """
     return _run((v, k, q), decay, beta, (state, slots, cu_query_lens), True, by_token, tiled)
 
@@ -323,5 +323,5 @@ def state_space(
     *,
     by_token: bool = False,
 ) -> Tensor:
-    """As `recurrent.state_space`; tokens may be strided, a slot's numbers must lie together. `by_token`: see above."""
+    """`recurrent.state_space`; strides and `by_token` as in `delta_rule`."""
     return _run((x, b, c), decay, steps, (state, slots, cu_query_lens), False, by_token)

@@ -1,7 +1,7 @@
-"""RMSNorm: a row a program, held in registers (beyond 16,384, which no model has, some of it in local memory).
+"""RMSNorm: one row per program, held in registers (rows beyond 16,384, which no model has, spill to local memory).
 
-Bytes decide: 2 x 16 KB for a row of 8,192 bf16. Decoding runs one program of eight warps, all of its loads under way
-at once; where a product follows, that kernel's prologue does this work instead.
+Memory-bound: 2 x 16 KB for a row of 8,192 bf16. In decode one program of eight warps has all its loads in flight; if a
+product follows, it usually fuses the norm instead.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .launch import launch, power_of_2
 
-HEAD_ROWS = 256  # elements of a tile of short rows, as the heads of QK-norm are
+HEAD_ROWS = 256  # elements per tile of short rows, such as the heads of QK-norm
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -21,13 +21,13 @@ def _norm_rows(
     x, weight, out, eps, num_rows, inner, outer_stride,
     DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of DIM; row r lies at (r // inner) * outer_stride + (r % inner) * DIM."""
+    """Normalize ROWS rows of DIM; row r is at (r // inner) * outer_stride + (r % inner) * DIM."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, PADDED)
     ok = (row < num_rows)[:, None] & (d < DIM)[None, :]
-    # in two dimensions, as x is: one would go through shared memory (4,096: 8 KB, and a spill on sm_120)
+    # 2-d like x: a 1-d load would be converted through shared memory (8 KB for 4,096, and a spill on sm_120)
     gain = tl.load(weight + d[None, :], mask=(d < DIM)[None, :], other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -39,7 +39,7 @@ def _norm_rows(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As `reference.rms_norm`; tokens of x may be strided."""
+    """`reference.rms_norm`; tokens of x may be strided."""
     dim = x.shape[-1]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.dim() == 3 and x.stride(2) == 1 and x.stride(1) == dim:
@@ -48,9 +48,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x = x.contiguous()
         inner, outer_stride = 1, dim
     num_rows, padded = x.numel() // dim if dim else 0, power_of_2(dim)
-    # of the width alone, so that a row's sum has one order
+    # from the width alone, so that a row is always summed in the same order
     rows, warps = max(1, HEAD_ROWS // padded), min(max(padded // 512, 2), 16)
-    given = (x, weight.contiguous(), out, eps, num_rows, inner, outer_stride)
+    arguments = (x, weight.contiguous(), out, eps, num_rows, inner, outer_stride)
     sizes = {"DIM": dim, "PADDED": padded, "ROWS": rows}
-    launch(_norm_rows, (-(-num_rows // rows),), *given, num_warps=warps, **sizes)
+    launch(_norm_rows, (-(-num_rows // rows),), *arguments, num_warps=warps, **sizes)
     return out

@@ -1,13 +1,14 @@
-"""One token per row of logits, on the device from beginning to end; reference: `kernels/sampling.py`, which says how.
+"""On-device sampling of one token per row of logits; `kernels/sampling.py` is the reference and defines the algorithm.
 
-    prepare   mask, penalties, bias, temperature -> scaled logits; a maximum and a sum of exponentials per piece
-    narrow    (with cuts) counts and masses of tokens by distance from the maximum: twice for top-k, twice for top-p
-    choose    the best token of every piece, of those kept
-    finish    the best of a row, its log-probability, its history
+    prepare   mask, penalties, bias, temperature -> scaled logits; maximum and sum of exponentials per piece
+    narrow    (with cuts) histograms of token counts and masses by distance from the maximum: 2 passes for top-k, 2 for
+              top-p
+    choose    best kept token of each piece
+    finish    best token of the row, its log-probability, history update
 
-A piece is 4,096 tokens, so a row of 151,936 makes 38 programs a launch. Counts and masses are whole numbers packed into
-one int64, added atomically: their sums have one value in any order, and so has the result. Rows without a cut leave
-`narrow` at once. Nothing here waits for the host, and every buffer has a size known from the shapes.
+A piece is 4,096 tokens: a row of 151,936 takes 38 programs per launch. Count and mass are integers packed into one
+int64 and added atomically, so sums and results do not depend on the order. Rows without cuts return from `narrow`
+immediately. No host synchronization; all buffer sizes follow from shapes.
 """
 
 from __future__ import annotations
@@ -23,28 +24,28 @@ from ..sampling import COLDEST, IN_PROMPT, LEVEL, MASS, MAX_BIAS, STEPS, Sampled
 from .launch import launch, power_of_2, wait_for_previous
 
 PIECE = 4096
-STATS = 4  # per piece: maximum and sum of the raw logits, then of the scaled ones
-TABLES = 4  # of counts: two levels for top-k, two for top-p
+STATS = 4  # per piece: maximum and sum of exponentials of the scaled logits, then of the raw ones
+TABLES = 4  # histograms: two levels for top-k, two for top-p
 _COLDEST = tl.constexpr(COLDEST)
 _IN_PROMPT = tl.constexpr(IN_PROMPT)
 _LEVEL = tl.constexpr(LEVEL)
 _LEVEL_BITS = tl.constexpr(LEVEL.bit_length() - 1)
 _MASS = tl.constexpr(float(MASS))
 _MASS_BITS = tl.constexpr(40)
-_ONE = tl.constexpr(1 << 40)  # a token in packed sums: its mass lies below
+_ONE = tl.constexpr(1 << 40)  # count of one token in packed sums; the low 40 bits hold the mass
 _STEPS = tl.constexpr(float(STEPS))
 
 
 @triton.jit
 def _piece_stats(x):
-    """(maximum, sum of exponentials above it) of float32 x; NaN and inf make the sum NaN."""
+    """(maximum, sum of exp(x - maximum)) of float32 x; NaN and inf make the sum NaN."""
     top = tl.max(x, 0)
     return top, tl.sum(tl.exp(x - tl.where(top == float("-inf"), 0.0, top)), 0)
 
 
 @triton.jit
 def _row_stats(stats, row, num_pieces, PIECES: tl.constexpr):
-    """(maximum, sum of exponentials above it) of a row from those of its pieces."""
+    """Combine the pieces' statistics: (maximum, sum of exp(x - maximum)) of a row."""
     piece = tl.arange(0, PIECES)
     at = stats + (row * num_pieces + piece) * 4
     tops = tl.load(at, mask=piece < num_pieces, other=float("-inf"))
@@ -101,7 +102,7 @@ def _prepare(
 
 @triton.jit
 def _measures(packed, BY_MASS: tl.constexpr):
-    """Packed sums as the number of tokens or as their mass."""
+    """Extract the mass or the token count from packed sums."""
     if BY_MASS:
         return packed & (_ONE - 1)
     return packed >> _MASS_BITS
@@ -109,7 +110,7 @@ def _measures(packed, BY_MASS: tl.constexpr):
 
 @triton.jit
 def _first_reaching(table, before, target, BY_MASS: tl.constexpr):
-    """(bin where the running sum reaches target, the packed sum before it)."""
+    """(first bin where the running sum reaches target, packed sum of the bins before it)."""
     bins = tl.arange(0, _LEVEL)
     sums = tl.cumsum(tl.load(table + bins), 0) + before
     short = _measures(sums, BY_MASS) < target
@@ -119,7 +120,7 @@ def _first_reaching(table, before, target, BY_MASS: tl.constexpr):
 
 @triton.jit
 def _top_k_cut(tables, row, top_k, TABLES: tl.constexpr):
-    """The last step that top-k keeps."""
+    """The largest step (distance from the maximum) that top-k keeps."""
     first = tables + row * TABLES * _LEVEL
     high, below = _first_reaching(first, 0, top_k, False)
     low, _ = _first_reaching(first + _LEVEL, below, top_k, False)
@@ -128,7 +129,7 @@ def _top_k_cut(tables, row, top_k, TABLES: tl.constexpr):
 
 @triton.jit
 def _top_p_target(tables, row, top_p, TABLES: tl.constexpr):
-    """The mass to reach: a share of what top-k left, or of everything."""
+    """The mass that top-p must reach: top_p times the mass that top-k kept, or the whole mass."""
     first = tables + (row * TABLES + 2) * _LEVEL
     whole = tl.sum(tl.load(first + tl.arange(0, _LEVEL)), 0)
     return tl.maximum((top_p.to(tl.float64) * _measures(whole, True).to(tl.float64)).to(tl.int64), 1)
@@ -136,7 +137,7 @@ def _top_p_target(tables, row, top_p, TABLES: tl.constexpr):
 
 @triton.jit
 def _step_of(x, top):
-    """How many steps below the largest logit; -inf and what is far below: the last step."""
+    """Distance below the largest logit in steps, clamped to the last step (also for -inf)."""
     return (tl.minimum(top - x, 31.99) * _STEPS).to(tl.int32)
 
 
@@ -145,7 +146,7 @@ def _narrow(
     scaled, stats, numbers, integers, tables, vocab,
     PIECE: tl.constexpr, PIECES: tl.constexpr, TABLES: tl.constexpr, PASS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Fill table PASS: 0 and 1 the two levels of top-k, 2 and 3 those of top-p among what top-k keeps."""
+    """Fill table PASS: 0 and 1 are the two levels of top-k, 2 and 3 those of top-p over the tokens top-k keeps."""
     piece, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     wait_for_previous(PDL)
     top_k = tl.load(integers + row * 6)
@@ -224,7 +225,7 @@ def _choose(
         series = u * (1.0 + u * (0.5 + u * (0.3333333333333333 + u * 0.25)))
         e = tl.where(u < 0.015625, series, -tl.log(tl.maximum(1.0 - u, 2.9802322387695312e-08)))
         score = tl.where(keep, x - tl.log(e), float("-inf"))
-    # a comparison with NaN is false both ways: which lane wins then differs from card to interpreter, and may be none
+    # comparisons with NaN are always false, so argmax over NaN differs between GPU and interpreter and may find no lane
     score = tl.where(score == score, score, float("-inf"))
     tl.store(best_score + row * num_pieces + piece, tl.max(score, 0))
     tl.store(best_token + row * num_pieces + piece, tl.minimum(piece * PIECE + tl.argmax(score, 0), vocab - 1))
@@ -251,7 +252,7 @@ def _finish(
     tl.store(logprobs + row, value - log_sum)
     tl.store(log_sums + row, log_sum)
     broken = (raw_total != raw_total) | (total != total)
-    empty = (top > float("-inf")) == 0  # a maximum of NaN alone is NaN, and -inf where a piece is missing
+    empty = (top > float("-inf")) == 0  # the maximum is -inf, or NaN if all logits are NaN
     tl.store(status + row, broken.to(tl.int32) + empty.to(tl.int32) * 2)
     slot = tl.load(integers + row * 6 + 3)
     if slot >= 0:
@@ -260,13 +261,13 @@ def _finish(
 
 
 def sample(logits: Tensor, inputs: SamplingInputs, cuts: bool = True) -> Sampled:
-    """As `sampling.sample`: logits float32 [rows, vocab], rows may be strided; no synchronisation, no host values."""
+    """`sampling.sample` on the device: logits float32 [rows, vocab], rows may be strided; no synchronization."""
     if logits.dtype is not torch.float32 or logits.stride(1) != 1:
-        raise TypeError(f"logits are float32 with rows in one piece, not {logits.dtype} with stride {logits.stride(1)}")
+        raise TypeError(f"logits must be float32 with contiguous rows, not {logits.dtype}, stride {logits.stride(1)}")
     rows, vocab = logits.shape
     pieces = -(-vocab // PIECE)
     if power_of_2(pieces) > PIECE:
-        raise ValueError(f"a vocabulary of {vocab}, at most {PIECE * PIECE}")
+        raise ValueError(f"vocabulary of {vocab} tokens; the sampler supports at most {PIECE * PIECE}")
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=logits.device)
@@ -278,10 +279,10 @@ def sample(logits: Tensor, inputs: SamplingInputs, cuts: bool = True) -> Sampled
     padded = power_of_2(pieces)
     grid = (pieces, rows)
     numbers, integers, bias_ids, bias_values, masks, history = inputs
-    given = (logits, numbers, integers, bias_ids, bias_values, masks, history)
+    tensors = (logits, numbers, integers, bias_ids, bias_values, masks, history)
     sizes = (vocab, logits.stride(0), masks.shape[1])
     kept: dict[str, Any] = {"PIECE": PIECE, "TABLES": TABLES if cuts else 0}
-    launch(_prepare, grid, *given, scaled, stats, tables, *sizes, MAX_BIAS=MAX_BIAS, num_warps=8, **kept)
+    launch(_prepare, grid, *tensors, scaled, stats, tables, *sizes, MAX_BIAS=MAX_BIAS, num_warps=8, **kept)
     shared = (scaled, stats, numbers, integers, tables)
     for part in range(TABLES if cuts else 0):
         launch(_narrow, grid, *shared, vocab, PIECES=padded, PASS=part, num_warps=8, **kept)

@@ -1,8 +1,8 @@
-"""Decoding segments in one or two launches: norm, product, gate and residual together, for few rows.
+"""Fused segments for decode: norm, product, gate and residual in one or two launches, for few rows.
 
-What does not fit (several parts, input orders, many rows, one order of sums) goes through the composed segment. Bytes
-decide: at batch 1 a layer's products read all of W once and the fused parts add a few KB; each launch saved is worth
-about a microsecond.
+Everything else (several parts, `perm`, many rows, batch-invariant sums) uses the composed segment. Decode is
+memory-bound: at batch 1 a layer's products read all of W once, and the fused operations add a few KB; each launch saved
+is worth about a microsecond.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .heads import qk_norm_rope_kv
 from .product import Extras, fusable, product
 from .rms_norm import rms_norm
 
-# implementations whose products of few rows take norm, gate and residual with them
+# implementations whose products of few rows can fuse norm, gate and residual
 FUSED = frozenset({"triton", "triton_fp8_w8a8", "triton_nvfp4_w4a4"})
 _GATES = ("silu", "gelu_tanh")
 
@@ -43,7 +43,7 @@ def attn_in(
     pages: KVPages,
     slot_mapping: Tensor,
 ) -> Tensor:
-    """Norm and QKV product of one row in one launch; QK-norm, RoPE and page write in another."""
+    """Norm and QKV product in one launch (for a single row); QK-norm, RoPE and KV write in another."""
     parts, plain = weights.qkv.parts, weights.qkv.additions is None
     if not has_only(weights, FUSED_ATTENTION) or (weights.q_norm is None) != (weights.k_norm is None):
         return composed(x, weights, cos, sin, pages, slot_mapping)
@@ -54,12 +54,12 @@ def attn_in(
         qkv = weights.qkv(_normed(x, weights.norm))
     heads = qkv.view(x.shape[0], -1, weights.head_dim)
     norms = None if weights.q_norm is None or weights.k_norm is None else (weights.q_norm, weights.k_norm)
-    given = (heads, weights.num_heads, (cos, sin), (pages, slot_mapping), norms)
-    return qk_norm_rope_kv(*given, weights.interleaved, weights.late_norms)
+    arguments = (heads, weights.num_heads, (cos, sin), (pages, slot_mapping), norms)
+    return qk_norm_rope_kv(*arguments, weights.interleaved, weights.late_norms)
 
 
 def attn_out(composed: Callable[..., Tensor], attended: Tensor, x: Tensor, weights: AttentionWeights) -> Tensor:
-    """x + attended Wᵀ: [num_tokens, hidden], in the place of x."""
+    """x + attended Wᵀ: [num_tokens, hidden], in place."""
     part = only_part(weights.out, attended)
     known = weights.post_norm is None and has_only(weights, FUSED_ATTENTION)
     if part is None or not known or not x.is_contiguous():
@@ -68,7 +68,7 @@ def attn_out(composed: Callable[..., Tensor], attended: Tensor, x: Tensor, weigh
 
 
 def mlp(composed: Callable[..., Tensor], x: Tensor, weights: MlpWeights) -> Tensor:
-    """x + post_norm(down(act(gate) * up)) of the normed x: [num_tokens, hidden], in the place of x."""
+    """x + post_norm(down(act(gate) · up)), gate and up of norm(x): [num_tokens, hidden], in place."""
     gate_up = only_part(weights.gate_up, x)
     known = weights.activation in _GATES and has_only(weights, FUSED_MLP)
     if gate_up is None or not known or not x.is_contiguous():
@@ -96,7 +96,7 @@ def _normed(x: Tensor, norm: Norm | None) -> Tensor:
 
 
 def only_part(linear: Linear, x: Tensor) -> LinearPart | None:
-    """The single part of a product that takes more work with it; None where there is no such."""
+    """The only part of a linear layer if other operations can be fused into it, else None."""
     part = linear.parts[0]
     alone = len(linear.parts) == 1 and linear.additions is None
     return part if alone and part.impl.name in FUSED and fusable(x, part.prepared) else None

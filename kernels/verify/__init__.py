@@ -1,1 +1,1 @@
-"""Whether kernels compute what they must on this device, and which tile sizes are fastest there."""
+"""Self-test of kernels against their references on this device, and tuning of tile sizes."""

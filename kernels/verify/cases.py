@@ -1,4 +1,4 @@
-"""What the self-test runs: per op, arguments in the shapes of one model, odd ones included, on any device."""
+"""Self-test cases: arguments of every op in the shapes of one model, including odd sizes, on any device."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from ..kv_codes import decode
 from ..kv_pages import KVPages
 from ..registry import OpFacts
 
-TOKENS = (1, 3, 17)  # rows of the row-wise ops: alone, a few, and neither a power of two nor a tile
-# (new tokens, tokens) of the sequences in one attention step: decoding and prefill, page borders on both sides
+TOKENS = (1, 3, 17)  # rows of row-wise ops: one, a few, and a count that is neither a power of two nor a tile size
+# (query_len, seq_len) of the sequences in one attention step: decode and prefill, on both sides of page boundaries
 LENGTHS = ((1, 1), (1, 300), (5, 5), (1, 33), (20, 67))
-LONG = 1041  # tokens of a sequence that decodes alone: enough for several splits, and ending inside a page
-WINDOW = 37  # stands for any window: what matters is that it begins inside a page
+LONG = 1041  # seq_len of a lone decode: long enough for several splits, ending inside a page
+WINDOW = 37  # representative of any window size: starts inside a page
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShapes:
-    """The sizes of one model that its kernels meet."""
+    """The sizes of one model that its kernels depend on."""
 
     hidden: int
     intermediate: int
     facts: OpFacts = field(default_factory=OpFacts)
-    rotated: int = 0  # dimensions of a head that RoPE turns; 0: all
+    rotated: int = 0  # RoPE dimensions per head; 0: all
     interleaved: bool = False
     eps: float = 1e-6
     has_windows: bool = False
     has_sinks: bool = False
-    chunked: bool = False  # some of them do not move
+    chunked: bool = False  # some layers use chunked attention
     softcap: float | None = None
     scale: float = 0.0  # of q·k; 0: head_dim ** -0.5
-    states: tuple[tuple[str, tuple[int, ...]], ...] | None = None  # (op, its sizes) as in `SIZES`; None: a few invented
+    states: tuple[tuple[str, tuple[int, ...]], ...] | None = None  # (recurrent op, sizes as in SIZES); None: use SIZES
 
     @property
     def key(self) -> str:
-        """All that a verdict depends on, besides the kernel and the card."""
+        """Key of a verdict: everything it depends on besides the kernel and the device."""
         f = self.facts
         heads = f"{f.num_heads}/{f.num_kv_heads}x{f.head_dim}.{self.rotated}{'i' if self.interleaved else ''}"
         other = "w" * self.has_windows + "k" * self.chunked + "s" * self.has_sinks
@@ -50,17 +50,17 @@ class ModelShapes:
         return key + "".join(f" {op} {'x'.join(map(str, sizes))}" for op, sizes in self.states or ())
 
 
-Case = tuple[str, tuple[Any, ...]]  # what it is called, and the op's arguments
+Case = tuple[str, tuple[Any, ...]]  # (name, the op's arguments)
 
 
 def seeded(seed: int, device: torch.device | str = "cpu") -> torch.Generator:
-    """Random numbers, the same in every run. A fast import of torch left out what a generator needs."""
+    """Return a generator with a fixed seed. Imports a module that generators need and the fast torch import skips."""
     import_module("torch._meta_registrations")
     return torch.Generator(device).manual_seed(seed)
 
 
 class _Source:
-    """Random numbers of one device, the same in every run."""
+    """Reproducible random tensors on one device."""
 
     def __init__(self, device: str, dtype: str) -> None:
         self.device = torch.device(device)
@@ -68,18 +68,18 @@ class _Source:
         self._generator = seeded(20, self.device)
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Normal numbers, a few of them large: models have such activations."""
+        """Normal numbers with a few outliers, like the activations of real models."""
         x = torch.randn(shape, device=self.device, generator=self._generator)
         x.view(-1)[:: max(1, x.numel() // 5 + 1)] *= 8
         return x.to(dtype or self.dtype)
 
     def ints(self, values: list[Any], dtype: torch.dtype) -> Tensor:
-        """Whole numbers on the device."""
+        """Integers on the device."""
         return torch.tensor(values, dtype=dtype, device=self.device)
 
 
 def op_cases(op: str, shapes: ModelShapes) -> Iterator[Case]:
-    """The calls of one op of `registry.OPS` that a model of these shapes will make."""
+    """Return representative calls of an op of `registry.OPS` for a model of these shapes."""
     return _CASES[op](shapes, _Source(shapes.facts.device, shapes.facts.dtype))
 
 
@@ -110,11 +110,11 @@ def _gated(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
         yield (f"{count} x {shapes.intermediate}", (x,))
 
 
-LAYER_SCALES = (0.03, 0.05)  # of keys and values, where a checkpoint of FP8 keys and values brings one number a layer
+LAYER_SCALES = (0.03, 0.05)  # scales of k and v for checkpoints with per-layer FP8 KV scales
 
 
 def empty_pages(facts: OpFacts, num_pages: int, *, layer_scales: bool = False, value_dim: int = 0) -> KVPages:
-    """Pages of a model's format on its device."""
+    """Empty pages in a model's KV format on its device."""
     sizes = num_pages, facts.num_kv_heads, facts.page_size, facts.head_dim, value_dim
     pages = KVPages.empty(facts.kv_format, *sizes)
     if layer_scales:
@@ -124,12 +124,12 @@ def empty_pages(facts: OpFacts, num_pages: int, *, layer_scales: bool = False, v
 
 
 def copied(pages: KVPages) -> KVPages:
-    """Their own memory."""
+    """Clone pages."""
     return KVPages(*(None if part is None else part.clone() for part in pages))
 
 
 def numbers(pages: KVPages) -> tuple[Tensor, Tensor]:
-    """What the codes of pages mean, float32 [num_pages, num_kv_heads, page_size, head_dim] each."""
+    """Dequantized keys and values, float32 [num_pages, num_kv_heads, page_size, head_dim] each."""
     if pages.k_scales is None or pages.v_scales is None:
         return pages.k.float(), pages.v.float()
     return decode(pages.k, pages.k_scales), decode(pages.v, pages.v_scales)
@@ -145,7 +145,7 @@ def _kv_write(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
         k, v = kv[:, f.num_heads : f.num_heads + f.num_kv_heads], kv[:, f.num_heads + f.num_kv_heads :]
         yield (f"{count} tokens", (k, v, empty, slots))
         for pages in scaled:
-            yield (f"{count} tokens, scales of the checkpoint", (k, v, pages, slots))
+            yield (f"{count} tokens, checkpoint scales", (k, v, pages, slots))
 
 
 def filled_pages(facts: OpFacts, num_pages: int, source: _Source, *, layer_scales: bool = False) -> KVPages:
@@ -159,7 +159,7 @@ def filled_pages(facts: OpFacts, num_pages: int, source: _Source, *, layer_scale
 
 
 def block_table(lengths: tuple[tuple[int, int], ...], page_size: int) -> tuple[list[list[int]], int]:
-    """(rows of page ids in no order, padded with -1; number of pages) for sequences of these lengths."""
+    """Return (rows of shuffled page ids padded with -1, number of pages) for sequences of these lengths."""
     needed = [-(-length // page_size) for _, length in lengths]
     total = sum(needed)
     order = [(i * 5 + 2) % total if total % 5 else total - 1 - i for i in range(total)]
@@ -181,24 +181,24 @@ def _paged_attention(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
         for new, _ in lengths:
             starts.append(starts[-1] + new)
         q = source.normal(starts[-1], f.num_heads, f.head_dim)
-        given = (
+        metadata = (
             source.ints(rows, torch.int32),
             source.ints(starts, torch.int32),
             source.ints([length for _, length in lengths], torch.int32),
         )
         for window in (None, WINDOW) if shapes.has_windows else (None,):
             seen = "" if window is None else f", window {window}"
-            yield (f"{name}{seen}", (q, pages, *given, scale, window, shapes.softcap, *sinks))
+            yield (f"{name}{seen}", (q, pages, *metadata, scale, window, shapes.softcap, *sinks))
         if shapes.chunked:
             how = (shapes.softcap, *(sinks or (None,)), True)
-            yield (f"{name}, chunks of {WINDOW}", (q, pages, *given, scale, WINDOW, *how))
+            yield (f"{name}, chunks of {WINDOW}", (q, pages, *metadata, scale, WINDOW, *how))
         if f.kv_format == "fp8":
             scaled = filled_pages(f, total, source, layer_scales=True)
-            yield (f"{name}, scales of the checkpoint", (q, scaled, *given, scale, None, shapes.softcap, *sinks))
+            yield (f"{name}, checkpoint scales", (q, scaled, *metadata, scale, None, shapes.softcap, *sinks))
 
 
-# of ops that carry a state: channels and width; key heads, value heads, their dimensions, tiled; heads, groups,
-# dimensions, size
+# sizes of recurrent ops. causal_conv: channels, width; delta_rule: key heads, value heads, k_dim, v_dim, tiled;
+# state_space: heads, groups, head_dim, state size
 SIZES: dict[str, tuple[tuple[int, ...], ...]] = {
     "causal_conv": ((70, 4),),
     "delta_rule": ((2, 4, 20, 24, 0), (2, 4, 20, 24, 1), (2, 2, 128, 132, 0)),
@@ -207,12 +207,12 @@ SIZES: dict[str, tuple[tuple[int, ...], ...]] = {
 
 
 def _sizes(op: str, shapes: ModelShapes) -> Iterator[tuple[int, ...]]:
-    """Those of the model; none where it has no such layer."""
+    """The model's sizes for `op`; empty if it has no such layer."""
     return iter(SIZES[op]) if shapes.states is None else (sizes for name, sizes in shapes.states if name == op)
 
 
 def _steps(device: str) -> Iterator[tuple[str, int, Tensor, Tensor]]:
-    """(name, tokens, slots, cu_query_lens) of a step in which each sequence decodes, and of one with prompts."""
+    """Yield (name, tokens, slots, cu_query_lens) of a pure decode step and of a step with prompts."""
     for name, lengths in (("one token each", [1, 1, 1]), ("prompts", [5, 1, 70])):
         slots = torch.tensor([4, 1, 2], device=device)
         starts = torch.tensor([0, *lengths], device=device).cumsum(0).int()
@@ -236,8 +236,8 @@ def _delta_rule(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
             v = source.normal(count, heads, dim)
             decay, beta = (source.normal(count, heads, dtype=torch.float32).abs() for _ in range(2))
             state = source.normal(5, heads, dim, k_dim, dtype=torch.float32)
-            given = (q, k, v, -decay, beta.clamp(max=1.0), state, slots, starts, bool(tiled))
-            yield (f"{name}, {heads}/{k_heads} x {k_dim} x {dim}{', tiled' * tiled}", given)
+            arguments = (q, k, v, -decay, beta.clamp(max=1.0), state, slots, starts, bool(tiled))
+            yield (f"{name}, {heads}/{k_heads} x {k_dim} x {dim}{', tiled' * tiled}", arguments)
 
 
 def _state_space(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
@@ -247,8 +247,8 @@ def _state_space(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
             b, c = (source.normal(count, groups, size) for _ in range(2))
             steps, decay = (source.normal(*shape, dtype=torch.float32).abs() for shape in ((count, heads), (heads,)))
             state = source.normal(5, heads, dim, size, dtype=torch.float32)
-            given = (x, b, c, steps, -decay, state, slots, starts)
-            yield (f"{name}, {heads}/{groups} x {dim} x {size}", given)
+            arguments = (x, b, c, steps, -decay, state, slots, starts)
+            yield (f"{name}, {heads}/{groups} x {dim} x {size}", arguments)
 
 
 _CASES: dict[str, Callable[[ModelShapes, _Source], Iterator[Case]]] = {

@@ -1,8 +1,8 @@
-"""What was found out about kernels on one device, kept between runs: verdicts of the self-test, winners of tuning.
+"""Persistent results about kernels on one device: self-test verdicts and tuned tile sizes.
 
-A `Records` is a small JSON file whose name carries a hash of everything the findings depend on (kernel sources, card,
-driver, versions), so that a change of any of them starts an empty one. A file that cannot be read or written costs a
-repetition, never a failure.
+`Records` is a small JSON file whose name contains a hash of everything the results depend on (kernel sources, device,
+driver, versions); a change to any of them starts a new file. If a file cannot be read or written, the work is repeated
+at the next start; this is never an error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SOURCES = (".py", ".c", ".h")
 
 @cache
 def source_hash() -> str:
-    """Changes with any source file of the kernels."""
+    """Hash of all kernel source files."""
     digest = hashlib.sha256()
     for file in sorted(p for p in FOLDER.rglob("*") if p.suffix in SOURCES):
         digest.update(str(file.relative_to(FOLDER)).encode() + b"\0" + file.read_bytes())
@@ -36,7 +36,7 @@ def source_hash() -> str:
 
 
 def capability_of(device: torch.device) -> int:
-    """Of a GPU: its compute capability as 90, 120; of an AMD card the number of its architecture, as 942."""
+    """Compute capability of a GPU, e.g. 90 or 120; for AMD GPUs the architecture number, e.g. 942."""
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip is None:
         return int(properties.major * 10 + properties.minor)
@@ -45,7 +45,7 @@ def capability_of(device: torch.device) -> int:
 
 
 def identity(device: str | torch.device, driver: str = "") -> dict[str, str]:
-    """What findings on `device` depend on. `driver`: the GPU driver's version, where the caller knows it."""
+    """Return everything that results on `device` depend on. `driver` is the GPU driver version, if known."""
     device = torch.device(device)
     known = {"sources": source_hash(), "torch": torch.__version__}
     if device.type == "cpu":
@@ -64,7 +64,7 @@ def identity(device: str | torch.device, driver: str = "") -> dict[str, str]:
 
 
 def assembler_key() -> str:
-    """Changes with the assemblers that variables name instead of those that Triton brings, and with their files."""
+    """Paths, sizes and mtimes of the ptxas binaries that environment variables select instead of Triton's own."""
     named = [os.environ.get(name, "") for name in ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")]
     return " ".join(f"{path} {_stamp(Path(path))}" for path in named if path)
 
@@ -86,11 +86,11 @@ def _cpu_name() -> str:
 
 
 class Records:
-    """Findings by key, each a JSON object.
+    """Results by key, each a JSON object.
 
-    kind      names the file: selftest, tuning
-    identity  what all of them depend on
-    folder    None keeps them in memory only
+    kind      prefix of the file name: selftest, tuning
+    identity  everything the results depend on
+    folder    None: keep results in memory only
     """
 
     def __init__(self, kind: str, identity: Mapping[str, str], folder: Path | None = None) -> None:
@@ -105,20 +105,20 @@ class Records:
                 self._found = {str(key): dict(value) for key, value in entries.items()}
 
     def get(self, key: str) -> dict[str, Any] | None:
-        """The finding, or None."""
+        """Return the result for `key`, or None."""
         return self._found.get(key)
 
     def put(self, key: str, value: Mapping[str, Any]) -> None:
-        """Note a finding; `save` keeps it."""
+        """Store a result; `save` writes it to disk."""
         self._found[key] = dict(value)
         self._changed = True
 
     def items(self) -> tuple[tuple[str, dict[str, Any]], ...]:
-        """All findings."""
+        """Return all results."""
         return tuple(self._found.items())
 
     def save(self) -> None:
-        """Write the file, in one rename, if anything is new."""
+        """Write the file atomically if anything changed."""
         if self.path is None or not self._changed:
             return
         text = json.dumps({"identity": self.identity, "entries": self._found}, indent=1, sort_keys=True)
@@ -129,5 +129,5 @@ class Records:
                 file.write(text)
             os.replace(name, self.path)
         except OSError:
-            return  # a folder that is full or read-only: found out again next time
+            return  # full or read-only folder: the next start repeats the work
         self._changed = False

@@ -1,4 +1,4 @@
-"""The sampling op against its reference: every wish in a row of its own, on logits of the model's vocabulary."""
+"""Self-test of the sampling op against its reference: one row per sampling option, over the model's vocabulary."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RANDOM = (  # temperature, top_p, min_p, top_k
     (1.0, 1.0, 0.0, 5),
     (5.0, 0.5, 0.0, 1000),
 )
-TIES = 1  # random rows that may draw another token: where two scores are equal to the last bits
+TIES = 1  # random rows that may draw a different token because two scores are almost equal
 TOLERANCE = 1e-3
 
 
@@ -51,7 +51,7 @@ def _inputs(vocab: int, device: str) -> tuple[Tensor, SamplingInputs]:
 
 
 def sampler_error(run: SampleOp, vocab: int, device: str) -> str:
-    """Nothing, or what is wrong with `run` as `sampling.sample`."""
+    """Return "" if `run` agrees with `sampling.sample`, else how it differs."""
 
     def differs(cuts: bool, rows: int) -> str:
         with torch.inference_mode():
@@ -61,28 +61,28 @@ def sampler_error(run: SampleOp, vocab: int, device: str) -> str:
         if not all(same[:GREEDY_ROWS]):
             return f"greedy rows gave {found.token_ids[:GREEDY_ROWS].tolist()}"
         if same[GREEDY_ROWS:].count(False) > TIES:
-            return f"{same[GREEDY_ROWS:].count(False)} of {rows - GREEDY_ROWS} random rows drew another token"
+            return f"{same[GREEDY_ROWS:].count(False)} of {rows - GREEDY_ROWS} random rows drew a different token"
         if bool((ours.history[1] != theirs.history[1]).any()) or bool((found.status != wanted.status).any()):
-            return "tokens are counted wrongly, or a row's status is wrong"
+            return "token counts or row status are wrong"
         equal = found.token_ids == wanted.token_ids
         return compare(found.logprobs[equal], wanted.logprobs[equal], TOLERANCE)
 
     def damaged() -> str:
-        """Whatever a model of damaged weights computes, a token of the vocabulary comes out, and is said to be none."""
+        """With NaN logits (damaged weights), token ids must stay in range and the status must report them."""
         (logits, ours), (_, theirs) = _inputs(vocab, device), _inputs(vocab, device)
         logits[0], logits[GREEDY_ROWS] = torch.nan, torch.nan
         logits[1, 1:], logits[GREEDY_ROWS + 1, vocab // 2 :] = torch.nan, torch.nan
         with torch.inference_mode():
             found, wanted = run(logits, ours, True), sample(logits, theirs, True)
         if bool((found.status != wanted.status).any()):
-            return f"rows of NaN have the status {found.status.tolist()} instead of {wanted.status.tolist()}"
+            return f"status {found.status.tolist()} instead of {wanted.status.tolist()}"
         inside = (found.token_ids >= 0) & (found.token_ids < vocab)
-        return "" if bool(inside.all()) else f"rows of NaN gave {found.token_ids.tolist()}"
+        return "" if bool(inside.all()) else f"token ids {found.token_ids.tolist()} are out of range"
 
     rows = GREEDY_ROWS + len(RANDOM)
     cases = (
-        ("rows that cut", partial(differs, True, rows)),
-        ("rows that do not", partial(differs, False, GREEDY_ROWS)),
-        ("rows of NaN", damaged),
+        ("rows with top-k and top-p", partial(differs, True, rows)),
+        ("rows without top-k and top-p", partial(differs, False, GREEDY_ROWS)),
+        ("rows with NaN", damaged),
     )
     return first_error(cases)

@@ -1,8 +1,8 @@
-"""Kernels prove themselves: at first use on a device, each one against its reference, on the shapes of the model.
+"""Kernel self-test: at first use on a device, compares each kernel with its reference on the shapes of the model.
 
-A verdict is kept per kernel sources, device, driver, versions and shapes (`records.py`), so a start costs it once. A
-kernel that is wrong, or fails, is disabled: the next one in the order of preference takes its place, and `failures`
-says so for the run summary. The references are not tested.
+Verdicts are cached per kernel sources, device, driver, versions and shapes (`records.py`), so only the first start pays
+for them. A kernel that gives wrong results or fails is disabled, the next implementation in order of preference
+replaces it, and `failures` reports it in the run summary. References are not tested.
 """
 
 from __future__ import annotations
@@ -37,37 +37,37 @@ def _linear_key(facts: LinearFacts, has: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A kernel that is disabled."""
+    """A kernel disabled by its self-test."""
 
     name: str  # "op:implementation"
-    reason: str  # which case, how far off, or what it raised
+    reason: str  # the failing case with its error, or the exception
 
     def __str__(self) -> str:
         return f"{self.name} failed its self-test ({self.reason})"
 
 
 class KernelCrash(RuntimeError):
-    """A kernel left the device unusable in its self-test. The verdict is kept: the next start passes it over."""
+    """A kernel left the device unusable in its self-test. The verdict is saved, so the next start skips the kernel."""
 
 
 @dataclass(slots=True)
 class SelfTest:
-    """The tests of one load, and what they found."""
+    """The self-tests of one model load, and their results."""
 
-    records: Records = field(default_factory=lambda: Records("selftest", {}))  # by default kept in memory only
-    # compiles what a test will launch, several kernels at once: one by one they take a card's first start a minute
+    records: Records = field(default_factory=lambda: Records("selftest", {}))  # default: in memory only
+    # compiles a test's kernels in parallel first: one at a time they add a minute to a GPU's first start
     compile_ahead: Callable[[Callable[[], object]], None] | None = None
     failures: list[Failure] = field(default_factory=list)
-    num_run: int = 0  # kernels tested in this run; the others were known
+    num_run: int = 0  # kernels tested in this run; other verdicts were cached
     seconds: float = 0.0
 
     @property
     def disabled(self) -> frozenset[str]:
-        """As `choose` and `kernel_table` take them."""
+        """Keys of failed kernels, for `choose` and `kernel_table`."""
         return frozenset(failure.name for failure in self.failures)
 
     def table(self, shapes: ModelShapes, disabled: frozenset[str] = frozenset()) -> KernelTable:
-        """The kernel table of a model whose ops all passed."""
+        """Return the kernel table of a model, using only ops that passed."""
         for op in OPS:
             while True:
                 impl = choose(implementations(op), shapes.facts, disabled | self.disabled).impl
@@ -76,14 +76,14 @@ class SelfTest:
         return kernel_table(shapes.facts, disabled | self.disabled)
 
     def linear_passed(self, impl: Impl, facts: LinearFacts, weight: Weight, prepared: Any) -> bool:
-        """Whether `impl` multiplies with what it prepared as the canonical `weight` says."""
+        """Whether `impl` with its `prepared` weight agrees with the canonical `weight`."""
         if impl is PLAIN["linear"][-1]:
             return True
         has = tuple(name for name in OPTIONAL if getattr(weight, name) is not None)
         return self._passed(impl.key, _linear_key(facts, has), partial(linear_error, impl, facts, weight, prepared))
 
     def linear_known(self, impl: Impl, facts: LinearFacts, has: Sequence[str]) -> bool:
-        """Whether `linear_passed` was true before for a weight that has these tensors of OPTIONAL."""
+        """Whether a cached verdict says that `linear_passed` for a weight with these tensors of OPTIONAL."""
         known = self.records.get(f"{impl.key} {_linear_key(facts, has)}")
         return known is not None and not known.get("reason") and impl.key not in self.disabled
 
@@ -97,9 +97,9 @@ class SelfTest:
         rotations: Callable[[int, Tensor], tuple[Tensor, Tensor]],
         disabled: frozenset[str] = frozenset(),
     ) -> KernelTable:
-        """`table`, or one without the fused segments that disagree with the composed ones on these layers.
+        """Return `table`, or one without the fused segments that disagree with the composed ones on these layers.
 
-        layers     one of each kind the model has
+        layers     one of each kind in the model
         rotations  (view, positions int64 [n]) -> cos, sin
         """
         while True:
@@ -118,7 +118,7 @@ class SelfTest:
             table = kernel_table(shapes.facts, disabled | self.disabled)
 
     def sampler_passed(self, name: str, run: SampleOp, vocab: int, device: str) -> bool:
-        """Whether `run` samples as `sampling.sample` does."""
+        """Whether `run` agrees with `sampling.sample`."""
         return self._passed(f"sample:{name}", f"{vocab}", partial(sampler_error, run, vocab, device))
 
     def _passed(self, name: str, key: str, error: Callable[[], str]) -> bool:
@@ -128,20 +128,20 @@ class SelfTest:
         if known is None:
             started = time.monotonic()
             try:
-                if self.compile_ahead is not None and not name.startswith("sample:"):  # it reads what was drawn
+                if self.compile_ahead is not None and not name.startswith("sample:"):  # its test reads the drawn tokens
                     with unjudged():
                         self.compile_ahead(error)
                 reason = error()
-            except NoVerdict as missing:  # tomorrow there may be a compiler, or a file with sound numbers
+            except NoVerdict as missing:  # not saved: a compiler or an intact file may be there next time
                 self.failures.append(Failure(name, str(missing)))
                 return False
             except RuntimeError as crash:
                 if not is_device_lost(crash):
                     raise
-                said = str(crash).splitlines()[0]
-                self.records.put(f"{name} {key}", {"reason": f"it left the device unusable: {said}"})
+                first_line = str(crash).splitlines()[0]
+                self.records.put(f"{name} {key}", {"reason": f"it left the device unusable: {first_line}"})
                 self.records.save()
-                raise KernelCrash(f"{name} crashed the GPU in its self-test: {said}") from crash
+                raise KernelCrash(f"{name} crashed the GPU in its self-test: {first_line}") from crash
             self.num_run += 1
             self.seconds += time.monotonic() - started
             known = {"reason": reason}
@@ -152,5 +152,5 @@ class SelfTest:
         return True
 
     def save(self) -> None:
-        """Keep the verdicts for the next start."""
+        """Save the verdicts for the next start."""
         self.records.save()

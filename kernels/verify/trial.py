@@ -1,6 +1,6 @@
-"""One kernel against its reference: an op, a product with a real weight, a fused segment on real layers.
+"""Comparison of one kernel with its reference: an op, a linear layer with a real weight, or a fused segment.
 
-Each trial says nothing where both agree, else what is wrong. `selftest` decides what follows from it.
+Each trial returns "" if both agree, else a description of the error; `selftest` acts on it.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ from ..segments import REFERENCES, KernelTable
 from ..weight import Weight
 from .cases import ModelShapes, block_table, copied, empty_pages, numbers, op_cases, seeded
 
-# Relative RMS error allowed, by dtype of the activations: several roundings of their mantissa. A wrong kernel is off by
-# the size of the numbers themselves. Our CPU products round activations to 16 bits, which leaves 4e-5.
+# allowed relative RMS error by activation dtype: several roundings of the mantissa. A wrong kernel has a relative error
+# near 1. The CPU kernels round activations to 16 bits, an error of 4e-5
 TOLERANCE = {"float32": 5e-4, "bfloat16": 2e-2, "float16": 4e-3}
-# The same for what goes through pages: where two results differ in a last bit, some are stored one code apart.
+# the same for values that go through KV pages: results that differ in the last bit may be stored one code apart
 KV_SLACK = {"f32": 0.0, "bf16": 4e-3, "fp16": 1e-3, "int8": 1e-2, "fp8": 2e-2}
-# of a layer whose queries are rounded to bfloat16, too: four of gemma3-270m, whose scores are large, are off by 1.7e-2
+# for layers that also round queries to bfloat16: four layers of gemma3-270m, which has large scores, differ by 1.7e-2
 PAIRS_SLACK = 1e-2
-WORST = 30  # one number may be off by so many times the tolerance of the root mean square
-# rows of a product: a vector, a few, and as many as a prompt has; on a card one of each class that has its own kernel
+WORST = 30  # the largest single error may be this many times the RMS tolerance
+# rows of a linear layer's input: one, a few, and a prompt; on a GPU one count per class that has its own kernel
 LINEAR_TOKENS = {"cpu": (1, 3, 40), "cuda": (1, 2, 3, 4, 5, 16, 23, 50, 70, 300)}
-ROWS = 64  # outputs compared of a product; the first and the last are among them
-# (new tokens, tokens) of the sequences in the steps that fused segments are tried with: on a card one sequence alone,
-# and a step of each class of rows that has its own kernels
+ROWS = 64  # output features of a linear layer that are compared, including the first and the last
+# (query_len, seq_len) of the sequences in the steps used for fused segments: on a GPU one sequence alone, and one step
+# per class of rows that has its own kernels
 A_FEW = ((1, 1), (3, 21))
 SEGMENT_STEPS = {"cpu": (A_FEW,), "cuda": (((1, 21),), A_FEW, ((1, 1), (5, 21)), ((1, 1), (11, 21)))}
 
 
 class _Judging(threading.local):
-    """Of one thread."""
+    """Per-thread switch of `unjudged`."""
 
     off = False
 
@@ -66,7 +66,7 @@ _judging = _Judging()
 
 @contextmanager
 def unjudged() -> Iterator[None]:
-    """Within it trials of this thread find nothing and try every case: kernels are recorded and leave no results."""
+    """Context in which trials of this thread run every case and report no errors: for recording kernel launches."""
     _judging.off = True
     try:
         yield
@@ -75,9 +75,9 @@ def unjudged() -> Iterator[None]:
 
 
 def compare(found: Tensor, wanted: Tensor, tolerance: float) -> str:
-    """Nothing, or how `found` differs from `wanted`: float tensors of one shape.
+    """Return "" if `found` is within tolerance of `wanted`, else how it differs. Both are float tensors.
 
-    Raises NoVerdict where numbers are not finite, and some of `wanted` do not fit into float32 either.
+    Raises NoVerdict if `found` has non-finite values and some of `wanted` overflow float32 as well.
     """
     if _judging.off:
         return ""
@@ -88,30 +88,30 @@ def compare(found: Tensor, wanted: Tensor, tolerance: float) -> str:
     found, wanted = found.double(), wanted.double()
     wrong = int((~found.isfinite() & wanted.isfinite()).sum())
     if wrong:
-        said = f"{wrong} of {found.numel()} numbers are not finite"
+        message = f"{wrong} of {found.numel()} values are not finite"
         if not wanted.float().isfinite().all():
-            raise NoVerdict(f"{said}, nor are some of the reference")
-        return said
+            raise NoVerdict(f"{message}, and some of the reference's values overflow float32")
+        return message
     size = float(wanted.square().mean().sqrt()) or 1.0
     off = (found - wanted).abs()
     rms, most = float(off.square().mean().sqrt()) / size, float(off.max()) / size
     if rms > tolerance or most > WORST * tolerance:
-        return f"off by {rms:.1e} of the numbers' size, at most {most:.1e}; {tolerance:.1e} is allowed"
+        return f"relative error {rms:.1e} RMS, {most:.1e} maximum; the RMS tolerance is {tolerance:.1e}"
     return ""
 
 
 def compare_all(found: Iterable[Tensor], wanted: Iterable[Tensor], tolerance: float) -> str:
-    """The first difference of several."""
-    return next((said for a, b in zip(found, wanted, strict=True) if (said := compare(a, b, tolerance))), "")
+    """Compare tensors pairwise; return the first difference or ""."""
+    return next((problem for a, b in zip(found, wanted, strict=True) if (problem := compare(a, b, tolerance))), "")
 
 
-# what a launch that never ran says; the next one may run
+# error texts of launches that never ran; the device stays usable
 REFUSED = (
     "out of memory", "out of resource", "too many resources", "invalid argument", "invalid configuration",
     "invalid device function", "no kernel image", "alloc_failed", "not_supported", "invalid_value",
 )  # fmt: skip
 TRITON = "Triton Error [CUDA]: "
-# what Triton's launcher says after that when a context is lost; it reports refusals of one kernel in the same way
+# error texts of Triton's launcher when the context is lost; it reports rejected launches with the same prefix
 LOST = (
     "an illegal", "unspecified launch", "misaligned", "uncorrectable ECC", "unknown error", "context is destroyed",
     "hardware stack", "invalid program counter", "invalid address space", "the launch timed out", "driver shutting",
@@ -120,72 +120,71 @@ LOST = (
 
 
 def is_device_lost(error: BaseException) -> bool:
-    """Whether a GPU's context is unusable after this failure: every later call would fail, too."""
+    """Whether this error leaves the GPU context unusable, so that every later call fails as well."""
     text = str(error)
     if any(word in text.lower() for word in REFUSED):
         return False
-    said = ("CUDA error", "CUDA driver error", "device-side", *(TRITON + word for word in LOST))
-    return any(word in text for word in said)
+    fatal = ("CUDA error", "CUDA driver error", "device-side", *(TRITON + word for word in LOST))
+    return any(word in text for word in fatal)
 
 
 class NoVerdict(Exception):
-    """A kernel cannot be judged here and now: it could not be compiled (no compiler, a folder that is full), or the
-    model's own numbers leave the range of float32."""
+    """A kernel cannot be judged now: it failed to compile (no compiler, full disk), or the model overflows float32."""
 
 
 def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "out of memory" in str(error).lower()
 
 
-def _words(error: Exception) -> str:
-    """The line that says most: the first, or the assembler's own below it."""
+def _message(error: Exception) -> str:
+    """The most informative line of an error: the first, plus ptxas's own message if there is one."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     own = next((line for line in lines[1:] if line.startswith("ptxas ") and ":" in line), "")
     return f"{lines[0]} {own}".strip()[:240] if "PTXAS" in lines[0] else lines[0][:160]
 
 
 def tried(name: str, call: Callable[[], str]) -> str:
-    """What a case found, with its name; an exception is a finding, too.
+    """Run a case; return "" or its error, prefixed with its name. Most exceptions count as errors of the kernel.
 
-    Unless it leaves the device unusable or is no fault of the kernel: raises what memory that ran out raises, and
-    NoVerdict where no compiler could be run or the reference overflows, too.
+    Re-raises errors that leave the device unusable and out-of-memory errors; raises NoVerdict if the compiler could not
+    run or the reference overflows.
     """
     try:
         found = call()
     except Exception as error:
         if is_device_lost(error) or _is_out_of_memory(error):
             raise
-        said = _words(error)
+        message = _message(error)
         if isinstance(error, NoVerdict):
-            raise NoVerdict(f"{name}: {said}") from error
-        found = f"{type(error).__name__}: {said}"
-        if isinstance(error, (OSError, subprocess.SubprocessError)) or "C compiler" in said:
+            raise NoVerdict(f"{name}: {message}") from error
+        found = f"{type(error).__name__}: {message}"
+        if isinstance(error, (OSError, subprocess.SubprocessError)) or "C compiler" in message:
             raise NoVerdict(f"{name}: {found}") from error
     return f"{name}: {found}" if found else ""
 
 
 def first_error(cases: Iterable[tuple[str, Callable[[], str]]]) -> str:
-    """What the first case that fails says; (name, call) each."""
-    return next((said for name, call in cases if (said := tried(name, call)) and not _judging.off), "")
+    """Run cases (name, call); return the error of the first that fails, or ""."""
+    return next((problem for name, call in cases if (problem := tried(name, call)) and not _judging.off), "")
 
 
 def _in_pairs(facts: OpFacts) -> bool:
-    """Whether attention rounds queries and weights as keys and values were: a CPU with products of bfloat16."""
+    """Whether attention also rounds queries and softmax weights to bfloat16: on CPUs with bfloat16 dot products."""
     return facts.device == "cpu" and facts.kv_format == "bf16"
 
 
-RECURRENT = {"causal_conv": 3, "delta_rule": 5, "state_space": 5}  # op -> which argument is the state that it changes
+RECURRENT = {"causal_conv": 3, "delta_rule": 5, "state_space": 5}  # op -> index of the state argument it modifies
 
 
 def _own(part: Any, is_state: bool) -> Any:
-    """What an op may change is copied."""
+    """Clone arguments that an op may modify."""
     if isinstance(part, KVPages):
         return copied(part)
     return part.clone() if is_state else part
 
 
 def op_error(op: str, run: Callable[..., Any], shapes: ModelShapes) -> str:
-    """Nothing, or what is wrong with `run` as op `op` on these shapes."""
+    """Return "" if `run` agrees with the reference of `op` on these shapes, else the error."""
     tolerance = TOLERANCE[shapes.facts.dtype]
     if op == "kv_write" or op == "paged_attention" and _in_pairs(shapes.facts):
         tolerance = max(tolerance, KV_SLACK[shapes.facts.kv_format])
@@ -205,7 +204,7 @@ def op_error(op: str, run: Callable[..., Any], shapes: ModelShapes) -> str:
 
 
 def linear_error(impl: Impl, facts: LinearFacts, weight: Weight, prepared: Any) -> str:
-    """Nothing, or what is wrong with what `impl` computes from `prepared`, by some rows of the canonical weight."""
+    """Return "" if `impl` with `prepared` agrees with sampled rows of the canonical weight, else the error."""
     n, k = facts.shape
     device = torch.device(facts.device)
     tolerance = max(TOLERANCE[facts.dtype], 3 * impl.rounds)
@@ -228,13 +227,13 @@ def linear_error(impl: Impl, facts: LinearFacts, weight: Weight, prepared: Any) 
 
 def _products(*linears: Linear) -> str:
     parts = (part for linear in linears for part in linear.parts)
-    said = (f"{p.impl.name} {p.shape[0]}x{p.shape[1]}{'+b' * (p.bias is not None)}" for p in parts)
-    runs = ((name, len(list(alike))) for name, alike in groupby(said))  # experts are alike
+    names = (f"{p.impl.name} {p.shape[0]}x{p.shape[1]}{'+b' * (p.bias is not None)}" for p in parts)
+    runs = ((name, len(list(alike))) for name, alike in groupby(names))  # experts repeat the same name
     return ",".join(name if count == 1 else f"{count}*{name}" for name, count in runs)
 
 
 def layer_kind(attention: MixerWeights | None, mlp: Any, view: int) -> str:
-    """What makes a layer another case for a fused segment."""
+    """Key of a layer: everything that makes it a separate case for fused segments."""
     assert isinstance(attention, AttentionWeights | LatentWeights)
     norms = "".join("n" if norm else "-" for norm in (attention.q_norm, attention.post_norm, mlp and mlp.post_norm))
     if isinstance(attention, LatentWeights):
@@ -254,7 +253,7 @@ def layer_kind(attention: MixerWeights | None, mlp: Any, view: int) -> str:
 
 
 def ends_kind(embedding: Embedding, head: HeadWeights) -> str:
-    """The same of what lies before and after the layers."""
+    """`layer_kind` for the embedding and the head."""
     return (
         f"{_products(head.linear)} cap {head.softcap} embedding x{embedding.scale} {type(embedding.prepared).__name__}"
     )
@@ -262,7 +261,7 @@ def ends_kind(embedding: Embedding, head: HeadWeights) -> str:
 
 @dataclass
 class SegmentTrial:
-    """Fused segments against those composed of references, on real layers with invented activations."""
+    """Compares fused segments with segments composed of references, on real layers with random activations."""
 
     shapes: ModelShapes
     layers: Sequence[LayerCall]
@@ -273,7 +272,7 @@ class SegmentTrial:
     _filled: dict[tuple[int, int, int], KVPages] = field(default_factory=dict, init=False)
 
     def error(self, name: str, table: KernelTable) -> str:
-        """Nothing, or what is wrong with segment `name` of `table`."""
+        """Return "" if segment `name` of `table` agrees with its reference, else the error."""
         steps = self._steps(name, torch.device(self.shapes.facts.device).type)
 
         def cases() -> Iterator[tuple[str, Callable[[], str]]]:
@@ -287,7 +286,7 @@ class SegmentTrial:
         return first_error(cases())
 
     def _steps(self, name: str, device_type: str) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """(new tokens, tokens) of the sequences of each step; on a card experts have prompts for all sizes of tiles."""
+        """(query_len, seq_len) of the sequences of each step; on a GPU, experts get a prompt for every tile size."""
         if device_type == "cpu" or name != "experts":
             return SEGMENT_STEPS.get(device_type, SEGMENT_STEPS["cuda"])
         mixtures = {(len(mlp.down), mlp.top_k) for _, mlp, _ in self.layers if isinstance(mlp, ExpertsWeights)}
@@ -296,7 +295,7 @@ class SegmentTrial:
 
     @cached_property
     def _made(self) -> tuple[Tensor, int, list[View], Tensor, Tensor, Tensor]:
-        """x, number of pages, views, cu_query_lens, seq_lens, positions of a small step."""
+        """(x, number of pages, views, cu_query_lens, seq_lens, positions) of a small step."""
         facts = self.shapes.facts
         device = torch.device(facts.device)
         generator = seeded(22)
@@ -318,12 +317,12 @@ class SegmentTrial:
         return x.to(device, getattr(torch, facts.dtype)), num_pages, views, cu, lens, at
 
     def _inputs(self) -> tuple[Tensor, list[KVPages], list[View], Tensor, Tensor, Tensor]:
-        """The same, x and pages of every layer anew."""
+        """The step of `_made` with fresh copies of x and of every layer's pages."""
         x, _, *others = self._made
         return x.clone(), [copied(self._pages(mixer)) for mixer, *_ in self.layers], *others
 
-    def _given(self) -> Tensor | None:
-        """What tokens have for each layer, where layers take that in."""
+    def _per_layer_inputs(self) -> Tensor | None:
+        """Random per-layer inputs, if the layers use them."""
         sizes = [mlp.input.gate.out_features for _, mlp, _ in self.layers if mlp and mlp.input]
         if not sizes:
             return None
@@ -331,7 +330,7 @@ class SegmentTrial:
         return torch.randn((x.shape[0], len(self.layers), sizes[0]), generator=generator).to(x)
 
     def _pages(self, mixer: Any) -> KVPages:
-        """Pages with random keys and values for the heads of one layer: layers may differ in them."""
+        """Pages with random keys and values for one layer's heads, which may differ between layers."""
         facts, (kv_heads, *dims) = self.shapes.facts, mixer.kept
         if mixer.kept not in self._filled:
             num_pages, generator = self._made[1], seeded(22)
@@ -358,16 +357,16 @@ class SegmentTrial:
 
     @torch.inference_mode()
     def _decoder(self, run: Callable[..., Tensor]) -> str:
-        allowed = self._tolerance * len(self.layers)  # what one layer rounds goes through the next
-        for every in (True, False):  # rows, or the last ones of all sequences but the first
+        allowed = self._tolerance * len(self.layers)  # rounding errors accumulate over layers
+        for every in (True, False):  # return all rows, or only the last row of each sequence but the first
             outputs = []
             for call in (run, REFERENCES["decoder"]):
                 x, kept, views, cu, lens, _ = self._inputs()
                 wanted = None if every else cu[2:].long() - 1
-                found = call(x, self.layers, kept, views, cu, lens, wanted, None, self._given())
+                found = call(x, self.layers, kept, views, cu, lens, wanted, None, self._per_layer_inputs())
                 outputs.append((found, *(n for c in kept for n in numbers(c))))
-            if said := compare_all(outputs[0], outputs[1], allowed):
-                return said
+            if problem := compare_all(outputs[0], outputs[1], allowed):
+                return problem
         return ""
 
     @torch.inference_mode()
@@ -382,7 +381,7 @@ class SegmentTrial:
             where = self.layers, kept, turned, cu, lens
             hidden, logits, best = call(ids, at, self.embedding, *where, self.head, True)
             if best is not None and not torch.equal(best, logits.argmax(-1)):
-                return f"the largest logits are said to be at {best.tolist()}, they are at {logits.argmax(-1).tolist()}"
+                return f"argmax of the logits is {logits.argmax(-1).tolist()}, but the kernel returned {best.tolist()}"
             outputs.append((hidden, logits, *(n for c in kept for n in numbers(c))))
         allowed = self._tolerance * (len(self.layers) + 1)
         return compare_all(outputs[0], outputs[1], allowed)
@@ -411,6 +410,6 @@ class SegmentTrial:
             ours, theirs = arguments[name]
             found, wanted = run(*ours), REFERENCES[name](*theirs)
             results = (found, *numbers(caches[0])), (wanted, *numbers(caches[1]))
-            if said := compare_all(*results, self._tolerance):
-                return said
+            if problem := compare_all(*results, self._tolerance):
+                return problem
         return ""

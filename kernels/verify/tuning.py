@@ -1,16 +1,16 @@
-"""Tile sizes: which candidate a kernel runs with on this card.
+"""Autotuning of tile sizes on the GPU in use.
 
-A kernel with choices asks `tuner(device).pick(...)` at launch. It gets the winner that was measured on this card, else
-the first of its candidates, which runs at once; the others are timed later, in idle moments (`tune`), and the winner is
-kept per card, driver, Triton and shape (`records.py`). Candidates come from the kernel, at most eight, the expected
-best first.
+A kernel with several candidates calls `tuner(device).pick(...)` at launch. It gets the winner measured on this GPU, or
+its first candidate, so that it can run immediately; all candidates are timed later, while the engine is idle (`tune`),
+and the winner is stored per GPU, driver, Triton version and shape (`records.py`). A kernel lists at most eight
+candidates, the expected best first.
 
     shape = Shape("linear_gemv", (n, k, group_size))
     tile = tuner(x.device).pick(shape, candidates, trial)        # {"block_n": 64, "num_warps": 4, ...}
 
-`trial(tile)` returns a call that launches the kernel once, on data it made itself: what it holds lives until the shape
-is tuned, so it keeps no activations of the caller, and writes nothing that matters. The call returns what the kernel
-computed, where it can: a candidate that disagrees with the first one, which the self-test knows, is never used.
+`trial(tile)` returns a call that launches the kernel once on its own data. It stays alive until the shape is tuned, so
+it must not hold the caller's activations or write to live data. The call should return the kernel's result: a candidate
+that disagrees with the first one, which the self-test has verified, is never used.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from .records import Records
 from .trial import compare, is_device_lost
 
 MAX_CANDIDATES = 8
-BUDGET_S = 20.0  # most seconds of one `tune`
+BUDGET_S = 20.0  # maximum duration of one `tune`
 WARM_RUNS = 3
-POLL_S = 0.005  # between two questions whether to stop
-# by how much of their size the numbers of two candidates may differ: sums in another order, rounded to bfloat16
+POLL_S = 0.005  # interval between checks whether to stop
+# relative difference allowed between two candidates: sums in a different order, rounded to bfloat16
 AGREEMENT = 2e-2
-STEADY = 0.10  # by how much the first candidate may differ when it is timed again: more, and the card's clocks changed
-WORTH = 0.97  # a candidate replaces the one in use when it takes at most this share of its time: less is noise
+STEADY = 0.10  # maximum change of the first candidate's time when it is timed again; beyond it the GPU's clocks changed
+WORTH = 0.97  # a candidate wins if it takes at most this share of the first one's time; smaller gains are noise
 
-one_capture = threading.Lock()  # in this process: another engine may capture its steps
+one_capture = threading.Lock()  # per process: another engine may be capturing its steps
 
 Tile = Mapping[str, int]
 Trial = Callable[[Tile], Callable[[], object]]
 
 
 class Shape(NamedTuple):
-    """What the best tile depends on, besides the card."""
+    """Everything the best tile depends on besides the GPU."""
 
     op: str  # the kernel: linear_gemv, attention_decode, ...
-    key: tuple[int | str, ...]  # sizes that matter to it: N, K, group size, class of M
+    key: tuple[int | str, ...]  # relevant sizes: N, K, group size, class of M
 
     @property
     def name(self) -> str:
@@ -56,50 +56,50 @@ class Shape(NamedTuple):
         return f"{self.op}:{','.join(str(part) for part in self.key)}"
 
 
-# (compute capability as 90, shape) -> the best tile of one card, the first candidate on cards like it, and that card.
-# Filled from `localllm tune --json` on real cards, never by guess; candidates of a kernel stand beside the kernel.
+# (compute capability, shape) -> (best tile measured on one GPU, used as the first candidate on similar ones; that GPU).
+# Only measured values from `localllm tune --json`; a kernel's candidates are defined next to the kernel
 STARTING_POINTS: dict[tuple[int, Shape], tuple[Tile, str]] = {}
 
 
 def is_measured(capability: int) -> bool:
-    """Whether any starting point comes from a card of this compute capability."""
+    """Whether any starting point was measured on a GPU of this compute capability."""
     return any(known == capability for known, _ in STARTING_POINTS)
 
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """What timing one shape gave."""
+    """Tuning result of one shape."""
 
     shape: Shape
     tile: Tile  # the winner
-    us: float  # its microseconds a launch
-    first_us: float  # those of the first candidate
-    failed: tuple[str, ...] = ()  # candidates that did not run or were wrong, with the reason
+    us: float  # the winner's microseconds per launch
+    first_us: float  # the first candidate's
+    failed: tuple[str, ...] = ()  # candidates that failed to run or gave wrong results, with the reason
 
 
 @dataclass(slots=True)
 class Tuner:
-    """Winners of one card, and the shapes that still wait to be timed."""
+    """Winners on one GPU, and the shapes that still have to be timed."""
 
     records: Records | None = None
     capability: int = 0
-    num_unsteady: int = 0  # shapes whose times were worth nothing
+    num_unsteady: int = 0  # shapes whose timings were discarded
     _picked: dict[Shape, Tile] = field(default_factory=dict)
     _jobs: dict[Shape, tuple[tuple[Tile, ...], Trial]] = field(default_factory=dict)  # not timed yet
     _compiler: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, "compile"))
-    _timing: threading.Lock = field(default_factory=threading.Lock)  # another engine on the card may be idle, too
+    _timing: threading.Lock = field(default_factory=threading.Lock)  # another engine on the GPU may be tuning
 
     def use(self, records: Records, capability: int = 0) -> None:
-        """Take the winners of this card; what was picked before is looked up again."""
+        """Use this GPU's stored winners; forget earlier picks, so that they are looked up again."""
         self.records, self.capability = records, capability
         self._picked.clear()
 
     def picked(self, shape: Shape) -> Tile | None:
-        """What `pick` gave before: callers need not make candidates and a trial again, which takes longer."""
+        """The tile that `pick` returned before, if any: saves callers from building candidates and a trial again."""
         return self._picked.get(shape)
 
     def pick(self, shape: Shape, candidates: Sequence[Tile], trial: Trial | None = None) -> Tile:
-        """The tile to run with now. Candidates beyond the eighth are ignored; without a `trial` nothing is timed."""
+        """Return the tile to use now. Candidates beyond the eighth are ignored; without a `trial` none are timed."""
         if (known := self.picked(shape)) is not None:
             return known
         if not candidates:
@@ -115,12 +115,12 @@ class Tuner:
 
     @property
     def num_measured(self) -> int:
-        """Shapes whose winner on this card is known."""
+        """Number of shapes with a known winner on this GPU."""
         return len(self.records.items()) if self.records is not None else 0
 
     @property
     def waiting(self) -> tuple[Shape, ...]:
-        """Shapes in use that were not timed on this card."""
+        """Shapes in use that have not been timed on this GPU."""
         return tuple(self._jobs)
 
     def tune(
@@ -131,12 +131,12 @@ class Tuner:
         on_tuned: Callable[[Tuned], None] = lambda tuned: None,
         compile_ahead: Callable[[Callable[[], object]], None] | None = None,
     ) -> list[Tuned]:
-        """Time the waiting shapes until `budget_s` is over or `stop` says so; winners are used from the next launch.
+        """Time waiting shapes until `budget_s` is used up or `stop()` is true; winners apply from the next launch.
 
-        measure        a call -> seconds it takes (`gpu_seconds` on a card)
-        compile_ahead  compiles what a call launches; run in a thread of its own, so that `stop` need not wait for it
+        measure        call -> its duration in seconds (`gpu_seconds` on a GPU)
+        compile_ahead  compiles the kernels that a call launches; runs in its own thread, so `stop` takes effect sooner
 
-        A shape is finished or not begun: one that was interrupted waits for the next time.
+        An interrupted shape is discarded and timed again the next time.
         """
         ends = time.monotonic() + budget_s
         results: list[Tuned] = []
@@ -180,13 +180,13 @@ class Tuner:
                     return None
                 result = call()
                 if isinstance(result, torch.Tensor):
-                    if not times:  # the next launch overwrites it
+                    if not times:  # clone: the next launch overwrites it
                         first_result = result.clone()
                     elif reason := compare(result, first_result, AGREEMENT):
                         failed.append(f"{dict(tile)}: {reason}")
                         continue
                 times.append((measure(call), tile))
-            except Exception as error:  # too much shared memory, a compiler's refusal: the others are still good
+            except Exception as error:  # too much shared memory, a compiler error: other candidates may still work
                 if is_device_lost(error):
                     raise
                 failed.append(f"{dict(tile)}: {type(error).__name__}: {str(error)[:120]}")
@@ -195,8 +195,8 @@ class Tuner:
             return Tuned(shape, candidates[0], 0.0, 0.0, tuple(failed))
         first_s, first = times[0]
         if len(times) > 1 and abs(again := measure(trial(first)) / first_s - 1) > STEADY:
-            self.num_unsteady += 1  # nothing is kept: the next start times it again
-            failed.append(f"the card's speed changed by {again:.0%} meanwhile: its power or heat is limited")
+            self.num_unsteady += 1  # not stored: the next start times the shape again
+            failed.append(f"the GPU's speed changed by {again:.0%} during timing: it is power- or heat-limited")
             return Tuned(shape, first, first_s * 1e6, first_s * 1e6, tuple(failed))
         best_s, best = min(times, key=lambda entry: entry[0])
         if best_s > WORTH * first_s:
@@ -208,7 +208,7 @@ class Tuner:
 
 
 def waited(task: Future[None], stop: Callable[[], bool]) -> bool:
-    """Whether it ended before `stop` said so; one that did not goes on, and the next attempt finds what it made."""
+    """Wait for `task` until `stop()`; return whether it ended. If not, it keeps running for the next attempt."""
     while not stop():
         with suppress(TimeoutError):
             task.exception(timeout=POLL_S)
@@ -218,22 +218,22 @@ def waited(task: Future[None], stop: Callable[[], bool]) -> bool:
 
 @cache
 def tuner(device: torch.device) -> Tuner:
-    """The one of a card in this process: another card may not even have the memory for its tiles."""
+    """The process-wide tuner of a GPU; separate per GPU, as the tiles of one may not fit in another's memory."""
     return Tuner()
 
 
 @cache
 def _capture_stream(device: int) -> torch.cuda.Stream:
-    """One: cuBLAS keeps a workspace for each stream that it was used on, 32 MiB on a Hopper."""
+    """A single capture stream per GPU: cuBLAS keeps a workspace per stream, 32 MiB on Hopper."""
     return torch.cuda.Stream(device)
 
 
 def _replay(call: Callable[[], object]) -> Callable[[], None] | None:
-    """The call's kernels as a CUDA graph; None where it cannot be captured."""
+    """Capture the call in a CUDA graph and return its replay; None if it cannot be captured."""
     graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     stream = _capture_stream(torch.cuda.current_device())
     try:
-        # not `torch.cuda.graph`: it collects garbage and empties the cache first
+        # not `torch.cuda.graph`, which runs the garbage collector and empties the allocator cache first
         with one_capture:
             stream.wait_stream(current)
             with torch.cuda.stream(stream):
@@ -253,13 +253,12 @@ def _replay(call: Callable[[], object]) -> Callable[[], None] | None:
 
 
 def gpu_seconds(call: Callable[[], object], runs: int = 9) -> float:
-    """Median seconds of one call on the current CUDA stream, by events, each after other data went through the L2.
+    """Median seconds of one call on the current CUDA stream, timed with events and a flushed L2.
 
-    That data is read: what is written leaves the L2 during the call, which costs an H100 16 us.
-
-    Decoding reads every weight once a step: what the cache still holds of the last launch would flatter small shapes.
-    The call is captured once and replayed, as it is in a decode step: between two events the host would need longer
-    for its launches (tens of microseconds from Python) than a small kernel runs.
+    A decode step reads every weight once, so data left in the L2 by the previous launch would flatter small shapes. The
+    flush reads its data: written lines would be evicted during the call, which costs 16 us on an H100. The call is
+    captured once and replayed, as in a decode step: launches from Python (tens of microseconds) would take longer than
+    a small kernel.
     """
     for _ in range(WARM_RUNS):
         call()

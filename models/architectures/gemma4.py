@@ -175,8 +175,8 @@ class Stack:
     ffn: Dense | Experts
     windows: Sequence[int | None]  # of each layer
     inners: Sequence[int]  # of each layer's dense feed-forward layer
-    # layers that keep keys and values; those after them read what the last of their kind keeps. None keeps any where all
-    # read what another model keeps
+    # layers that keep keys and values; those after them read what the last of their kind keeps. An assistant keeps none:
+    # its layers read what another model keeps
     keeping: int
     inputs: InputTable | None
     cuts: Sequence[float | None] = ()  # of each layer's gates; none: they are not cut

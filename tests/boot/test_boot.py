@@ -383,7 +383,7 @@ def test_a_tile_that_computes_something_else_is_never_used() -> None:
     tuner.pick(SHAPE, TILES, writing)
     costs = iter([9e-6, 7e-6, 9e-6])
     (tuned,) = tuner.tune(lambda call: next(costs))
-    assert dict(tuned.tile) == {"rows": 16} and "{'rows': 8}: off by" in tuned.failed[0]
+    assert dict(tuned.tile) == {"rows": 16} and "{'rows': 8}: relative error" in tuned.failed[0]
 
 
 def test_times_of_a_card_that_slowed_down_meanwhile_decide_nothing(tmp_path: Path) -> None:

@@ -250,11 +250,11 @@ def test_large_scores(isa: str) -> None:
 
 def test_what_it_refuses() -> None:
     case = make(lens=(4,), queries=(4,), heads=(3, 2), dim=16)
-    with pytest.raises(ValueError, match="3 heads over 2"):
+    with pytest.raises(ValueError, match="3 heads over 2 KV heads"):
         case.run()
     with pytest.raises(TypeError, match="float32"):
         ops.paged_attention(case.q.double(), case.pages, case.table, case.starts, case.lens, 1.0)
-    with pytest.raises(ValueError, match="16 and 8 dimensions"):
+    with pytest.raises(ValueError, match="head_dim 16 over pages of 8"):
         ops.paged_attention(
             torch.randn(4, 2, 16), nan_pages("f32", (2, 2, 16, 8)), case.table, case.starts, case.lens, 1.0
         )

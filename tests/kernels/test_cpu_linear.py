@@ -345,7 +345,7 @@ def test_which_one_is_chosen() -> None:
     for facts, reason in (
         (LinearFacts("int4g", (16, 64), 32, device="cuda"), "runs on the CPU"),
         (LinearFacts("gguf", (16, 256), 256, "IQ2_XS"), "no CPU layout for IQ2_XS"),
-        (LinearFacts("int4g", (16, 64), 16), "not a multiple of 32"),
+        (LinearFacts("int4g", (16, 64), 16), "a multiple of 32, not 16"),
         (LinearFacts("nf4", (16, 64), 64, activations="int8"), "form nf4"),
     ):
         assert all(reason in (impl.fits(facts) or "") for impl in IMPLS), facts

@@ -341,7 +341,7 @@ def test_rows_without_tokens_get_zeros(kv_format: str, device: torch.device) -> 
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     with pytest.raises(ValueError, match="page_size 48"):
         Step(Shape(((1, 20),), page=48), device).run(attention.paged_attention)
-    with pytest.raises(ValueError, match="heads of 520"):
+    with pytest.raises(ValueError, match="head_dim 520"):
         Step(Shape(((1, 20),), dim=520), device).run(attention.paged_attention)
 
 

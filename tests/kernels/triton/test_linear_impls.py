@@ -84,14 +84,14 @@ def test_choice(more: dict[str, Any], name: str) -> None:
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        ({"device": "cpu"}, "runs on NVIDIA cards, not on cpu"),
-        ({"capability": 70}, "needs compute capability 7.5, this is 7.0"),
+        ({"device": "cpu"}, "runs on NVIDIA GPUs, not on cpu"),
+        ({"capability": 70}, "needs compute capability 7.5 or higher, this GPU has 7.0"),
         ({"dtype": "float32"}, "activations are float32"),
         ({"capability": 75}, "no bfloat16 below compute capability 8.0"),
-        ({"group_size": 48}, "groups of 48 are not a multiple of 32"),
+        ({"group_size": 48}, "group size must be a multiple of 32, not 48"),
         ({"form": "gguf", "block_type": "TQ1_0"}, "no layout for TQ1_0 blocks"),
         ({"form": "odd"}, "no layout for weights of form odd"),
-        ({"deterministic": True}, "sums one row in another order than several"),
+        ({"deterministic": True}, "sums one row in a different order than several"),
     ],
 )
 def test_reasons(more: dict[str, Any], reason: str) -> None:
@@ -100,7 +100,7 @@ def test_reasons(more: dict[str, Any], reason: str) -> None:
 
 def test_one_order_of_sums_needs_tensor_cores() -> None:
     old = facts(capability=75, dtype="float16", deterministic=True)
-    assert IMPLS["triton_invariant"].fits(old) == "Triton has no tensor cores below compute capability 8.0"
+    assert IMPLS["triton_invariant"].fits(old) == "Triton cannot use tensor cores below compute capability 8.0"
 
 
 COMPARED = [name for name in FORMS if not name.startswith("gguf-Q3")][::3]

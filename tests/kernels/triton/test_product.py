@@ -272,7 +272,7 @@ def test_parts_of_k_are_added_by_the_last(device: torch.device, monkeypatch: pyt
         assert error(out, exact_product(x, weight)) < ROUNDING[torch.float16]
         assert not products._counters(device).any()
     monkeypatch.setattr(products, "COUNTERS", 2)
-    with pytest.raises(ValueError, match="3 tiles share a split product, at most 2"):
+    with pytest.raises(ValueError, match="a split product has 3 tiles; at most 2"):
         launch_gemm(x, prepared, out, products.PLAIN, choice)
 
 
