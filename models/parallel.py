@@ -1,8 +1,8 @@
-"""`ParallelModel`: what one rank has of a model. Rank 0 tells the others what it computes, and all compute it together.
+"""`ParallelModel`: one rank's part of a model. Rank 0 announces each call to the others, and all ranks run it together.
 
-A message is a value that JSON can hold; tensors of a step follow it from rank 0 to all. Where every rank has a part of
-each layer, all of them run the same calls. Where each has some of the layers, a step goes from one to the next, and the
-last gives its rows back to rank 0, which has embedding and head.
+Messages are JSON values; the tensors of a step follow as a broadcast from rank 0. With tensor parallelism, all ranks
+run the same calls. With layers split across ranks, a step passes from rank to rank, and the last one sends its rows
+back to rank 0, which has the embedding and the LM head.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ Message = dict[str, Any]
 
 
 class Lead(Protocol):
-    """How rank 0 reaches the others."""
+    """Rank 0's connection to the other ranks."""
 
     def tell(self, message: Message) -> None:
-        """Raises what `lost` gives."""
+        """Send a message to all. Raises the error that `lost` returns."""
 
     def ask(self, message: Message) -> list[Message]:
-        """Tell, and what each of the others answers. Raises what `lost` gives."""
+        """Send a message and return each rank's answer. Raises the error that `lost` returns."""
 
     def lost(self, error: Exception) -> Exception:
-        """What became of the ranks when something that they do together failed: it cannot go on."""
+        """The error that explains why the ranks cannot continue after a joint call failed."""
 
     def close(self) -> None:
-        """End them."""
+        """Stop the other ranks."""
 
 
 class ParallelModel(Model):
-    """A rank's part of a model, to be called as the whole of it where its rank is 0."""
+    """A rank's part of a model. Calls on rank 0 run the whole model."""
 
     def __init__(self, *parts: Any, ranks: Ranks) -> None:
         super().__init__(*(*parts, ranks.span(parts[0].num_layers)))
         self.ranks = ranks
         self.lead: Lead | None = None  # of rank 0
-        self.on_lost: Callable[[Exception], None] | None = None  # whom to tell when a rank ends by itself
+        self.on_lost: Callable[[Exception], None] | None = None  # called when a rank dies
         self._in_stages = ranks.share.split == "layers"
         own = range(*ranks.span(self.facts.num_layers))
         self.groups = tuple(_of_layers(group, own) for group in self.groups)
         self.states = tuple(replace(one, layers=tuple(n for n in one.layers if n in own)) for one in self.states)
 
-    # --- what all ranks do -------------------------------------------------------------------------------------------
+    # --- calls on all ranks ------------------------------------------------------------------------------------------
 
     def forward(
         self, batch: ForwardBatch, cache: KVCache, num_layers: int | None = None, every_row: bool = False
@@ -90,9 +90,9 @@ class ParallelModel(Model):
 
     def forget_pages(self) -> None:
         if self.lead is not None:
-            with suppress(LocalLLMError):  # ranks that are gone hold none
+            with suppress(LocalLLMError):  # ranks that are gone hold no pages
                 self.lead.tell({"do": "forget_pages"})
-        self.on_lost = None  # it belongs to the engine that had the pages
+        self.on_lost = None  # belongs to the engine that owned the pages
         super().forget_pages()
 
     def forget_layers(self) -> None:
@@ -103,7 +103,7 @@ class ParallelModel(Model):
 
     def hold_adapters(self, device: torch.device, **promises: bool) -> Any:
         raise UnsupportedModel(
-            f"{self.facts.name} is divided among {self.ranks.share.world} ranks, which take no adapters",
+            f"{self.facts.name} is split across {self.ranks.share.world} ranks, which do not support adapters",
             "use --tensor-parallel 1 with adapters",
         )
 
@@ -111,7 +111,7 @@ class ParallelModel(Model):
         ranks, share = self.ranks, self.ranks.share
         count, rows = batch.positions.shape[0], batch.logits_indices
         wanted = None if every_row or rows.shape[0] == count else rows
-        alone, last = num_layers is not None, share.rank == share.world - 1  # alone: to see what a step takes
+        alone, last = num_layers is not None, share.rank == share.world - 1  # alone: a measurement on each rank
         hidden = self.facts.hidden_size, self.embedding.dtype, batch.positions.device
         x = _empty(count, *hidden) if share.rank else self.embedded(batch)
         if share.rank and not alone:
@@ -152,7 +152,7 @@ def _of_layers(group: CacheGroup, own: range) -> CacheGroup:
 
 
 class _ToldCache(KVCache):
-    """The pages of one rank; what rank 0 does to its own, the others do, too."""
+    """The pages of one rank; the other ranks repeat every change that rank 0 makes."""
 
     def by(self, model: ParallelModel) -> _ToldCache:
         self._model = model
@@ -187,7 +187,7 @@ class _ToldCache(KVCache):
 
 
 def _integers(batch: ForwardBatch) -> list[Tensor | None]:
-    """What a step has of whole numbers; the same order on both sides."""
+    """The integer tensors of a step, in the same order on both sides."""
     groups = [part for group in batch.groups for part in (group.block_table, group.slot_mapping)]
     lens = batch.cu_query_lens, batch.seq_lens_tensor
     return [batch.token_ids, batch.positions, *lens, batch.logits_indices, batch.slots, batch.image_positions, *groups]
@@ -211,7 +211,7 @@ def _tell_tensors(batch: ForwardBatch, ranks: Ranks) -> None:
 
 
 def _heard(message: Message, ranks: Ranks, device: torch.device) -> ForwardBatch:
-    """The batch that rank 0 describes, its tensors taken from it."""
+    """The batch that rank 0 describes, with its tensors received by broadcast."""
     shapes: list[list[int] | None] = message["shapes"]
     sizes = [0 if shape is None else math.prod(shape) for shape in shapes]
     whole = ranks.told(torch.empty(sum(sizes), dtype=torch.int64, device=device))
@@ -243,11 +243,11 @@ def _heard(message: Message, ranks: Ranks, device: torch.device) -> ForwardBatch
 
 
 class Follower:
-    """A rank other than 0: it does what rank 0 does.
+    """The loop of a rank other than 0, which repeats rank 0's calls.
 
-    receive  the next message
-    answer   sends one to rank 0
-    peak     makes a call, and says how much memory was held at most meanwhile
+    receive  returns the next message
+    answer   sends a message to rank 0
+    peak     runs a call and returns the peak memory during it
     """
 
     def __init__(
@@ -265,7 +265,7 @@ class Follower:
 
     @torch.inference_mode()
     def run(self) -> Message:
-        """Until rank 0 ends it, or what it watches: the message that says so."""
+        """Follow messages until rank 0 ends the loop or a measurement; return the message that did."""
         while True:
             message = self._receive()
             if message["do"] in ("close", "watched"):
@@ -278,7 +278,7 @@ class Follower:
                 self._follow(message)
 
     def _watch(self) -> Message:
-        """Do what comes, and answer how much memory was held at most."""
+        """Follow messages and answer with the peak memory."""
         ended: list[Message] = []
         peak, cache = self._peak(self._device, lambda: ended.append(self.run())), self._cache
         assert cache is not None
@@ -289,7 +289,7 @@ class Follower:
     def _follow(self, message: Message) -> None:
         do, model, device = message["do"], self._model, self._device
         if do == "cache":
-            self._cache = None  # the previous pages go first
+            self._cache = None  # free the previous pages first
             formats = message["page_size"], message["kv_format"], device
             self._cache = model.new_cache(message["num_pages"], *formats, message["num_slots"])
         elif do == "forget_pages":
@@ -314,7 +314,7 @@ class Follower:
             getattr(self._cache, do)(*message["given"])
 
     def _wake(self) -> Message:
-        """What rank 0 is told: nothing, or why there is no room. It may ask again."""
+        """The answer to rank 0: empty, or why there is no room. Rank 0 may ask again."""
         try:
             if self._sleeping is not None:
                 self._sleeping.wake()
@@ -325,10 +325,10 @@ class Follower:
 
 
 class SleepingRanks:
-    """The weights of every rank in the host's memory."""
+    """The sleeping weights of all ranks."""
 
     def __init__(self, model: ParallelModel, *others: Model | None) -> None:
-        lead, model.lead = model.lead, None  # its processes are nothing to be walked through
+        lead, model.lead = model.lead, None  # hide it from the walk over reachable objects
         assert lead is not None
         self._lead = lead
         try:
@@ -338,13 +338,14 @@ class SleepingRanks:
             model.lead = lead
 
     def wake(self) -> None:
-        """As `SleepingWeights.wake`. Raises OutOfMemory for another rank, too; it can be tried again."""
+        """Like `SleepingWeights.wake`. Raises OutOfMemory if another rank has no room; it can be retried."""
         self._own.wake()
         for rank, answer in enumerate(self._lead.ask({"do": "wake"}), 1):
             if said := answer.get("failed"):
-                raise OutOfMemory(f"rank {rank} has no room for its weights: {said}", "close what uses its card")
+                hint = "close other programs on its GPU"
+                raise OutOfMemory(f"rank {rank} has no room for its weights: {said}", hint)
 
 
 def asleep(model: Model, *others: Model | None) -> SleepingWeights | SleepingRanks:
-    """The weights of models in host memory until they wake, on all ranks of the first."""
+    """Put models to sleep in host memory, on all ranks of the first."""
     return SleepingRanks(model, *others) if isinstance(model, ParallelModel) else put_to_sleep((model, *others))

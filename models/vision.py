@@ -1,4 +1,4 @@
-"""`Tower`: an image -> the vectors that take the places of its tokens in a prompt (SigLIP and Gemma 3's projector)."""
+"""`Tower`: an image -> the vectors that replace its tokens' embeddings (SigLIP with Gemma 3's projector)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .reader import Reader
 
 
 class LayerNorm(NamedTuple):
-    """Weight and bias, float32 [hidden]."""
+    """A LayerNorm's weight and bias, float32 [hidden]."""
 
     weight: Tensor
     bias: Tensor
@@ -28,7 +28,7 @@ class LayerNorm(NamedTuple):
 
 
 class RmsNorm(NamedTuple):
-    """Weight, float32 [hidden]."""
+    """An RMSNorm's weight, float32 [hidden]."""
 
     weight: Tensor
 
@@ -40,7 +40,7 @@ AnyNorm = LayerNorm | RmsNorm
 
 
 class TowerLayer(NamedTuple):
-    """Attention among patches, then a feed-forward layer; where that is gated, `fc1` gives gate and up."""
+    """Attention among patches, then a feed-forward layer; if it is gated, `fc1` is gate and up."""
 
     norm1: AnyNorm
     qkv: Linear
@@ -52,11 +52,11 @@ class TowerLayer(NamedTuple):
 
 @dataclass(frozen=True)
 class Tower:
-    """The tower and its projector; everything but the linear layers' products is computed in float32."""
+    """The tower and its projector; everything except the linear layers runs in float32."""
 
     facts: VisionFacts
     dtype: torch.dtype
-    patches: Tensor  # [hidden, 3 * patch_size²], a patch's colours one after the other
+    patches: Tensor  # [hidden, 3 * patch_size²], colour planes of a patch one after another
     patch_bias: Tensor
     positions: Tensor  # [patches, hidden]
     layers: tuple[TowerLayer, ...]
@@ -91,7 +91,7 @@ class Tower:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its prepared weights."""
+        """Bytes of the prepared weights."""
         layers = sum(one.nbytes for layer in self.layers for one in (layer.qkv, layer.out, layer.fc1, layer.fc2))
         norms = [self.last_norm, *(norm for layer in self.layers for norm in (layer.norm1, layer.norm2))]
         own = (self.patches, self.patch_bias, self.positions, self.norm.weight, self.projection)
@@ -99,7 +99,7 @@ class Tower:
 
 
 class Parts:
-    """A tower's parts by canonical name; their shapes were checked when the model was opened."""
+    """Access to a tower's tensors by canonical name; shapes were checked when the model was opened."""
 
     def __init__(self, reader: Reader, facts: ImageFacts) -> None:
         self._reader, self._linears = reader, facts.linears()
@@ -111,7 +111,7 @@ class Parts:
         return self._reader.tensor(name, self._vectors[name])
 
     def norm(self, name: str) -> AnyNorm:
-        """A LayerNorm where it has a bias."""
+        """A LayerNorm if it has a bias, else an RMSNorm."""
         weight, bias = self.tensor(f"{name}.weight"), f"{name}.bias"
         return LayerNorm(weight, self.tensor(bias)) if bias in self._vectors else RmsNorm(weight)
 
@@ -121,7 +121,7 @@ class Parts:
 
 
 def load_tower(reader: Reader, facts: VisionFacts) -> Tower:
-    """Read the tower."""
+    """Load the tower."""
     parts = Parts(reader, facts)
 
     def layer(start: str) -> TowerLayer:

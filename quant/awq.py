@@ -80,5 +80,5 @@ def load_gemv_fast(module: WeightReader, params: dict) -> Weight:
 def _columns(module: WeightReader, suffix: str, padded: Tensor, shape: tuple[int, int]) -> Tensor:
     """The first columns of a padded [N, >= K/g] tensor."""
     if padded.shape[0] != shape[0] or padded.shape[1] < shape[1]:
-        raise module.bad(suffix, f"holds {list(padded.shape)} values, at least {list(shape)} are needed")
+        raise module.bad(suffix, f"has shape {list(padded.shape)}, expected at least {list(shape)}")
     return padded[:, : shape[1]].contiguous()

@@ -52,13 +52,13 @@ class Target:
         if self.group_size == 0:
             object.__setattr__(self, "group_size", allowed[0])
         elif self.group_size not in allowed:
-            raise ValueError(f"{self.name} has groups of {', '.join(map(str, allowed))}, not {self.group_size}")
+            raise ValueError(f"{self.name} has group sizes {', '.join(map(str, allowed))}, not {self.group_size}")
 
     def fits(self, n: int, k: int) -> str | None:
         """None, or why a weight [n, k] stays as it is."""
         group = self.group_size
         if min(n, k) < SMALLEST:
-            return f"{n} x {k} is small: under {SMALLEST}"
+            return f"{n} x {k} has a side below {SMALLEST}"
         if self.name not in ("int8", "fp8", "fp8-block") and (k % group or k % 8):
             return f"{k} inputs are not a multiple of {max(group, 8)}"
         return None
@@ -290,4 +290,4 @@ def _inverse_root(hessian: Tensor) -> tuple[Tensor, Tensor]:
             upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(root), upper=True)
             if int(failed) == 0 and bool(torch.isfinite(upper).all()):
                 return upper, importance
-    raise ValueError("the calibration inputs give no usable Hessian; use another text, or none")
+    raise ValueError("the calibration text gives no usable Hessian; use another text, or none")

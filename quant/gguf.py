@@ -39,8 +39,8 @@ def load_gguf(module: WeightReader, _params: dict) -> Weight:
     if block_type in (*FLOATS, "F64"):
         return load_dense(module, {})
     if block_type not in BLOCK_TYPES and block_type not in CODEBOOK_TYPES:
-        known = ", ".join([*BLOCK_TYPES, *sorted(CODEBOOK_TYPES)])
-        raise UnsupportedFormat(f"tensor {name} has block type {block_type}, which cannot be read", f"known: {known}")
+        hint = f"supported: {', '.join([*BLOCK_TYPES, *sorted(CODEBOOK_TYPES)])}"
+        raise UnsupportedFormat(f"tensor {name} has block type {block_type}, which is not supported", hint)
     rows = stored_bytes(module.ckpt, name).view(module.shape[0], -1)
     if block_type in CODEBOOK_TYPES:
         return _codebook(module, rows, block_type)
@@ -112,7 +112,7 @@ _REPACK = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q8_0": _q8_0, "MXFP4": _mxfp4, "NVFP4"
 
 @lru_cache
 def _warn_once(block_type: str) -> None:
-    _log.warning("GGUF block type %s is decoded to bfloat16 at load: four times its size or more", block_type)
+    _log.warning("GGUF block type %s is decoded to bfloat16 at load and takes at least 4 times the memory", block_type)
 
 
 def _codebook(module: WeightReader, rows: Tensor, block_type: str) -> Weight:

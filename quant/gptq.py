@@ -25,7 +25,7 @@ def load_gptq(module: WeightReader, params: dict) -> Weight:
     n, k = module.shape
     bits = params["bits"]
     if n * bits % 32:
-        raise BadModelFile(f"{module.prefix} has {n} outputs, {bits}-bit GPTQ needs whole 32-bit words")
+        raise BadModelFile(f"{module.prefix} has {n} outputs, which do not fill whole 32-bit words of {bits}-bit GPTQ")
     words = module.get("qweight", ("I32",), (k * bits // 32, n))
     scales = module.scales("scales").t().contiguous()
     zeros = _zeros(module, bits, scales.shape[1], params)

@@ -80,7 +80,7 @@ def group_order(
     if int(groups.min()) < 0 or int(groups.max()) >= count:
         low, high = int(groups.min()), int(groups.max())
         raise BadModelFile(
-            f"{module.prefix}: group numbers go from {low} to {high}, there are scales for 0 to {count - 1}"
+            f"{module.prefix}: group numbers range from {low} to {high}, but there are scales only for 0 to {count - 1}"
         )
     perm = None
     if not torch.equal(groups, plain):
@@ -153,7 +153,7 @@ def _int8(module: WeightReader, codes: Codes, groups: Groups) -> Weight | None:
 
 
 def _dense(module: WeightReader, codes: Codes, groups: Groups) -> Weight:
-    _log.warning("%s: 8-bit codes with zero points do not fit in int8, kept as float32", module.prefix)
+    _log.warning("%s: 8-bit codes with zero points do not fit in int8; kept as float32", module.prefix)
     n, k = module.shape
     out = torch.empty(n, k, dtype=torch.float32)
     for rows in chunks(n, k, codes.multiple):

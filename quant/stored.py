@@ -79,7 +79,7 @@ class WeightReader:
         """`scales` unchanged. Raises BadModelFile when one is infinite or not a number."""
         if not bool(torch.isfinite(scales).all()):
             wrong = int((~torch.isfinite(scales)).sum())
-            raise self.bad(suffix, f"has {wrong} of {scales.numel()} values that are not finite")
+            raise self.bad(suffix, f"has non-finite values ({wrong} of {scales.numel()})")
         return scales
 
     def scales(self, suffix: str, shape: tuple[int, ...] | None = None) -> Tensor:
@@ -100,7 +100,7 @@ class WeightReader:
         tensor = self.get(suffix, ("F8_E4M3",), shape)
         wrong = sum(int(((part & 0x7F) == 0x7F).sum()) for part in tensor.view(torch.uint8).flatten().split(1 << 22))
         if wrong:
-            raise self.bad(suffix, f"holds {wrong} NaN bytes (0x7F or 0xFF) of {tensor.numel()}")
+            raise self.bad(suffix, f"holds {wrong} NaN bytes (0x7F or 0xFF) out of {tensor.numel()}")
         return tensor
 
     def e8m0(self, suffix: str, shape: tuple[int, ...]) -> Tensor:
@@ -108,7 +108,7 @@ class WeightReader:
         tensor = self.get(suffix, ("U8", "F8_E8M0"), shape)
         wrong = int((tensor == 0xFF).sum())
         if wrong:
-            raise self.bad(suffix, f"holds {wrong} NaN bytes (0xFF) of {tensor.numel()}")
+            raise self.bad(suffix, f"holds {wrong} NaN bytes (0xFF) out of {tensor.numel()}")
         return tensor
 
     def pre_scale(self) -> Tensor | None:

@@ -15,7 +15,7 @@ from .layers import LayerFacts, Norms
 from .mixers import RopeFacts
 
 FULL_EVERY, EPS = 4, 1e-5
-HEAD_NORMS = "norms that differ by head (Command R+)"
+HEAD_NORMS = "a separate query and key norm per head (Command R+)"
 NORMS = Norms(before_ffn="input_layernorm", centred=True)
 DEFAULTS = {
     "vocab_size": 256_000, "hidden_size": 8192, "intermediate_size": 22_528, "num_hidden_layers": 40,

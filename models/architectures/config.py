@@ -46,7 +46,7 @@ class Config(ABC):
         self.num_heads = self.size("heads", 1, MAX_HEADS)
         self.num_kv_heads = self.size("kv_heads", 1, MAX_HEADS, self.num_heads)
         if keys.raw(self.KEYS["head_dim"]) is None and self.hidden_size % self.num_heads:
-            what = f"{self.num_heads} heads do not divide the hidden size {self.hidden_size:,}"
+            what = f"the hidden size {self.hidden_size:,} is not a multiple of {self.num_heads} heads"
             raise keys.fail(self.KEYS["heads"], what)
         self.head_dim = self.size("head_dim", 2, MAX_HEAD_DIM, max(self.hidden_size // self.num_heads, 2))
         self.vocab_size = self.read_vocab_size()
@@ -85,9 +85,10 @@ class Config(ABC):
             what = f"{self.num_heads} attention heads cannot share {self.num_kv_heads} KV heads evenly"
             raise bad(self.keys.path, what, key="heads")
         if self.head_dim % 2:
-            raise bad(self.keys.path, f"the head size {self.head_dim} is odd", key="head_dim")
+            raise bad(self.keys.path, f"the head size {self.head_dim} is odd; it must be even", key="head_dim")
         if rope.dim > self.head_dim or rope.dim % 2 or rope.dim < 2:
-            raise bad(self.keys.path, f"{rope.dim} rotated elements do not fit a head of {self.head_dim}", key="rope")
+            what = f"{rope.dim} rotated elements do not fit in a head of {self.head_dim}"
+            raise bad(self.keys.path, what, key="rope")
         values: dict[str, Any] = {
             "scale": self.head_dim**-0.5,
             "softcap": self.keys.optional_number("attn_logit_softcapping", 1e-3, 1e6),
@@ -125,10 +126,10 @@ class Config(ABC):
         inner = self.keys.integer(keys["inner"], 1, MAX_HIDDEN * 4)
         found = Experts(count, top_k, inner, act, **changes)
         if count % found.groups or found.group_top_k > found.groups:
-            what = f"{count} experts cannot lie in {found.groups} groups, {found.group_top_k} of them chosen"
+            what = f"{count} experts cannot be split into {found.groups} groups with {found.group_top_k} of them chosen"
             raise bad(self.keys.path, what, key="groups")
         if count // found.groups * found.group_top_k < top_k:
-            what = f"{found.group_top_k} of {found.groups} groups hold fewer than {top_k} of {count} experts"
+            what = f"{found.group_top_k} of {found.groups} groups hold fewer than the {top_k} experts chosen per token"
             raise bad(self.keys.path, what, key="groups")
         return found
 
@@ -137,7 +138,7 @@ class Config(ABC):
     ) -> ModelFacts:
         """The whole model; `changes` is what the family knows better, `eps` what a file that has none means."""
         if not any(isinstance(layer.mixer, Paged) for layer in layers):
-            raise self.unsupported(f"{self.source} without a layer of full attention")
+            raise self.unsupported(f"{self.source} without a full-attention layer")
         tensors, usage = self.checkpoint.tensors, self.usage()
         spare = set(self.names.beyond(tensors, len(layers))) if usage["extra_layers"] else set()
         values: dict[str, Any] = {
@@ -172,12 +173,12 @@ class Config(ABC):
         if self.keys.flag("mtp_use_dedicated_embeddings"):
             return {
                 "predictor": None,
-                "predictor_flaw": "the head that predicts tokens (MTP) has embeddings of its own",
+                "predictor_flaw": "the MTP head has its own embeddings, which are not supported",
             }
         if any(name.startswith(start) for name in self.checkpoint.tensors):
             return {"predictor": layer}
         stated = stated or self.keys.integer("mtp_num_hidden_layers", 0, MAX_LAYERS, 0)
-        flaw = f"the file states a head that predicts tokens (MTP) and does not have its tensors, {module}.weight first"
+        flaw = f"the configuration declares an MTP head, but its tensors are missing, starting with {module}.weight"
         return {"predictor": None, "predictor_flaw": flaw if stated else ""}
 
     def sampling(self, fields: Fields, keys: Mapping[str, str]) -> dict[str, Any]:
@@ -215,6 +216,7 @@ class Config(ABC):
 def unsupported(path: Path, what: str, runs: str) -> UnsupportedModel:
     """The refusal of an architecture, with what would work."""
     message = f"the architecture {shown(what)} is not supported by this version"
-    error = bad(path, message, hint=f"it runs {runs}: try localllm chat qwen", error=UnsupportedModel)
+    hint = f"supported: {runs}; try localllm chat qwen"
+    error = bad(path, message, hint=hint, error=UnsupportedModel)
     error.context |= {"key": "architecture", "architecture": shown(what)}
     return error

@@ -65,9 +65,9 @@ class DeepseekV2(Architecture):
         rope, context = self.rope(config)
         keys, act = config.keys, config.activation()
         if keys.integer("moe_layer_freq", 1, MAX_LAYERS, 1) != 1:
-            raise config.unsupported(f"{config.source} with experts in some of the layers behind the dense ones")
+            raise config.unsupported(f"{config.source} with moe_layer_freq other than 1")
         if rope.dim != config.head_dim or rope.dim % 2:
-            what = f"is {config.head_dim}, {rope.dim} of which turn: all must, in pairs"
+            what = f"is {config.head_dim}, with {rope.dim} elements rotated; both must be the same even number"
             raise keys.fail("qk_rope_head_dim", what)
         interleaved = keys.flag("rope_interleave", True)
         query_rank = 0 if config.is_null("q_lora_rank") else keys.integer("q_lora_rank", 1, MAX_HIDDEN)
@@ -97,7 +97,7 @@ class DeepseekV2(Architecture):
         if method not in ("greedy", "group_limited_greedy") or scoring != "softmax":
             raise config.unsupported(f"{config.source} with a router of type {method[:60]} over {scoring[:60]}")
         if keys.flag("norm_topk_prob"):
-            raise config.unsupported(f"{config.source} with shares of softmax that are divided by their sum")
+            raise config.unsupported(f"{config.source} with norm_topk_prob (renormalized softmax weights)")
         return _router(config, groups=method != "greedy") | {"renormalise": False}
 
     def dense_layers(self, config: HfConfig) -> list[bool]:
@@ -111,7 +111,7 @@ class DeepseekV2(Architecture):
         keys = config.keys
         key_dim = keys.integer("attention.key_length_mla", 2, MAX_HEAD_DIM, config.head_dim)
         if rope.dim >= key_dim or rope.dim % 2:
-            what = f"is {rope.dim}, it must be even and less than the {key_dim} elements of a key"
+            what = f"is {rope.dim}; it must be even and less than the key size {key_dim}"
             raise keys.fail("rope.dimension_count", what)
         value_dim = keys.integer("attention.value_length", 1, MAX_HEAD_DIM, config.head_dim)
         attention = _attention(
@@ -204,7 +204,7 @@ class Mistral4(DeepseekV2):
 
     def router(self, config: HfConfig) -> dict[str, Any]:
         if config.keys.integer("n_group", 1, MAX_EXPERTS, 1) > 1:
-            raise config.unsupported(f"{config.source} with experts in groups")
+            raise config.unsupported(f"{config.source} with expert groups")
         return _router(config, groups=False) | {"renormalise": config.keys.flag("norm_topk_prob")}
 
     def names(self, checkpoint: Checkpoint) -> NameMap:
@@ -237,7 +237,7 @@ def _hf_scale(config: HfConfig, key_dim: int) -> float:
     stated = values.get("mscale_all_dim") or 0.0
     factor = values.get("factor") or 1.0
     if not all(type(value) in (int, float) and 0 <= value <= 1e6 for value in (stated, factor)):
-        raise config.given.fail("rope_parameters.mscale_all_dim", f"is {stated!r:.60}, a number is expected")
+        raise config.given.fail("rope_parameters.mscale_all_dim", f"is {stated!r:.60}, expected a number")
     scaled = values.get("rope_type", values.get("type", "default")) != "default"
     grown = 0.1 * stated * math.log(factor) + 1.0 if scaled and factor > 1 else 1.0
     return grown**2 / math.sqrt(key_dim)
@@ -262,7 +262,7 @@ def _gguf_experts(config: GgufConfig, dense: int) -> Experts:
     biased = name in config.checkpoint.tensors
     kind = keys.integer("expert_gating_func", SOFTMAX, 4, SIGMOID if biased else SOFTMAX)
     if kind not in (SOFTMAX, SIGMOID):
-        raise config.unsupported(f"{config.source} with a router of kind {kind}")
+        raise config.unsupported(f"{config.source} with expert_gating_func {kind}")
     return config.mixture(
         router="softmax" if kind == SOFTMAX else "sigmoid",
         choice_bias=biased,

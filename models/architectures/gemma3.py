@@ -124,9 +124,9 @@ def gemma3_vision(given: Described | None) -> VisionFacts | None:
         nbytes=given.nbytes,
     )
     if facts.hidden % facts.num_heads:
-        raise own.fail("hidden_size", f"is {facts.hidden}, no multiple of {facts.num_heads} heads")
+        raise own.fail("hidden_size", f"is {facts.hidden}, not a multiple of {facts.num_heads} heads")
     if facts.image_size % facts.patch_size:
-        raise own.fail("image_size", f"is {facts.image_size}, no multiple of the patch_size {facts.patch_size}")
+        raise own.fail("image_size", f"is {facts.image_size}, not a multiple of the patch_size {facts.patch_size}")
     across = math.isqrt(facts.tokens)
     pooled = across**2 == facts.tokens and facts.side % across == 0
     known = max(facts.image_token, facts.begin_token, facts.end_token) < given.vocab_size

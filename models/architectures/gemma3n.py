@@ -129,7 +129,7 @@ class Gemma3n(Architecture):
 def _mixers(config: Config, rope: RopeFacts, local: RopeFacts, computed: int) -> dict[str, Attention]:
     """Attention of layers that see all, and of windowed ones; `computed`: the stream that layers compute."""
     if computed:
-        raise config.unsupported(f"{config.source} whose layers compute stream {computed}, not 0")
+        raise config.unsupported(f"{config.source} with active AltUp stream {computed} instead of 0")
     full = config.attention(rope, scale=1.0, qk_norm=True, v_norm=True)
     return {"full": full, "narrow": replace(full, rope=local)}
 

@@ -197,8 +197,8 @@ class Stack:
             if layer < self.keeping:
                 keepers[window] = layer
             elif window not in keepers:
-                kind = "full" if window is None else "windowed"
-                what = f"reads the keys and values of a {kind} layer among the first {self.keeping}, which have none"
+                kind = "full-attention" if window is None else "windowed"
+                what = f"shares the KV cache of a {kind} layer, but there is none among the first {self.keeping} layers"
                 raise bad(config.keys.path, what, key=f"layer {layer}")
             source = None if layer < self.keeping else keepers[window]
             kind_of = window, inner, source, cut
@@ -257,7 +257,7 @@ def _global_heads(config: HfConfig) -> tuple[int, int]:
         for fields in given
     }
     if len(each) > 1:
-        raise config.unsupported(f"{config.source} with heads of {len(each) + 1} kinds")
+        raise config.unsupported(f"{config.source} with {len(each) + 1} kinds of heads")
     if each:
         return each.pop()
     heads = config.num_kv_heads
@@ -268,5 +268,7 @@ def _global_heads(config: HfConfig) -> tuple[int, int]:
 
 def _wide(config: Config, attention: Attention, rope: RopeFacts, kv_heads: int, k_is_v: bool) -> Attention:
     if config.num_heads % kv_heads or rope.dim % 2:
-        raise config.unsupported(f"{config.source} with {kv_heads} KV heads of {rope.dim} for {config.num_heads} heads")
+        raise config.unsupported(
+            f"{config.source} with {kv_heads} KV heads of size {rope.dim} for {config.num_heads} query heads"
+        )
     return replace(attention, head_dim=rope.dim, num_kv_heads=kv_heads, rope=rope, window=None, k_is_v=k_is_v)

@@ -45,7 +45,7 @@ def gemma4_vision(
     )
     longest = facts.tokens * (1 if unified else facts.merge)
     if facts.places < longest:
-        raise own.fail(places, f"is {facts.places}, an image may have {longest} in a row")
+        raise own.fail(places, f"is {facts.places}, but an image may have {longest} patches in a row")
     known = max(facts.image_token, facts.begin_token, facts.end_token) < given.vocab_size
     return facts if known else None
 
@@ -83,7 +83,7 @@ def _tower(own: Fields, common: dict[str, Any]) -> PooledFacts:
         **common,
     )
     if facts.head_dim % 4:
-        raise own.fail("head_dim", f"is {facts.head_dim}, no multiple of 4")
+        raise own.fail("head_dim", f"is {facts.head_dim}, not a multiple of 4")
     if heads % facts.num_kv_heads:
-        raise own.fail("num_key_value_heads", f"is {facts.num_kv_heads}, {heads} heads are no multiple of it")
+        raise own.fail("num_key_value_heads", f"is {facts.num_kv_heads}, which does not divide {heads} heads")
     return facts

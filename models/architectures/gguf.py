@@ -35,10 +35,10 @@ _SAMPLING = {
 }
 _POOLINGS = ("", "mean", "cls", "last", "rank")  # by llama.cpp's pooling_type
 _NOT_MODELS = {
-    "adapter": ("is a LoRA adapter", "merge it into its base model first; adapters alone cannot run"),
-    "mmproj": ("is a vision projector", "name the model's own .gguf beside it"),
-    "imatrix": ("is an importance matrix, made for quantizing", "name the model's own .gguf"),
-    "vocab": ("holds a vocabulary and no weights", "fetch the model itself"),
+    "adapter": ("is a LoRA adapter", "merge it into its base model first: an adapter cannot run alone"),
+    "mmproj": ("is a vision projector", "use the model's own .gguf file next to it"),
+    "imatrix": ("is an importance matrix for quantization", "use the model's own .gguf file"),
+    "vocab": ("holds a vocabulary but no weights", "download the model itself"),
 }
 
 
@@ -94,14 +94,14 @@ class GgufConfig(Config):
         if table is None:
             raise bad(path, "the tensor is missing", key=name)
         if len(table.shape) != 2 or table.shape[1] != self.hidden_size:
-            raise bad(path, f"has shape {table.shape}, rows of {self.hidden_size:,} are expected", key=name)
+            raise bad(path, f"has shape {list(table.shape)}, expected rows of {self.hidden_size:,} elements", key=name)
         rows = table.shape[0]
         if rows > MAX_VOCAB:
             raise bad(path, f"has {rows:,} rows, the limit is {MAX_VOCAB:,}", key=name)
         check_vocabulary(path, self.checkpoint.metadata, rows)
         stated = self.keys.integer("vocab_size", 1, MAX_VOCAB, rows)
         if stated != rows:
-            raise self.keys.fail("vocab_size", f"is {stated:,}, the embedding has {rows:,} rows")
+            raise self.keys.fail("vocab_size", f"is {stated:,}, but the embedding has {rows:,} rows")
         return rows
 
     def attention(self, rope: RopeFacts, *, scale: float | None = None, **changes: Any) -> Attention:
@@ -174,7 +174,7 @@ class GgufConfig(Config):
             lowest = 0 if name == "kv_heads" else low  # 0 where a layer is of another kind
             most = max(self.each(self.KEYS[name], lowest, high, 0))
             if most < low:
-                raise self.unsupported(f"{self.source} without a layer of full attention")
+                raise self.unsupported(f"{self.source} without a full-attention layer")
             return most
         return super().size(name, low, high, default)
 
@@ -207,7 +207,7 @@ class GgufConfig(Config):
             return (None,) * num_layers
         if isinstance(pattern, np.ndarray):
             if pattern.dtype != bool or len(pattern) != num_layers:
-                raise keys.fail("attention.sliding_window_pattern", f"must hold {num_layers} bools")
+                raise keys.fail("attention.sliding_window_pattern", f"must hold {num_layers} booleans")
             return tuple(window if windowed else None for windowed in pattern.tolist())
         every = keys.integer("attention.sliding_window_pattern", 1, MAX_LAYERS, full_every)
         return tuple(None if every and (layer + 1) % every == 0 else window for layer in range(num_layers))

@@ -154,7 +154,7 @@ class HfConfig(Config):
             low = fields.number("low_freq_factor", 1e-6, 1e6)
             high = fields.number("high_freq_factor", 1e-6, 1e6)
             if low > high:
-                raise fields.fail("high_freq_factor", f"is {high:g}, it is under low_freq_factor {low:g}")
+                raise fields.fail("high_freq_factor", f"is {high:g}, below low_freq_factor {low:g}")
             return RopeFacts(theta, dim, "llama3", factor, low, high, original), context
         rope = RopeFacts(
             theta,
@@ -199,7 +199,7 @@ class HfConfig(Config):
         if value is None:
             return frozenset()
         if not isinstance(value, list) or not all(type(item) is int and item >= 0 for item in value):
-            raise self.keys.fail(key, "must list numbers of layers")
+            raise self.keys.fail(key, "must list layer numbers")
         return frozenset(value)
 
     def is_null(self, key: str) -> bool:
@@ -239,7 +239,7 @@ class HfConfig(Config):
             return tuple(window if windowed(layer) else None for layer in range(self.num_layers))
         types = self.layer_types(("full_attention", "sliding_attention"))
         if window is None and enabled and "sliding_attention" in types:
-            raise self.keys.fail("sliding_window", "is missing, layer_types names windowed layers")
+            raise self.keys.fail("sliding_window", "is missing, but layer_types names windowed layers")
         return tuple(window if item == "sliding_attention" else None for item in types)
 
     def layer_types(self, known: Sequence[str], default: Callable[[int], str] | None = None) -> list[str]:
@@ -304,7 +304,7 @@ def object_of(fields: Fields, key: str) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise fields.fail(key, f"is {shown(repr(value))}, an object is expected")
+        raise fields.fail(key, f"is {shown(repr(value))}, expected an object")
     return value
 
 

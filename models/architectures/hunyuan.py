@@ -103,7 +103,7 @@ def _stretched(config: HfConfig, rope: RopeFacts) -> RopeFacts:
     if alpha is None or rope.dim == 2:
         return rope
     if type(alpha) not in (int, float) or not 1 <= alpha <= 1e9:
-        raise config.keys.fail("rope_scaling.alpha", f"is {alpha!r:.60}, it must be a number from 1 to 1e9")
+        raise config.keys.fail("rope_scaling.alpha", f"is {alpha!r:.60}, expected a number from 1 to 1e9")
     return replace(rope, theta=rope.theta * alpha ** (rope.dim / (rope.dim - 2)))
 
 

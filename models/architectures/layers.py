@@ -49,7 +49,7 @@ _STREAMS = (
 # small linear modules that choose or weigh others: they keep their stored numbers whatever the others become
 ROUTERS = _CHOOSING + _STREAMS
 # modules that are not quantized -> why not
-STAY_STORED = dict.fromkeys(_CHOOSING, "it chooses experts") | {EXPANDED: "it is taken apart while loading"}
+STAY_STORED = dict.fromkeys(_CHOOSING, "it chooses experts") | {EXPANDED: "it is split by head while loading"}
 STAY_STORED |= dict.fromkeys(_STREAMS, "it is small, and all residual streams depend on it")
 
 

@@ -177,7 +177,7 @@ class Lfm3(Lfm2):
         made = {kind: LayerFacts(mixer, config.dense(), norms) for kind, mixer in mixers.items()}
         kinds = config.layer_types(tuple(mixers), _kind)
         if config.window is None and "sliding_attention" in kinds:
-            raise keys.fail("sliding_window", "is missing, layer_types names windowed layers")
+            raise keys.fail("sliding_window", "is missing, but layer_types names windowed layers")
         return config.facts(tuple(made[kind] for kind in kinds), context)
 
 

@@ -102,7 +102,7 @@ def _turning(config: HfConfig) -> list[bool]:
         every = keys.integer("no_rope_layer_interval", 1, MAX_LAYERS, STILL_EVERY)
         return [(layer + 1) % every != 0 for layer in range(num_layers)]
     if not isinstance(turns, list) or len(turns) != num_layers or any(turn not in (0, 1) for turn in turns):
-        raise keys.fail("no_rope_layers", f"must list 0 or 1 for {num_layers} layers")
+        raise keys.fail("no_rope_layers", f"must list 0 or 1 for each of {num_layers} layers")
     return [bool(turn) for turn in turns]
 
 

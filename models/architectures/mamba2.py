@@ -36,7 +36,7 @@ def mamba_of_hf(config: Config, names: dict[str, str], inner: int | None = None,
     rest: dict[str, Any] = {**sizes, **changes}
     found = Mamba2(eps=_eps(config), steps=_steps(keys), **rest)
     if inner is not None and found.inner != inner:
-        what = f"{found.num_heads} heads of {found.head_dim} make {found.inner:,} values, {inner:,} are stated"
+        what = f"{found.num_heads} heads of {found.head_dim} make {found.inner:,} values, but the file states {inner:,}"
         raise bad(keys.path, what, key=names["head_dim"])
     return _checked(found, keys, names["num_groups"])
 
@@ -47,7 +47,7 @@ def mamba_of_gguf(config: GgufConfig) -> Mamba2:
     heads = keys.integer("ssm.time_step_rank", 1, MAX_HEADS)
     inner = keys.integer("ssm.inner_size", 1, MAX_HEADS * MAX_HEAD_DIM)
     if inner % heads:
-        raise keys.fail("ssm.inner_size", f"is {inner:,}, no multiple of {heads} heads")
+        raise keys.fail("ssm.inner_size", f"is {inner:,}, not a multiple of {heads} heads")
     found = Mamba2(
         num_heads=heads,
         head_dim=inner // heads,
@@ -73,7 +73,8 @@ def _eps(config: Config) -> float:
 
 def _checked(found: Mamba2, keys: Fields, key: str) -> Mamba2:
     if found.num_heads % found.num_groups:
-        raise bad(keys.path, f"{found.num_heads} heads cannot lie in {found.num_groups} groups evenly", key=key)
+        what = f"{found.num_heads} heads cannot be split evenly into {found.num_groups} groups"
+        raise bad(keys.path, what, key=key)
     return found
 
 
@@ -85,5 +86,5 @@ def _steps(keys: Fields) -> tuple[float, float] | None:
     ends = [math.inf if end == {"__float__": "Infinity"} else end for end in stated] if isinstance(stated, list) else []
     numbers = [float(end) for end in ends if type(end) in (int, float)]
     if len(ends) != 2 or len(numbers) != 2 or not 0 <= numbers[0] < numbers[1]:
-        raise keys.fail("time_step_limit", "must be a lower and an upper limit, the lower one first and not below 0")
+        raise keys.fail("time_step_limit", "must be a lower limit of at least 0 and a higher upper limit")
     return None if numbers == [0.0, math.inf] else (numbers[0], numbers[1])

@@ -58,7 +58,8 @@ def hf_temperature(config: HfConfig, rope: RopeFacts) -> tuple[float, int] | Non
     """How queries grow, as `Attention` has it; the step is the trained context."""
     grown = config.rope_values.get("llama_4_scaling_beta") or 0.0
     if type(grown) not in (int, float) or not 0 <= grown <= 100:
-        raise config.keys.fail("rope_parameters.llama_4_scaling_beta", f"is {grown!r:.60}, a number is expected")
+        what = f"is {grown!r:.60}, expected a number from 0 to 100"
+        raise config.keys.fail("rope_parameters.llama_4_scaling_beta", what)
     return (float(grown), rope.original_context) if grown and rope.original_context else None
 
 

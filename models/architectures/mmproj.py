@@ -142,7 +142,7 @@ class Projector:
         for name, text in texts.items():
             spelled = next((one for one in (text.encode(), _INSTEAD.get(text)) if one in listed), None)
             if spelled is None:
-                what = f"lacks {text}, by which it would know of images"
+                what = f"the vocabulary has no {text} token, which images need"
                 raise bad(self.model.path, what, key="tokenizer.ggml.tokens", hint=OTHER_HINT, error=UnsupportedModel)
             found[name] = listed.index(spelled)
         return found
@@ -309,7 +309,7 @@ def _read(path: Path, model: Checkpoint, text: ModelFacts, named: bool = False) 
         name = keys.text("projector_type") or keys.text("vision.projector_type")
         kind = KINDS.get(name)
         if kind is None:
-            what = f"the projector type {shown(name) or '(none)'} is not read; {', '.join(KINDS)} are"
+            what = f"the projector type {shown(name) or '(none)'} is not supported; supported: {', '.join(KINDS)}"
             raise bad(path, what, hint=OTHER_HINT, error=UnsupportedModel)
         if text.source_architecture not in kind.decoders:
             if not named:
@@ -319,12 +319,12 @@ def _read(path: Path, model: Checkpoint, text: ModelFacts, named: bool = False) 
             raise bad(path, what, hint=OTHER_HINT, error=UnsupportedModel)
         width = keys.integer("vision.projection_dim", 1, 1 << 20)
         if width != text.hidden_size:
-            what = f"is for a model whose vectors have {width:,} elements, those of this one have {text.hidden_size:,}"
+            what = f"is for a model of hidden size {width:,}, but this model's hidden size is {text.hidden_size:,}"
             raise bad(path, what, key="clip.vision.projection_dim", hint=OTHER_HINT, error=UnsupportedModel)
         found = Projector(replace(file, tensors=_renamed(file, kind.names)), model, text)
         facts = kind.facts(found)
         if facts is None:
-            raise bad(path, "describes a tower that is not computed", hint=OTHER_HINT, error=UnsupportedModel)
+            raise bad(path, "describes a vision tower that is not supported", hint=OTHER_HINT, error=UnsupportedModel)
         return found.file, facts
     except BaseException:
         file.close()
@@ -361,7 +361,7 @@ def _renamed(file: Checkpoint, names: Mapping[str, str]) -> dict[str, TensorInfo
         ours = whole or names.get(module, "")
         known = match and ours and (int(deep[1]) in taps if deep else not match[1] or int(match[1]) < MAX_LAYERS)
         if not match or not known:
-            raise bad(file.path, "is not read: it belongs to another kind of tower", key=name, hint=OTHER_HINT,
+            raise bad(file.path, "belongs to a kind of vision tower that is not supported", key=name, hint=OTHER_HINT,
                       error=UnsupportedModel)  # fmt: skip
         ours = ours.format(taps.index(int(deep[1])) if deep else match[1]) + ("" if whole else rest)
         shape = info.shape

@@ -122,7 +122,7 @@ class OpenModel(Checkpoint):
         try:
             self._layer(facts.num_layers, facts.predictor, facts.hidden_size)
         except (BadModelFile, UnsupportedFormat) as error:
-            return replace(facts, predictor=None, predictor_flaw=f"the head that predicts tokens (MTP): {error}")
+            return replace(facts, predictor=None, predictor_flaw=f"the MTP head cannot be used: {error}")
         return replace(facts, predictor_bytes=sum(held[name] for name in self._modules(facts, facts.num_layers)))
 
     def _modules(self, facts: ModelFacts, index: int) -> set[str]:
@@ -144,7 +144,7 @@ class OpenModel(Checkpoint):
         stored = self.facts.stored_format
         if not said or stored not in ("bf16", "fp16", "f32"):
             return ""
-        return f"the configuration says {str(said)[:40]}, the weights are stored as {stored}: they are read as stored"
+        return f"the configuration says {str(said)[:40]}, but the weights are {stored}; they are read as {stored}"
 
     @property
     def unread(self) -> str:
@@ -155,7 +155,7 @@ class OpenModel(Checkpoint):
         found = ((_SOUND if sees else _TOWER).search(name) for name in self.tensors)
         tower = next((match[2] for match in found if match is not None), "")
         reads = "text and images" if sees else "text only"
-        return f"{tower} is not computed: the model reads {reads}" if tower else ""
+        return f"{tower} is not supported: the model reads {reads}" if tower else ""
 
     def _check(self, facts: ModelFacts) -> None:
         """Raise for the first tensor that is missing or of another shape."""
@@ -163,7 +163,7 @@ class OpenModel(Checkpoint):
         num_layers = facts.num_layers + facts.extra_layers
         first = next(self.names.beyond(self.tensors, num_layers), None)
         if first is not None:
-            what = f"belongs to a layer beyond the {num_layers} that the file states"
+            what = f"belongs to a layer beyond the {num_layers} that the file declares"
             raise bad(self.path, what, key=first)
         self._linear("model.embed_tokens", (facts.vocab_size, hidden))
         if not facts.tied_embeddings:
@@ -184,7 +184,7 @@ class OpenModel(Checkpoint):
         size = hidden
         for projection in facts.projections:
             if projection.inputs != size:
-                what = f"takes {projection.inputs:,} numbers, the vector before it has {size:,}"
+                what = f"takes {projection.inputs:,} inputs, but the vector before it has {size:,} elements"
                 raise bad(self.path, what, key=projection.name)
             size = projection.outputs
             self._stored_linear(projection.name, (size, projection.inputs))
@@ -223,10 +223,10 @@ class OpenModel(Checkpoint):
         stored = self.formats.get(name)
         if stored is None:
             below = sorted(key for key in self.tensors if key.startswith(f"{name}."))
-            what = f"is stored as {', '.join(below[:4])}, a layout that is not read" if below else "is missing"
+            what = f"is stored as {', '.join(below[:4])}, an unsupported layout" if below else "is missing"
             raise bad(self._holder(name), f"the weight {what}", key=f"{name}.weight")
         if stored.shape != shape:
-            what = f"holds a weight of {list(stored.shape)}, {list(shape)} is expected"
+            what = f"the weight has shape {list(stored.shape)}, expected {list(shape)}"
             raise bad(self._holder(name), what, key=f"{name}.weight")
 
     def _holder(self, name: str) -> Path:
@@ -241,6 +241,6 @@ class OpenModel(Checkpoint):
         if info is None:
             raise bad(self._holder(name), "the tensor is missing", key=name)
         if tuple(n for n in info.shape if n > 1) != tuple(n for n in shape if n > 1):
-            raise bad(info.file, f"has shape {list(info.shape)}, {list(shape)} is expected", key=name)
+            raise bad(info.file, f"has shape {list(info.shape)}, expected {list(shape)}", key=name)
         if info.dtype not in DENSE:
-            raise bad(info.file, f"is stored as {info.dtype}, {', '.join(DENSE)} are expected", key=name)
+            raise bad(info.file, f"is stored as {info.dtype}, expected one of {', '.join(DENSE)}", key=name)

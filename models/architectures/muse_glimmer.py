@@ -40,7 +40,7 @@ class MuseGlimmer(Architecture):
         turns = keys.raw("layer_rope_theta")
         given = [rope.theta * (window is not None) for window in windows]
         if turns is not None and turns != given:
-            raise config.unsupported(f"{config.source} with other layer_rope_theta than windowed layers turn by")
+            raise config.unsupported(f"{config.source} with a layer_rope_theta that does not match its windowed layers")
         scale = config.head_dim**-0.5 * keys.number("qk_scale_factor", 1e-6, 1e6)
         still = RopeFacts(rope.theta, rope.dim, "off")
         attention = config.attention(still, scale=scale, qk_norm=True, bare_norms=True, gate="apart", fused=False)

@@ -118,7 +118,7 @@ class NemotronH(Architecture):
 
 def _layers(config: Config, blocks: list[Attention | Mamba2 | Dense | Experts]) -> tuple[LayerFacts, ...]:
     if not any(isinstance(block, Attention) for block in blocks):
-        raise config.unsupported(f"{config.source} without a layer of attention")
+        raise config.unsupported(f"{config.source} without an attention layer")
     mixing, feeding = Norms(before_ffn=None), Norms(before_mixer=None, before_ffn="input_layernorm")
     return tuple(
         LayerFacts(None, block, feeding) if isinstance(block, Dense | Experts) else LayerFacts(block, None, mixing)

@@ -44,7 +44,7 @@ def described_rows(given: Described, eps: float) -> RowFacts | None:
         return None
     hidden, heads = own.integer("hidden_size", 4, 1 << 14, 1024), own.integer("num_attention_heads", 1, 1 << 10, 16)
     if hidden % (4 * heads) or own.integer("head_dim", 1, 1 << 14, hidden // heads) != hidden // heads:
-        raise own.fail("hidden_size", f"is {hidden}, no multiple of 4 for each of {heads} heads")
+        raise own.fail("hidden_size", f"is {hidden}, not a multiple of 4 for each of {heads} heads")
     patch, merge = own.integer("patch_size", 1, 1 << 8, 16), top.integer("spatial_merge_size", 1, 16, 2)
     stated = own.integer("image_size", 1, 1 << 16, 1024)
     stated = below(given.processor, "size").integer("longest_edge", 1, 1 << 16, stated)

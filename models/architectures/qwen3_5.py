@@ -87,7 +87,7 @@ class Qwen3_5(Architecture):
         num_v_heads = keys.integer("ssm.time_step_rank", 1, MAX_HEADS)
         inner = keys.integer("ssm.inner_size", 2, MAX_HEADS * MAX_HEAD_DIM)
         if inner % num_v_heads:
-            raise keys.fail("ssm.inner_size", f"is {inner:,}, no multiple of {num_v_heads} heads")
+            raise keys.fail("ssm.inner_size", f"is {inner:,}, not a multiple of {num_v_heads} heads")
         delta = GatedDelta(
             grouped=self.grouped and any(name.endswith(".ssm_in.weight") for name in config.checkpoint.tensors),
             grouped_rates=self.grouped,

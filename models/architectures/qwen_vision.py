@@ -62,16 +62,16 @@ def grid_vision(
         return None  # another function: the text part runs
     hidden, heads = own.integer("hidden_size", 4, 1 << 14), own.integer("num_heads", 1, 1 << 10)
     if hidden % (4 * heads):
-        raise own.fail("hidden_size", f"is {hidden}, no multiple of 4 for each of {heads} heads")
+        raise own.fail("hidden_size", f"is {hidden}, not a multiple of 4 for each of {heads} heads")
     patch, merge = own.integer("patch_size", 1, 1 << 8), own.integer("spatial_merge_size", 1, 16, 2)
     places = 0 if gated else own.integer("num_position_embeddings", 1, 1 << 20, 2304)
     if math.isqrt(places) ** 2 != places:
-        raise own.fail("num_position_embeddings", f"is {places}, no square number")
+        raise own.fail("num_position_embeddings", f"is {places}, not a square number")
     factor, depth = patch * merge, own.integer("depth", 1, MAX_LAYERS)
     taps = () if gated else _layers(own, "deepstack_visual_indexes", depth)
     window = own.integer("window_size", 1, 1 << 16, 112) // factor if gated else 0
     if gated and not window:
-        raise own.fail("window_size", f"holds no square of {factor} pixels a side")
+        raise own.fail("window_size", f"is smaller than one square of {factor} x {factor} pixels")
     parameters = below(own, "rope_parameters")
     pixels = _pixels(given.processor)
     mean, std = colours(given.processor, *((CLIP_MEAN, CLIP_STD) if gated else (HALF, HALF)))
@@ -99,7 +99,7 @@ def grid_vision(
         whole=_layers(own, "fullatt_block_indexes", depth) if gated else (),
     )
     if facts.outputs != given.hidden_size:
-        raise own.fail("out_hidden_size", f"is {facts.outputs}, the decoder's hidden_size {given.hidden_size}")
+        raise own.fail("out_hidden_size", f"is {facts.outputs}, but the decoder's hidden_size is {given.hidden_size}")
     return facts if facts.axes and facts.image_token < given.vocab_size else None
 
 
@@ -107,7 +107,7 @@ def _layers(own: Fields, key: str, depth: int) -> tuple[int, ...]:
     """Numbers of layers of the tower."""
     stated = own.raw(key) or []
     if not isinstance(stated, list) or not all(type(n) is int and 0 <= n < depth for n in stated):
-        raise own.fail(key, f"must list layers of {depth}")
+        raise own.fail(key, f"must list layer numbers from 0 to {depth - 1}")
     if stated != sorted(set(stated)):
         raise own.fail(key, "must list each layer once, in ascending order")
     return tuple(stated)
@@ -156,5 +156,5 @@ def colours(fields: Fields, mean: list[float], std: list[float]) -> tuple[Any, A
             raise fields.fail(name, "must list three numbers")
         found.append(tuple(map(float, numbers)))
     if min(map(abs, found[1])) < 1e-6:
-        raise fields.fail("image_std", "has a number that is 0")
+        raise fields.fail("image_std", "must not contain 0")
     return found[0], found[1]

@@ -109,30 +109,30 @@ def refusal(facts: ModelFacts, world: int) -> str:
         found = _mixer_refusal(layer.mixer, world)
         inner = [] if layer.ffn is None else [layer.ffn.inner, getattr(layer.ffn, "shared_inner", 0)]
         if not found and getattr(layer.ffn, "cut", None) is not None:
-            found = "feed-forward layers whose values are cut by the spread of all of them"
+            found = "feed-forward layers whose activation threshold depends on all values"
         if not found and (narrow := [size for size in inner if 0 < size < world]):
-            found = f"a feed-forward layer of {min(narrow)} values"
+            found = f"a feed-forward layer of width {min(narrow)}"
         if found:
             return found
-    return "a vocabulary that is smaller" if facts.vocab_size < world else ""
+    return f"a vocabulary of {facts.vocab_size} tokens" if facts.vocab_size < world else ""
 
 
 def _mixer_refusal(mixer: Any, world: int) -> str:
     if isinstance(mixer, Attention):
         if mixer.whole_norms:
-            return "norms over all heads together"
+            return "query and key norms that span all heads"
         return "" if head_pieces(mixer.num_heads, mixer.num_kv_heads, world) else _heads(mixer)
     if isinstance(mixer, LatentAttention):
         return "" if world <= mixer.num_heads else f"{mixer.num_heads} heads"
     if isinstance(mixer, GatedDelta):
-        return "" if world <= mixer.num_k_heads else f"{mixer.num_k_heads} key heads in layers that keep a state"
+        return "" if world <= mixer.num_k_heads else f"{mixer.num_k_heads} key heads in recurrent layers"
     if isinstance(mixer, Mamba2):
         return "" if world <= mixer.num_groups else f"{mixer.num_groups} group(s) of heads in Mamba-2 layers"
-    return "" if not isinstance(mixer, ShortConv) or world <= mixer.channels else f"{mixer.channels} channels"
+    return "" if not isinstance(mixer, ShortConv) or world <= mixer.channels else f"{mixer.channels} conv channels"
 
 
 def _heads(mixer: Attention) -> str:
-    return f"{mixer.num_heads} heads that share {mixer.num_kv_heads} of keys and values"
+    return f"{mixer.num_heads} heads that share {mixer.num_kv_heads} KV heads"
 
 
 def is_even(facts: ModelFacts, world: int) -> bool:
@@ -150,9 +150,9 @@ def check_world(facts: ModelFacts, world: int) -> None:
     if not found:
         return
     others = _worlds(facts)
-    in_layers = "--split layers" if facts.inputs is None else "one card"
+    in_layers = "--split layers" if facts.inputs is None else "one GPU"
     raise ConfigError(
-        f"tensor_parallel {world}: {facts.name} has {found}, which {world} ranks cannot divide",
+        f"tensor_parallel {world}: {facts.name} has {found}, which cannot be split across {world} ranks",
         f"use --tensor-parallel {' or '.join(others)}, or {in_layers}" if others else f"use {in_layers}",
         context={"tensor_parallel": world, "possible": others},
     )
@@ -165,13 +165,14 @@ def _worlds(facts: ModelFacts) -> list[str]:
 
 def check_span(facts: ModelFacts, span: tuple[int, int]) -> None:
     """Raise ConfigError where one of these layers needs what another rank has."""
-    hint = "use --split tensor, or one card" if _worlds(facts) else "use one card"
+    hint = "use --split tensor, or one GPU" if _worlds(facts) else "use one GPU"
     if facts.inputs is not None:
-        raise ConfigError(f"split layers: layers of {facts.name} read the tokens' second embedding", hint)
+        raise ConfigError(f"split layers: all layers of {facts.name} need its per-layer embeddings", hint)
     for index in range(*span):
         source = getattr(facts.layers[index].mixer, "shares_kv_with", None)
         if source is not None and source not in range(*span):
-            raise ConfigError(f"split layers: layer {index} of {facts.name} reads the pages of layer {source}", hint)
+            what = f"layer {index} of {facts.name} shares the KV cache of layer {source}, which is on another rank"
+            raise ConfigError(f"split layers: {what}", hint)
 
 
 def column_unit(checkpoint: OpenModel, module: str) -> int:
@@ -395,7 +396,7 @@ def _inner(count: int, share: Share, unit: int) -> tuple[range, ...]:
     ranks = inner_pieces(count, share.world, unit if count % unit == 0 else 1)
     if not all(ranks):
         raise ConfigError(
-            f"tensor_parallel {share.world}: {count:,} values of a feed-forward layer are stored in blocks of {unit}",
+            f"tensor_parallel {share.world}: a feed-forward layer of width {count:,} has too few blocks of {unit}",
             f"use --tensor-parallel {count // unit} or less, or --split layers",
         )
     return ranks
@@ -405,7 +406,8 @@ def spans(sizes: Sequence[int], room: Sequence[float]) -> tuple[tuple[int, int],
     """Consecutive layers of `sizes` bytes for ranks with so much room: each has at least one, shares as of the room."""
     world, whole = len(room), sum(sizes) or 1
     if len(sizes) < world:
-        raise ConfigError(f"{len(sizes)} layers are fewer than {world} ranks", f"use --tensor-parallel {len(sizes)}")
+        what = f"the model has {len(sizes)} layers, fewer than the {world} ranks"
+        raise ConfigError(what, f"use --tensor-parallel {len(sizes)}")
     ends: list[int] = []
     done = at = 0
     for rank in range(world - 1):

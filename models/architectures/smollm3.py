@@ -37,7 +37,7 @@ class SmolLM3(Architecture):
         if turns is None:
             turns = [int((layer + 1) % every != 0) for layer in range(num_layers)]
         if not isinstance(turns, list) or len(turns) != num_layers or any(turn not in (0, 1) for turn in turns):
-            raise keys.fail("no_rope_layers", f"must list 0 or 1 for {num_layers} layers")
+            raise keys.fail("no_rope_layers", f"must list 0 or 1 for each of {num_layers} layers")
         enabled = keys.flag("use_sliding_window") and config.window is not None
         windows = config.windows(lambda layer: not turns[layer], enabled=enabled)
         attention, dense = config.attention(rope), config.dense(config.activation())

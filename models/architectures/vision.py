@@ -182,7 +182,7 @@ class GridFacts(Proportional):
     def fitted(self, width: int, height: int) -> tuple[int, int]:
         """The size that an image is resized to. Raises ValueError for one that is far too long."""
         if max(width, height) > MAX_RATIO * min(width, height):
-            raise ValueError(f"an image of {width:,} x {height:,} pixels is longer than {MAX_RATIO} times its width")
+            raise ValueError(f"an image of {width:,} x {height:,} pixels exceeds the {MAX_RATIO}:1 aspect ratio limit")
         factor, sides = self.factor, (width, height)
         near = [round(side / factor) * factor for side in sides]
         if near[0] * near[1] > self.max_pixels:
@@ -311,7 +311,7 @@ class RowFacts(Proportional):
         is far too long.
         """
         if max(width, height) > MAX_RATIO * min(width, height):
-            raise ValueError(f"an image of {width:,} x {height:,} pixels is longer than {MAX_RATIO} times its width")
+            raise ValueError(f"an image of {width:,} x {height:,} pixels exceeds the {MAX_RATIO}:1 aspect ratio limit")
         ratio = max(1.0, max(width, height) / self.longest)
         across, down = (max(1, math.ceil(math.floor(side / ratio) / self.factor)) for side in (width, height))
         return across * self.factor, down * self.factor

@@ -244,7 +244,7 @@ def test_gguf_llama3_scaling_is_a_tensor(tmp_path: Path) -> None:
     assert wide(facts).rope == RopeFacts(
         10_000.0, 16, "factors", interleaved=True, permuted=True, factors_tensor="rope_freqs.weight"
     )
-    with pytest.raises(BadModelFile, match=r"rope_freqs.weight: has shape \[9\], \[8\] is expected"):
+    with pytest.raises(BadModelFile, match=r"rope_freqs.weight: has shape \[9\], expected \[8\]"):
         gguf_facts_of(tmp_path / "b.gguf", tensors={"rope_freqs.weight": floats(9)})
 
 
