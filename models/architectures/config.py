@@ -1,6 +1,6 @@
-"""`Config`: a model's hyper-parameters as a family asks for them, whichever container they came in.
+"""`Config`: access to a model's hyper-parameters, independent of the container.
 
-`hf.py` and `gguf.py` say what the keys are called there, and read what only one container has.
+`hf.py` and `gguf.py` define the keys of each container, and read what only that container has.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ SAMPLING = {
 
 
 class Config(ABC):
-    """What all decoders of a container have in common, read and range-checked once."""
+    """The hyper-parameters that all models share, read and range-checked once."""
 
     KEYS: ClassVar[dict[str, str]]  # layers, hidden, heads, kv_heads, head_dim, inner, eps -> key
     DEFAULT_EPS: ClassVar[float | None] = None
 
     def __init__(self, checkpoint: Checkpoint, keys: Fields, names: NameMap, source: str, runs: str) -> None:
-        """`source` is what the file calls its architecture, `runs` what to offer instead of what is refused."""
+        """`source` is the architecture's name in the file, `runs` the supported families for error hints."""
         self.checkpoint = checkpoint
         self.keys = keys
         self.names = names
@@ -52,32 +52,32 @@ class Config(ABC):
         self.vocab_size = self.read_vocab_size()
 
     def size(self, name: str, low: int, high: int, default: int | None = None) -> int:
-        """An integer by its name in KEYS."""
+        """Read an integer by its name in KEYS."""
         return self.keys.integer(self.KEYS[name], low, high, default)
 
     def stores(self, tensor: str) -> bool:
-        """Whether layer 0 has this tensor; canonical, below the layer."""
+        """Whether layer 0 has this tensor, given by canonical name below the layer."""
         module, _, suffix = tensor.rpartition(".")
         return f"{self.names.source(f'model.layers.0.{module}')}.{suffix}" in self.checkpoint.tensors
 
     def stores_module(self, module: str) -> bool:
-        """Whether layer 0 has this module, in whatever format."""
+        """Whether layer 0 has this module, in any format."""
         start = f"{self.names.source(f'model.layers.0.{module}')}."
         return any(name.startswith(start) for name in self.checkpoint.tensors)
 
     def stores_scale(self) -> bool:
-        """Whether layers bring a number that multiplies what they give."""
+        """Whether layers have a scalar that multiplies their output."""
         name = self.names.source("model.layers.0.layer_scalar")
         return name in self.checkpoint.tensors or f"{name}.weight" in self.checkpoint.tensors
 
     def unsupported(self, what: str) -> UnsupportedModel:
-        """The refusal of something that this version does not compute."""
+        """The error for a feature that is not supported."""
         return unsupported(self.keys.path, what, self.runs)
 
     def attention(self, rope: RopeFacts, **changes: Any) -> Attention:
-        """Attention over all positions, with the usual scale, and the biases that are stored.
+        """Full attention with the usual scale and the stored biases.
 
-        A family that has models without a causal mask says of each one whether it is `causal`.
+        A family with non-causal models must pass `causal`; for others, a non-causal model is refused.
         """
         if "causal" not in changes and not self.causal:
             raise self.unsupported(f"{self.source} with bidirectional attention (an embedding model)")
@@ -103,9 +103,9 @@ class Config(ABC):
         return Dense(inner, act, self.stores("mlp.down_proj.bias"), fused)
 
     def longrope(self, rope: RopeFacts, factors: Mapping[str, Sequence[float]], attention: float) -> RopeFacts:
-        """`rope` with a factor for every rotated pair: "short" up to the original context, "long" beyond.
+        """`rope` with one factor per rotated pair: "short" up to the original context, "long" beyond.
 
-        attention   what multiplies cosines and sines
+        attention   factor on cosines and sines
         """
         for name, values in factors.items():
             if len(values) != rope.dim // 2 or not all(1e-3 <= value <= 1e6 for value in values):
@@ -120,7 +120,7 @@ class Config(ABC):
         )
 
     def experts(self, keys: Mapping[str, str], act: str = "silu", **changes: Any) -> Experts:
-        """A mixture; `keys`: what the container calls `count`, `top_k` and `inner`."""
+        """A mixture of experts; `keys` are the container's keys of `count`, `top_k` and `inner`."""
         count = self.keys.integer(keys["count"], 1, MAX_EXPERTS)
         top_k = self.keys.integer(keys["top_k"], 1, count)
         inner = self.keys.integer(keys["inner"], 1, MAX_HIDDEN * 4)
@@ -136,7 +136,7 @@ class Config(ABC):
     def facts(
         self, layers: tuple[LayerFacts, ...], max_context: int, *, eps: float | None = None, **changes: Any
     ) -> ModelFacts:
-        """The whole model; `changes` is what the family knows better, `eps` what a file that has none means."""
+        """The facts of the whole model; `changes` override fields, `eps` is the default for files without one."""
         if not any(isinstance(layer.mixer, Paged) for layer in layers):
             raise self.unsupported(f"{self.source} without a full-attention layer")
         tensors, usage = self.checkpoint.tensors, self.usage()
@@ -158,14 +158,14 @@ class Config(ABC):
         causal = all(getattr(layer.mixer, "causal", True) for layer in layers)
         pooling = self.pooling or ("" if causal else "mean")
         if pooling:
-            changes["has_chat_template"] = False  # the files may have one of the model that it was made from
+            changes["has_chat_template"] = False  # the files may still have that of the base model
         if pooling and not any(name.startswith(f"{self.names.source('lm_head')}.") for name in tensors):
-            changes["tied_embeddings"] = True  # nothing is generated: whether there is a head does not matter
+            changes["tied_embeddings"] = True  # nothing is generated, so the head does not matter
         values |= {"pooling": pooling, "projections": self.projections}
         return ModelFacts(**values | usage | changes)
 
     def _predictor(self, layer: LayerFacts | None, stated: int) -> dict[str, Any]:
-        """`layer` where the file has such a head, and why not where it states one."""
+        """`layer` if the file has an MTP head, or why it cannot be used if the file declares one."""
         if layer is None or not self.checkpoint.tensors:
             return {"predictor": None}
         module = self.names.source(f"model.layers.{self.num_layers}.eh_proj")
@@ -182,7 +182,7 @@ class Config(ABC):
         return {"predictor": None, "predictor_flaw": flaw if stated else ""}
 
     def sampling(self, fields: Fields, keys: Mapping[str, str]) -> dict[str, Any]:
-        """What the files recommend; `keys` says what they call it."""
+        """The recommended sampling parameters; `keys` are the container's keys."""
         stated = {name: key for name, key in keys.items() if fields.raw(key) is not None}
         return {
             name: fields.integer(key, -1, 1 << 31) if name == "top_k" else fields.number(key, *SAMPLING[name])
@@ -191,30 +191,30 @@ class Config(ABC):
 
     @property
     def projections(self) -> tuple[Projection, ...]:
-        """The dense layers that pooled vectors go through."""
+        """The dense layers applied to pooled vectors."""
         return self.checkpoint.text_modules.projections
 
     @property
     @abstractmethod
     def causal(self) -> bool:
-        """Whether the file says that tokens see none behind them, as is usual."""
+        """Whether the file describes a model with a causal mask."""
 
     @property
     @abstractmethod
     def pooling(self) -> str:
-        """How the vectors of tokens become one in a model that embeds text; "" for others."""
+        """The pooling of an embedding model; "" for other models."""
 
     @abstractmethod
     def read_vocab_size(self) -> int:
-        """Rows of the embedding."""
+        """Read the number of embedding rows."""
 
     @abstractmethod
     def usage(self) -> dict[str, Any]:
-        """Fields of ModelFacts that each container keeps in its own way: name, tokens, template, license, format."""
+        """Fields of ModelFacts that each container stores differently: name, tokens, template, license, format."""
 
 
 def unsupported(path: Path, what: str, runs: str) -> UnsupportedModel:
-    """The refusal of an architecture, with what would work."""
+    """The error for an unsupported architecture, with a hint at the supported ones."""
     message = f"the architecture {shown(what)} is not supported by this version"
     hint = f"supported: {runs}; try localllm chat qwen"
     error = bad(path, message, hint=hint, error=UnsupportedModel)

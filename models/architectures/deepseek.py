@@ -1,7 +1,8 @@
-"""DeepSeek V2 and V3, GLM-4.7 Flash, Mistral Small 4: latent attention, dense layers, then experts with a shared one.
+"""DeepSeek V2 and V3, GLM-4.7 Flash, Mistral Small 4: latent attention (MLA), dense layers, then MoE layers with a
+shared expert.
 
-V2 and Mistral's have a softmax router, the others a sigmoid one with a bias for the choice. Rows of what turns are
-never permuted: pairs are neighbours in either container. A layer behind the last one predicts a second token (MTP).
+V2 and Mistral have a softmax router, the others a sigmoid router with a choice bias. RoPE rows are not permuted: pairs
+are interleaved in both containers. The layer after the last one is an MTP head.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ GGUF_LATENT = GGUF_LAYER | {
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
 }
 SOFTMAX, SIGMOID = 1, 2  # expert_gating_func
-# What configurations may leave out.
+# defaults for keys that configurations may omit
 LATENT = {
     "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "head_dim": 64, "v_head_dim": 128,
     "n_shared_experts": 1,
@@ -49,7 +50,7 @@ MISTRAL4_ROPE = {
 
 
 class DeepseekV2(Architecture):
-    """A softmax router, of whose experts some groups may be chosen first."""
+    """A softmax router, optionally with group-limited choice."""
 
     name = "deepseek_v2"
     label = "DeepSeek V2"
@@ -57,7 +58,7 @@ class DeepseekV2(Architecture):
         "deepseek_v2": LATENT
         | {"n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407, "first_k_dense_replace": 0}
     }
-    hf_renamed = {"qk_rope_head_dim": "head_dim"}  # what turns of a head
+    hf_renamed = {"qk_rope_head_dim": "head_dim"}  # the rotated part of a head
     hf_classes = ("DeepseekV2ForCausalLM",)
     gguf_types = ("deepseek2",)
 
@@ -87,11 +88,11 @@ class DeepseekV2(Architecture):
         return config.facts(layers, context, predictor=replace(kinds[0], fusion=Fusion()))
 
     def rope(self, config: HfConfig) -> tuple[RopeFacts, int]:
-        """Of what turns of a head, and the context it reaches."""
+        """The rotation of the rotated part of a head, and the context length."""
         return config.rope()
 
     def router(self, config: HfConfig) -> dict[str, Any]:
-        """What `Experts` is to have of it."""
+        """The fields of `Experts` that describe the router."""
         keys = config.keys
         method, scoring = keys.text("topk_method", "greedy"), keys.text("scoring_func", "softmax")
         if method not in ("greedy", "group_limited_greedy") or scoring != "softmax":
@@ -101,7 +102,7 @@ class DeepseekV2(Architecture):
         return _router(config, groups=method != "greedy") | {"renormalise": False}
 
     def dense_layers(self, config: HfConfig) -> list[bool]:
-        """Of every layer, whether it has no experts."""
+        """Whether each layer is dense."""
         dense = config.keys.integer("first_k_dense_replace", 0, MAX_LAYERS)
         return [layer < dense for layer in range(config.num_layers)]
 
@@ -134,7 +135,7 @@ class DeepseekV2(Architecture):
 
 
 class DeepseekV3(DeepseekV2):
-    """A sigmoid router with a bias for the choice; Moonlight and others are made alike."""
+    """A sigmoid router with a choice bias; Moonlight and others have the same architecture."""
 
     name = "deepseek_v3"
     label = "DeepSeek V3"
@@ -155,7 +156,7 @@ class DeepseekV3(DeepseekV2):
 
 
 class Glm4MoeLite(DeepseekV3):
-    """As DeepSeek V3, without groups; layers may be listed one by one."""
+    """DeepSeek V3 without groups; the kinds of layers may be listed one by one."""
 
     name = "glm4_moe_lite"
     label = "GLM-4.7 Flash"
@@ -180,7 +181,7 @@ class Glm4MoeLite(DeepseekV3):
 
 
 class Mistral4(DeepseekV2):
-    """All layers have experts; queries grow with their position; Pixtral's tower reads images."""
+    """All layers have experts; queries are scaled by position; Pixtral's tower reads images."""
 
     name = "mistral4"
     label = "Mistral Small 4"
@@ -199,7 +200,7 @@ class Mistral4(DeepseekV2):
         return replace(super().from_hf(config), vision=row_vision(config))
 
     def rope(self, config: HfConfig) -> tuple[RopeFacts, int]:
-        # its files say once more, as a share of the whole head, what `qk_rope_head_dim` says
+        # `partial_rotary_factor` in its files repeats `qk_rope_head_dim` as a share of the whole head
         return config.rope_from(config.rope_values | {"partial_rotary_factor": 1.0})
 
     def router(self, config: HfConfig) -> dict[str, Any]:
@@ -232,7 +233,7 @@ def _with_shared(experts: Experts, shared: int) -> Experts:
 
 
 def _hf_scale(config: HfConfig, key_dim: int) -> float:
-    """Of q·k: grown where positions are stretched, as `mscale_all_dim` says."""
+    """The scale of q·k, increased by `mscale_all_dim` if RoPE is scaled."""
     values = config.rope_values
     stated = values.get("mscale_all_dim") or 0.0
     factor = values.get("factor") or 1.0
@@ -244,8 +245,8 @@ def _hf_scale(config: HfConfig, key_dim: int) -> float:
 
 
 def _gguf_yarn(config: GgufConfig, rope: RopeFacts) -> tuple[RopeFacts, float]:
-    """The rotation, and what keys and queries grow by. The converter keeps a tenth of `mscale_all_dim`, and means that
-    `mscale` is the same: cosines and sines do not grow.
+    """The rotation, and the factor on keys and queries. The converter stores a tenth of `mscale_all_dim` and assumes
+    that `mscale` equals it, so cosines and sines are not scaled.
     """
     stated = config.keys.optional_number("rope.scaling.yarn_log_multiplier", 0.0, 1e3)
     if not stated or rope.scaling != "yarn":
@@ -256,7 +257,7 @@ def _gguf_yarn(config: GgufConfig, rope: RopeFacts) -> tuple[RopeFacts, float]:
 
 
 def _gguf_experts(config: GgufConfig, dense: int) -> Experts:
-    """Older files do not say what router they have: one with a bias is a sigmoid one."""
+    """The experts. Older files do not state the kind of router: with a choice bias it is a sigmoid router."""
     keys = config.keys
     name = config.names.tensor(f"model.layers.{dense}.mlp.gate.e_score_correction_bias")
     biased = name in config.checkpoint.tensors

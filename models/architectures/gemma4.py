@@ -1,7 +1,7 @@
-"""Gemma 4: heads of two sizes, values made of the keys, norms without weights, scaled layers.
+"""Gemma 4: two head sizes, keys and values from one projection, norms without weights, scaled layers.
 
-E2B and E4B: layers with an input of their own, the last of which read the keys and values of earlier ones. 26B-A4B: a
-mixture of experts beside every dense feed-forward layer.
+E2B and E4B: per-layer inputs, and the last layers share the KV cache of earlier ones. 26B-A4B: a mixture of experts in
+parallel to every dense feed-forward layer.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ GGUF_TOP = {
 
 
 class Gemma4(Architecture):
-    """Windowed layers have small heads; those that see all have few large ones, of which a quarter turns."""
+    """Windowed layers have small heads; full-attention layers have fewer, larger heads, of which a quarter rotates."""
 
     name = "gemma4"
     label = "Gemma 4"
@@ -85,7 +85,7 @@ class Gemma4(Architecture):
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
         keys = config.keys
-        if keys.raw("use_bidirectional_attention") not in (None, False, "vision"):  # that is of images, not of text
+        if keys.raw("use_bidirectional_attention") not in (None, False, "vision"):  # "vision": within images only
             raise config.unsupported(f"{config.source} with bidirectional attention")
         dim, kv_heads = _global_heads(config)
         parameters = object_of(config.given, "rope_parameters")
@@ -112,7 +112,7 @@ class Gemma4(Architecture):
             narrow=attention,
             full=full,
             ffn=ffn,
-            windows=(*windows[:-1], None),  # the last layer always sees all
+            windows=(*windows[:-1], None),  # the last layer always has full attention
             inners=[dense.inner if layer < keeping else grown for layer in range(config.num_layers)],
             keeping=keeping,
             inputs=_inputs(config),
@@ -161,20 +161,20 @@ _KINDS = ("full", "sliding")
 
 @dataclass(frozen=True)
 class Stack:
-    """What the layers are made of, and what they differ in."""
+    """The blocks of the layers, and the values in which layers differ."""
 
     narrow: Attention
     full: Attention
     ffn: Dense | Experts
     windows: Sequence[int | None]  # of each layer
     inners: Sequence[int]  # of each layer's dense feed-forward layer
-    keeping: int  # layers that keep keys and values; those after them read what the last of their kind keeps
+    keeping: int  # leading layers with a KV cache; later ones share that of the last such layer of their kind
     inputs: InputTable | None
-    cuts: Sequence[float | None] = ()  # of each layer's gates; none: they are not cut
+    cuts: Sequence[float | None] = ()  # `Dense.cut` of each layer; empty: none
     streams: Streams | None = None
 
     def facts(self, config: Config, context: int, **changes: Any) -> ModelFacts:
-        """`changes` as of `Config.facts`."""
+        """Build the facts; `changes` as in `Config.facts`."""
         layers, inputs = self._layers(config), self.inputs
         facts = config.facts(layers, context, embedding_scale=math.sqrt(config.hidden_size), **changes)
         tensors = config.checkpoint.tensors
@@ -187,7 +187,7 @@ class Stack:
         return replace(facts, weight_bytes=facts.weight_bytes - spare, inputs=inputs)
 
     def _layers(self, config: Config) -> tuple[LayerFacts, ...]:
-        """Equal layers are the same object."""
+        """Build the layers; equal ones are the same object."""
         made: dict[tuple[object, ...], LayerFacts] = {}
         keepers: dict[int | None, int] = {}
         found, scaled = [], config.stores_scale()
@@ -216,7 +216,7 @@ def _with_inner(ffn: Dense | Experts, inner: int, cut: float | None) -> Dense | 
 
 
 def _inputs(config: HfConfig) -> InputTable | None:
-    """The second embedding; an explicit null switches the default off."""
+    """The per-layer embedding table; an explicit null turns the default off."""
     keys, name = config.keys, "hidden_size_per_layer_input"
     off = name in config.given.values and config.given.raw(name) is None
     size = 0 if off else keys.integer(name, 0, MAX_HIDDEN, 0)
@@ -230,7 +230,7 @@ def _inputs(config: HfConfig) -> InputTable | None:
 
 
 def _gguf_scales(config: GgufConfig) -> str:
-    """NVFP4 experts have theirs among the scales of their weights."""
+    """Where output scales are stored; in NVFP4 experts, `.scale` belongs to the weight instead."""
     tensors, name = config.checkpoint.tensors, config.names.source("model.layers.0.mlp.experts.0.down_proj")
     weight = tensors.get(f"{name}.weight")
     plain = weight is not None and weight.dtype != "NVFP4"
@@ -238,7 +238,7 @@ def _gguf_scales(config: GgufConfig) -> str:
 
 
 def _unread(config: Config, layers: Sequence[LayerFacts]) -> Iterator[str]:
-    """What names of tensors begin with that published files have for layers which read another one's."""
+    """Prefixes of unused tensors: published files store k and v of layers that share another layer's KV cache."""
     for index, layer in enumerate(layers):
         if isinstance(layer.mixer, Attention) and layer.mixer.shares_kv_with is not None:
             for name in ("k_proj", "v_proj", "k_norm"):
@@ -246,7 +246,7 @@ def _unread(config: Config, layers: Sequence[LayerFacts]) -> Iterator[str]:
 
 
 def _global_heads(config: HfConfig) -> tuple[int, int]:
-    """Head size and heads of K and V of the layers that see all: transformers writes them layer by layer."""
+    """Head size and KV heads of the full-attention layers, which transformers stores per layer."""
     keys = config.keys
     given = [Fields(keys.path, one) for one in object_of(keys, "per_layer_config").values() if isinstance(one, dict)]
     each = {

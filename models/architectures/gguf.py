@@ -1,4 +1,4 @@
-"""`GgufConfig`: the metadata of a GGUF file, its keys, defaults, and the context it reaches."""
+"""`GgufConfig`: hyper-parameters from the metadata of a GGUF file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SAMPLING = {
     "xtc_probability": "general.sampling.xtc_probability",
     "xtc_threshold": "general.sampling.xtc_threshold",
 }
-_POOLINGS = ("", "mean", "cls", "last", "rank")  # by llama.cpp's pooling_type
+_POOLINGS = ("", "mean", "cls", "last", "rank")  # indexed by llama.cpp's pooling_type
 _NOT_MODELS = {
     "adapter": ("is a LoRA adapter", "merge it into its base model first: an adapter cannot run alone"),
     "mmproj": ("is a vision projector", "use the model's own .gguf file next to it"),
@@ -43,7 +43,7 @@ _NOT_MODELS = {
 
 
 class GgufConfig(Config):
-    """The keys below `<architecture>.`; `general` has all of them."""
+    """`keys` are those below `<architecture>.`; `general` has all metadata."""
 
     KEYS = {
         "layers": "block_count",
@@ -61,7 +61,7 @@ class GgufConfig(Config):
         self.general = Fields(path, metadata)
         keys = Fields(path, metadata, f"{source}.")
         self.num_experts = keys.integer("expert_count", 0, MAX_EXPERTS, 0)
-        self.extra_layers = keys.integer("nextn_predict_layers", 0, MAX_LAYERS, 0)  # block_count counts them, too
+        self.extra_layers = keys.integer("nextn_predict_layers", 0, MAX_LAYERS, 0)  # included in block_count
         super().__init__(checkpoint, keys, names, source, runs)
         self.num_layers -= self.extra_layers
         if self.num_layers < 1:
@@ -105,7 +105,7 @@ class GgufConfig(Config):
         return rows
 
     def attention(self, rope: RopeFacts, *, scale: float | None = None, **changes: Any) -> Attention:
-        """With the file's own scale where it states one."""
+        """Attention with the file's scale, if it states one."""
         value_dim = self.keys.integer("attention.value_length", 2, MAX_HEAD_DIM, self.head_dim)
         if value_dim != self.head_dim:
             raise self.unsupported(f"{self.source} with keys of {self.head_dim} and values of {value_dim} elements")
@@ -113,7 +113,7 @@ class GgufConfig(Config):
         return super().attention(rope, scale=stated, **changes)
 
     def rope(self, *, interleaved: bool = False) -> tuple[RopeFacts, int]:
-        """The global rotation, and the context it reaches. `interleaved`: the converter permuted rows of Q and K."""
+        """The global rotation and its context length. `interleaved`: the converter permuted the rows of Q and K."""
         rope, context = self._rope(interleaved)
         return replace(rope, permuted=interleaved), context
 
@@ -123,7 +123,7 @@ class GgufConfig(Config):
         theta = keys.number("rope.freq_base", 1.0, 1e15, 10000.0)
         dim = keys.integer("rope.dimension_count", 2, MAX_HEAD_DIM, self.head_dim)
         if "rope_freqs.weight" in self.checkpoint.tensors:
-            # Carries Llama 3's scaling; a scaling key beside it must not be applied as well.
+            # contains Llama 3's scaling; a scaling key next to it must not be applied as well
             tensor = "rope_freqs.weight"
             return RopeFacts(theta, dim, "factors", interleaved=interleaved, factors_tensor=tensor), context
         if "rope_factors_long.weight" in self.checkpoint.tensors:
@@ -142,7 +142,7 @@ class GgufConfig(Config):
         if kind != "yarn":
             raise self.unsupported(f"{self.source} with rope scaling {shown(kind)}")
         original = keys.integer("rope.scaling.original_context_length", 1, MAX_CONTEXT, context)
-        # llama.cpp multiplies its own attn_factor (1 by default) with the paper's 0.1 ln(factor) + 1.
+        # llama.cpp multiplies its attn_factor (1 by default) by the paper's 0.1 ln(factor) + 1
         attention = keys.number("rope.scaling.attn_factor", 1e-3, 1e3, 1.0) * (0.1 * math.log(max(factor, 1.0)) + 1.0)
         rope = RopeFacts(
             theta,
@@ -158,7 +158,7 @@ class GgufConfig(Config):
         return rope, max(context, min(int(original * factor), MAX_CONTEXT))
 
     def mixture(self, **changes: Any) -> Experts:
-        """Experts as most files describe them; `changes` is what the family knows better."""
+        """A mixture of experts from the usual keys; `changes` override fields."""
         keys = self.keys
         inner = "expert_feed_forward_length" if keys.raw("expert_feed_forward_length") else "feed_forward_length"
         names = {"count": "expert_count", "top_k": "expert_used_count", "inner": inner}
@@ -169,9 +169,9 @@ class GgufConfig(Config):
         return super().experts(names, **values | changes)
 
     def size(self, name: str, low: int, high: int, default: int | None = None) -> int:
-        """Where layers differ in it, the most."""
+        """Read an integer by its name in KEYS; the maximum if it differs by layer."""
         if name in ("kv_heads", "inner") and isinstance(self.keys.raw(self.KEYS[name]), np.ndarray):
-            lowest = 0 if name == "kv_heads" else low  # 0 where a layer is of another kind
+            lowest = 0 if name == "kv_heads" else low  # 0 in layers without attention
             most = max(self.each(self.KEYS[name], lowest, high, 0))
             if most < low:
                 raise self.unsupported(f"{self.source} without a full-attention layer")
@@ -179,7 +179,7 @@ class GgufConfig(Config):
         return super().size(name, low, high, default)
 
     def each(self, key: str, low: int, high: int, default: int) -> tuple[int, ...]:
-        """A number for every layer; all have the same where the file has one."""
+        """One number per layer; a single number in the file applies to all."""
         values = self.keys.raw(key)
         if not isinstance(values, np.ndarray):
             return (self.keys.integer(key, low, high, default),) * self.num_layers
@@ -192,14 +192,14 @@ class GgufConfig(Config):
         return tuple(values.tolist())
 
     def _numbers(self, tensor: str) -> list[float]:
-        """A small tensor's values."""
+        """Read the values of a small F32 vector."""
         info = self.checkpoint.tensors.get(tensor)
         if info is None or info.dtype != "F32" or len(info.shape) != 1 or info.shape[0] > MAX_HEAD_DIM:
             raise bad(self.keys.path, f"must be a vector of at most {MAX_HEAD_DIM} F32 numbers", key=tensor)
         return np.frombuffer(self.checkpoint.read(tensor).tobytes(), "<f4").tolist()
 
     def windows(self, full_every: int = 0, default: int = 0) -> tuple[int | None, ...]:
-        """The window of each layer. `full_every`: one of so many sees all where the file has no pattern; 0: none."""
+        """The window of each layer. If the file has no pattern, every `full_every`-th layer has full attention."""
         keys, num_layers = self.keys, self.num_layers
         window = keys.integer("attention.sliding_window", 0, MAX_CONTEXT, default)
         pattern = keys.raw("attention.sliding_window_pattern")
@@ -229,7 +229,7 @@ class GgufConfig(Config):
 
 
 def source_of(checkpoint: Checkpoint) -> str:
-    """`general.architecture`, once the file is known to hold a model."""
+    """`general.architecture`. Raises UnsupportedModel if the file is not a model."""
     path, general = checkpoint.path, Fields(checkpoint.path, checkpoint.metadata)
     kind = general.text("general.type", "model")
     if general.raw("general.architecture") is None and kind not in _NOT_MODELS:
@@ -244,7 +244,7 @@ def source_of(checkpoint: Checkpoint) -> str:
 
 
 def _stored_format(metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> str:
-    """The label people know when the tensors bear it out, else the type that holds most bytes of the layers."""
+    """The common label if the tensors confirm it, otherwise the type with the most bytes in the layers."""
     layers: Counter[str] = Counter()
     for info in tensors.values():
         if len(info.shape) > 1 and info.name.startswith("blk."):

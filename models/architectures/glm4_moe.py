@@ -1,6 +1,6 @@
-"""GLM-4.5 to 4.7 (Air, 355B): partial rotation, a sigmoid router with a bias for the choice, a shared expert.
+"""GLM-4.5 to 4.7 (Air, 355B): partial RoPE, a sigmoid router with a choice bias, a shared expert.
 
-The layer behind the last one predicts a second token (MTP).
+The layer after the last one is an MTP head.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
 
 SHARED = {f"mlp.shared_expert.{kind}_proj": f"mlp.shared_experts.{kind}_proj" for kind in ("gate", "up", "down")}
 
-# What configurations may leave out.
+# defaults for keys that configurations may omit
 DEFAULTS = {
     "num_local_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "n_shared_experts": 1,
     "num_key_value_heads": 8, "first_k_dense_replace": 1, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5,
@@ -85,7 +85,7 @@ def _own(experts: Experts, shared: int) -> Experts:
 def _layers(
     config: Config, attention: Attention, experts: Experts, dense: int, act: str
 ) -> tuple[tuple[LayerFacts, ...], LayerFacts]:
-    """The layers, and that of the head that predicts."""
+    """The layers, and that of the MTP head."""
     kinds = LayerFacts(attention, experts), LayerFacts(attention, config.dense(act))
     layers = tuple(kinds[layer < dense] for layer in range(config.num_layers))
     return layers, replace(kinds[0], fusion=Fusion())

@@ -1,4 +1,4 @@
-"""Granite 4 (h-micro, h-tiny, h-small, and those without Mamba layers): Mamba-2 and a few layers of attention."""
+"""Granite 4 (h-micro, h-tiny, h-small, and models without Mamba layers): Mamba-2 and a few attention layers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _KEYS = {
 
 
 class GraniteHybrid(Architecture):
-    """Granite's multipliers; no positions where layers are Mamba's; a shared expert beside the others, or alone."""
+    """Granite's multipliers; usually no RoPE; a shared expert with the routed ones, or alone."""
 
     name = "granitemoehybrid"
     label = "Granite 4"

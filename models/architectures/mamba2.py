@@ -1,4 +1,4 @@
-"""What the hybrids with Mamba-2 layers have in common: keys of both containers, names of tensors, checks."""
+"""Shared code of the hybrids with Mamba-2 layers: keys of both containers, tensor names, checks."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ GGUF_MAMBA = GGUF_LAYER | {
     "mamba.D": "ssm_d",
     "mamba.dt_bias": "ssm_dt.bias",
 }
-MAMBA, ATTENTION = ("linear_attention", "mamba"), ("full_attention", "attention")  # what files call the kinds of layers
+MAMBA, ATTENTION = ("linear_attention", "mamba"), ("full_attention", "attention")  # names of the layer kinds in files
 
 
 def mamba_of_hf(config: Config, names: dict[str, str], inner: int | None = None, **changes: Any) -> Mamba2:
-    """`names`: the family's keys of num_heads, head_dim, num_groups, state_size and conv_width.
+    """Read the facts; `names` are the family's keys of num_heads, head_dim, num_groups, state_size and conv_width.
 
-    inner   what heads of their size must make together, where the file states that, too
+    inner   expected num_heads * head_dim, if the file states it
     """
     keys = config.keys
     limits = {"conv_width": (2, MAX_CONV), "num_heads": (1, MAX_HEADS), "num_groups": (1, MAX_HEADS)}
@@ -42,7 +42,7 @@ def mamba_of_hf(config: Config, names: dict[str, str], inner: int | None = None,
 
 
 def mamba_of_gguf(config: GgufConfig) -> Mamba2:
-    """By the keys that all of llama.cpp's recurrent models have."""
+    """Read the facts from the keys that all of llama.cpp's recurrent models share."""
     keys = config.keys
     heads = keys.integer("ssm.time_step_rank", 1, MAX_HEADS)
     inner = keys.integer("ssm.inner_size", 1, MAX_HEADS * MAX_HEAD_DIM)
@@ -63,7 +63,7 @@ def mamba_of_gguf(config: GgufConfig) -> Mamba2:
 
 
 def no_rope(config: Config) -> RopeFacts:
-    """Attention without positions, whatever the file says of a rotation."""
+    """No RoPE, even if the file describes one."""
     return RopeFacts(10_000.0, config.head_dim, "off")
 
 
@@ -79,7 +79,7 @@ def _checked(found: Mamba2, keys: Fields, key: str) -> Mamba2:
 
 
 def _steps(keys: Fields) -> tuple[float, float] | None:
-    """`time_step_limit`; None where it cuts off nothing. transformers 5 writes infinity as an object."""
+    """`time_step_limit`; None if it has no effect. transformers 5 writes infinity as an object."""
     stated = keys.raw("time_step_limit")
     if stated is None:
         return None

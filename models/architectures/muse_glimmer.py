@@ -1,4 +1,4 @@
-"""Muse Glimmer: gated attention, four norms a layer; three of four layers see a window, and only those turn."""
+"""Muse Glimmer: gated attention, four norms per layer; three of four layers have a window, and only those have RoPE."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FULL_EVERY, LOGIT_CAP = 4, 20.0  # counted from the last layer
 
 
 class MuseGlimmer(Architecture):
-    """Rows of the embedding are normed; queries and keys, too, without weights; the last norm has no 1 added."""
+    """Embedding rows, queries and keys are normed without weights; the final norm's weight has no offset."""
 
     name = "muse_glimmer"
     label = "Muse Glimmer (text)"

@@ -1,7 +1,7 @@
-"""What one of several ranks holds of a model: the facts of its layers, and where the stored modules are cut. No torch.
+"""How a model is split across ranks: the facts of a rank's layers, and its slices of the stored modules. No torch.
 
-A rank has some of the heads of every mixer and some of the inner values of every feed-forward layer. It reads rows of
-what makes them and columns of what takes them back, and the ranks add up what these give.
+With tensor parallelism a rank has some of the heads of every mixer and some of the inner values of every feed-forward
+layer: rows of the input projections and columns of the output projections, whose results the ranks add up.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from .mixers import EXPANDED, Attention, GatedDelta, LatentAttention, Mamba2, Sh
 from .model import OpenModel
 
 MOST_RANKS = 8
-WIDEST_UNIT = 256  # inner values are cut at multiples of it where that is even: of all groups and blocks there are
+WIDEST_UNIT = 256  # split inner values at multiples of this if that is even: a multiple of every group and block size
 Ranges = tuple[range, ...]
 
 
 @dataclass(frozen=True)
 class Share:
-    """One of several processes that compute a model together.
+    """One rank's share of a model that several processes run together.
 
-    split  tensor: it has a part of every layer; layers: it has layers `span` whole
+    split  tensor: it has a part of every layer; layers: it has the whole layers in `span`
     """
 
     rank: int = 0
@@ -39,13 +39,13 @@ class Share:
 
 @dataclass(frozen=True)
 class Cut:
-    """A rank's part of a stored module, or of a vector.
+    """A rank's slice of a stored module or vector.
 
     shape      of the whole
-    rows       those it has; () for all
-    columns    of all ranks; () where each has all. They add up what their products give
-    adds_bias  of what is added up one adds the bias
-    module     what it is a part of, where that has another name
+    rows       this rank's rows; () for all
+    columns    the columns of all ranks, whose results are summed; () if each rank has all columns
+    adds_bias  whether this rank adds the bias; one rank does in a sum
+    module     the name of the whole, if it differs
     """
 
     shape: tuple[int, ...]
@@ -57,15 +57,15 @@ class Cut:
 
 @dataclass(frozen=True)
 class Shard:
-    """What a rank holds: `cuts` by canonical name, of modules and of vectors; what is not there it has whole."""
+    """A rank's part of a model. `cuts`: its slices by canonical name of module or vector; all others it has whole."""
 
     facts: ModelFacts
     cuts: Mapping[str, Cut] = field(default_factory=dict)
-    vocabulary: tuple[range, ...] = ()  # rows of embedding and head, of every rank
+    vocabulary: tuple[range, ...] = ()  # rows of embedding and head, for every rank
 
 
 def pieces(count: int, world: int, unit: int = 1) -> tuple[range, ...]:
-    """`count` things in `world` runs that begin at multiples of `unit`, as equal as can be, the longer ones first."""
+    """Split `count` into `world` ranges that start at multiples of `unit`, as evenly as possible, longer ones first."""
     units = -(-count // unit)
     share, more = divmod(units, world)
     starts = [unit * (rank * share + min(rank, more)) for rank in range(world)]
@@ -73,16 +73,16 @@ def pieces(count: int, world: int, unit: int = 1) -> tuple[range, ...]:
 
 
 def inner_pieces(count: int, world: int, unit: int) -> tuple[range, ...]:
-    """As `pieces`: even ones at the widest multiples of `unit`, which must divide `count` or be 1."""
+    """Like `pieces`, but evenly at the widest multiples of `unit` if possible; `unit` must divide `count` or be 1."""
     wider = (unit * 2**n for n in range(9, -1, -1))
     even = (size for size in wider if size <= max(unit, WIDEST_UNIT) and count % (size * world) == 0)
     return pieces(count, world, next(even, unit))
 
 
 def head_pieces(heads: int, kv_heads: int, world: int) -> tuple[tuple[range, range], ...]:
-    """(query heads, the key-value heads they read) of each rank; () where it cannot be.
+    """(query heads, their KV heads) of each rank; () if the heads cannot be split that way.
 
-    More ranks than key-value heads share these: each keeps a copy.
+    If there are more ranks than KV heads, several ranks keep a copy of the same KV head.
     """
     ratio = heads // kv_heads
     if world <= kv_heads:
@@ -104,7 +104,7 @@ def _moved(one: range, by: int) -> range:
 
 
 def refusal(facts: ModelFacts, world: int) -> str:
-    """Why a model cannot be divided among so many ranks; nothing where it can."""
+    """Why a model cannot be split across `world` ranks; "" if it can."""
     for layer, _ in facts.kinds:
         found = _mixer_refusal(layer.mixer, world)
         inner = [] if layer.ffn is None else [layer.ffn.inner, getattr(layer.ffn, "shared_inner", 0)]
@@ -145,7 +145,7 @@ def is_even(facts: ModelFacts, world: int) -> bool:
 
 
 def check_world(facts: ModelFacts, world: int) -> None:
-    """Raise ConfigError with the numbers that can be."""
+    """Raise ConfigError, with the numbers of ranks that work, if `world` does not."""
     found = refusal(facts, world)
     if not found:
         return
@@ -159,12 +159,12 @@ def check_world(facts: ModelFacts, world: int) -> None:
 
 
 def _worlds(facts: ModelFacts) -> list[str]:
-    """Numbers of ranks that can divide a model."""
+    """The numbers of ranks across which a model can be split."""
     return [str(n) for n in range(2, MOST_RANKS + 1) if not refusal(facts, n)]
 
 
 def check_span(facts: ModelFacts, span: tuple[int, int]) -> None:
-    """Raise ConfigError where one of these layers needs what another rank has."""
+    """Raise ConfigError if one of these layers needs data of another rank."""
     hint = "use --split tensor, or one GPU" if _worlds(facts) else "use one GPU"
     if facts.inputs is not None:
         raise ConfigError(f"split layers: all layers of {facts.name} need its per-layer embeddings", hint)
@@ -176,7 +176,7 @@ def check_span(facts: ModelFacts, span: tuple[int, int]) -> None:
 
 
 def column_unit(checkpoint: OpenModel, module: str) -> int:
-    """How many inputs of a stored module share a scale or a block, as its format says."""
+    """How many inputs of a stored module share a scale or a block in its format."""
     stored = checkpoint.formats[checkpoint.names.source(module)]
     if stored.kind == "gguf":
         blocks = {name: size for name, size, _ in TENSOR_TYPES.values()}
@@ -185,13 +185,13 @@ def column_unit(checkpoint: OpenModel, module: str) -> int:
         scales = checkpoint.tensors[f"{checkpoint.names.source(module)}.{stored.params['scale']}"].shape
         return 128 if len(scales) > 1 and scales[1] > 1 else 1
     size = int(stored.params.get("group_size", {"nvfp4": 16, "mxfp4": 32, "mxfp8": 32}.get(stored.kind, 1)))
-    return 2 if size == stored.shape[1] else size  # one scale a row
+    return 2 if size == stored.shape[1] else size  # one scale per row
 
 
 def shard(facts: ModelFacts, share: Share, unit_of: Callable[[str], int] = lambda module: 1) -> Shard:
-    """What a rank holds. Raises ConfigError.
+    """A rank's part of a model. Raises ConfigError if the model cannot be split.
 
-    unit_of  how many inputs of a module, by canonical name, share a scale: they stay together
+    unit_of  canonical module name -> how many inputs share a scale and must stay together
     """
     facts = without_predictor(facts)
     if share.split == "layers":
@@ -218,7 +218,7 @@ def shard(facts: ModelFacts, share: Share, unit_of: Callable[[str], int] = lambd
 
 
 def shard_facts(facts: ModelFacts, share: Share) -> ModelFacts:
-    """The facts of `shard`, with all inner values where they may be cut; its vocabulary is that of the whole."""
+    """The facts of `shard` without an open checkpoint: inner values may be split anywhere, the vocabulary is whole."""
     local = {id(kind): _layer(kind, facts.hidden_size, share, lambda module: 1)[0] for kind, _ in facts.kinds}
     return replace(facts, layers=tuple(local[id(layer)] for layer in facts.layers))
 
@@ -365,7 +365,7 @@ _MIXERS: dict[type, Callable[[Any, int, Share], tuple[Any, dict[str, Cut]]]] = {
 def _fed(
     start: str, inputs: Iterable[str], shapes: Mapping[str, tuple[int, ...]], ranks: Sequence[range], share: Share
 ) -> dict[str, Cut]:
-    """The cuts of one feed-forward layer; a module that holds gate and up has them one after the other."""
+    """The cuts of one feed-forward layer; a fused module has gate first, then up."""
     own, inner = ranks[share.rank], ranks[-1].stop
     rows = {start + name: [own, _moved(own, inner)] if "gate_up" in name else [own] for name in inputs}
     down = f"{start}down_proj"
@@ -403,7 +403,7 @@ def _inner(count: int, share: Share, unit: int) -> tuple[range, ...]:
 
 
 def spans(sizes: Sequence[int], room: Sequence[float]) -> tuple[tuple[int, int], ...]:
-    """Consecutive layers of `sizes` bytes for ranks with so much room: each has at least one, shares as of the room."""
+    """Split layers of `sizes` bytes into consecutive spans, at least one layer per rank, in proportion to `room`."""
     world, whole = len(room), sum(sizes) or 1
     if len(sizes) < world:
         what = f"the model has {len(sizes)} layers, fewer than the {world} ranks"
