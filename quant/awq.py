@@ -35,7 +35,7 @@ def unpack_gemv_fast(words: Tensor) -> Tensor:
 
 
 def load_gemm(module: WeightReader, params: dict) -> Weight:
-    """AWQ `version: gemm`, nearly all files."""
+    """AWQ `version: gemm`, used by nearly all files."""
     n, k = module.shape
     words = module.get("qweight", ("I32",), (k, n // 8))
     groups = -(-k // params["group_size"])
@@ -48,7 +48,7 @@ def load_gemm(module: WeightReader, params: dict) -> Weight:
 
 
 def load_gemv(module: WeightReader, params: dict) -> Weight:
-    """AWQ `version: gemv`; only the config knows the group size, scales and zeros being padded."""
+    """AWQ `version: gemv`; the group size comes from the config, because scales and zeros are padded."""
     n, k = module.shape
     groups = -(-k // params["group_size"])
     words = module.get("qweight", ("I32",), (n, k // 8))

@@ -1,4 +1,4 @@
-"""INT8 weights, row-scaled: compressed-tensors `int-quantized`, ModelOpt SmoothQuant. Run as W8A16.
+"""INT8 weights with per-row scales: compressed-tensors `int-quantized`, ModelOpt SmoothQuant. Run as W8A16.
 
 weight         I8 [N, K]
 weight_scale   [N, 1] | [N] | [1] | []

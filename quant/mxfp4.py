@@ -12,7 +12,7 @@ from .stored import WeightReader
 
 
 def load_mxfp4(module: WeightReader, params: dict) -> Weight:
-    """One linear layer."""
+    """Load one linear layer."""
     n, k = module.shape
     if k % 32:
         raise BadModelFile(f"{module.prefix} has {k} inputs, MXFP4 needs a multiple of 32")
