@@ -92,8 +92,8 @@ def hessians(source: OpenModel, sequences: Sequence[Sequence[int]], device: str 
             layer, of_layer = load_layer(loading, index), facts.layers[index]
             table = rotations[of_layer.mixer.rope] if isinstance(of_layer.mixer, Attention) else None
             seen: Seen = {}
-            mixer = layer.mixer and _watched(layer.mixer, _modules(of_layer.mixer), seen)
-            watched = DecoderLayer(mixer, layer.ffn and _watched_ffn(layer.ffn, of_layer.ffn, seen))
+            mixer = layer.mixer and _observed(layer.mixer, _modules(of_layer.mixer), seen)
+            watched = DecoderLayer(mixer, layer.ffn and _observed_ffn(layer.ffn, of_layer.ffn, seen))
             for stream in streams:
                 pages = _pages(watched.mixer, of_layer, stream) if table is not None else None
                 stream.x = _run(watched, of_layer.mixer, stream, index, table, pages)
@@ -117,7 +117,7 @@ def _streams(loading: Loading, sequences: Sequence[Sequence[int]]) -> Iterator[_
         yield _Stream(x, embedding.layer_inputs(ids, x))
 
 
-def _watched(weights: Any, modules: Mapping[str, tuple[str, ...]], seen: Seen) -> Any:
+def _observed(weights: Any, modules: Mapping[str, tuple[str, ...]], seen: Seen) -> Any:
     """The same weights with products that record their inputs in `seen`.
 
     modules   field of the weights -> the modules that share its input
@@ -126,12 +126,12 @@ def _watched(weights: Any, modules: Mapping[str, tuple[str, ...]], seen: Seen) -
     return replace(weights, **{name: Observed(getattr(weights, name), into) for name, into in sums.items()})
 
 
-def _watched_ffn(weights: Any, facts: Dense | Experts | None, seen: Seen) -> Any:
+def _observed_ffn(weights: Any, facts: Dense | Experts | None, seen: Seen) -> Any:
     if weights.input is not None:
         own = {"gate": ("per_layer_input_gate",), "projection": ("per_layer_projection",)}
-        weights = replace(weights, input=_watched(weights.input, own, seen))
+        weights = replace(weights, input=_observed(weights.input, own, seen))
     if isinstance(facts, Dense):
-        return _watched(weights, {"gate_up": facts.inputs, "down": ("mlp.down_proj",)}, seen)
+        return _observed(weights, {"gate_up": facts.inputs, "down": ("mlp.down_proj",)}, seen)
     assert facts is not None
     every = range(facts.num_experts)
     first = tuple(f"mlp.experts.{expert}.{name}" for expert in every for name in facts.inputs)
@@ -148,7 +148,7 @@ def _watched_ffn(weights: Any, facts: Dense | Experts | None, seen: Seen) -> Any
     if facts.shared_inner:
         others["shared_gate_up"] = tuple(f"mlp.shared_expert.{name}" for name in facts.shared_inputs)
         others["shared_down"] = ("mlp.shared_expert.down_proj",)
-    return _watched(weights, others, seen)
+    return _observed(weights, others, seen)
 
 
 def _modules(facts: Paged | Stateful | None) -> dict[str, tuple[str, ...]]:
@@ -178,22 +178,22 @@ def _run(
         if layer.mixer.streams is not None:
             assert isinstance(ffn, MlpWeights) and ffn.input is not None and stream.inputs is not None
             streams, x, added = REFERENCES["streams_in"](x, layer.mixer)
-            attended = _attended(layer.mixer, x, table, bounds, pages)
+            attended = _attention(layer.mixer, x, table, bounds, pages)
             x = REFERENCES["mlp"](joined(REFERENCES["attn_out"](attended, x, layer.mixer), added), ffn)
             return REFERENCES["streams_out"](streams, x, layer.mixer.streams, ffn.input, stream.inputs[:, index])
-        attended = _attended(layer.mixer, x, table, bounds, pages)
+        attended = _attention(layer.mixer, x, table, bounds, pages)
         if layer.mixer.parallel:
-            return REFERENCES["attn_out"](attended, _fed(ffn, stream, x, index), layer.mixer)
+            return REFERENCES["attn_out"](attended, _feed_forward(ffn, stream, x, index), layer.mixer)
         x = REFERENCES["attn_out"](attended, x, layer.mixer)
     elif layer.mixer is not None:
         assert isinstance(facts, Stateful)
         states = StateGroup((0,), facts.conv_shape, facts.state_shape)
         kept = KVCache((), (), device=x.device, states=[states], num_slots=1).layers[0]
         x = REFERENCES[STATEFUL[type(layer.mixer)]](x, layer.mixer, kept, bounds[:1].long(), bounds)
-    return _fed(ffn, stream, x, index)
+    return _feed_forward(ffn, stream, x, index)
 
 
-def _fed(ffn: Any, stream: _Stream, x: Tensor, index: int) -> Tensor:
+def _feed_forward(ffn: Any, stream: _Stream, x: Tensor, index: int) -> Tensor:
     """`x` after the feed-forward layer."""
     if ffn is None:
         return x
@@ -215,7 +215,7 @@ def _pages(attention: Any, facts: LayerFacts, stream: _Stream) -> KVPages:
     return pages
 
 
-def _attended(attention: AttentionWeights, x: Tensor, table: RopeTable, bounds: Tensor, pages: KVPages) -> Tensor:
+def _attention(attention: AttentionWeights, x: Tensor, table: RopeTable, bounds: Tensor, pages: KVPages) -> Tensor:
     length, device = x.shape[0], x.device
     positions = torch.arange(length, device=device)
     cos, sin = table.rows(positions, length)

@@ -167,7 +167,9 @@ def _attention(layer: LayerReader, facts: Attention) -> AttentionWeights:
 
     return AttentionWeights(
         norm=layer.norm_if(layer.norms.before_mixer),
-        qkv=layer.gated(facts) if facts.gate == "apart" else _in_file_order(layer.linear("qkv", *facts.inputs), facts),
+        qkv=layer.gated(facts)
+        if facts.gate == "apart"
+        else _with_file_order(layer.linear("qkv", *facts.inputs), facts),
         **layer.joined("o", "self_attn.o_proj"),
         num_heads=facts.num_heads,
         num_kv_heads=facts.num_kv_heads,
@@ -203,7 +205,7 @@ def _temperature(layer: LayerReader, facts: Attention | LatentAttention) -> tupl
     return facts.temperature if facts.temperature and longest > facts.temperature[1] else None
 
 
-def _in_file_order(qkv: Linear, facts: Attention) -> Linear:
+def _with_file_order(qkv: Linear, facts: Attention) -> Linear:
     """Record the row order of queries and keys if the file permutes them."""
     if not facts.rope.permuted:
         return qkv

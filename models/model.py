@@ -99,7 +99,7 @@ class Model:
         self.predictor: Predictor | None = None  # MTP head, set by the loader
         self.projections: Sequence[tuple[Tensor, Tensor | None, str]] = ()  # applied to pooled vectors
         self._ropes = tuple(ropes)
-        self._seen, views = layer_views(facts)
+        self._view_keys, views = layer_views(facts)
         self.adapters: Adapters | None = None  # adapter slots, created with the first adapter
         self._span = slice(*span) if span is not None else slice(None)
         self._calls: tuple[LayerCall, ...] = tuple(
@@ -118,11 +118,11 @@ class Model:
         x = self.embedded(batch)
         inputs = self.embedding.layer_inputs(self._ids_for_layers(batch), x)
         rows = batch.logits_indices
-        wanted = None if every_row or rows.shape[0] == x.shape[0] else rows  # they are in order
+        wanted = None if every_row or rows.shape[0] == x.shape[0] else rows  # rows are ascending: equal counts mean all
         calls = self._layers(batch, every_row) if num_layers is None else self._calls[:num_layers]
-        return self._decoded(x, calls, cache, batch, wanted, inputs)
+        return self._run_layers(x, calls, cache, batch, wanted, inputs)
 
-    def _decoded(
+    def _run_layers(
         self,
         x: Tensor,
         calls: tuple[LayerCall, ...],
@@ -145,14 +145,16 @@ class Model:
             for number in range(first, min(len(vision.taps), first + len(calls))):
                 # lists: kernels cache what they derive from a tuple of layers
                 one = list(calls[:1]), list(kept[:1])
-                x = self._with_deeper(decoder(x, *one, views, *lens, None, batch.slots, inputs, **apart), batch, number)
+                x = self._add_deepstack(
+                    decoder(x, *one, views, *lens, None, batch.slots, inputs, **apart), batch, number
+                )
                 calls, kept = calls[1:], kept[1:]
             if not calls:
                 return x if wanted is None else x[wanted]
             calls, kept = list(calls), list(kept)  # type: ignore[assignment]
         return decoder(x, calls, kept, views, *lens, wanted, batch.slots, inputs, **apart)
 
-    def _with_deeper(self, x: Tensor, batch: ForwardBatch, number: int) -> Tensor:
+    def _add_deepstack(self, x: Tensor, batch: ForwardBatch, number: int) -> Tensor:
         """Add the images' DeepStack vectors for layer `number` to x, in place."""
         size = x.shape[1]
         for image in batch.images:
@@ -221,7 +223,7 @@ class Model:
     def _views(self, batch: ForwardBatch, rotations: Sequence[tuple[Tensor, Tensor]]) -> list[View]:
         return [
             (*rotations[rope], batch.groups[group].block_table, batch.groups[group].slot_mapping)
-            for group, rope in self._seen
+            for group, rope in self._view_keys
         ]
 
     def logits(self, hidden: Tensor) -> Tensor:

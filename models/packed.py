@@ -79,7 +79,7 @@ class Packed:
                 self.note = f"the repacked weights in {path} are rebuilt: the file {error}"
         self.writes = True
 
-    def _pass_over(self, error: Unusable) -> None:
+    def _give_up(self, error: Unusable) -> None:
         said = f"the repacked weights are not saved, so the next start takes longer: {self._path} {error}"
         log.info("%s", said)
         if self._is_asked:
@@ -141,7 +141,7 @@ class Packed:
                 self._entries.setdefault(key, []).append(entry)
             writer.finish({"layout": layout_name(), "files": self._files, "entries": self._entries})
         except Unusable as error:
-            self._pass_over(error)
+            self._give_up(error)
         self.close()
         return True
 

@@ -52,9 +52,9 @@ class ParallelModel(Model):
         self.ranks = ranks
         self.lead: Lead | None = None  # of rank 0
         self.on_lost: Callable[[Exception], None] | None = None  # called when a rank dies
-        self._in_stages = ranks.share.split == "layers"
+        self._splits_layers = ranks.share.split == "layers"
         own = range(*ranks.span(self.facts.num_layers))
-        self.groups = tuple(_of_layers(group, own) for group in self.groups)
+        self.groups = tuple(_own_layers(group, own) for group in self.groups)
         self.states = tuple(replace(one, layers=tuple(n for n in one.layers if n in own)) for one in self.states)
 
     # --- calls on all ranks ------------------------------------------------------------------------------------------
@@ -62,31 +62,31 @@ class ParallelModel(Model):
     def forward(
         self, batch: ForwardBatch, cache: KVCache, num_layers: int | None = None, every_row: bool = False
     ) -> Tensor:
-        with self._together("forward", batch, num_layers=num_layers, every_row=every_row):
-            if not self._in_stages:
+        with self._joint_call("forward", batch, num_layers=num_layers, every_row=every_row):
+            if not self._splits_layers:
                 return super().forward(batch, cache, num_layers, every_row)
-            return self._staged(batch, cache, num_layers, every_row)
+            return self._run_stages(batch, cache, num_layers, every_row)
 
     def step(self, batch: ForwardBatch, cache: KVCache, finds_best: bool = False) -> Stepped:
-        if self._in_stages:
+        if self._splits_layers:
             hidden = self.forward(batch, cache)
             return hidden, self.table.head(hidden, self.head), None
-        with self._together("step", batch):
+        with self._joint_call("step", batch):
             return super().step(batch, cache)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        if self._in_stages:
+        if self._splits_layers:
             return super().logits(hidden)
-        with self._together("logits", rows=hidden.shape[0]):
+        with self._joint_call("logits", rows=hidden.shape[0]):
             return super().logits(self.ranks.told(hidden.contiguous()))
 
     def new_cache(
         self, num_pages: Sequence[int], page_size: int, kv_format: str, device: torch.device, num_slots: int = 0
     ) -> KVCache:
         formats = {"page_size": page_size, "kv_format": kv_format, "num_slots": num_slots}
-        with self._together("cache", None, num_pages=list(num_pages), **formats):
+        with self._joint_call("cache", None, num_pages=list(num_pages), **formats):
             given = self.groups, num_pages, page_size, kv_format, device, self.states, num_slots
-            return _ToldCache(*given, num_layers=self.facts.num_layers).by(self)
+            return _MirroredCache(*given, num_layers=self.facts.num_layers).by(self)
 
     def forget_pages(self) -> None:
         if self.lead is not None:
@@ -107,7 +107,7 @@ class ParallelModel(Model):
             "use --tensor-parallel 1 with adapters",
         )
 
-    def _staged(self, batch: ForwardBatch, cache: KVCache, num_layers: int | None, every_row: bool) -> Tensor:
+    def _run_stages(self, batch: ForwardBatch, cache: KVCache, num_layers: int | None, every_row: bool) -> Tensor:
         ranks, share = self.ranks, self.ranks.share
         count, rows = batch.positions.shape[0], batch.logits_indices
         wanted = None if every_row or rows.shape[0] == count else rows
@@ -117,7 +117,7 @@ class ParallelModel(Model):
         if share.rank and not alone:
             ranks.passed_on(x, share.rank - 1, share.rank)
         calls = self._calls if num_layers is None else self._calls[: max(num_layers, self.num_kinds)]
-        x = self._decoded(x, calls, cache, batch, wanted if last or alone else None, None)
+        x = self._run_layers(x, calls, cache, batch, wanted if last or alone else None, None)
         if alone:
             return x
         if not last:
@@ -127,7 +127,7 @@ class ParallelModel(Model):
         return result
 
     @contextmanager
-    def _together(self, do: str, batch: ForwardBatch | None = None, **given: Any) -> Iterator[None]:
+    def _joint_call(self, do: str, batch: ForwardBatch | None = None, **given: Any) -> Iterator[None]:
         if self.lead is None:
             yield
             return
@@ -135,8 +135,8 @@ class ParallelModel(Model):
             if batch is None:
                 self.lead.tell({"do": do, **given})
             else:
-                self.lead.tell({"do": do, **given, **_described(batch)})
-                _tell_tensors(batch, self.ranks)
+                self.lead.tell({"do": do, **given, **_description(batch)})
+                _send_tensors(batch, self.ranks)
             yield
         except Exception as error:
             raise self.lead.lost(error) from error
@@ -146,15 +146,15 @@ def _empty(count: int, hidden: int, dtype: torch.dtype, device: torch.device) ->
     return torch.empty(count, hidden, dtype=dtype, device=device)
 
 
-def _of_layers(group: CacheGroup, own: range) -> CacheGroup:
+def _own_layers(group: CacheGroup, own: range) -> CacheGroup:
     readers = {reader: source for reader, source in group.readers.items() if reader in own}
     return replace(group, layers=tuple(layer for layer in group.layers if layer in own), readers=readers)
 
 
-class _ToldCache(KVCache):
+class _MirroredCache(KVCache):
     """The pages of one rank; the other ranks repeat every change that rank 0 makes."""
 
-    def by(self, model: ParallelModel) -> _ToldCache:
+    def by(self, model: ParallelModel) -> _MirroredCache:
         self._model = model
         return self
 
@@ -193,7 +193,7 @@ def _integers(batch: ForwardBatch) -> list[Tensor | None]:
     return [batch.token_ids, batch.positions, *lens, batch.logits_indices, batch.slots, batch.image_positions, *groups]
 
 
-def _described(batch: ForwardBatch) -> Message:
+def _description(batch: ForwardBatch) -> Message:
     tensors = _integers(batch)
     return {
         "query_lens": batch.query_lens,
@@ -204,13 +204,13 @@ def _described(batch: ForwardBatch) -> Message:
     }
 
 
-def _tell_tensors(batch: ForwardBatch, ranks: Ranks) -> None:
+def _send_tensors(batch: ForwardBatch, ranks: Ranks) -> None:
     ranks.told(torch.cat([one.flatten().long() for one in _integers(batch) if one is not None]))
     for image in batch.images:
         ranks.told(image.vectors.float().contiguous())
 
 
-def _heard(message: Message, ranks: Ranks, device: torch.device) -> ForwardBatch:
+def _received(message: Message, ranks: Ranks, device: torch.device) -> ForwardBatch:
     """The batch that rank 0 describes, with its tensors received by broadcast."""
     shapes: list[list[int] | None] = message["shapes"]
     sizes = [0 if shape is None else math.prod(shape) for shape in shapes]
@@ -305,7 +305,7 @@ class Follower:
             model.logits(torch.empty(size, dtype=model.embedding.dtype, device=device))
         elif do in ("forward", "step"):
             assert self._cache is not None
-            batch = _heard(message, model.ranks, device)
+            batch = _received(message, model.ranks, device)
             if do == "step":
                 model.step(batch, self._cache)
             else:

@@ -72,18 +72,18 @@ class Tower:
         rows = given.view(facts.side, size, facts.side, size, 3).permute(0, 2, 4, 1, 3).reshape(facts.side**2, -1)
         x = (functional.linear(rows, self.patches, self.patch_bias) + self.positions).to(self.dtype)
         for layer in self.layers:
-            x = x + layer.out(self._attended(layer.qkv(layer.norm1(x, facts.eps))))
+            x = x + layer.out(self._attention(layer.qkv(layer.norm1(x, facts.eps))))
             inner = layer.fc1(layer.norm2(x, facts.eps))
             x = x + layer.fc2(functional.gelu(inner, approximate="tanh"))
-        return self._projected(self.last_norm(x, facts.eps))
+        return self._project(self.last_norm(x, facts.eps))
 
-    def _attended(self, qkv: Tensor) -> Tensor:
+    def _attention(self, qkv: Tensor) -> Tensor:
         """[patches, 3 * hidden] -> [patches, hidden]"""
         q, k, v = qkv.view(qkv.shape[0], 3, self.facts.num_heads, -1).permute(1, 2, 0, 3)
         mixed = functional.scaled_dot_product_attention(q[None], k[None], v[None])[0]
         return mixed.transpose(0, 1).reshape(qkv.shape[0], -1)
 
-    def _projected(self, x: Tensor) -> Tensor:
+    def _project(self, x: Tensor) -> Tensor:
         side, across = self.facts.side, math.isqrt(self.facts.tokens)
         step = side // across
         pooled = x.float().view(across, step, across, step, -1).mean((1, 3)).flatten(0, 1)
@@ -107,7 +107,7 @@ class Parts:
         self.dtype: torch.dtype = getattr(torch, reader.options.dtype)
 
     def tensor(self, name: str) -> Tensor:
-        """float32"""
+        """Read a tensor as float32."""
         return self._reader.tensor(name, self._vectors[name])
 
     def norm(self, name: str) -> AnyNorm:
@@ -116,7 +116,7 @@ class Parts:
         return LayerNorm(weight, self.tensor(bias)) if bias in self._vectors else RmsNorm(weight)
 
     def linear(self, *names: str) -> Linear:
-        """Modules with the same input, as one."""
+        """Read modules that share their input as one."""
         return self._reader.linear("vision", names, [self._linears[name] for name in names])
 
 

@@ -62,15 +62,15 @@ class GridTower:
             x += self._by_square(at.permute(1, 2, 0))
         del given, squares, patches
         x = x.to(self.dtype)
-        cos, sin = self._turns(rows, columns)
+        cos, sin = self._rotations(rows, columns)
         order, windows = self._windows(rows // merge, columns // merge)
         if order is not None:
             x, cos, sin = (one.view(-1, merge**2, *one.shape[1:])[order].flatten(0, 1) for one in (x, cos, sin))
         deep = []
         for index, layer in enumerate(self.layers):
             seen = [(1, x.shape[0])] if order is None or index in facts.whole else windows
-            x = x + layer.out(self._attended(layer.qkv(layer.norm1(x, facts.eps)), cos, sin, seen))
-            x = x + layer.fc2(self._activated(layer.fc1(layer.norm2(x, facts.eps))))
+            x = x + layer.out(self._attention(layer.qkv(layer.norm1(x, facts.eps)), cos, sin, seen))
+            x = x + layer.fc2(self._activation(layer.fc1(layer.norm2(x, facts.eps))))
             if index in self.deep:
                 deep.append(self.deep[index](x, facts))
         vectors = torch.cat([self.merger(x, facts), *deep], -1)
@@ -95,7 +95,7 @@ class GridTower:
                     sizes.append((parts.shape[0] * parts.shape[1], high * wide * self.facts.merge**2))
         return torch.cat(order), sizes
 
-    def _activated(self, inner: Tensor) -> Tensor:
+    def _activation(self, inner: Tensor) -> Tensor:
         if not self.facts.gated:
             return functional.gelu(inner, approximate="tanh")
         gate, up = inner.chunk(2, -1)
@@ -108,7 +108,7 @@ class GridTower:
         squares = values.reshape(rows // merge, merge, columns // merge, merge, -1)
         return squares.transpose(1, 2).reshape(rows * columns, -1)
 
-    def _turns(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    def _rotations(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines, each float32 [patches, 1, head_dim / 2]: half of the pairs by row, half by column."""
         half = self.facts.hidden // self.facts.num_heads // 2
         frequencies = inverse_frequencies(self.facts.theta, half).to(self.patches.device)
@@ -118,7 +118,7 @@ class GridTower:
         angles = self._by_square(torch.cat([by_row, by_column], -1))[:, None]
         return angles.cos(), angles.sin()
 
-    def _attended(self, qkv: Tensor, cos: Tensor, sin: Tensor, seen: list[tuple[int, int]]) -> Tensor:
+    def _attention(self, qkv: Tensor, cos: Tensor, sin: Tensor, seen: list[tuple[int, int]]) -> Tensor:
         """[patches, 3 * hidden] -> [patches, hidden]; `seen`: (count, patches each) of the windows in order."""
         q, k, v = qkv.view(qkv.shape[0], 3, self.facts.num_heads, -1).unbind(1)
         q, k = turned(q, cos, sin), turned(k, cos, sin)

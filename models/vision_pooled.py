@@ -74,9 +74,9 @@ class PooledTower:
         squares = _squares(given, facts.patch_size, facts.planar).to(self.dtype)
         x = (self.patches(squares).float() + places).to(self.dtype)
         del given, squares, places
-        turns = self._turns(rows, columns)
+        turns = self._rotations(rows, columns)
         for layer in self.layers:
-            mixed = layer.out(self._attended(layer, rms_norm(x, layer.norms[0], eps), turns))
+            mixed = layer.out(self._attention(layer, rms_norm(x, layer.norms[0], eps), turns))
             x = x + rms_norm(mixed, layer.norms[1], eps)
             normed = rms_norm(x, layer.norms[2], eps)
             inner = functional.gelu(layer.gate(normed), approximate="tanh").mul_(layer.up(normed))
@@ -86,9 +86,9 @@ class PooledTower:
         pooled = pooled * math.sqrt(facts.hidden)
         if self.standard is not None:
             pooled = (pooled - self.standard[0]) * self.standard[1]
-        return self.projection(_unweighted(pooled, eps).to(self.dtype))
+        return self.projection(_bare_norm(pooled, eps).to(self.dtype))
 
-    def _turns(self, rows: int, columns: int) -> tuple[tuple[Tensor, Tensor], ...]:
+    def _rotations(self, rows: int, columns: int) -> tuple[tuple[Tensor, Tensor], ...]:
         """Cosines and sines, each float32 [patches, 1, head_dim / 4]: by column, then by row."""
         frequencies = inverse_frequencies(self.facts.theta, self.facts.head_dim // 2).to(self.rows.device)
         down, along = (torch.arange(count, device=frequencies.device).float() for count in (rows, columns))
@@ -96,7 +96,7 @@ class PooledTower:
         angles = [(place[:, None] * frequencies)[:, None] for place in places]
         return tuple((angle.cos(), angle.sin()) for angle in angles)
 
-    def _attended(self, layer: PooledLayer, x: Tensor, turns: tuple[tuple[Tensor, Tensor], ...]) -> Tensor:
+    def _attention(self, layer: PooledLayer, x: Tensor, turns: tuple[tuple[Tensor, Tensor], ...]) -> Tensor:
         """[patches, hidden] -> [patches, heads * head_dim]; half of a head rotates by column, half by row."""
         facts = self.facts
         q, k, v = (one(x).unflatten(-1, (-1, facts.head_dim)) for one in (layer.q, layer.k, layer.v))
@@ -105,7 +105,7 @@ class PooledTower:
             torch.cat([turned(half, *turn) for half, turn in zip(one.chunk(2, -1), turns, strict=True)], -1)
             for one in (q, k)
         )
-        q, k, v = (one.transpose(0, 1)[None] for one in (q, k, _unweighted(v, facts.eps)))
+        q, k, v = (one.transpose(0, 1)[None] for one in (q, k, _bare_norm(v, facts.eps)))
         grouped = facts.num_heads != facts.num_kv_heads
         mixed = functional.scaled_dot_product_attention(q, k, v, scale=1.0, enable_gqa=grouped)
         return mixed[0].transpose(0, 1).flatten(1)
@@ -143,7 +143,7 @@ class Patches:
         x = self.dense(self.first(given, PATCH_EPS).to(self.dtype)).float()
         places = (self.rows[:rows, None] + self.columns[:columns]).flatten(0, 1)
         x = self.last(self.second(x, PATCH_EPS) + places, PATCH_EPS)
-        return self.projection(_unweighted(x, self.facts.eps).to(self.dtype))
+        return self.projection(_bare_norm(x, self.facts.eps).to(self.dtype))
 
     @property
     def nbytes(self) -> int:
@@ -162,7 +162,7 @@ def _squares(pixels: Tensor, size: int, planar: bool = False) -> Tensor:
     return pixels.view(rows, size, columns, size, 3).permute(order).reshape(rows * columns, -1)
 
 
-def _unweighted(x: Tensor, eps: float) -> Tensor:
+def _bare_norm(x: Tensor, eps: float) -> Tensor:
     return rms_norm(x, torch.ones(x.shape[-1], device=x.device), eps)
 
 

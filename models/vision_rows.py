@@ -59,9 +59,9 @@ class RowTower:
         squares = given.view(rows, size, columns, size, 3).permute(0, 2, 4, 1, 3).reshape(rows * columns, -1)
         x = rms_norm(functional.linear(squares, self.patches).to(self.dtype), self.first_norm, EPS)
         del given, squares
-        cos, sin = self._turns(rows, columns)
+        cos, sin = self._rotations(rows, columns)
         for layer in self.layers:
-            x = x + layer.out(self._attended(layer.qkv(rms_norm(x, layer.norm1, EPS)), cos, sin))
+            x = x + layer.out(self._attention(layer.qkv(rms_norm(x, layer.norm1, EPS)), cos, sin))
             gate, up = layer.gate_up(rms_norm(x, layer.norm2, EPS)).chunk(2, -1)
             x = x + layer.down(functional.silu(gate) * up)
         x = rms_norm(x, self.norm, facts.eps)
@@ -71,7 +71,7 @@ class RowTower:
         vectors = self.fc2(functional.gelu(self.fc1(merged)))
         return functional.pad(vectors.unflatten(0, (rows // merge, -1)), (0, 0, 0, 1)).flatten(0, 1)[:-1]
 
-    def _turns(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    def _rotations(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines, each float32 [patches, 1, head_dim / 2]: half of the pairs rotate by row with the even
         frequencies, half by column with the odd ones.
         """
@@ -83,7 +83,7 @@ class RowTower:
         angles = torch.cat([by_row, by_column], -1).flatten(0, 1)[:, None]
         return angles.cos(), angles.sin()
 
-    def _attended(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _attention(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[patches, 3 * hidden] -> [patches, hidden]"""
         q, k, v = qkv.view(qkv.shape[0], 3, self.facts.num_heads, -1).unbind(1)
         if self.facts.paired:  # a common permutation of queries and keys does not change their scores

@@ -110,7 +110,7 @@ def encode(weight: Tensor, target: Target, *, amax: float | None = None, hessian
         fitted = _fit(groups, None, target, alpha)
         codes = _codes(groups, fitted, target).flatten(-2)
     else:
-        codes, fitted = _carried(wide, hessian, target, alpha)
+        codes, fitted = _gptq(wide, hessian, target, alpha)
     scales = (fitted.scale if fitted.stored is None else fitted.stored).squeeze(-1)
     packed = pack_nibbles(codes)
     shape, group = (n, k), target.group_size
@@ -146,7 +146,7 @@ def _alpha(wide: Tensor, amax: float | None) -> float:
     return max(largest / (E2M1_MAX * E4M3_MAX), 1e-30)
 
 
-def _held(scale: Tensor, dtype: torch.dtype) -> Tensor:
+def _rounded(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Scales rounded to `dtype`, as float32; never zero, which would turn a group of zeros into NaN."""
     least = 2.0**-24 if dtype is torch.float16 else 1e-10  # the smallest positive half-precision number
     return scale.clamp(least, torch.finfo(dtype).max).to(dtype).float()
@@ -154,7 +154,7 @@ def _held(scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _int8(wide: Tensor, target: Target) -> Weight:
     k = wide.shape[1]
-    scale = _held(wide.abs().amax(-1, keepdim=True) / 127, target.scale_dtype).to(target.scale_dtype)
+    scale = _rounded(wide.abs().amax(-1, keepdim=True) / 127, target.scale_dtype).to(target.scale_dtype)
     codes = torch.round(wide / scale.float()).clamp(-127, 127).to(torch.int8)
     return Weight("int8", tuple(wide.shape), codes, scale, group_size=k)
 
@@ -220,9 +220,9 @@ def _fit_int4(groups: Tensor, importance: Tensor | None, target: Target) -> Fit:
     size = groups.abs().amax(-1, keepdim=True)
     for shrink in SHRINKS:
         if target.name == "int4-sym":
-            fits.append(Fit(_held(size * shrink / 7.5, target.scale_dtype)))
+            fits.append(Fit(_rounded(size * shrink / 7.5, target.scale_dtype)))
             continue
-        scale = _held((high - low) * shrink / 15, target.scale_dtype)
+        scale = _rounded((high - low) * shrink / 15, target.scale_dtype)
         fits.append(Fit(scale, torch.round(-low * shrink / scale).clamp_(0, 15)))
     best = _best(groups, fits, target, importance)
     return best._replace(stored=best.scale.to(target.scale_dtype))
@@ -245,7 +245,7 @@ def _fit_mxfp4(groups: Tensor) -> Fit:
     return Fit(torch.exp2(exponent), None, (exponent + 127).to(torch.uint8))
 
 
-def _carried(wide: Tensor, hessian: Tensor, target: Target, alpha: float) -> tuple[Tensor, Fit]:
+def _gptq(wide: Tensor, hessian: Tensor, target: Target, alpha: float) -> tuple[Tensor, Fit]:
     """GPTQ: quantize column by column, and compensate each column's error in the columns after it."""
     n, k = wide.shape
     group = target.group_size

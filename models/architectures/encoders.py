@@ -119,11 +119,11 @@ class Bert(Encoder):
         if act != "gelu" or kind != "absolute":
             raise config.unsupported(f"{config.source} with {act} and {kind} positions")
         offset = self.first_position(config)
-        return self.made(config, "layer_norm_eps", config.context, _still(config), _ungated(config), offset)
+        return self.made(config, "layer_norm_eps", config.context, _no_rope(config), _ungated(config), offset)
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         context = config.keys.integer("context_length", 1, MAX_CONTEXT)
-        return self.made(config, "attention.layer_norm_epsilon", context, _still(config), _ungated(config))
+        return self.made(config, "attention.layer_norm_epsilon", context, _no_rope(config), _ungated(config))
 
     def first_position(self, config: HfConfig) -> int:
         return 0
@@ -247,7 +247,7 @@ class ModernBert(Encoder):
         return NameMap(top, begin + "layers.{}.", MODERN_INNER, text=(begin,))
 
 
-def _still(config: Config) -> RopeFacts:
+def _no_rope(config: Config) -> RopeFacts:
     """No rotation."""
     return RopeFacts(10_000.0, config.head_dim, "off")
 

@@ -76,8 +76,8 @@ class Gemma3n(Architecture):
     def from_hf(self, config: HfConfig) -> ModelFacts:
         keys, num_layers = config.keys, config.num_layers
         rope, local, context = config.ropes(FULL_THETA, LOCAL_THETA)
-        shares = _of_layers(config, "activation_sparsity_pattern", (int, float), 0.0, 1.0 - 1e-6)
-        sizes = _of_layers(config, "intermediate_size", (int,), 1, MAX_HIDDEN * 4)
+        shares = _per_layer(config, "activation_sparsity_pattern", (int, float), 0.0, 1.0 - 1e-6)
+        sizes = _per_layer(config, "intermediate_size", (int,), 1, MAX_HIDDEN * 4)
         rows = keys.integer("vocab_size_per_layer_input", 1, MAX_VOCAB)
         stack = Stack(
             **_mixers(config, rope, local, keys.integer("altup_active_idx", 0, MOST_STREAMS, 0)),
@@ -134,7 +134,7 @@ def _mixers(config: Config, rope: RopeFacts, local: RopeFacts, computed: int) ->
     return {"full": full, "narrow": replace(full, rope=local)}
 
 
-def _of_layers(config: HfConfig, key: str, kinds: tuple[type, ...], low: float, high: float) -> list[Any]:
+def _per_layer(config: HfConfig, key: str, kinds: tuple[type, ...], low: float, high: float) -> list[Any]:
     """Read a list with one number per layer; [] if the file has none."""
     values, count = config.keys.raw(key), config.num_layers
     if values is None or (type(values) is int and key == "intermediate_size"):

@@ -99,7 +99,7 @@ class Gemma4(Architecture):
         rope = RopeFacts(theta, dim, "proportional", turning=turned)
         local = RopeFacts(both[1].number("rope_theta", 1.0, 1e15, LOCAL_THETA), config.head_dim)
         attention = config.attention(local, scale=1.0, qk_norm=True, v_norm=True, causal=True)
-        full = _wide(config, attention, rope, kv_heads, keys.flag("attention_k_eq_v"))
+        full = _full_attention(config, attention, rope, kv_heads, keys.flag("attention_k_eq_v"))
         windows = config.windows(lambda layer: (layer + 1) % FULL_EVERY != 0)
         dense = config.dense(config.activation("hidden_activation"))
         keeping = config.num_layers - keys.integer("num_kv_shared_layers", 0, config.num_layers, 0)
@@ -135,7 +135,7 @@ class Gemma4(Architecture):
         wide = config.attention(rope, scale=1.0, qk_norm=True, v_norm=True)
         first = next((layer for layer, window in enumerate(windows) if window is None), 0)
         stored = f"{config.names.source(f'model.layers.{first}.self_attn.v_proj')}.weight" in config.checkpoint.tensors
-        full = _wide(config, wide, rope, kv_heads[first], not stored)
+        full = _full_attention(config, wide, rope, kv_heads[first], not stored)
         small = next((layer for layer, window in enumerate(windows) if window is not None), 0)
         narrow = replace(wide, rope=local, head_dim=dim, num_kv_heads=kv_heads[small])
         inners = config.each("feed_forward_length", 1, MAX_HIDDEN * 4, 0)
@@ -178,7 +178,7 @@ class Stack:
         layers, inputs = self._layers(config), self.inputs
         facts = config.facts(layers, context, embedding_scale=math.sqrt(config.hidden_size), **changes)
         tensors = config.checkpoint.tensors
-        unread = tuple(_unread(config, layers))
+        unread = tuple(_unused_prefixes(config, layers))
         spare = sum(info.nbytes for name, info in tensors.items() if name.startswith(unread)) if unread else 0
         if inputs is not None:
             table = f"{config.names.source('model.embed_tokens_per_layer')}."
@@ -237,7 +237,7 @@ def _gguf_scales(config: GgufConfig) -> str:
     return "experts" if plain and f"{name}.scale" in tensors else ""
 
 
-def _unread(config: Config, layers: Sequence[LayerFacts]) -> Iterator[str]:
+def _unused_prefixes(config: Config, layers: Sequence[LayerFacts]) -> Iterator[str]:
     """Prefixes of unused tensors: published files store k and v of layers that share another layer's KV cache."""
     for index, layer in enumerate(layers):
         if isinstance(layer.mixer, Attention) and layer.mixer.shares_kv_with is not None:
@@ -266,7 +266,7 @@ def _global_heads(config: HfConfig) -> tuple[int, int]:
     return keys.integer("global_head_dim", 2, MAX_HEAD_DIM), heads
 
 
-def _wide(config: Config, attention: Attention, rope: RopeFacts, kv_heads: int, k_is_v: bool) -> Attention:
+def _full_attention(config: Config, attention: Attention, rope: RopeFacts, kv_heads: int, k_is_v: bool) -> Attention:
     if config.num_heads % kv_heads or rope.dim % 2:
         raise config.unsupported(
             f"{config.source} with {kv_heads} KV heads of size {rope.dim} for {config.num_heads} query heads"

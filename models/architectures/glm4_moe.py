@@ -56,7 +56,7 @@ class Glm4Moe(Architecture):
         )  # fmt: skip
         shared = keys.integer("n_shared_experts", 1, MAX_EXPERTS)
         dense = keys.integer("first_k_dense_replace", 0, MAX_LAYERS)
-        layers, predictor = _layers(config, attention, _own(experts, shared), dense, act)
+        layers, predictor = _layers(config, attention, _with_router(experts, shared), dense, act)
         return config.facts(layers, context, predictor=predictor)
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
@@ -65,7 +65,7 @@ class Glm4Moe(Architecture):
         attention = config.attention(rope, qk_norm=config.stores("self_attn.q_norm.weight"))
         shared = keys.integer("expert_shared_count", 1, MAX_EXPERTS, 1)
         dense = keys.integer("leading_dense_block_count", 0, MAX_LAYERS, 1)
-        layers, predictor = _layers(config, attention, _own(config.mixture(), shared), dense, "silu")
+        layers, predictor = _layers(config, attention, _with_router(config.mixture(), shared), dense, "silu")
         return config.facts(layers, context, predictor=predictor)
 
     def names(self, checkpoint: Checkpoint) -> NameMap:
@@ -78,7 +78,7 @@ class Glm4Moe(Architecture):
         return gguf_names(GGUF_LAYER | own)
 
 
-def _own(experts: Experts, shared: int) -> Experts:
+def _with_router(experts: Experts, shared: int) -> Experts:
     return replace(experts, router="sigmoid", choice_bias=True, shared_inner=shared * experts.inner)
 
 

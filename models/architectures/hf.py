@@ -281,9 +281,9 @@ class HfConfig(Config):
         if tensors and not head:
             return any(stated) or not stated
         tied = stated[0] if stated else self.keys.flag(key)
-        return tied and (not tensors or (head == {"weight"} and self._stored_alike("lm_head", "model.embed_tokens")))
+        return tied and (not tensors or (head == {"weight"} and self._equal_tables("lm_head", "model.embed_tokens")))
 
-    def _stored_alike(self, *modules: str) -> bool:
+    def _equal_tables(self, *modules: str) -> bool:
         """Whether two tables are equal, judged by samples: both ends, where added tokens are, and some in between."""
         one, other = (self.checkpoint.tensors.get(f"{self.names.source(module)}.weight") for module in modules)
         if one is None or other is None or (one.dtype, one.shape) != (other.dtype, other.shape):

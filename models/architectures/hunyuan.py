@@ -42,7 +42,7 @@ class HunYuanDense(Architecture):
         if config.keys.flag("use_cla"):
             raise config.unsupported(f"{config.source} with use_cla (layers that share keys and values)")
         rope, context = config.rope()
-        return self.facts(config, _stretched(config, rope), context)
+        return self.facts(config, _ntk_scaled(config, rope), context)
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         return self.facts(config, *config.rope())
@@ -96,7 +96,7 @@ class HunYuanMoe(HunYuanDense):
         return values | alike
 
 
-def _stretched(config: HfConfig, rope: RopeFacts) -> RopeFacts:
+def _ntk_scaled(config: HfConfig, rope: RopeFacts) -> RopeFacts:
     """NTK-aware scaling with a fixed alpha, which files call "dynamic": it only changes the base."""
     values = config.rope_values
     alpha = values.get("alpha") if values.get("rope_type", values.get("type")) == "dynamic" else None

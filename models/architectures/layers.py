@@ -40,15 +40,15 @@ class Dense:
         return (3 if self.cut is None else 6) * self.inner
 
 
-_CHOOSING = ("mlp.gate", "mlp.shared_expert_gate")
+_EXPERT_ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")
 _STREAMS = (
     *("altup.modality_router", "altup.prediction_coefs", "altup.correction_coefs"),
     *("laurel.linear_left", "laurel.linear_right"),
 )
 # small linear modules that choose or weight others: they keep their stored format when the others are quantized
-ROUTERS = _CHOOSING + _STREAMS
+ROUTERS = _EXPERT_ROUTERS + _STREAMS
 # modules that are not quantized -> why not
-STAY_STORED = dict.fromkeys(_CHOOSING, "it chooses experts") | {EXPANDED: "it is split by head while loading"}
+STAY_STORED = dict.fromkeys(_EXPERT_ROUTERS, "it chooses experts") | {EXPANDED: "it is split by head while loading"}
 STAY_STORED |= dict.fromkeys(_STREAMS, "it is small, and all residual streams depend on it")
 
 
@@ -212,7 +212,7 @@ class Streams:
 
     @property
     def narrow(self) -> tuple[str, ...]:
-        """The modules that merge the other streams after the last layer."""
+        """The modules that project the other streams after the last layer."""
         return tuple(f"model.altup_unembed_projections.{number}" for number in range(self.count - 1))
 
     def outer(self, hidden: int) -> dict[str, tuple[int, int]]:

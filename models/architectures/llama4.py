@@ -55,7 +55,7 @@ class Llama4(Architecture):
             replace(rope, interleaved=True), qk_norm=keys.flag("use_qk_norm"), temperature=growth
         )
         chunks = [chunk if kind == IN_CHUNKS else None for kind in kinds]
-        experts = _own(config.mixture("num_local_experts", "intermediate_size", act))
+        experts = _with_router(config.mixture("num_local_experts", "intermediate_size", act))
         dense = Dense(keys.integer("intermediate_size_mlp", 1, MAX_HIDDEN * 4), act)
         sparse = config.layer_numbers("moe_layers")
         if keys.raw("moe_layers") is None:
@@ -65,7 +65,7 @@ class Llama4(Architecture):
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         rope, context = config.rope(interleaved=True)
-        experts, dense = _own(config.mixture()), config.dense()
+        experts, dense = _with_router(config.mixture()), config.dense()
         chunks = config.windows(STILL_EVERY, CHUNK)
         attention = config.attention(
             replace(rope, permuted=False), qk_norm=experts.num_experts != UNNORMED, temperature=GROWTH
@@ -83,7 +83,7 @@ class Llama4(Architecture):
         return hf_names(checkpoint.tensors, inner | {"mlp.gate": "feed_forward.router"})
 
 
-def _own(experts: Experts) -> Experts:
+def _with_router(experts: Experts) -> Experts:
     """Add the router's settings and a shared expert as wide as the others."""
     shared = experts.inner
     return replace(experts, router="sigmoid_topk", renormalise=False, share_inputs=True, shared_inner=shared)

@@ -49,7 +49,7 @@ class Mistral3(Architecture):
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         rope, context = config.rope(interleaved=True)
-        rope = _attended(rope, config.keys.optional_number("rope.scaling.yarn_log_multiplier", 0.0, 1e3))
+        rope = _without_mscale(rope, config.keys.optional_number("rope.scaling.yarn_log_multiplier", 0.0, 1e3))
         attention = config.attention(rope, temperature=gguf_temperature(config, rope, context))
         return config.facts(repeated(LayerFacts(attention, config.dense()), config.windows()), context)
 
@@ -70,7 +70,7 @@ def gguf_temperature(config: GgufConfig, rope: RopeFacts, context: int) -> tuple
     return (grown, every) if grown else None
 
 
-def _attended(rope: RopeFacts, mscale: float | None) -> RopeFacts:
+def _without_mscale(rope: RopeFacts, mscale: float | None) -> RopeFacts:
     """`rope` with the attention factor that the converter implies: it stores `mscale_all_dim`, and `mscale` is 1."""
     if not mscale or rope.scaling != "yarn":
         return rope

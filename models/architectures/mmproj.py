@@ -140,7 +140,7 @@ class Projector:
         listed = self.model.metadata.get("tokenizer.ggml.tokens", [])
         found = {}
         for name, text in texts.items():
-            spelled = next((one for one in (text.encode(), _INSTEAD.get(text)) if one in listed), None)
+            spelled = next((one for one in (text.encode(), _ALTERNATIVES.get(text)) if one in listed), None)
             if spelled is None:
                 what = f"the vocabulary has no {text} token, which images need"
                 raise bad(self.model.path, what, key="tokenizer.ggml.tokens", hint=OTHER_HINT, error=UnsupportedModel)
@@ -156,7 +156,7 @@ class Projector:
         return info.shape
 
 
-_INSTEAD = {"<image_soft_token>": b"<mask>"}  # a control token, which no text can produce
+_ALTERNATIVES = {"<image_soft_token>": b"<mask>"}  # a control token, which no text can produce
 
 
 def _grid(found: Projector) -> ImageFacts | None:
@@ -272,7 +272,7 @@ def tower_of(model: Checkpoint, text: ModelFacts, wish: str) -> tuple[Checkpoint
         return _read(named, model, text, named=True)
     flaw: BadModelFile | ModelNotFound | None = None
     for path in (
-        _beside(model.path) if any(text.source_architecture in kind.decoders for kind in KINDS.values()) else ()
+        _candidates(model.path) if any(text.source_architecture in kind.decoders for kind in KINDS.values()) else ()
     ):
         try:
             found = _read(path, model, text)
@@ -286,7 +286,7 @@ def tower_of(model: Checkpoint, text: ModelFacts, wish: str) -> tuple[Checkpoint
     return None
 
 
-def _beside(path: Path) -> Iterator[Path]:
+def _candidates(path: Path) -> Iterator[Path]:
     """The mmproj files in a model's folder and at the top of its repository, best match first."""
     top = path.parent.parent if path.parent.parent.parent.name == "snapshots" else path.parent
     for folder in dict.fromkeys((path.parent, top)):

@@ -51,7 +51,7 @@ class NameMap:
     layer: str  # prefix of a layer's modules, with `{}` for its number
     # modules and whole tensors below a layer with other names; `{}` is the number of an expert or head
     inner: Mapping[str, str] = field(default_factory=dict)
-    # canonical prefix of a part besides the layers (vision tower, MTP head) -> its stored prefix
+    # canonical prefix of a part outside the layers (vision tower, MTP head) -> its stored prefix
     parts: Mapping[str, str] = field(default_factory=dict)
     text: tuple[str, ...] = ("",)  # prefixes of the text model's tensors; others are not loaded
 

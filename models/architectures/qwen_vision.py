@@ -27,7 +27,7 @@ GATED_TOWER = TOWER | {"depth": 32, "hidden_size": 3584, "intermediate_size": 34
 GATED_TOWER |= {"fullatt_block_indexes": [7, 15, 23, 31]}  # of Qwen2.5-VL
 MIN_PIXELS, MAX_PIXELS = 1 << 16, 1 << 24  # defaults for files without a processor configuration
 HALF = [0.5] * 3  # default means and deviations of the colours
-CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]  # of Qwen2.5-VL's
+CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]  # of Qwen2.5-VL
 
 
 def grid_parts(checkpoint: Checkpoint) -> dict[str, str]:

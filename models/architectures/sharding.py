@@ -86,20 +86,20 @@ def head_pieces(heads: int, kv_heads: int, world: int) -> tuple[tuple[range, ran
     """
     ratio = heads // kv_heads
     if world <= kv_heads:
-        return tuple((_times(kv, ratio), kv) for kv in pieces(kv_heads, world))
+        return tuple((_scaled(kv, ratio), kv) for kv in pieces(kv_heads, world))
     sharing = world // kv_heads
     if world % kv_heads or sharing > ratio:
         return ()
     of_group = pieces(ratio, sharing)
     places = (divmod(rank, sharing) for rank in range(world))
-    return tuple((_moved(of_group[part], kv * ratio), range(kv, kv + 1)) for kv, part in places)
+    return tuple((_shifted(of_group[part], kv * ratio), range(kv, kv + 1)) for kv, part in places)
 
 
-def _times(one: range, size: int) -> range:
+def _scaled(one: range, size: int) -> range:
     return range(one.start * size, one.stop * size)
 
 
-def _moved(one: range, by: int) -> range:
+def _shifted(one: range, by: int) -> range:
     return range(one.start + by, one.stop + by)
 
 
@@ -244,7 +244,7 @@ def _cut(shapes: Mapping[str, tuple[int, ...]], rows: Mapping[str, Iterable[rang
     return {name: Cut(shapes[name], tuple(ranges)) for name, ranges in rows.items() if name in shapes}
 
 
-def _taken_back(
+def _output_cut(
     shapes: Mapping[str, tuple[int, ...]], module: str, columns: Sequence[Iterable[range]], share: Share
 ) -> dict[str, Cut]:
     return {module: Cut(shapes[module], (), tuple(map(tuple, columns)), share.rank == 0)}
@@ -254,19 +254,19 @@ def _attention(facts: Attention, hidden: int, share: Share) -> tuple[Attention, 
     ranks, dim = head_pieces(facts.num_heads, facts.num_kv_heads, share.world), facts.head_dim
     queries, kv = ranks[share.rank]
     wide = dim * (1 + (facts.gate == "queries"))
-    q, k = _times(queries, wide), _times(kv, dim)
+    q, k = _scaled(queries, wide), _scaled(kv, dim)
     after_q, after_k = facts.num_heads * wide, facts.num_heads * wide + facts.num_kv_heads * dim
     rows = {
         "self_attn.q_proj": [q],
         "self_attn.gate_proj": [queries if facts.gate == "heads" else q],
         "self_attn.k_proj": [k],
         "self_attn.v_proj": [k],
-        "self_attn.qkv_proj": [q, _moved(k, after_q), _moved(k, after_k)],
+        "self_attn.qkv_proj": [q, _shifted(k, after_q), _shifted(k, after_k)],
         "self_attn.sinks": [queries],
     }
     shapes = facts.linears(hidden)
     cuts = _cut(shapes | facts.vectors(hidden), rows)
-    cuts |= _taken_back(shapes, "self_attn.o_proj", [[_times(one, dim)] for one, _ in ranks], share)
+    cuts |= _output_cut(shapes, "self_attn.o_proj", [[_scaled(one, dim)] for one, _ in ranks], share)
     return replace(facts, num_heads=len(queries), num_kv_heads=len(kv)), cuts
 
 
@@ -274,15 +274,15 @@ def _latent(facts: LatentAttention, hidden: int, share: Share) -> tuple[LatentAt
     ranks = pieces(facts.num_heads, share.world)
     heads, shapes = ranks[share.rank], facts.linears(hidden)
     module = "self_attn.q_b_proj" if facts.query_rank else "self_attn.q_proj"
-    own = {module: [_times(heads, facts.still_dim + facts.rope.dim)]}
-    own[EXPANDED] = [_times(heads, facts.still_dim + facts.value_dim)]
+    own = {module: [_scaled(heads, facts.still_dim + facts.rope.dim)]}
+    own[EXPANDED] = [_scaled(heads, facts.still_dim + facts.value_dim)]
     cuts = _cut(shapes, own)
     if facts.by_head:
         for local, head in enumerate(heads):
             for kind in "kv":
                 name = f"self_attn.{kind}_b_proj."
                 cuts[f"{name}{local}"] = Cut(shapes[f"{name}{head}"], module=f"{name}{head}")
-    cuts |= _taken_back(shapes, "self_attn.o_proj", [[_times(one, facts.value_dim)] for one in ranks], share)
+    cuts |= _output_cut(shapes, "self_attn.o_proj", [[_scaled(one, facts.value_dim)] for one in ranks], share)
     return replace(facts, num_heads=len(heads)), cuts
 
 
@@ -291,42 +291,42 @@ def _gated_delta(facts: GatedDelta, hidden: int, share: Share) -> tuple[GatedDel
 
     def value_heads(keys: range) -> list[range]:
         if facts.tiled:
-            return [_moved(keys, turn * facts.num_k_heads) for turn in range(ratio)]
-        return [_times(keys, ratio)]
+            return [_shifted(keys, turn * facts.num_k_heads) for turn in range(ratio)]
+        return [_scaled(keys, ratio)]
 
     ranks = pieces(facts.num_k_heads, share.world)
     own = ranks[share.rank]
     heads = value_heads(own)
-    values, keys = [_times(one, facts.v_dim) for one in heads], _times(own, facts.k_dim)
+    values, keys = [_scaled(one, facts.v_dim) for one in heads], _scaled(own, facts.k_dim)
     of_keys = facts.num_k_heads * facts.k_dim
-    mixed = [keys, _moved(keys, of_keys), *(_moved(one, 2 * of_keys) for one in values)]
+    mixed = [keys, _shifted(keys, of_keys), *(_shifted(one, 2 * of_keys) for one in values)]
     rows = {
         "linear_attn.in_proj_qkv": mixed,
         "linear_attn.in_proj_z": values,
-        "linear_attn.in_proj_qkvz": [_times(own, 2 * facts.k_dim + 2 * ratio * facts.v_dim)],
+        "linear_attn.in_proj_qkvz": [_scaled(own, 2 * facts.k_dim + 2 * ratio * facts.v_dim)],
         "linear_attn.in_proj_b": heads,
         "linear_attn.in_proj_a": heads,
-        "linear_attn.in_proj_ba": [_times(own, 2 * ratio)],
+        "linear_attn.in_proj_ba": [_scaled(own, 2 * ratio)],
         "linear_attn.conv1d.weight": mixed,
         "linear_attn.A_log": heads,
         "linear_attn.dt_bias": heads,
     }
     shapes = facts.linears(hidden)
     cuts = _cut(shapes | facts.vectors(hidden), rows)
-    columns = [[_times(one, facts.v_dim) for one in value_heads(keys)] for keys in ranks]
-    cuts |= _taken_back(shapes, "linear_attn.out_proj", columns, share)
+    columns = [[_scaled(one, facts.v_dim) for one in value_heads(keys)] for keys in ranks]
+    cuts |= _output_cut(shapes, "linear_attn.out_proj", columns, share)
     return replace(facts, num_k_heads=len(own), num_v_heads=len(own) * ratio), cuts
 
 
 def _mamba(facts: Mamba2, hidden: int, share: Share) -> tuple[Mamba2, dict[str, Cut]]:
     ranks, of_group = pieces(facts.num_groups, share.world), facts.num_heads // facts.num_groups
     groups = ranks[share.rank]
-    heads, written = _times(groups, of_group), _times(groups, facts.state_size)
-    values, size = _times(heads, facts.head_dim), facts.num_groups * facts.state_size
-    mixed = [values, _moved(written, facts.inner), _moved(written, facts.inner + size)]
-    steps = _moved(heads, facts.inner + facts.channels)
+    heads, written = _scaled(groups, of_group), _scaled(groups, facts.state_size)
+    values, size = _scaled(heads, facts.head_dim), facts.num_groups * facts.state_size
+    mixed = [values, _shifted(written, facts.inner), _shifted(written, facts.inner + size)]
+    steps = _shifted(heads, facts.inner + facts.channels)
     rows = {
-        "mamba.in_proj": [values, *(_moved(one, facts.inner) for one in mixed), steps],
+        "mamba.in_proj": [values, *(_shifted(one, facts.inner) for one in mixed), steps],
         "mamba.conv1d.weight": mixed,
         "mamba.conv1d.bias": mixed,
         "mamba.norm.weight": [groups if facts.split_norm else values],
@@ -334,8 +334,8 @@ def _mamba(facts: Mamba2, hidden: int, share: Share) -> tuple[Mamba2, dict[str, 
     }
     shapes = facts.linears(hidden)
     cuts = _cut(shapes | facts.vectors(hidden), rows)
-    columns = [[_times(one, of_group * facts.head_dim)] for one in ranks]
-    cuts |= _taken_back(shapes, "mamba.out_proj", columns, share)
+    columns = [[_scaled(one, of_group * facts.head_dim)] for one in ranks]
+    cuts |= _output_cut(shapes, "mamba.out_proj", columns, share)
     return replace(facts, num_heads=len(heads), num_groups=len(groups)), cuts
 
 
@@ -343,13 +343,13 @@ def _short_conv(facts: ShortConv, hidden: int, share: Share) -> tuple[ShortConv,
     ranks = inner_pieces(facts.channels, share.world, 1)
     own = ranks[share.rank]
     rows = {
-        "conv.in_proj": [_moved(own, part * facts.channels) for part in range(3)],
+        "conv.in_proj": [_shifted(own, part * facts.channels) for part in range(3)],
         "conv.conv.weight": [own],
         "conv.conv.bias": [own],
     }
     shapes = facts.linears(hidden)
     cuts = _cut(shapes | facts.vectors(hidden), rows)
-    cuts |= _taken_back(shapes, "conv.out_proj", [[one] for one in ranks], share)
+    cuts |= _output_cut(shapes, "conv.out_proj", [[one] for one in ranks], share)
     return replace(facts, channels=len(own)), cuts
 
 
@@ -362,20 +362,20 @@ _MIXERS: dict[type, Callable[[Any, int, Share], tuple[Any, dict[str, Cut]]]] = {
 }
 
 
-def _fed(
+def _ffn_cuts(
     start: str, inputs: Iterable[str], shapes: Mapping[str, tuple[int, ...]], ranks: Sequence[range], share: Share
 ) -> dict[str, Cut]:
     """The cuts of one feed-forward layer; a fused module has gate first, then up."""
     own, inner = ranks[share.rank], ranks[-1].stop
-    rows = {start + name: [own, _moved(own, inner)] if "gate_up" in name else [own] for name in inputs}
+    rows = {start + name: [own, _shifted(own, inner)] if "gate_up" in name else [own] for name in inputs}
     down = f"{start}down_proj"
-    return _cut(shapes, rows) | _taken_back(shapes, down, [[one] for one in ranks], share)
+    return _cut(shapes, rows) | _output_cut(shapes, down, [[one] for one in ranks], share)
 
 
 def _dense(facts: Dense, hidden: int, share: Share, unit: Callable[[str], int]) -> tuple[Dense, dict[str, Cut]]:
     ranks = _inner(facts.inner, share, unit("mlp.down_proj"))
     names = [name.removeprefix("mlp.") for name in facts.inputs]
-    return replace(facts, inner=len(ranks[share.rank])), _fed("mlp.", names, facts.linears(hidden), ranks, share)
+    return replace(facts, inner=len(ranks[share.rank])), _ffn_cuts("mlp.", names, facts.linears(hidden), ranks, share)
 
 
 def _experts(facts: Experts, hidden: int, share: Share, unit: Callable[[str], int]) -> tuple[Experts, dict[str, Cut]]:
@@ -383,11 +383,11 @@ def _experts(facts: Experts, hidden: int, share: Share, unit: Callable[[str], in
     cuts: dict[str, Cut] = {}
     ranks = _inner(facts.inner, share, unit("mlp.experts.0.down_proj"))
     for number in range(facts.num_experts):
-        cuts |= _fed(f"mlp.experts.{number}.", facts.inputs, shapes, ranks, share)
+        cuts |= _ffn_cuts(f"mlp.experts.{number}.", facts.inputs, shapes, ranks, share)
     local = replace(facts, inner=len(ranks[share.rank]))
     if facts.shared_inner:
         ranks = _inner(facts.shared_inner, share, unit("mlp.shared_expert.down_proj"))
-        cuts |= _fed("mlp.shared_expert.", facts.shared_inputs, shapes, ranks, share)
+        cuts |= _ffn_cuts("mlp.shared_expert.", facts.shared_inputs, shapes, ranks, share)
         local = replace(local, shared_inner=len(ranks[share.rank]))
     return local, cuts
 
