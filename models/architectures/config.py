@@ -109,7 +109,9 @@ class Config(ABC):
         """
         for name, values in factors.items():
             if len(values) != rope.dim // 2 or not all(1e-3 <= value <= 1e6 for value in values):
-                what = f"must hold {rope.dim // 2} positive numbers, has {len(values)} of them"
+                wrong = next((value for value in values if not 1e-3 <= value <= 1e6), None)
+                found = f"{len(values)} numbers" if wrong is None else f"{wrong:g}"
+                what = f"must hold {rope.dim // 2} numbers from 0.001 to 1,000,000, but has {found}"
                 raise bad(self.keys.path, what, key=f"{name} factors of the rope scaling")
         return replace(
             rope,

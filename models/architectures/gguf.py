@@ -65,7 +65,8 @@ class GgufConfig(Config):
         super().__init__(checkpoint, keys, names, source, runs)
         self.num_layers -= self.extra_layers
         if self.num_layers < 1:
-            raise keys.fail("nextn_predict_layers", f"is {self.extra_layers}, of all {self.extra_layers} layers")
+            total = self.num_layers + self.extra_layers
+            raise keys.fail("nextn_predict_layers", f"is {self.extra_layers}, but the file has only {total} layers")
 
     @property
     def projections(self) -> tuple[Projection, ...]:

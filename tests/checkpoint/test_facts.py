@@ -283,6 +283,11 @@ def test_a_gemma3_that_ollama_converted(tmp_path: Path, layers: int, scaling: st
     assert [facts.layers[layer].mixer.rope.theta for layer in (0, 5)] == [20_000.0, 500_000.0]
 
 
+def test_gguf_more_mtp_layers_than_layers(tmp_path: Path) -> None:
+    with pytest.raises(BadModelFile, match="nextn_predict_layers: is 3, but the file has only 2 layers"):
+        gguf_facts_of(tmp_path / "a.gguf", a__block_count=(tiny.U32, 2), a__nextn_predict_layers=(tiny.U32, 3))
+
+
 def test_gguf_head_counts_per_layer_may_be_equal(tmp_path: Path) -> None:
     same = (tiny.ARRAY, tiny.array(tiny.U32, [2, 2]))
     assert gguf_facts_of(tmp_path / "a.gguf", a__attention__head_count_kv=same).num_kv_heads == 2
