@@ -76,7 +76,7 @@ def _activation(weights: ExpertsWeights, reader: Reader) -> Callable[[Tensor], T
         activate = choose(implementations(_OPS[weights.activation]), OpFacts(), reader.disabled).impl.run
     if activate is None:
         raise UnsupportedModel(
-            f"{reader.checkpoint.path.name}: experts with {weights.activation} cannot run on the CPU",
+            f"{reader.checkpoint.path.name}: experts with the activation {weights.activation} cannot run on the CPU",
             "start with --experts device",
         )
     limit, run = weights.limit, activate

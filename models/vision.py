@@ -68,8 +68,8 @@ class Tower:
     def __call__(self, pixels: Tensor) -> Tensor:
         """uint8 [image_size, image_size, 3] -> [tokens, hidden of the decoder]."""
         facts, size = self.facts, self.facts.patch_size
-        given = pixels.to(self.positions.device).float().div_(127.5).sub_(1.0)
-        rows = given.view(facts.side, size, facts.side, size, 3).permute(0, 2, 4, 1, 3).reshape(facts.side**2, -1)
+        colours = pixels.to(self.positions.device).float().div_(127.5).sub_(1.0)
+        rows = colours.view(facts.side, size, facts.side, size, 3).permute(0, 2, 4, 1, 3).reshape(facts.side**2, -1)
         x = (functional.linear(rows, self.patches, self.patch_bias) + self.positions).to(self.dtype)
         for layer in self.layers:
             x = x + layer.out(self._attention(layer.qkv(layer.norm1(x, facts.eps))))

@@ -52,15 +52,15 @@ class GridTower:
         facts, device = self.facts, self.patches.device
         rows, columns = pixels.shape[0] // facts.patch_size, pixels.shape[1] // facts.patch_size
         mean, std = (torch.tensor(values, device=device) * 255 for values in (facts.mean, facts.std))
-        given = (pixels.to(device).float() - mean) / std
+        colours = (pixels.to(device).float() - mean) / std
         size, merge = facts.patch_size, facts.merge
-        squares = given.view(rows // merge, merge, size, columns // merge, merge, size, 3)
+        squares = colours.view(rows // merge, merge, size, columns // merge, merge, size, 3)
         patches = squares.permute(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, -1)
         x = functional.linear(patches, self.patches, self.patch_bias)
         if self.positions is not None:
             at = functional.interpolate(self.positions, (rows, columns), mode="bilinear", align_corners=True)[0]
             x += self._by_square(at.permute(1, 2, 0))
-        del given, squares, patches
+        del colours, squares, patches
         x = x.to(self.dtype)
         cos, sin = self._rotations(rows, columns)
         order, windows = self._windows(rows // merge, columns // merge)

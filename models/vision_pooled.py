@@ -69,11 +69,11 @@ class PooledTower:
         """uint8 [height, width, 3], sized by `PooledFacts.fitted` -> [tokens, hidden of the decoder]."""
         facts, eps = self.facts, self.facts.eps
         rows, columns = pixels.shape[0] // facts.patch_size, pixels.shape[1] // facts.patch_size
-        given = pixels.to(self.rows.device).float().div_(127.5).sub_(1.0)
+        colours = pixels.to(self.rows.device).float().div_(127.5).sub_(1.0)
         places = (self.rows[:rows, None] + self.columns[:columns]).flatten(0, 1)
-        squares = _squares(given, facts.patch_size, facts.planar).to(self.dtype)
+        squares = _squares(colours, facts.patch_size, facts.planar).to(self.dtype)
         x = (self.patches(squares).float() + places).to(self.dtype)
-        del given, squares, places
+        del colours, squares, places
         turns = self._rotations(rows, columns)
         for layer in self.layers:
             mixed = layer.out(self._attention(layer, rms_norm(x, layer.norms[0], eps), turns))
@@ -139,8 +139,8 @@ class Patches:
         """uint8 [height, width, 3], sized by `PatchFacts.fitted` -> [tokens, hidden of the decoder]."""
         size = self.facts.factor
         rows, columns = pixels.shape[0] // size, pixels.shape[1] // size
-        given = _squares(pixels.to(self.rows.device).float().div_(255), size)
-        x = self.dense(self.first(given, PATCH_EPS).to(self.dtype)).float()
+        squares = _squares(pixels.to(self.rows.device).float().div_(255), size)
+        x = self.dense(self.first(squares, PATCH_EPS).to(self.dtype)).float()
         places = (self.rows[:rows, None] + self.columns[:columns]).flatten(0, 1)
         x = self.last(self.second(x, PATCH_EPS) + places, PATCH_EPS)
         return self.projection(_bare_norm(x, self.facts.eps).to(self.dtype))

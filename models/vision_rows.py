@@ -55,10 +55,10 @@ class RowTower:
         facts, device, size = self.facts, self.norm.device, self.facts.patch_size
         rows, columns = pixels.shape[0] // size, pixels.shape[1] // size
         mean, std = (torch.tensor(values, device=device) * 255 for values in (facts.mean, facts.std))
-        given = (pixels.to(device).float() - mean) / std
-        squares = given.view(rows, size, columns, size, 3).permute(0, 2, 4, 1, 3).reshape(rows * columns, -1)
+        colours = (pixels.to(device).float() - mean) / std
+        squares = colours.view(rows, size, columns, size, 3).permute(0, 2, 4, 1, 3).reshape(rows * columns, -1)
         x = rms_norm(functional.linear(squares, self.patches).to(self.dtype), self.first_norm, EPS)
-        del given, squares
+        del colours, squares
         cos, sin = self._rotations(rows, columns)
         for layer in self.layers:
             x = x + layer.out(self._attention(layer.qkv(rms_norm(x, layer.norm1, EPS)), cos, sin))

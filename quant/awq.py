@@ -66,7 +66,7 @@ def load_gemv_fast(module: WeightReader, params: dict) -> Weight:
     n, k = module.shape
     groups = -(-k // params["group_size"])
     if k % 64:
-        raise BadModelFile(f"{module.prefix} has {k} inputs, AWQ's fast GEMV layout needs a multiple of 64")
+        raise BadModelFile(f"{module.prefix} has {k} inputs, but AWQ's fast GEMV layout needs a multiple of 64")
     words = module.get("qweight", ("I16",), (n // 4, k))
     scales = _columns(module, "scales", module.scales("scales").t(), (n, groups))
     mins = None

@@ -125,7 +125,7 @@ def _ordered(codes: Codes, groups: Groups, rows: slice) -> Tensor:
 def _int4g(module: WeightReader, codes: Codes, groups: Groups) -> Weight:
     n, k = module.shape
     if k % 2:
-        raise BadModelFile(f"{module.prefix} has {k} inputs, packed codes need an even number")
+        raise BadModelFile(f"{module.prefix} has {k} inputs, but packed codes need an even number")
     shift = 8 - (1 << (codes.bits - 1)) if groups.zeros is None else 0  # the middle code of int4g is 8
     qweight = torch.empty(n, k // 2, dtype=torch.uint8)
     for rows in chunks(n, k, codes.multiple):

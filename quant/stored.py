@@ -72,7 +72,7 @@ class WeightReader:
         tensor = read_tensor(self.ckpt, self.name(suffix), dtypes)
         if shape is not None and tuple(tensor.shape) != shape:
             layer = f"a layer of {self.shape[0]} outputs and {self.shape[1]} inputs"
-            raise self.bad(suffix, f"has shape {list(tensor.shape)}, {layer} needs {list(shape)}")
+            raise self.bad(suffix, f"has shape {list(tensor.shape)}, but {layer} needs {list(shape)}")
         return tensor
 
     def finite(self, suffix: str, scales: Tensor) -> Tensor:

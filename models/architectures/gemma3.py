@@ -104,11 +104,11 @@ def _part_names(checkpoint: Checkpoint) -> dict[str, str]:
     return found if found.keys() == ends.keys() else {}
 
 
-def gemma3_vision(given: Described | None) -> VisionFacts | None:
+def gemma3_vision(described: Described | None) -> VisionFacts | None:
     """The tower, if the files have and describe it; the limits are far above published models."""
-    if given is None:
+    if described is None:
         return None
-    top, own = given.top, below(given.top, "vision_config")
+    top, own = described.top, below(described.top, "vision_config")
     facts = VisionFacts(
         num_layers=own.integer("num_hidden_layers", 1, MAX_LAYERS, 12),
         hidden=own.integer("hidden_size", 1, 1 << 14, 768),
@@ -121,7 +121,7 @@ def gemma3_vision(given: Described | None) -> VisionFacts | None:
         image_token=top.integer("image_token_index", 0, MAX_VOCAB, 262144),
         begin_token=top.integer("boi_token_index", 0, MAX_VOCAB, 255999),
         end_token=top.integer("eoi_token_index", 0, MAX_VOCAB, 256000),
-        nbytes=given.nbytes,
+        nbytes=described.nbytes,
     )
     if facts.hidden % facts.num_heads:
         raise own.fail("hidden_size", f"is {facts.hidden}, not a multiple of {facts.num_heads} heads")
@@ -129,8 +129,8 @@ def gemma3_vision(given: Described | None) -> VisionFacts | None:
         raise own.fail("image_size", f"is {facts.image_size}, not a multiple of the patch_size {facts.patch_size}")
     across = math.isqrt(facts.tokens)
     pooled = across**2 == facts.tokens and facts.side % across == 0
-    known = max(facts.image_token, facts.begin_token, facts.end_token) < given.vocab_size
-    if not pooled or not known or facts.tokens > (given.window or facts.tokens):
+    known = max(facts.image_token, facts.begin_token, facts.end_token) < described.vocab_size
+    if not pooled or not known or facts.tokens > (described.window or facts.tokens):
         return None  # unsupported pooling, or a window would split an image: run the text model only
     return facts
 

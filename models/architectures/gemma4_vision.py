@@ -26,18 +26,18 @@ def gemma4_parts(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def gemma4_vision(
-    given: Described | None, bidirectional: Bidirectional, unified: bool = False
+    described: Described | None, bidirectional: Bidirectional, unified: bool = False
 ) -> PooledFacts | PatchFacts | None:
     """The vision facts, if the files have a supported variant; the limits are far above published models."""
-    if given is None:
+    if described is None:
         return None
-    own, processor = below(given.top, "vision_config"), given.processor
+    own, processor = below(described.top, "vision_config"), described.processor
     colours = processor.raw("image_mean") or [0.0] * 3, processor.raw("image_std") or [1.0] * 3
     scaled = processor.flag("do_normalize") and colours != ([0.0] * 3, [1.0] * 3)
     if scaled or own.text("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
         return None  # unsupported activation or colour scaling: run the text model only
     places = "mm_posemb_size" if unified else "position_embedding_size"
-    common = _common(given, own, bidirectional) | {
+    common = _common(described, own, bidirectional) | {
         "places": own.integer(places, 1, 1 << 20, 1120 if unified else 10_240)
     }
     facts = (
@@ -46,25 +46,25 @@ def gemma4_vision(
     longest = facts.tokens * (1 if unified else facts.merge)
     if facts.places < longest:
         raise own.fail(places, f"is {facts.places}, but an image may have {longest} patches in a row")
-    known = max(facts.image_token, facts.begin_token, facts.end_token) < given.vocab_size
+    known = max(facts.image_token, facts.begin_token, facts.end_token) < described.vocab_size
     return facts if known else None
 
 
-def _common(given: Described, own: Fields, bidirectional: Bidirectional) -> dict[str, Any]:
+def _common(described: Described, own: Fields, bidirectional: Bidirectional) -> dict[str, Any]:
     """The fields of both variants: image sizes, tokens, and attention between image tokens."""
-    top, window = given.top, given.window
-    most = min(given.processor.integer("max_soft_tokens", 1, 1 << 20, TOKENS), MAX_IMAGE_TOKENS)
+    top, window = described.top, described.window
+    most = min(described.processor.integer("max_soft_tokens", 1, 1 << 20, TOKENS), MAX_IMAGE_TOKENS)
     return {
         "patch_size": own.integer("patch_size", 1, 1 << 8, 16),
         "merge": own.integer("pooling_kernel_size", 1, 16, 3),
         "tokens": min(most, window or most) if bidirectional else most,  # no window may split such an image
-        "outputs": given.hidden_size,
+        "outputs": described.hidden_size,
         "eps": own.number("rms_norm_eps", 1e-12, 0.1, 1e-6),
         "image_token": top.integer("image_token_id", 0, MAX_VOCAB, 258_880),
         "begin_token": top.integer("boi_token_id", 0, MAX_VOCAB, 255_999),
         "end_token": top.integer("eoi_token_id", 0, MAX_VOCAB, 258_882),
         "bidirectional": bidirectional,
-        "nbytes": given.nbytes,
+        "nbytes": described.nbytes,
     }
 
 

@@ -98,7 +98,7 @@ class GgufConfig(Config):
             raise bad(path, f"has shape {list(table.shape)}, expected rows of {self.hidden_size:,} elements", key=name)
         rows = table.shape[0]
         if rows > MAX_VOCAB:
-            raise bad(path, f"has {rows:,} rows, the limit is {MAX_VOCAB:,}", key=name)
+            raise bad(path, f"has {rows:,} rows; the limit is {MAX_VOCAB:,}", key=name)
         check_vocabulary(path, self.checkpoint.metadata, rows)
         stated = self.keys.integer("vocab_size", 1, MAX_VOCAB, rows)
         if stated != rows:
@@ -189,7 +189,7 @@ class GgufConfig(Config):
         if values.dtype.kind not in "iu" or len(values) != self.num_layers or not low <= values.min() <= high:
             raise self.keys.fail(key, f"must hold {self.num_layers} integers from {low:,} to {high:,}")
         if values.max() > high:
-            raise self.keys.fail(key, f"holds {int(values.max()):,}, the limit is {high:,}")
+            raise self.keys.fail(key, f"holds {int(values.max()):,}; the limit is {high:,}")
         return tuple(values.tolist())
 
     def _numbers(self, tensor: str) -> list[float]:

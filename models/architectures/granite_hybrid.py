@@ -92,8 +92,8 @@ def _ffn_of_hf(config: HfConfig) -> Dense | Experts:
     shared, act = config.keys.integer("shared_intermediate_size", 1, MAX_HIDDEN * 4), config.activation()
     if config.keys.integer("num_local_experts", 0, 1 << 16) == 0:
         return Dense(shared, act, fused=True)
-    given = "num_local_experts", "intermediate_size", act
-    return config.mixture(*given, router="softmax_topk", shared_inner=shared, shared_fused=True)
+    args = "num_local_experts", "intermediate_size", act
+    return config.mixture(*args, router="softmax_topk", shared_inner=shared, shared_fused=True)
 
 
 def _layers(

@@ -32,12 +32,12 @@ def row_vision(config: HfConfig) -> RowFacts | None:
     return None if config.tower is None else described_rows(config.tower, eps)
 
 
-def described_rows(given: Described, eps: float) -> RowFacts | None:
+def described_rows(described: Described, eps: float) -> RowFacts | None:
     """The tower, with limits far above published models; None if it is not supported, so only the text model runs.
 
     eps   of the norms of decoder and projector
     """
-    top, own = given.top, below(given.top, "vision_config")
+    top, own = described.top, below(described.top, "vision_config")
     if own.text("hidden_act", "gelu") != "silu" or top.text("projector_hidden_act", "gelu") != "gelu":
         return None
     if top.raw("vision_feature_layer") not in (None, -1):
@@ -47,9 +47,9 @@ def described_rows(given: Described, eps: float) -> RowFacts | None:
         raise own.fail("hidden_size", f"is {hidden}, not a multiple of 4 for each of {heads} heads")
     patch, merge = own.integer("patch_size", 1, 1 << 8, 16), top.integer("spatial_merge_size", 1, 16, 2)
     stated = own.integer("image_size", 1, 1 << 16, 1024)
-    stated = below(given.processor, "size").integer("longest_edge", 1, 1 << 16, stated)
+    stated = below(described.processor, "size").integer("longest_edge", 1, 1 << 16, stated)
     columns = (math.isqrt(4 * MAX_IMAGE_TOKENS + 5) - 1) // 2  # of a square image, counting the break tokens
-    mean, std = colours(given.processor, CLIP_MEAN, CLIP_STD)
+    mean, std = colours(described.processor, CLIP_MEAN, CLIP_STD)
     image_token = top.integer("image_token_id", 0, MAX_VOCAB, IMAGE_TOKEN)
     image_token = top.integer("image_token_index", 0, MAX_VOCAB, image_token)
     if image_token != IMAGE_TOKEN and top.raw("image_break_token_id") is None:
@@ -61,7 +61,7 @@ def described_rows(given: Described, eps: float) -> RowFacts | None:
         num_heads=heads,
         patch_size=patch,
         merge=merge,
-        outputs=given.hidden_size,
+        outputs=described.hidden_size,
         theta=below(own, "rope_parameters").number("rope_theta", 1.0, 1e15, own.number("rope_theta", 1.0, 1e15, 1e4)),
         longest=min(stated, columns * patch * merge),
         mean=mean,
@@ -71,6 +71,6 @@ def described_rows(given: Described, eps: float) -> RowFacts | None:
         image_token=image_token,
         break_token=top.integer("image_break_token_id", 0, MAX_VOCAB, BREAK_TOKEN),
         end_token=top.integer("image_end_token_id", 0, MAX_VOCAB, END_TOKEN),
-        nbytes=given.nbytes,
+        nbytes=described.nbytes,
     )
-    return facts if max(facts.image_token, facts.break_token, facts.end_token) < given.vocab_size else None
+    return facts if max(facts.image_token, facts.break_token, facts.end_token) < described.vocab_size else None

@@ -141,8 +141,8 @@ class Qwen3_5Moe(Qwen3_5):
 
     def feed_forward(self, config: HfConfig) -> Experts:
         shared = config.keys.integer("shared_expert_intermediate_size", 1, MAX_HIDDEN * 4)
-        given = "num_experts", "moe_intermediate_size", config.activation()
-        return config.mixture(*given, shared_inner=shared, shared_gate=True)
+        args = "num_experts", "moe_intermediate_size", config.activation()
+        return config.mixture(*args, shared_inner=shared, shared_gate=True)
 
     def feed_forward_of_gguf(self, config: GgufConfig) -> Experts:
         shared = config.keys.integer("expert_shared_feed_forward_length", 1, MAX_HIDDEN * 4)

@@ -45,16 +45,16 @@ def with_grid(names: NameMap, checkpoint: Checkpoint) -> NameMap:
 
 
 def grid_vision(
-    given: Described | None, axes: tuple[int, ...], usual: Mapping[str, Any] = TOWER, *, gated: bool = False
+    described: Described | None, axes: tuple[int, ...], usual: Mapping[str, Any] = TOWER, *, gated: bool = False
 ) -> GridFacts | None:
     """The tower, if the files have a supported one; the limits are far above published models.
 
     axes, gated   as in `GridFacts`
     usual         defaults for keys that the file may omit
     """
-    if given is None:
+    if described is None:
         return None
-    own = below(given.top, "vision_config")
+    own = below(described.top, "vision_config")
     stated = {key: value for key, value in own.values.items() if value is not None}
     own = Fields(own.path, {own.prefix + key: value for key, value in usual.items()} | stated, own.prefix)
     act = "silu" if gated else "gelu_pytorch_tanh"
@@ -73,8 +73,8 @@ def grid_vision(
     if gated and not window:
         raise own.fail("window_size", f"is smaller than one square of {factor} x {factor} pixels")
     parameters = below(own, "rope_parameters")
-    pixels = _pixels(given.processor)
-    mean, std = colours(given.processor, *((CLIP_MEAN, CLIP_STD) if gated else (HALF, HALF)))
+    pixels = _pixels(described.processor)
+    mean, std = colours(described.processor, *((CLIP_MEAN, CLIP_STD) if gated else (HALF, HALF)))
     facts = GridFacts(
         num_layers=depth,
         hidden=hidden,
@@ -90,17 +90,19 @@ def grid_vision(
         max_pixels=max(factor**2, min(pixels[1], MAX_IMAGE_TOKENS * factor**2)),
         mean=mean,
         std=std,
-        image_token=given.top.integer("image_token_id", 0, MAX_VOCAB, 248056),
+        image_token=described.top.integer("image_token_id", 0, MAX_VOCAB, 248056),
         axes=axes,
-        nbytes=given.nbytes,
+        nbytes=described.nbytes,
         taps=taps,
         gated=gated,
         window=window,
         whole=_layers(own, "fullatt_block_indexes", depth) if gated else (),
     )
-    if facts.outputs != given.hidden_size:
-        raise own.fail("out_hidden_size", f"is {facts.outputs}, but the decoder's hidden_size is {given.hidden_size}")
-    return facts if facts.axes and facts.image_token < given.vocab_size else None
+    if facts.outputs != described.hidden_size:
+        raise own.fail(
+            "out_hidden_size", f"is {facts.outputs}, but the decoder's hidden_size is {described.hidden_size}"
+        )
+    return facts if facts.axes and facts.image_token < described.vocab_size else None
 
 
 def _layers(own: Fields, key: str, depth: int) -> tuple[int, ...]:
