@@ -1,1 +1,1 @@
-"""One file per architecture over shared layers."""
+"""Models: weights loaded from a checkpoint, their KV cache, and the forward pass over shared layers."""

@@ -1,7 +1,7 @@
-"""`Adapters`: places for LoRA adapters beside a model's weights, and what of a file goes into one.
+"""`Adapters`: slots for LoRA adapters on a model's linear layers, and loading an adapter file into one.
 
-Adapters name modules as Transformers does. A product made of several modules gets the updates of each for its rows of
-the outputs, in the order in which the model's own file has them.
+Adapter files use Transformers' module names. In a fused product, each module's update applies to that module's output
+rows, in the row order of the model file.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ _TEXT = (
     "language_model.model.",
     "model.language_model.",
     "backbone.",
-)  # what the text model's begin with
-_COLUMNS = 256  # of a weight, looked at together where its rows' lengths are wanted
+)  # prefixes of the text model's modules
+_COLUMNS = 256  # weight columns processed at a time when computing row norms for DoRA
 
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """Where a module's outputs are."""
+    """The rows of a product that a module makes up."""
 
-    linear: tuple[int, str, str]  # number of the layer, which of its two parts, which product of that
+    linear: tuple[int, str, str]  # (layer number, "mixer" or "ffn", field of the product)
     first: int
     module: Module
     inputs: int
@@ -54,10 +54,10 @@ class _Target:
 
 @dataclass(frozen=True, slots=True)
 class AdapterWeights:
-    """What an adapter adds to each product."""
+    """The low-rank updates of an adapter, by product."""
 
     pieces: Mapping[tuple[int, str, str], tuple[LowRank, ...]]
-    digest: str  # of all that changes an answer
+    digest: str  # of everything that affects the output
 
     @property
     def nbytes(self) -> int:
@@ -65,10 +65,10 @@ class AdapterWeights:
 
 
 class Adapters:
-    """The places for adapters of one model: `calls` are its layers with them.
+    """The adapter slots of one model; `calls` are its layers extended with them.
 
-    calls          as the model has them, without adapters
-    deterministic  a row's result does not depend on the rows beside it
+    calls          the model's layers without adapters
+    deterministic  a row's result does not depend on the other rows of the batch
     exact          nothing may be rounded below float32
     """
 
@@ -87,18 +87,18 @@ class Adapters:
         return self._extended(number, "mixer", mixer), self._extended(number, "ffn", ffn), view
 
     def _extended(self, number: int, part: str, weights: Any) -> Any:
-        """The same weights; those of a mixture of experts, which have none, themselves."""
+        """The same weights with adapter slots; a mixture of experts has none and is returned unchanged."""
         if weights is None or isinstance(weights, ExpertsWeights):
             return weights
         is_last, changed = number == len(self._plain) - 1, {}
-        plain_layout = isinstance(weights, AttentionWeights | MlpWeights)  # else GGUF files have an order of their own
+        plain_layout = isinstance(weights, AttentionWeights | MlpWeights)  # others have a different row order in GGUF
         for field in fields(weights):
             linear = getattr(weights, field.name)
             if not isinstance(linear, Linear):
                 continue
             late = is_last and (part == "ffn" or (isinstance(weights, AttentionWeights) and field.name == "out"))
             shape = (linear.out_features, linear.parts[0].shape[1])
-            coarse = linear.nbytes < 1.2 * shape[0] * shape[1]  # a byte each, and their scales
+            coarse = linear.nbytes < 1.2 * shape[0] * shape[1]  # at most one byte per weight plus scales
             added = self._make(self._wanted if late else self._rows, shape, linear.bias, coarse=coarse)
             key = number, part, field.name
             self._additions[key] = added
@@ -116,13 +116,13 @@ class Adapters:
 
     @staticmethod
     def open(path: str) -> AdapterFile:
-        """An adapter on disk. Raises as `open_adapter` does."""
+        """Open an adapter on disk. Raises like `open_adapter`."""
         return open_adapter(path)
 
     def read(self, file: AdapterFile) -> AdapterWeights:
-        """The weights of an adapter, ready for a place.
+        """Read the weights of an adapter, ready for a slot.
 
-        Raises BadModelFile or UnsupportedFormat for one that was made for another model, or damaged since.
+        Raises BadModelFile or UnsupportedFormat if it is damaged or was made for another model.
         """
         found: defaultdict[tuple[int, str, str], list[tuple[_Target, StoredUpdate]]] = defaultdict(list)
         for update in file.updates:
@@ -140,12 +140,12 @@ class Adapters:
         if target is None:
             vocabulary = update.module.endswith(("embed_tokens", "lm_head"))
             what = "the adapter changes the vocabulary" if vocabulary else "this model has no such linear module"
-            hint = "use an adapter of this model's attention and feed-forward layers"
+            hint = "use an adapter that changes only this model's attention and feed-forward layers"
             raise bad(file.file.path, what + made_for, key=update.down.name, hint=hint, error=UnsupportedFormat)
         expected = {update.down: (update.rank, target.inputs), update.up: (target.module.rows, update.rank)}
         for tensor, shape in expected.items():
             if tensor.shape != shape:
-                what = f"has shape {list(tensor.shape)}, this model needs {list(shape)}{made_for}"
+                what = f"has shape {list(tensor.shape)}, but this model needs {list(shape)}{made_for}"
                 raise bad(file.file.path, what, key=tensor.name, hint="use it with the model it was made for",
                           error=BadModelFile)  # fmt: skip
         return target
@@ -179,9 +179,9 @@ class Adapters:
     def _with_gains(
         self, key: tuple[int, str, str], pieces: Sequence[LowRank], magnitudes: Sequence[Tensor | None]
     ) -> Iterator[LowRank]:
-        """DoRA: every row of base and update together gets the length that the file says.
+        """DoRA: scale every row of base plus update to the norm stored in the file.
 
-        What a product makes of the identity is its weight, however that is stored.
+        The weight is recovered by running the product on the identity, so its storage format does not matter.
         """
         number, part, name = key
         linear: Linear = getattr(self._plain[number][("mixer", "ffn").index(part)], name)
@@ -202,10 +202,10 @@ class Adapters:
             gain = length / square.sqrt().clamp_(min=1e-30)
             yield replace(piece, up=piece.up * gain[:, None], gain=gain)
 
-    # --- places ------------------------------------------------------------------------------------------------------
+    # --- slots -------------------------------------------------------------------------------------------------------
 
     def put(self, place: int, weights: AdapterWeights | None) -> None:
-        """From now on rows with this place have this adapter; None empties it. Called between steps."""
+        """Put an adapter into slot `place`; None empties the slot. Called between steps."""
         room = None
         for key, added in self._additions.items():
             if weights is None:
@@ -215,12 +215,12 @@ class Adapters:
                 added.put(place, weights.pieces.get(key, ()), room)
 
     def begin(self, of_tokens: np.ndarray, of_wanted: np.ndarray) -> tuple[LayerCall, ...]:
-        """The layers for a step whose tokens, and whose wanted rows, have these places."""
+        """Set the slots of a step's tokens and of its wanted rows, and return the layers to run."""
         self._rows.set(of_tokens)
         self._wanted.set(of_wanted)
         return self.calls
 
     def forget(self, *, pages_only: bool = False) -> None:
-        """Let go of what fused segments keep with the products."""
+        """Drop what fused segments cache on the products."""
         for added in self._additions.values():
             added.forget(pages_only)

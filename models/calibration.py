@@ -1,6 +1,6 @@
-"""What the linear layers of a model see on a text: the sums of x xᵀ that quantization weighs errors by.
+"""Calibration: collect the sums of x xᵀ over the inputs of a model's linear layers, which weight quantization errors.
 
-One layer is loaded, run and dropped at a time, so a model of any size passes with the memory of one layer.
+Layers are loaded, run and dropped one at a time, so a model of any size needs the memory of one layer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PAGE_SIZE = 16
 
 
 class Sum:
-    """`total` float32 [K, K], the sum of x xᵀ over all rows that were added; None before the first."""
+    """Accumulator of x xᵀ over all added rows: `total` is float32 [K, K], or None before the first row."""
 
     def __init__(self) -> None:
         self.total: Tensor | None = None
@@ -43,7 +43,7 @@ class Sum:
 
 
 class Observed:
-    """A linear layer that adds up what it is given."""
+    """A linear layer that adds its inputs to a `Sum`."""
 
     def __init__(self, linear: Linear, into: Sum) -> None:
         self.linear = linear
@@ -54,27 +54,28 @@ class Observed:
         return self.linear(x)
 
 
-Seen = dict[tuple[str, ...], Sum]  # by the modules that see the same rows
+Seen = dict[tuple[str, ...], Sum]  # keyed by the modules that share an input
 
 
 @dataclass
 class _Stream:
     """One sequence on its way through the layers."""
 
-    x: Tensor  # [num_tokens, hidden], or [num_tokens, streams, hidden] behind a layer where tokens have several
-    inputs: Tensor | None  # [num_tokens, layers, size]
-    pages: dict[int, KVPages] = field(default_factory=dict)  # of layers whose keys and values others read
+    x: Tensor  # [num_tokens, hidden], or [num_tokens, streams, hidden] with several residual streams
+    inputs: Tensor | None  # per-layer inputs [num_tokens, layers, size]
+    pages: dict[int, KVPages] = field(default_factory=dict)  # of layers whose keys and values other layers read
 
 
 def hessians(source: OpenModel, sequences: Sequence[Sequence[int]], device: str = "cpu") -> Iterator[dict[str, Tensor]]:
-    """For each layer in order: module name below `model.layers.{i}.` -> float32 [K, K]. Modules may share a tensor.
+    """Yield, for each layer in order, module name below `model.layers.{i}.` -> float32 [K, K]. Modules may share a
+    tensor.
 
-    Of a mixture the experts' first products share theirs, each last one has its own: none where the text reached the
-    expert nowhere.
+    In a mixture of experts, all gate and up products share one tensor and every down product has its own, which is
+    absent if the text never reached that expert.
 
-    sequences  token ids, each run for itself; what a layer hands on is computed with the stored weights in float32
+    sequences  token ids; sequences run independently, in float32 with the stored weights
 
-    Raises BadModelFile or UnsupportedFormat as loading does, ValueError without any sequence.
+    Raises BadModelFile or UnsupportedFormat like loading does, and ValueError without any token.
     """
     if not any(len(ids) for ids in sequences):
         raise ValueError("calibration needs at least one token")
@@ -91,8 +92,8 @@ def hessians(source: OpenModel, sequences: Sequence[Sequence[int]], device: str 
             layer, of_layer = load_layer(loading, index), facts.layers[index]
             table = rotations[of_layer.mixer.rope] if isinstance(of_layer.mixer, Attention) else None
             seen: Seen = {}
-            mixer = layer.mixer and _watched(layer.mixer, _modules(of_layer.mixer), seen)
-            watched = DecoderLayer(mixer, layer.ffn and _watched_ffn(layer.ffn, of_layer.ffn, seen))
+            mixer = layer.mixer and _observed(layer.mixer, _modules(of_layer.mixer), seen)
+            watched = DecoderLayer(mixer, layer.ffn and _observed_ffn(layer.ffn, of_layer.ffn, seen))
             for stream in streams:
                 pages = _pages(watched.mixer, of_layer, stream) if table is not None else None
                 stream.x = _run(watched, of_layer.mixer, stream, index, table, pages)
@@ -116,21 +117,21 @@ def _streams(loading: Loading, sequences: Sequence[Sequence[int]]) -> Iterator[_
         yield _Stream(x, embedding.layer_inputs(ids, x))
 
 
-def _watched(weights: Any, modules: Mapping[str, tuple[str, ...]], seen: Seen) -> Any:
-    """The same weights with products that add up what they are given, which comes into `seen`.
+def _observed(weights: Any, modules: Mapping[str, tuple[str, ...]], seen: Seen) -> Any:
+    """The same weights with products that record their inputs in `seen`.
 
-    modules   fields of the weights -> the modules that see what they are given
+    modules   field of the weights -> the modules that share its input
     """
     sums = {name: seen.setdefault(modules[name], Sum()) for name in modules}
     return replace(weights, **{name: Observed(getattr(weights, name), into) for name, into in sums.items()})
 
 
-def _watched_ffn(weights: Any, facts: Dense | Experts | None, seen: Seen) -> Any:
+def _observed_ffn(weights: Any, facts: Dense | Experts | None, seen: Seen) -> Any:
     if weights.input is not None:
         own = {"gate": ("per_layer_input_gate",), "projection": ("per_layer_projection",)}
-        weights = replace(weights, input=_watched(weights.input, own, seen))
+        weights = replace(weights, input=_observed(weights.input, own, seen))
     if isinstance(facts, Dense):
-        return _watched(weights, {"gate_up": facts.inputs, "down": ("mlp.down_proj",)}, seen)
+        return _observed(weights, {"gate_up": facts.inputs, "down": ("mlp.down_proj",)}, seen)
     assert facts is not None
     every = range(facts.num_experts)
     first = tuple(f"mlp.experts.{expert}.{name}" for expert in every for name in facts.inputs)
@@ -147,11 +148,11 @@ def _watched_ffn(weights: Any, facts: Dense | Experts | None, seen: Seen) -> Any
     if facts.shared_inner:
         others["shared_gate_up"] = tuple(f"mlp.shared_expert.{name}" for name in facts.shared_inputs)
         others["shared_down"] = ("mlp.shared_expert.down_proj",)
-    return _watched(weights, others, seen)
+    return _observed(weights, others, seen)
 
 
 def _modules(facts: Paged | Stateful | None) -> dict[str, tuple[str, ...]]:
-    """Products of a mixer -> the modules that see what they are given."""
+    """Products of a mixer -> the modules that share their input."""
     if isinstance(facts, Attention):
         return {"qkv": facts.inputs, "out": ("self_attn.o_proj",)}
     if isinstance(facts, Mamba2 | ShortConv):
@@ -169,7 +170,7 @@ def _run(
     table: RopeTable | None,
     pages: KVPages | None,
 ) -> Tensor:
-    """One layer over one sequence that starts at position 0: as `_Stream.x`."""
+    """Run one layer over one whole sequence; the result has the form of `_Stream.x`."""
     ffn, x = layer.ffn, stream.x
     bounds = torch.tensor([0, x.shape[0]], dtype=torch.int32, device=x.device)
     if isinstance(layer.mixer, AttentionWeights):
@@ -177,24 +178,23 @@ def _run(
         if layer.mixer.streams is not None:
             assert isinstance(ffn, MlpWeights) and ffn.input is not None and stream.inputs is not None
             streams, x, added = REFERENCES["streams_in"](x, layer.mixer)
-            attended = _attended(layer.mixer, x, table, bounds, pages)
+            attended = _attention(layer.mixer, x, table, bounds, pages)
             x = REFERENCES["mlp"](joined(REFERENCES["attn_out"](attended, x, layer.mixer), added), ffn)
-            given = ffn.input, stream.inputs[:, index]
-            return REFERENCES["streams_out"](streams, x, layer.mixer.streams, *given)
-        attended = _attended(layer.mixer, x, table, bounds, pages)
+            return REFERENCES["streams_out"](streams, x, layer.mixer.streams, ffn.input, stream.inputs[:, index])
+        attended = _attention(layer.mixer, x, table, bounds, pages)
         if layer.mixer.parallel:
-            return REFERENCES["attn_out"](attended, _fed(ffn, stream, x, index), layer.mixer)
+            return REFERENCES["attn_out"](attended, _feed_forward(ffn, stream, x, index), layer.mixer)
         x = REFERENCES["attn_out"](attended, x, layer.mixer)
     elif layer.mixer is not None:
         assert isinstance(facts, Stateful)
         states = StateGroup((0,), facts.conv_shape, facts.state_shape)
         kept = KVCache((), (), device=x.device, states=[states], num_slots=1).layers[0]
         x = REFERENCES[STATEFUL[type(layer.mixer)]](x, layer.mixer, kept, bounds[:1].long(), bounds)
-    return _fed(ffn, stream, x, index)
+    return _feed_forward(ffn, stream, x, index)
 
 
-def _fed(ffn: Any, stream: _Stream, x: Tensor, index: int) -> Tensor:
-    """`x` behind the feed-forward layer."""
+def _feed_forward(ffn: Any, stream: _Stream, x: Tensor, index: int) -> Tensor:
+    """`x` after the feed-forward layer."""
     if ffn is None:
         return x
     x = REFERENCES["experts" if isinstance(ffn, ExpertsWeights) else "mlp"](x, ffn)
@@ -204,7 +204,7 @@ def _fed(ffn: Any, stream: _Stream, x: Tensor, index: int) -> Tensor:
 
 
 def _pages(attention: Any, facts: LayerFacts, stream: _Stream) -> KVPages:
-    """Where a layer finds the keys and values of a sequence."""
+    """The pages from which a layer reads the keys and values of a sequence."""
     source = getattr(facts.mixer, "shares_kv_with", None)
     if source is not None:
         return stream.pages[source]
@@ -215,7 +215,7 @@ def _pages(attention: Any, facts: LayerFacts, stream: _Stream) -> KVPages:
     return pages
 
 
-def _attended(attention: AttentionWeights, x: Tensor, table: RopeTable, bounds: Tensor, pages: KVPages) -> Tensor:
+def _attention(attention: AttentionWeights, x: Tensor, table: RopeTable, bounds: Tensor, pages: KVPages) -> Tensor:
     length, device = x.shape[0], x.device
     positions = torch.arange(length, device=device)
     cos, sin = table.rows(positions, length)

@@ -1,6 +1,6 @@
-"""The cache: which layers keep what together (`CacheGroup`, `StateGroup`), and the tensors themselves (`KVCache`).
+"""The KV cache: groups of layers that share pages (`CacheGroup`) or states (`StateGroup`), and the tensors (`KVCache`).
 
-Who owns which page and which slot is the engine's business; here are only tensors.
+The engine assigns pages and slots to sequences; this module only holds the tensors.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from .architectures.mixers import Paged, Stateful
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers that keep the same tokens: one set of pages and one block table for all of them."""
+    """Layers that keep the same tokens, with one set of pages and one block table for all of them."""
 
     name: str  # "full" or "window-512"
-    window: int | None  # a layer sees its last `window` tokens only, the present one included; None sees all
+    window: int | None  # a layer sees only the last `window` tokens, including the current one; None: all tokens
     layers: tuple[int, ...]
     num_kv_heads: int
     head_dim: int  # of keys
     value_dim: int
-    # layer -> what the checkpoint says codes of its keys and values are multiplied with (fp8 only)
+    # layer -> (key scale, value scale) from the checkpoint, which multiply the codes (fp8 only)
     scales: Mapping[int, tuple[float, float]] = field(default_factory=dict, hash=False)
-    # layers that keep nothing -> the one of `layers` whose keys and values they read
+    # layer without a KV cache of its own -> the one of `layers` whose keys and values it reads
     readers: Mapping[int, int] = field(default_factory=dict, hash=False)
 
 
 def cache_groups(facts: ModelFacts, scales: Mapping[int, tuple[float, float]] | None = None) -> tuple[CacheGroup, ...]:
-    """The groups of a model: full attention first (if any layer has it), then windows, widest first.
+    """The cache groups of a model: full attention first (if any layer has it), then windows, widest first.
 
-    scales   of `kv_scales.read_kv_scales`
+    scales   from `kv_scales.read_kv_scales`
     """
     groups = []
     for layers in facts.cache_layers:
@@ -64,11 +64,11 @@ class StateGroup:
 
     layers: tuple[int, ...]
     conv_shape: tuple[int, ...]  # channels, width - 1
-    state_shape: tuple[int, ...]  # () where there is only a convolution
+    state_shape: tuple[int, ...]  # () if there is only a convolution
 
 
 def state_groups(facts: ModelFacts) -> tuple[StateGroup, ...]:
-    """Of the layers that keep a state; () for a model without any."""
+    """The state groups of a model; () if no layer keeps a state."""
     groups = []
     for layers in state_layers(facts):
         mixer = facts.layers[layers[0]].mixer
@@ -77,35 +77,35 @@ def state_groups(facts: ModelFacts) -> tuple[StateGroup, ...]:
     return tuple(groups)
 
 
-# What is used first lies in small pages: 2 MiB for the keys and the values of each layer of a 4B model would be 150 MB.
+# The first 2 MiB use small system pages: one huge page each for keys and values of all layers of a 4B model is 150 MB.
 SMALL_PAGES = 2 << 20
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on the CPU untouched memory of an anonymous private map, aligned to a system page.
+    """Zeros; on the CPU untouched memory of a private anonymous mapping, aligned to a system page.
 
-    Behind its first 2 MiB it is backed by pages of 2 MiB where the system has them: attention over 8,192 tokens reads
-    25 GB/s instead of 22 (two Zen 4 cores of a virtual machine, where plain reading gives 31).
+    After the first 2 MiB it uses huge pages if the system has them: attention over 8,192 tokens reads 25 GB/s instead
+    of 22 (two Zen 4 cores of a virtual machine, where a plain read gives 31).
     """
     count = math.prod(shape)
     if device.type != "cpu" or count == 0:
         return torch.zeros(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if len(memory) > SMALL_PAGES and hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
+        with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE, SMALL_PAGES, len(memory) - SMALL_PAGES)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def _runs(pages: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Neighbouring numbers together: half-open ranges."""
+    """Merge consecutive page numbers into half-open ranges."""
     for _, run in groupby(enumerate(sorted(pages)), key=lambda pair: pair[1] - pair[0]):
         numbers = [page for _, page in run]
         yield numbers[0], numbers[-1] + 1
 
 
 def _give_back(memory: Tensor) -> None:
-    """Let the system take back whole system pages of a contiguous piece of an anonymous map."""
+    """Return the whole system pages in a contiguous piece of an anonymous mapping to the system."""
     start = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (memory.data_ptr() + memory.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if end > start and hasattr(mmap, "MADV_DONTNEED"):
@@ -113,7 +113,7 @@ def _give_back(memory: Tensor) -> None:
 
 
 def _rows(parts: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The bytes of each part, a row for each page or slot."""
+    """The bytes of each part, with one row per page or slot."""
     return (part.view(len(part), -1).view(torch.uint8) for part in parts if part.numel())
 
 
@@ -129,9 +129,9 @@ def _write(parts: Iterable[Tensor], index: int, data: bytearray) -> None:
 
 
 class KVCache:
-    """What all layers keep: keys and values in pages, one `KVPages` a layer, or a state a sequence in `StateSlots`.
+    """The cache of all layers: one `KVPages` per layer with keys and values, or one `StateSlots` per stateful layer.
 
-    Pages and slots start as zeros. On the CPU the system hands memory out when one is first written: it grows with use.
+    Pages and slots start as zeros. On the CPU the system allocates memory on the first write, so usage grows over time.
     """
 
     def __init__(
@@ -145,8 +145,8 @@ class KVCache:
         num_slots: int = 0,
         num_layers: int = 0,
     ) -> None:
-        """`num_pages` per group; `num_slots` of each of `states`; `num_layers` counts those that keep nothing, too, and
-        not that of a head that predicts.
+        """`num_pages` is per group, `num_slots` per entry of `states`. `num_layers` includes layers that keep nothing,
+        but not the MTP layer.
         """
         self.groups = tuple(groups)
         self.num_pages = tuple(num_pages)
@@ -160,7 +160,7 @@ class KVCache:
             layers |= {layer: self._pages(shapes, group.scales.get(layer)) for layer in group.layers}
             layers |= {layer: layers[source] for layer, source in group.readers.items()}
         self.num_slots = num_slots if states else 0
-        self.states: list[Tensor] = []  # [num_slots, layers of the group, ...]: a slot of all layers is copied at once
+        self.states: list[Tensor] = []  # [num_slots, layers of the group, ...]: one copy moves a slot of all layers
         for state in states:
             parts = [shape for shape in (state.conv_shape, state.state_shape) if shape]
             kept = [_zeros((num_slots, len(state.layers), *shape), torch.float32, self.device) for shape in parts]
@@ -170,8 +170,8 @@ class KVCache:
             self.states += kept
         count = max(num_layers, 1 + max(layers, default=-1))
         self._all = tuple(layers.get(layer) for layer in range(count))
-        self.layers = self._all[: num_layers or count]  # what every layer keeps or reads, in order
-        self.predictor = self._all[num_layers or count :]  # the same of a head that predicts, if there is one
+        self.layers = self._all[: num_layers or count]  # the cache that each layer reads, in order
+        self.predictor = self._all[num_layers or count :]  # that of the MTP layer, if there is one
 
     def _pages(self, shapes: tuple[tuple[int, ...], ...], fixed: tuple[float, float] | None) -> KVPages:
         k, v = (_zeros(shape, KV_DTYPES[self.format], self.device) for shape in shapes)
@@ -188,7 +188,7 @@ class KVCache:
         return sum(part.nbytes for kept in (*pages, self.states) for part in kept if part is not None)
 
     def forget(self, group_index: int, pages: Sequence[int]) -> None:
-        """Give the system back the memory of pages that hold nothing (CPU only); they are zeros afterwards."""
+        """Return the memory of unused pages to the system (CPU only); they read as zeros afterwards."""
         if self.device.type != "cpu":
             return
         runs = list(_runs(pages))
@@ -197,13 +197,13 @@ class KVCache:
                 _give_back(part[first:last])
 
     def touch(self, group_index: int, pages: Sequence[int]) -> None:
-        """Write to pages that hold nothing, so that they take the memory that they have."""
+        """Write to unused pages, so the system allocates their memory."""
         rows = torch.tensor(pages, device=self.device)
         for part in self.parts(group_index):
             part[rows] = 1
 
     def copy_page(self, group_index: int, src: int, dst: int) -> None:
-        """Copy what page `src` holds into page `dst`, in every layer of the group (copy on write)."""
+        """Copy page `src` to page `dst` in every layer of the group (copy on write)."""
         for part in self.parts(group_index):
             part[dst].copy_(part[src])
 
@@ -212,25 +212,25 @@ class KVCache:
         return sum(part[0].nbytes for part in self.parts(group_index))
 
     def read_page(self, group_index: int, page: int) -> memoryview:
-        """A copy of what a page holds, in the order of the layers."""
+        """A copy of a page's bytes, layer by layer."""
         return _read(self.parts(group_index), page)
 
     def write_page(self, group_index: int, page: int, data: bytearray) -> None:
-        """As `read_page` gave it."""
+        """Write the bytes that `read_page` returned."""
         _write(self.parts(group_index), page, data)
 
     def slot_bytes(self) -> int:
         return sum(part[0].nbytes for part in self.states)
 
     def read_slot(self, slot: int) -> memoryview:
-        """As `read_page`, of a slot."""
+        """A copy of a slot's bytes, layer by layer."""
         return _read(self.states, slot)
 
     def write_slot(self, slot: int, data: bytearray) -> None:
         _write(self.states, slot, data)
 
     def copy_slot(self, src: int, dst: int) -> None:
-        """Copy the states in slot `src` into slot `dst`, in every layer; zeros where `src` is -1."""
+        """Copy the states in slot `src` to slot `dst` in every layer; a `src` of -1 writes zeros."""
         for part in self.states:
             if src < 0:
                 part[dst].zero_()
@@ -238,13 +238,13 @@ class KVCache:
                 part[dst].copy_(part[src])
 
     def forget_slots(self, slots: Sequence[int]) -> None:
-        """As `forget`, of slots."""
+        """Like `forget`, for slots."""
         if self.device.type == "cpu":
             for part in self.states:
                 for first, last in _runs(slots):
                     _give_back(part[first:last])
 
     def parts(self, group_index: int) -> Iterator[Tensor]:
-        """What a group's layers keep in pages; a scale of a whole layer belongs to no page."""
+        """The paged tensors of a group's layers; a scale for a whole layer is not part of any page."""
         for layer in self.groups[group_index].layers:
             yield from (part for part in self._all[layer] or () if part is not None and part.dim() > 1)

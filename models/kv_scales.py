@@ -1,4 +1,4 @@
-"""Scales for FP8 keys and values that a checkpoint brings: one number per layer each, as calibration found it."""
+"""FP8 KV cache scales from a checkpoint: one calibrated number per layer for keys and one for values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from localllm.quant.dense import read_dense
 
 from .architectures.names import NameMap
 
-# What the tools call them below `self_attn`; {} is k or v.
+# names below `self_attn` in files of different tools; {} is k or v
 SUFFIXES = (
     "{}_scale", "{}_proj.{}_scale", "qkv_proj.{}_scale", "qkqkv_proj.{}_scale", "{}_proj.output_scale",
     "{}_cache.scale", "kv_scale",
@@ -18,11 +18,11 @@ SUFFIXES = (
 
 
 def read_kv_scales(checkpoint: Checkpoint, names: NameMap, num_layers: int) -> dict[int, tuple[float, float]]:
-    """layer -> (scale of keys, scale of values): what codes are multiplied with. Empty where there are none.
+    """Read layer -> (key scale, value scale), which multiply the codes. Empty if there are none.
 
-    Numbers that are 1.0 for every layer are placeholders and count as none; one of a pair serves for both. Layers with
-    a scale per head have none here: they get one per token and head, which is finer. Raises BadModelFile for a scale
-    that is not a positive number.
+    Scales that are 1.0 in every layer are placeholders and ignored; if only one of a pair is stored, it serves both.
+    Per-head scales are ignored, because such layers get one scale per token and head, which is finer. Raises
+    BadModelFile for a scale that is not a positive finite number.
     """
     if checkpoint.kind == "gguf":
         return {}
@@ -37,12 +37,12 @@ def read_kv_scales(checkpoint: Checkpoint, names: NameMap, num_layers: int) -> d
 
 
 def _first(checkpoint: Checkpoint, base: str, part: str) -> float | None:
-    """The first of the scales that is there with a single number."""
+    """The first stored scale that is a single number."""
     for suffix in SUFFIXES:
         name = f"{base}.{suffix.format(part, part)}"
         if name in checkpoint.tensors and math.prod(checkpoint.tensors[name].shape) == 1:
             scale = float(read_dense(checkpoint, name))
             if not (scale > 0 and math.isfinite(scale)):
-                raise BadModelFile(f"{checkpoint.path.name}: {name} is {scale}, a scale is a positive number")
+                raise BadModelFile(f"{checkpoint.path.name}: {name} is {scale}, expected a positive finite number")
             return scale
     return None

@@ -1,4 +1,4 @@
-"""A layer of a checkpoint -> `DecoderLayer`: one function for each kind of mixer and of feed-forward layer."""
+"""Layers of a checkpoint -> `DecoderLayer`: one function per kind of mixer and of feed-forward layer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from .reader import Reader
 
 
 class LayerReader:
-    """The tensors of one layer, by canonical name below `model.layers.{i}.`."""
+    """Access to one layer's tensors by canonical name below `model.layers.{i}.`."""
 
     def __init__(self, reader: Reader, index: int) -> None:
         self.reader = reader
@@ -48,12 +48,12 @@ class LayerReader:
         self.facts = reader.facts.keeping_layers[index]
         self.norms: Norms = self.facts.norms
         self.start = f"model.layers.{index}."
-        self.host = next(iter(reader.options.host_experts[index : index + 1]), frozenset())  # none of who predicts
+        self.host = next(iter(reader.options.host_experts[index : index + 1]), frozenset())  # empty for the MTP layer
         self._shapes = linear_shapes(self.facts, self.hidden)
         self._sizes = vector_shapes(self.facts, self.hidden)
 
     def norm(self, name: str, size: int = 0) -> Norm:
-        """`size` is the hidden size where it is not said."""
+        """Read a norm; `size` defaults to the hidden size."""
         return self.reader.norm(self.start + name, size or self.hidden)
 
     def plain_norm(self, size: int) -> Norm:
@@ -61,9 +61,9 @@ class LayerReader:
         return Norm(torch.ones(size, device=self.reader.device), self.reader.facts.rms_norm_eps)
 
     def scale(self, *, last: bool) -> float:
-        """What multiplies all that the layer gives; one number, which some files store without a last name.
+        """Read the factor on the layer's output. Some files store it without the `.weight` suffix.
 
-        last   whether the layer's input is what is asked for: the scale is that of what comes last
+        last   whether the caller is the per-layer input; the scale belongs to the layer's last block, the others get 1
         """
         if not self.facts.scaled or last is (self.facts.input is None):
             return 1.0
@@ -72,7 +72,7 @@ class LayerReader:
         return float(self.reader.vector(name if name in checkpoint.tensors else f"{name}.weight", 1))
 
     def input(self) -> InputWeights | None:
-        """What the layer takes in at its end."""
+        """Read the weights of the layer's per-layer input, if it has one."""
         facts = self.facts.input
         if facts is None:
             return None
@@ -85,7 +85,7 @@ class LayerReader:
         )
 
     def streams(self) -> StreamWeights | None:
-        """How the layer predicts and corrects residual streams, where there are several."""
+        """Read the AltUp and LAuReL weights of the layer, if tokens have several residual streams."""
         facts, reader, last = self.facts.streams, self.reader, self.index == self.reader.facts.num_layers - 1
         if facts is None:
             return None
@@ -107,49 +107,49 @@ class LayerReader:
         )
 
     def matrix(self, module: str) -> Tensor:
-        """A small linear module's weight, float32 [N, K]."""
+        """Read a small linear module's weight as float32 [N, K]."""
         return dequantize(self.reader.weight(self.start + module, self._shapes[module])).float().clone()
 
     def norm_if(self, name: str | None, size: int = 0) -> Norm | None:
         return None if name is None else self.norm(name, size)
 
     def norm_after(self, name: str | None) -> Norm | None:
-        """Of what is added to the residual stream."""
+        """Read a norm over a block's output, which has its own epsilon in some models."""
         norm, eps = self.norm_if(name), self.norms.after_eps
         return norm if norm is None or eps is None else replace(norm, eps=eps)
 
     def vector(self, name: str) -> Tensor:
-        """Another tensor of the layer, float32."""
+        """Read any other tensor of the layer as float32."""
         return self.reader.tensor(self.start + name, self._sizes[name])
 
     def joined(self, layer_class: str, module: str) -> dict[str, Any]:
-        """A module that takes values back, as "out" or "down", and the "join" of the ranks that have a part of it."""
+        """Read an output projection as "out" or "down", with the "join" that combines the ranks' parts of it."""
         linear = self.linear(layer_class, module)
         name = "down" if layer_class == "down" else "out"
         return {name: linear, "join": self.join(module)}
 
     def join(self, module: str) -> Join | None:
-        """As of `Reader`; of a module that was read."""
+        """`Reader.join` of a module that has been read."""
         return self.reader.join(self.start + module)
 
     def made(self, layer_class: str, module: str, matrix: Tensor) -> Linear:
-        """A part of a module as a module of its own: its values [N, K]."""
+        """Prepare a slice of a module, given as its values [N, K], as a module of its own."""
         weight = Weight("dense", (matrix.shape[0], matrix.shape[1]), matrix.contiguous())
         weight = self.reader.encoded(self.start + module, weight)
         return Linear((self.reader.prepare(layer_class, weight, None),))
 
     def gated(self, facts: Attention) -> Linear:
-        """Queries, their gates, keys and values, where gates are a module of their own."""
+        """Read queries, their gates, keys and values as one, where gates are a separate module."""
         names, shapes = ([self.start + one for one in facts.inputs], [self._shapes[one] for one in facts.inputs])
         return self.reader.gated("qkv", names, shapes, facts.head_dim)
 
     def linear(
         self, layer_class: str, *modules: str, order: Tensor | None = None, on_host: bool | None = None
     ) -> Linear:
-        """Modules that are multiplied with the same rows, as one.
+        """Read modules that share their input as one.
 
-        order    of a single module's outputs
-        on_host  whether they lie in host memory; None: as it is planned
+        order    row order of a single module's outputs
+        on_host  whether to keep them in host memory; None: as planned
         """
         names, shapes = [self.start + module for module in modules], [self._shapes[module] for module in modules]
         if on_host is None:
@@ -167,7 +167,9 @@ def _attention(layer: LayerReader, facts: Attention) -> AttentionWeights:
 
     return AttentionWeights(
         norm=layer.norm_if(layer.norms.before_mixer),
-        qkv=layer.gated(facts) if facts.gate == "apart" else _in_file_order(layer.linear("qkv", *facts.inputs), facts),
+        qkv=layer.gated(facts)
+        if facts.gate == "apart"
+        else _with_file_order(layer.linear("qkv", *facts.inputs), facts),
         **layer.joined("o", "self_attn.o_proj"),
         num_heads=facts.num_heads,
         num_kv_heads=facts.num_kv_heads,
@@ -199,13 +201,13 @@ def _attention(layer: LayerReader, facts: Attention) -> AttentionWeights:
 
 
 def _temperature(layer: LayerReader, facts: Attention | LatentAttention) -> tuple[float, int] | None:
-    """None where no position that is offered grows."""
+    """The attention temperature, or None if the context is too short for it to have an effect."""
     longest = layer.reader.context + facts.temperature_offset
     return facts.temperature if facts.temperature and longest > facts.temperature[1] else None
 
 
-def _in_file_order(qkv: Linear, facts: Attention) -> Linear:
-    """The same, knowing where the file has rows of queries and keys in an order of its own."""
+def _with_file_order(qkv: Linear, facts: Attention) -> Linear:
+    """Record the row order of queries and keys if the file permutes them."""
     if not facts.rope.permuted:
         return qkv
 
@@ -218,7 +220,7 @@ def _in_file_order(qkv: Linear, facts: Attention) -> Linear:
     return replace(qkv, modules=tuple(map(ordered, qkv.modules)))
 
 
-LATENT_EPS = 1e-6  # of the norms over latents, whatever that of the others is
+LATENT_EPS = 1e-6  # of the norms over latents, independent of the model's epsilon
 
 
 def _latent_attention(layer: LayerReader, facts: LatentAttention) -> LatentWeights:
@@ -246,10 +248,10 @@ def _latent_attention(layer: LayerReader, facts: LatentAttention) -> LatentWeigh
 
 
 def _by_head(layer: LayerReader, facts: LatentAttention) -> tuple[tuple[Linear, ...], tuple[Linear, ...]]:
-    """What takes a head's query to the latents, and latents to a head's values.
+    """Per head, the product that maps a query to the latent space, and the one that maps latents to values.
 
-    Where a module has both for all heads, and not turned over as the first must be, they are taken apart: plain numbers
-    keep their bits, others become bfloat16.
+    If one module holds both for all heads, it is split, and the first half transposed. Unquantized weights keep their
+    bits, others become bfloat16.
     """
     names = [f"self_attn.{kind}_b_proj" for kind in "kv"]
     heads = range(facts.num_heads)
@@ -265,14 +267,14 @@ def _by_head(layer: LayerReader, facts: LatentAttention) -> tuple[tuple[Linear, 
 
 
 def _by_part(heads: int, sizes: Sequence[int]) -> Tensor:
-    """Where rows are that lie head by head, in parts of `sizes` each: the first parts of all heads, the second, ..."""
+    """Row indices that regroup head-by-head rows by part: part 0 of all heads, then part 1, ... (`sizes` per head)."""
     rows = torch.arange(heads * sum(sizes)).view(heads, -1)
     return torch.cat([part.flatten() for part in rows.split(list(sizes), 1)])
 
 
 def _gated_delta(layer: LayerReader, facts: GatedDelta) -> DeltaWeights:
     decay = layer.vector("linear_attn.A_log")
-    norm = Norm(layer.vector("linear_attn.norm.weight"), layer.reader.facts.rms_norm_eps)  # without the model's offset
+    norm = Norm(layer.vector("linear_attn.norm.weight"), layer.reader.facts.rms_norm_eps)  # no norm_offset here
     heads, ratio = facts.num_k_heads, facts.num_v_heads // facts.num_k_heads
     parts = (facts.k_dim, facts.k_dim, ratio * facts.v_dim, ratio * facts.v_dim)
     return DeltaWeights(
@@ -342,7 +344,7 @@ def _dense(layer: LayerReader, facts: Dense) -> MlpWeights:
 def _experts(layer: LayerReader, facts: Experts) -> ExpertsWeights:
     bias = "mlp.gate.e_score_correction_bias"
     shared = [f"mlp.shared_expert.{name}" for name in facts.shared_inputs]
-    count = 0 if layer.host else facts.num_experts  # what some lie elsewhere of is no stack
+    count = 0 if layer.host else facts.num_experts  # no stack if some experts are in host memory
     stacks = Stack(count), Stack(count)
     for number in range(facts.num_experts):
         for stack, linear in zip(stacks, _expert(layer, facts, number), strict=True):
@@ -379,7 +381,7 @@ def _experts(layer: LayerReader, facts: Experts) -> ExpertsWeights:
 
 
 def _expert(layer: LayerReader, facts: Experts, number: int, on_host: bool | None = None) -> tuple[Linear, Linear]:
-    """What gate and up of one expert are, and what takes their product back."""
+    """Read one expert: (gate and up, down)."""
     start = f"mlp.experts.{number}."
     gate_up = layer.linear("experts_gate_up", *(start + name for name in facts.inputs), on_host=on_host)
     return gate_up, layer.linear("experts_down", f"{start}down_proj", on_host=on_host)
@@ -416,7 +418,7 @@ _KINDS: dict[type, Callable[[LayerReader, Any], Any]] = {
 
 
 def load_layer(reader: Reader, index: int) -> DecoderLayer:
-    """Read layer `index`, and let each of its products choose its implementation."""
+    """Read layer `index` and choose an implementation for each of its products."""
     layer = LayerReader(reader, index)
     mixer, ffn = layer.facts.mixer, layer.facts.ffn
     weights = _KINDS[type(ffn)](layer, ffn)

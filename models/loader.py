@@ -1,9 +1,10 @@
-"""`load_model`: a checkpoint -> `Model`, one linear layer at a time: read, canonical form, choose, prepare, free.
+"""`load_model`: a checkpoint -> `Model`. Per linear layer: read, convert to canonical form, choose a kernel, prepare,
+free.
 
-So memory holds the prepared weights and the tensors of one layer class at any time. Nothing of the model stays in its
-mapped files: one that is cut or written over while the model runs would end the process with SIGBUS, or change answers.
-What is missing or has the wrong shape is a `BadModelFile`; tensors nobody asked for are ignored, unless they are known
-to change the result.
+Memory therefore holds the prepared weights plus the tensors of one layer class. The model keeps no reference to its
+mapped files: truncating or overwriting one while the model runs would kill the process with SIGBUS, or change answers.
+A missing tensor or a wrong shape raises `BadModelFile`; unknown tensors are ignored unless they are known to change the
+result.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from .vision_rows import load_row_tower
 
 __all__ = ["LoadOptions", "Loading", "load_model"]
 
-_CHANGES_RESULT = {  # parts of tensor names -> what they belong to, none of which is implemented
+_CHANGES_RESULT = {  # part of a tensor name -> the feature it belongs to; refused if the architecture does not read it
     "lora_": "a LoRA adapter",
     "sinks": "attention sinks",
     "_exps.": "a mixture of experts",
@@ -61,7 +62,7 @@ _CHANGES_RESULT = {  # parts of tensor names -> what they belong to, none of whi
 def load_model(checkpoint: OpenModel, options: LoadOptions | None = None) -> Model:
     """Load every weight of `checkpoint`, which may be closed afterwards.
 
-    Raises BadModelFile, UnsupportedModel or UnsupportedFormat; OutOfMemory or DeviceError where the GPU gives up.
+    Raises BadModelFile, UnsupportedModel or UnsupportedFormat, and OutOfMemory or DeviceError for GPU failures.
     """
     options = options or LoadOptions()
     try:
@@ -73,15 +74,15 @@ def load_model(checkpoint: OpenModel, options: LoadOptions | None = None) -> Mod
     except torch.OutOfMemoryError as error:
         said = str(error).split(". ")[0]
         raise OutOfMemory(
-            f"{checkpoint.path.name}: the GPU's memory ran out while loading: {said}",
-            "close what else uses the card (`localllm doctor`), or use --device cpu",
+            f"{checkpoint.path.name}: the GPU ran out of memory while loading: {said}",
+            "close other programs on the GPU (see `localllm doctor`), or use --device cpu",
         ) from error
     except KernelCrash as error:
-        raise DeviceError(str(error), "start again: that kernel is left out from now on") from error
+        raise DeviceError(str(error), "start again: that kernel is now disabled") from error
 
 
 class Loading(Reader):
-    """One load in progress: what has been read, and which implementations were chosen."""
+    """One load in progress, from checkpoint to `Model`."""
 
     def model(self) -> Model:
         facts, options, ranks = self.facts, self.options, self.options.ranks
@@ -90,13 +91,13 @@ class Loading(Reader):
         if self.selftest is None:
             table = kernel_table(shapes.facts, options.disabled)
         else:
-            for smaller in head_sizes(facts, shapes):  # what fails there is passed over everywhere
+            for smaller in head_sizes(facts, shapes):  # a kernel that fails here is disabled for all head sizes
                 self.selftest.table(smaller, options.disabled)
             table = self.selftest.table(shapes, options.disabled)
         embedding, linear = self.tables()
         layers = [load_layer(self, index) for index in range(*self.span)]
         norm = None
-        if facts.final_norm:  # it may scale the logits
+        if facts.final_norm:  # `logit_scale` is folded into its weight
             norm = self.norm("model.norm", facts.hidden_size, has_offset=facts.final_offset)
         norm = norm and replace(norm, weight=norm.weight * facts.logit_scale)
         join = (
@@ -107,7 +108,7 @@ class Loading(Reader):
         head = HeadWeights(norm, linear, facts.logit_softcap, join)
         ropes = [self.rope(rope) for rope in facts.ropes]
         groups = cache_groups(facts, read_kv_scales(self.checkpoint, self.checkpoint.names, facts.num_layers))
-        if self.selftest is not None and ranks is None:  # fused segments do not know of ranks
+        if self.selftest is not None and ranks is None:  # fused segments do not support ranks
             seen, views = layer_views(facts)
             samples = layer_samples(layers, views)
 
@@ -124,12 +125,12 @@ class Loading(Reader):
             model.predictor = load_predictor(self, facts)
         model.projections = [self.projection(one) for one in facts.projections]
         if ranks is not None and ranks.share.rank:
-            return model  # images are read by rank 0
+            return model  # only rank 0 reads images
         model.tower = None if facts.vision is None else self.tower(facts.vision)
         return model
 
     def tower(self, facts: ImageFacts) -> AnyTower:
-        """What makes vectors of images."""
+        """Load the vision tower."""
         if isinstance(facts, GridFacts):
             return load_grid_tower(self, facts)
         if isinstance(facts, RowFacts):
@@ -140,12 +141,12 @@ class Loading(Reader):
 
     @property
     def span(self) -> tuple[int, int]:
-        """The layers that this process has."""
+        """The range of layers in this process."""
         ranks = self.options.ranks
         return (0, self.facts.num_layers) if ranks is None else ranks.span(self.facts.num_layers)
 
     def tables(self) -> tuple[Embedding, Linear]:
-        """The embedding and the head's product; where ranks have layers each, only the first has them."""
+        """Load the embedding and the LM head; with layers split across ranks, only rank 0 has them."""
         facts, ranks = self.facts, self.options.ranks
         if ranks is not None and ranks.share.split == "layers" and ranks.share.rank:
             return Embedding(weight_rows, 1.0, getattr(torch, self.options.dtype), nbytes=0), Linear(())
@@ -175,10 +176,10 @@ class Loading(Reader):
         if facts.inputs is not None:
             inputs = self.inputs(facts.inputs)
             embedding = replace(embedding, inputs=inputs, nbytes=embedding.nbytes + inputs.nbytes)
-        return embedding, linear  # where the head's layout serves both, the canonical table goes
+        return embedding, linear  # the canonical table is freed if the head's layout serves both
 
     def op_facts(self) -> OpFacts:
-        """What decides which implementations of the ops are taken."""
+        """The facts by which implementations of the ops are chosen."""
         facts, options = self.facts, self.options
         return OpFacts(
             device=self.device.type,
@@ -193,8 +194,8 @@ class Loading(Reader):
         )
 
     def embedding(self, weight: Weight | None, head: Linear | None) -> Embedding:
-        """The embedding; it reads rows of the tied head's prepared weight where that is possible, and always of one
-        that comes without its canonical form.
+        """Build the embedding. It reads rows of the tied head's prepared weight if that layout allows it, which it
+        must if `weight` is None.
         """
         dtype = getattr(torch, self.options.dtype)
         if head is not None:
@@ -204,13 +205,13 @@ class Loading(Reader):
                 return Embedding(shared, self.facts.embedding_scale, dtype, nbytes=0, prepared=part.prepared)
         assert weight is not None
         weight = self.owned(weight)
-        if is_plain_table(weight):  # one launch where there is nothing to scale
+        if is_plain_table(weight):  # no scales: a single kernel launch
             rows = partial(reference.embedding, table=weight.qweight, scale=self.facts.embedding_scale, dtype=dtype)
             return Embedding(rows, 1.0, dtype, nbytes=weight.nbytes)
         return Embedding(weight_rows(weight), self.facts.embedding_scale, dtype, nbytes=weight.nbytes)
 
     def entry(self, facts: EntryFacts) -> Entry:
-        """What the rows of an encoder's tokens go through first."""
+        """Load an encoder's position and token type embeddings, and the norm that follows them."""
         hidden = self.facts.hidden_size
         table = torch.zeros(1, hidden, device=self.device)
         if facts.token_types:
@@ -222,7 +223,7 @@ class Loading(Reader):
         return Entry(table, norm.weight, norm.bias, norm.eps)
 
     def inputs(self, facts: InputTable) -> LayerInputs:
-        """The second embedding, of which only rows are read, and the projection of the first."""
+        """Load the per-layer embedding table, of which only rows are read, and the projection of the embedding."""
         (table, shape), (projection, other) = facts.linears(self.facts.hidden_size).items()
         weight = self.owned(self.weight(table, shape))
         linear = self.linear("input_model", (projection,), (other,))
@@ -233,18 +234,18 @@ class Loading(Reader):
         return LayerInputs(rows, linear, norm, getattr(torch, self.options.dtype), held)
 
     def dense(self, module: str, shape: tuple[int, int]) -> Tensor:
-        """A table or a matrix as float32, by its canonical name."""
+        """Read a table or matrix as float32, by canonical name."""
         return dequantize(self.weight(module, shape)).float()
 
     def projection(self, facts: Projection) -> tuple[Tensor, Tensor | None, str]:
-        """A dense layer that pooled vectors go through: its weight and bias, float32, and its activation."""
+        """Read a dense layer for pooled vectors: float32 weight and bias, and activation."""
         stored = self.checkpoint.formats[facts.name]
         weight = load_weight(self.checkpoint, facts.name, stored, (facts.outputs, facts.inputs))
         bias = self.vector(f"{facts.name}.bias", facts.outputs).to(self.device).clone() if facts.bias else None
         return dequantize(self.moved(weight, self.device)).float().clone(), bias, facts.activation
 
     def rope(self, facts: RopeFacts) -> rope.RopeTable:
-        """The table of cosines and sines for one kind of layer."""
+        """Build the table of cosines and sines for one rotation."""
         inv_freq = rope.inverse_frequencies(facts.theta, facts.dim)
         if facts.factors_tensor is not None:
             inv_freq = inv_freq / self.vector(facts.factors_tensor, facts.dim // 2)
@@ -275,6 +276,6 @@ class Loading(Reader):
                 known = known or self.checkpoint.stored_modules(self.facts)
                 if name.rpartition(".")[0] not in known:
                     raise UnsupportedModel(
-                        f"{self.checkpoint.path.name}: {name} belongs to {what}, which cannot be computed",
+                        f"{self.checkpoint.path.name}: {name} belongs to {what}, not supported in this architecture",
                         "choose another model (localllm ls, localllm pull)",
                     )

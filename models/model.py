@@ -1,4 +1,4 @@
-"""`Model`: loaded weights and one forward pass, a function of its arguments."""
+"""`Model`: loaded weights and a forward pass that depends only on its arguments."""
 
 from __future__ import annotations
 
@@ -40,38 +40,38 @@ from .vision_pooled import AnyTower
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """What mixes tokens and what follows, each added to the residual stream."""
+    """A token mixer and a feed-forward layer, each added to the residual stream."""
 
     mixer: MixerWeights | None
     ffn: FeedForwardWeights | None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its prepared weights, norms included."""
+        """Bytes of the prepared weights, including norms."""
         return nbytes_of(self.mixer) + nbytes_of(self.ffn)
 
 
 @dataclass(frozen=True, slots=True)
 class Predictor:
-    """A head that predicts the token after next: the weights of `models.predictor`."""
+    """Weights of a multi-token prediction (MTP) head; `models.predictor` runs them."""
 
     embedding_norm: Norm
     hidden_norm: Norm
     projection: Linear
     layer: DecoderLayer
     norm: Norm
-    calls: tuple[LayerCall, ...]  # the layer, as `decoder` takes it
-    view: tuple[int, int]  # its cache group and its rotation
+    calls: tuple[LayerCall, ...]  # the layer in the form that `decoder` takes
+    view: tuple[int, int]  # (cache group, rotation)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its prepared weights."""
+        """Bytes of the prepared weights."""
         return nbytes_of(self) + self.layer.nbytes
 
 
 class Model:
-    """A decoder. Made by `loader.load_model`; nothing in it changes afterwards but growing RoPE tables, and where
-    experts lie: see `exchange`.
+    """A decoder, built by `loader.load_model`. Immutable afterwards, except that RoPE tables grow and `exchange` moves
+    experts between host and device memory.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Model:
         table: KernelTable,
         span: tuple[int, int] | None = None,
     ) -> None:
-        """`ropes` has a table for each of `facts.ropes`; `span` says which of the facts' layers `layers` are."""
+        """`ropes` has one table per entry of `facts.ropes`; `span` is the range of the facts' layers in `layers`."""
         self.facts = facts
         self.groups = tuple(groups)
         self.states = state_groups(facts)
@@ -93,14 +93,14 @@ class Model:
         self.layers = tuple(layers)
         self.head = head
         self.table = table
-        # what runs what, for the run summary: op -> name of its implementation; the loader adds the layer classes
+        # for the run summary: op -> name of its implementation; the loader adds the layer classes
         self.kernels = dict(table.ops)
-        self.tower: AnyTower | None = None  # what reads images: the loader puts it here
-        self.predictor: Predictor | None = None  # the head that predicts the token after next, as well
-        self.projections: Sequence[tuple[Tensor, Tensor | None, str]] = ()  # what pooled vectors go through
+        self.tower: AnyTower | None = None  # vision tower, set by the loader
+        self.predictor: Predictor | None = None  # MTP head, set by the loader
+        self.projections: Sequence[tuple[Tensor, Tensor | None, str]] = ()  # applied to pooled vectors
         self._ropes = tuple(ropes)
-        self._seen, views = layer_views(facts)
-        self.adapters: Adapters | None = None  # places for them, made when the first one comes
+        self._view_keys, views = layer_views(facts)
+        self.adapters: Adapters | None = None  # adapter slots, created with the first adapter
         self._span = slice(*span) if span is not None else slice(None)
         self._calls: tuple[LayerCall, ...] = tuple(
             (layer.mixer, layer.ffn, view) for layer, view in zip(self.layers, views[self._span], strict=True)
@@ -109,19 +109,20 @@ class Model:
     def forward(
         self, batch: ForwardBatch, cache: KVCache, num_layers: int | None = None, every_row: bool = False
     ) -> Tensor:
-        """Run every layer, storing keys and values: hidden [num_rows, hidden] of the wanted rows, before the last norm.
+        """Run every layer and store keys and values; return hidden [num_rows, hidden] of the wanted rows, before the
+        final norm.
 
-        num_layers   only the first so many, for who wants to know what a step takes and not what it gives
-        every_row    all are wanted
+        num_layers   run only the first `num_layers` layers, to measure a step whose result is not needed
+        every_row    return all rows
         """
         x = self.embedded(batch)
         inputs = self.embedding.layer_inputs(self._ids_for_layers(batch), x)
         rows = batch.logits_indices
-        wanted = None if every_row or rows.shape[0] == x.shape[0] else rows  # they are in order
+        wanted = None if every_row or rows.shape[0] == x.shape[0] else rows  # rows are ascending: equal counts mean all
         calls = self._layers(batch, every_row) if num_layers is None else self._calls[:num_layers]
-        return self._decoded(x, calls, cache, batch, wanted, inputs)
+        return self._run_layers(x, calls, cache, batch, wanted, inputs)
 
-    def _decoded(
+    def _run_layers(
         self,
         x: Tensor,
         calls: tuple[LayerCall, ...],
@@ -130,7 +131,7 @@ class Model:
         wanted: Tensor | None,
         inputs: Tensor | None,
     ) -> Tensor:
-        """x through the first of its layers."""
+        """Run x through `calls`, the first layers of this model."""
         views = self._views(batch, [self.turned(rope, batch) for rope in range(len(self._ropes))])
         kept = cache.layers[self._span]
         kept = kept if len(kept) == len(calls) else kept[: len(calls)]
@@ -142,17 +143,19 @@ class Model:
         if batch.images and isinstance(vision, GridFacts) and vision.taps:
             first = self._span.start or 0
             for number in range(first, min(len(vision.taps), first + len(calls))):
-                # lists: kernels keep what they know of tuples
+                # lists: kernels cache what they derive from a tuple of layers
                 one = list(calls[:1]), list(kept[:1])
-                x = self._with_deeper(decoder(x, *one, views, *lens, None, batch.slots, inputs, **apart), batch, number)
+                x = self._add_deepstack(
+                    decoder(x, *one, views, *lens, None, batch.slots, inputs, **apart), batch, number
+                )
                 calls, kept = calls[1:], kept[1:]
             if not calls:
                 return x if wanted is None else x[wanted]
             calls, kept = list(calls), list(kept)  # type: ignore[assignment]
         return decoder(x, calls, kept, views, *lens, wanted, batch.slots, inputs, **apart)
 
-    def _with_deeper(self, x: Tensor, batch: ForwardBatch, number: int) -> Tensor:
-        """With what images add behind a layer: their second vector behind the first one."""
+    def _add_deepstack(self, x: Tensor, batch: ForwardBatch, number: int) -> Tensor:
+        """Add the images' DeepStack vectors for layer `number` to x, in place."""
         size = x.shape[1]
         for image in batch.images:
             added = image.vectors[:, (number + 1) * size : (number + 2) * size]
@@ -160,25 +163,25 @@ class Model:
         return x
 
     def step(self, batch: ForwardBatch, cache: KVCache, finds_best: bool = False) -> Stepped:
-        """`forward` and `logits` of a batch whose every token's logits are wanted, valid until the next step; the first
-        place of the largest of each row, too, where that is asked for and found on the way.
+        """`forward` and `logits` of a batch that wants every token's logits, valid until the next step. With
+        `finds_best`, also the first index of each row's largest logit, if the kernel finds it on the way.
         """
         length = max(batch.seq_lens)
         views = self._views(batch, [rope.upto(length) for rope in self._ropes])
         where = batch.cu_query_lens, batch.seq_lens_tensor
         layers = self.embedding, self._layers(batch), cache.layers
-        given = *layers, views, *where, self.head, finds_best, batch.slots
-        return self.table.step(batch.token_ids, batch.positions, *given)
+        rest = *layers, views, *where, self.head, finds_best, batch.slots
+        return self.table.step(batch.token_ids, batch.positions, *rest)
 
     def new_cache(
         self, num_pages: Sequence[int], page_size: int, kv_format: str, device: torch.device, num_slots: int = 0
     ) -> KVCache:
-        """Empty pages and slots for its layers; `num_pages` of each of its groups."""
+        """Allocate empty pages and slots for all layers; `num_pages` has one entry per cache group."""
         formats = page_size, kv_format, device
         return KVCache(self.groups, num_pages, *formats, self.states, num_slots, num_layers=self.facts.num_layers)
 
     def hold_adapters(self, device: torch.device, **promises: bool) -> Adapters:
-        """Places for adapters, made once, with promises as of `Adapters`; they cost nothing while nobody has one."""
+        """Create the adapter slots, once. `promises` are those of `Adapters`; unused slots cost nothing."""
         if self.adapters is None:
             self.adapters = Adapters(self._calls, device, **promises)
         return self.adapters
@@ -190,18 +193,18 @@ class Model:
         return self.adapters.begin(of_tokens, of_tokens if every_row else of_wanted)
 
     def embedded(self, batch: ForwardBatch) -> Tensor:
-        """What stands for the tokens of a step: [num_tokens, hidden]."""
+        """Embed the tokens of a step, images included: [num_tokens, hidden]."""
         x, vision = self.embedding(batch.token_ids, batch.positions), self.facts.vision
         for image in batch.images:
-            rows, given = slice(image.first, image.first + image.vectors.shape[0]), image.vectors[:, : x.shape[1]]
-            if isinstance(vision, RowFacts):  # what stands between two rows of an image is a token like others
+            rows, vectors = slice(image.first, image.first + image.vectors.shape[0]), image.vectors[:, : x.shape[1]]
+            if isinstance(vision, RowFacts):  # the token between two rows of an image is an ordinary one
                 between = batch.token_ids[rows] == vision.break_token
-                given = torch.where(between[:, None], x[rows], given.to(x.dtype))
-            x[rows] = given.to(x.dtype)
+                vectors = torch.where(between[:, None], x[rows], vectors.to(x.dtype))
+            x[rows] = vectors.to(x.dtype)
         return x
 
     def _ids_for_layers(self, batch: ForwardBatch) -> Tensor:
-        """The ids by which layers' own inputs are looked up: tokens of images have no row there, and take the pad's."""
+        """The token ids for the per-layer embedding lookup. Image tokens have no row there and use the padding row."""
         if not batch.images or self.facts.inputs is None:
             return batch.token_ids
         ids = batch.token_ids.clone()
@@ -210,7 +213,7 @@ class Model:
         return ids
 
     def turned(self, number: int, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of a step's tokens by one of `facts.ropes`."""
+        """Cosines and sines of a step's tokens for the rotation `facts.ropes[number]`."""
         rope, vision, length = self._ropes[number], self.facts.vision, max(batch.seq_lens)
         if batch.image_positions is None or vision is None:
             return rope.rows(batch.positions, length)
@@ -220,15 +223,15 @@ class Model:
     def _views(self, batch: ForwardBatch, rotations: Sequence[tuple[Tensor, Tensor]]) -> list[View]:
         return [
             (*rotations[rope], batch.groups[group].block_table, batch.groups[group].slot_mapping)
-            for group, rope in self._seen
+            for group, rope in self._view_keys
         ]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Rows of `forward` -> float32 [rows, vocab], soft-capped where the model does so."""
+        """Rows of `forward` -> float32 [rows, vocab], soft-capped if the model does so."""
         return self.table.head(hidden, self.head)
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """Rows of `forward` -> float32 [rows, hidden] after the last norm: what embeddings are pooled from."""
+        """Rows of `forward` -> float32 [rows, hidden] after the final norm; embeddings are pooled from these."""
         norm = self.head.norm
         if norm is None:
             return hidden.float()
@@ -242,17 +245,17 @@ class Model:
         return vector
 
     def reserve_positions(self, length: int) -> None:
-        """Let the RoPE tables grow for sequences of this length now: what is captured must not."""
+        """Grow the RoPE tables for sequences of this length now, because they must not grow during graph capture."""
         for rope in self._ropes:
             rope.reserve(length)
 
     def image_vectors(self, pixels: Tensor) -> Tensor:
-        """uint8 [height, width, 3], as the tower takes it -> what its tokens have in place of an embedding."""
-        assert self.tower is not None, "checked when the request was made"
+        """uint8 [height, width, 3], resized for the tower -> the vectors that replace its tokens' embeddings."""
+        assert self.tower is not None, "checked when the request was created"
         return self.tower(pixels)
 
     def forget_pages(self) -> None:
-        """Let go of the cache that fused kernels have seen last."""
+        """Drop the references that fused kernels hold to the KV cache they used last."""
         for calls in (self._calls, () if self.predictor is None else self.predictor.calls):
             first = next((one for mixer, ffn, _ in calls for w in (mixer, ffn) for one in linears_of(w)), None)
             for part in () if first is None else first.parts:
@@ -261,8 +264,8 @@ class Model:
             self.adapters.forget(pages_only=True)
 
     def forget_layers(self) -> None:
-        """The end: break the circles of weights and what kernels know of their layers. After `gc.freeze` no collector
-        would find them.
+        """Break the reference cycles between weights and the layer data that kernels cache. Called when the model is
+        discarded: after `gc.freeze` the garbage collector would not find them.
         """
         calls = (*self._calls, *(() if self.predictor is None else self.predictor.calls))
         for weights in (*(w for mixer, ffn, _ in calls for w in (mixer, ffn)), self.head):
@@ -273,19 +276,19 @@ class Model:
 
     @property
     def host_experts(self) -> tuple[HostExperts, ...]:
-        """Of each layer that has some, the experts in host memory; `weight_bytes` counts none of them."""
+        """The experts in host memory, one entry per layer that has any; `weight_bytes` does not count them."""
         ffns = (layer.ffn for layer in self.layers)
         return tuple(ffn.host for ffn in ffns if isinstance(ffn, ExpertsWeights) and ffn.host is not None)
 
     def exchange(self, layer: int, comes: int, goes: int) -> None:
-        """Between steps: bring an expert of a layer from host memory to the device, and another one back."""
+        """Swap two experts of a layer between steps: `comes` moves to the device, `goes` to host memory."""
         ffn = self.layers[layer].ffn
         assert isinstance(ffn, ExpertsWeights) and ffn.host is not None
         products = zip((ffn.gate_up, ffn.down), ffn.host.exchange(comes, goes), strict=True)
         empty = Linear(())
         gate_up, down = (
-            tuple(given if number == comes else empty if number == goes else one for number, one in enumerate(each))
-            for each, given in products
+            tuple(moved if number == comes else empty if number == goes else one for number, one in enumerate(each))
+            for each, moved in products
         )
         changed = replace(self.layers[layer], ffn=replace(ffn, gate_up=gate_up, down=down))
         self.layers = (*self.layers[:layer], changed, *self.layers[layer + 1 :])
@@ -294,13 +297,13 @@ class Model:
 
     @property
     def num_kinds(self) -> int:
-        """So many layers from the first on have one of each kind of cache among them, and a feed-forward layer."""
+        """How many leading layers it takes to have every kind of cache and a feed-forward layer among them."""
         kinds = [group.layers for group in self.groups] + [group.layers for group in self.states]
         feeding = next((index for index, layer in enumerate(self.layers) if layer.ffn is not None), 0)
         return 1 + max([feeding, *(min(layers) - (self._span.start or 0) for layers in kinds if layers)])
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all prepared weights; a table that embedding and head share counts once."""
-        beside = sum(part.nbytes for part in (self.tower, self.predictor) if part is not None)
-        return self.embedding.nbytes + sum(layer.nbytes for layer in self.layers) + nbytes_of(self.head) + beside
+        """Bytes of all prepared weights; a table shared by embedding and head counts once."""
+        extra = sum(part.nbytes for part in (self.tower, self.predictor) if part is not None)
+        return self.embedding.nbytes + sum(layer.nbytes for layer in self.layers) + nbytes_of(self.head) + extra

@@ -1,7 +1,7 @@
-"""The weights of one model as the CPU's kernels read them, kept in a file: found there, or written while nobody waits.
+"""A cache file with the weights of one model repacked for the CPU kernels: read at load, or written in idle time.
 
-What is read is what was repacked, bit by bit; it lies in memory once. Whatever is wrong with the file or its folder,
-the model loads without it, and `note` says so.
+The file holds exactly the repacked bytes, which are in memory only once. If the file or its folder is unusable, the
+model loads without it and `note` says why.
 """
 
 from __future__ import annotations
@@ -25,47 +25,47 @@ from localllm.kernels.cpu.build import layout_name
 from localllm.kernels.verify.selftest import OPTIONAL
 
 log = logging.getLogger(__name__)
-SPARED_S = 7 * 86400.0  # two models that are larger than the limit together would replace each other at every start
+SPARED_S = 7 * 86400.0  # keeps two models that exceed the limit together from evicting each other at every start
 
 
 @dataclass(frozen=True, slots=True)
 class PackedPart:
-    """A weight from the file, and what of its canonical form chooses its kernel."""
+    """A weight from the file, and the facts of its canonical form that choose its kernel."""
 
     form: str
     shape: tuple[int, int]
     group_size: int
     block_type: str
-    has: tuple[str, ...]  # optional tensors of the canonical form
+    has: tuple[str, ...]  # optional tensors that the canonical form had
     prepared: layout.Prepared
 
 
 class Packed:
     """One model's file.
 
-    path      where it lies, or will: its name says which files it was made from, and how
-    files     those files
-    limit     bytes that all such files may have together
-    ahead     the file, where somebody reads it already
-    is_asked  somebody wants a file: what is in its way is said, and other files go for it. Else that is only logged,
-              and files that were used within `SPARED_S` stay
+    path      path of the file; its name identifies the source files and the layout
+    files     the source files
+    limit     bytes allowed for all such files together
+    ahead     the file, if it is already being read
+    is_asked  whether the user requested a file: problems go to `note`, and other files are evicted for it. Otherwise
+              problems are only logged, and files used within `SPARED_S` are kept
     """
 
     def __init__(
         self, path: Path, files: Sequence[Path], limit: int, ahead: PackedFile | None = None, is_asked: bool = True
     ) -> None:
-        self.note = ""  # what is wrong, for people
-        self.read_bytes = 0  # of weights that are in memory of this process
+        self.note = ""  # what went wrong, for the user
+        self.read_bytes = 0  # bytes of weights in this process's own memory
         self._path = path
         self._files = [str(file.absolute()) for file in files]
         self._data: np.ndarray | None = None
         self._found: PackedFile | None = None
         self._entries: dict[str, Any] = {}
         self._limit, self._is_asked = limit, is_asked
-        self.writes = False  # whether the file is still to be written, with what is repacked
+        self.writes = False  # whether repacked weights are still to be written
         self._writer: PackedWriter | None = None
         self._waiting: deque[tuple[str, dict[str, Any], layout.Prepared]] = deque()
-        self._pieces: deque[memoryview] = deque()  # of a weight that is being written
+        self._pieces: deque[memoryview] = deque()  # remaining pieces of the weight being written
         try:
             found = ahead or PackedFile(path)
             self._data, self._entries = found.check(layout_name()), found.entries
@@ -76,17 +76,17 @@ class Packed:
         except Unusable as error:
             is_gone = error.is_damaged and remove(path)
             if is_gone or is_asked:
-                self.note = f"the repacked weights in {path} are made anew: the file {error}"
+                self.note = f"the repacked weights in {path} are rebuilt: the file {error}"
         self.writes = True
 
-    def _pass_over(self, error: Unusable) -> None:
-        said = f"repacked weights are not kept, the next start takes longer: {self._path} {error}"
+    def _give_up(self, error: Unusable) -> None:
+        said = f"the repacked weights are not saved, so the next start takes longer: {self._path} {error}"
         log.info("%s", said)
         if self._is_asked:
             self.note = said
 
     def parts(self, key: str) -> tuple[PackedPart, ...] | None:
-        """What `keep` was given under a name, in order; None where the file does not have it."""
+        """The weights kept under a name, in order; None if the file does not have it."""
         found = None if self._data is None else self._entries.get(key)
         return None if found is None else tuple(map(self._part, found))
 
@@ -97,20 +97,20 @@ class Packed:
         return PackedPart(entry["form"], (n, k), entry["group"], entry["type"], tuple(entry["has"]), prepared)
 
     def _view(self, at: int, nbytes: int) -> Tensor:
-        """uint8 [nbytes], a view of what was read: it is never written to, and keeps that alive."""
+        """uint8 [nbytes], a view of the file's data that keeps it alive; never written to."""
         data = self._data
         assert data is not None and 0 <= at <= at + nbytes <= data.nbytes, (at, nbytes)
-        # torch.from_numpy warns about read-only memory; a ctypes array is the same memory without a flag
+        # torch.from_numpy warns about read-only memory; a ctypes array is the same memory without the flag
         memory = (ctypes.c_uint8 * nbytes).from_address(data.ctypes.data + at)
         memory.owner = data  # type: ignore[attr-defined]
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     def settle(self, must_stop: Callable[[], bool]) -> bool:
-        """Have what was found in memory of this process, which nobody can take away; whether nothing is left to do."""
+        """Copy the mapped data into this process's own memory, until `must_stop`. Returns whether it is done."""
         return self._found is None or self._found.settle(must_stop)
 
     def keep(self, key: str, facts: LinearFacts, weight: Weight, prepared: layout.Prepared) -> None:
-        """What `write` writes; several under one name in the order of the calls."""
+        """Queue a weight for `write`; several under one name keep the order of the calls."""
         entry = {
             "form": facts.form, "shape": facts.shape, "group": facts.group_size, "type": facts.block_type,
             "has": [name for name in OPTIONAL if getattr(weight, name) is not None],
@@ -119,9 +119,9 @@ class Packed:
         self._waiting.append((key, entry, prepared))
 
     def write(self, must_stop: Callable[[], bool] = lambda: False) -> bool:
-        """Write what is kept, one piece after another until `must_stop`; whether nothing is left to do.
+        """Write the queued weights piece by piece until `must_stop`. Returns whether it is done.
 
-        What goes wrong ends it: `note` says so.
+        An error ends writing; `note` or the log says why.
         """
         if not self.writes:
             return True
@@ -141,25 +141,27 @@ class Packed:
                 self._entries.setdefault(key, []).append(entry)
             writer.finish({"layout": layout_name(), "files": self._files, "entries": self._entries})
         except Unusable as error:
-            self._pass_over(error)
+            self._give_up(error)
         self.close()
         return True
 
     def _new_writer(self) -> PackedWriter:
-        """Raises Unusable. Not before there is something to write: it takes the place of other files."""
+        """Create the writer, which may evict other files: call it only when there is something to write. Raises
+        Unusable.
+        """
         weights = [prepared for _, _, prepared in self._waiting]
         parts = (part for one in weights for part in (one.data, *layout.kept_of(one).values()))
         num_bytes = sum(padded(part.nbytes) for part in parts)
         return PackedWriter(self._path, num_bytes, self._limit, 0.0 if self._is_asked else SPARED_S)
 
     def _put(self, writer: PackedWriter, part: Tensor) -> tuple[int, int]:
-        """(where it will lie, its bytes)"""
+        """Queue a tensor's pieces: (its offset in the file, its bytes)."""
         at, pieces = writer.pieces(part.view(torch.uint8).numpy())
         self._pieces.extend(pieces)
         return at, part.nbytes
 
     def close(self) -> None:
-        """Leave nothing of a file that is not finished."""
+        """Stop writing and remove an unfinished file."""
         writer, self._writer, self.writes = self._writer, None, False
         self._waiting.clear()
         self._pieces.clear()

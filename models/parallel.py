@@ -1,8 +1,8 @@
-"""`ParallelModel`: what one rank has of a model. Rank 0 tells the others what it computes, and all compute it together.
+"""`ParallelModel`: one rank's part of a model. Rank 0 announces each call to the others, and all ranks run it together.
 
-A message is a value that JSON can hold; tensors of a step follow it from rank 0 to all. Where every rank has a part of
-each layer, all of them run the same calls. Where each has some of the layers, a step goes from one to the next, and the
-last gives its rows back to rank 0, which has embedding and head.
+Messages are JSON values; the tensors of a step follow as a broadcast from rank 0. With tensor parallelism, all ranks
+run the same calls. With layers split across ranks, a step passes from rank to rank, and the last one sends its rows
+back to rank 0, which has the embedding and the LM head.
 """
 
 from __future__ import annotations
@@ -29,70 +29,70 @@ Message = dict[str, Any]
 
 
 class Lead(Protocol):
-    """How rank 0 reaches the others."""
+    """Rank 0's connection to the other ranks."""
 
     def tell(self, message: Message) -> None:
-        """Raises what `lost` gives."""
+        """Send a message to all. Raises the error that `lost` returns."""
 
     def ask(self, message: Message) -> list[Message]:
-        """Tell, and what each of the others answers. Raises what `lost` gives."""
+        """Send a message and return each rank's answer. Raises the error that `lost` returns."""
 
     def lost(self, error: Exception) -> Exception:
-        """What became of the ranks when something that they do together failed: it cannot go on."""
+        """The error that explains why the ranks cannot continue after a joint call failed."""
 
     def close(self) -> None:
-        """End them."""
+        """Stop the other ranks."""
 
 
 class ParallelModel(Model):
-    """A rank's part of a model, to be called as the whole of it where its rank is 0."""
+    """A rank's part of a model. Calls on rank 0 run the whole model."""
 
     def __init__(self, *parts: Any, ranks: Ranks) -> None:
         super().__init__(*(*parts, ranks.span(parts[0].num_layers)))
         self.ranks = ranks
         self.lead: Lead | None = None  # of rank 0
-        self.on_lost: Callable[[Exception], None] | None = None  # whom to tell when a rank ends by itself
-        self._in_stages = ranks.share.split == "layers"
+        self.on_lost: Callable[[Exception], None] | None = None  # called when a rank dies
+        self._splits_layers = ranks.share.split == "layers"
         own = range(*ranks.span(self.facts.num_layers))
-        self.groups = tuple(_of_layers(group, own) for group in self.groups)
+        self.groups = tuple(_own_layers(group, own) for group in self.groups)
         self.states = tuple(replace(one, layers=tuple(n for n in one.layers if n in own)) for one in self.states)
 
-    # --- what all ranks do -------------------------------------------------------------------------------------------
+    # --- calls on all ranks ------------------------------------------------------------------------------------------
 
     def forward(
         self, batch: ForwardBatch, cache: KVCache, num_layers: int | None = None, every_row: bool = False
     ) -> Tensor:
-        with self._together("forward", batch, num_layers=num_layers, every_row=every_row):
-            if not self._in_stages:
+        with self._joint_call("forward", batch, num_layers=num_layers, every_row=every_row):
+            if not self._splits_layers:
                 return super().forward(batch, cache, num_layers, every_row)
-            return self._staged(batch, cache, num_layers, every_row)
+            return self._run_stages(batch, cache, num_layers, every_row)
 
     def step(self, batch: ForwardBatch, cache: KVCache, finds_best: bool = False) -> Stepped:
-        if self._in_stages:
+        if self._splits_layers:
             hidden = self.forward(batch, cache)
             return hidden, self.table.head(hidden, self.head), None
-        with self._together("step", batch):
+        with self._joint_call("step", batch):
             return super().step(batch, cache)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        if self._in_stages:
+        if self._splits_layers:
             return super().logits(hidden)
-        with self._together("logits", rows=hidden.shape[0]):
+        with self._joint_call("logits", rows=hidden.shape[0]):
             return super().logits(self.ranks.told(hidden.contiguous()))
 
     def new_cache(
         self, num_pages: Sequence[int], page_size: int, kv_format: str, device: torch.device, num_slots: int = 0
     ) -> KVCache:
         formats = {"page_size": page_size, "kv_format": kv_format, "num_slots": num_slots}
-        with self._together("cache", None, num_pages=list(num_pages), **formats):
+        with self._joint_call("cache", None, num_pages=list(num_pages), **formats):
             given = self.groups, num_pages, page_size, kv_format, device, self.states, num_slots
-            return _ToldCache(*given, num_layers=self.facts.num_layers).by(self)
+            return _MirroredCache(*given, num_layers=self.facts.num_layers).by(self)
 
     def forget_pages(self) -> None:
         if self.lead is not None:
-            with suppress(LocalLLMError):  # ranks that are gone hold none
+            with suppress(LocalLLMError):  # ranks that are gone hold no pages
                 self.lead.tell({"do": "forget_pages"})
-        self.on_lost = None  # it belongs to the engine that had the pages
+        self.on_lost = None  # belongs to the engine that owned the pages
         super().forget_pages()
 
     def forget_layers(self) -> None:
@@ -103,21 +103,21 @@ class ParallelModel(Model):
 
     def hold_adapters(self, device: torch.device, **promises: bool) -> Any:
         raise UnsupportedModel(
-            f"{self.facts.name} is divided among {self.ranks.share.world} ranks, which take no adapters",
+            f"{self.facts.name} is split across {self.ranks.share.world} ranks, which do not support adapters",
             "use --tensor-parallel 1 with adapters",
         )
 
-    def _staged(self, batch: ForwardBatch, cache: KVCache, num_layers: int | None, every_row: bool) -> Tensor:
+    def _run_stages(self, batch: ForwardBatch, cache: KVCache, num_layers: int | None, every_row: bool) -> Tensor:
         ranks, share = self.ranks, self.ranks.share
         count, rows = batch.positions.shape[0], batch.logits_indices
         wanted = None if every_row or rows.shape[0] == count else rows
-        alone, last = num_layers is not None, share.rank == share.world - 1  # alone: to see what a step takes
+        alone, last = num_layers is not None, share.rank == share.world - 1  # alone: a measurement on each rank
         hidden = self.facts.hidden_size, self.embedding.dtype, batch.positions.device
         x = _empty(count, *hidden) if share.rank else self.embedded(batch)
         if share.rank and not alone:
             ranks.passed_on(x, share.rank - 1, share.rank)
         calls = self._calls if num_layers is None else self._calls[: max(num_layers, self.num_kinds)]
-        x = self._decoded(x, calls, cache, batch, wanted if last or alone else None, None)
+        x = self._run_layers(x, calls, cache, batch, wanted if last or alone else None, None)
         if alone:
             return x
         if not last:
@@ -127,7 +127,7 @@ class ParallelModel(Model):
         return result
 
     @contextmanager
-    def _together(self, do: str, batch: ForwardBatch | None = None, **given: Any) -> Iterator[None]:
+    def _joint_call(self, do: str, batch: ForwardBatch | None = None, **given: Any) -> Iterator[None]:
         if self.lead is None:
             yield
             return
@@ -135,8 +135,8 @@ class ParallelModel(Model):
             if batch is None:
                 self.lead.tell({"do": do, **given})
             else:
-                self.lead.tell({"do": do, **given, **_described(batch)})
-                _tell_tensors(batch, self.ranks)
+                self.lead.tell({"do": do, **given, **_description(batch)})
+                _send_tensors(batch, self.ranks)
             yield
         except Exception as error:
             raise self.lead.lost(error) from error
@@ -146,15 +146,15 @@ def _empty(count: int, hidden: int, dtype: torch.dtype, device: torch.device) ->
     return torch.empty(count, hidden, dtype=dtype, device=device)
 
 
-def _of_layers(group: CacheGroup, own: range) -> CacheGroup:
+def _own_layers(group: CacheGroup, own: range) -> CacheGroup:
     readers = {reader: source for reader, source in group.readers.items() if reader in own}
     return replace(group, layers=tuple(layer for layer in group.layers if layer in own), readers=readers)
 
 
-class _ToldCache(KVCache):
-    """The pages of one rank; what rank 0 does to its own, the others do, too."""
+class _MirroredCache(KVCache):
+    """The pages of one rank; the other ranks repeat every change that rank 0 makes."""
 
-    def by(self, model: ParallelModel) -> _ToldCache:
+    def by(self, model: ParallelModel) -> _MirroredCache:
         self._model = model
         return self
 
@@ -187,13 +187,13 @@ class _ToldCache(KVCache):
 
 
 def _integers(batch: ForwardBatch) -> list[Tensor | None]:
-    """What a step has of whole numbers; the same order on both sides."""
+    """The integer tensors of a step, in the same order on both sides."""
     groups = [part for group in batch.groups for part in (group.block_table, group.slot_mapping)]
     lens = batch.cu_query_lens, batch.seq_lens_tensor
     return [batch.token_ids, batch.positions, *lens, batch.logits_indices, batch.slots, batch.image_positions, *groups]
 
 
-def _described(batch: ForwardBatch) -> Message:
+def _description(batch: ForwardBatch) -> Message:
     tensors = _integers(batch)
     return {
         "query_lens": batch.query_lens,
@@ -204,14 +204,14 @@ def _described(batch: ForwardBatch) -> Message:
     }
 
 
-def _tell_tensors(batch: ForwardBatch, ranks: Ranks) -> None:
+def _send_tensors(batch: ForwardBatch, ranks: Ranks) -> None:
     ranks.told(torch.cat([one.flatten().long() for one in _integers(batch) if one is not None]))
     for image in batch.images:
         ranks.told(image.vectors.float().contiguous())
 
 
-def _heard(message: Message, ranks: Ranks, device: torch.device) -> ForwardBatch:
-    """The batch that rank 0 describes, its tensors taken from it."""
+def _received(message: Message, ranks: Ranks, device: torch.device) -> ForwardBatch:
+    """The batch that rank 0 describes, with its tensors received by broadcast."""
     shapes: list[list[int] | None] = message["shapes"]
     sizes = [0 if shape is None else math.prod(shape) for shape in shapes]
     whole = ranks.told(torch.empty(sum(sizes), dtype=torch.int64, device=device))
@@ -243,11 +243,11 @@ def _heard(message: Message, ranks: Ranks, device: torch.device) -> ForwardBatch
 
 
 class Follower:
-    """A rank other than 0: it does what rank 0 does.
+    """The loop of a rank other than 0, which repeats rank 0's calls.
 
-    receive  the next message
-    answer   sends one to rank 0
-    peak     makes a call, and says how much memory was held at most meanwhile
+    receive  returns the next message
+    answer   sends a message to rank 0
+    peak     runs a call and returns the peak memory during it
     """
 
     def __init__(
@@ -265,7 +265,7 @@ class Follower:
 
     @torch.inference_mode()
     def run(self) -> Message:
-        """Until rank 0 ends it, or what it watches: the message that says so."""
+        """Follow messages until rank 0 ends the loop or a measurement; return the message that did."""
         while True:
             message = self._receive()
             if message["do"] in ("close", "watched"):
@@ -278,7 +278,7 @@ class Follower:
                 self._follow(message)
 
     def _watch(self) -> Message:
-        """Do what comes, and answer how much memory was held at most."""
+        """Follow messages and answer with the peak memory."""
         ended: list[Message] = []
         peak, cache = self._peak(self._device, lambda: ended.append(self.run())), self._cache
         assert cache is not None
@@ -289,7 +289,7 @@ class Follower:
     def _follow(self, message: Message) -> None:
         do, model, device = message["do"], self._model, self._device
         if do == "cache":
-            self._cache = None  # the previous pages go first
+            self._cache = None  # free the previous pages first
             formats = message["page_size"], message["kv_format"], device
             self._cache = model.new_cache(message["num_pages"], *formats, message["num_slots"])
         elif do == "forget_pages":
@@ -305,7 +305,7 @@ class Follower:
             model.logits(torch.empty(size, dtype=model.embedding.dtype, device=device))
         elif do in ("forward", "step"):
             assert self._cache is not None
-            batch = _heard(message, model.ranks, device)
+            batch = _received(message, model.ranks, device)
             if do == "step":
                 model.step(batch, self._cache)
             else:
@@ -314,7 +314,7 @@ class Follower:
             getattr(self._cache, do)(*message["given"])
 
     def _wake(self) -> Message:
-        """What rank 0 is told: nothing, or why there is no room. It may ask again."""
+        """The answer to rank 0: empty, or why there is no room. Rank 0 may ask again."""
         try:
             if self._sleeping is not None:
                 self._sleeping.wake()
@@ -325,10 +325,10 @@ class Follower:
 
 
 class SleepingRanks:
-    """The weights of every rank in the host's memory."""
+    """The sleeping weights of all ranks."""
 
     def __init__(self, model: ParallelModel, *others: object) -> None:
-        lead, model.lead = model.lead, None  # its processes are nothing to be walked through
+        lead, model.lead = model.lead, None  # hide it from the walk over reachable objects
         assert lead is not None
         self._lead = lead
         try:
@@ -338,13 +338,14 @@ class SleepingRanks:
             model.lead = lead
 
     def wake(self) -> None:
-        """As `SleepingWeights.wake`. Raises OutOfMemory for another rank, too; it can be tried again."""
+        """Like `SleepingWeights.wake`. Raises OutOfMemory if another rank has no room; it can be retried."""
         self._own.wake()
         for rank, answer in enumerate(self._lead.ask({"do": "wake"}), 1):
             if said := answer.get("failed"):
-                raise OutOfMemory(f"rank {rank} has no room for its weights: {said}", "close what uses its card")
+                hint = "close other programs on its GPU"
+                raise OutOfMemory(f"rank {rank} has no room for its weights: {said}", hint)
 
 
 def asleep(model: Model, *others: object) -> SleepingWeights | SleepingRanks:
-    """The weights of models in host memory until they wake, on all ranks of the first."""
+    """Put models to sleep in host memory, on all ranks of the first."""
     return SleepingRanks(model, *others) if isinstance(model, ParallelModel) else put_to_sleep((model, *others))

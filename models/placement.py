@@ -1,7 +1,7 @@
-"""Which experts of a mixture lie in host memory, where a device has no room for all of them.
+"""Which experts of a mixture stay in host memory when the device has no room for all of them.
 
-At first the plan says how many of each layer; the last ones are taken, since nothing is known of their use. While the
-model runs, those that are used most come to the device: see `Mover`.
+The plan gives the number per layer; initially these are the last experts, since their use is unknown. While the model
+runs, `Mover` brings the most used ones to the device.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from .model import Model
 from .reader import Reader
 
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.")
-MOVED_BYTES_S = 64e6  # of experts that change their places, both ways: some percent of a step's time
-LOOK_CHOICES = 512  # of one layer, between two looks at what is used
-# an expert comes to the device that is used so much more than the one that goes, and so many times more
+MOVED_BYTES_S = 64e6  # bandwidth for swapping experts, both directions together: a few percent of a step's time
+LOOK_CHOICES = 512  # routing choices of one layer between two checks of expert use
+# swap if the incoming expert's uses exceed MORE times those of the outgoing one plus LEAST_USES
 MORE, LEAST_USES = 1.25, 8.0
 _OPS = {"silu": "silu_mul", "gelu_tanh": "gelu_tanh_mul"}
 _OTHERS: dict[str, Callable[[Tensor], Tensor]] = {"swiglu_oai": swiglu_oai, "relu2": relu2}
 
 
 def uniform(facts: ModelFacts, count: int) -> tuple[frozenset[int], ...]:
-    """The last `count` experts of every layer that has any; () where none stays in host memory."""
+    """The last `count` experts of every layer that has experts; () if `count` is 0."""
     if not count:
         return ()
     sizes = (layer.ffn.num_experts if isinstance(layer.ffn, Experts) else 0 for layer in facts.layers)
@@ -46,7 +46,7 @@ def uniform(facts: ModelFacts, count: int) -> tuple[frozenset[int], ...]:
 
 
 def expert_of(module: str) -> int:
-    """The number of the expert that a module below a layer belongs to; -1 for none."""
+    """The expert number in a module name below a layer; -1 if it is not part of an expert."""
     found = _EXPERT.match(module)
     return int(found[1]) if found else -1
 
@@ -54,9 +54,9 @@ def expert_of(module: str) -> int:
 def split(
     weights: ExpertsWeights, host: frozenset[int], reader: Reader, fetch: Callable[[int, bool], tuple[Linear, Linear]]
 ) -> ExpertsWeights:
-    """A mixture with the products of the experts in `host` where `experts.mixture` looks for them.
+    """Move the products of the experts in `host` to where `experts.mixture` looks for them.
 
-    fetch   reads an expert anew: as of `HostExperts`
+    fetch   reads an expert again; see `HostExperts`
     """
     gate_up: dict[int, Product] = {number: weights.gate_up[number] for number in host}
     down: dict[int, Product] = {number: weights.down[number] for number in host}
@@ -70,13 +70,13 @@ def split(
 
 
 def _activation(weights: ExpertsWeights, reader: Reader) -> Callable[[Tensor], Tensor]:
-    """What lies between an expert's products, on the CPU. Raises UnsupportedModel for what is not known there."""
+    """The CPU activation function of an expert. Raises UnsupportedModel if there is none."""
     activate = _OTHERS.get(weights.activation)
     if weights.activation in _OPS:
         activate = choose(implementations(_OPS[weights.activation]), OpFacts(), reader.disabled).impl.run
     if activate is None:
         raise UnsupportedModel(
-            f"{reader.checkpoint.path.name}: experts with {weights.activation} are not computed in host memory",
+            f"{reader.checkpoint.path.name}: experts with the activation {weights.activation} cannot run on the CPU",
             "start with --experts device",
         )
     limit, run = weights.limit, activate
@@ -84,9 +84,9 @@ def _activation(weights: ExpertsWeights, reader: Reader) -> Callable[[Tensor], T
 
 
 def wanted(layers: Sequence[HostExperts]) -> tuple[int, int, int] | None:
-    """(layer, expert that should come to the device, expert that should go), where that gains most; None for nowhere.
+    """The most useful swap: (layer, expert to move to the device, expert to move to the host), or None.
 
-    It follows from the counts alone: of equal ones the first.
+    It depends only on the use counts; ties go to the lower index.
     """
     found, most = None, 0.0
     for index, layer in enumerate(layers):
@@ -102,7 +102,7 @@ def wanted(layers: Sequence[HostExperts]) -> tuple[int, int, int] | None:
 
 
 class Mover:
-    """Lets experts change their places between steps, one pair at a time, so many bytes a second at most."""
+    """Swaps experts between host and device memory between steps, one pair at a time, with limited bandwidth."""
 
     def __init__(self, model: Model, bytes_s: float = MOVED_BYTES_S, clock: Callable[[], float] = monotonic) -> None:
         self.model, self.bytes_s, self.clock = model, bytes_s, clock
@@ -117,9 +117,9 @@ class Mover:
         self._looked, self._more = 0, False
 
     def __call__(self) -> None:
-        """After a step."""
+        """Swap one pair if it is worth it; called after each step."""
         now = self.clock()
-        if self._since < 0:  # what was counted until now were steps that measure
+        if self._since < 0:  # discard uses counted in warm-up and profiling steps
             for host in self._experts:
                 host.heat.zero_()
             self._since = now

@@ -1,8 +1,8 @@
-"""A head that predicts the token after next (MTP): what it takes of the model, and one pass of it.
+"""The multi-token prediction (MTP) head: loading it, and one pass through it.
 
-It reads the model's hidden state at a position and the embedding of the token behind it, both normed, through a
-projection and a decoder layer with keys and values of its own. What comes out is normed and goes to the model's
-vocabulary projection; it also stands in for the model's hidden state at the next position, for another prediction.
+Its input is the model's hidden state at a position and the embedding of the next token, both normed. They go through a
+projection and a decoder layer with its own KV cache. The normed output goes to the model's LM head; it can also replace
+the model's hidden state at the next position, to predict one more token.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from .reader import Reader
 
 
 def load_predictor(reader: Reader, facts: ModelFacts) -> Predictor:
-    """Read the head of `facts.predictor`."""
+    """Load the head of `facts.predictor`."""
     own = LayerReader(reader, facts.num_layers)
     layer = load_layer(reader, facts.num_layers)
     assert layer.mixer is not None
     first = next(i for i, one in enumerate(facts.layers) if facts.predictor and one.mixer == facts.predictor.mixer)
-    views, of_layers = layer_views(facts)  # it attends as the model's layers do
+    views, of_layers = layer_views(facts)  # it shares cache group and rotation with the layers of the same mixer
     return Predictor(
         embedding_norm=own.norm("enorm"),
         hidden_norm=own.norm("hnorm"),
@@ -40,10 +40,10 @@ def load_predictor(reader: Reader, facts: ModelFacts) -> Predictor:
 
 
 def predict(model: Model, cache: KVCache, batch: ForwardBatch, hidden: Tensor, wanted: Tensor | None) -> Tensor:
-    """Hidden states of `wanted` rows, int64 and ascending, or of all: [rows, hidden], normed.
+    """Run the head: normed hidden states [rows, hidden] of all rows, or of the `wanted` ones (int64, ascending).
 
-    batch    each token stands at the position of the hidden state that it is read with: one before its own
-    hidden   [num_tokens, hidden]: the model's hidden states, normed (`Model.normed`), or what this gave before
+    batch    each token has the position of the hidden state it is combined with, one before its own
+    hidden   [num_tokens, hidden]: the model's normed hidden states (`Model.normed`), or an earlier result
     """
     own = model.predictor
     assert own is not None

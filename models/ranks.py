@@ -1,4 +1,4 @@
-"""`Ranks`: this process among those that compute a model together, and what makes one result of their parts."""
+"""`Ranks`: this process among those that run a model together, and the collectives that combine their results."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from .architectures.sharding import Share
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The default group of `torch.distributed`. Every rank calls the same in the same order.
+    """The default group of `torch.distributed`. All ranks make the same calls in the same order.
 
-    ordered  sums are made in the order of the ranks, whatever the size of what is summed: a token's result then does
-             not depend on the others of its step
+    ordered  sum in rank order regardless of tensor size, so that a token's result does not depend on the other tokens
+             of its step
     """
 
     share: Share
     ordered: bool = True
 
     def span(self, num_layers: int) -> tuple[int, int]:
-        """The layers that this rank has, of each a part or the whole."""
+        """The range of layers of which this rank has a part, or all."""
         return self.share.span if self.share.split == "layers" else (0, num_layers)
 
     def total(self, given: Tensor) -> Tensor:
         """The sum over all ranks."""
         given = given.contiguous()
-        if not self.ordered and self.share.world > 2:  # of two numbers the order does not matter
+        if not self.ordered and self.share.world > 2:  # a sum of two does not depend on the order
             dist.all_reduce(given)
             return given
         parts = self._all(given)
@@ -42,7 +42,7 @@ class Ranks:
         return whole.to(given.dtype)
 
     def gathered(self, given: Tensor, sizes: Sequence[int]) -> Tensor:
-        """[.., sum of sizes] of what each rank has, [.., its size]."""
+        """Concatenate the ranks' parts, [.., its size] each -> [.., sum of sizes]."""
         widest = max(sizes)
         if given.shape[-1] < widest:
             given = torch.cat([given, given.new_zeros(*given.shape[:-1], widest - given.shape[-1])], -1)
@@ -57,13 +57,13 @@ class Ranks:
         return parts
 
     def told(self, values: Tensor) -> Tensor:
-        """What rank 0 has, in the place of `values`."""
+        """Broadcast from rank 0 into `values`."""
         if values.numel():
             dist.broadcast(values, 0)
         return values
 
     def passed_on(self, values: Tensor, source: int, target: int) -> None:
-        """From one rank to another; the others do nothing."""
+        """Send from one rank to another; the other ranks do nothing."""
         if values.numel() and self.share.rank == source:
             dist.send(values.contiguous(), target)
         elif values.numel() and self.share.rank == target:
@@ -72,7 +72,7 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class Summed:
-    """Each rank has some of the inputs of a product."""
+    """Row-parallel product: each rank has part of the inputs, and the outputs are summed."""
 
     ranks: Ranks
 
@@ -85,7 +85,10 @@ class Summed:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """Each rank has some of the outputs of a product, and of its inputs as many as `inputs` says; () for all."""
+    """Column-parallel product: each rank has part of the outputs, which are concatenated.
+
+    inputs   input sizes of the ranks, gathered first; () if every rank has them all
+    """
 
     ranks: Ranks
     outputs: tuple[int, ...]
@@ -101,7 +104,7 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class VocabularyRows:
-    """Rows of an embedding of which this rank has `count`, from `first` on."""
+    """Embedding lookup in a table of which this rank has `count` rows from `first` on."""
 
     ranks: Ranks
     rows: Callable[[Tensor], Tensor]

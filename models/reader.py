@@ -1,4 +1,4 @@
-"""`Reader`: tensors of a checkpoint -> what layers are made of: read, canonical form, choose, prepare, free."""
+"""`Reader`: tensors of a checkpoint -> prepared linears and vectors: read, convert, choose a kernel, prepare, free."""
 
 from __future__ import annotations
 
@@ -28,37 +28,37 @@ from .architectures.sharding import Cut, Shard, pieces
 from .packed import Packed, PackedPart
 from .ranks import Gathered, Ranks, Summed
 
-SCRATCH_BYTES = 32 << 20  # at least: that much is mapped by itself, and given back whole
+SCRATCH_BYTES = 32 << 20  # minimum; malloc maps a block of this size separately and returns it to the system whole
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """How to load: where to, in which precision, under which promises."""
+    """How to load: device, precision and guarantees."""
 
     device: str = "cpu"
     dtype: str = "float32"  # of activations: float32 | bfloat16 | float16
     kv_format: str = "f32"  # of the cache: a key of `kernels.kv_pages.KV_DTYPES`
     page_size: int = 16  # tokens
-    context: int = 0  # the longest sequence that will be run, in tokens; 0: the model's own limit
-    exact: bool = False  # the dtype was asked for by name: nothing may be rounded below it
+    context: int = 0  # the longest sequence to support, in tokens; 0: the model's own limit
+    exact: bool = False  # the user chose the dtype explicitly: nothing may be rounded below it
     deterministic: bool = True  # a token's result does not depend on the rest of its batch
-    # fp8 | nvfp4: where many rows are multiplied they may be rounded to it, on cards that multiply such numbers
+    # fp8 | nvfp4: round activations to this in products with many rows, on GPUs that support it
     activations: str = ""
-    # a target of `quant.encode`: what linear layers become while loading, however they are stored; "" keeps them
+    # a target of `quant.encode`: quantize linear layers to this while loading; "" keeps the stored format
     weights: str = ""
-    # by layer, the experts that stay in host memory and are computed by the CPU: see `models.placement`
+    # by layer, the experts that stay in host memory and run on the CPU: see `models.placement`
     host_experts: tuple[frozenset[int], ...] = ()
-    predictor: bool = False  # whether the head that predicts tokens is loaded, too, where the model has one
-    stream_rows: int = 0  # one of them with so many rows in a step is computed on the device; 0: none is
+    predictor: bool = False  # also load the MTP head, if the model has one
+    stream_rows: int = 0  # run a host expert on the device if it has this many rows in a step; 0: never
     disabled: frozenset[str] = frozenset()  # keys ("op:name") of implementations that failed their self-test
-    selftest: SelfTest | None = None  # tries every kernel that is chosen, on the shapes of this model; None trusts them
-    progress: Callable[[int, int], None] | None = None  # called with (stored bytes done, of how many)
-    packed: Packed | None = None  # on a CPU: where weights are kept as its kernels read them
-    ranks: Ranks | None = None  # those that load a part of the model each, this one among them
+    selftest: SelfTest | None = None  # tests every chosen kernel on the shapes of this model; None trusts them
+    progress: Callable[[int, int], None] | None = None  # called with (stored bytes done, total)
+    packed: Packed | None = None  # CPU only: file with repacked weights
+    ranks: Ranks | None = None  # set if several ranks load a part of the model each
 
 
 class Reader:
-    """One load in progress: what has been read, and which implementations were chosen."""
+    """One load in progress: reads and prepares tensors, and records progress and the chosen implementations."""
 
     def __init__(self, checkpoint: OpenModel, shard: Shard, options: LoadOptions) -> None:
         self.checkpoint = checkpoint
@@ -66,8 +66,8 @@ class Reader:
         self.shard = shard
         self.options = options
         self.device = torch.device(options.device)
-        self.capability = 0  # of a GPU as 90, 120
-        self.shares_memory = False  # whether a GPU has no memory of its own (GB10, Jetson)
+        self.capability = 0  # compute capability of a GPU, such as 90 or 120
+        self.shares_memory = False  # whether the GPU shares the host's memory (GB10, Jetson)
         if self.device.type == "cuda":
             self.capability = capability_of(self.device)
             self.shares_memory = bool(getattr(torch.cuda.get_device_properties(self.device), "is_integrated", 0))
@@ -75,18 +75,18 @@ class Reader:
         self.target = Target(options.weights) if options.weights else None
         self.chosen: dict[str, dict[str, None]] = {}
         self.done = 0
-        self._counted: set[str] = set()  # modules whose tensors are all in `done`, and single tensors
-        self._scratch = torch.empty(0, dtype=torch.uint8)  # codes of a weight that is repacked at once
-        self._joins: dict[str, Join] = {}  # of modules that ranks have by rows though they should have columns
+        self._counted: set[str] = set()  # modules and single tensors already included in `done`
+        self._scratch = torch.empty(0, dtype=torch.uint8)  # holds a weight's codes until they are repacked
+        self._joins: dict[str, Join] = {}  # of modules split by rows because their columns cannot be split
 
     @property
     def context(self) -> int:
-        """Tokens of the longest sequence."""
+        """The longest sequence in tokens."""
         return self.options.context or self.facts.max_context
 
     @property
     def disabled(self) -> frozenset[str]:
-        """Implementations that failed before, and what the self-test of this load has found so far."""
+        """Implementations that failed in earlier runs or in this load's self-test."""
         return self.options.disabled | (self.selftest.disabled if self.selftest is not None else frozenset())
 
     def linear(
@@ -98,10 +98,10 @@ class Reader:
         on_host: bool = False,
         order: Tensor | None = None,
     ) -> Linear:
-        """Read linear modules and prepare them, as one weight if their forms allow it exactly.
+        """Read linear modules and prepare them, fused into one weight if their forms allow it exactly.
 
-        on_host   they stay in host memory, prepared for the CPU
-        order     int64 [N]: which row of a single module gives each output
+        on_host   keep them in host memory, prepared for the CPU
+        order     int64 [N]: source row of each output, for a single module
         """
         device = torch.device("cpu") if on_host else self.device
         key = "" if on_host else "+".join(names)
@@ -124,7 +124,7 @@ class Reader:
         return Linear((replace(parts[0], bias=bias),), modules)
 
     def gated(self, layer_class: str, names: Sequence[str], shapes: Sequence[tuple[int, int]], dim: int) -> Linear:
-        """As `linear`, of which the first two modules are queries and their gates: head by head, `dim` rows of each."""
+        """Like `linear`, but interleaves the first two modules, queries and gates, head by head (`dim` rows each)."""
         key, queries = "+".join(names), shapes[0][0]
         parts = self.kept(layer_class, key, names, shapes)
         if parts is None:
@@ -132,8 +132,8 @@ class Reader:
             pair, source = fuse([query, gate]), self.checkpoint.names.source(names[0])
             if pair is None:
                 raise UnsupportedFormat(
-                    f"{self.checkpoint.path.name}: {source} and its gate are stored in different ways, or take their"
-                    " inputs in different orders, and cannot be joined",
+                    f"{self.checkpoint.path.name}: {source} and its gate cannot be fused: their formats or input orders"
+                    " differ",
                     "choose another format of the same model (localllm ls, localllm pull)",
                 )
             by_head = torch.arange(2 * queries, device=self.device).view(2, -1, dim).transpose(0, 1).flatten()
@@ -141,7 +141,7 @@ class Reader:
             whole = fuse(weights)
             parts = tuple(self.prepare(layer_class, one, None, key) for one in ([whole] if whole else weights))
             self.release(names)
-        # an update of queries alone would have to know of this order: none has a name
+        # adapters cannot address the interleaved rows, so they get no name
         rest = [
             Module((name, self.checkpoint.names.source(name)), n)
             for name, (n, _) in list(zip(names, shapes, strict=True))[2:]
@@ -149,19 +149,19 @@ class Reader:
         return Linear(parts, (Module((), 2 * queries), *rest))
 
     def _take(self, count: int) -> Tensor:
-        """uint8 [count], which the next call uses again: `owned` copies what is to stay."""
+        """uint8 [count] of scratch memory, reused by the next call; `owned` copies what must persist."""
         if count > self._scratch.numel():
-            self._scratch = torch.empty(0, dtype=torch.uint8)  # the smaller one goes first
+            self._scratch = torch.empty(0, dtype=torch.uint8)  # free the smaller buffer first
             self._scratch = torch.empty(max(count, SCRATCH_BYTES), dtype=torch.uint8)
         return self._scratch[:count]
 
     def _is_lent(self, tensor: Tensor) -> bool:
-        """Whether its memory is a mapped file's, or the scratch's."""
+        """Whether its memory belongs to a mapped file or to the scratch buffer."""
         start, address = self._scratch.data_ptr(), tensor.data_ptr()
         return self.checkpoint.maps(address) or start <= address < start + self._scratch.numel()
 
     def release(self, names: Sequence[str]) -> None:
-        """Take what was read of these modules out of this process's memory: it stays in the system's page cache."""
+        """Drop the mapped pages of these modules from this process; they stay in the system's page cache."""
         for name in names:
             for tensor in self._below.get(self.checkpoint.names.source(name), ()):
                 self.checkpoint.forget(tensor, cached=False)
@@ -169,7 +169,7 @@ class Reader:
     def kept(
         self, layer_class: str, key: str, names: Sequence[str], shapes: Sequence[tuple[int, int]]
     ) -> tuple[LinearPart, ...] | None:
-        """What was prepared from these modules for an earlier load, without biases; None where it has to be read."""
+        """The parts prepared from these modules in an earlier load, without biases; None if they must be read."""
         packed, parts = self.options.packed, []
         for one in packed.parts(key) or () if packed is not None and key else ():
             facts = self._linear_facts(one, "cpu")
@@ -187,15 +187,15 @@ class Reader:
         return tuple(parts)
 
     def prepare(self, layer_class: str, weight: Weight, bias: Tensor | None, key: str = "") -> LinearPart:
-        """Choose the implementation for a canonical weight, where it lies, and let it repack it.
+        """Choose an implementation for a canonical weight on its current device, and let it repack the weight.
 
-        key   under which it is kept for later loads, where they are
+        key   name under which to save the result for later loads; "" does not save it
         """
         facts, packed = self._linear_facts(weight, weight.qweight.device.type), self.options.packed
         while True:
             impl = choose(implementations("linear"), facts, self.disabled).impl
             keeps = bool(key) and packed is not None and packed.writes and impl.prepare is cpu_layout.prepare
-            # the codes, nearly all of the bytes, are repacked almost always: they are copied only where they were kept
+            # `prepare` usually repacks the codes, nearly all of the bytes; copy them only if it keeps them as they are
             prepared = self.owned(impl.prepare(self.owned(weight, but="qweight")))
             if self.selftest is None or self.selftest.linear_passed(impl, facts, weight, prepared):
                 break
@@ -220,8 +220,10 @@ class Reader:
         )
 
     def owned(self, weight: Any, but: str = "") -> Any:
-        """A weight, canonical or prepared, with copies of its tensors that are views of the mapped files, or of the
-        scratch."""
+        """A weight, canonical or prepared, with copies of those tensors that view mapped files or the scratch buffer.
+
+        but   name of a tensor not to copy
+        """
         if not isinstance(weight, tuple) or not hasattr(weight, "_asdict"):
             return weight
         views = {
@@ -235,7 +237,7 @@ class Reader:
     def weight(
         self, name: str, shape: tuple[int, int], device: torch.device | None = None, order: Tensor | None = None
     ) -> Weight:
-        """A linear module as it is stored, or as what linear layers become while loading; `order` as in `linear`."""
+        """Read a linear module, quantized to the load target if there is one; `order` as in `linear`."""
         if name in self.shard.cuts:
             return self.stored(name, shape, device, order, encodes=True)
         return self.encoded(name, self.stored(name, shape, device, order))
@@ -249,25 +251,25 @@ class Reader:
         *,
         encodes: bool = False,
     ) -> Weight:
-        """A linear module as it is stored, on the device; `encodes`: as what it becomes, where ranks divide it."""
+        """Read a linear module in its stored format. `encodes`: quantize it to the load target before splitting it."""
         cut = self.shard.cuts.get(name)
         stored_as = self.checkpoint.names.source(cut.module or name if cut is not None else name)
         whole = shape if cut is None else (cut.shape[0], cut.shape[1])
         stored = load_weight(self.checkpoint, stored_as, self.checkpoint.formats[stored_as], whole)
         if cut is not None:
-            stored = self.encoded(name, stored) if encodes else stored  # before it is cut: as one process has it
+            stored = self.encoded(name, stored) if encodes else stored  # before the split: same values as on one rank
             stored = self._part(name, stored, cut)
         stored = stored if order is None else self.reordered(stored_as, stored, order)
         weight = self.moved(stored, device or self.device)
         self.count(stored_as)
-        if self.shares_memory:  # GPU and host: let the system drop what it keeps of the files that were read
+        if self.shares_memory:  # let the system drop its page cache of the files, which takes memory from the GPU
             for tensor in self._below.get(stored_as, ()):
                 self.checkpoint.forget(tensor)
         return weight
 
     def _part(self, name: str, weight: Weight, cut: Cut) -> Weight:
-        """What this rank has of a module. Where columns cannot be cut, as of one whose inputs are in another order, it
-        has rows instead, and products gather both inputs and outputs.
+        """This rank's part of a module. If its columns cannot be split, for example because its inputs are reordered,
+        it is split by rows, and the product gathers inputs and outputs.
         """
         ranks = self.options.ranks
         assert ranks is not None
@@ -282,21 +284,21 @@ class Reader:
                 self._joins[name] = Gathered(ranks, tuple(map(len, outputs)), inputs)
         if found is None:
             raise UnsupportedFormat(
-                f"{self.checkpoint.path.name}: {name}: numbers stored as {weight.form} that share a scale, or take"
-                f" inputs in another order, cannot be divided among {share.world} ranks",
-                "use another --tensor-parallel, or --split layers",
+                f"{self.checkpoint.path.name}: {name}: {weight.form} weights that share scales or reorder their inputs"
+                f" cannot be split across {share.world} ranks",
+                "use another value of --tensor-parallel, or --split layers",
             )
         return found
 
     def join(self, name: str) -> Join | None:
-        """What makes one result of the ranks' products with a module; None where this process has all of it."""
+        """How the ranks' results of a module are combined; None if this process has the whole module."""
         cut, ranks = self.shard.cuts.get(name), self.options.ranks
         if cut is None or ranks is None:
             return None
         return self._joins.get(name) or Summed(ranks)
 
     def encoded(self, name: str, weight: Weight) -> Weight:
-        """A module's weight as what linear layers become while loading, if it is one of those."""
+        """Quantize a module's weight to the load target, if it is a linear layer that the target applies to."""
         kept = not name.startswith("model.layers.") or name.endswith(tuple(f".{router}" for router in ROUTERS))
         if self.target is None or kept or self.target.fits(*weight.shape) is not None:
             return weight
@@ -307,24 +309,24 @@ class Reader:
             raise BadModelFile(f"{self.checkpoint.path.name}: {stored_as}: {error}") from error
 
     def reordered(self, stored_as: str, weight: Weight, order: Tensor) -> Weight:
-        """`weight` with its rows in this order; it must be possible without another rounding."""
+        """`weight` with its rows in this order. Raises UnsupportedFormat if that would need another rounding."""
         found = reordered(weight, order)
         if found is None:
             raise UnsupportedFormat(
-                f"{self.checkpoint.path.name}: {stored_as}: rows stored as {weight.form} cannot change their order",
+                f"{self.checkpoint.path.name}: {stored_as}: rows stored as {weight.form} cannot be reordered",
                 "choose another format of the same model (localllm ls, localllm pull)",
             )
         return found
 
     def moved(self, weight: Weight, device: torch.device) -> Weight:
-        """The same weight on the device: one module is in host memory at a time."""
+        """Move a weight to the device."""
         if device.type == "cpu":
             return weight
         parts = {name: part.to(device) for name, part in weight._asdict().items() if isinstance(part, Tensor)}
         return weight._replace(**parts)
 
     def bias(self, name: str, size: int, device: torch.device, order: Tensor | None = None) -> Tensor | None:
-        """A linear module's bias, float32 [size]; None where there is none, or all are zero (as GPTQ files have it)."""
+        """A linear module's bias, float32 [size]; None if it is absent or all zeros, as in GPTQ files."""
         stored, cut = f"{self.checkpoint.names.source(name)}.bias", self.shard.cuts.get(name)
         bias = None
         if stored in self.checkpoint.tensors:
@@ -343,7 +345,7 @@ class Reader:
         return (bias if order is None else bias[order]).to(device)
 
     def norm(self, name: str, size: int, *, has_offset: bool = True) -> Norm:
-        """A norm of the model's kind, its weight float32 with the model's offset added, where it has that."""
+        """Read a norm of the model's kind as float32, with the model's `norm_offset` added if `has_offset`."""
         kind, offset = self.facts.layers[0].norms, self.facts.norm_offset * has_offset
         weight = self.tensor(f"{name}.weight", (size,))
         weight = weight + offset if offset else weight
@@ -351,19 +353,19 @@ class Reader:
         return Norm(weight, self.facts.rms_norm_eps, bias)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A tensor that is no linear module, by canonical name: float32 on the device."""
+        """Read a tensor that is not a linear module, by canonical name, as float32 on the device."""
         stored, cut = self.checkpoint.names.tensor(name), self.shard.cuts.get(name)
         values = read_dense(self.checkpoint, stored).float().reshape(shape if cut is None else cut.shape)
         if cut is not None:
             values = torch.cat([values[one.start : one.stop] for one in cut.rows]).reshape(shape)
         values = values.contiguous().to(self.device)
-        if not self._counted & {stored, stored.rpartition(".")[0]}:  # else it was counted, maybe with its module
+        if not self._counted & {stored, stored.rpartition(".")[0]}:  # not yet counted, alone or with its module
             self._counted.add(stored)
             self._advance(self.checkpoint.tensors[stored].nbytes)
         return values
 
     def vector(self, stored: str, size: int) -> Tensor:
-        """A stored vector as float32 [size]."""
+        """Read a vector by its name in the file as float32 [size]."""
         shape = self.checkpoint.tensors[stored].shape
         if shape != (size,):
             raise BadModelFile(f"{self.checkpoint.path.name}: {stored} has shape {list(shape)}, expected [{size}]")
@@ -371,7 +373,7 @@ class Reader:
 
     @cached_property
     def _below(self) -> dict[str, list[str]]:
-        """Module as the file names it -> its tensors."""
+        """Module name in the file -> its tensors."""
         found: dict[str, list[str]] = {}
         for name in self.checkpoint.tensors:
             found.setdefault(name.rpartition(".")[0], []).append(name)
@@ -379,7 +381,7 @@ class Reader:
 
     def count(self, stored_as: str) -> None:
         """Report the tensors of a module as done."""
-        if stored_as in self._counted:  # an expert that is read anew
+        if stored_as in self._counted:  # an expert that is read again
             return
         self._counted.add(stored_as)
         self._advance(sum(self.checkpoint.tensors[name].nbytes for name in self._below.get(stored_as, ())))

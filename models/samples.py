@@ -1,4 +1,4 @@
-"""What the kernels' self-test needs of a model: its shapes, and one layer of each kind it has."""
+"""Input for the kernel self-test: a model's shapes, and one layer of each kind."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .architectures.facts import ModelFacts
 from .architectures.mixers import Attention, GatedDelta, Mamba2, Stateful
 from .model import DecoderLayer
 
-# kinds of layers tried: a mixed quantization can have a dozen, which differ in what products were tried for
+# layer kinds to test: a mixed quantization can have a dozen, but their linear layers are tested separately
 MAX_KINDS = 4
-POSITIONS = 64  # the trials' sequences are shorter than this
+POSITIONS = 64  # the test sequences are shorter than this
 
 
 def model_shapes(facts: ModelFacts, ops: OpFacts) -> ModelShapes:
-    """The sizes that kernels meet in a model."""
+    """Collect the sizes that kernels see in a model."""
     mixer = max(facts.attention, key=lambda one: one.head_dim)
     return ModelShapes(
         hidden=facts.hidden_size,
@@ -39,7 +39,7 @@ def model_shapes(facts: ModelFacts, ops: OpFacts) -> ModelShapes:
 
 
 def _state_sizes(facts: ModelFacts) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Of the ops that carry a state, as `ModelShapes.states` has them, each once."""
+    """The distinct (op, sizes) of the ops that carry a state, for `ModelShapes.states`."""
     found: list[tuple[str, tuple[int, ...]]] = []
     for mixer in (layer.mixer for layer in facts.layers):
         if isinstance(mixer, Stateful):
@@ -53,7 +53,7 @@ def _state_sizes(facts: ModelFacts) -> tuple[tuple[str, tuple[int, ...]], ...]:
 
 
 def head_sizes(facts: ModelFacts, shapes: ModelShapes) -> list[ModelShapes]:
-    """The same with the heads of each other size that layers have; `shapes` has the largest."""
+    """`shapes` once more for every other head size in the model; `shapes` itself has the largest."""
     sizes = dict.fromkeys(
         (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, mixer.rope) for mixer in facts.attention
     )
@@ -66,10 +66,10 @@ def head_sizes(facts: ModelFacts, shapes: ModelShapes) -> list[ModelShapes]:
 
 
 def layer_samples(layers: Sequence[DecoderLayer], views: Sequence[int]) -> list[LayerCall]:
-    """One layer of each kind that has pages, in the order of the model, with the view it sees."""
+    """One layer of each kind that has pages, in model order, with its view."""
     found: dict[str, LayerCall] = {}
     for layer, view in zip(layers, views, strict=True):
-        if view < 0:  # fused segments are tried on layers that have pages
+        if view < 0:  # fused segments are tested only on layers that have pages
             continue
         call = (layer.mixer, layer.ffn, view)
         found.setdefault(layer_kind(*call), call)

@@ -1,7 +1,7 @@
-"""Weights that sleep: every tensor of a model copied to host memory and its device memory given back.
+"""Sleeping weights: every tensor of a model is copied to host memory, and its device memory freed.
 
-Tensors stay the same objects, so that whoever holds one (layers, prepared kernels, closures) finds it again after
-`SleepingWeights.wake`: only the storage behind them goes and comes.
+Tensors keep their identity, and only the storage behind them is swapped. Layers, prepared kernels and closures that
+hold one can use it again after `SleepingWeights.wake`.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from torch import Tensor, UntypedStorage
 
 from localllm.kernels.host_experts import HostExperts
 
-# not walked into; experts in host memory sleep where they are
+# types that the walk does not enter; experts in host memory stay where they are
 _STOP = (HostExperts, type, types.ModuleType, str, bytes, int, float, complex, torch.dtype, torch.device)
 
 
 class SleepingWeights:
-    """Storages in host memory."""
+    """Storages copied to host memory."""
 
     def __init__(self, pairs: list[tuple[UntypedStorage, UntypedStorage]]) -> None:
-        self._pairs = pairs  # (storage on the device, now empty; its bytes on the host)
+        self._pairs = pairs  # (emptied storage on the device, its copy on the host)
 
     @property
     def nbytes(self) -> int:
         return sum(host.nbytes() for _, host in self._pairs)
 
     def wake(self) -> None:
-        """Take the device memory again and copy everything back. Raises torch's out-of-memory error."""
+        """Allocate the device memory again and copy everything back. Raises torch's out-of-memory error."""
         for storage, host in self._pairs:
             storage.resize_(host.nbytes())
             storage.copy_(host, non_blocking=host.is_pinned())
@@ -43,7 +43,7 @@ class SleepingWeights:
 
 
 def put_to_sleep(holder: Any) -> SleepingWeights:
-    """Copy the storage of every tensor that can be reached from `holder` to the host and empty it."""
+    """Copy the storage of every tensor reachable from `holder` to the host, then empty it."""
     storages = {storage.data_ptr(): storage for storage in map(Tensor.untyped_storage, tensors_of(holder))}
     pairs: list[tuple[UntypedStorage, UntypedStorage]] = []
     for storage in (storage for storage in storages.values() if storage.nbytes()):
@@ -59,7 +59,7 @@ def put_to_sleep(holder: Any) -> SleepingWeights:
 
 
 def tensors_of(holder: Any) -> Iterator[Tensor]:
-    """Every tensor that can be reached from an object through attributes, containers and closures, once."""
+    """Yield every tensor reachable from an object through attributes, containers and closures, once."""
     waiting: deque[Any] = deque([holder])
     seen: set[int] = set()
     while waiting:
@@ -69,7 +69,7 @@ def tensors_of(holder: Any) -> Iterator[Tensor]:
         seen.add(id(item))
         if isinstance(item, Tensor):
             yield item
-        elif isinstance(item, types.FunctionType):  # not its globals: they are the module's
+        elif isinstance(item, types.FunctionType):  # skip its globals, which belong to the module
             waiting.extend(item.__closure__ or ())
             waiting.extend(item.__defaults__ or ())
             waiting.extend((item.__kwdefaults__ or {}).values())
@@ -78,10 +78,10 @@ def tensors_of(holder: Any) -> Iterator[Tensor]:
 
 
 def free_cached() -> None:
-    """Give memory that torch keeps for later back to the device, and to the system what weights slept in."""
+    """Release memory that torch caches: device memory, and the pinned host memory of sleeping weights."""
     gc.collect()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-        release = getattr(torch.accelerator, "empty_host_cache", None)  # not in every torch that runs here
+        release = getattr(torch.accelerator, "empty_host_cache", None)  # missing in older supported torch versions
         if release is not None:
             release()

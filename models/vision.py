@@ -1,4 +1,4 @@
-"""`Tower`: an image -> the vectors that take the places of its tokens in a prompt (SigLIP and Gemma 3's projector)."""
+"""`Tower`: an image -> the vectors that replace its tokens' embeddings (SigLIP with Gemma 3's projector)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .reader import Reader
 
 
 class LayerNorm(NamedTuple):
-    """Weight and bias, float32 [hidden]."""
+    """A LayerNorm's weight and bias, float32 [hidden]."""
 
     weight: Tensor
     bias: Tensor
@@ -28,7 +28,7 @@ class LayerNorm(NamedTuple):
 
 
 class RmsNorm(NamedTuple):
-    """Weight, float32 [hidden]."""
+    """An RMSNorm's weight, float32 [hidden]."""
 
     weight: Tensor
 
@@ -40,7 +40,7 @@ AnyNorm = LayerNorm | RmsNorm
 
 
 class TowerLayer(NamedTuple):
-    """Attention among patches, then a feed-forward layer; where that is gated, `fc1` gives gate and up."""
+    """Attention among patches, then a feed-forward layer; if it is gated, `fc1` is gate and up."""
 
     norm1: AnyNorm
     qkv: Linear
@@ -52,11 +52,11 @@ class TowerLayer(NamedTuple):
 
 @dataclass(frozen=True)
 class Tower:
-    """The tower and its projector; everything but the linear layers' products is computed in float32."""
+    """The tower and its projector; everything except the linear layers runs in float32."""
 
     facts: VisionFacts
     dtype: torch.dtype
-    patches: Tensor  # [hidden, 3 * patch_size²], a patch's colours one after the other
+    patches: Tensor  # [hidden, 3 * patch_size²], colour planes of a patch one after another
     patch_bias: Tensor
     positions: Tensor  # [patches, hidden]
     layers: tuple[TowerLayer, ...]
@@ -68,22 +68,22 @@ class Tower:
     def __call__(self, pixels: Tensor) -> Tensor:
         """uint8 [image_size, image_size, 3] -> [tokens, hidden of the decoder]."""
         facts, size = self.facts, self.facts.patch_size
-        given = pixels.to(self.positions.device).float().div_(127.5).sub_(1.0)
-        rows = given.view(facts.side, size, facts.side, size, 3).permute(0, 2, 4, 1, 3).reshape(facts.side**2, -1)
+        colours = pixels.to(self.positions.device).float().div_(127.5).sub_(1.0)
+        rows = colours.view(facts.side, size, facts.side, size, 3).permute(0, 2, 4, 1, 3).reshape(facts.side**2, -1)
         x = (functional.linear(rows, self.patches, self.patch_bias) + self.positions).to(self.dtype)
         for layer in self.layers:
-            x = x + layer.out(self._attended(layer.qkv(layer.norm1(x, facts.eps))))
+            x = x + layer.out(self._attention(layer.qkv(layer.norm1(x, facts.eps))))
             inner = layer.fc1(layer.norm2(x, facts.eps))
             x = x + layer.fc2(functional.gelu(inner, approximate="tanh"))
-        return self._projected(self.last_norm(x, facts.eps))
+        return self._project(self.last_norm(x, facts.eps))
 
-    def _attended(self, qkv: Tensor) -> Tensor:
+    def _attention(self, qkv: Tensor) -> Tensor:
         """[patches, 3 * hidden] -> [patches, hidden]"""
         q, k, v = qkv.view(qkv.shape[0], 3, self.facts.num_heads, -1).permute(1, 2, 0, 3)
         mixed = functional.scaled_dot_product_attention(q[None], k[None], v[None])[0]
         return mixed.transpose(0, 1).reshape(qkv.shape[0], -1)
 
-    def _projected(self, x: Tensor) -> Tensor:
+    def _project(self, x: Tensor) -> Tensor:
         side, across = self.facts.side, math.isqrt(self.facts.tokens)
         step = side // across
         pooled = x.float().view(across, step, across, step, -1).mean((1, 3)).flatten(0, 1)
@@ -91,7 +91,7 @@ class Tower:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its prepared weights."""
+        """Bytes of the prepared weights."""
         layers = sum(one.nbytes for layer in self.layers for one in (layer.qkv, layer.out, layer.fc1, layer.fc2))
         norms = [self.last_norm, *(norm for layer in self.layers for norm in (layer.norm1, layer.norm2))]
         own = (self.patches, self.patch_bias, self.positions, self.norm.weight, self.projection)
@@ -99,7 +99,7 @@ class Tower:
 
 
 class Parts:
-    """A tower's parts by canonical name; their shapes were checked when the model was opened."""
+    """Access to a tower's tensors by canonical name; shapes were checked when the model was opened."""
 
     def __init__(self, reader: Reader, facts: ImageFacts) -> None:
         self._reader, self._linears = reader, facts.linears()
@@ -107,21 +107,21 @@ class Parts:
         self.dtype: torch.dtype = getattr(torch, reader.options.dtype)
 
     def tensor(self, name: str) -> Tensor:
-        """float32"""
+        """Read a tensor as float32."""
         return self._reader.tensor(name, self._vectors[name])
 
     def norm(self, name: str) -> AnyNorm:
-        """A LayerNorm where it has a bias."""
+        """A LayerNorm if it has a bias, else an RMSNorm."""
         weight, bias = self.tensor(f"{name}.weight"), f"{name}.bias"
         return LayerNorm(weight, self.tensor(bias)) if bias in self._vectors else RmsNorm(weight)
 
     def linear(self, *names: str) -> Linear:
-        """Modules with the same input, as one."""
+        """Read modules that share their input as one."""
         return self._reader.linear("vision", names, [self._linears[name] for name in names])
 
 
 def load_tower(reader: Reader, facts: VisionFacts) -> Tower:
-    """Read the tower."""
+    """Load the tower."""
     parts = Parts(reader, facts)
 
     def layer(start: str) -> TowerLayer:

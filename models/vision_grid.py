@@ -1,4 +1,4 @@
-"""`GridTower`: an image of any proportions -> the vectors of its tokens (Qwen2.5-VL, Qwen3-VL, Qwen3.5)."""
+"""`GridTower`: an image of any aspect ratio -> the vectors of its tokens (Qwen2.5-VL, Qwen3-VL, Qwen3.5)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .vision import AnyNorm, Parts, TowerLayer
 
 
 class Merger(NamedTuple):
-    """Squares of patches -> a vector each; a norm as wide as a square is one of all of it, else of every patch."""
+    """Squares of patches -> one vector each; the norm spans a whole square or a patch, depending on its width."""
 
     norm: AnyNorm
     fc1: Linear
@@ -33,53 +33,53 @@ class Merger(NamedTuple):
 
 @dataclass(frozen=True)
 class GridTower:
-    """The tower and what makes one vector of a square of patches; patches lie square by square."""
+    """The tower and the mergers that turn a square of patches into one vector; patches are ordered by square."""
 
     facts: GridFacts
     dtype: torch.dtype
-    patches: Tensor  # [hidden, 3 * patch_size²]: an image is the same in all frames of a patch
+    patches: Tensor  # [hidden, 3 * patch_size²], summed over frames: an image is the same in all frames of a patch
     patch_bias: Tensor | None
     positions: Tensor | None  # [1, hidden, side, side]
     layers: tuple[TowerLayer, ...]
     merger: Merger
-    deep: Mapping[int, Merger]  # of layers whose results the decoder gets as well
+    deep: Mapping[int, Merger]  # tower layer -> merger of its output for the decoder (DeepStack)
 
     @torch.inference_mode()
     def __call__(self, pixels: Tensor) -> Tensor:
-        """uint8 [height, width, 3], sizes that `GridFacts.fitted` gives -> [tokens, hidden of the decoder]; with `taps`
-        so many for the layers of the decoder behind them.
+        """uint8 [height, width, 3], sized by `GridFacts.fitted` -> [tokens, hidden of the decoder]. With `taps`, one
+        more such vector per tap follows along dim 1.
         """
         facts, device = self.facts, self.patches.device
         rows, columns = pixels.shape[0] // facts.patch_size, pixels.shape[1] // facts.patch_size
         mean, std = (torch.tensor(values, device=device) * 255 for values in (facts.mean, facts.std))
-        given = (pixels.to(device).float() - mean) / std
+        colours = (pixels.to(device).float() - mean) / std
         size, merge = facts.patch_size, facts.merge
-        squares = given.view(rows // merge, merge, size, columns // merge, merge, size, 3)
+        squares = colours.view(rows // merge, merge, size, columns // merge, merge, size, 3)
         patches = squares.permute(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, -1)
         x = functional.linear(patches, self.patches, self.patch_bias)
         if self.positions is not None:
             at = functional.interpolate(self.positions, (rows, columns), mode="bilinear", align_corners=True)[0]
             x += self._by_square(at.permute(1, 2, 0))
-        del given, squares, patches
+        del colours, squares, patches
         x = x.to(self.dtype)
-        cos, sin = self._turns(rows, columns)
+        cos, sin = self._rotations(rows, columns)
         order, windows = self._windows(rows // merge, columns // merge)
         if order is not None:
             x, cos, sin = (one.view(-1, merge**2, *one.shape[1:])[order].flatten(0, 1) for one in (x, cos, sin))
         deep = []
         for index, layer in enumerate(self.layers):
             seen = [(1, x.shape[0])] if order is None or index in facts.whole else windows
-            x = x + layer.out(self._attended(layer.qkv(layer.norm1(x, facts.eps)), cos, sin, seen))
-            x = x + layer.fc2(self._activated(layer.fc1(layer.norm2(x, facts.eps))))
+            x = x + layer.out(self._attention(layer.qkv(layer.norm1(x, facts.eps)), cos, sin, seen))
+            x = x + layer.fc2(self._activation(layer.fc1(layer.norm2(x, facts.eps))))
             if index in self.deep:
                 deep.append(self.deep[index](x, facts))
         vectors = torch.cat([self.merger(x, facts), *deep], -1)
         return vectors if order is None else vectors[order.argsort()]
 
     def _windows(self, rows: int, columns: int) -> tuple[Tensor | None, list[tuple[int, int]]]:
-        """Squares window by window, windows of a size together, and (how many, patches of each) of every size.
+        """Order of the squares by window, with windows of equal size together, and (count, patches each) per size.
 
-        None where layers see all.
+        The order is None if no layer uses windows.
         """
         side, order = self.facts.window, []
         sizes: list[tuple[int, int]] = []
@@ -95,21 +95,21 @@ class GridTower:
                     sizes.append((parts.shape[0] * parts.shape[1], high * wide * self.facts.merge**2))
         return torch.cat(order), sizes
 
-    def _activated(self, inner: Tensor) -> Tensor:
+    def _activation(self, inner: Tensor) -> Tensor:
         if not self.facts.gated:
             return functional.gelu(inner, approximate="tanh")
         gate, up = inner.chunk(2, -1)
         return functional.silu(gate) * up
 
     def _by_square(self, values: Tensor) -> Tensor:
-        """[rows, columns, n], a patch each -> [patches, n]"""
+        """[rows, columns, n], one entry per patch -> [patches, n], ordered by square"""
         rows, columns, _ = values.shape
         merge = self.facts.merge
         squares = values.reshape(rows // merge, merge, columns // merge, merge, -1)
         return squares.transpose(1, 2).reshape(rows * columns, -1)
 
-    def _turns(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, each float32 [patches, 1, head_dim / 2]: half of the pairs turn by row, half by column."""
+    def _rotations(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, each float32 [patches, 1, head_dim / 2]: half of the pairs by row, half by column."""
         half = self.facts.hidden // self.facts.num_heads // 2
         frequencies = inverse_frequencies(self.facts.theta, half).to(self.patches.device)
         row, column = (torch.arange(count, device=frequencies.device).float() for count in (rows, columns))
@@ -118,8 +118,8 @@ class GridTower:
         angles = self._by_square(torch.cat([by_row, by_column], -1))[:, None]
         return angles.cos(), angles.sin()
 
-    def _attended(self, qkv: Tensor, cos: Tensor, sin: Tensor, seen: list[tuple[int, int]]) -> Tensor:
-        """[patches, 3 * hidden] -> [patches, hidden]; `seen`: (how many, patches of each) of the windows in order."""
+    def _attention(self, qkv: Tensor, cos: Tensor, sin: Tensor, seen: list[tuple[int, int]]) -> Tensor:
+        """[patches, 3 * hidden] -> [patches, hidden]; `seen`: (count, patches each) of the windows in order."""
         q, k, v = qkv.view(qkv.shape[0], 3, self.facts.num_heads, -1).unbind(1)
         q, k = turned(q, cos, sin), turned(k, cos, sin)
         parts = zip(seen, *(one.split([count * size for count, size in seen]) for one in (q, k, v)), strict=True)
@@ -131,7 +131,7 @@ class GridTower:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its prepared weights."""
+        """Bytes of the prepared weights."""
         mergers = [self.merger, *self.deep.values()]
         linears = [one for layer in self.layers for one in (layer.qkv, layer.out, layer.fc1, layer.fc2)]
         linears += [one for merger in mergers for one in (merger.fc1, merger.fc2)]
@@ -142,13 +142,13 @@ class GridTower:
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [patches, heads, head_dim] turned by its pairs (j, j + head_dim / 2); cos and sin [patches, 1, head_dim / 2]"""
+    """Rotate x [patches, heads, head_dim] by pairs (j, j + head_dim / 2); cos and sin [patches, 1, head_dim / 2]"""
     first, second = x.float().chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
 
 def load_grid_tower(reader: Reader, facts: GridFacts) -> GridTower:
-    """Read the tower."""
+    """Load the tower."""
     parts = Parts(reader, facts)
 
     def layer(start: str) -> TowerLayer:

@@ -1,4 +1,4 @@
-"""`RowTower`: an image of any proportions -> the vectors of its tokens, row by row (Pixtral, in Mistral 3's files)."""
+"""`RowTower`: an image of any aspect ratio -> the vectors of its tokens, row by row (Pixtral, in Mistral 3 files)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .reader import Reader
 from .vision import Parts
 from .vision_grid import turned
 
-EPS = 1e-5  # of the tower's norms, whatever the file says of the decoder's
+EPS = 1e-5  # of the tower's norms, independent of the decoder's
 
 
 class RowLayer(NamedTuple):
-    """Attention among all patches and a gated feed-forward layer, a norm in front of each, float32 [hidden]."""
+    """Attention among all patches and a gated feed-forward layer, each after a norm with weight float32 [hidden]."""
 
     norm1: Tensor
     qkv: Linear
@@ -34,11 +34,11 @@ class RowLayer(NamedTuple):
 
 @dataclass(frozen=True)
 class RowTower:
-    """The tower and its projector; everything but the linear layers' products is computed in float32."""
+    """The tower and its projector; everything except the linear layers runs in float32."""
 
     facts: RowFacts
     dtype: torch.dtype
-    patches: Tensor  # float32 [hidden, 3 * patch_size²], a patch's colours one after the other
+    patches: Tensor  # float32 [hidden, 3 * patch_size²], colour planes of a patch one after another
     first_norm: Tensor  # float32 [hidden]
     layers: tuple[RowLayer, ...]
     norm: Tensor
@@ -48,32 +48,32 @@ class RowTower:
 
     @torch.inference_mode()
     def __call__(self, pixels: Tensor) -> Tensor:
-        """uint8 [height, width, 3], sizes that `RowFacts.fitted` gives -> [tokens, hidden of the decoder].
+        """uint8 [height, width, 3], sized by `RowFacts.fitted` -> [tokens, hidden of the decoder].
 
-        Zeros where a token stands between two rows.
+        The break tokens between rows get zeros.
         """
         facts, device, size = self.facts, self.norm.device, self.facts.patch_size
         rows, columns = pixels.shape[0] // size, pixels.shape[1] // size
         mean, std = (torch.tensor(values, device=device) * 255 for values in (facts.mean, facts.std))
-        given = (pixels.to(device).float() - mean) / std
-        squares = given.view(rows, size, columns, size, 3).permute(0, 2, 4, 1, 3).reshape(rows * columns, -1)
+        colours = (pixels.to(device).float() - mean) / std
+        squares = colours.view(rows, size, columns, size, 3).permute(0, 2, 4, 1, 3).reshape(rows * columns, -1)
         x = rms_norm(functional.linear(squares, self.patches).to(self.dtype), self.first_norm, EPS)
-        del given, squares
-        cos, sin = self._turns(rows, columns)
+        del colours, squares
+        cos, sin = self._rotations(rows, columns)
         for layer in self.layers:
-            x = x + layer.out(self._attended(layer.qkv(rms_norm(x, layer.norm1, EPS)), cos, sin))
+            x = x + layer.out(self._attention(layer.qkv(rms_norm(x, layer.norm1, EPS)), cos, sin))
             gate, up = layer.gate_up(rms_norm(x, layer.norm2, EPS)).chunk(2, -1)
             x = x + layer.down(functional.silu(gate) * up)
         x = rms_norm(x, self.norm, facts.eps)
-        merge = facts.merge  # a square's elements lie dimension by dimension, its patches one after the other in each
+        merge = facts.merge  # the elements of a square are ordered by hidden dimension, then by patch
         squares = x.view(rows // merge, merge, columns // merge, merge, -1).permute(0, 2, 4, 1, 3)
         merged = self.merger(squares.reshape(-1, facts.hidden * merge**2))
         vectors = self.fc2(functional.gelu(self.fc1(merged)))
         return functional.pad(vectors.unflatten(0, (rows // merge, -1)), (0, 0, 0, 1)).flatten(0, 1)[:-1]
 
-    def _turns(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, each float32 [patches, 1, head_dim / 2]: half of the pairs turn by row, half by column, by
-        every other frequency each.
+    def _rotations(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, each float32 [patches, 1, head_dim / 2]: half of the pairs rotate by row with the even
+        frequencies, half by column with the odd ones.
         """
         frequencies = inverse_frequencies(self.facts.theta, self.facts.hidden // self.facts.num_heads)
         frequencies = frequencies.to(self.norm.device)
@@ -83,10 +83,10 @@ class RowTower:
         angles = torch.cat([by_row, by_column], -1).flatten(0, 1)[:, None]
         return angles.cos(), angles.sin()
 
-    def _attended(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _attention(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[patches, 3 * hidden] -> [patches, hidden]"""
         q, k, v = qkv.view(qkv.shape[0], 3, self.facts.num_heads, -1).unbind(1)
-        if self.facts.paired:  # it does not matter to scores which pairs turn together
+        if self.facts.paired:  # a common permutation of queries and keys does not change their scores
             q, k = (one.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for one in (q, k))
         q, k, v = (one.transpose(0, 1)[None] for one in (turned(q, cos, sin), turned(k, cos, sin), v))
         mixed = functional.scaled_dot_product_attention(q, k, v)[0]
@@ -94,13 +94,13 @@ class RowTower:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its prepared weights."""
+        """Bytes of the prepared weights."""
         own = (self.patches, self.first_norm, self.norm, self.merger, self.fc1, self.fc2)
         return sum(one.nbytes for one in (*own, *(part for layer in self.layers for part in layer)))
 
 
 def load_row_tower(reader: Reader, facts: RowFacts) -> RowTower:
-    """Read the tower."""
+    """Load the tower."""
     parts = Parts(reader, facts)
 
     def layer(start: str) -> RowLayer:

@@ -1,4 +1,4 @@
-"""How a weight is stored: one module per format, all ending in the few forms of `kernels/weight.py`."""
+"""Stored weight formats: one module per format, each converting to the canonical forms of `kernels/weight.py`."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def unpack_gemv_fast(words: Tensor) -> Tensor:
 
 
 def load_gemm(module: WeightReader, params: dict) -> Weight:
-    """AWQ `version: gemm`, nearly all files."""
+    """AWQ `version: gemm`, used by nearly all files."""
     n, k = module.shape
     words = module.get("qweight", ("I32",), (k, n // 8))
     groups = -(-k // params["group_size"])
@@ -48,7 +48,7 @@ def load_gemm(module: WeightReader, params: dict) -> Weight:
 
 
 def load_gemv(module: WeightReader, params: dict) -> Weight:
-    """AWQ `version: gemv`; only the config knows the group size, scales and zeros being padded."""
+    """AWQ `version: gemv`; the group size comes from the config, because scales and zeros are padded."""
     n, k = module.shape
     groups = -(-k // params["group_size"])
     words = module.get("qweight", ("I32",), (n, k // 8))
@@ -66,7 +66,7 @@ def load_gemv_fast(module: WeightReader, params: dict) -> Weight:
     n, k = module.shape
     groups = -(-k // params["group_size"])
     if k % 64:
-        raise BadModelFile(f"{module.prefix} has {k} inputs, AWQ's fast GEMV layout needs a multiple of 64")
+        raise BadModelFile(f"{module.prefix} has {k} inputs, but AWQ's fast GEMV layout needs a multiple of 64")
     words = module.get("qweight", ("I16",), (n // 4, k))
     scales = _columns(module, "scales", module.scales("scales").t(), (n, groups))
     mins = None
@@ -80,5 +80,5 @@ def load_gemv_fast(module: WeightReader, params: dict) -> Weight:
 def _columns(module: WeightReader, suffix: str, padded: Tensor, shape: tuple[int, int]) -> Tensor:
     """The first columns of a padded [N, >= K/g] tensor."""
     if padded.shape[0] != shape[0] or padded.shape[1] < shape[1]:
-        raise module.bad(suffix, f"holds {list(padded.shape)} values, at least {list(shape)} are needed")
+        raise module.bad(suffix, f"has shape {list(padded.shape)}, expected at least {list(shape)}")
     return padded[:, : shape[1]].contiguous()

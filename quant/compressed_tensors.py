@@ -1,4 +1,4 @@
-"""compressed-tensors `pack-quantized`; its NVFP4, MXFP4, INT8 and FP8 stand in those modules.
+"""compressed-tensors `pack-quantized`; its NVFP4, MXFP4, INT8 and FP8 formats are in the modules of those names.
 
 weight_packed       I32 [N, words], unsigned q + 2^(bits-1), lowest bits first along K
 weight_scale        [N, K/g] or [N, 1]
@@ -28,7 +28,7 @@ def load_pack(module: WeightReader, params: dict) -> Weight:
     zeros = _zeros(module, bits, groups, params)
     g_idx = module.get("weight_g_idx", ("I32", "I64"), (k,)) if params["g_idx"] else None
     if g_idx is not None and bool((g_idx < 0).all()):
-        g_idx = None  # -1 everywhere: allocated and never filled
+        g_idx = None  # -1 everywhere: allocated but never filled
     unpack = unpack_stream if dense else unpack_words
     codes = Codes(bits, lambda rows: unpack(words[rows], bits)[:, :k])
     return from_codes(module, codes, group_order(module, scales, zeros, params["group_size"], g_idx))

@@ -1,4 +1,4 @@
-"""Parts of a canonical weight: rows, and columns where groups, blocks and codes allow it. No bit changes."""
+"""Exact slices of a canonical weight: by rows, or by columns if groups, blocks and packed codes allow it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from localllm.kernels.gguf_blocks import BLOCK_TYPES
 
 
 def rows_of(weight: Weight, ranges: Sequence[range]) -> Weight | None:
-    """The weight's rows in these ranges, one after the other; None where they share scales with others."""
+    """The weight's rows in these ranges, concatenated; None if they share scales with other rows."""
     n = weight.shape[0]
     parts = {name: getattr(weight, name) for name in ("qweight", "scales", "zeros", "mins", "global_scale")}
     found = {name: _picked(part, ranges, 0) for name, part in parts.items() if part is not None and len(part) == n}
@@ -28,8 +28,8 @@ def rows_of(weight: Weight, ranges: Sequence[range]) -> Weight | None:
 
 
 def columns_of(weight: Weight, of_ranks: Sequence[Sequence[range]], rank: int) -> Weight | None:
-    """The weight's columns in the ranges of one rank; None where those of any rank share scales with others', or where
-    inputs are taken in another order.
+    """The weight's columns in the ranges of one rank; None if any rank's columns share scales with another's, or if the
+    inputs are reordered.
     """
     k, unit = weight.shape[1], column_unit(weight)
     edges = {edge for ranges in of_ranks for one in ranges for edge in (one.start, one.stop)}
@@ -62,7 +62,7 @@ def column_unit(weight: Weight) -> int:
 
 
 def _code_units(weight: Weight) -> tuple[int, int]:
-    """(so many columns, in so many elements of `qweight`)"""
+    """The smallest unit of codes: (columns, elements of `qweight`)."""
     if weight.form == "gguf":
         layout = BLOCK_TYPES[weight.block_type]
         return layout.elems, layout.nbytes
@@ -75,6 +75,6 @@ def _has_blocks(weight: Weight) -> bool:
 
 
 def _picked(part: Tensor, ranges: Sequence[range], dim: int) -> Tensor:
-    """A single range of rows stays a view."""
+    """Slices of `part`, concatenated; a single range of rows stays a view."""
     found = [part.narrow(dim, one.start, len(one)) for one in ranges]
     return (found[0] if len(found) == 1 else torch.cat(found, dim)).contiguous()

@@ -1,4 +1,4 @@
-"""Float weights -> canonical quantized ones: round to nearest, or with the error carried on to later columns (GPTQ).
+"""Quantize float weights to canonical forms: round to nearest, or compensate errors in later columns (GPTQ).
 
 target      form     group    one scale per                    stored scale
 int4        int4g    64       group of 32, 64 or 128           with a zero point; int4-sym without
@@ -8,7 +8,7 @@ fp8-block   fp8      128      128 x 128 block
 nvfp4       fp4g16   16       group, E4M3, times one number per tensor
 mxfp4       fp4g32   32       group, a power of two
 
-Every scale is first rounded to what is stored, then the codes are chosen against it.
+Scales are first rounded to their stored precision, then codes are chosen for the rounded scales.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from .packing import pack_nibbles
 
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
-# shares of a group's range that are tried; the one with the least squared error wins. On Gaussian rows with groups of
-# 64 that takes 3 % off the error of int4
+# clipping ratios to try per group; the least squared error wins. On Gaussian rows with groups of 64 this reduces the
+# error of int4 by 3 %
 SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
-# columns whose error is carried on inside a block before the rest of the matrix is brought up to date
+# block size of GPTQ: errors propagate within a block, then to the rest of the matrix in one product
 COLUMNS_AT_ONCE = 32
-DAMPING = 0.01  # share of the mean of the Hessian's diagonal that is added to it: the value of the GPTQ paper
+DAMPING = 0.01  # share of the mean of the Hessian's diagonal added to the diagonal, as in the GPTQ paper
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a weight becomes."""
+    """The target format of a weight."""
 
-    name: str  # of the table above
+    name: str  # from the table above
     group_size: int = 0
     scale_dtype: torch.dtype = torch.float32  # of the stored int4 and int8 scales
 
@@ -52,19 +52,19 @@ class Target:
         if self.group_size == 0:
             object.__setattr__(self, "group_size", allowed[0])
         elif self.group_size not in allowed:
-            raise ValueError(f"{self.name} has groups of {', '.join(map(str, allowed))}, not {self.group_size}")
+            raise ValueError(f"{self.name} has group sizes {', '.join(map(str, allowed))}, not {self.group_size}")
 
     def fits(self, n: int, k: int) -> str | None:
-        """None, or why a weight [n, k] stays as it is."""
+        """None, or why a weight [n, k] is not quantized."""
         group = self.group_size
         if min(n, k) < SMALLEST:
-            return f"{n} x {k} is small: under {SMALLEST}"
+            return f"{n} x {k} has a side below {SMALLEST}"
         if self.name not in ("int8", "fp8", "fp8-block") and (k % group or k % 8):
             return f"{k} inputs are not a multiple of {max(group, 8)}"
         return None
 
 
-GROUP_SIZES = {  # target -> the group sizes it has, the default first
+GROUP_SIZES = {  # target -> supported group sizes, default first
     "int4": (64, 32, 128),
     "int4-sym": (64, 32, 128),
     "int8": (0,),
@@ -73,26 +73,26 @@ GROUP_SIZES = {  # target -> the group sizes it has, the default first
     "nvfp4": (16,),
     "mxfp4": (32,),
 }
-SMALLEST = 64  # rows and columns below which nothing is gained
+SMALLEST = 64  # quantizing weights with fewer rows or columns gains nothing
 
 
 class Fit(NamedTuple):
-    """How the elements of groups become codes: all [..., 1], beside elements [..., group]."""
+    """Quantization parameters of groups: tensors [..., 1] for elements [..., group]."""
 
-    scale: Tensor  # float32; what a code is multiplied with, rounded as it is stored
-    zero: Tensor | None = None  # int4: the code of 0
-    stored: Tensor | None = None  # the scale as it is stored, where that is another number; E4M3 as its bytes
+    scale: Tensor  # float32 multiplier of the codes, rounded to its stored precision
+    zero: Tensor | None = None  # int4: zero point, the code of 0
+    stored: Tensor | None = None  # the scale in its stored form if it differs; E4M3 as bytes
 
 
 def encode(weight: Tensor, target: Target, *, amax: float | None = None, hessian: Tensor | None = None) -> Weight:
     """Quantize `weight`.
 
     weight   [N, K], any float type and device
-    amax     nvfp4: the largest absolute value of all weights that will be fused with this one; None: of this one
-    hessian  float32 [K, K], sum of x xᵀ over calibration inputs: errors of a column are made up for in later columns,
-             weighed by it (Frantar et al., GPTQ, 2022). Not for int8 and fp8, whose error is small already.
+    amax     nvfp4: largest absolute value over all weights that will be fused with this one; None: of this one
+    hessian  float32 [K, K], sum of x xᵀ over calibration inputs: later columns compensate the error of each column,
+             weighted by it (Frantar et al., GPTQ, 2022). Ignored for int8 and fp8, whose error is already small.
 
-    Raises ValueError when the weight is not finite or its shape does not fit the target.
+    Raises ValueError if the weight is not finite or its shape does not fit the target.
     """
     n, k = weight.shape
     wide = weight.float()
@@ -110,7 +110,7 @@ def encode(weight: Tensor, target: Target, *, amax: float | None = None, hessian
         fitted = _fit(groups, None, target, alpha)
         codes = _codes(groups, fitted, target).flatten(-2)
     else:
-        codes, fitted = _carried(wide, hessian, target, alpha)
+        codes, fitted = _gptq(wide, hessian, target, alpha)
     scales = (fitted.scale if fitted.stored is None else fitted.stored).squeeze(-1)
     packed = pack_nibbles(codes)
     shape, group = (n, k), target.group_size
@@ -125,7 +125,7 @@ def encode(weight: Tensor, target: Target, *, amax: float | None = None, hessian
 
 
 def e2m1_codes(x: Tensor) -> Tensor:
-    """Nearest E2M1 code of every element, ties to the even code: u8 0..15, the sign in bit 3. Beyond 6 is 6."""
+    """Nearest E2M1 code of every element, ties to even: u8 0..15 with the sign in bit 3. Values beyond 6 saturate."""
     size = x.abs()
     codes = torch.zeros_like(size, dtype=torch.uint8)
     for border in (0.25, 1.25, 2.5, 5.0):
@@ -136,7 +136,7 @@ def e2m1_codes(x: Tensor) -> Tensor:
 
 
 def relative_error(weight: Tensor, decoded: Tensor) -> float:
-    """‖decoded - weight‖ / ‖weight‖: a smoke test; far above 0.12 something is wrong."""
+    """‖decoded - weight‖ / ‖weight‖, as a smoke test: a value far above 0.12 means that something is wrong."""
     wide = weight.float()
     return float((decoded - wide).norm() / wide.norm().clamp(min=1e-30))
 
@@ -146,15 +146,15 @@ def _alpha(wide: Tensor, amax: float | None) -> float:
     return max(largest / (E2M1_MAX * E4M3_MAX), 1e-30)
 
 
-def _held(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scales as their dtype holds them, float32: never zero, which would make NaN of a group of zeros."""
-    least = 2.0**-24 if dtype is torch.float16 else 1e-10  # half precision has nothing between that and zero
+def _rounded(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scales rounded to `dtype`, as float32; never zero, which would turn a group of zeros into NaN."""
+    least = 2.0**-24 if dtype is torch.float16 else 1e-10  # the smallest positive half-precision number
     return scale.clamp(least, torch.finfo(dtype).max).to(dtype).float()
 
 
 def _int8(wide: Tensor, target: Target) -> Weight:
     k = wide.shape[1]
-    scale = _held(wide.abs().amax(-1, keepdim=True) / 127, target.scale_dtype).to(target.scale_dtype)
+    scale = _rounded(wide.abs().amax(-1, keepdim=True) / 127, target.scale_dtype).to(target.scale_dtype)
     codes = torch.round(wide / scale.float()).clamp(-127, 127).to(torch.int8)
     return Weight("int8", tuple(wide.shape), codes, scale, group_size=k)
 
@@ -177,7 +177,7 @@ def _e4m3(x: Tensor) -> Tensor:
 
 
 def _fit(groups: Tensor, importance: Tensor | None, target: Target, alpha: float) -> Fit:
-    """The scales of groups [..., group]; `importance` [..., group] weighs their errors."""
+    """Fit the scales of groups [..., group]; `importance` [..., group] weights their errors."""
     if target.name == "nvfp4":
         return _fit_nvfp4(groups, importance, alpha)
     return _fit_mxfp4(groups) if target.name == "mxfp4" else _fit_int4(groups, importance, target)
@@ -208,7 +208,7 @@ def _error(groups: Tensor, fit: Fit, target: Target, importance: Tensor | None) 
 
 
 def _best(groups: Tensor, fits: list[Fit], target: Target, importance: Tensor | None) -> Fit:
-    """Group by group the fit with the least squared error, the first of equals."""
+    """For each group, the fit with the least squared error; ties go to the earlier fit."""
     least = torch.stack([_error(groups, fit, target, importance) for fit in fits]).argmin(0, keepdim=True)
     fields = zip(*fits, strict=True)
     return Fit(*(None if field[0] is None else torch.stack(field).gather(0, least)[0] for field in fields))
@@ -220,16 +220,16 @@ def _fit_int4(groups: Tensor, importance: Tensor | None, target: Target) -> Fit:
     size = groups.abs().amax(-1, keepdim=True)
     for shrink in SHRINKS:
         if target.name == "int4-sym":
-            fits.append(Fit(_held(size * shrink / 7.5, target.scale_dtype)))
+            fits.append(Fit(_rounded(size * shrink / 7.5, target.scale_dtype)))
             continue
-        scale = _held((high - low) * shrink / 15, target.scale_dtype)
+        scale = _rounded((high - low) * shrink / 15, target.scale_dtype)
         fits.append(Fit(scale, torch.round(-low * shrink / scale).clamp_(0, 15)))
     best = _best(groups, fits, target, importance)
     return best._replace(stored=best.scale.to(target.scale_dtype))
 
 
 def _fit_nvfp4(groups: Tensor, importance: Tensor | None, alpha: float) -> Fit:
-    """The largest value of a group becomes 6, or 4 where that costs less: codes between 4 and 6 are far apart."""
+    """Map a group's largest value to 6, or to 4 if the error is lower, because the codes 4 and 6 are far apart."""
     size = groups.abs().amax(-1, keepdim=True)
     fits = []
     for top in (6.0, 4.0):
@@ -239,14 +239,14 @@ def _fit_nvfp4(groups: Tensor, importance: Tensor | None, alpha: float) -> Fit:
 
 
 def _fit_mxfp4(groups: Tensor) -> Fit:
-    """The smallest power of two with which nothing is cut off."""
+    """The smallest power of two that clips no value."""
     size = groups.abs().amax(-1, keepdim=True)
     exponent = torch.ceil(torch.log2((size / E2M1_MAX).clamp(min=2.0**-126))).clamp(-127, 127)
     return Fit(torch.exp2(exponent), None, (exponent + 127).to(torch.uint8))
 
 
-def _carried(wide: Tensor, hessian: Tensor, target: Target, alpha: float) -> tuple[Tensor, Fit]:
-    """Column by column; what a column loses is made up for by the columns after it."""
+def _gptq(wide: Tensor, hessian: Tensor, target: Target, alpha: float) -> tuple[Tensor, Fit]:
+    """GPTQ: quantize column by column, and compensate each column's error in the columns after it."""
     n, k = wide.shape
     group = target.group_size
     left = wide.clone()
@@ -273,9 +273,9 @@ def _carried(wide: Tensor, hessian: Tensor, target: Target, alpha: float) -> tup
 
 
 def _inverse_root(hessian: Tensor) -> tuple[Tensor, Tensor]:
-    """Upper Cholesky factor of the damped inverse [K, K], and the diagonal [K] of the Hessian, as weights of errors.
+    """Upper Cholesky factor of the damped inverse [K, K], and the Hessian's diagonal [K] as error weights.
 
-    An input that was never other than zero gets a diagonal of 1: its column is rounded for itself. Damping grows until
+    An input that was always zero gets a diagonal of 1, so its column is rounded independently. Damping increases until
     the factor exists.
     """
     damped = hessian.float().clone()
@@ -290,4 +290,4 @@ def _inverse_root(hessian: Tensor) -> tuple[Tensor, Tensor]:
             upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(root), upper=True)
             if int(failed) == 0 and bool(torch.isfinite(upper).all()):
                 return upper, importance
-    raise ValueError("the calibration inputs give no usable Hessian; use another text, or none")
+    raise ValueError("the calibration text gives no usable Hessian; use another text, or none")

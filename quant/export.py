@@ -1,6 +1,6 @@
-"""Canonical weights -> the tensors and the configuration of a compressed-tensors checkpoint, weight-only.
+"""Canonical weights -> tensors and configuration of a weight-only compressed-tensors checkpoint.
 
-form     format                  tensors beside the module's name
+form     format                  tensors, by suffix of the module's name
 int4g    pack-quantized          weight_packed i32, weight_scale, weight_zero_point i32 packed along N, weight_shape
 int8     pack-quantized, 8 bits  weight_packed i32, weight_scale [N, 1], weight_shape
 fp8      float-quantized         weight e4m3, weight_scale [N, 1] or [blocks of N, blocks of K]
@@ -20,11 +20,11 @@ from localllm.kernels.dequant import unpack_nibbles
 
 from .encode import Target
 
-VERSION = "0.13.0"  # of compressed-tensors, whose layout this is
+VERSION = "0.13.0"  # of compressed-tensors, which defines this layout
 
 
 def tensors(weight: Weight) -> dict[str, Tensor]:
-    """Suffix -> tensor to store. Raises ValueError for a form that has no such layout."""
+    """Suffix -> tensor to store. Raises ValueError for a form without a compressed-tensors layout."""
     assert weight.scales is not None
     if weight.form == "int4g" and weight.mins is None:
         found = {"weight_packed": pack_words(unpack_nibbles(weight.qweight), 4), "weight_scale": weight.scales}
@@ -46,7 +46,7 @@ def tensors(weight: Weight) -> dict[str, Tensor]:
 
 
 def pack_words(codes: Tensor, bits: int) -> Tensor:
-    """u8 [..., K] -> i32 [..., ceil(K * bits / 32)], lowest bits first; what is missing in the last word is 0."""
+    """u8 [..., K] -> i32 [..., ceil(K * bits / 32)], lowest bits first; the last word is padded with 0."""
     per_word = 32 // bits
     padded = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % per_word)).unflatten(-1, (-1, per_word))
     words = torch.zeros(padded.shape[:-1], dtype=torch.int64, device=codes.device)
@@ -56,7 +56,7 @@ def pack_words(codes: Tensor, bits: int) -> Tensor:
 
 
 def configuration(target: Target, ignored: list[str]) -> dict[str, Any]:
-    """The `quantization_config` of config.json. `ignored`: linear modules that stay as they were."""
+    """The `quantization_config` of config.json. `ignored`: linear modules that are not quantized."""
     bits, kind, strategy, group, layout = _SCHEMES[target.name]
     weights: dict[str, Any] = {
         "num_bits": bits,
@@ -92,7 +92,7 @@ def configuration(target: Target, ignored: list[str]) -> dict[str, Any]:
 
 
 _SCALE_DTYPES = {"mxfp4": "torch.uint8", "nvfp4": "torch.float8_e4m3fn"}
-# target -> bits, type, strategy, whether there are groups, format
+# target -> bits, type, strategy, has a group size, format
 _SCHEMES: dict[str, tuple[int, str, str, bool, str]] = {
     "int4": (4, "int", "group", True, "pack-quantized"),
     "int4-sym": (4, "int", "group", True, "pack-quantized"),

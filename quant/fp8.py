@@ -2,7 +2,7 @@
 
 weight          F8_E4M3 [N, K]
 weight_scale    multiplies; [] | [1] | [N] | [N, 1] | [cdiv(N, 128), cdiv(K, 128)] | [.., 1, .., 1]
-weight_scale_inv   multiplies too, in spite of its name; F32 (DeepSeek) or BF16 (Qwen); U8 and E8M0 mean powers of two
+weight_scale_inv   also multiplies, despite its name; F32 (DeepSeek) or BF16 (Qwen); U8 and E8M0 are powers of two
 MXFP8           weight_scale or weight_scale_inv u8 E8M0 [N, K/32]
 """
 

@@ -1,4 +1,4 @@
-"""Weights that see the same x (q/k/v, gate/up) stacked along N, and rows in another order, where no bit is lost."""
+"""Exact fusion of weights with the same input (q/k/v, gate/up) along N, and exact reordering of rows."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from localllm.kernels.dequant import FP8_BLOCK
 
 
 def fuse(weights: Sequence[Weight], take: Callable[[int], Tensor] | None = None) -> Weight | None:
-    """The weights stacked along N, exactly; None where that cannot be: form, K, groups or input order differ.
+    """Stack weights along N exactly; None if that is impossible: form, K, groups or input order differ.
 
-    take   gives uint8 [count] for the codes, on their device; None: memory of their own
+    take   allocates uint8 [count] for the codes, on their device; None: a new tensor
 
-    NVFP4 keeps its global scale per row; per-tensor FP8 scales become scales per row.
+    NVFP4 keeps its global scale per row; per-tensor FP8 scales become per-row scales.
     """
     first = weights[0]
     for other in weights[1:]:
@@ -43,9 +43,9 @@ def fuse(weights: Sequence[Weight], take: Callable[[int], Tensor] | None = None)
 
 
 def reordered(weight: Weight, order: Tensor) -> Weight | None:
-    """The weight with row `order[n]` in place of row n; None where rows share a scale that then differs among them.
+    """The weight with row `order[n]` as row n; None if rows with different scales would have to share one.
 
-    order   int64 [N], every row once
+    order   int64 [N], a permutation of the rows
     """
     n = weight.shape[0]
     parts = {name: getattr(weight, name) for name in ("qweight", "scales", "zeros", "mins", "global_scale")}
@@ -62,7 +62,7 @@ def reordered(weight: Weight, order: Tensor) -> Weight | None:
 
 
 def _kind(weight: Weight) -> tuple[object, ...]:
-    """What must be equal for one product of both."""
+    """The properties that must match to fuse two weights."""
     return weight.form, weight.shape[1], weight.group_size, weight.block_type, weight.qweight.dtype
 
 
@@ -75,7 +75,7 @@ def _same_input(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def _stacked(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """Along N, or None when some lack it or their widths differ. Mixed float dtypes widen, which is exact in f32."""
+    """Concatenate along N; None if some are absent or their widths differ. Mixed float dtypes widen exactly to f32."""
     present = [part for part in parts if part is not None]
     if len(present) < len(parts) or len({part.shape[1:] for part in present}) > 1:
         return None
@@ -85,7 +85,7 @@ def _stacked(parts: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def _zeros(weights: Sequence[Weight]) -> Tensor | None:
-    """An `int4g` without zeros means 8 everywhere: say so where another has some."""
+    """The stacked zeros. An `int4g` without zeros means 8 everywhere, which is filled in if another weight has some."""
     zeros = [w.zeros for w in weights]
     if any(part is not None for part in zeros) and all(w.mins is None for w in weights):
         eights = [None if w.scales is None else torch.full(w.scales.shape, 8, dtype=torch.uint8) for w in weights]

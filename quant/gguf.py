@@ -1,9 +1,9 @@
-"""GGUF tensors: the types that repack without loss become canonical forms, the others stay as stored.
+"""GGUF tensors: types that repack without loss become canonical forms, others stay as stored.
 
 Q4_0 Q4_1      int4g, groups of 32, scales f16 (and mins f16)
 Q8_0           int8, groups of 32, scales f16
 MXFP4          fp4g32
-NVFP4          fp4g16; `<prefix>.scale` F32 [] or [1] multiplies when it is there
+NVFP4          fp4g16; an optional `<prefix>.scale` F32 [] or [1] multiplies
 F32 F16 BF16   dense
 IQ1* IQ2* IQ3* TQ*   dense bfloat16, decoded at load, with a warning
 other          gguf: raw rows
@@ -32,15 +32,15 @@ _log = logging.getLogger(__name__)
 def load_gguf(module: WeightReader, _params: dict) -> Weight:
     """`<prefix>.weight` in its canonical form.
 
-    Raises BadModelFile for scales that are not finite; UnsupportedFormat for a block type that nothing here can decode.
+    Raises BadModelFile for scales that are not finite, UnsupportedFormat for a block type that cannot be decoded.
     """
     name = module.name("weight")
     block_type = module.ckpt.tensors[name].dtype
     if block_type in (*FLOATS, "F64"):
         return load_dense(module, {})
     if block_type not in BLOCK_TYPES and block_type not in CODEBOOK_TYPES:
-        known = ", ".join([*BLOCK_TYPES, *sorted(CODEBOOK_TYPES)])
-        raise UnsupportedFormat(f"tensor {name} has block type {block_type}, which cannot be read", f"known: {known}")
+        hint = f"supported: {', '.join([*BLOCK_TYPES, *sorted(CODEBOOK_TYPES)])}"
+        raise UnsupportedFormat(f"tensor {name} has block type {block_type}, which is not supported", hint)
     rows = stored_bytes(module.ckpt, name).view(module.shape[0], -1)
     if block_type in CODEBOOK_TYPES:
         return _codebook(module, rows, block_type)
@@ -54,7 +54,7 @@ def load_gguf(module: WeightReader, _params: dict) -> Weight:
 
 
 def _halves(blocks: Tensor, offset: int) -> Tensor:
-    """f16 [N, blocks] at an even byte offset inside each block, copied (as halves: four times as fast as as bytes)."""
+    """f16 [N, blocks] at an even byte offset in each block; copying as halves is four times as fast as bytes."""
     return blocks.view(torch.float16)[:, :, offset // 2].contiguous()
 
 
@@ -112,12 +112,12 @@ _REPACK = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q8_0": _q8_0, "MXFP4": _mxfp4, "NVFP4"
 
 @lru_cache
 def _warn_once(block_type: str) -> None:
-    _log.warning("GGUF block type %s is decoded to bfloat16 at load: four times its size or more", block_type)
+    _log.warning("GGUF block type %s is decoded to bfloat16 at load and takes at least 4 times the memory", block_type)
 
 
 def _codebook(module: WeightReader, rows: Tensor, block_type: str) -> Weight:
     from gguf import GGMLQuantizationType
-    from gguf.quants import dequantize  # slow, for types that are decoded once
+    from gguf.quants import dequantize  # slow, but each weight is decoded only once
 
     _warn_once(block_type)
     out = torch.empty(module.shape, dtype=torch.bfloat16)

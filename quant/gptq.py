@@ -1,7 +1,7 @@
 """GPTQ with 2, 3, 4 or 8 bits: w = (q - z[g]) * s[g].
 
 qweight   I32 [K * bits / 32, N], a little-endian bit stream along K
-qzeros    I32 [G, N * bits / 32], along N; v1 stores z - 1, v2 stores z; never read when the file is symmetric
+qzeros    I32 [G, N * bits / 32], along N; v1 stores z - 1, v2 stores z; not read if the file is symmetric
 scales    F16 [G, N]
 g_idx     I32 [K], the group of each input column
 """
@@ -16,16 +16,16 @@ from localllm.kernels import Weight
 from .packing import Codes, from_codes, group_order, unpack_stream
 from .stored import WeightReader
 
-# qzeros words of a symmetric file: (v1, v2 as a signed word).
+# qzeros words of a symmetric file: (v1, v2), as signed words
 _SYMMETRIC_WORDS = {4: (0x77777777, -0x77777778), 8: (0x7F7F7F7F, -0x7F7F7F80)}
 
 
 def load_gptq(module: WeightReader, params: dict) -> Weight:
-    """`int4g`, or `int8` for 8 bits; `perm` is set where g_idx really reorders columns, whatever the flag says."""
+    """`int4g`, or `int8` for 8 bits; `perm` is set only if g_idx really reorders columns, whatever `desc_act` says."""
     n, k = module.shape
     bits = params["bits"]
     if n * bits % 32:
-        raise BadModelFile(f"{module.prefix} has {n} outputs, {bits}-bit GPTQ needs whole 32-bit words")
+        raise BadModelFile(f"{module.prefix} has {n} outputs, which do not fill whole 32-bit words of {bits}-bit GPTQ")
     words = module.get("qweight", ("I32",), (k * bits // 32, n))
     scales = module.scales("scales").t().contiguous()
     zeros = _zeros(module, bits, scales.shape[1], params)
@@ -40,7 +40,7 @@ def _zeros(module: WeightReader, bits: int, groups: int, params: dict) -> Tensor
         return None
     n = module.shape[0]
     words = module.get("qzeros", ("I32",), (groups, n * bits // 32))
-    # Labels are wrong in the wild: a file whose every word is one of the two symmetric constants is symmetric.
+    # Some published files are labelled wrong: if all words equal a symmetric constant, the file is symmetric.
     if any(bool((words == constant).all()) for constant in _SYMMETRIC_WORDS.get(bits, ())):
         return None
     zeros = unpack_stream(words, bits)

@@ -1,4 +1,4 @@
-"""`load_weight`: a stored linear layer to its canonical `Weight`, whatever format the checkpoint keeps it in."""
+"""`load_weight`: a stored linear layer in any supported format -> its canonical `Weight`."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ LOADERS: dict[str, Callable[[WeightReader, dict], Weight]] = {
 
 
 def load_weight(ckpt: Checkpoint, prefix: str, stored: StoredFormat, shape: tuple[int, int]) -> Weight:
-    """One linear layer in canonical form (see `kernels/weight.py`), on the CPU.
+    """Load one linear layer in canonical form (see `kernels/weight.py`), on the CPU.
 
-    prefix   module name as in the file, without `.weight`
+    prefix   module name in the file, without `.weight`
     stored   its format, from `checkpoint.stored_formats`
-    shape    (N, K) that the model's configuration demands
+    shape    (N, K) expected from the model's configuration
 
-    Tensors may be views of the mapped file: read them, never write. Above the result, one stored tensor and about
-    10 MB are touched. Raises BadModelFile for missing tensors, wrong dtypes or shapes and unsound scales, all named;
-    UnsupportedFormat for a variant that cannot be read.
+    Tensors may be views of the mapped file and must not be written to. Besides the result, peak memory is one stored
+    tensor plus about 10 MB. Raises BadModelFile for missing tensors, wrong dtypes or shapes, or invalid scales, and
+    UnsupportedFormat for an unsupported variant.
     """
     return LOADERS[stored.kind](WeightReader(ckpt, prefix, shape), stored.params)

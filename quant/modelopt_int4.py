@@ -1,7 +1,7 @@
-"""ModelOpt INT4 AWQ: two rows in a byte, signed codes. Becomes `int4g`.
+"""ModelOpt INT4 AWQ: two rows per byte, signed codes. Becomes `int4g`.
 
 weight            U8 [N/2, K]: row 2i in the low nibble, row 2i + 1 in the high one, two's complement
-weight_scale      [N, K/g], absolute: W4A8's `weight_scale_2` only tells an FP8 kernel its range
+weight_scale      [N, K/g], absolute; W4A8's `weight_scale_2` only gives FP8 kernels their range and is not needed
 pre_quant_scale   [K], optional: multiplies x
 """
 
@@ -17,7 +17,7 @@ from .stored import WeightReader
 
 
 def load_modelopt_int4(module: WeightReader, params: dict) -> Weight:
-    """`int4g`: code 8 is 0, as the sign bit flipped makes it."""
+    """`int4g`; flipping the sign bit of the codes makes 8 the code of 0."""
     n, k = module.shape
     stored = module.get("weight", ("U8",), (n // 2, k))
     size = params["group_size"]

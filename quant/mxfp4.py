@@ -12,10 +12,10 @@ from .stored import WeightReader
 
 
 def load_mxfp4(module: WeightReader, params: dict) -> Weight:
-    """One linear layer."""
+    """Load one linear layer."""
     n, k = module.shape
     if k % 32:
-        raise BadModelFile(f"{module.prefix} has {k} inputs, MXFP4 needs a multiple of 32")
+        raise BadModelFile(f"{module.prefix} has {k} inputs, but MXFP4 needs a multiple of 32")
     qweight = module.get(params["codes"], ("U8",), (n, k // 2))
     scales = module.e8m0("weight_scale", (n, k // 32))
     return Weight("fp4g32", module.shape, qweight, scales, pre_scale=module.pre_scale(), group_size=32)

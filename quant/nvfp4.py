@@ -16,10 +16,10 @@ from .stored import WeightReader
 
 
 def load_nvfp4(module: WeightReader, params: dict) -> Weight:
-    """W4A16 and AWQ variants too; `pre_quant_scale` is kept."""
+    """Load one linear layer, including W4A16 and AWQ variants; `pre_quant_scale` is kept."""
     n, k = module.shape
     if k % 16:
-        raise BadModelFile(f"{module.prefix} has {k} inputs, NVFP4 needs a multiple of 16")
+        raise BadModelFile(f"{module.prefix} has {k} inputs, but NVFP4 needs a multiple of 16")
     world = module.scalar(params["world"])
     alpha = 1.0 / world if params["divides"] else world
     return Weight(

@@ -1,4 +1,4 @@
-"""Integer codes in 32-bit words, and the ways from them to the canonical `int4g` and `int8`."""
+"""Integer codes packed in 32-bit words, and their conversion to the canonical `int4g` and `int8`."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def pack_nibbles(codes: Tensor) -> Tensor:
 
 
 def unpack_words(words: Tensor, bits: int) -> Tensor:
-    """i32 [..., W] -> u8 [..., W * (32 // bits)], lowest bits first, left-over bits of a word unused."""
+    """i32 [..., W] -> u8 [..., W * (32 // bits)], lowest bits first; leftover bits of a word are unused."""
     per_word = 32 // bits
     shifts = torch.arange(0, per_word * bits, bits, dtype=torch.int32)
     return ((words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).to(torch.uint8).flatten(-2)
 
 
 def unpack_stream(words: Tensor, bits: int) -> Tensor:
-    """i32 [..., W] read as one little-endian bit stream -> u8 [..., W * 32 // bits]; values may cross word borders.
+    """i32 [..., W] read as one little-endian bit stream -> u8 [..., W * 32 // bits]; values may cross word boundaries.
 
-    Eight values take `bits` whole bytes, so bytes suffice: a quarter of the time that 32-bit words take.
+    Eight values take exactly `bits` bytes, so it works on bytes, in a quarter of the time that 32-bit words take.
     """
     count = words.shape[-1] * 32 // bits
     stream = torch.nn.functional.pad(words, (0, -words.shape[-1] % bits)).contiguous().view(torch.uint8)
@@ -50,14 +50,14 @@ def unpack_stream(words: Tensor, bits: int) -> Tensor:
 
 
 def chunks(rows: int, columns: int, multiple: int = 1) -> Iterator[slice]:
-    """Slices over `rows` of bounded size, each start a multiple of `multiple`."""
+    """Slices over `rows` of bounded size, starting at multiples of `multiple`."""
     step = max(multiple, row_chunk(columns) // multiple * multiple)
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
 
 
 class Groups(NamedTuple):
-    """Scales and zeros with groups of equal size that divide K."""
+    """Scales and zeros for groups of equal size that divides K."""
 
     scales: Tensor
     zeros: Tensor | None
@@ -68,11 +68,11 @@ class Groups(NamedTuple):
 def group_order(
     module: WeightReader, scales: Tensor, zeros: Tensor | None, length: int, g_idx: Tensor | None = None
 ) -> Groups:
-    """Order columns by group, so that groups are contiguous and equally long.
+    """Sort columns by group so that groups are contiguous and equally long.
 
     scales, zeros  [N, G]
-    length         of a group, as the file says; where K is not a multiple of it, the last group is shorter
-    g_idx          [K], the group of each column, or None for k // length; `perm` is None where it says just that
+    length         group size stated in the file; if K is not a multiple of it, the last group is shorter
+    g_idx          [K], the group of each column, or None for k // length; `perm` is None if it equals that
     """
     k, count = module.shape[1], scales.shape[1]
     plain = torch.arange(k) // length
@@ -80,7 +80,7 @@ def group_order(
     if int(groups.min()) < 0 or int(groups.max()) >= count:
         low, high = int(groups.min()), int(groups.max())
         raise BadModelFile(
-            f"{module.prefix}: group numbers go from {low} to {high}, there are scales for 0 to {count - 1}"
+            f"{module.prefix}: group numbers range from {low} to {high}, but there are scales only for 0 to {count - 1}"
         )
     perm = None
     if not torch.equal(groups, plain):
@@ -100,7 +100,7 @@ def group_order(
 
 
 class Codes(NamedTuple):
-    """How to read unsigned integer codes."""
+    """A reader of unsigned integer codes."""
 
     bits: int
     rows: Callable[[slice], Tensor]  # u8 [len(slice), K] in the file's column order
@@ -108,7 +108,7 @@ class Codes(NamedTuple):
 
 
 def from_codes(module: WeightReader, codes: Codes, groups: Groups) -> Weight:
-    """Codes and groups -> `int4g` up to 4 bits; `int8` above where every q - z fits; else exact float32 `dense`.
+    """Codes and groups -> `int4g` up to 4 bits; above, `int8` if every q - z fits, else exact float32 `dense`.
 
     groups.zeros u8 [N, K/g]; None means the middle code, 2^(bits-1).
     """
@@ -125,7 +125,7 @@ def _ordered(codes: Codes, groups: Groups, rows: slice) -> Tensor:
 def _int4g(module: WeightReader, codes: Codes, groups: Groups) -> Weight:
     n, k = module.shape
     if k % 2:
-        raise BadModelFile(f"{module.prefix} has {k} inputs, packed codes need an even number")
+        raise BadModelFile(f"{module.prefix} has {k} inputs, but packed codes need an even number")
     shift = 8 - (1 << (codes.bits - 1)) if groups.zeros is None else 0  # the middle code of int4g is 8
     qweight = torch.empty(n, k // 2, dtype=torch.uint8)
     for rows in chunks(n, k, codes.multiple):
@@ -153,7 +153,7 @@ def _int8(module: WeightReader, codes: Codes, groups: Groups) -> Weight | None:
 
 
 def _dense(module: WeightReader, codes: Codes, groups: Groups) -> Weight:
-    _log.warning("%s: 8-bit codes with zero points do not fit in int8, kept as float32", module.prefix)
+    _log.warning("%s: 8-bit codes with zero points do not fit in int8; kept as float32", module.prefix)
     n, k = module.shape
     out = torch.empty(n, k, dtype=torch.float32)
     for rows in chunks(n, k, codes.multiple):

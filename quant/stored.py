@@ -1,4 +1,4 @@
-"""Typed, checked access to the tensors that store one linear layer: names, dtypes, shapes and sound scales."""
+"""Checked access to the tensors of one stored linear layer: names, dtypes, shapes and valid scales."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ FLOATS = ("F32", "BF16", "F16")
 
 
 def stored_bytes(ckpt: Checkpoint, name: str) -> Tensor:
-    """u8 [nbytes], a view of the mapped file: read it, never write to it. It keeps the mapping alive."""
+    """u8 [nbytes], a read-only view of the mapped file that keeps the mapping alive."""
     data = ckpt.read(name)
-    # torch.from_numpy warns about read-only memory on every call; a ctypes array is the same memory without a flag.
+    # torch.from_numpy warns about read-only memory on every call; a ctypes array is the same memory without the flag.
     memory = (ctypes.c_uint8 * data.nbytes).from_address(data.ctypes.data)
     memory.owner = data  # type: ignore[attr-defined]
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def read_tensor(ckpt: Checkpoint, name: str, dtypes: Collection[str] = ()) -> Tensor:
-    """A tensor in its stored dtype and shape, a view of the file where its address allows.
+    """Read a tensor in its stored dtype and shape, as a view of the file if its alignment allows.
 
-    Raises BadModelFile when it is missing or of another dtype than `dtypes`.
+    Raises BadModelFile if it is missing or its dtype is not in `dtypes`.
     """
     info = ckpt.tensors.get(name)
     if info is None:
@@ -51,14 +51,14 @@ def read_tensor(ckpt: Checkpoint, name: str, dtypes: Collection[str] = ()) -> Te
 
 @dataclass(frozen=True)
 class WeightReader:
-    """The tensors under one prefix. `get` is how every format module reads them."""
+    """The tensors under one prefix; format modules read them with `get`."""
 
     ckpt: Checkpoint
     prefix: str
     shape: tuple[int, int]  # (N, K) of the layer, from the model's configuration
 
     def name(self, suffix: str) -> str:
-        """The full tensor name; a suffix that starts with `_` is glued on without a dot."""
+        """The full tensor name; a suffix that starts with `_` is appended without a dot."""
         return self.prefix + (suffix if suffix.startswith("_") else f".{suffix}")
 
     def has(self, suffix: str) -> bool:
@@ -68,25 +68,25 @@ class WeightReader:
         return BadModelFile(f"tensor {self.name(suffix)} {what}")
 
     def get(self, suffix: str, dtypes: Collection[str], shape: tuple[int, ...] | None = None) -> Tensor:
-        """The tensor, with its dtype and shape checked. Raises BadModelFile, naming tensor, value and expectation."""
+        """Read a tensor and check its dtype and shape. Raises BadModelFile."""
         tensor = read_tensor(self.ckpt, self.name(suffix), dtypes)
         if shape is not None and tuple(tensor.shape) != shape:
             layer = f"a layer of {self.shape[0]} outputs and {self.shape[1]} inputs"
-            raise self.bad(suffix, f"has shape {list(tensor.shape)}, {layer} needs {list(shape)}")
+            raise self.bad(suffix, f"has shape {list(tensor.shape)}, but {layer} needs {list(shape)}")
         return tensor
 
     def finite(self, suffix: str, scales: Tensor) -> Tensor:
-        """`scales` unchanged. Raises BadModelFile when one is infinite or not a number."""
+        """Return `scales` unchanged. Raises BadModelFile if one is infinite or NaN."""
         if not bool(torch.isfinite(scales).all()):
             wrong = int((~torch.isfinite(scales)).sum())
-            raise self.bad(suffix, f"has {wrong} of {scales.numel()} values that are not finite")
+            raise self.bad(suffix, f"has non-finite values ({wrong} of {scales.numel()})")
         return scales
 
     def scales(self, suffix: str, shape: tuple[int, ...] | None = None) -> Tensor:
         return self.finite(suffix, self.get(suffix, FLOATS, shape))
 
     def scalar(self, suffix: str) -> float:
-        """One positive finite number, stored as [] or [1]."""
+        """Read one positive finite number, stored as [] or [1]."""
         tensor = self.get(suffix, FLOATS)
         if tensor.numel() != 1:
             raise self.bad(suffix, f"has {tensor.numel()} values, expected 1")
@@ -96,23 +96,23 @@ class WeightReader:
         return value
 
     def e4m3(self, suffix: str, shape: tuple[int, ...]) -> Tensor:
-        """E4M3 numbers without the NaN bytes 0x7F and 0xFF: one such scale makes a whole row NaN."""
+        """Read E4M3 numbers. Raises BadModelFile for NaN bytes (0x7F, 0xFF), since one such scale makes a row NaN."""
         tensor = self.get(suffix, ("F8_E4M3",), shape)
         wrong = sum(int(((part & 0x7F) == 0x7F).sum()) for part in tensor.view(torch.uint8).flatten().split(1 << 22))
         if wrong:
-            raise self.bad(suffix, f"holds {wrong} NaN bytes (0x7F or 0xFF) of {tensor.numel()}")
+            raise self.bad(suffix, f"holds {wrong} NaN bytes (0x7F or 0xFF) out of {tensor.numel()}")
         return tensor
 
     def e8m0(self, suffix: str, shape: tuple[int, ...]) -> Tensor:
-        """Power-of-two scales u8 without the NaN byte."""
+        """Read power-of-two scales as u8. Raises BadModelFile for NaN bytes (0xFF)."""
         tensor = self.get(suffix, ("U8", "F8_E8M0"), shape)
         wrong = int((tensor == 0xFF).sum())
         if wrong:
-            raise self.bad(suffix, f"holds {wrong} NaN bytes (0xFF) of {tensor.numel()}")
+            raise self.bad(suffix, f"holds {wrong} NaN bytes (0xFF) out of {tensor.numel()}")
         return tensor
 
     def pre_scale(self) -> Tensor | None:
-        """[K] that multiplies x before the product (AWQ-style exports of ModelOpt), or None."""
+        """Read the scale [K] that multiplies x before the product (ModelOpt's AWQ exports), or None."""
         if not self.has("pre_quant_scale"):
             return None
         return self.scales("pre_quant_scale").flatten().expand(self.shape[1]).clone()

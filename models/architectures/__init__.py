@@ -1,4 +1,4 @@
-"""What a model's files mean, without torch: one file a family, `registry.py` lists them, `open_model` asks them.
+"""What a model's files mean, without torch: one file per family, listed in `registry.py` and used by `open_model`.
 
 model = open_model("model.gguf")        a `Checkpoint` with facts, names and stored formats
 model.facts.layers[0].mixer.num_heads, model.names.source("model.layers.0.self_attn.q_proj")

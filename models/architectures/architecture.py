@@ -1,4 +1,4 @@
-"""`Architecture`: what a family's file says, so that everything else can load, plan and run its models."""
+"""`Architecture`: the description of a model family from which all other code loads, plans and runs its models."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from .names import NameMap, gguf_names, hf_names
 class Architecture(ABC):
     """One family of models."""
 
-    name: ClassVar[str]  # what we call it
-    label: ClassVar[str]  # what people call its models, for lists and refusals
-    hf_types: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # model_type -> what config.json may leave out
-    hf_renamed: ClassVar[Mapping[str, str]] = {}  # keys of config.json -> what others call the same
+    name: ClassVar[str]  # canonical name
+    label: ClassVar[str]  # common name of its models, for lists and error messages
+    hf_types: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # model_type -> defaults for config.json
+    hf_renamed: ClassVar[Mapping[str, str]] = {}  # key in this family's config.json -> the usual key
     hf_wrappers: ClassVar[Mapping[str, str]] = {}  # multi-modal model_type -> that of its text part
     hf_classes: ClassVar[tuple[str, ...]] = ()  # entries of `architectures`, by which the hub lists a model
     gguf_types: ClassVar[tuple[str, ...]] = ()  # values of general.architecture
 
     @abstractmethod
     def from_hf(self, config: HfConfig) -> ModelFacts:
-        """Facts from config.json. Raises UnsupportedModel for what cannot be computed, BadModelFile for bad values."""
+        """Facts from config.json. Raises UnsupportedModel for unsupported features, BadModelFile for bad values."""
 
     @abstractmethod
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
-        """The same from GGUF metadata."""
+        """Facts from GGUF metadata. Raises like `from_hf`."""
 
     def hf_values(self, text: Mapping[str, Any]) -> dict[str, Any]:
-        """Config.json's values of the text model under the keys that `from_hf` reads."""
+        """The text model's values in config.json, under the keys that `from_hf` reads."""
         ours = {new: text[key] for key, new in self.hf_renamed.items() if key in text}
         return {key: value for key, value in text.items() if key not in self.hf_renamed} | ours
 

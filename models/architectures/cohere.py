@@ -1,4 +1,4 @@
-"""Command R and Command A: attention and the feed-forward layer read the same norm of the residual stream."""
+"""Command R and Command A: attention and feed-forward layer share one norm and run in parallel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .layers import LayerFacts, Norms
 from .mixers import RopeFacts
 
 FULL_EVERY, EPS = 4, 1e-5
-HEAD_NORMS = "norms that differ by head (Command R+)"
+HEAD_NORMS = "a separate query and key norm per head (Command R+)"
 NORMS = Norms(before_ffn="input_layernorm", centred=True)
 DEFAULTS = {
     "vocab_size": 256_000, "hidden_size": 8192, "intermediate_size": 22_528, "num_hidden_layers": 40,
@@ -25,7 +25,7 @@ DEFAULTS = {
 
 
 class Cohere(Architecture):
-    """LayerNorms without a bias, rotated neighbours, and logits that are multiplied."""
+    """LayerNorms without a bias, interleaved RoPE, scaled logits."""
 
     name = "cohere"
     label = "Command R"
@@ -39,13 +39,13 @@ class Cohere(Architecture):
         if config.keys.flag("use_qk_norm"):
             raise config.unsupported(f"{config.source} with {HEAD_NORMS}")
         layers = self.layers(config, replace(rope, interleaved=True), config.activation())
-        # a model that was trained on in longer texts says so there
+        # models trained further on longer contexts state the length here
         context = config.keys.integer("model_max_length", 1, MAX_CONTEXT, context)
         return config.facts(layers, context, logit_scale=config.keys.number("logit_scale", 1e-6, 1e6))
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         rope, context = config.rope(interleaved=True)
-        rope = replace(rope, permuted=False)  # neighbours in either container
+        rope = replace(rope, permuted=False)  # interleaved in both containers
         if config.stores("self_attn.q_norm.weight"):
             raise config.unsupported(f"{config.source} with {HEAD_NORMS}")
         eps = config.keys.number("attention.layer_norm_epsilon", 1e-12, 0.1, EPS)
@@ -54,12 +54,12 @@ class Cohere(Architecture):
         return config.facts(layers, context, eps=EPS, rms_norm_eps=eps, logit_scale=scale)
 
     def layers(self, config: HfConfig | GgufConfig, rope: RopeFacts, act: str) -> tuple[LayerFacts, ...]:
-        """All layers, which are alike."""
+        """All layers, which are identical."""
         return (LayerFacts(config.attention(rope), config.dense(act), NORMS, parallel=True),) * config.num_layers
 
 
 class Cohere2(Cohere):
-    """Three of four layers see a window; the fourth sees all and turns nothing."""
+    """Three of four layers have a window; the fourth has full attention without RoPE."""
 
     name = "cohere2"
     label = "Command R7B and A"

@@ -1,6 +1,6 @@
-"""`Config`: a model's hyper-parameters as a family asks for them, whichever container they came in.
+"""`Config`: access to a model's hyper-parameters, independent of the container.
 
-`hf.py` and `gguf.py` say what the keys are called there, and read what only one container has.
+`hf.py` and `gguf.py` define the keys of each container, and read what only that container has.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ SAMPLING = {
 
 
 class Config(ABC):
-    """What all decoders of a container have in common, read and range-checked once."""
+    """The hyper-parameters that all models share, read and range-checked once."""
 
     KEYS: ClassVar[dict[str, str]]  # layers, hidden, heads, kv_heads, head_dim, inner, eps -> key
     DEFAULT_EPS: ClassVar[float | None] = None
 
     def __init__(self, checkpoint: Checkpoint, keys: Fields, names: NameMap, source: str, runs: str) -> None:
-        """`source` is what the file calls its architecture, `runs` what to offer instead of what is refused."""
+        """`source` is the architecture's name in the file, `runs` the supported families for error hints."""
         self.checkpoint = checkpoint
         self.keys = keys
         self.names = names
@@ -46,38 +46,38 @@ class Config(ABC):
         self.num_heads = self.size("heads", 1, MAX_HEADS)
         self.num_kv_heads = self.size("kv_heads", 1, MAX_HEADS, self.num_heads)
         if keys.raw(self.KEYS["head_dim"]) is None and self.hidden_size % self.num_heads:
-            what = f"{self.num_heads} heads do not divide the hidden size {self.hidden_size:,}"
+            what = f"the hidden size {self.hidden_size:,} is not a multiple of {self.num_heads} heads"
             raise keys.fail(self.KEYS["heads"], what)
         self.head_dim = self.size("head_dim", 2, MAX_HEAD_DIM, max(self.hidden_size // self.num_heads, 2))
         self.vocab_size = self.read_vocab_size()
 
     def size(self, name: str, low: int, high: int, default: int | None = None) -> int:
-        """An integer by its name in KEYS."""
+        """Read an integer by its name in KEYS."""
         return self.keys.integer(self.KEYS[name], low, high, default)
 
     def stores(self, tensor: str) -> bool:
-        """Whether layer 0 has this tensor; canonical, below the layer."""
+        """Whether layer 0 has this tensor, given by canonical name below the layer."""
         module, _, suffix = tensor.rpartition(".")
         return f"{self.names.source(f'model.layers.0.{module}')}.{suffix}" in self.checkpoint.tensors
 
     def stores_module(self, module: str) -> bool:
-        """Whether layer 0 has this module, in whatever format."""
+        """Whether layer 0 has this module, in any format."""
         start = f"{self.names.source(f'model.layers.0.{module}')}."
         return any(name.startswith(start) for name in self.checkpoint.tensors)
 
     def stores_scale(self) -> bool:
-        """Whether layers bring a number that multiplies what they give."""
+        """Whether layers have a scalar that multiplies their output."""
         name = self.names.source("model.layers.0.layer_scalar")
         return name in self.checkpoint.tensors or f"{name}.weight" in self.checkpoint.tensors
 
     def unsupported(self, what: str) -> UnsupportedModel:
-        """The refusal of something that this version does not compute."""
+        """The error for a feature that is not supported."""
         return unsupported(self.keys.path, what, self.runs)
 
     def attention(self, rope: RopeFacts, **changes: Any) -> Attention:
-        """Attention over all positions, with the usual scale, and the biases that are stored.
+        """Full attention with the usual scale and the stored biases.
 
-        A family that has models without a causal mask says of each one whether it is `causal`.
+        A family with non-causal models must pass `causal`; for others, a non-causal model is refused.
         """
         if "causal" not in changes and not self.causal:
             raise self.unsupported(f"{self.source} with bidirectional attention (an embedding model)")
@@ -85,9 +85,10 @@ class Config(ABC):
             what = f"{self.num_heads} attention heads cannot share {self.num_kv_heads} KV heads evenly"
             raise bad(self.keys.path, what, key="heads")
         if self.head_dim % 2:
-            raise bad(self.keys.path, f"the head size {self.head_dim} is odd", key="head_dim")
+            raise bad(self.keys.path, f"the head size {self.head_dim} is odd; it must be even", key="head_dim")
         if rope.dim > self.head_dim or rope.dim % 2 or rope.dim < 2:
-            raise bad(self.keys.path, f"{rope.dim} rotated elements do not fit a head of {self.head_dim}", key="rope")
+            what = f"{rope.dim} rotated elements do not fit in a head of {self.head_dim}"
+            raise bad(self.keys.path, what, key="rope")
         values: dict[str, Any] = {
             "scale": self.head_dim**-0.5,
             "softcap": self.keys.optional_number("attn_logit_softcapping", 1e-3, 1e6),
@@ -102,13 +103,15 @@ class Config(ABC):
         return Dense(inner, act, self.stores("mlp.down_proj.bias"), fused)
 
     def longrope(self, rope: RopeFacts, factors: Mapping[str, Sequence[float]], attention: float) -> RopeFacts:
-        """`rope` with a factor for every rotated pair: "short" up to the original context, "long" beyond.
+        """`rope` with one factor per rotated pair: "short" up to the original context, "long" beyond.
 
-        attention   what multiplies cosines and sines
+        attention   factor on cosines and sines
         """
         for name, values in factors.items():
             if len(values) != rope.dim // 2 or not all(1e-3 <= value <= 1e6 for value in values):
-                what = f"must hold {rope.dim // 2} positive numbers, has {len(values)} of them"
+                wrong = next((value for value in values if not 1e-3 <= value <= 1e6), None)
+                found = f"{len(values)} numbers" if wrong is None else f"{wrong:g}"
+                what = f"must hold {rope.dim // 2} numbers from 0.001 to 1,000,000, but has {found}"
                 raise bad(self.keys.path, what, key=f"{name} factors of the rope scaling")
         return replace(
             rope,
@@ -119,25 +122,25 @@ class Config(ABC):
         )
 
     def experts(self, keys: Mapping[str, str], act: str = "silu", **changes: Any) -> Experts:
-        """A mixture; `keys`: what the container calls `count`, `top_k` and `inner`."""
+        """A mixture of experts; `keys` are the container's keys of `count`, `top_k` and `inner`."""
         count = self.keys.integer(keys["count"], 1, MAX_EXPERTS)
         top_k = self.keys.integer(keys["top_k"], 1, count)
         inner = self.keys.integer(keys["inner"], 1, MAX_HIDDEN * 4)
         found = Experts(count, top_k, inner, act, **changes)
         if count % found.groups or found.group_top_k > found.groups:
-            what = f"{count} experts cannot lie in {found.groups} groups, {found.group_top_k} of them chosen"
+            what = f"{count} experts cannot be split into {found.groups} groups with {found.group_top_k} of them chosen"
             raise bad(self.keys.path, what, key="groups")
         if count // found.groups * found.group_top_k < top_k:
-            what = f"{found.group_top_k} of {found.groups} groups hold fewer than {top_k} of {count} experts"
+            what = f"{found.group_top_k} of {found.groups} groups hold fewer than the {top_k} experts chosen per token"
             raise bad(self.keys.path, what, key="groups")
         return found
 
     def facts(
         self, layers: tuple[LayerFacts, ...], max_context: int, *, eps: float | None = None, **changes: Any
     ) -> ModelFacts:
-        """The whole model; `changes` is what the family knows better, `eps` what a file that has none means."""
+        """The facts of the whole model; `changes` override fields, `eps` is the default for files without one."""
         if not any(isinstance(layer.mixer, Paged) for layer in layers):
-            raise self.unsupported(f"{self.source} without a layer of full attention")
+            raise self.unsupported(f"{self.source} without a full-attention layer")
         tensors, usage = self.checkpoint.tensors, self.usage()
         spare = set(self.names.beyond(tensors, len(layers))) if usage["extra_layers"] else set()
         values: dict[str, Any] = {
@@ -157,14 +160,14 @@ class Config(ABC):
         causal = all(getattr(layer.mixer, "causal", True) for layer in layers)
         pooling = self.pooling or ("" if causal else "mean")
         if pooling:
-            changes["has_chat_template"] = False  # the files may have one of the model that it was made from
+            changes["has_chat_template"] = False  # the files may still have that of the base model
         if pooling and not any(name.startswith(f"{self.names.source('lm_head')}.") for name in tensors):
-            changes["tied_embeddings"] = True  # nothing is generated: whether there is a head does not matter
+            changes["tied_embeddings"] = True  # nothing is generated, so the head does not matter
         values |= {"pooling": pooling, "projections": self.projections}
         return ModelFacts(**values | usage | changes)
 
     def _predictor(self, layer: LayerFacts | None, stated: int) -> dict[str, Any]:
-        """`layer` where the file has such a head, and why not where it states one."""
+        """`layer` if the file has an MTP head, or why it cannot be used if the file declares one."""
         if layer is None or not self.checkpoint.tensors:
             return {"predictor": None}
         module = self.names.source(f"model.layers.{self.num_layers}.eh_proj")
@@ -172,16 +175,16 @@ class Config(ABC):
         if self.keys.flag("mtp_use_dedicated_embeddings"):
             return {
                 "predictor": None,
-                "predictor_flaw": "the head that predicts tokens (MTP) has embeddings of its own",
+                "predictor_flaw": "the MTP head has its own embeddings, which are not supported",
             }
         if any(name.startswith(start) for name in self.checkpoint.tensors):
             return {"predictor": layer}
         stated = stated or self.keys.integer("mtp_num_hidden_layers", 0, MAX_LAYERS, 0)
-        flaw = f"the file states a head that predicts tokens (MTP) and does not have its tensors, {module}.weight first"
+        flaw = f"the configuration declares an MTP head, but its tensors are missing, starting with {module}.weight"
         return {"predictor": None, "predictor_flaw": flaw if stated else ""}
 
     def sampling(self, fields: Fields, keys: Mapping[str, str]) -> dict[str, Any]:
-        """What the files recommend; `keys` says what they call it."""
+        """The recommended sampling parameters; `keys` are the container's keys."""
         stated = {name: key for name, key in keys.items() if fields.raw(key) is not None}
         return {
             name: fields.integer(key, -1, 1 << 31) if name == "top_k" else fields.number(key, *SAMPLING[name])
@@ -190,31 +193,32 @@ class Config(ABC):
 
     @property
     def projections(self) -> tuple[Projection, ...]:
-        """The dense layers that pooled vectors go through."""
+        """The dense layers applied to pooled vectors."""
         return self.checkpoint.text_modules.projections
 
     @property
     @abstractmethod
     def causal(self) -> bool:
-        """Whether the file says that tokens see none behind them, as is usual."""
+        """Whether the file describes a model with a causal mask."""
 
     @property
     @abstractmethod
     def pooling(self) -> str:
-        """How the vectors of tokens become one in a model that embeds text; "" for others."""
+        """The pooling of an embedding model; "" for other models."""
 
     @abstractmethod
     def read_vocab_size(self) -> int:
-        """Rows of the embedding."""
+        """Read the number of embedding rows."""
 
     @abstractmethod
     def usage(self) -> dict[str, Any]:
-        """Fields of ModelFacts that each container keeps in its own way: name, tokens, template, license, format."""
+        """Fields of ModelFacts that each container stores differently: name, tokens, template, license, format."""
 
 
 def unsupported(path: Path, what: str, runs: str) -> UnsupportedModel:
-    """The refusal of an architecture, with what would work."""
+    """The error for an unsupported architecture, with a hint at the supported ones."""
     message = f"the architecture {shown(what)} is not supported by this version"
-    error = bad(path, message, hint=f"it runs {runs}: try localllm chat qwen", error=UnsupportedModel)
+    hint = f"supported: {runs}; try localllm chat qwen"
+    error = bad(path, message, hint=hint, error=UnsupportedModel)
     error.context |= {"key": "architecture", "architecture": shown(what)}
     return error

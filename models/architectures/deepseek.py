@@ -1,7 +1,8 @@
-"""DeepSeek V2 and V3, GLM-4.7 Flash, Mistral Small 4: latent attention, dense layers, then experts with a shared one.
+"""DeepSeek V2 and V3, GLM-4.7 Flash, Mistral Small 4: latent attention (MLA), dense layers, then MoE layers with a
+shared expert.
 
-V2 and Mistral's have a softmax router, the others a sigmoid one with a bias for the choice. Rows of what turns are
-never permuted: pairs are neighbours in either container. A layer behind the last one predicts a second token (MTP).
+V2 and Mistral have a softmax router, the others a sigmoid router with a choice bias. RoPE rows are not permuted: pairs
+are interleaved in both containers. The layer after the last one is an MTP head.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ GGUF_LATENT = GGUF_LAYER | {
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
 }
 SOFTMAX, SIGMOID = 1, 2  # expert_gating_func
-# What configurations may leave out.
+# defaults for keys that configurations may omit
 LATENT = {
     "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "head_dim": 64, "v_head_dim": 128,
     "n_shared_experts": 1,
@@ -49,7 +50,7 @@ MISTRAL4_ROPE = {
 
 
 class DeepseekV2(Architecture):
-    """A softmax router, of whose experts some groups may be chosen first."""
+    """A softmax router, optionally with group-limited choice."""
 
     name = "deepseek_v2"
     label = "DeepSeek V2"
@@ -57,7 +58,7 @@ class DeepseekV2(Architecture):
         "deepseek_v2": LATENT
         | {"n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407, "first_k_dense_replace": 0}
     }
-    hf_renamed = {"qk_rope_head_dim": "head_dim"}  # what turns of a head
+    hf_renamed = {"qk_rope_head_dim": "head_dim"}  # the rotated part of a head
     hf_classes = ("DeepseekV2ForCausalLM",)
     gguf_types = ("deepseek2",)
 
@@ -65,9 +66,9 @@ class DeepseekV2(Architecture):
         rope, context = self.rope(config)
         keys, act = config.keys, config.activation()
         if keys.integer("moe_layer_freq", 1, MAX_LAYERS, 1) != 1:
-            raise config.unsupported(f"{config.source} with experts in some of the layers behind the dense ones")
+            raise config.unsupported(f"{config.source} with moe_layer_freq other than 1")
         if rope.dim != config.head_dim or rope.dim % 2:
-            what = f"is {config.head_dim}, {rope.dim} of which turn: all must, in pairs"
+            what = f"is {config.head_dim}, with {rope.dim} elements rotated; both must be the same even number"
             raise keys.fail("qk_rope_head_dim", what)
         interleaved = keys.flag("rope_interleave", True)
         query_rank = 0 if config.is_null("q_lora_rank") else keys.integer("q_lora_rank", 1, MAX_HIDDEN)
@@ -87,21 +88,21 @@ class DeepseekV2(Architecture):
         return config.facts(layers, context, predictor=replace(kinds[0], fusion=Fusion()))
 
     def rope(self, config: HfConfig) -> tuple[RopeFacts, int]:
-        """Of what turns of a head, and the context it reaches."""
+        """The rotation of the rotated part of a head, and the context length."""
         return config.rope()
 
     def router(self, config: HfConfig) -> dict[str, Any]:
-        """What `Experts` is to have of it."""
+        """The fields of `Experts` that describe the router."""
         keys = config.keys
         method, scoring = keys.text("topk_method", "greedy"), keys.text("scoring_func", "softmax")
         if method not in ("greedy", "group_limited_greedy") or scoring != "softmax":
             raise config.unsupported(f"{config.source} with a router of type {method[:60]} over {scoring[:60]}")
         if keys.flag("norm_topk_prob"):
-            raise config.unsupported(f"{config.source} with shares of softmax that are divided by their sum")
+            raise config.unsupported(f"{config.source} with norm_topk_prob (renormalised softmax weights)")
         return _router(config, groups=method != "greedy") | {"renormalise": False}
 
     def dense_layers(self, config: HfConfig) -> list[bool]:
-        """Of every layer, whether it has no experts."""
+        """Whether each layer is dense."""
         dense = config.keys.integer("first_k_dense_replace", 0, MAX_LAYERS)
         return [layer < dense for layer in range(config.num_layers)]
 
@@ -111,7 +112,7 @@ class DeepseekV2(Architecture):
         keys = config.keys
         key_dim = keys.integer("attention.key_length_mla", 2, MAX_HEAD_DIM, config.head_dim)
         if rope.dim >= key_dim or rope.dim % 2:
-            what = f"is {rope.dim}, it must be even and less than the {key_dim} elements of a key"
+            what = f"is {rope.dim}; it must be even and less than the key size {key_dim}"
             raise keys.fail("rope.dimension_count", what)
         value_dim = keys.integer("attention.value_length", 1, MAX_HEAD_DIM, config.head_dim)
         attention = _attention(
@@ -134,7 +135,7 @@ class DeepseekV2(Architecture):
 
 
 class DeepseekV3(DeepseekV2):
-    """A sigmoid router with a bias for the choice; Moonlight and others are made alike."""
+    """A sigmoid router with a choice bias; Moonlight and others have the same architecture."""
 
     name = "deepseek_v3"
     label = "DeepSeek V3"
@@ -155,7 +156,7 @@ class DeepseekV3(DeepseekV2):
 
 
 class Glm4MoeLite(DeepseekV3):
-    """As DeepSeek V3, without groups; layers may be listed one by one."""
+    """DeepSeek V3 without groups; the kinds of layers may be listed one by one."""
 
     name = "glm4_moe_lite"
     label = "GLM-4.7 Flash"
@@ -180,7 +181,7 @@ class Glm4MoeLite(DeepseekV3):
 
 
 class Mistral4(DeepseekV2):
-    """All layers have experts; queries grow with their position; Pixtral's tower reads images."""
+    """All layers have experts; queries are scaled by position; Pixtral's tower reads images."""
 
     name = "mistral4"
     label = "Mistral Small 4"
@@ -199,12 +200,12 @@ class Mistral4(DeepseekV2):
         return replace(super().from_hf(config), vision=row_vision(config))
 
     def rope(self, config: HfConfig) -> tuple[RopeFacts, int]:
-        # its files say once more, as a share of the whole head, what `qk_rope_head_dim` says
+        # `partial_rotary_factor` in its files repeats `qk_rope_head_dim` as a share of the whole head
         return config.rope_from(config.rope_values | {"partial_rotary_factor": 1.0})
 
     def router(self, config: HfConfig) -> dict[str, Any]:
         if config.keys.integer("n_group", 1, MAX_EXPERTS, 1) > 1:
-            raise config.unsupported(f"{config.source} with experts in groups")
+            raise config.unsupported(f"{config.source} with expert groups")
         return _router(config, groups=False) | {"renormalise": config.keys.flag("norm_topk_prob")}
 
     def names(self, checkpoint: Checkpoint) -> NameMap:
@@ -232,20 +233,20 @@ def _with_shared(experts: Experts, shared: int) -> Experts:
 
 
 def _hf_scale(config: HfConfig, key_dim: int) -> float:
-    """Of q·k: grown where positions are stretched, as `mscale_all_dim` says."""
+    """The scale of q·k, increased by `mscale_all_dim` if RoPE is scaled."""
     values = config.rope_values
     stated = values.get("mscale_all_dim") or 0.0
     factor = values.get("factor") or 1.0
     if not all(type(value) in (int, float) and 0 <= value <= 1e6 for value in (stated, factor)):
-        raise config.given.fail("rope_parameters.mscale_all_dim", f"is {stated!r:.60}, a number is expected")
+        raise config.given.fail("rope_parameters.mscale_all_dim", f"is {stated!r:.60}, expected a number")
     scaled = values.get("rope_type", values.get("type", "default")) != "default"
     grown = 0.1 * stated * math.log(factor) + 1.0 if scaled and factor > 1 else 1.0
     return grown**2 / math.sqrt(key_dim)
 
 
 def _gguf_yarn(config: GgufConfig, rope: RopeFacts) -> tuple[RopeFacts, float]:
-    """The rotation, and what keys and queries grow by. The converter keeps a tenth of `mscale_all_dim`, and means that
-    `mscale` is the same: cosines and sines do not grow.
+    """The rotation, and the factor on keys and queries. The converter stores a tenth of `mscale_all_dim` and assumes
+    that `mscale` equals it, so cosines and sines are not scaled.
     """
     stated = config.keys.optional_number("rope.scaling.yarn_log_multiplier", 0.0, 1e3)
     if not stated or rope.scaling != "yarn":
@@ -256,13 +257,13 @@ def _gguf_yarn(config: GgufConfig, rope: RopeFacts) -> tuple[RopeFacts, float]:
 
 
 def _gguf_experts(config: GgufConfig, dense: int) -> Experts:
-    """Older files do not say what router they have: one with a bias is a sigmoid one."""
+    """The experts. Older files do not state the kind of router: with a choice bias it is a sigmoid router."""
     keys = config.keys
     name = config.names.tensor(f"model.layers.{dense}.mlp.gate.e_score_correction_bias")
     biased = name in config.checkpoint.tensors
     kind = keys.integer("expert_gating_func", SOFTMAX, 4, SIGMOID if biased else SOFTMAX)
     if kind not in (SOFTMAX, SIGMOID):
-        raise config.unsupported(f"{config.source} with a router of kind {kind}")
+        raise config.unsupported(f"{config.source} with expert_gating_func {kind}")
     return config.mixture(
         router="softmax" if kind == SOFTMAX else "sigmoid",
         choice_bias=biased,

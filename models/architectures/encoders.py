@@ -1,7 +1,7 @@
-"""BERT, XLM-RoBERTa, Nomic BERT, ModernBERT: every token sees the whole text, or what lies around it. They embed text.
+"""Embedding models with bidirectional attention: BERT, XLM-RoBERTa, Nomic BERT, ModernBERT.
 
-Tokens begin as the sum of a word, a position where it is learned, and the first token type, normed. LayerNorms follow
-each sum, but for ModernBERT's, which come before its layers.
+The input is the normed sum of word embedding, learned position embedding (if any) and first token type. LayerNorms
+follow each residual sum, except in ModernBERT, where they precede the blocks.
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ MODERN_INNER = {
 
 
 class Encoder(Architecture):
-    """What all have in common."""
+    """Base of all encoders."""
 
     layers_name: ClassVar[str] = "encoder.layer.{}."
     inner: ClassVar[Mapping[str, str]] = HF_INNER
 
     def names(self, checkpoint: Checkpoint) -> NameMap:
-        """A model that was saved with a head has its family's name before every other name."""
+        """The names; files saved with a head have a prefix, the family's name."""
         if checkpoint.kind == "gguf":
             return NameMap(GGUF_TOP, "blk.{}.", GGUF_INNER)
         prefix = next((name.removesuffix(WORDS) for name in checkpoint.tensors if name.endswith(WORDS)), "")
@@ -89,7 +89,7 @@ class Encoder(Architecture):
         return NameMap(top, prefix + self.layers_name, self.inner, text=(prefix,))
 
     def made(self, config: Config, eps: str, context: int, rope: RopeFacts, ffn: Dense, offset: int = 0) -> ModelFacts:
-        """The facts; `eps` is its key, `offset` the row of the first position."""
+        """Build the facts; `eps` is the key of the epsilon, `offset` the row of the first position."""
         rows = {name: _rows(config, f"model.{name}_embeddings") for name in ("position", "token_type")}
         entry = Entry(rows["position"], offset, rows["token_type"])
         if entry.positions:
@@ -119,18 +119,18 @@ class Bert(Encoder):
         if act != "gelu" or kind != "absolute":
             raise config.unsupported(f"{config.source} with {act} and {kind} positions")
         offset = self.first_position(config)
-        return self.made(config, "layer_norm_eps", config.context, _still(config), _ungated(config), offset)
+        return self.made(config, "layer_norm_eps", config.context, _no_rope(config), _ungated(config), offset)
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         context = config.keys.integer("context_length", 1, MAX_CONTEXT)
-        return self.made(config, "attention.layer_norm_epsilon", context, _still(config), _ungated(config))
+        return self.made(config, "attention.layer_norm_epsilon", context, _no_rope(config), _ungated(config))
 
     def first_position(self, config: HfConfig) -> int:
         return 0
 
 
 class XlmRoberta(Bert):
-    """Its positions begin behind that of padding. GGUF calls it bert and leaves the rows before out."""
+    """Positions start after that of the padding token. GGUF uses the name bert and omits the rows before."""
 
     name = "xlm-roberta"
     label = "XLM-RoBERTa"
@@ -143,7 +143,7 @@ class XlmRoberta(Bert):
 
 
 class NomicBert(Encoder):
-    """Rotated heads and a gated feed-forward layer, without biases."""
+    """RoPE and a gated feed-forward layer, without biases."""
 
     name = "nomic-bert"
     label = "Nomic BERT"
@@ -163,7 +163,7 @@ class NomicBert(Encoder):
         if act not in ("silu", "swiglu") or keys.flag("prenorm") or keys.raw("rotary_emb_interleaved"):
             raise config.unsupported(f"{config.source} with {act}, prenorm or interleaved rotation")
         rope, context = config.rope()
-        # what lies beyond is reached by a rotation that changes with the length of the text
+        # longer contexts need dynamic RoPE scaling, which is not supported
         trained = keys.integer("max_trained_positions", 1, MAX_CONTEXT, context)
         return self.made(config, "layer_norm_eps", min(context, trained), rope, config.dense())
 
@@ -172,7 +172,7 @@ class NomicBert(Encoder):
         return self.made(config, "attention.layer_norm_epsilon", context, rope, config.dense())
 
     def names(self, checkpoint: Checkpoint) -> NameMap:
-        """Transformers' names, or those of the published files."""
+        """The names of Transformers or of the published files."""
         found = super().names(checkpoint)
         if checkpoint.kind == "gguf":
             return found
@@ -184,7 +184,7 @@ class NomicBert(Encoder):
 
 
 class ModernBert(Encoder):
-    """Norms before layers, but for the first one's attention; two of three layers see a window, and turn otherwise."""
+    """Pre-norm, except in the first layer's attention; two of three layers have a window and their own RoPE base."""
 
     name = "modernbert"
     label = "ModernBERT"
@@ -225,7 +225,7 @@ class ModernBert(Encoder):
         self, config: Config, rope: RopeFacts, local_rope: RopeFacts, context: int, windows: tuple[int | None, ...],
         **changes: Any,
     ) -> ModelFacts:  # fmt: skip
-        """`windows`: the positions that a layer sees on both sides together."""
+        """Build the facts; `windows` are the positions a layer sees, both sides together."""
         act = config.keys.text("hidden_activation", "gelu")
         if act not in MODERN_ACTS:
             raise config.unsupported(f"{config.source} with {shown(act)}")
@@ -247,7 +247,7 @@ class ModernBert(Encoder):
         return NameMap(top, begin + "layers.{}.", MODERN_INNER, text=(begin,))
 
 
-def _still(config: Config) -> RopeFacts:
+def _no_rope(config: Config) -> RopeFacts:
     """No rotation."""
     return RopeFacts(10_000.0, config.head_dim, "off")
 

@@ -1,4 +1,4 @@
-"""ERNIE 4.5: Llama whose neighbours turn together; routers of its mixtures add a bias to the shares they choose by."""
+"""ERNIE 4.5: Llama with interleaved RoPE; the routers of its MoE models have a choice bias."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .layers import LayerFacts
 from .mixers import RopeFacts
 from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
 
-# What configurations may leave out.
+# defaults for keys that configurations may omit
 DEFAULTS = {
     "vocab_size": 103_424, "max_position_embeddings": 131_072, "rope_theta": 500_000.0, "rms_norm_eps": 1e-5,
     "tie_word_embeddings": True,
@@ -27,7 +27,7 @@ CHOICE_BIAS = "mlp.gate.e_score_correction_bias"
 
 
 class Ernie4_5(Architecture):
-    """In GGUF its rows are not permuted."""
+    """Dense models; GGUF files do not permute their rows."""
 
     name = "ernie4_5"
     label = "ERNIE 4.5"
@@ -45,7 +45,7 @@ class Ernie4_5(Architecture):
             raise config.unsupported(f"{config.source} with use_bias")
         facts = config.facts(self.layers(config, replace(rope, interleaved=True)), context)
         more = sum(one.nbytes for name, one in config.checkpoint.tensors.items() if name.startswith("model.mtp_"))
-        return replace(facts, weight_bytes=facts.weight_bytes - more)  # a head that predicts tokens, which is not read
+        return replace(facts, weight_bytes=facts.weight_bytes - more)  # without the MTP head, which is not read
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         rope, context = config.rope(interleaved=True)
@@ -57,7 +57,7 @@ class Ernie4_5(Architecture):
 
 
 class Ernie4_5Moe(Ernie4_5):
-    """The first layers are dense; experts that every token goes through are one, so many times as wide."""
+    """The first layers are dense; n shared experts become one that is n times as wide."""
 
     name = "ernie4_5_moe"
     label = "ERNIE 4.5 MoE"

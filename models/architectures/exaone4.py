@@ -1,4 +1,4 @@
-"""EXAONE 4.0 and the text of 4.5: norms as OLMo 2 has them; where layers see a window, the others know no positions."""
+"""EXAONE 4.0 and the text model of 4.5: norms as in OLMo 2; in models with windows, full-attention layers lack RoPE."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEFAULTS = {
 
 
 class Exaone4(Architecture):
-    """Queries and keys are normed head by head; small models have no windows, and all their layers turn."""
+    """Per-head query and key norms; small models have no windows, and RoPE in all layers."""
 
     name = "exaone4"
     label = "EXAONE 4"
@@ -50,15 +50,15 @@ def _facts(
     config: HfConfig | GgufConfig, rope: RopeFacts, context: int, windows: tuple[int | None, ...], dense: Dense,
     *, turns: bool,
 ) -> ModelFacts:  # fmt: skip
-    """The whole model. `turns`: layers without a window turn, too."""
+    """The whole model. `turns`: layers without a window also have RoPE."""
     of_all = rope if turns else RopeFacts(rope.theta, rope.dim, "off")
     layer = LayerFacts(config.attention(of_all, qk_norm=True), dense, NORMS)
     return config.facts(repeated(layer, windows, rope), context)
 
 
 def _windowed(config: HfConfig) -> Callable[[int], bool]:
-    """Which layers see a window where the file does not list them: by a letter for each, L or G, over and over, or the
-    distance from one that sees all to the next.
+    """Which layers have a window if the file does not list them: from a repeated pattern of L (local) and G (global),
+    or from the distance between full-attention layers.
     """
     pattern = config.keys.raw("sliding_window_pattern")
     if config.window is None or not pattern:

@@ -1,6 +1,6 @@
-"""What a model is, in numbers: `ModelFacts` with one `LayerFacts` a layer, and what follows from them by arithmetic.
+"""A model's hyper-parameters: `ModelFacts` with one `LayerFacts` per layer, and quantities derived from them.
 
-No torch, no weights: plan, listing and loader all decide on these values. The families make them.
+No torch and no weights. Each family creates these facts; planning, listing and loading use them.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ KV_BYTES = {"f32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float1
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """One model's hyper-parameters, within the limits of `checkpoint.fields`; what its files say about using it."""
+    """One model's hyper-parameters, within the limits of `checkpoint.fields`, and its files' usage metadata."""
 
     architecture: str  # the family's name: `Architecture.name`
-    source_architecture: str  # as the file names it: LlamaForCausalLM, mistral, llama, ...
+    source_architecture: str  # the name in the file: LlamaForCausalLM, mistral, llama, ...
     name: str
     hidden_size: int
     vocab_size: int  # rows of the embedding
@@ -40,32 +40,30 @@ class ModelFacts:
     tied_embeddings: bool = False
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
-    # temperature, top_k, top_p, min_p, as far as the files recommend them
+    # temperature, top_k, top_p, min_p, ... that the files recommend
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
     has_chat_template: bool = False
     license: str = ""
     stored_format: str = ""  # Q4_1, Q4_K_M, bf16, awq, gptq, nvfp4, fp8, ...
     num_params: int = 0
     weight_bytes: int = 0  # stored bytes of the text model's tensors
-    extra_layers: int = 0  # stored behind the others, to predict tokens further ahead (MTP)
-    # the first head that does, a layer behind the others; None where there is none, or where it is not used
+    extra_layers: int = 0  # stored after the last layer, for multi-token prediction (MTP)
+    # the layer of the first MTP head; None if there is none or it is not used
     predictor: LayerFacts | None = None
-    predictor_bytes: int = 0  # stored
-    predictor_flaw: str = ""  # why there is none though the configuration states one
-    active_share: float = 1.0  # of the weights, what is read for one token: less than all of a mixture of experts
-    pooling: str = ""  # how a model that embeds text makes one vector: mean | cls | last; "": it generates text
-    projections: tuple[Projection, ...] = ()  # what pooled vectors go through
+    predictor_bytes: int = 0  # stored bytes of the MTP head
+    predictor_flaw: str = ""  # why `predictor` is None although the configuration declares an MTP head
+    active_share: float = 1.0  # share of the weights read for one token; below 1 in a mixture of experts
+    pooling: str = ""  # of embedding models: mean | cls | last; "": the model generates text
+    projections: tuple[Projection, ...] = ()  # dense layers applied to pooled vectors
     entry: Entry | None = None
-    inputs: InputTable | None = None  # where layers have inputs of their own
-    final_norm: bool = True  # whether a norm follows the last layer: of the kind that the layers have
-    final_offset: bool = True  # whether `norm_offset` is added to its weight, too
-    embedding_norm: bool = False  # rows of the embedding are normed, without a weight
-    assistant: Assistant | None = (
-        None  # of a model that can only draft for a larger one, whose keys and values it reads
-    )
-    vision: ImageFacts | None = None  # what reads images; None: the model reads text only
-    vision_flaw: str = ""  # why there is none though an mmproj file lies beside the model
-    decoded_bytes: int = 0  # what those of them take on top that are decoded to bfloat16 while loading
+    inputs: InputTable | None = None  # of models with per-layer inputs
+    final_norm: bool = True  # whether a norm follows the last layer, of the same kind as in the layers
+    final_offset: bool = True  # whether `norm_offset` is also added to the weight of the final norm
+    embedding_norm: bool = False  # whether embedding rows are normed, without a weight
+    assistant: Assistant | None = None  # of models that only draft for a larger one, whose KV cache they read
+    vision: ImageFacts | None = None  # the vision tower; None: the model reads text only
+    vision_flaw: str = ""  # why there is none although an mmproj file is next to the model
+    decoded_bytes: int = 0  # additional bytes of weights that are decoded to bfloat16 while loading
 
     @property
     def num_layers(self) -> int:
@@ -73,71 +71,71 @@ class ModelFacts:
 
     @property
     def causal(self) -> bool:
-        """Whether no token sees one behind it; else a text is computed in one step."""
+        """Whether attention is causal in every layer; otherwise a text must be processed in one step."""
         return all(getattr(layer.mixer, "causal", True) for layer in self.layers)
 
     @property
     def embedding_size(self) -> int:
-        """Elements of a text's vector."""
+        """Elements of a text embedding."""
         return self.projections[-1].outputs if self.projections else self.hidden_size
 
     @property
     def streams(self) -> Streams | None:
-        """Where a token has several residual streams."""
+        """AltUp's residual streams, or None."""
         return self.layers[0].streams
 
     @cached_property
     def keeping_layers(self) -> tuple[LayerFacts, ...]:
-        """All that keep something of tokens: the layers, and behind them the one of the head that predicts."""
+        """All layers that may have a cache: the model's, then that of the MTP head."""
         return self.layers if self.predictor is None else (*self.layers, self.predictor)
 
     @cached_property
     def windows(self) -> tuple[int | None, ...]:
-        """Per layer: the positions it sees, None for all."""
+        """The attention window of each layer; None for full attention."""
         return tuple(layer.mixer.window if isinstance(layer.mixer, Paged) else None for layer in self.layers)
 
     @cached_property
     def attention(self) -> tuple[Paged, ...]:
-        """The mixers that keep something of every token, in the order of the layers."""
+        """The mixers with a paged cache, in layer order."""
         return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, Paged))
 
     @cached_property
     def gathers(self) -> bool:
-        """Whether there is attention that only PyTorch computes on a card, which gathers what it reads of the pages."""
+        """Whether a GPU runs some of the attention in PyTorch, which gathers keys and values from the pages."""
         return not self.causal or any(isinstance(mixer, LatentAttention) for mixer in self.attention)
 
     @cached_property
     def ropes(self) -> tuple[RopeFacts, ...]:
-        """The different rotations of the layers, each once, in the order of the layers."""
+        """The distinct rotations, in layer order."""
         return tuple(dict.fromkeys(mixer.rope for mixer in self.attention))
 
-    # What plans ask for again and again: found once.
+    # Queried repeatedly while planning, so computed once.
 
     @cached_property
     def kinds(self) -> tuple[tuple[LayerFacts, int], ...]:
-        """The different layers, and how many there are of each: equal ones are mostly one object."""
+        """The distinct layers with their counts; equal layers are usually the same object."""
         counts = Counter(map(id, self.layers))
         return tuple((layer, counts[key]) for key, layer in {id(layer): layer for layer in self.layers}.items())
 
     @cached_property
     def work(self) -> tuple[int, int]:
-        """Values held for a token while a layer mixes tokens, and in its feed-forward layer, in the largest of each."""
+        """Work memory per token in values: the maximum over mixers, and over feed-forward layers."""
         mixers = (layer.mixer.work(self.hidden_size) for layer, _ in self.kinds if layer.mixer is not None)
         ffns = (layer.ffn.work(self.hidden_size) for layer, _ in self.kinds if layer.ffn is not None)
         return max(mixers, default=0), max(ffns, default=0)
 
     @cached_property
     def state_bytes(self) -> int:
-        """Bytes of one slot: what a sequence keeps in all stateful layers, float32, at any length."""
+        """Bytes of one slot: a sequence's float32 state in all stateful layers, independent of its length."""
         kept = ((layer.mixer, times) for layer, times in self.kinds if isinstance(layer.mixer, Stateful))
         shapes = ((shape, times) for mixer, times in kept for shape in (mixer.conv_shape, mixer.state_shape) if shape)
         return 4 * sum(times * math.prod(shape) for shape, times in shapes)
 
     @cached_property
     def cache_layers(self) -> tuple[tuple[int, ...], ...]:
-        """Layers that keep the same tokens in the same form, by number: those that see all, then the widest window.
+        """Layer numbers grouped by cache shape and window: full attention first, then the widest window.
 
-        The head that predicts is the layer behind the last one.
+        The MTP head counts as the layer after the last one.
         """
         found: dict[tuple[object, ...], list[int]] = {}
         for index, layer in enumerate(self.keeping_layers):
@@ -148,7 +146,7 @@ class ModelFacts:
         groups = sorted(found.values(), key=lambda group: (windows[group[0]] is not None, -(windows[group[0]] or 0)))
         return tuple(map(tuple, groups))
 
-    # Sizes of the largest layer: what is shown, and what work memory is planned for.
+    # Sizes of the largest layer, for display and for planning work memory.
 
     @cached_property
     def num_heads(self) -> int:
@@ -168,14 +166,14 @@ class ModelFacts:
 
 
 def without_predictor(facts: ModelFacts) -> ModelFacts:
-    """The same model where nobody asks the head that predicts tokens."""
+    """The same model without its MTP head."""
     return facts if facts.predictor is None else replace(facts, predictor=None, predictor_bytes=0)
 
 
 def repeated(
     layer: LayerFacts, windows: Sequence[int | None], local_rope: RopeFacts | None = None
 ) -> tuple[LayerFacts, ...]:
-    """`layer` once for each window; windowed layers turn by `local_rope` where there is one."""
+    """`layer` repeated for each window; windowed layers use `local_rope` if given."""
     mixer, kinds = layer.mixer, {}
     assert isinstance(mixer, Attention)
     for window in set(windows):
@@ -205,7 +203,7 @@ def count_linear_params(facts: ModelFacts) -> int:
 
 
 def idle_experts(facts: ModelFacts) -> dict[str, int]:
-    """A module of each layer's first expert -> how many such modules of the layer a token does not go through."""
+    """Modules of each layer's first expert -> how many experts of that layer a token does not use."""
     return {
         f"model.layers.{index}.mlp.experts.0.{name}_proj": layer.ffn.num_experts - layer.ffn.top_k
         for index, layer in enumerate(facts.layers)
@@ -215,7 +213,7 @@ def idle_experts(facts: ModelFacts) -> dict[str, int]:
 
 
 def expanded_modules(facts: ModelFacts) -> dict[str, tuple[int, int]]:
-    """(N, K) of the modules that are taken apart by heads while loading: quantized ones are decoded for it."""
+    """(N, K) of the modules that are split by head while loading; quantized ones are decoded for that."""
     found = {}
     for index, layer in enumerate(facts.layers):
         if isinstance(layer.mixer, LatentAttention) and not layer.mixer.by_head:
@@ -224,19 +222,19 @@ def expanded_modules(facts: ModelFacts) -> dict[str, tuple[int, int]]:
 
 
 def expert_counts(facts: ModelFacts) -> tuple[int, int]:
-    """(experts of a layer, how many of them a token goes through), of the layer that has most; (0, 0) for none."""
+    """(experts, experts per token) of the layer with the most experts; (0, 0) if there are none."""
     found = ((layer.ffn.num_experts, layer.ffn.top_k) for layer, _ in facts.kinds if isinstance(layer.ffn, Experts))
     return max(found, default=(0, 0))
 
 
 def expert_share(facts: ModelFacts) -> float:
-    """The share of the stored bytes that all experts together take."""
+    """The share of the stored bytes taken by all experts together."""
     count, top_k = expert_counts(facts)
     return (1 - facts.active_share) * count / (count - top_k) if count > top_k else 0.0
 
 
 def count_params(facts: ModelFacts) -> int:
-    """Parameters of the text model, a tied head counted once."""
+    """Count the parameters of the text model; a tied head counts once."""
     hidden = facts.hidden_size
     sizes = ((times, shape) for layer, times in facts.kinds for shape in vector_shapes(layer, hidden).values())
     vectors = sum(times * math.prod(shape) for times, shape in sizes)
@@ -251,7 +249,7 @@ def count_params(facts: ModelFacts) -> int:
 
 
 def kv_bytes_per_token(layers: Iterable[LayerFacts], dtype: str) -> int:
-    """KV cache bytes one token takes in `layers`; 8-bit forms keep a float32 scale per head.
+    """KV cache bytes per token in `layers`; 8-bit formats store a float32 scale per head.
 
     Windowed layers keep only a window's worth of tokens: see `cache_layers`.
     """
@@ -262,7 +260,7 @@ def kv_bytes_per_token(layers: Iterable[LayerFacts], dtype: str) -> int:
 
 
 def kept_bytes(facts: ModelFacts, dtype: str) -> tuple[int, int]:
-    """What a sequence keeps: bytes for each token in layers that see all, and at any length: windows and states."""
+    """Cache bytes of a sequence: (per token in full-attention layers, fixed for windows and states)."""
     fixed = facts.state_bytes
     windowed = [(layer, window) for layer, window in zip(facts.layers, facts.windows, strict=True) if window]
     fixed += sum(kv_bytes_per_token([layer], dtype) * window for layer, window in windowed)
@@ -270,7 +268,7 @@ def kept_bytes(facts: ModelFacts, dtype: str) -> tuple[int, int]:
 
 
 def layer_views(facts: ModelFacts) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
-    """What layers see of a step: the different (cache group, rotation), and which of them each layer sees; -1: none."""
+    """The distinct views (cache group, rotation), and the index of each layer's view; -1 for none."""
     group_of = {layer: index for index, group in enumerate(facts.cache_layers) for layer in group}
     pairs = [
         (group_of[kv_layer(index, layer.mixer)], facts.ropes.index(layer.mixer.rope))
@@ -283,7 +281,7 @@ def layer_views(facts: ModelFacts) -> tuple[tuple[tuple[int, int], ...], tuple[i
 
 
 def kv_layer(index: int, mixer: Paged) -> int:
-    """The layer that keeps what layer `index` reads."""
+    """The layer whose KV cache layer `index` reads."""
     return index if mixer.shares_kv_with is None else mixer.shares_kv_with
 
 
@@ -303,7 +301,7 @@ def read_layers(draft: ModelFacts, target: ModelFacts) -> tuple[int, ...] | None
 
 
 def state_layers(facts: ModelFacts) -> tuple[tuple[int, ...], ...]:
-    """Layers that keep states of the same shapes, by number."""
+    """Layer numbers grouped by the shapes of their states."""
     found: dict[object, list[int]] = {}
     for index, layer in enumerate(facts.layers):
         if isinstance(layer.mixer, Stateful):

@@ -1,4 +1,4 @@
-"""Gemma 1 and CodeGemma: Llama's layers with GELU, norms less 1, and an embedding that is scaled and is the head."""
+"""Gemma 1 and CodeGemma: Llama's layers with GELU, norm weights stored minus 1, and a scaled, tied embedding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ACT = "gelu_tanh"
 
 
 class Gemma(Architecture):
-    """Every layer sees all; 2B has one KV head."""
+    """Full attention in every layer; the 2B model has one KV head."""
 
     name = "gemma"
     label = "Gemma 1, CodeGemma"
@@ -33,7 +33,7 @@ class Gemma(Architecture):
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
         rope, context = config.rope()
-        # The first configs say "gelu" and mean the other one, which the models were trained with.
+        # The first configs say "gelu", but the models were trained with the tanh approximation.
         act = ACT if config.keys.raw("hidden_act") == "gelu" else config.activation()
         return _facts(config, rope, context, act, norm_offset=1.0)
 

@@ -1,4 +1,4 @@
-"""Gemma 2: four norms a layer, every second layer sees a window, caps on scores and logits, GELU."""
+"""Gemma 2: four norms per layer, a window in every second layer, soft caps on scores and logits, GELU."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .hf import HfConfig
 from .layers import LayerFacts
 from .names import GGUF_LAYER, NameMap, gguf_names
 
-FULL_EVERY, WINDOW, SCORE_CAP, LOGIT_CAP = 2, 4096, 50.0, 30.0  # what all of them share; old files leave it out
+FULL_EVERY, WINDOW, SCORE_CAP, LOGIT_CAP = 2, 4096, 50.0, 30.0  # the same in all models; omitted in old files
 
 
 class Gemma2(Architecture):
-    """The first layer sees a window, the second all, and so on."""
+    """Windowed and full-attention layers alternate, starting with a windowed one."""
 
     name = "gemma2"
     label = "Gemma 2"

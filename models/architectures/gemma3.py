@@ -1,4 +1,4 @@
-"""Gemma 3 and EmbeddingGemma: four norms a layer, norms over heads, a RoPE of windowed layers, GELU."""
+"""Gemma 3 and EmbeddingGemma: four norms per layer, query and key norms, a separate RoPE in windowed layers, GELU."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .mixers import RopeFacts
 from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
 from .vision import VisionFacts
 
-FULL_EVERY = 6  # five windowed layers, then one that sees all: files often leave the pattern out
+FULL_EVERY = 6  # five windowed layers, then one of full attention; files often omit the pattern
 FULL_THETA, LOCAL_THETA, EPS = 1_000_000.0, 10_000.0, 1e-6
-EMBEDDING = "gemma-embedding"  # what GGUF calls the one without a causal mask
-MULTIMODAL, MULTIMODAL_FACTOR = (34, 48, 62), 8.0  # layers of 4B, 12B and 27B: their positions are divided by that
-# Published multi-modal configs leave out whatever equals these.
+EMBEDDING = "gemma-embedding"  # the GGUF name of the model without a causal mask
+MULTIMODAL, MULTIMODAL_FACTOR = (34, 48, 62), 8.0  # layers of 4B, 12B and 27B, and their linear RoPE scaling factor
+# defaults, which published multi-modal configs omit
 DEFAULTS = {
     "vocab_size": 262208,
     "num_attention_heads": 8,
@@ -49,7 +49,7 @@ GGUF_NORMS = {
 
 
 class Gemma3(Architecture):
-    """What attention and the feed-forward layer give is normed once more before it is added."""
+    """The outputs of attention and of the feed-forward layer are normed before they are added."""
 
     name = "gemma3"
     label = "Gemma 3, EmbeddingGemma"
@@ -62,7 +62,7 @@ class Gemma3(Architecture):
         rope, local_rope, context = config.ropes(FULL_THETA, LOCAL_THETA)
         scalar = config.keys.number("query_pre_attn_scalar", 1e-3, 1e9)
         attention = config.attention(rope, scale=scalar**-0.5, qk_norm=True, causal=config.causal)
-        # The first configs carry hidden_act "gelu" beside it, which nothing reads.
+        # The first configs also contain hidden_act "gelu", which is unused.
         layer = LayerFacts(attention, config.dense(config.activation("hidden_activation")), NORMS)
         every = config.keys.integer("sliding_window_pattern", 1, MAX_LAYERS, FULL_EVERY)
         windows = halved(config.windows(lambda layer: (layer + 1) % every != 0), config.causal)
@@ -85,30 +85,30 @@ class Gemma3(Architecture):
         return config.facts(layers, context, eps=EPS, embedding_scale=math.sqrt(config.hidden_size))
 
     def names(self, checkpoint: Checkpoint) -> NameMap:
-        """In GGUF the same name means another norm where attention and MLP have one on each side."""
+        """The names; in GGUF, ffn_norm is the norm before the MLP, since there is one on each side."""
         if checkpoint.kind != "gguf":
             return replace(hf_names(checkpoint.tensors), parts=_part_names(checkpoint))
         return gguf_names(GGUF_LAYER | GGUF_NORMS)
 
 
 def halved(windows: tuple[int | None, ...], causal: bool) -> tuple[int | None, ...]:
-    """Where a window reaches to both sides, each has half of it."""
+    """Split a bidirectional window in half: the stored width covers both sides."""
     return windows if causal else tuple(None if window is None else window // 2 + 1 for window in windows)
 
 
 def _part_names(checkpoint: Checkpoint) -> dict[str, str]:
-    """What the tower's and the projector's tensors begin with; {} where the file has the text model only."""
+    """The name prefixes of tower and projector; {} if the file has only the text model."""
     ends = {"vision.": "embeddings.patch_embedding.weight", "projector.": "mm_input_projection_weight"}
     found = {part: name.removesuffix(end) for name in checkpoint.tensors for part, end in ends.items()
              if name.endswith(end)}  # fmt: skip
     return found if found.keys() == ends.keys() else {}
 
 
-def gemma3_vision(given: Described | None) -> VisionFacts | None:
-    """The tower, where files have it and say what it is; the limits are far above those of published models."""
-    if given is None:
+def gemma3_vision(described: Described | None) -> VisionFacts | None:
+    """The tower, if the files have and describe it; the limits are far above published models."""
+    if described is None:
         return None
-    top, own = given.top, below(given.top, "vision_config")
+    top, own = described.top, below(described.top, "vision_config")
     facts = VisionFacts(
         num_layers=own.integer("num_hidden_layers", 1, MAX_LAYERS, 12),
         hidden=own.integer("hidden_size", 1, 1 << 14, 768),
@@ -121,22 +121,22 @@ def gemma3_vision(given: Described | None) -> VisionFacts | None:
         image_token=top.integer("image_token_index", 0, MAX_VOCAB, 262144),
         begin_token=top.integer("boi_token_index", 0, MAX_VOCAB, 255999),
         end_token=top.integer("eoi_token_index", 0, MAX_VOCAB, 256000),
-        nbytes=given.nbytes,
+        nbytes=described.nbytes,
     )
     if facts.hidden % facts.num_heads:
-        raise own.fail("hidden_size", f"is {facts.hidden}, no multiple of {facts.num_heads} heads")
+        raise own.fail("hidden_size", f"is {facts.hidden}, not a multiple of {facts.num_heads} heads")
     if facts.image_size % facts.patch_size:
-        raise own.fail("image_size", f"is {facts.image_size}, no multiple of the patch_size {facts.patch_size}")
+        raise own.fail("image_size", f"is {facts.image_size}, not a multiple of the patch_size {facts.patch_size}")
     across = math.isqrt(facts.tokens)
     pooled = across**2 == facts.tokens and facts.side % across == 0
-    known = max(facts.image_token, facts.begin_token, facts.end_token) < given.vocab_size
-    if not pooled or not known or facts.tokens > (given.window or facts.tokens):
-        return None  # not what the projector computes, or an image that a window cuts: the text part runs
+    known = max(facts.image_token, facts.begin_token, facts.end_token) < described.vocab_size
+    if not pooled or not known or facts.tokens > (described.window or facts.tokens):
+        return None  # unsupported pooling, or a window would split an image: run the text model only
     return facts
 
 
 def _unstated_rope(config: GgufConfig, rope: RopeFacts) -> RopeFacts:
-    """The rotation of files that Ollama converted: they leave out what all models of that size share."""
+    """The rotation in files converted by Ollama, which omit what is the same in all models of that size."""
     theta = config.keys.number("rope.global.freq_base", 1.0, 1e15, FULL_THETA)
     if config.num_layers in MULTIMODAL and rope.scaling == "none":
         return replace(rope, theta=theta, scaling="linear", factor=MULTIMODAL_FACTOR)

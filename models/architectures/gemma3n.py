@@ -1,5 +1,5 @@
-"""Gemma 3n (text): several residual streams (AltUp), narrow products beside attention (LAuReL), gates of which first
-layers keep the largest only, and as in Gemma 4 E2B inputs of layers and keys and values that later layers share.
+"""Gemma 3n (text): several residual streams (AltUp), low-rank products in parallel to attention (LAuReL), activation
+sparsity in the first layers, and as in Gemma 4 E2B per-layer inputs and a KV cache shared by the last layers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
 
 FULL_EVERY, LOGIT_CAP = 5, 30.0
 MOST_STREAMS = 16  # published models have four
-# Where files do not say it: layers of a deep model that cut gates, the share of these that are 0, layers that keep keys
+# defaults: layers with activation sparsity in a deep model, their share of zero gates, layers with their own KV cache
 THINNED, SPARSITY, KEEPING = 10, 0.95, 20
 DEFAULTS = {
     "vocab_size": 262_400,
@@ -64,7 +64,7 @@ GGUF_OUTER = {f"{ours}.{n}": f"{theirs}.{n}" for ours, theirs in _OUTER.items() 
 
 
 class Gemma3n(Architecture):
-    """The embedding of layers may have fewer rows than the vocabulary: tokens of images and sounds read the first."""
+    """The per-layer embedding may have fewer rows than the vocabulary; image and audio tokens use the first row."""
 
     name = "gemma3n"
     label = "Gemma 3n (text)"
@@ -76,8 +76,8 @@ class Gemma3n(Architecture):
     def from_hf(self, config: HfConfig) -> ModelFacts:
         keys, num_layers = config.keys, config.num_layers
         rope, local, context = config.ropes(FULL_THETA, LOCAL_THETA)
-        shares = _of_layers(config, "activation_sparsity_pattern", (int, float), 0.0, 1.0 - 1e-6)
-        sizes = _of_layers(config, "intermediate_size", (int,), 1, MAX_HIDDEN * 4)
+        shares = _per_layer(config, "activation_sparsity_pattern", (int, float), 0.0, 1.0 - 1e-6)
+        sizes = _per_layer(config, "intermediate_size", (int,), 1, MAX_HIDDEN * 4)
         rows = keys.integer("vocab_size_per_layer_input", 1, MAX_VOCAB)
         stack = Stack(
             **_mixers(config, rope, local, keys.integer("altup_active_idx", 0, MOST_STREAMS, 0)),
@@ -127,15 +127,15 @@ class Gemma3n(Architecture):
 
 
 def _mixers(config: Config, rope: RopeFacts, local: RopeFacts, computed: int) -> dict[str, Attention]:
-    """Attention of layers that see all, and of windowed ones; `computed`: the stream that layers compute."""
+    """Attention of full and of windowed layers; `computed` is the index of the active stream."""
     if computed:
-        raise config.unsupported(f"{config.source} whose layers compute stream {computed}, not 0")
+        raise config.unsupported(f"{config.source} with active AltUp stream {computed} instead of 0")
     full = config.attention(rope, scale=1.0, qk_norm=True, v_norm=True)
     return {"full": full, "narrow": replace(full, rope=local)}
 
 
-def _of_layers(config: HfConfig, key: str, kinds: tuple[type, ...], low: float, high: float) -> list[Any]:
-    """A list of a number for each layer; [] where the file has none."""
+def _per_layer(config: HfConfig, key: str, kinds: tuple[type, ...], low: float, high: float) -> list[Any]:
+    """Read a list with one number per layer; [] if the file has none."""
     values, count = config.keys.raw(key), config.num_layers
     if values is None or (type(values) is int and key == "intermediate_size"):
         return []
@@ -146,13 +146,13 @@ def _of_layers(config: HfConfig, key: str, kinds: tuple[type, ...], low: float, 
 
 
 def _sparsity(num_layers: int) -> list[float]:
-    """The share of gates that are 0, in each layer of a file that does not say it."""
+    """The default share of zero gates in each layer."""
     thinned = THINNED if num_layers > THINNED else 0
     return [SPARSITY] * thinned + [0.0] * (num_layers - thinned)
 
 
 def _gguf_cuts(config: GgufConfig) -> list[float | None]:
-    """Deviations above the mean; of layers that keep all gates -inf is stored."""
+    """The threshold of each layer in deviations above the mean; the file stores -inf for layers without one."""
     key, count = "activation_sparsity_scale", config.num_layers
     values = config.keys.raw(key)
     if values is None:

@@ -1,7 +1,7 @@
-"""Gemma 4: heads of two sizes, values made of the keys, norms without weights, scaled layers.
+"""Gemma 4: two head sizes, keys and values from one projection, norms without weights, scaled layers.
 
-E2B and E4B: layers with an input of their own, the last of which read the keys and values of earlier ones. 26B-A4B: a
-mixture of experts beside every dense feed-forward layer.
+E2B and E4B: per-layer inputs, and the last layers share the KV cache of earlier ones. 26B-A4B: a mixture of experts in
+parallel to every dense feed-forward layer.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ GGUF_TOP = {
 
 
 class Gemma4(Architecture):
-    """Windowed layers have small heads; those that see all have few large ones, of which a quarter turns."""
+    """Windowed layers have small heads; full-attention layers have fewer, larger heads, of which a quarter rotates."""
 
     name = "gemma4"
     label = "Gemma 4"
@@ -87,7 +87,7 @@ class Gemma4(Architecture):
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
         keys = config.keys
-        if keys.raw("use_bidirectional_attention") not in (None, False, "vision"):  # that is of images, not of text
+        if keys.raw("use_bidirectional_attention") not in (None, False, "vision"):  # "vision": within images only
             raise config.unsupported(f"{config.source} with bidirectional attention")
         dim, kv_heads = _global_heads(config)
         parameters = object_of(config.given, "rope_parameters")
@@ -101,7 +101,7 @@ class Gemma4(Architecture):
         rope = RopeFacts(theta, dim, "proportional", turning=turned)
         local = RopeFacts(both[1].number("rope_theta", 1.0, 1e15, LOCAL_THETA), config.head_dim)
         attention = config.attention(local, scale=1.0, qk_norm=True, v_norm=True, causal=True)
-        full = _wide(config, attention, rope, kv_heads, keys.flag("attention_k_eq_v"))
+        full = _full_attention(config, attention, rope, kv_heads, keys.flag("attention_k_eq_v"))
         windows = config.windows(lambda layer: (layer + 1) % FULL_EVERY != 0)
         dense = config.dense(config.activation("hidden_activation"))
         assistant = _assistant(config)
@@ -117,7 +117,7 @@ class Gemma4(Architecture):
             narrow=attention,
             full=full,
             ffn=ffn,
-            windows=(*windows[:-1], None),  # the last layer always sees all
+            windows=(*windows[:-1], None),  # the last layer always has full attention
             inners=[dense.inner if layer < keeping else grown for layer in range(config.num_layers)],
             keeping=keeping,
             inputs=_inputs(config),
@@ -141,7 +141,7 @@ class Gemma4(Architecture):
         wide = config.attention(rope, scale=1.0, qk_norm=True, v_norm=True)
         first = next((layer for layer, window in enumerate(windows) if window is None), 0)
         stored = f"{config.names.source(f'model.layers.{first}.self_attn.v_proj')}.weight" in config.checkpoint.tensors
-        full = _wide(config, wide, rope, kv_heads[first], not stored)
+        full = _full_attention(config, wide, rope, kv_heads[first], not stored)
         small = next((layer for layer, window in enumerate(windows) if window is not None), 0)
         narrow = replace(wide, rope=local, head_dim=dim, num_kv_heads=kv_heads[small])
         inners = config.each("feed_forward_length", 1, MAX_HIDDEN * 4, 0)
@@ -168,26 +168,26 @@ _KINDS = ("full", "sliding")
 
 @dataclass(frozen=True)
 class Stack:
-    """What the layers are made of, and what they differ in."""
+    """The blocks of the layers, and the values in which layers differ."""
 
     narrow: Attention
     full: Attention
     ffn: Dense | Experts
     windows: Sequence[int | None]  # of each layer
     inners: Sequence[int]  # of each layer's dense feed-forward layer
-    # layers that keep keys and values; those after them read what the last of their kind keeps. An assistant keeps none:
-    # its layers read what another model keeps
+    # leading layers with a KV cache; later ones share that of the last such layer of their kind. 0: an assistant, which
+    # reads the KV cache of another model
     keeping: int
     inputs: InputTable | None
-    cuts: Sequence[float | None] = ()  # of each layer's gates; none: they are not cut
+    cuts: Sequence[float | None] = ()  # `Dense.cut` of each layer; empty: none
     streams: Streams | None = None
 
     def facts(self, config: Config, context: int, **changes: Any) -> ModelFacts:
-        """`changes` as of `Config.facts`."""
+        """Build the facts; `changes` as in `Config.facts`."""
         layers, inputs = self._layers(config), self.inputs
         facts = config.facts(layers, context, embedding_scale=math.sqrt(config.hidden_size), **changes)
         tensors = config.checkpoint.tensors
-        unread = tuple(_unread(config, layers))
+        unread = tuple(_unused_prefixes(config, layers))
         spare = sum(info.nbytes for name, info in tensors.items() if name.startswith(unread)) if unread else 0
         if inputs is not None:
             table = f"{config.names.source('model.embed_tokens_per_layer')}."
@@ -196,7 +196,7 @@ class Stack:
         return replace(facts, weight_bytes=facts.weight_bytes - spare, inputs=inputs)
 
     def _layers(self, config: Config) -> tuple[LayerFacts, ...]:
-        """Equal layers are the same object."""
+        """Build the layers; equal ones are the same object."""
         made: dict[tuple[object, ...], LayerFacts] = {}
         keepers: dict[int | None, int] = {}
         found, scaled = [], config.stores_scale()
@@ -206,8 +206,8 @@ class Stack:
             if layer < self.keeping:
                 keepers[window] = layer
             elif self.keeping and window not in keepers:
-                kind = "full" if window is None else "windowed"
-                what = f"reads the keys and values of a {kind} layer among the first {self.keeping}, which have none"
+                kind = "full-attention" if window is None else "windowed"
+                what = f"shares the KV cache of a {kind} layer, but there is none among the first {self.keeping} layers"
                 raise bad(config.keys.path, what, key=f"layer {layer}")
             source = None if layer < self.keeping else keepers.get(window, -1)
             kind_of = window, inner, source, cut
@@ -239,7 +239,7 @@ def _assistant(config: HfConfig) -> Assistant | None:
 
 
 def _inputs(config: HfConfig) -> InputTable | None:
-    """The second embedding; an explicit null switches the default off."""
+    """The per-layer embedding table; an explicit null turns the default off."""
     keys, name = config.keys, "hidden_size_per_layer_input"
     off = name in config.given.values and config.given.raw(name) is None
     size = 0 if off else keys.integer(name, 0, MAX_HIDDEN, 0)
@@ -253,15 +253,15 @@ def _inputs(config: HfConfig) -> InputTable | None:
 
 
 def _gguf_scales(config: GgufConfig) -> str:
-    """NVFP4 experts have theirs among the scales of their weights."""
+    """Where output scales are stored; in NVFP4 experts, `.scale` belongs to the weight instead."""
     tensors, name = config.checkpoint.tensors, config.names.source("model.layers.0.mlp.experts.0.down_proj")
     weight = tensors.get(f"{name}.weight")
     plain = weight is not None and weight.dtype != "NVFP4"
     return "experts" if plain and f"{name}.scale" in tensors else ""
 
 
-def _unread(config: Config, layers: Sequence[LayerFacts]) -> Iterator[str]:
-    """What names of tensors begin with that published files have for layers which read another one's."""
+def _unused_prefixes(config: Config, layers: Sequence[LayerFacts]) -> Iterator[str]:
+    """Prefixes of unused tensors: published files store k and v of layers that share another layer's KV cache."""
     for index, layer in enumerate(layers):
         if isinstance(layer.mixer, Attention) and layer.mixer.shares_kv_with is not None:
             for name in ("k_proj", "v_proj", "k_norm"):
@@ -269,7 +269,7 @@ def _unread(config: Config, layers: Sequence[LayerFacts]) -> Iterator[str]:
 
 
 def _global_heads(config: HfConfig) -> tuple[int, int]:
-    """Head size and heads of K and V of the layers that see all: transformers writes them layer by layer."""
+    """Head size and KV heads of the full-attention layers, which transformers stores per layer."""
     keys = config.keys
     given = [Fields(keys.path, one) for one in object_of(keys, "per_layer_config").values() if isinstance(one, dict)]
     each = {
@@ -280,7 +280,7 @@ def _global_heads(config: HfConfig) -> tuple[int, int]:
         for fields in given
     }
     if len(each) > 1:
-        raise config.unsupported(f"{config.source} with heads of {len(each) + 1} kinds")
+        raise config.unsupported(f"{config.source} with {len(each) + 1} kinds of heads")
     if each:
         return each.pop()
     heads = config.num_kv_heads
@@ -289,7 +289,9 @@ def _global_heads(config: HfConfig) -> tuple[int, int]:
     return keys.integer("global_head_dim", 2, MAX_HEAD_DIM), heads
 
 
-def _wide(config: Config, attention: Attention, rope: RopeFacts, kv_heads: int, k_is_v: bool) -> Attention:
+def _full_attention(config: Config, attention: Attention, rope: RopeFacts, kv_heads: int, k_is_v: bool) -> Attention:
     if config.num_heads % kv_heads or rope.dim % 2:
-        raise config.unsupported(f"{config.source} with {kv_heads} KV heads of {rope.dim} for {config.num_heads} heads")
+        raise config.unsupported(
+            f"{config.source} with {kv_heads} KV heads of size {rope.dim} for {config.num_heads} query heads"
+        )
     return replace(attention, head_dim=rope.dim, num_kv_heads=kv_heads, rope=rope, window=None, k_is_v=k_is_v)

@@ -1,4 +1,4 @@
-"""`GgufConfig`: the metadata of a GGUF file, its keys, defaults, and the context it reaches."""
+"""`GgufConfig`: hyper-parameters from the metadata of a GGUF file."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ _SAMPLING = {
     "xtc_probability": "general.sampling.xtc_probability",
     "xtc_threshold": "general.sampling.xtc_threshold",
 }
-_POOLINGS = ("", "mean", "cls", "last", "rank")  # by llama.cpp's pooling_type
+_POOLINGS = ("", "mean", "cls", "last", "rank")  # indexed by llama.cpp's pooling_type
 _NOT_MODELS = {
-    "adapter": ("is a LoRA adapter", "merge it into its base model first; adapters alone cannot run"),
-    "mmproj": ("is a vision projector", "name the model's own .gguf beside it"),
-    "imatrix": ("is an importance matrix, made for quantizing", "name the model's own .gguf"),
-    "vocab": ("holds a vocabulary and no weights", "fetch the model itself"),
+    "adapter": ("is a LoRA adapter", "merge it into its base model first: an adapter cannot run alone"),
+    "mmproj": ("is a vision projector", "use the model's own .gguf file next to it"),
+    "imatrix": ("is an importance matrix for quantization", "use the model's own .gguf file"),
+    "vocab": ("holds a vocabulary but no weights", "download the model itself"),
 }
 
 
 class GgufConfig(Config):
-    """The keys below `<architecture>.`; `general` has all of them."""
+    """`keys` are those below `<architecture>.`; `general` has all metadata."""
 
     KEYS = {
         "layers": "block_count",
@@ -61,11 +61,12 @@ class GgufConfig(Config):
         self.general = Fields(path, metadata)
         keys = Fields(path, metadata, f"{source}.")
         self.num_experts = keys.integer("expert_count", 0, MAX_EXPERTS, 0)
-        self.extra_layers = keys.integer("nextn_predict_layers", 0, MAX_LAYERS, 0)  # block_count counts them, too
+        self.extra_layers = keys.integer("nextn_predict_layers", 0, MAX_LAYERS, 0)  # included in block_count
         super().__init__(checkpoint, keys, names, source, runs)
         self.num_layers -= self.extra_layers
         if self.num_layers < 1:
-            raise keys.fail("nextn_predict_layers", f"is {self.extra_layers}, of all {self.extra_layers} layers")
+            total = self.num_layers + self.extra_layers
+            raise keys.fail("nextn_predict_layers", f"is {self.extra_layers}, but the file has only {total} layers")
 
     @property
     def projections(self) -> tuple[Projection, ...]:
@@ -94,18 +95,18 @@ class GgufConfig(Config):
         if table is None:
             raise bad(path, "the tensor is missing", key=name)
         if len(table.shape) != 2 or table.shape[1] != self.hidden_size:
-            raise bad(path, f"has shape {table.shape}, rows of {self.hidden_size:,} are expected", key=name)
+            raise bad(path, f"has shape {list(table.shape)}, expected rows of {self.hidden_size:,} elements", key=name)
         rows = table.shape[0]
         if rows > MAX_VOCAB:
-            raise bad(path, f"has {rows:,} rows, the limit is {MAX_VOCAB:,}", key=name)
+            raise bad(path, f"has {rows:,} rows; the limit is {MAX_VOCAB:,}", key=name)
         check_vocabulary(path, self.checkpoint.metadata, rows)
         stated = self.keys.integer("vocab_size", 1, MAX_VOCAB, rows)
         if stated != rows:
-            raise self.keys.fail("vocab_size", f"is {stated:,}, the embedding has {rows:,} rows")
+            raise self.keys.fail("vocab_size", f"is {stated:,}, but the embedding has {rows:,} rows")
         return rows
 
     def attention(self, rope: RopeFacts, *, scale: float | None = None, **changes: Any) -> Attention:
-        """With the file's own scale where it states one."""
+        """Attention with the file's scale, if it states one."""
         value_dim = self.keys.integer("attention.value_length", 2, MAX_HEAD_DIM, self.head_dim)
         if value_dim != self.head_dim:
             raise self.unsupported(f"{self.source} with keys of {self.head_dim} and values of {value_dim} elements")
@@ -113,7 +114,7 @@ class GgufConfig(Config):
         return super().attention(rope, scale=stated, **changes)
 
     def rope(self, *, interleaved: bool = False) -> tuple[RopeFacts, int]:
-        """The global rotation, and the context it reaches. `interleaved`: the converter permuted rows of Q and K."""
+        """The global rotation and its context length. `interleaved`: the converter permuted the rows of Q and K."""
         rope, context = self._rope(interleaved)
         return replace(rope, permuted=interleaved), context
 
@@ -123,7 +124,7 @@ class GgufConfig(Config):
         theta = keys.number("rope.freq_base", 1.0, 1e15, 10000.0)
         dim = keys.integer("rope.dimension_count", 2, MAX_HEAD_DIM, self.head_dim)
         if "rope_freqs.weight" in self.checkpoint.tensors:
-            # Carries Llama 3's scaling; a scaling key beside it must not be applied as well.
+            # contains Llama 3's scaling; a scaling key next to it must not be applied as well
             tensor = "rope_freqs.weight"
             return RopeFacts(theta, dim, "factors", interleaved=interleaved, factors_tensor=tensor), context
         if "rope_factors_long.weight" in self.checkpoint.tensors:
@@ -142,7 +143,7 @@ class GgufConfig(Config):
         if kind != "yarn":
             raise self.unsupported(f"{self.source} with rope scaling {shown(kind)}")
         original = keys.integer("rope.scaling.original_context_length", 1, MAX_CONTEXT, context)
-        # llama.cpp multiplies its own attn_factor (1 by default) with the paper's 0.1 ln(factor) + 1.
+        # llama.cpp multiplies its attn_factor (1 by default) by the paper's 0.1 ln(factor) + 1
         attention = keys.number("rope.scaling.attn_factor", 1e-3, 1e3, 1.0) * (0.1 * math.log(max(factor, 1.0)) + 1.0)
         rope = RopeFacts(
             theta,
@@ -158,7 +159,7 @@ class GgufConfig(Config):
         return rope, max(context, min(int(original * factor), MAX_CONTEXT))
 
     def mixture(self, **changes: Any) -> Experts:
-        """Experts as most files describe them; `changes` is what the family knows better."""
+        """A mixture of experts from the usual keys; `changes` override fields."""
         keys = self.keys
         inner = "expert_feed_forward_length" if keys.raw("expert_feed_forward_length") else "feed_forward_length"
         names = {"count": "expert_count", "top_k": "expert_used_count", "inner": inner}
@@ -169,17 +170,17 @@ class GgufConfig(Config):
         return super().experts(names, **values | changes)
 
     def size(self, name: str, low: int, high: int, default: int | None = None) -> int:
-        """Where layers differ in it, the most."""
+        """Read an integer by its name in KEYS; the maximum if it differs by layer."""
         if name in ("heads", "kv_heads", "inner") and isinstance(self.keys.raw(self.KEYS[name]), np.ndarray):
-            lowest = 0 if name == "kv_heads" else low  # 0 where a layer is of another kind
+            lowest = 0 if name == "kv_heads" else low  # 0 in layers without attention
             most = max(self.each(self.KEYS[name], lowest, high, 0))
             if most < low:
-                raise self.unsupported(f"{self.source} without a layer of full attention")
+                raise self.unsupported(f"{self.source} without a full-attention layer")
             return most
         return super().size(name, low, high, default)
 
     def each(self, key: str, low: int, high: int, default: int) -> tuple[int, ...]:
-        """A number for every layer; all have the same where the file has one."""
+        """One number per layer; a single number in the file applies to all."""
         values = self.keys.raw(key)
         if not isinstance(values, np.ndarray):
             return (self.keys.integer(key, low, high, default),) * self.num_layers
@@ -188,18 +189,18 @@ class GgufConfig(Config):
         if values.dtype.kind not in "iu" or len(values) != self.num_layers or not low <= values.min() <= high:
             raise self.keys.fail(key, f"must hold {self.num_layers} integers from {low:,} to {high:,}")
         if values.max() > high:
-            raise self.keys.fail(key, f"holds {int(values.max()):,}, the limit is {high:,}")
+            raise self.keys.fail(key, f"holds {int(values.max()):,}; the limit is {high:,}")
         return tuple(values.tolist())
 
     def _numbers(self, tensor: str) -> list[float]:
-        """A small tensor's values."""
+        """Read the values of a small F32 vector."""
         info = self.checkpoint.tensors.get(tensor)
         if info is None or info.dtype != "F32" or len(info.shape) != 1 or info.shape[0] > MAX_HEAD_DIM:
             raise bad(self.keys.path, f"must be a vector of at most {MAX_HEAD_DIM} F32 numbers", key=tensor)
         return np.frombuffer(self.checkpoint.read(tensor).tobytes(), "<f4").tolist()
 
     def windows(self, full_every: int = 0, default: int = 0) -> tuple[int | None, ...]:
-        """The window of each layer. `full_every`: one of so many sees all where the file has no pattern; 0: none."""
+        """The window of each layer. If the file has no pattern, every `full_every`-th layer has full attention."""
         keys, num_layers = self.keys, self.num_layers
         window = keys.integer("attention.sliding_window", 0, MAX_CONTEXT, default)
         pattern = keys.raw("attention.sliding_window_pattern")
@@ -237,7 +238,7 @@ class GgufConfig(Config):
 
 
 def source_of(checkpoint: Checkpoint) -> str:
-    """`general.architecture`, once the file is known to hold a model."""
+    """`general.architecture`. Raises UnsupportedModel if the file is not a model."""
     path, general = checkpoint.path, Fields(checkpoint.path, checkpoint.metadata)
     kind = general.text("general.type", "model")
     if general.raw("general.architecture") is None and kind not in _NOT_MODELS:
@@ -252,7 +253,7 @@ def source_of(checkpoint: Checkpoint) -> str:
 
 
 def _stored_format(metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> str:
-    """The label people know when the tensors bear it out, else the type that holds most bytes of the layers."""
+    """The common label if the tensors confirm it, otherwise the type with the most bytes in the layers."""
     layers: Counter[str] = Counter()
     for info in tensors.values():
         if len(info.shape) > 1 and info.name.startswith("blk."):

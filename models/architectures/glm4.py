@@ -1,4 +1,4 @@
-"""GLM-4 0414 (dense): neighbours of half a head are turned, four norms a layer, gate and up stored as one."""
+"""GLM-4 0414 (dense): interleaved RoPE on half of each head, four norms per layer, gate and up fused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NORMS = Norms(after_mixer="post_self_attn_layernorm", after_ffn="post_mlp_layern
 
 
 class Glm4(Architecture):
-    """Pairs are neighbours in either container: its rows are never permuted."""
+    """RoPE is interleaved in both containers, and rows are never permuted."""
 
     name = "glm4"
     label = "GLM-4 (dense)"

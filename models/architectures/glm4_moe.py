@@ -1,6 +1,6 @@
-"""GLM-4.5 to 4.7 (Air, 355B): partial rotation, a sigmoid router with a bias for the choice, a shared expert.
+"""GLM-4.5 to 4.7 (Air, 355B): partial RoPE, a sigmoid router with a choice bias, a shared expert.
 
-The layer behind the last one predicts a second token (MTP).
+The layer after the last one is an MTP head.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
 
 SHARED = {f"mlp.shared_expert.{kind}_proj": f"mlp.shared_experts.{kind}_proj" for kind in ("gate", "up", "down")}
 
-# What configurations may leave out.
+# defaults for keys that configurations may omit
 DEFAULTS = {
     "num_local_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "n_shared_experts": 1,
     "num_key_value_heads": 8, "first_k_dense_replace": 1, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5,
@@ -60,7 +60,7 @@ class Glm4Moe(Architecture):
         )  # fmt: skip
         shared = keys.integer("n_shared_experts", 1, MAX_EXPERTS)
         dense = keys.integer("first_k_dense_replace", 0, MAX_LAYERS)
-        layers, predictor = _layers(config, attention, _own(experts, shared), dense, act)
+        layers, predictor = _layers(config, attention, _with_router(experts, shared), dense, act)
         return config.facts(layers, context, predictor=predictor)
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
@@ -69,7 +69,7 @@ class Glm4Moe(Architecture):
         attention = config.attention(rope, qk_norm=config.stores("self_attn.q_norm.weight"))
         shared = keys.integer("expert_shared_count", 1, MAX_EXPERTS, 1)
         dense = keys.integer("leading_dense_block_count", 0, MAX_LAYERS, 1)
-        layers, predictor = _layers(config, attention, _own(config.mixture(), shared), dense, "silu")
+        layers, predictor = _layers(config, attention, _with_router(config.mixture(), shared), dense, "silu")
         return config.facts(layers, context, predictor=predictor)
 
     def names(self, checkpoint: Checkpoint) -> NameMap:
@@ -82,14 +82,14 @@ class Glm4Moe(Architecture):
         return gguf_names(GGUF_LAYER | own)
 
 
-def _own(experts: Experts, shared: int) -> Experts:
+def _with_router(experts: Experts, shared: int) -> Experts:
     return replace(experts, router="sigmoid", choice_bias=True, shared_inner=shared * experts.inner)
 
 
 def _layers(
     config: Config, attention: Attention, experts: Experts, dense: int, act: str
 ) -> tuple[tuple[LayerFacts, ...], LayerFacts]:
-    """The layers, and that of the head that predicts."""
+    """The layers, and that of the MTP head."""
     sparse, first = LayerFacts(attention, experts), min(dense, config.num_layers)
     plain = (LayerFacts(attention, config.dense(act)),) * first if first else ()
     return plain + (sparse,) * (config.num_layers - first), replace(sparse, fusion=Fusion())

@@ -1,4 +1,4 @@
-"""gpt-oss (20b, 120b): attention sinks, windows in every second layer, YaRN, biases, experts with a clamped SwiGLU."""
+"""gpt-oss (20b, 120b): attention sinks, a window in every second layer, YaRN, biases, experts with a clamped SwiGLU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .hf import HfConfig
 from .layers import Experts, LayerFacts
 from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
 
-SLOPE, LIMIT = 1.702, 7.0  # of swiglu_oai; files state them, or mean these
+SLOPE, LIMIT = 1.702, 7.0  # defaults of swiglu_oai
 DEFAULTS = {
     "num_hidden_layers": 36, "hidden_size": 2880, "intermediate_size": 2880, "vocab_size": 201088, "head_dim": 64,
     "num_attention_heads": 64, "num_key_value_heads": 8, "num_local_experts": 128, "num_experts_per_tok": 4,
@@ -40,14 +40,14 @@ class GptOss(Architecture):
             raise config.unsupported(f"{config.source} with swiglu_alpha {slope:g}")
         limit = config.keys.number("swiglu_limit", 1e-3, 1e6, LIMIT)
         experts = config.mixture("num_local_experts", "intermediate_size")
-        layer = LayerFacts(config.attention(rope, sinks=True), _own(experts, limit))
+        layer = LayerFacts(config.attention(rope, sinks=True), _with_router(experts, limit))
         return config.facts(repeated(layer, config.windows(lambda layer: layer % 2 == 0)), context)
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         rope, context = config.rope()
-        # llama.cpp rounds the ends of YaRN's ramp, which the model was not trained with.
+        # llama.cpp rounds the ends of YaRN's ramp, but the model was trained without rounding.
         attention = config.attention(replace(rope, truncate=False), sinks=True)
-        layer = LayerFacts(attention, _own(config.mixture(), LIMIT))
+        layer = LayerFacts(attention, _with_router(config.mixture(), LIMIT))
         return config.facts(repeated(layer, config.windows(full_every=2)), context)
 
     def names(self, checkpoint: Checkpoint) -> NameMap:
@@ -57,5 +57,5 @@ class GptOss(Architecture):
         return hf_names(checkpoint.tensors, {"mlp.gate": "mlp.router"})
 
 
-def _own(experts: Experts, limit: float) -> Experts:
+def _with_router(experts: Experts, limit: float) -> Experts:
     return replace(experts, act="swiglu_oai", router="softmax_topk", bias=True, limit=limit)

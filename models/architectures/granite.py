@@ -1,4 +1,4 @@
-"""Granite 3, dense and mixtures of experts: Llama with multipliers on embedding, scores, residual stream and logits."""
+"""Granite 3, dense and MoE: Llama with multipliers on embedding, scores, residual stream and logits."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from .hf import HfConfig
 from .layers import Dense, Experts, LayerFacts
 from .names import NameMap, gguf_names, hf_names
 
-# what checkpoints call the parts of a mixture; older ones wrap the router
+# names of the experts in checkpoints; older ones wrap the router
 BLOCK = {"mlp.gate": "block_sparse_moe.router"} | {
     f"mlp.experts.{{}}.{kind}_proj": f"block_sparse_moe.experts.{{}}.{kind}_proj" for kind in ("gate", "up", "down")
 }
 OLD_BLOCK = BLOCK | {"mlp.gate": "block_sparse_moe.router.layer"}
-# keys of the multipliers of embedding and residual stream, and of the divisor of logits
+# keys of the multipliers of embedding and residual stream, and of the divisor of the logits
 HF_SCALES = "embedding_multiplier", "residual_multiplier", "logits_scaling"
 GGUF_SCALES = "embedding_scale", "residual_scale", "logit_scale"
-# What configurations may leave out.
+# defaults for keys that configurations may omit
 DEFAULTS = {
     "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32,
     "num_attention_heads": 32, "max_position_embeddings": 2048, "attention_multiplier": 1.0,
@@ -47,7 +47,7 @@ ALONE = {f"mlp.{ours}": f"shared_mlp.{theirs}" for ours, theirs in _LINEARS.item
 
 
 class Granite(Architecture):
-    """What a layer gives is multiplied before it is added."""
+    """Block outputs are multiplied by a constant before they are added."""
 
     name = "granite"
     label = "Granite 3 (dense)"
@@ -110,16 +110,16 @@ def experts_of_hf(config: HfConfig) -> Experts:
 
 
 def block_of(checkpoint: Checkpoint) -> dict[str, str]:
-    """What a safetensors checkpoint calls the parts of a mixture."""
+    """The names of the experts in a safetensors checkpoint."""
     router = any(name.endswith("block_sparse_moe.router.layer.weight") for name in checkpoint.tensors)
     return OLD_BLOCK if router else BLOCK
 
 
 def multiplied(config: Config, names: tuple[str, str, str]) -> dict[str, Any]:
-    """The multipliers as fields of `ModelFacts`, by the names of their keys.
+    """The multipliers as fields of `ModelFacts`; `names` are their keys.
 
-    A stream x to which r · f(norm(x)) is added is r times the stream y = x / r to which f(norm(y)) is added: norms do
-    not see its size, once their epsilon is divided by r².
+    A residual multiplier r is folded away: x + r · f(norm(x)) is r times y + f(norm(y)) with y = x / r, because norms
+    ignore the scale of their input once epsilon is divided by r².
     """
     embedding, residual, logits = names
     r = config.keys.number(residual, 1e-3, 1e3, 1.0)

@@ -1,4 +1,4 @@
-"""Granite 4 (h-micro, h-tiny, h-small, and those without Mamba layers): Mamba-2 and a few layers of attention."""
+"""Granite 4 (h-micro, h-tiny, h-small, and models without Mamba layers): Mamba-2 and a few attention layers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _KEYS = {
 
 
 class GraniteHybrid(Architecture):
-    """Granite's multipliers; no positions where layers are Mamba's; a shared expert beside the others, or alone."""
+    """Granite's multipliers; usually no RoPE; a shared expert with the routed ones, or alone."""
 
     name = "granitemoehybrid"
     label = "Granite 4"
@@ -78,7 +78,7 @@ def _mamba(config: HfConfig) -> Mamba2:
     if keys.raw("mamba_d_head") in (None, "auto"):
         heads = keys.integer("mamba_n_heads", 1, inner)
         if inner % heads:
-            raise keys.fail("mamba_n_heads", f"is {heads:,}, they do not divide {inner:,} values evenly")
+            raise keys.fail("mamba_n_heads", f"is {heads:,}, which does not divide {inner:,} values evenly")
         del names["head_dim"]
         changes["head_dim"] = inner // heads
     biases = {"bias": keys.flag("mamba_proj_bias"), "conv_bias": keys.flag("mamba_conv_bias", True)}
@@ -96,6 +96,6 @@ def _layers(
     config: Config, attends: list[bool], attention: Attention, mamba: Mamba2 | None, ffn: Dense | Experts
 ) -> tuple[LayerFacts, ...]:
     if not any(attends):
-        raise config.unsupported(f"{config.source} without a layer of attention")
+        raise config.unsupported(f"{config.source} without an attention layer")
     kinds = LayerFacts(mamba, ffn), LayerFacts(attention, ffn)
     return tuple(kinds[one] for one in attends)

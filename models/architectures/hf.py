@@ -1,6 +1,6 @@
-"""`HfConfig`: config.json, generation_config.json and what lies beside them.
+"""`HfConfig`: config.json, generation_config.json and the files next to them.
 
-`auto_map` and every other way to name code are ignored: nothing of a repository is imported.
+`auto_map` and all other references to code are ignored: nothing is imported from a repository.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from .mixers import RopeFacts
 from .names import TOWER, NameMap
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-PLACES, ENDS = 16, 4 << 20  # where two tables are compared: so often in between, and so many bytes at either end
+PLACES, ENDS = 16, 4 << 20  # samples for comparing two tables: PLACES in between, ENDS bytes at either end
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 _TEMPLATE = re.compile(rb'"chat_template"\s*+:\s*+(?!null)')
 
 
 @dataclass(frozen=True)
 class Described:
-    """What files say of a tower, in the words of Hugging Face's, and the decoder that it is for."""
+    """The description of a vision tower in Hugging Face's terms, and facts of its decoder."""
 
     top: Fields  # config.json, with an object `vision_config`
-    processor: Fields  # of images; empty where there is no such file
+    processor: Fields  # image processor configuration; empty if there is no such file
     nbytes: int  # stored
     hidden_size: int
     vocab_size: int
@@ -44,7 +44,7 @@ class Described:
 
 
 class HfConfig(Config):
-    """The text model's values over the defaults of its type; `given` has only what stands in the file."""
+    """The text model's values on top of the defaults of its type; `given` has only those in the file."""
 
     KEYS = {
         "layers": "num_hidden_layers",
@@ -66,7 +66,7 @@ class HfConfig(Config):
         names: NameMap,
         runs: str,
     ) -> None:
-        """`text` is the part of config.json that describes the text model, `model_type` what it calls itself."""
+        """`text` is the part of config.json that describes the text model, `model_type` its type."""
         self.model_type = model_type
         path = checkpoint.path / "config.json"
         self.top = Fields(path, checkpoint.config)
@@ -78,13 +78,13 @@ class HfConfig(Config):
 
     @property
     def causal(self) -> bool:
-        """The class of LFM2.5's and `is_causal` of GTE's embedding models say it, which bring code of their own."""
+        """Embedding models with custom code declare this by class name (LFM2.5) or `is_causal` (GTE)."""
         named = "Bidirectional" in self.source or self.keys.raw("is_causal") is False
         return not named and not self.keys.flag("use_bidirectional_attention")
 
     @property
     def pooling(self) -> str:
-        """As sentence-transformers' files say; a model without a head does nothing else."""
+        """The pooling in sentence-transformers' files; a model without a head can only embed, by mean pooling."""
         stated = self.checkpoint.text_modules.pooling
         return stated or ("mean" if self.source.endswith(("Model", "ForMaskedLM")) else "")
 
@@ -92,20 +92,21 @@ class HfConfig(Config):
         return self.keys.integer("vocab_size", 1, MAX_VOCAB)
 
     def rope(self) -> tuple[RopeFacts, int]:
-        """The rotation of all layers, and the context it reaches."""
+        """The rotation of all layers, and the context length it supports."""
         return self.rope_from(self.rope_values)
 
     @property
     def rope_values(self) -> dict[str, Any]:
-        """What the file says of that rotation, wherever it does."""
+        """The values of that rotation, wherever the file stores them."""
         theta = {"rope_theta": self.keys.number("rope_theta", 1.0, 1e15, 10_000.0)}
         stated = object_of(self.given, "rope_scaling") | object_of(self.given, "rope_parameters")
         return theta | (stated or object_of(self.keys, "rope_parameters"))
 
     def ropes(self, full_theta: float, local_theta: float | None = None) -> tuple[RopeFacts, RopeFacts, int]:
-        """The rotation of layers that see all, that of windowed ones, and the context; the thetas of silent files.
+        """The rotations of full-attention and of windowed layers, and the context length. `full_theta` and
+        `local_theta` are defaults; without `local_theta`, both share one theta.
 
-        Scaling that is stated once is that of the layers that see all. Without `local_theta` both have one theta.
+        Scaling that is stated once applies to the full-attention layers.
         """
         given, keys = self.given, self.keys
         parameters = object_of(given, "rope_parameters") or object_of(keys, "rope_parameters")
@@ -122,12 +123,12 @@ class HfConfig(Config):
         return rope, self.rope_from(local | nested["sliding_attention"])[0], context
 
     def rope_from(self, values: Mapping[str, Any]) -> tuple[RopeFacts, int]:
-        """A rotation from theta and scaling, which may lie in several places of the file, and the context it reaches.
+        """A rotation from theta and scaling, and the context length it supports.
 
-        `rope_scaling` beside `rope_theta`, or transformers 5's `rope_parameters`.
+        values   from `rope_theta` and `rope_scaling`, or from transformers 5's `rope_parameters`
         """
         given, context, fields = self.given, self.context, Fields(self.given.path, values)
-        # it may lie outside of the rope's own object
+        # it may be outside the rope object
         partial = self.keys.number("partial_rotary_factor", 1e-3, 1.0, 1.0)
         partial = fields.number("partial_rotary_factor", 1e-3, 1.0, partial)
         dim = int(self.head_dim * partial)
@@ -136,8 +137,8 @@ class HfConfig(Config):
         theta = fields.number("rope_theta", 1.0, 1e15)
         kind = fields.text("rope_type", fields.text("type", "default"))
         if kind in ("default", "none", "dynamic", "mrope"):
-            # dynamic changes frequencies only beyond the trained context, which is not offered; the three positions
-            # that mrope gives a token are one in text.
+            # dynamic changes frequencies only beyond the trained context, which is not supported; the three positions
+            # that mrope gives a token are equal in text
             return RopeFacts(theta, dim), context
         stated = given.integer("original_max_position_embeddings", 1, MAX_CONTEXT, context)
         original = fields.integer("original_max_position_embeddings", 1, MAX_CONTEXT, stated)
@@ -154,7 +155,7 @@ class HfConfig(Config):
             low = fields.number("low_freq_factor", 1e-6, 1e6)
             high = fields.number("high_freq_factor", 1e-6, 1e6)
             if low > high:
-                raise fields.fail("high_freq_factor", f"is {high:g}, it is under low_freq_factor {low:g}")
+                raise fields.fail("high_freq_factor", f"is {high:g}, below low_freq_factor {low:g}")
             return RopeFacts(theta, dim, "llama3", factor, low, high, original), context
         rope = RopeFacts(
             theta,
@@ -181,44 +182,44 @@ class HfConfig(Config):
         return self.longrope(rope, factors, fields.number("attention_factor", 1e-3, 1e3, paper))
 
     def activation(self, key: str = "hidden_act") -> str:
-        """The feed-forward layer's activation, as `Dense` names it."""
+        """The feed-forward layer's activation, by its name in `Dense`."""
         name = self.keys.text(key, "silu")
         if name not in _ACTIVATIONS:
             raise self.keys.fail(key, f"is {name[:60]!r}; {', '.join(_ACTIVATIONS)} are supported")
         return _ACTIVATIONS[name]
 
     def mixture(self, count: str, inner: str, act: str = "silu", **changes: Any) -> Experts:
-        """Experts; `count` and `inner` are the family's keys."""
+        """A mixture of experts; `count` and `inner` are the family's keys."""
         count = count if self.keys.raw(count) is not None else "num_local_experts"
         keys = {"count": count, "top_k": "num_experts_per_tok", "inner": inner}
         return super().experts(keys, act, **changes)
 
     def layer_numbers(self, key: str) -> frozenset[int]:
-        """A list of layers; none where the key is absent."""
+        """Read a list of layer numbers; empty if the key is absent."""
         value = self.keys.raw(key)
         if value is None:
             return frozenset()
         if not isinstance(value, list) or not all(type(item) is int and item >= 0 for item in value):
-            raise self.keys.fail(key, "must list numbers of layers")
+            raise self.keys.fail(key, "must list layer numbers")
         return frozenset(value)
 
     def is_null(self, key: str) -> bool:
-        """Whether the file switches a default off."""
+        """Whether the file sets a key to null explicitly, which turns a default off."""
         return key in self.given.values and self.given.raw(key) is None
 
     def dense_layers(self) -> frozenset[int]:
-        """Layers of a mixture that have one feed-forward layer instead, as Qwen's files say."""
+        """Layers with a dense feed-forward layer instead of experts, by Qwen's keys."""
         every = self.keys.integer("decoder_sparse_step", 1, MAX_LAYERS, 1)
         listed = self.layer_numbers("mlp_only_layers")
         return frozenset(layer for layer in range(self.num_layers) if layer in listed or (layer + 1) % every)
 
     def capped(self, key: str) -> float | None:
-        """A soft-cap; an explicit null switches a default off."""
+        """Read a soft cap; an explicit null turns a default off."""
         return None if self.is_null(key) else self.keys.optional_number(key, 1e-3, 1e6)
 
     @property
     def tower(self) -> Described | None:
-        """What the files say of the tower that they have; None where they have none, or do not describe it."""
+        """The description of the stored vision tower; None if there is no tower or no description."""
         starts = tuple(start for part, start in self.names.parts.items() if part in TOWER)
         if not starts or not isinstance(self.top.raw("vision_config"), dict):
             return None
@@ -228,24 +229,24 @@ class HfConfig(Config):
 
     @property
     def window(self) -> int | None:
-        """`sliding_window`; an explicit null switches a default off."""
+        """`sliding_window`; an explicit null turns a default off."""
         absent = self.is_null("sliding_window") or self.keys.raw("sliding_window") is None
         return None if absent else self.keys.integer("sliding_window", 1, MAX_CONTEXT)
 
     def windows(self, windowed: Callable[[int], bool], *, enabled: bool = True) -> tuple[int | None, ...]:
-        """The window of each layer: as `layer_types` says, else of those that `windowed` says. `enabled`: at all."""
+        """The window of each layer, by `layer_types`, or by `windowed` if absent. Without `enabled` there are none."""
         window = self.window if enabled else None
         if self.keys.raw("layer_types") is None:
             return tuple(window if windowed(layer) else None for layer in range(self.num_layers))
         types = self.layer_types(("full_attention", "sliding_attention"))
         if window is None and enabled and "sliding_attention" in types:
-            raise self.keys.fail("sliding_window", "is missing, layer_types names windowed layers")
+            raise self.keys.fail("sliding_window", "is missing, but layer_types names windowed layers")
         return tuple(window if item == "sliding_attention" else None for item in types)
 
     def layer_types(
         self, known: Sequence[str], default: Callable[[int], str] | None = None, key: str = "layer_types"
     ) -> list[str]:
-        """The kind of each layer, one of `known`; `default` says it where the file does not."""
+        """The kind of each layer, one of `known`; `default` applies if the file does not list them."""
         types = self.keys.raw(key)
         if types is None and default is not None:
             return [default(layer) for layer in range(self.num_layers)]
@@ -272,8 +273,8 @@ class HfConfig(Config):
         }
 
     def _tied(self) -> bool:
-        """Whether the head is the embedding. A wrapper's value comes before that of its text part. But a stored head
-        is tied only where it has the same bytes; a missing one where either of the two says so, or neither anything.
+        """Whether the head is tied to the embedding. A wrapper's value takes precedence over its text part's. A stored
+        head is tied only if it has the same bytes, and a missing one if either value says so or both are absent.
         """
         key, tensors = "tie_word_embeddings", self.checkpoint.tensors
         stated = [fields.flag(key) for fields in (self.top, self.given) if fields.raw(key) is not None]
@@ -282,12 +283,10 @@ class HfConfig(Config):
         if tensors and not head:
             return any(stated) or not stated
         tied = stated[0] if stated else self.keys.flag(key)
-        return tied and (not tensors or (head == {"weight"} and self._stored_alike("lm_head", "model.embed_tokens")))
+        return tied and (not tensors or (head == {"weight"} and self._equal_tables("lm_head", "model.embed_tokens")))
 
-    def _stored_alike(self, *modules: str) -> bool:
-        """Whether two tables hold the same, as far as a few of their bytes say: both ends, where added tokens lie, and
-        some in between.
-        """
+    def _equal_tables(self, *modules: str) -> bool:
+        """Whether two tables are equal, judged by samples: both ends, where added tokens are, and some in between."""
         one, other = (self.checkpoint.tensors.get(f"{self.names.source(module)}.weight") for module in modules)
         if one is None or other is None or (one.dtype, one.shape) != (other.dtype, other.shape):
             return False
@@ -301,30 +300,30 @@ class HfConfig(Config):
 
 
 def object_of(fields: Fields, key: str) -> dict[str, Any]:
-    """The object under `key`; {} where there is none."""
+    """The object under `key`; {} if absent."""
     value = fields.raw(key)
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise fields.fail(key, f"is {shown(repr(value))}, an object is expected")
+        raise fields.fail(key, f"is {shown(repr(value))}, expected an object")
     return value
 
 
 def below(fields: Fields, key: str) -> Fields:
-    """The object under `key`, an empty one where there is none, with its place in the messages."""
+    """The fields of the object under `key`, empty if absent; error messages show the full path."""
     start = f"{fields.prefix}{key}."
     return Fields(fields.path, {start + name: value for name, value in object_of(fields, key).items()}, start)
 
 
 def image_processor(checkpoint: Checkpoint) -> Fields:
-    """What the file of the processor says of images; nothing where there is no such file."""
+    """The image processor configuration; empty if there is no such file."""
     path = next((file for name in _PROCESSORS if (file := checkpoint.path / name).is_file()), None)
     fields = Fields(path or checkpoint.path / _PROCESSORS[0], {} if path is None else read_json_object(path))
     return below(fields, "image_processor") if isinstance(fields.raw("image_processor"), dict) else fields
 
 
 def source_of(top: Fields) -> str:
-    """What config.json calls its architecture; "" where it does not say."""
+    """The architecture named in config.json; "" if there is none."""
     listed = top.raw("architectures")
     if listed is not None and not (isinstance(listed, list) and all(isinstance(item, str) for item in listed)):
         raise top.fail("architectures", "must be a list of names")
@@ -332,7 +331,7 @@ def source_of(top: Fields) -> str:
 
 
 def _ids(key: str, vocab_size: int, *places: Fields) -> tuple[int, ...]:
-    """Token ids from the first place that has them; -1 is how some files write "none"."""
+    """Token ids from the first place that has them; some files write -1 for "none"."""
     for fields in places:
         if fields.raw(key) not in (None, -1):
             return fields.token_ids(key, vocab_size)
@@ -347,14 +346,14 @@ def _has_template(files: Mapping[str, Path]) -> bool:
 
 
 def _name(path: Path) -> str:
-    """The repository of a snapshot in the hub's cache, else the folder's name."""
+    """The repository name of a snapshot in the hub cache, otherwise the folder name."""
     if path.parent.name == "snapshots":
         return path.parent.parent.name.removeprefix("models--").replace("--", "/")
     return path.resolve().name
 
 
 def _yarn_attention(fields: Fields, factor: float) -> float:
-    """What multiplies cos and sin: as stated, or from the factor as in the paper."""
+    """The factor on cos and sin: the stated one, or computed from `factor` as in the YaRN paper."""
     stated = fields.optional_number("attention_factor", 1e-3, 1e3)
     if stated is not None:
         return stated

@@ -1,4 +1,4 @@
-"""Hunyuan (0.5B to 7B, A13B): Llama whose queries and keys are normed behind RoPE, turned by a stretched base."""
+"""Hunyuan (0.5B to 7B, A13B): Llama with query and key norms after RoPE, and an NTK-scaled RoPE base."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .layers import Dense, Experts, LayerFacts
 from .mixers import RopeFacts
 from .names import NameMap, hf_names
 
-# What configurations may leave out.
+# defaults for keys that configurations may omit
 DEFAULTS = {
     "vocab_size": 290_943, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32,
     "num_attention_heads": 32, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5,
@@ -29,7 +29,7 @@ OF_EXPERTS = {"mlp.gate": "mlp.gate.wg"} | {
 
 
 class HunYuanDense(Architecture):
-    """In GGUF its rows are not permuted, and the base is written down stretched."""
+    """GGUF files do not permute rows, and store the scaled RoPE base."""
 
     name = "hunyuan_v1_dense"
     label = "Hunyuan"
@@ -42,18 +42,18 @@ class HunYuanDense(Architecture):
         if config.keys.flag("use_cla"):
             raise config.unsupported(f"{config.source} with use_cla (layers that share keys and values)")
         rope, context = config.rope()
-        return self.facts(config, _stretched(config, rope), context)
+        return self.facts(config, _ntk_scaled(config, rope), context)
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         return self.facts(config, *config.rope())
 
     def facts(self, config: HfConfig | GgufConfig, rope: RopeFacts, context: int) -> ModelFacts:
-        """The whole model, whose layers are all alike."""
+        """The whole model; all layers are identical."""
         layer = LayerFacts(config.attention(rope, qk_norm=True, late_norms=True), self.ffn(config))
         return config.facts((layer,) * config.num_layers, context)
 
     def ffn(self, config: HfConfig | GgufConfig) -> Dense | Experts:
-        """What follows attention."""
+        """The feed-forward layer."""
         return config.dense(_act(config))
 
     def names(self, checkpoint: Checkpoint) -> NameMap:
@@ -63,7 +63,7 @@ class HunYuanDense(Architecture):
 
 
 class HunYuanMoe(HunYuanDense):
-    """Experts in all layers, and one that every token goes through."""
+    """Experts in all layers, and a shared expert."""
 
     name = "hunyuan_v1_moe"
     label = "Hunyuan A13B"
@@ -87,7 +87,7 @@ class HunYuanMoe(HunYuanDense):
         return replace(config.experts(keys, _act(config)), shared_inner=shared)
 
     def hf_values(self, text: Mapping[str, Any]) -> dict[str, Any]:
-        """With one number where the file lists the same for every layer."""
+        """Replace lists with the same number for every layer by that number."""
         values = super().hf_values(text)
         lists = ((key, values.get(key)) for key in ("moe_topk", "moe_intermediate_size", "num_shared_expert"))
         alike = {
@@ -96,14 +96,14 @@ class HunYuanMoe(HunYuanDense):
         return values | alike
 
 
-def _stretched(config: HfConfig, rope: RopeFacts) -> RopeFacts:
-    """NTK-aware scaling with a fixed alpha, which files call "dynamic": it only stretches the base."""
+def _ntk_scaled(config: HfConfig, rope: RopeFacts) -> RopeFacts:
+    """NTK-aware scaling with a fixed alpha, which files call "dynamic": it only changes the base."""
     values = config.rope_values
     alpha = values.get("alpha") if values.get("rope_type", values.get("type")) == "dynamic" else None
     if alpha is None or rope.dim == 2:
         return rope
     if type(alpha) not in (int, float) or not 1 <= alpha <= 1e9:
-        raise config.keys.fail("rope_scaling.alpha", f"is {alpha!r:.60}, it must be a number from 1 to 1e9")
+        raise config.keys.fail("rope_scaling.alpha", f"is {alpha!r:.60}, expected a number from 1 to 1e9")
     return replace(rope, theta=rope.theta * alpha ** (rope.dim / (rope.dim - 2)))
 
 

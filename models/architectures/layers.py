@@ -1,4 +1,4 @@
-"""What a decoder layer is, in numbers: mixers of tokens, what follows them, norms; each says its tensors' shapes."""
+"""Facts of a decoder layer: feed-forward layers, experts, norms and additions; each gives its tensors' shapes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ class Dense:
     bias: bool = False
     fused: bool = False  # gate and up are stored as one module
     gated: bool = True
-    cut: float | None = (
-        None  # of a token's gates so many deviations above their mean are taken off, and none are below 0
-    )
+    # activation sparsity: subtract from a token's gates their mean plus `cut` standard deviations, then clamp at 0
+    cut: float | None = None
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The modules that gate and up come from, in this order."""
+        """The input modules: gate and up, in this order."""
         if not self.gated:
             return ("mlp.up_proj",)
         return ("mlp.gate_up_proj",) if self.fused else ("mlp.gate_proj", "mlp.up_proj")
@@ -35,65 +34,65 @@ class Dense:
         return {f"{name}.bias": shape[:1] for name, shape in self.linears(hidden).items() if self.bias}
 
     def work(self, hidden: int) -> int:
-        """Values held for a token beside the residual stream and its norm: gate and up beside their product, or beside
-        what gates are cut with, float32.
+        """Values held per token besides the residual stream and its norm: gate, up and their product, or with `cut`
+        the float32 temporaries of the threshold.
         """
         return (3 if self.cut is None else 6) * self.inner
 
 
-_CHOOSING = ("mlp.gate", "mlp.shared_expert_gate")
+_EXPERT_ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")
 _STREAMS = (
     *("altup.modality_router", "altup.prediction_coefs", "altup.correction_coefs"),
     *("laurel.linear_left", "laurel.linear_right"),
 )
-# small linear modules that choose or weigh others: they keep their stored numbers whatever the others become
-ROUTERS = _CHOOSING + _STREAMS
+# small linear modules that choose or weight others: they keep their stored format when the others are quantized
+ROUTERS = _EXPERT_ROUTERS + _STREAMS
 # modules that are not quantized -> why not
-STAY_STORED = dict.fromkeys(_CHOOSING, "it chooses experts") | {EXPANDED: "it is taken apart while loading"}
+STAY_STORED = dict.fromkeys(_EXPERT_ROUTERS, "it chooses experts") | {EXPANDED: "it is split by head while loading"}
 STAY_STORED |= dict.fromkeys(_STREAMS, "it is small, and all residual streams depend on it")
 
 
-# before the experts, after the shared expert, after the experts: where they are `apart`
+# norms before the experts, after the shared expert and after the experts, if `apart` is set
 APART_NORMS = ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2")
 
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture: of many feed-forward layers a router chooses some for each token, and sums what they give."""
+    """A mixture of experts: a router chooses some of many feed-forward layers per token and sums their outputs."""
 
     num_experts: int
-    top_k: int  # experts chosen for a token
+    top_k: int  # experts per token
     inner: int  # of one expert
     act: str = "silu"  # silu | gelu_tanh | swiglu_oai (gate · sigmoid(1.702 gate) · (up + 1)) | relu2 (without a gate)
-    # what an expert counts: softmax (over all) | softmax_topk (over those chosen) | sigmoid (each by itself)
-    # | sigmoid_topk (of those chosen by their logits)
+    # routing weights: softmax (over all) | softmax_topk (over the chosen) | sigmoid (per expert)
+    # | sigmoid_topk (of the experts chosen by logit)
     router: str = "softmax"
-    renormalise: bool = True  # the shares of those chosen are divided by their sum
-    scale: float = 1.0  # then multiplied with this
-    choice_bias: bool = False  # a number for each expert that is added for the choice only
-    groups: int = 1  # experts lie in so many groups, of which `group_top_k` are chosen first
+    renormalise: bool = True  # divide the weights of the chosen experts by their sum
+    scale: float = 1.0  # factor on the weights after that
+    choice_bias: bool = False  # a bias per expert that affects only the choice
+    groups: int = 1  # experts are split into this many groups, and `group_top_k` groups are chosen first
     group_top_k: int = 1
-    share_inputs: bool = False  # what it counts multiplies what it takes, and not what it gives
-    shared_inner: int = 0  # of the expert that every token goes through; 0: none
-    shared_gate: bool = False  # its output is multiplied with sigmoid(gate · x)
+    share_inputs: bool = False  # the routing weight multiplies an expert's input instead of its output
+    shared_inner: int = 0  # width of the shared expert, which every token uses; 0: none
+    shared_gate: bool = False  # the shared expert's output is multiplied by sigmoid(gate · x)
     bias: bool = False  # of router and experts
-    limit: float | None = None  # gate is cut off above it, up above and below
-    # router, experts and shared expert norm the residual stream each for itself, and what the latter two give is normed
-    # before it is summed
+    limit: float | None = None  # clamp gate from above, and up on both sides
+    # router, experts and shared expert each have their own input norm, and the outputs of the latter two are normed
+    # before they are summed
     apart: bool = False
-    scales: str = ""  # of what each expert gives, stored with the "router" or with the "experts"; "": none
+    scales: str = ""  # output scale per expert, stored with the "router" or with the "experts"; "": none
     gated: bool = True
     shared_fused: bool = False  # gate and up of the shared expert are stored as one module
-    latent: int = 0  # experts work on so many numbers that the hidden state is projected to, and back; 0: on itself
+    latent: int = 0  # size of the latent space in which experts work; 0: they work on the hidden state
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The modules of an expert that gate and up come from, in this order."""
+        """The input modules of an expert: gate and up, in this order."""
         return ("gate_proj", "up_proj") if self.gated else ("up_proj",)
 
     @property
     def shared_inputs(self) -> tuple[str, ...]:
-        """The same of the shared one."""
+        """The input modules of the shared expert."""
         return ("gate_up_proj",) if self.shared_fused else self.inputs
 
     def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
@@ -128,19 +127,19 @@ class Experts:
         return sizes
 
     def work(self, hidden: int) -> int:
-        """As of `Dense`: what each pair of a token and an expert gives, or, where experts run one by one, rows gathered
-        and their result where all tokens take one; and float32 sums.
+        """As in `Dense`: the outputs of every (token, expert) pair, or the gathered rows and result of one expert that
+        all tokens chose, if experts run one by one; plus float32 sums.
         """
         taken = self.latent or hidden
         each = taken * (1 + self.share_inputs)
-        pairs = self.top_k * (self.inner * (1 if self.gated else 3) + each + 8)  # and where they lie
+        pairs = self.top_k * (self.inner * (1 if self.gated else 3) + each + 8)  # 8 for their indices
         alone = 3 * max(self.inner, self.shared_inner) + 2 * hidden
         more = 3 * hidden * self.apart
         return 4 * self.num_experts + max(pairs, alone) + 4 * hidden + more
 
     @property
     def launches(self) -> int:
-        """Kernels that PyTorch starts one by one for a token where the host learns what is chosen."""
+        """Kernel launches per token if PyTorch runs the experts one by one, with the choice read back to the host."""
         routed = 18 + 6 * (self.groups > 1) + 4 * self.router.startswith("sigmoid")
         own = 7 + {"swiglu_oai": 8, "relu2": 2}.get(self.act, 0) + 2 * (self.limit is not None)
         return routed + self.top_k * own + 5 * bool(self.shared_inner) + 7 * self.shared_gate + 3 * bool(self.latent)
@@ -148,9 +147,9 @@ class Experts:
 
 @dataclass(frozen=True)
 class Norms:
-    """The RMSNorms of a layer, by canonical name below `model.layers.{i}.`.
+    """The norms of a layer, by canonical name below `model.layers.{i}.`.
 
-    `after_*` norm what is added, `over_*` the sum that it is added to.
+    `after_*` norm a block's output before it is added, `over_*` the sum afterwards.
     """
 
     before_mixer: str | None = "input_layernorm"
@@ -159,23 +158,23 @@ class Norms:
     after_ffn: str | None = None
     over_mixer: str | None = None
     over_ffn: str | None = None
-    after_eps: float | None = None  # of those that norm what is added; None: the model's
-    centred: bool = False  # they are LayerNorms: the mean is taken off first
-    bias: bool = False  # and a stored bias is added
+    after_eps: float | None = None  # epsilon of the `after_*` norms; None: the model's
+    centred: bool = False  # LayerNorms instead of RMSNorms
+    bias: bool = False  # they have a bias
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What is added to a token's row of an encoder before the first layer, where a LayerNorm follows."""
+    """Embeddings that an encoder adds to the word embedding before the first layer; a LayerNorm follows."""
 
-    positions: int = 0  # rows of a table of learned positions; 0: none
-    offset: int = 0  # the row of the first position
-    token_types: int = 0  # rows of a table, of which the first counts; 0: none
+    positions: int = 0  # rows of the learned position table; 0: none
+    offset: int = 0  # row of the first position
+    token_types: int = 0  # rows of the token type table, of which only the first is used; 0: none
 
 
 @dataclass(frozen=True)
 class LayerInput:
-    """What a layer adds at its end: numbers that each token has for this layer alone, let in by a gate."""
+    """A per-layer input: an embedding of the token for this layer alone, gated and added at the layer's end."""
 
     size: int
     act: str = "gelu_tanh"  # of the gate
@@ -190,12 +189,12 @@ class LayerInput:
 @dataclass(frozen=True)
 class Streams:
     """AltUp: a token has `count` residual streams; a layer computes the first, predicts all and corrects them. LAuReL:
-    a product of two narrow matrices goes beside attention.
+    a low-rank product runs in parallel to attention.
     """
 
     count: int
     rank: int  # of LAuReL's matrices
-    scaled: bool = True  # a stored vector multiplies the first stream where `LayerInput` reads it
+    scaled: bool = True  # a stored vector scales the first stream as input of `LayerInput`
 
     def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
         router, predict, correct, left, right = _STREAMS
@@ -208,37 +207,37 @@ class Streams:
 
     @property
     def widen(self) -> tuple[str, ...]:
-        """The modules that make the other streams before the first layer."""
+        """The modules that create the other streams before the first layer."""
         return tuple(f"model.altup_projections.{number}" for number in range(self.count - 1))
 
     @property
     def narrow(self) -> tuple[str, ...]:
-        """The modules that these go through behind the last one."""
+        """The modules that project the other streams after the last layer."""
         return tuple(f"model.altup_unembed_projections.{number}" for number in range(self.count - 1))
 
     def outer(self, hidden: int) -> dict[str, tuple[int, int]]:
-        """Those outside of the layers."""
+        """(N, K) of the modules outside the layers."""
         return dict.fromkeys(self.widen + self.narrow, (hidden, hidden))
 
 
 @dataclass(frozen=True)
 class InputTable:
-    """Where the numbers of `LayerInput` come from: a second embedding, and a projection of the first."""
+    """The source of `LayerInput`: a per-layer embedding table, plus a projection of the token embedding."""
 
     rows: int
-    size: int  # of what one layer gets
+    size: int  # of the input of one layer
     num_layers: int
-    nbytes: int = 0  # stored, of the embedding: of which a token reads a row
-    pad: int = 0  # the row of tokens that have none of their own: those of images
+    nbytes: int = 0  # stored bytes of the table; a token reads one row
+    pad: int = 0  # the row for tokens without one of their own, such as image tokens
 
     @property
     def width(self) -> int:
-        """Of a row."""
+        """Elements of a row."""
         return self.size * self.num_layers
 
     @property
     def values(self) -> int:
-        """Of the embedding."""
+        """Elements of the table."""
         return self.rows * self.width
 
     def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
@@ -273,8 +272,8 @@ class Assistant:
 
 @dataclass(frozen=True)
 class Fusion:
-    """What a head that predicts the token after next (MTP) has around its decoder layer: a projection of two vectors
-    side by side, each normed, the next token's embedding and the model's last hidden state; and a last norm of its own.
+    """The parts of an MTP head around its decoder layer: norms and a projection of two concatenated vectors (the next
+    token's embedding and the model's last hidden state), and a final norm.
     """
 
     def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
@@ -286,19 +285,19 @@ class Fusion:
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """One decoder layer: what mixes tokens, what follows, and the norms around them. Either may be absent."""
+    """One decoder layer: a token mixer, a feed-forward layer (either may be absent) and the norms around them."""
 
     mixer: Paged | Stateful | None
     ffn: Dense | Experts | None
     norms: Norms = Norms()
-    scaled: bool = False  # a stored number multiplies what it gives
+    scaled: bool = False  # a stored scalar multiplies the layer's output
     input: LayerInput | None = None
-    parallel: bool = False  # attention and the feed-forward layer read the same residual stream, and both are added
+    parallel: bool = False  # attention and feed-forward layer read the same residual stream, and both are added
     fusion: Fusion | None = None
     streams: Streams | None = None
 
     @property
     def blocks(self) -> tuple[Paged | Stateful | Dense | Experts | LayerInput | Fusion | Streams, ...]:
-        """Mixer, feed-forward layer and what is around them: those that are there."""
+        """The layer's existing parts: mixer, feed-forward layer, input, fusion, streams."""
         found = (self.mixer, self.ffn, self.input, self.fusion, self.streams)
         return tuple(block for block in found if block is not None)

@@ -1,4 +1,4 @@
-"""LFM2, LFM2.5 and LFM3, dense and mixtures of experts: gated short convolutions, and a few layers of attention."""
+"""LFM2, LFM2.5 and LFM3, dense and MoE: gated short convolutions and a few attention layers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
 
 KINDS = "conv", "full_attention"
 FULL_THETA, LOCAL_THETA = 1_000_000.0, 10_000.0  # of LFM3
-# What configurations may leave out.
+# defaults for keys that configurations may omit
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 65_536,
     "num_attention_heads": 32,
@@ -52,7 +52,7 @@ _GGUF_INNER = GGUF_LAYER | {
 
 
 class Lfm2(Architecture):
-    """Attention norms queries and keys; the last norm is called after the embedding."""
+    """Query and key norms; the final norm is named after the embedding."""
 
     name = "lfm2"
     label = "LFM2, LFM2.5"
@@ -87,7 +87,7 @@ class Lfm2(Architecture):
         return config.facts(layers, context)
 
     def feed_forward(self, config: HfConfig) -> Sequence[Dense | Experts]:
-        """Of each layer."""
+        """The feed-forward layer of each layer."""
         keys = config.keys
         inner = keys.integer("block_ff_dim", 1, MAX_HIDDEN * 4, keys.integer("intermediate_size", 1, MAX_HIDDEN * 4))
         if keys.flag("block_auto_adjust_ff_dim"):
@@ -103,12 +103,12 @@ class Lfm2(Architecture):
         if checkpoint.kind == "gguf":
             found, last = gguf_names(_GGUF_INNER), "token_embd_norm"
         else:
-            # transformers writes the experts of a layer as one tensor, by other names than the published files
+            # transformers saves the experts of a layer as one tensor, with names that differ from the published files
             stacked = any("feed_forward.experts." in name and "_proj." in name for name in checkpoint.tensors)
             inner = {f"mlp.{part}": f"feed_forward.{name}" for part, name in _PARTS.items()}
             for part, name in _PARTS.items():
                 inner[f"mlp.experts.{{}}.{part}"] = f"feed_forward.experts.{{}}.{part if stacked else name}"
-            if any(".self_attn.g_proj." in name for name in checkpoint.tensors):  # as the model's code calls it
+            if any(".self_attn.g_proj." in name for name in checkpoint.tensors):  # the name in the model's code
                 inner["self_attn.gate_proj"] = "self_attn.g_proj"
             found = hf_names(checkpoint.tensors, self.inner | inner)
             last = found.top["model.norm"].removesuffix("norm") + "embedding_norm"
@@ -116,7 +116,7 @@ class Lfm2(Architecture):
 
 
 class Lfm2Moe(Lfm2):
-    """The first layers are dense; a sigmoid router, with a bias for the choice."""
+    """The first layers are dense; the router is a sigmoid router with a choice bias."""
 
     name = "lfm2_moe"
     label = "LFM2 MoE"
@@ -146,7 +146,7 @@ class Lfm2Moe(Lfm2):
 
 
 class Lfm3(Lfm2):
-    """Longer convolutions, some attention within a window, a gate for each head, and norms behind both halves."""
+    """Longer convolutions, some windowed attention, a gate per head, and norms after both blocks."""
 
     name = "lfm3"
     label = "LFM3"
@@ -177,12 +177,12 @@ class Lfm3(Lfm2):
         made = {kind: LayerFacts(mixer, config.dense(), norms) for kind, mixer in mixers.items()}
         kinds = config.layer_types(tuple(mixers), _kind)
         if config.window is None and "sliding_attention" in kinds:
-            raise keys.fail("sliding_window", "is missing, layer_types names windowed layers")
+            raise keys.fail("sliding_window", "is missing, but layer_types names windowed layers")
         return config.facts(tuple(made[kind] for kind in kinds), context)
 
 
 def _kind(layer: int) -> str:
-    """Of a layer where the file does not say it."""
+    """The default kind of a layer."""
     return "conv" if layer % 2 or not layer else "full_attention" if layer % 4 == 2 else "sliding_attention"
 
 

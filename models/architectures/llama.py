@@ -1,4 +1,4 @@
-"""Llama 2 and 3.x, SmolLM2, and Mistral, whose layers may see a window only. Biases where the file has them."""
+"""Llama 2 and 3.x, SmolLM2, and Mistral, whose layers may have a window. Biases if the file has them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .layers import LayerFacts
 from .names import NameMap
 from .pixtral_vision import row_vision, with_rows
 
-# What configurations may leave out, above all those below a wrapper: LLaVA's have no sizes.
+# defaults for keys that configurations may omit, mainly below a wrapper: LLaVA's have no sizes
 SIZES = {
     "vocab_size": 32_000, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
 }  # fmt: skip
 
 
 class Llama(Architecture):
-    """Two norms, rotated heads, SiLU."""
+    """Two norms, RoPE, SiLU."""
 
     name = "llama"
     label = "Llama 2 and 3, SmolLM2, Mistral, InternLM3, IQuest-Coder"
@@ -46,7 +46,7 @@ class Llama(Architecture):
     def from_hf(self, config: HfConfig) -> ModelFacts:
         rope, context = config.rope()
         layer = LayerFacts(config.attention(rope), config.dense(config.activation()))
-        # Llama has no window, whatever its config carries along.
+        # Llama has no window, even if its config contains one.
         windows = config.windows(lambda layer: True) if config.model_type == "mistral" else (None,) * config.num_layers
         return config.facts(repeated(layer, windows), context, vision=row_vision(config))
 

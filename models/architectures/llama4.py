@@ -1,4 +1,4 @@
-"""Llama 4 (Scout, Maverick), text: attention in chunks but for layers that know no positions, one expert a token."""
+"""Llama 4 (Scout, Maverick), text: chunked attention, some full-attention layers without RoPE, one expert per token."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .mixers import Attention, RopeFacts
 from .names import NameMap, hf_names
 
 FULL, IN_CHUNKS = "full_attention", "chunked_attention"
-# what GGUF files do not say, and configurations may leave out
-STILL_EVERY = 4  # one of so many layers turns nothing, and sees all
+# defaults for what GGUF files do not state and configurations may omit
+STILL_EVERY = 4  # every fourth layer has full attention without RoPE
 CHUNK = 8192
-GROWTH = (0.1, 8192)  # of queries where nothing turns
-UNNORMED = 128  # experts of Maverick, which norms neither queries nor keys; its GGUF files do not say so
-PLACES = ("", "shared_expert.", "experts.{}.")  # of feed-forward layers
+GROWTH = (0.1, 8192)  # attention temperature in layers without RoPE
+UNNORMED = 128  # number of experts in Maverick, which has no query and key norms; its GGUF files do not state that
+PLACES = ("", "shared_expert.", "experts.{}.")  # prefixes of feed-forward layers
 DEFAULTS = {
     "vocab_size": 202_048, "hidden_size": 5120, "intermediate_size": 8192, "intermediate_size_mlp": 16_384,
     "num_hidden_layers": 48, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128,
@@ -33,7 +33,7 @@ DEFAULTS = {
 
 
 class Llama4(Architecture):
-    """What the router gives an expert multiplies what it takes. Neighbours turn together, in GGUF, too."""
+    """Routing weights multiply the experts' inputs. RoPE is interleaved in both containers."""
 
     name = "llama4"
     label = "Llama 4 (text)"
@@ -55,7 +55,7 @@ class Llama4(Architecture):
             replace(rope, interleaved=True), qk_norm=keys.flag("use_qk_norm"), temperature=growth
         )
         chunks = [chunk if kind == IN_CHUNKS else None for kind in kinds]
-        experts = _own(config.mixture("num_local_experts", "intermediate_size", act))
+        experts = _with_router(config.mixture("num_local_experts", "intermediate_size", act))
         dense = Dense(keys.integer("intermediate_size_mlp", 1, MAX_HIDDEN * 4), act)
         sparse = config.layer_numbers("moe_layers")
         if keys.raw("moe_layers") is None:
@@ -65,7 +65,7 @@ class Llama4(Architecture):
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         rope, context = config.rope(interleaved=True)
-        experts, dense = _own(config.mixture()), config.dense()
+        experts, dense = _with_router(config.mixture()), config.dense()
         chunks = config.windows(STILL_EVERY, CHUNK)
         attention = config.attention(
             replace(rope, permuted=False), qk_norm=experts.num_experts != UNNORMED, temperature=GROWTH
@@ -83,8 +83,8 @@ class Llama4(Architecture):
         return hf_names(checkpoint.tensors, inner | {"mlp.gate": "feed_forward.router"})
 
 
-def _own(experts: Experts) -> Experts:
-    """With one that every token goes through, as wide as the others."""
+def _with_router(experts: Experts) -> Experts:
+    """Add the router's settings and a shared expert as wide as the others."""
     shared = experts.inner
     return replace(experts, router="sigmoid_topk", renormalise=False, share_inputs=True, shared_inner=shared)
 
@@ -95,21 +95,21 @@ def _every(step: int, num_layers: int) -> frozenset[int]:
 
 
 def _turning(config: HfConfig) -> list[bool]:
-    """Whether each layer turns queries and keys."""
+    """Whether each layer has RoPE."""
     keys, num_layers = config.keys, config.num_layers
-    turns = keys.raw("no_rope_layers")  # 1 where a layer turns, whatever the name says; published files have []
+    turns = keys.raw("no_rope_layers")  # despite the name, 1 means that a layer has RoPE; published files have []
     if turns == [] or turns is None:
         every = keys.integer("no_rope_layer_interval", 1, MAX_LAYERS, STILL_EVERY)
         return [(layer + 1) % every != 0 for layer in range(num_layers)]
     if not isinstance(turns, list) or len(turns) != num_layers or any(turn not in (0, 1) for turn in turns):
-        raise keys.fail("no_rope_layers", f"must list 0 or 1 for {num_layers} layers")
+        raise keys.fail("no_rope_layers", f"must list 0 or 1 for each of {num_layers} layers")
     return [bool(turn) for turn in turns]
 
 
 def _layers(
     attention: Attention, turns: Sequence[bool], chunks: Sequence[int | None], ffns: Sequence[Dense | Experts]
 ) -> tuple[LayerFacts, ...]:
-    """The layers. Of `attention`, norms are for those that turn, growing queries for the others."""
+    """Build the layers. The norms of `attention` apply to layers with RoPE, its temperature to the others."""
     rope = attention.rope
     still = RopeFacts(rope.theta, rope.dim, "off", interleaved=True)
     normed = replace(attention, temperature=None, late_norms=attention.qk_norm, bare_norms=attention.qk_norm)

@@ -1,4 +1,4 @@
-"""MiniMax-M2: Qwen3's attention with norms over all heads together, half of which turn, and Mixtral's experts."""
+"""MiniMax-M2: Qwen3's attention with norms over all heads, RoPE on half of each head, and Mixtral's experts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .mixers import RopeFacts
 from .mixtral import BLOCK
 from .names import GGUF_LAYER, NameMap, gguf_names, hf_names
 
-# What configurations may leave out.
+# defaults for keys that configurations may omit
 DEFAULTS = {
     "vocab_size": 200_064, "hidden_size": 3072, "intermediate_size": 1536, "num_hidden_layers": 62,
     "num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 196_608,
@@ -27,7 +27,7 @@ CHOICE_BIAS = "mlp.gate.e_score_correction_bias"
 
 
 class MiniMaxM2(Architecture):
-    """A sigmoid router with a bias for the choice; no expert is shared."""
+    """A sigmoid router with a choice bias; no shared expert."""
 
     name = "minimax_m2"
     label = "MiniMax-M2"
@@ -45,7 +45,7 @@ class MiniMaxM2(Architecture):
         return _facts(config, *config.rope(), config.mixture(router="sigmoid", choice_bias=True))
 
     def hf_values(self, text: Mapping[str, Any]) -> dict[str, Any]:
-        """With the rotated share of a head, which published files state as a number of elements."""
+        """Add the rotated share of a head, which published files state as a number of elements."""
         values = super().hf_values(text)
         turned, dim = values.get("rotary_dim"), values.get("head_dim") or DEFAULTS["head_dim"]
         if type(turned) is int and type(dim) is int and dim > 0:

@@ -1,4 +1,4 @@
-"""Ministral 3, and GGUF files of Mistral 3: Llama whose queries grow with their position beyond the trained context."""
+"""Ministral 3, and GGUF files of Mistral 3: Llama with queries scaled by position beyond the trained context."""
 
 from __future__ import annotations
 
@@ -49,28 +49,29 @@ class Mistral3(Architecture):
 
     def from_gguf(self, config: GgufConfig) -> ModelFacts:
         rope, context = config.rope(interleaved=True)
-        rope = _attended(rope, config.keys.optional_number("rope.scaling.yarn_log_multiplier", 0.0, 1e3))
+        rope = _without_mscale(rope, config.keys.optional_number("rope.scaling.yarn_log_multiplier", 0.0, 1e3))
         attention = config.attention(rope, temperature=gguf_temperature(config, rope, context))
         return config.facts(repeated(LayerFacts(attention, config.dense()), config.windows()), context)
 
 
 def hf_temperature(config: HfConfig, rope: RopeFacts) -> tuple[float, int] | None:
-    """How queries grow, as `Attention` has it; the step is the trained context."""
+    """`Attention.temperature` from config.json; the step is the trained context."""
     grown = config.rope_values.get("llama_4_scaling_beta") or 0.0
     if type(grown) not in (int, float) or not 0 <= grown <= 100:
-        raise config.keys.fail("rope_parameters.llama_4_scaling_beta", f"is {grown!r:.60}, a number is expected")
+        what = f"is {grown!r:.60}, expected a number from 0 to 100"
+        raise config.keys.fail("rope_parameters.llama_4_scaling_beta", what)
     return (float(grown), rope.original_context) if grown and rope.original_context else None
 
 
 def gguf_temperature(config: GgufConfig, rope: RopeFacts, context: int) -> tuple[float, int] | None:
-    """The same."""
+    """`Attention.temperature` from GGUF metadata."""
     grown = config.keys.number("attention.temperature_scale", 0.0, 100.0, 0.0)
     every = config.keys.integer("attention.temperature_length", 1, MAX_CONTEXT, rope.original_context or context)
     return (grown, every) if grown else None
 
 
-def _attended(rope: RopeFacts, mscale: float | None) -> RopeFacts:
-    """`rope` as the converter means it, who keeps one of the two numbers whose quotient counts; the other is 1."""
+def _without_mscale(rope: RopeFacts, mscale: float | None) -> RopeFacts:
+    """`rope` with the attention factor that the converter implies: it stores `mscale_all_dim`, and `mscale` is 1."""
     if not mscale or rope.scaling != "yarn":
         return rope
     return replace(

@@ -1,4 +1,4 @@
-"""What mixes tokens in a decoder layer, in numbers; each says its tensors' shapes, what it keeps and its work."""
+"""Facts of token mixers (attention, recurrent, convolution): each gives its tensors' shapes, cache and work size."""
 
 from __future__ import annotations
 
@@ -8,70 +8,70 @@ from typing import ClassVar, Literal
 
 @dataclass(frozen=True)
 class RopeFacts:
-    """Rotary positions of one kind of layer: inv_freq = theta^(-2j/dim), changed by `scaling`."""
+    """Rotary position embedding of one kind of layer: inv_freq = theta^(-2j/dim), modified by `scaling`."""
 
     theta: float
     dim: int  # rotated elements of a head, even; the rest passes through
     # none | linear (positions / factor) | llama3 | yarn | factors (inv_freq / tensor) | longrope (inv_freq / factors)
-    # | off (nothing turns) | proportional (the first `turning` pairs turn)
+    # | off (no rotation) | proportional (only the first `turning` pairs rotate)
     scaling: str = "none"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_context: int = 0  # tokens the model was trained on before scaling (llama3, yarn, longrope), else 0
-    attention_factor: float = 1.0  # multiplies cos and sin (yarn, longrope); already worked out from the factor
+    attention_factor: float = 1.0  # multiplies cos and sin (yarn, longrope); already computed from the factor
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    # True: pairs (2j, 2j + 1), GGUF of the llama family, whose Q and K rows are permuted; else (j, j + dim/2)
+    # True: pairs (2j, 2j + 1), as in GGUF files of the llama family with permuted Q and K rows; else (j, j + dim/2)
     interleaved: bool = False
-    permuted: bool = False  # the file has rows of Q and K in another order than Transformers, for `interleaved`
-    factors_tensor: str | None = None  # stored tensor [dim/2] that divides inv_freq; then no other scaling applies
+    permuted: bool = False  # the file's Q and K rows are permuted relative to Transformers, for `interleaved`
+    factors_tensor: str | None = None  # stored tensor [dim/2] that divides inv_freq; no other scaling applies then
     truncate: bool = True  # yarn: whether the ramp's ends are rounded to whole dimensions
     short_factors: tuple[float, ...] = ()  # longrope, [dim/2]: for contexts up to the original one
-    long_factors: tuple[float, ...] = ()  # for longer ones
-    turning: int = 0  # proportional: pairs that turn; the others have an angle of 0
+    long_factors: tuple[float, ...] = ()  # longrope, [dim/2]: for longer contexts
+    turning: int = 0  # proportional: number of rotating pairs; the others have an angle of 0
 
 
 @dataclass(frozen=True)
 class Attention:
-    """A mixer of tokens that keeps keys and values."""
+    """Attention with a KV cache (MHA, MQA, GQA)."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     rope: RopeFacts
     scale: float = 1.0
-    window: int | None = None  # a query sees this many positions, itself included; None = all
-    chunked: bool = False  # the window does not move: a query sees what lies in one of so many positions with it
+    window: int | None = None  # a query sees this many positions, including its own; None: all
+    chunked: bool = False  # positions are split into fixed chunks of `window`, and a query sees only its own chunk
     softcap: float | None = None
     qk_norm: bool = False  # a norm over every query and key head before RoPE
-    whole_norms: bool = False  # that norm is over all heads together
-    bare_norms: bool = False  # it has no weight
-    late_norms: bool = False  # it is behind RoPE
-    temperature: tuple[float, int] | None = None  # (b, n): queries at position p grow by 1 + b ln(1 + floor(p / n))
+    whole_norms: bool = False  # the norm spans all heads
+    bare_norms: bool = False  # the norm has no weight
+    late_norms: bool = False  # the norm comes after RoPE
+    temperature: tuple[float, int] | None = None  # (b, n): scale queries at position p by 1 + b ln(1 + floor(p / n))
     temperature_offset: int = 0  # added to p
     qkv_bias: bool = False
     o_bias: bool = False
     fused: bool = False  # q, k and v are stored as one module
-    sinks: bool = False  # a score more for every head, without a value
-    # what a head gives is multiplied with the sigmoid of its gate. "queries": gates follow each query in q; "apart":
-    # they are a module of their own; "heads": of one number for each head
+    sinks: bool = False  # attention sinks: an extra score per head, without a value
+    # a head's output is multiplied by the sigmoid of its gate. "queries": the gates follow each query in q; "apart":
+    # they are a separate module; "heads": a separate module with one number per head
     gate: Literal["", "queries", "apart", "heads"] = ""
-    softplus_gate: bool = False  # log(1 + exp(gate)) multiplies instead of the sigmoid
-    causal: bool = True  # False: a query sees what is behind it, too, with a window as far as before it
-    v_norm: bool = False  # values are normed, too, without a weight
-    k_is_v: bool = False  # values are what keys are made of
-    # the earlier layer whose keys and values it reads; it makes none itself. -1: one of the model that it drafts for
+    softplus_gate: bool = False  # softplus(gate) multiplies the output, not sigmoid(gate)
+    causal: bool = True  # False: a query also sees later positions; a window then extends equally to both sides
+    v_norm: bool = False  # values are also normed, without a weight
+    k_is_v: bool = False  # keys and values come from the same projection
+    # the earlier layer whose KV cache it reads; it has none of its own. -1: a layer of the model that it drafts for
     shares_kv_with: int | None = None
 
     @property
     def kept(self) -> tuple[int, int, int]:
-        """Heads of what a token leaves in the pages, and the elements of its keys and of its values."""
+        """What a token stores in the pages: (KV heads, elements of a key, elements of a value)."""
         return self.num_kv_heads, self.head_dim, self.head_dim
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The modules that queries, keys and values come from, in this order."""
+        """The input modules: queries, gates, keys and values, in this order."""
         if self.fused:
             return ("self_attn.qkv_proj",)
         names = "q" if self.shares_kv_with is not None else "qk" if self.k_is_v else "qkv"
@@ -101,7 +101,7 @@ class Attention:
         return sizes | {f"{name}.bias": shapes[name][:1] for name in names}
 
     def work(self, hidden: int) -> int:
-        """Values held for a token while queries and keys are turned, beside the residual stream and its norm."""
+        """Values held per token during RoPE, besides the residual stream and its norm."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         kv = kv if self.shares_kv_with is None else 0
         return 2 * q + (q + 2 * kv) + 2 * q + 3 * q * bool(self.gate)
@@ -109,23 +109,23 @@ class Attention:
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """A mixer that makes keys and values of all heads from one short vector a token, its latent, and keeps only that,
-    beside a piece of the key that turns with the position and that all heads share.
+    """Multi-head latent attention (MLA): keys and values of all heads come from one latent vector per token. The cache
+    holds only the latent and a rotated piece of the key that all heads share.
     """
 
     num_heads: int
     rank: int  # elements of a latent
-    still_dim: int  # elements of a query and of a key that do not turn; those that do, `rope.dim`, come behind them
+    still_dim: int  # unrotated elements of a query or key; the `rope.dim` rotated ones follow
     value_dim: int
     rope: RopeFacts
     scale: float
-    query_rank: int = 0  # elements of what queries are made of; 0: they are made of the residual stream
-    bias: bool = False  # of the modules that make latents
+    query_rank: int = 0  # elements of the query latent; 0: queries come from the residual stream
+    bias: bool = False  # of the modules that compute the latents
     o_bias: bool = False
-    # keys and values are made by a module a head; those of keys take what does not turn of a query to the latents
+    # up projections are stored per head; those of keys are transposed: they map unrotated queries to the latent space
     by_head: bool = False
-    temperature: tuple[float, int] | None = None  # as of `Attention`
-    # what `Attention` may have besides
+    temperature: tuple[float, int] | None = None  # as in `Attention`
+    # options that only `Attention` has
     window: ClassVar[None] = None
     softcap: ClassVar[None] = None
     shares_kv_with: ClassVar[None] = None
@@ -137,17 +137,17 @@ class LatentAttention:
 
     @property
     def head_dim(self) -> int:
-        """Elements of a query that meets a latent."""
+        """Elements of a query in the latent space."""
         return self.rank + self.rope.dim
 
     @property
     def kept(self) -> tuple[int, int, int]:
-        """As of `Attention`: the latent stands for a key, what turns for a value."""
+        """As in `Attention`, with the latent as the key and the rotated piece as the value."""
         return 1, self.rank, self.rope.dim
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The modules that take the residual stream: what queries are made of, and the latent."""
+        """The input modules: query (or its latent), then the KV latent."""
         return ("self_attn.q_a_proj" if self.query_rank else "self_attn.q_proj"), "self_attn.kv_a_proj_with_mqa"
 
     def linears(self, hidden: int) -> dict[str, tuple[int, int]]:
@@ -173,49 +173,49 @@ class LatentAttention:
         return sizes | {f"{name}.bias": shapes[name][:1] for name in biased}
 
     def work(self, hidden: int) -> int:
-        """As of `Attention`: queries before and after they meet latents, float32 sums of latents, values."""
+        """As in `Attention`: queries before and after the latent projection, float32 sums of latents, values."""
         queries = self.num_heads * (self.still_dim + 2 * self.rope.dim + self.rank)
         return queries + 2 * self.head_dim + self.query_rank + self.num_heads * (2 * self.rank + self.value_dim)
 
     def launches(self, ctx: int) -> int:
-        """Kernels that PyTorch starts one by one for a token behind `ctx` others.
+        """Kernel launches for one token after `ctx` others if PyTorch runs it.
 
-        Each head has two products and a copy, every tile of 128 keys two sums.
+        Each head has two products and a copy; each tile of 128 keys has two sums.
         """
         return 70 + 3 * self.num_heads + 2 * (ctx // 128)
 
 
-EXPANDED = "self_attn.kv_b_proj"  # makes keys and values of latents: taken apart by heads while loading
+EXPANDED = "self_attn.kv_b_proj"  # projects latents to keys and values; split by head while loading
 
 
 @dataclass(frozen=True)
 class GatedDelta:
-    """A mixer that keeps a matrix a value head (the gated delta rule) and the last inputs of a short convolution."""
+    """Gated delta rule: the state is one matrix per value head, and the last inputs of a short convolution."""
 
     num_k_heads: int
     num_v_heads: int  # a multiple of num_k_heads
     k_dim: int
     v_dim: int
     conv_width: int
-    # value head j goes with key head j % num_k_heads (as llama.cpp's converter orders them), else j // (ratio of them)
+    # value head j uses key head j % num_k_heads (llama.cpp's converter order), else j // (num_v_heads / num_k_heads)
     tiled: bool = False
-    log_decay: bool = True  # A_log is stored; False: -exp of it
-    grouped: bool = False  # what the convolution and the gates take is one module, key head by key head
-    grouped_rates: bool = False  # so is how much value heads learn and forget
+    log_decay: bool = True  # the file stores A_log; False: -exp(A_log)
+    grouped: bool = False  # inputs of convolution and gates are one module, grouped by key head
+    grouped_rates: bool = False  # so are the learning and decay rates of the value heads
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The modules that queries, keys, values and gates come from, in this order."""
+        """The input modules: queries, keys, values and gates, in this order."""
         return tuple(f"linear_attn.in_proj_{part}" for part in (("qkvz",) if self.grouped else ("qkv", "z")))
 
     @property
     def rates(self) -> tuple[str, ...]:
-        """The modules that say how much value heads learn, then how much they forget."""
+        """The modules of the value heads' learning rates (beta), then of their decay rates (alpha)."""
         return tuple(f"linear_attn.in_proj_{part}" for part in (("ba",) if self.grouped_rates else "ba"))
 
     @property
     def channels(self) -> int:
-        """What goes through the convolution: queries, keys and values."""
+        """Channels of the convolution: queries, keys and values."""
         return 2 * self.num_k_heads * self.k_dim + self.num_v_heads * self.v_dim
 
     @property
@@ -241,15 +241,15 @@ class GatedDelta:
         }
 
     def work(self, hidden: int) -> int:
-        """Values held for a token beside the residual stream and its norm: what goes in, what the convolution makes of
-        it in float32, and the heads' outputs with their gates.
+        """Values held per token besides the residual stream and its norm: inputs, the float32 convolution, and the
+        heads' outputs with their gates.
         """
         return self.channels + 4 * self.channels + 6 * self.num_v_heads * self.v_dim
 
 
 @dataclass(frozen=True)
 class ShortConv:
-    """A mixer that keeps the last inputs of a short convolution: a gated one, gated once more."""
+    """A short convolution with gated inputs and outputs; the state is its last inputs."""
 
     channels: int  # the hidden size
     conv_width: int
@@ -274,36 +274,36 @@ class ShortConv:
         return sizes
 
     def work(self, hidden: int) -> int:
-        """Values held for a token beside the residual stream and its norm: what goes in, the gated input, and float32
-        copies of it while the convolution sums.
+        """Values held per token besides the residual stream and its norm: inputs, the gated input, and its float32
+        copies during the convolution.
         """
         return 3 * self.channels + self.channels + 10 * self.channels
 
 
 @dataclass(frozen=True)
 class Mamba2:
-    """A mixer that keeps a matrix a head, which decays by a number a token, and the last inputs of a convolution."""
+    """Mamba-2: the state is one matrix per head, decaying by one factor per token, and a convolution's last inputs."""
 
     num_heads: int  # a multiple of num_groups
     head_dim: int
-    num_groups: int  # heads that share what is written to their states and what these are read by; normed together
+    num_groups: int  # groups of heads that share B and C and are normed together
     state_size: int
     conv_width: int
-    eps: float  # of the norm over what the heads of a group give
+    eps: float  # of the norm over the outputs of a group's heads
     bias: bool = False  # of both projections
     conv_bias: bool = True
-    log_decay: bool = True  # A_log is stored; False: -exp of it
-    split_norm: bool = False  # the norm's weight is stored a row a group
-    steps: tuple[float, float] | None = None  # what the lengths of time steps are cut off to
+    log_decay: bool = True  # the file stores A_log; False: -exp(A_log)
+    split_norm: bool = False  # the norm's weight is stored with one row per group
+    steps: tuple[float, float] | None = None  # limits to which time steps (dt) are clamped
 
     @property
     def inner(self) -> int:
-        """Values of all heads."""
+        """Elements of all heads together."""
         return self.num_heads * self.head_dim
 
     @property
     def channels(self) -> int:
-        """What goes through the convolution: values, then what is written to states, then what reads them."""
+        """Channels of the convolution: values (x), then B, then C."""
         return self.inner + 2 * self.num_groups * self.state_size
 
     @property
@@ -332,12 +332,12 @@ class Mamba2:
         return sizes
 
     def work(self, hidden: int) -> int:
-        """Values held for a token beside the residual stream and its norm: what goes in, what the convolution makes of
-        it in float32, and the heads' outputs with their gates.
+        """Values held per token besides the residual stream and its norm: inputs, the float32 convolution, and the
+        heads' outputs with their gates.
         """
         return self.inner + self.channels + self.num_heads + 6 * self.channels + 6 * self.inner
 
 
-# mixers that keep a state of one size, however many tokens there were: `state_bytes`
+# mixers with a state of constant size, independent of the number of tokens: `state_bytes`
 Stateful = GatedDelta | ShortConv | Mamba2
-Paged = Attention | LatentAttention  # mixers that keep something of every token
+Paged = Attention | LatentAttention  # mixers that cache something for every token

@@ -1,4 +1,4 @@
-"""Mixtral: Llama's layers with two of eight experts each. Its GGUF files call themselves llama."""
+"""Mixtral: Llama's layers with two of eight experts per token. In GGUF its architecture name is llama."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .layers import LayerFacts
 from .llama import Llama
 from .names import NameMap, hf_names
 
-# what checkpoints call it; transformers 5 calls it as we do
+# names in published checkpoints; transformers 5 uses our names
 BLOCK = {"mlp.gate": "block_sparse_moe.gate"} | {
     f"mlp.experts.{{}}.{ours}_proj": f"block_sparse_moe.experts.{{}}.{theirs}"
     for ours, theirs in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
@@ -20,7 +20,7 @@ BLOCK = {"mlp.gate": "block_sparse_moe.gate"} | {
 
 
 class Mixtral(Architecture):
-    """The shares of the chosen experts are divided by their sum."""
+    """The weights of the chosen experts are renormalised."""
 
     name = "mixtral"
     label = "Mixtral"

@@ -1,10 +1,10 @@
-"""Images for GGUF models: the tower of an `mmproj` file, as the facts and the tensors that safetensors have.
+"""Images for GGUF models: the vision tower of an `mmproj` file, as the same facts and tensors as from safetensors.
 
-llama.cpp's converter writes it beside the text model: `general.architecture` is clip, `clip.projector_type` or
-`clip.vision.projector_type` says what tower it is, `clip.vision.*` has its numbers, `v.*` and `mm.*` are its tensors.
-The norm of Gemma 3's projector has its 1 added, Qwen's patches have a tensor for each of two frames, and those of Gemma
-4 have their colours one after the other. Queries and keys of Mistral 3's tower turn by neighbouring pairs. What stands
-for an image in a prompt is found in the text model's vocabulary.
+llama.cpp's converter writes it next to the text model: `general.architecture` is clip, `clip.projector_type` or
+`clip.vision.projector_type` names the tower, `clip.vision.*` has its hyper-parameters, and `v.*` and `mm.*` are its
+tensors. Differences from safetensors: Gemma 3's projector norm already includes the added 1, Qwen's patch embedding is
+one tensor per frame, Gemma 4's patches are stored as colour planes, and queries and keys of Mistral 3's tower rotate by
+adjacent pairs. The image tokens are looked up in the text model's vocabulary.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .pixtral_vision import described_rows
 from .qwen_vision import GATED_SECTIONS, SECTIONS, grid_vision, in_sections, interleaved
 from .vision import ImageFacts, PooledFacts
 
-AUTO, OFF = "auto", "off"  # what is beside the model, and none; anything else is a file
+AUTO, OFF = "auto", "off"  # the file next to the model, or none; any other value is a path
 OTHER_HINT = "use the mmproj file of the same model, or --mmproj off for text only"
 _LAYER = "vision.encoder.layers.{}."
 _GRID = {
@@ -103,13 +103,13 @@ _ROWS = {
     "mm.patch_merger": "projector.patch_merger.merging_layer",
     "mm.1": "projector.linear_1",
     "mm.2": "projector.linear_2",
-    "v.token_embd.img_break": "vision.img_break",  # a row of the text model's embedding, which is read there
+    "v.token_embd.img_break": "vision.img_break",  # unused: a copy of a row of the text model's embedding
 }
 
 
 @dataclass(frozen=True)
 class Projector:
-    """An open mmproj file, its tensors under canonical names, and the text model that it is for."""
+    """An open mmproj file with its tensors under canonical names, and its text model."""
 
     file: Checkpoint
     model: Checkpoint
@@ -120,7 +120,7 @@ class Projector:
         return Fields(self.file.path, self.file.metadata, "clip.vision.")
 
     def described(self, top: Mapping[str, Any], vision: Mapping[str, Any], **processor: int) -> Described:
-        """`vision_config` with `vision` and what all towers have, `top` beside it."""
+        """A `Described` with `top`, and with `vision` and the common keys as `vision_config`."""
         own = self.numbers(num_hidden_layers="block_count", hidden_size="embedding_length", patch_size="patch_size")
         own |= self.numbers(intermediate_size="feed_forward_length", num_attention_heads="attention.head_count")
         path, windows = self.file.path, self.text.windows
@@ -132,23 +132,23 @@ class Projector:
         )  # fmt: skip
 
     def numbers(self, **names: str) -> dict[str, int]:
-        """Sizes that must be stated, under other names."""
+        """Read required sizes: our name -> the key in the file."""
         return {ours: self.keys.integer(theirs, 1, 1 << 20) for ours, theirs in names.items()}
 
     def tokens(self, **texts: str) -> dict[str, int]:
-        """Ids of tokens of the text model; Gemma 3's files often lack the one that stands for a vector."""
+        """Ids of tokens in the text model's vocabulary; Gemma 3 files often lack the placeholder for a vector."""
         listed = self.model.metadata.get("tokenizer.ggml.tokens", [])
         found = {}
         for name, text in texts.items():
-            spelled = next((one for one in (text.encode(), _INSTEAD.get(text)) if one in listed), None)
+            spelled = next((one for one in (text.encode(), _ALTERNATIVES.get(text)) if one in listed), None)
             if spelled is None:
-                what = f"lacks {text}, by which it would know of images"
+                what = f"the vocabulary has no {text} token, which images need"
                 raise bad(self.model.path, what, key="tokenizer.ggml.tokens", hint=OTHER_HINT, error=UnsupportedModel)
             found[name] = listed.index(spelled)
         return found
 
     def shape(self, name: str, dims: int) -> tuple[int, ...]:
-        """Of a tensor that must be there and have so many dimensions."""
+        """The shape of a required tensor with `dims` dimensions."""
         info = self.file.tensors.get(name)
         if info is None or len(info.shape) != dims:
             what = "the tensor is missing" if info is None else f"has shape {list(info.shape)}"
@@ -156,7 +156,7 @@ class Projector:
         return info.shape
 
 
-_INSTEAD = {"<image_soft_token>": b"<mask>"}  # a control token, so that no text becomes it
+_ALTERNATIVES = {"<image_soft_token>": b"<mask>"}  # a control token, which no text can produce
 
 
 def _grid(found: Projector) -> ImageFacts | None:
@@ -185,7 +185,7 @@ def _described_grid(found: Projector, sizes: Mapping[str, Any]) -> Described:
 
 
 def _sections(found: Projector, usual: list[int]) -> list[int]:
-    """How many pairs turn by time, row and column."""
+    """How many pairs rotate by time, by row and by column."""
     stated = found.model.metadata.get(f"{found.text.source_architecture}.rope.dimension_sections")
     if isinstance(stated, np.ndarray) and stated.dtype.kind in "iu" and len(stated) > 2:
         return list(stated.tolist())
@@ -206,7 +206,7 @@ def _siglip(found: Projector) -> ImageFacts | None:
 def _rows(found: Projector) -> ImageFacts | None:
     keys, both = found.keys, Fields(found.file.path, found.file.metadata, "clip.")
     if "projector.patch_merger.merging_layer.weight" not in found.file.tensors or not both.flag("use_silu"):
-        return None  # Pixtral 12B's, whose patches are vectors of their own; another function
+        return None  # Pixtral 12B, without a patch merger, or another activation
     vision = found.numbers(image_size="image_size", num_hidden_layers="block_count")
     top = found.tokens(image_token_id="[IMG]", image_break_token_id="[IMG_BREAK]", image_end_token_id="[IMG_END]") | {
         "spatial_merge_size": keys.integer("spatial_merge_size", 1, 16, 1)
@@ -232,17 +232,17 @@ def _pooled(found: Projector) -> ImageFacts | None:
         "standardize": "vision.std_bias" in found.file.tensors,
     }
     top = found.tokens(image_token_id="<|image|>", boi_token_id="<|image>", eoi_token_id="<image|>")
-    # what no key says: in all but those with inputs for every layer the tokens of an image see each other
+    # not stored in the file: image tokens attend to each other in all models without per-layer inputs
     given = found.described(top, vision, max_soft_tokens=max(1, min(TOKENS, places // step)))
     facts = gemma4_vision(given, "" if found.text.inputs is not None else "windowed")
     return replace(facts, planar=True) if isinstance(facts, PooledFacts) else None
 
 
 class Kind(NamedTuple):
-    """What a projector type means."""
+    """A supported projector type."""
 
-    decoders: tuple[str, ...]  # `general.architecture` of the text models that it is for
-    names: Mapping[str, str]  # tensors, or modules, below `v.blk.N.` or whole -> canonical names, {} for N
+    decoders: tuple[str, ...]  # `general.architecture` of its text models
+    names: Mapping[str, str]  # tensor or module, below `v.blk.N.` or in full -> canonical name, {} for N
     facts: Callable[[Projector], ImageFacts | None]
 
 
@@ -256,12 +256,12 @@ KINDS = {
 
 
 def tower_of(model: Checkpoint, text: ModelFacts, wish: str) -> tuple[Checkpoint, ImageFacts] | None:
-    """The mmproj file that is to be read, its tensors under canonical names, and what it is; None where there is none.
+    """The mmproj file to use, with its tensors under canonical names, and its facts; None if there is none.
 
-    wish   AUTO, OFF or a file
+    wish   AUTO, OFF or a path
 
-    Raises BadModelFile, UnsupportedModel or ModelNotFound for a file that was named, or when none beside the model will
-    do. Files beside it that are for other families of models are passed over.
+    Raises BadModelFile, UnsupportedModel or ModelNotFound if the given file, or every candidate next to the model, is
+    unusable. Files next to the model that belong to other model families are skipped.
     """
     if wish == OFF or (wish == AUTO and text.pooling):
         return None
@@ -272,7 +272,7 @@ def tower_of(model: Checkpoint, text: ModelFacts, wish: str) -> tuple[Checkpoint
         return _read(named, model, text, named=True)
     flaw: BadModelFile | ModelNotFound | None = None
     for path in (
-        _beside(model.path) if any(text.source_architecture in kind.decoders for kind in KINDS.values()) else ()
+        _candidates(model.path) if any(text.source_architecture in kind.decoders for kind in KINDS.values()) else ()
     ):
         try:
             found = _read(path, model, text)
@@ -286,8 +286,8 @@ def tower_of(model: Checkpoint, text: ModelFacts, wish: str) -> tuple[Checkpoint
     return None
 
 
-def _beside(path: Path) -> Iterator[Path]:
-    """The mmproj files in the folder of a model, or at the top of its repository, the likeliest first."""
+def _candidates(path: Path) -> Iterator[Path]:
+    """The mmproj files in a model's folder and at the top of its repository, best match first."""
     top = path.parent.parent if path.parent.parent.parent.name == "snapshots" else path.parent
     for folder in dict.fromkeys((path.parent, top)):
         found = [file for file in folder.glob("*.gguf") if is_projector(file.name)]
@@ -300,7 +300,7 @@ def _beside(path: Path) -> Iterator[Path]:
 
 
 def _read(path: Path, model: Checkpoint, text: ModelFacts, named: bool = False) -> tuple[Checkpoint, ImageFacts] | None:
-    """One file; None where it is for another family and was not `named`."""
+    """Read one file; None if it belongs to another family and was not `named` by the user."""
     file = open_checkpoint(path)
     try:
         keys = Fields(path, file.metadata, "clip.")
@@ -309,7 +309,7 @@ def _read(path: Path, model: Checkpoint, text: ModelFacts, named: bool = False) 
         name = keys.text("projector_type") or keys.text("vision.projector_type")
         kind = KINDS.get(name)
         if kind is None:
-            what = f"the projector type {shown(name) or '(none)'} is not read; {', '.join(KINDS)} are"
+            what = f"the projector type {shown(name) or '(none)'} is not supported; supported: {', '.join(KINDS)}"
             raise bad(path, what, hint=OTHER_HINT, error=UnsupportedModel)
         if text.source_architecture not in kind.decoders:
             if not named:
@@ -319,12 +319,12 @@ def _read(path: Path, model: Checkpoint, text: ModelFacts, named: bool = False) 
             raise bad(path, what, hint=OTHER_HINT, error=UnsupportedModel)
         width = keys.integer("vision.projection_dim", 1, 1 << 20)
         if width != text.hidden_size:
-            what = f"is for a model whose vectors have {width:,} elements, those of this one have {text.hidden_size:,}"
+            what = f"is for a model of hidden size {width:,}, but this model's hidden size is {text.hidden_size:,}"
             raise bad(path, what, key="clip.vision.projection_dim", hint=OTHER_HINT, error=UnsupportedModel)
         found = Projector(replace(file, tensors=_renamed(file, kind.names)), model, text)
         facts = kind.facts(found)
         if facts is None:
-            raise bad(path, "describes a tower that is not computed", hint=OTHER_HINT, error=UnsupportedModel)
+            raise bad(path, "describes a vision tower that is not supported", hint=OTHER_HINT, error=UnsupportedModel)
         return found.file, facts
     except BaseException:
         file.close()
@@ -336,17 +336,17 @@ _DEEP = re.compile(r"v\.deepstack\.(\d{1,4})\.(\w+)(\..+)")
 
 
 def _taps(file: Checkpoint) -> list[int]:
-    """Layers whose results are made into vectors for the decoder's first layers."""
+    """The tower layers whose outputs go to the decoder's first layers (DeepStack)."""
     stated = file.metadata.get("clip.vision.is_deepstack_layers")
     return np.flatnonzero(stated).tolist() if isinstance(stated, np.ndarray) else []
 
 
 def _renamed(file: Checkpoint, names: Mapping[str, str]) -> dict[str, TensorInfo]:
-    """A tower's tensors under canonical names; sounds (a.*, mm.a.*) are left out. Raises UnsupportedModel."""
+    """A tower's tensors under canonical names, without audio (a.*, mm.a.*). Raises UnsupportedModel."""
     found: dict[str, TensorInfo] = {}
     inner = file.metadata.get("clip.vision.feed_forward_length")
     down = file.tensors.get("v.blk.0.ffn_down.weight")
-    if down is not None and down.shape[0] == inner and down.shape[-1] != inner:  # the first files of Gemma 3
+    if down is not None and down.shape[0] == inner and down.shape[-1] != inner:  # early Gemma 3 files swap the names
         names = {**names, "ffn_up": names["ffn_down"], "ffn_down": names["ffn_up"]}
     taps = _taps(file)
     for name, info in file.tensors.items():
@@ -355,13 +355,13 @@ def _renamed(file: Checkpoint, names: Mapping[str, str]) -> dict[str, TensorInfo
         deep = _DEEP.fullmatch(name)
         match = deep or _BLOCK.fullmatch(name) or _TOP.fullmatch(name)
         module, rest = (match[2], match[3]) if match else (name, "")
-        if deep:  # called by the layer, not by its place among those that are listed
+        if deep:  # numbered by tower layer, not by index in `taps`
             module = f"deepstack {module}"
         whole = names.get(module + rest)
         ours = whole or names.get(module, "")
         known = match and ours and (int(deep[1]) in taps if deep else not match[1] or int(match[1]) < MAX_LAYERS)
         if not match or not known:
-            raise bad(file.path, "is not read: it belongs to another kind of tower", key=name, hint=OTHER_HINT,
+            raise bad(file.path, "belongs to a kind of vision tower that is not supported", key=name, hint=OTHER_HINT,
                       error=UnsupportedModel)  # fmt: skip
         ours = ours.format(taps.index(int(deep[1])) if deep else match[1]) + ("" if whole else rest)
         shape = info.shape

@@ -1,4 +1,4 @@
-"""`open_model`: a checkpoint with its meaning, once every tensor is there in the shape that its numbers imply."""
+"""`open_model`: a checkpoint with its facts, after checking that every tensor exists with the expected shape."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _SOUND = re.compile(r"(^|\.)(audio_tower|embed_audio)\.")
 def open_model(path: Path | str, mmproj: str = AUTO) -> OpenModel:
     """Open the model at `path`: a .gguf file, or a folder with safetensors or one .gguf. Close it, or use `with`.
 
-    mmproj   of GGUF: "auto" reads images with the mmproj file beside it, "off" with none; else the file
+    mmproj   for GGUF: "auto" uses the mmproj file next to the model, "off" none; otherwise a path
 
-    Raises what `open_checkpoint` raises; `facts` raises more, when it is asked for.
+    Raises what `open_checkpoint` raises; accessing `facts` can raise more.
     """
     found = OpenModel(**vars(open_checkpoint(path)))
     found.mmproj = mmproj
@@ -43,10 +43,10 @@ def open_model(path: Path | str, mmproj: str = AUTO) -> OpenModel:
 
 
 class OpenModel(Checkpoint):
-    """A checkpoint and what it means."""
+    """A checkpoint and its facts."""
 
     mmproj: str
-    projector: Path | None = None  # the file that the tower is in, where it is not the model's; `facts` finds it
+    projector: Path | None = None  # the mmproj file with the tower, if there is one; set by `facts`
 
     @cached_property
     def _understood(self) -> tuple[ModelFacts, NameMap]:
@@ -54,17 +54,17 @@ class OpenModel(Checkpoint):
 
     @property
     def names(self) -> NameMap:
-        """What this file calls the modules. Raises as `facts`."""
+        """The module names in this file. Raises like `facts`."""
         return self._understood[1]
 
     @cached_property
     def formats(self) -> dict[str, StoredFormat]:
-        """How each linear module is stored, by its name in the file. Raises BadModelFile or UnsupportedFormat."""
+        """The stored format of each linear module, by name in the file. Raises BadModelFile or UnsupportedFormat."""
         return stored_formats(self)
 
     @cached_property
     def facts(self) -> ModelFacts:
-        """The model's numbers, checked against limits and tensors.
+        """The model's facts, checked against limits and tensors.
 
         Raises BadModelFile, UnsupportedModel or UnsupportedFormat.
         """
@@ -91,7 +91,7 @@ class OpenModel(Checkpoint):
         )
 
     def _with_tower(self, facts: ModelFacts) -> ModelFacts:
-        """With the tower of an mmproj file; without, and why, where the one beside the model cannot be read."""
+        """Add the tower of an mmproj file, or the reason why the one next to the model cannot be used."""
         if self.kind != "gguf":
             return facts
         whole, found = (self.tensors, self.files, self.formats), None
@@ -113,7 +113,7 @@ class OpenModel(Checkpoint):
         return replace(facts, vision=vision)
 
     def _with_predictor(self, facts: ModelFacts, held: Mapping[str, int]) -> ModelFacts:
-        """With the bytes of the head that predicts, or without a head that cannot be read: the model does not need it.
+        """Add the bytes of the MTP head, or drop a head that cannot be read, since the model runs without it.
 
         held   module -> its stored bytes
         """
@@ -122,48 +122,48 @@ class OpenModel(Checkpoint):
         try:
             self._layer(facts.num_layers, facts.predictor, facts.hidden_size)
         except (BadModelFile, UnsupportedFormat) as error:
-            return replace(facts, predictor=None, predictor_flaw=f"the head that predicts tokens (MTP): {error}")
+            return replace(facts, predictor=None, predictor_flaw=f"the MTP head cannot be used: {error}")
         return replace(facts, predictor_bytes=sum(held[name] for name in self._modules(facts, facts.num_layers)))
 
     def _modules(self, facts: ModelFacts, index: int) -> set[str]:
-        """The modules of a layer, as the file names them."""
+        """The modules of a layer, by their names in the file."""
         start, layer = f"model.layers.{index}.", facts.keeping_layers[index]
         vectors = (self.names.tensor(start + name) for name in vector_shapes(layer, facts.hidden_size))
         modules = {self.names.source(start + module) for module in linear_shapes(layer, facts.hidden_size)}
         return modules | {name.rpartition(".")[0] for name in vectors}
 
     def stored_modules(self, facts: ModelFacts) -> set[str]:
-        """The modules below layers that the model is made of, and those of its streams, as the file names them."""
+        """The modules of all layers and of AltUp's streams, by their names in the file."""
         outer = () if facts.streams is None else map(self.names.source, facts.streams.outer(facts.hidden_size))
         return set(outer).union(*(self._modules(facts, index) for index in range(len(facts.keeping_layers))))
 
     @property
     def doubt(self) -> str:
-        """Where the configuration contradicts the tensors, which are believed; "" where it does not."""
+        """A warning if the configuration contradicts the tensors, which take precedence; "" if it does not."""
         said = self.quantization_config.get("quant_method") or self.quantization_config.get("quant_algo")
         stored = self.facts.stored_format
         if not said or stored not in ("bf16", "fp16", "f32"):
             return ""
-        return f"the configuration says {str(said)[:40]}, the weights are stored as {stored}: they are read as stored"
+        return f"the configuration says {str(said)[:40]}, but the weights are {stored}; they are read as {stored}"
 
     @property
     def unread(self) -> str:
-        """A tower that is not computed, so that only the rest runs; "" where there is none."""
+        """A warning about an unsupported tower, without which the rest of the model runs; "" if there is none."""
         if self.facts.vision_flaw:
             return f"{self.facts.vision_flaw}: the model reads text only"
         sees = self.facts.vision is not None
         found = ((_SOUND if sees else _TOWER).search(name) for name in self.tensors)
         tower = next((match[2] for match in found if match is not None), "")
         reads = "text and images" if sees else "text only"
-        return f"{tower} is not computed: the model reads {reads}" if tower else ""
+        return f"{tower} is not supported: the model reads {reads}" if tower else ""
 
     def _check(self, facts: ModelFacts) -> None:
-        """Raise for the first tensor that is missing or of another shape."""
+        """Raise for the first tensor that is missing or has the wrong shape."""
         hidden = facts.hidden_size
         num_layers = facts.num_layers + facts.extra_layers
         first = next(self.names.beyond(self.tensors, num_layers), None)
         if first is not None:
-            what = f"belongs to a layer beyond the {num_layers} that the file states"
+            what = f"belongs to a layer beyond the {num_layers} that the file declares"
             raise bad(self.path, what, key=first)
         self._linear("model.embed_tokens", (facts.vocab_size, hidden))
         if not facts.tied_embeddings:
@@ -188,7 +188,7 @@ class OpenModel(Checkpoint):
         size = hidden
         for projection in facts.projections:
             if projection.inputs != size:
-                what = f"takes {projection.inputs:,} numbers, the vector before it has {size:,}"
+                what = f"takes {projection.inputs:,} inputs, but the vector before it has {size:,} elements"
                 raise bad(self.path, what, key=projection.name)
             size = projection.outputs
             self._stored_linear(projection.name, (size, projection.inputs))
@@ -233,14 +233,14 @@ class OpenModel(Checkpoint):
         stored = self.formats.get(name)
         if stored is None:
             below = sorted(key for key in self.tensors if key.startswith(f"{name}."))
-            what = f"is stored as {', '.join(below[:4])}, a layout that is not read" if below else "is missing"
+            what = f"is stored as {', '.join(below[:4])}, an unsupported layout" if below else "is missing"
             raise bad(self._holder(name), f"the weight {what}", key=f"{name}.weight")
         if stored.shape != shape:
-            what = f"holds a weight of {list(stored.shape)}, {list(shape)} is expected"
+            what = f"the weight has shape {list(stored.shape)}, expected {list(shape)}"
             raise bad(self._holder(name), what, key=f"{name}.weight")
 
     def _holder(self, name: str) -> Path:
-        """The file, or folder, that a tensor of this name would lie in."""
+        """The file or folder that would contain a tensor of this name."""
         return self.projector if self.projector is not None and name.startswith(TOWER) else self.path
 
     def _vector(self, tensor: str, shape: tuple[int, ...]) -> None:
@@ -251,6 +251,6 @@ class OpenModel(Checkpoint):
         if info is None:
             raise bad(self._holder(name), "the tensor is missing", key=name)
         if tuple(n for n in info.shape if n > 1) != tuple(n for n in shape if n > 1):
-            raise bad(info.file, f"has shape {list(info.shape)}, {list(shape)} is expected", key=name)
+            raise bad(info.file, f"has shape {list(info.shape)}, expected {list(shape)}", key=name)
         if info.dtype not in DENSE:
-            raise bad(info.file, f"is stored as {info.dtype}, {', '.join(DENSE)} are expected", key=name)
+            raise bad(info.file, f"is stored as {info.dtype}, expected one of {', '.join(DENSE)}", key=name)

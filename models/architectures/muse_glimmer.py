@@ -1,4 +1,4 @@
-"""Muse Glimmer: gated attention, four norms a layer; three of four layers see a window, and only those turn."""
+"""Muse Glimmer: gated attention, four norms per layer; three of four layers have a window, and only those have RoPE."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ POST_NORM_EPS = 1e-8  # GGUF files have no key for it
 
 
 class MuseGlimmer(Architecture):
-    """Rows of the embedding are normed; queries and keys, too, without weights; the last norm has no 1 added."""
+    """Embedding rows, queries and keys are normed without weights; the final norm's weight has no offset."""
 
     name = "muse_glimmer"
     label = "Muse Glimmer (text)"
@@ -45,7 +45,7 @@ class MuseGlimmer(Architecture):
         turns = keys.raw("layer_rope_theta")
         given = [rope.theta * (window is not None) for window in windows]
         if turns is not None and turns != given:
-            raise config.unsupported(f"{config.source} with other layer_rope_theta than windowed layers turn by")
+            raise config.unsupported(f"{config.source} with a layer_rope_theta that does not match its windowed layers")
         scale = config.head_dim**-0.5 * keys.number("qk_scale_factor", 1e-6, 1e6)
         still = RopeFacts(rope.theta, rope.dim, "off")
         attention = config.attention(still, scale=scale, qk_norm=True, bare_norms=True, gate="apart", fused=False)

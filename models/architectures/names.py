@@ -1,7 +1,7 @@
-"""`NameMap`: canonical module names and what the tensors of one checkpoint are called.
+"""`NameMap`: canonical module names -> the names in one checkpoint.
 
-Canonical module names are Hugging Face's: `model.embed_tokens`, `model.layers.{i}.self_attn.q_proj`, ...,
-`model.norm`, `lm_head`; a name stands without the last component (`.weight`, `.bias`, `.weight_scale`).
+Canonical module names are Hugging Face's, without the last component (`.weight`, `.bias`, `.weight_scale`):
+`model.embed_tokens`, `model.layers.{i}.self_attn.q_proj`, ..., `model.norm`, `lm_head`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.([\w.]+)")
 _ONE_OF_MANY = re.compile(r"(mlp\.experts\.|self_attn\.[kv]_b_proj\.)(\d+)((?:\.\w+)?)")  # experts, or heads
-TOWER = ("vision.", "projector.")  # what canonical names of a tower's tensors begin with
-MTP = "mtp."  # what Qwen's names begin with of the head that predicts the token after next
+TOWER = ("vision.", "projector.")  # prefixes of canonical names of a vision tower
+MTP = "mtp."  # prefix of the MTP head in Qwen files
 _WRAPPERS = ("language_model.model.", "model.language_model.", "model.text_model.")
 GGUF_LAYER = {
     "input_layernorm": "attn_norm",
@@ -47,16 +47,16 @@ GGUF_LAYER = {
 class NameMap:
     """Canonical module names -> stored ones."""
 
-    top: Mapping[str, str]  # modules outside of the layers
-    layer: str  # what a layer's modules begin with, `{}` for its number
-    # modules and whole tensors below a layer that are called otherwise; `{}` for an expert's number, or a head's
+    top: Mapping[str, str]  # modules outside the layers
+    layer: str  # prefix of a layer's modules, with `{}` for its number
+    # modules and whole tensors below a layer with other names; `{}` is the number of an expert or head
     inner: Mapping[str, str] = field(default_factory=dict)
-    # what canonical names of what stands beside the layers (a tower, a head that predicts) begin with -> what theirs do
+    # canonical prefix of a part outside the layers (vision tower, MTP head) -> its stored prefix
     parts: Mapping[str, str] = field(default_factory=dict)
-    text: tuple[str, ...] = ("",)  # what names of the text model's tensors begin with; others are not loaded
+    text: tuple[str, ...] = ("",)  # prefixes of the text model's tensors; others are not loaded
 
     def source(self, module: str) -> str:
-        """The name in the file of a canonical module."""
+        """The stored name of a canonical module."""
         part = next((part for part in self.parts if module.startswith(part)), None)
         if part is not None:
             return self.parts[part] + module.removeprefix(part)
@@ -70,7 +70,7 @@ class NameMap:
         return self.layer.format(match[1]) + self.inner.get(of_all, of_all).format(one[2])
 
     def tensor(self, name: str) -> str:
-        """The name in the file of a canonical tensor that is no linear module's weight."""
+        """The stored name of a canonical tensor that is not the weight of a linear module."""
         if name.startswith(tuple(self.parts)):
             return self.source(name)
         match = _LAYER.fullmatch(name)
@@ -80,14 +80,14 @@ class NameMap:
         return f"{self.source(module)}.{last}"
 
     def beyond(self, tensors: Iterable[str], num_layers: int) -> Iterator[str]:
-        """The tensors of layers that `num_layers` do not count."""
+        """The tensors of layers numbered `num_layers` or higher."""
         layer = re.compile(re.escape(self.layer).replace(r"\{\}", r"(\d{1,9})"))
         found = ((layer.match(name), name) for name in tensors)
         return (name for match, name in found if match and int(match[1]) >= num_layers)
 
 
 def predictor_names(number: object) -> dict[str, str]:
-    """For `parts`: Qwen's names of that head, which everybody else calls layer `number`."""
+    """Entries for `parts` with Qwen's names of the MTP head, whose canonical name is layer `number`."""
     start = f"model.layers.{number}."
     outer = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden"}
     names = {start + name: MTP + theirs for name, theirs in (outer | {"shared_head.norm": "norm"}).items()}
@@ -95,16 +95,16 @@ def predictor_names(number: object) -> dict[str, str]:
 
 
 def gguf_names(inner: Mapping[str, str] = GGUF_LAYER) -> NameMap:
-    """What llama.cpp's converter calls them; a tower's tensors have canonical names (`mmproj`)."""
+    """The names that llama.cpp's converter writes; a tower's tensors already have canonical names (`mmproj`)."""
     top = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
     return NameMap(top, "blk.{}.", inner, {part: part for part in TOWER})
 
 
 def hf_names(tensors: Collection[str], inner: Mapping[str, str] | None = None) -> NameMap:
-    """The canonical names but for `inner`; those below a multi-modal wrapper, or of a model without a head."""
+    """Hugging Face's names, which are canonical except for `inner` and the prefixes of wrappers and headless models."""
     prefixes = ("model.", *_WRAPPERS, "")
     prefix = next((p for n in tensors for p in prefixes if n.startswith(f"{p}embed_tokens.")), "model.")
-    # Old wrappers keep the head beside their inner model, new ones at the top.
+    # Old wrappers have the head next to their inner model, new ones at the top level.
     old = prefix == _WRAPPERS[0] and any(name.startswith("language_model.lm_head.") for name in tensors)
     head = "language_model.lm_head" if old else "lm_head"
     top = {"model.embed_tokens": f"{prefix}embed_tokens", "model.norm": f"{prefix}norm", "lm_head": head}

@@ -1,4 +1,4 @@
-"""Nemotron-H, Nemotron Nano v2 and Nemotron 3: each layer is one block, of Mamba-2, attention, or feed-forward."""
+"""Nemotron-H, Nemotron Nano v2 and Nemotron 3: each layer is a single block of Mamba-2, attention or feed-forward."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _KEYS = {
     "conv_width": "conv_kernel",
 }
 _MLP = ("up_proj", "down_proj")
-# what is in front of a block is its mixer, whatever it is
+# files call every block a mixer, whatever its kind
 _HF = {
     "input_layernorm": "norm",
     "self_attn": "mixer",
@@ -50,7 +50,7 @@ _GGUF = GGUF_MAMBA | {
 
 
 class NemotronH(Architecture):
-    """No positions; relu² without gates; a sigmoid router where there are experts."""
+    """No RoPE; relu² without gates; a sigmoid router if there are experts."""
 
     name = "nemotron_h"
     label = "Nemotron-H to 3"
@@ -68,7 +68,7 @@ class NemotronH(Architecture):
     gguf_types = ("nemotron_h", "nemotron_h_moe")
 
     def hf_values(self, text: Mapping[str, Any]) -> dict[str, Any]:
-        """The number of layers is not stated where they are listed."""
+        """Derive the number of layers from their list, next to which it is not stated."""
         found = super().hf_values(text)
         pattern = found.get("hybrid_override_pattern")
         if isinstance(pattern, str) and found.get("layer_types") is None:
@@ -118,7 +118,7 @@ class NemotronH(Architecture):
 
 def _layers(config: Config, blocks: list[Attention | Mamba2 | Dense | Experts]) -> tuple[LayerFacts, ...]:
     if not any(isinstance(block, Attention) for block in blocks):
-        raise config.unsupported(f"{config.source} without a layer of attention")
+        raise config.unsupported(f"{config.source} without an attention layer")
     mixing, feeding = Norms(before_ffn=None), Norms(before_mixer=None, before_ffn="input_layernorm")
     return tuple(
         LayerFacts(None, block, feeding) if isinstance(block, Dense | Experts) else LayerFacts(block, None, mixing)

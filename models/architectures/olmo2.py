@@ -1,4 +1,4 @@
-"""OLMo 2 and OLMo 3: norms after attention and feed-forward layer only, and over all queries or keys of a token."""
+"""OLMo 2 and OLMo 3: norms only after attention and feed-forward layer, and query and key norms over all heads."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .layers import LayerFacts, Norms
 from .mixers import RopeFacts
 from .names import GGUF_LAYER, NameMap, gguf_names
 
-FULL_EVERY, THETA = 4, 500_000.0  # OLMo 3: three windowed layers, then one that sees all
+FULL_EVERY, THETA = 4, 500_000.0  # OLMo 3: three windowed layers, then one of full attention
 NORMS = Norms(None, None, "post_attention_layernorm", "post_feedforward_layernorm")
 AFTER = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}  # in GGUF
 
 
 class Olmo2(Architecture):
-    """OLMo 3 adds windows; scaling of positions is for the layers that see all."""
+    """OLMo 3 adds windows; RoPE scaling applies only to full-attention layers."""
 
     name = "olmo2"
     label = "OLMo 2 and 3"

@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: Llama with fused projections, part of a head rotated, and two sets of rotations by context."""
+"""Phi-3 and Phi-4: Llama with fused projections, partial RoPE, and LongRoPE."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .names import GGUF_LAYER, NameMap, gguf_names
 
 
 class Phi3(Architecture):
-    """Contexts up to the original one turn by the short factors of LongRoPE, longer ones by the long factors."""
+    """Contexts up to the original length use LongRoPE's short factors, longer ones its long factors."""
 
     name = "phi3"
     label = "Phi-3 and Phi-4"
@@ -33,12 +33,12 @@ class Phi3(Architecture):
         return config.facts(repeated(layer, [_seen(window, context) for window in config.windows()]), context)
 
     def names(self, checkpoint: Checkpoint) -> NameMap:
-        """In GGUF gate and up are called up."""
+        """The names; in GGUF, the fused gate and up projection is called ffn_up."""
         if checkpoint.kind != "gguf":
             return super().names(checkpoint)
         return gguf_names(GGUF_LAYER | {"mlp.gate_up_proj": "ffn_up"})
 
 
 def _seen(window: int | None, context: int) -> int | None:
-    """Phi-4-mini states a window of twice its context."""
+    """Drop a window that is not smaller than the context: Phi-4-mini states twice its context."""
     return None if window is None or window >= context else window

@@ -1,4 +1,4 @@
-"""The tower of Mistral 3's files as facts: `vision_config`, the processor's file, and the projector's keys."""
+"""Vision facts of Mistral 3 files, from `vision_config`, the processor configuration and the projector's keys."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .qwen_vision import CLIP_MEAN, CLIP_STD, colours
 from .vision import MAX_IMAGE_TOKENS, RowFacts
 
 _TOWER, _PROJECTOR = "patch_conv.weight", "patch_merger.merging_layer.weight"
-# the tokens of every published model: files name the first at most
+# token ids in every published model; files state at most the first
 IMAGE_TOKEN, BREAK_TOKEN, END_TOKEN = 10, 12, 13
 
 
 def with_rows(names: NameMap, checkpoint: Checkpoint) -> NameMap:
-    """With what the tower's and the projector's tensors begin with in safetensors, where both are there."""
+    """Add the name prefixes of tower and projector in safetensors, if both are stored."""
     ends = {"vision.": _TOWER, "projector.": _PROJECTOR}
     found = {part: name.removesuffix(end) for name in checkpoint.tensors for part, end in ends.items()
              if name.endswith(end)}  # fmt: skip
@@ -27,33 +27,33 @@ def with_rows(names: NameMap, checkpoint: Checkpoint) -> NameMap:
 
 
 def row_vision(config: HfConfig) -> RowFacts | None:
-    """The tower of a wrapper's file, where it is one that is computed here."""
+    """The tower of a wrapper's file, if it is supported."""
     eps = config.keys.number("rms_norm_eps", 1e-12, 0.1, config.DEFAULT_EPS)
     return None if config.tower is None else described_rows(config.tower, eps)
 
 
-def described_rows(given: Described, eps: float) -> RowFacts | None:
-    """The tower; limits are far above those of published models. None for what is not computed: the text part runs.
+def described_rows(described: Described, eps: float) -> RowFacts | None:
+    """The tower, with limits far above published models; None if it is not supported, so only the text model runs.
 
-    eps   of the decoder's norms, and of the projector's
+    eps   of the norms of decoder and projector
     """
-    top, own = given.top, below(given.top, "vision_config")
+    top, own = described.top, below(described.top, "vision_config")
     if own.text("hidden_act", "gelu") != "silu" or top.text("projector_hidden_act", "gelu") != "gelu":
         return None
     if top.raw("vision_feature_layer") not in (None, -1):
         return None
     hidden, heads = own.integer("hidden_size", 4, 1 << 14, 1024), own.integer("num_attention_heads", 1, 1 << 10, 16)
     if hidden % (4 * heads) or own.integer("head_dim", 1, 1 << 14, hidden // heads) != hidden // heads:
-        raise own.fail("hidden_size", f"is {hidden}, no multiple of 4 for each of {heads} heads")
+        raise own.fail("hidden_size", f"is {hidden}, not a multiple of 4 for each of {heads} heads")
     patch, merge = own.integer("patch_size", 1, 1 << 8, 16), top.integer("spatial_merge_size", 1, 16, 2)
     stated = own.integer("image_size", 1, 1 << 16, 1024)
-    stated = below(given.processor, "size").integer("longest_edge", 1, 1 << 16, stated)
-    columns = (math.isqrt(4 * MAX_IMAGE_TOKENS + 5) - 1) // 2  # of a square image, with a token behind each row but one
-    mean, std = colours(given.processor, CLIP_MEAN, CLIP_STD)
+    stated = below(described.processor, "size").integer("longest_edge", 1, 1 << 16, stated)
+    columns = (math.isqrt(4 * MAX_IMAGE_TOKENS + 5) - 1) // 2  # of a square image, counting the break tokens
+    mean, std = colours(described.processor, CLIP_MEAN, CLIP_STD)
     image_token = top.integer("image_token_id", 0, MAX_VOCAB, IMAGE_TOKEN)
     image_token = top.integer("image_token_index", 0, MAX_VOCAB, image_token)
     if image_token != IMAGE_TOKEN and top.raw("image_break_token_id") is None:
-        return None  # another vocabulary, whose other tokens are not known
+        return None  # another vocabulary, whose break and end tokens are unknown
     facts = RowFacts(
         num_layers=own.integer("num_hidden_layers", 1, MAX_LAYERS, 24),
         hidden=hidden,
@@ -61,7 +61,7 @@ def described_rows(given: Described, eps: float) -> RowFacts | None:
         num_heads=heads,
         patch_size=patch,
         merge=merge,
-        outputs=given.hidden_size,
+        outputs=described.hidden_size,
         theta=below(own, "rope_parameters").number("rope_theta", 1.0, 1e15, own.number("rope_theta", 1.0, 1e15, 1e4)),
         longest=min(stated, columns * patch * merge),
         mean=mean,
@@ -71,6 +71,6 @@ def described_rows(given: Described, eps: float) -> RowFacts | None:
         image_token=image_token,
         break_token=top.integer("image_break_token_id", 0, MAX_VOCAB, BREAK_TOKEN),
         end_token=top.integer("image_end_token_id", 0, MAX_VOCAB, END_TOKEN),
-        nbytes=given.nbytes,
+        nbytes=described.nbytes,
     )
-    return facts if max(facts.image_token, facts.break_token, facts.end_token) < given.vocab_size else None
+    return facts if max(facts.image_token, facts.break_token, facts.end_token) < described.vocab_size else None

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: Llama with biases on q, k and v where the file has them; configurations do not mention them."""
+"""Qwen2 and Qwen2.5: Llama with biases on q, k and v, if the file has them; configurations do not mention them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .names import NameMap
 from .qwen_vision import GATED_SECTIONS, GATED_TOWER, grid_vision, hf_axes, with_grid
 from .vision import ImageFacts
 
-# What configurations may leave out.
+# defaults for keys that configurations may omit
 DEFAULTS = {
     "vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 22_016, "num_hidden_layers": 32,
     "num_attention_heads": 32, "max_position_embeddings": 32_768, "max_window_layers": 28, "sliding_window": 4096,
@@ -38,7 +38,7 @@ class Qwen2(Architecture):
         ("internvl", "llava_onevision", "got_ocr2", "fast_vlm", "ovis2", "video_llama_3", "qwen2_audio"), "qwen2"
     )
     hf_classes = ("Qwen2ForCausalLM",)
-    # positions in three dimensions are one in text; the last name is Ollama's
+    # in text, the three positions of M-RoPE are equal; the last name is Ollama's
     gguf_types: ClassVar[tuple[str, ...]] = ("qwen2", "qwen2vl", "qwen25vl")
     own: dict[str, Any] = {}
 
@@ -51,7 +51,7 @@ class Qwen2(Architecture):
         return config.facts(repeated(layer, windows), context, vision=self.vision(config, rope.dim // 2))
 
     def vision(self, config: HfConfig, half: int) -> ImageFacts | None:
-        """The tower of those that have one which is computed here; `half` pairs of a head's dimensions turn."""
+        """The vision tower, if the model has a supported one; `half` is the number of rotated pairs of a head."""
         if config.model_type != "qwen2_5_vl_text":
             return None
         axes = hf_axes(config, half, GATED_SECTIONS, in_turn=False)

@@ -1,4 +1,4 @@
-"""Qwen3 (dense): Qwen2 with a norm over every query and key head before RoPE; biases only where the file has them."""
+"""Qwen3 (dense): Qwen2 with a norm over every query and key head before RoPE; biases only if the file has them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .vision import ImageFacts
 
 
 class Qwen3(Qwen2):
-    """Its head size does not follow from the hidden size."""
+    """The head size is independent of the hidden size."""
 
     name = "qwen3"
     label = "Qwen3, Qwen3-VL"

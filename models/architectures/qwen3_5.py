@@ -1,4 +1,4 @@
-"""Qwen3.5 to 3.8 (dense or experts) and Qwen3-Next: three layers of the gated delta rule to each of gated attention."""
+"""Qwen3.5 to 3.8 (dense and MoE) and Qwen3-Next: three gated delta rule layers for each gated attention layer."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .mixers import Attention, GatedDelta, RopeFacts
 from .names import GGUF_LAYER, NameMap, gguf_names, predictor_names
 from .qwen_vision import grid_parts, grid_vision, hf_axes
 
-FULL_EVERY = 4  # one layer of so many attends, the last of each group
-# What configurations may leave out.
+FULL_EVERY = 4  # the last of every four layers has attention
+# defaults for keys that configurations may omit
 DEFAULTS = {
     "head_dim": 256,
     "num_key_value_heads": 4,
@@ -47,7 +47,7 @@ GGUF_HYBRID = GGUF_LAYER | {
 
 
 class Qwen3_5(Architecture):
-    """Attention turns a quarter of each head, norms queries and keys, and has a gate behind every query."""
+    """Attention with RoPE on a quarter of each head, query and key norms, and a gate after every query."""
 
     name = "qwen3_5"
     label = "Qwen3.5, 3.6 and 3.8 (dense)"
@@ -55,7 +55,7 @@ class Qwen3_5(Architecture):
     hf_wrappers = dict.fromkeys(("qwen3_5", "minicpmv4_6", "minicpmv4_7", "minicpm_ocr"), "qwen3_5_text")
     hf_classes: ClassVar[tuple[str, ...]] = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
     gguf_types = ("qwen35",)
-    grouped = False  # whether what each key head needs lies together in the checkpoints
+    grouped = False  # whether checkpoints group the projections by key head
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
         rope, context = config.rope()
@@ -87,7 +87,7 @@ class Qwen3_5(Architecture):
         num_v_heads = keys.integer("ssm.time_step_rank", 1, MAX_HEADS)
         inner = keys.integer("ssm.inner_size", 2, MAX_HEADS * MAX_HEAD_DIM)
         if inner % num_v_heads:
-            raise keys.fail("ssm.inner_size", f"is {inner:,}, no multiple of {num_v_heads} heads")
+            raise keys.fail("ssm.inner_size", f"is {inner:,}, not a multiple of {num_v_heads} heads")
         delta = GatedDelta(
             grouped=self.grouped and any(name.endswith(".ssm_in.weight") for name in config.checkpoint.tensors),
             grouped_rates=self.grouped,
@@ -113,11 +113,11 @@ class Qwen3_5(Architecture):
         return config.dense()
 
     def with_dense(self, config: HfConfig, layers: tuple[LayerFacts, ...]) -> tuple[LayerFacts, ...]:
-        """The layers, those without experts as the file says."""
+        """The layers, with dense feed-forward layers where the file asks for them."""
         return layers
 
     def names(self, checkpoint: Checkpoint) -> NameMap:
-        """In GGUF the norm before the feed-forward layer is called after what it follows."""
+        """The names; in GGUF, the norm before the feed-forward layer is called post_attention_norm."""
         if checkpoint.kind == "gguf":
             return gguf_names(GGUF_HYBRID)
         text = checkpoint.config.get("text_config")
@@ -126,7 +126,7 @@ class Qwen3_5(Architecture):
 
 
 class Qwen3_5Moe(Qwen3_5):
-    """The same with a mixture of experts behind every mixer, and a shared expert with a gate of its own."""
+    """Qwen3.5 with a mixture of experts in every layer and a gated shared expert."""
 
     name = "qwen3_5_moe"
     label = "Qwen3.5 and 3.6 MoE"
@@ -141,8 +141,8 @@ class Qwen3_5Moe(Qwen3_5):
 
     def feed_forward(self, config: HfConfig) -> Experts:
         shared = config.keys.integer("shared_expert_intermediate_size", 1, MAX_HIDDEN * 4)
-        given = "num_experts", "moe_intermediate_size", config.activation()
-        return config.mixture(*given, shared_inner=shared, shared_gate=True)
+        args = "num_experts", "moe_intermediate_size", config.activation()
+        return config.mixture(*args, shared_inner=shared, shared_gate=True)
 
     def feed_forward_of_gguf(self, config: GgufConfig) -> Experts:
         shared = config.keys.integer("expert_shared_feed_forward_length", 1, MAX_HIDDEN * 4)
@@ -150,7 +150,7 @@ class Qwen3_5Moe(Qwen3_5):
 
 
 class Qwen3Next(Qwen3_5Moe):
-    """The projections lie key head by key head; GGUF has queries, keys and values apart from the gates by now."""
+    """Projections are grouped by key head; newer GGUF files store queries, keys and values apart from the gates."""
 
     name = "qwen3_next"
     label = "Qwen3-Next"

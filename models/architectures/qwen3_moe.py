@@ -1,4 +1,4 @@
-"""Qwen3 mixtures (30B-A3B, Coder, 235B-A22B): Qwen3's attention; a router chooses a few of many small experts."""
+"""Qwen3 MoE (30B-A3B, Coder, 235B-A22B): Qwen3's attention with many small experts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .qwen_vision import DEEP_TOWER, VL_SECTIONS, grid_vision, hf_axes, with_gri
 
 
 class Qwen3Moe(Architecture):
-    """Layers may have a dense feed-forward layer instead."""
+    """Some layers may have a dense feed-forward layer instead."""
 
     name = "qwen3_moe"
     label = "Qwen3 MoE, Qwen3-VL MoE"

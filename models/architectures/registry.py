@@ -1,4 +1,4 @@
-"""The architectures this version runs: one line each. Lists, refusals and lookups anywhere else read this table."""
+"""The supported architectures, one line each. All lists, error messages and lookups use this table."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     GptOss(),
     Mixtral(),
     Glm4Moe(),
-    DeepseekV2(),  # GGUF files of those after it call themselves alike
+    DeepseekV2(),  # the GGUF files of the next two have the same architecture name
     DeepseekV3(),
     Glm4MoeLite(),
     Lfm2(),
@@ -111,24 +111,24 @@ ARCHITECTURES: tuple[Architecture, ...] = (
 )
 
 
-# names of classes that generate, or that give vectors: those for other tasks have a head that is not computed
+# class names of models that generate text or embeddings; classes for other tasks have an unsupported head
 _CLASSES = re.compile(r"\w+For(CausalLM|ConditionalGeneration|MaskedLM)|(?!\w*For[A-Z])\w+Model")
 
 
 def runnable() -> str:
-    """What this version runs, in the words people know the families by."""
+    """The supported families by their common names."""
     return ", ".join(architecture.label for architecture in ARCHITECTURES)
 
 
 def names() -> tuple[str, ...]:
-    """What we call the architectures that run."""
+    """The canonical names of the supported architectures."""
     return tuple(architecture.name for architecture in ARCHITECTURES)
 
 
 def canonical(source: str) -> str:
-    """What we call an architecture that a hub, config.json or GGUF header names; the name itself when unknown."""
+    """The canonical name of an architecture named by a hub, config.json or GGUF header; unknown names are unchanged."""
     for one in ARCHITECTURES:
-        # Not hf_wrappers: a GGUF file of the same name is another architecture (mistral3).
+        # Without hf_wrappers: a GGUF file of the same name is a different architecture (mistral3).
         if source in (one.name, *one.hf_types, *one.hf_classes, *one.gguf_types):
             return one.name
     wrapper = source.removesuffix("ForConditionalGeneration").replace("_", "").lower() if "For" in source else ""
@@ -137,9 +137,9 @@ def canonical(source: str) -> str:
 
 
 def understand(checkpoint: Checkpoint) -> tuple[ModelFacts, NameMap]:
-    """What a checkpoint's numbers mean and what its modules are called, not yet held against its tensors.
+    """The facts and module names of a checkpoint, not yet checked against its tensors.
 
-    Raises UnsupportedModel for architectures that are not here, BadModelFile for values out of range.
+    Raises UnsupportedModel for unknown architectures, BadModelFile for values out of range.
     """
     return _from_gguf(checkpoint) if checkpoint.kind == "gguf" else _from_hf(checkpoint)
 
@@ -168,7 +168,7 @@ def _from_hf(checkpoint: Checkpoint) -> tuple[ModelFacts, NameMap]:
     for one in ARCHITECTURES:
         if model_type in one.hf_wrappers:
             text = top.raw("text_config")
-            if text is None and "num_hidden_layers" in checkpoint.config:  # as Qwen2-VL was published
+            if text is None and "num_hidden_layers" in checkpoint.config:  # the layout in which Qwen2-VL was published
                 text = checkpoint.config | {"model_type": one.hf_wrappers[model_type]}
             if not isinstance(text, dict):
                 raise top.fail("text_config", "must be an object")

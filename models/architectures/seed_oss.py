@@ -1,4 +1,4 @@
-"""Seed-OSS: Llama with biases on q, k and v, and a head size of its own."""
+"""Seed-OSS: Llama with biases on q, k and v, and a head size independent of the hidden size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .names import GGUF_LAYER, NameMap, gguf_names
 
 
 class SeedOss(Architecture):
-    """In GGUF its rows are not permuted, and the second norm is called as in Hugging Face's files."""
+    """GGUF files do not permute rows, and name the second norm like Hugging Face does."""
 
     name = "seed_oss"
     label = "Seed-OSS"

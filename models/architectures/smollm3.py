@@ -1,4 +1,4 @@
-"""SmolLM3: Llama with layers that know no positions."""
+"""SmolLM3: Llama with some layers without RoPE."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .hf import HfConfig
 from .layers import Dense, LayerFacts
 from .mixers import Attention, RopeFacts
 
-STILL_EVERY = 4  # one of so many layers turns nothing where the file does not list them
+STILL_EVERY = 4  # every fourth layer has no RoPE by default
 
 
 class SmolLM3(Architecture):
-    """Every fourth layer turns neither queries nor keys; those are the ones that may see a window only."""
+    """Every fourth layer has no RoPE; only those layers may have a window."""
 
     name = "smollm3"
     label = "SmolLM3"
@@ -33,11 +33,11 @@ class SmolLM3(Architecture):
         keys, num_layers = config.keys, config.num_layers
         rope, context = config.rope()
         every = keys.integer("no_rope_layer_interval", 1, MAX_LAYERS, STILL_EVERY)
-        turns = keys.raw("no_rope_layers")  # 1 where a layer turns, whatever the name says
+        turns = keys.raw("no_rope_layers")  # despite the name, 1 means that a layer has RoPE
         if turns is None:
             turns = [int((layer + 1) % every != 0) for layer in range(num_layers)]
         if not isinstance(turns, list) or len(turns) != num_layers or any(turn not in (0, 1) for turn in turns):
-            raise keys.fail("no_rope_layers", f"must list 0 or 1 for {num_layers} layers")
+            raise keys.fail("no_rope_layers", f"must list 0 or 1 for each of {num_layers} layers")
         enabled = keys.flag("use_sliding_window") and config.window is not None
         windows = config.windows(lambda layer: not turns[layer], enabled=enabled)
         attention, dense = config.attention(rope), config.dense(config.activation())

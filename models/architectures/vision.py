@@ -1,4 +1,4 @@
-"""What reads images, in numbers: as one square (SigLIP), or in their own proportions, with a tower or without."""
+"""Facts of vision towers: for square images (SigLIP) or any aspect ratio, with transformer layers or without."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-MAX_IMAGE_TOKENS = 2048  # of an image: larger ones are made smaller, whatever the model could take
-MAX_RATIO = 200  # of an image's sides
+MAX_IMAGE_TOKENS = 2048  # per image; larger images are scaled down even if the model supports more
+MAX_RATIO = 200  # limit of an image's aspect ratio
 BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 LAYER_NORMS = (
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
@@ -17,24 +17,24 @@ Bidirectional = Literal["", "windowed", "all"]  # the layers in which an image's
 
 @dataclass(frozen=True)
 class VisionFacts:
-    """A tower that turns an image into vectors for the decoder (SigLIP): patches, layers that all see each other, then
-    squares of patches averaged, normed and projected. Its vectors take the places of `image_token` in a prompt.
+    """A tower that turns an image into vectors for the decoder (SigLIP): patches, layers of full attention, then
+    squares of patches averaged, normed and projected. The vectors replace `image_token` in a prompt.
     """
 
     num_layers: int
     hidden: int
     inner: int
     num_heads: int
-    image_size: int  # pixels of a side: an image is resized to that square
+    image_size: int  # pixels of a side; images are resized to this square
     patch_size: int  # pixels of a side
     eps: float
-    tokens: int  # vectors that an image becomes, a square number
-    image_token: int  # stands for a vector
+    tokens: int  # vectors per image, a square number
+    image_token: int  # placeholder for a vector
     begin_token: int
     end_token: int
     nbytes: int = 0  # stored bytes of tower and projector
-    resampling: ClassVar[str] = "BILINEAR"  # how Pillow resizes an image for it
-    axes: ClassVar[tuple[int, ...]] = ()  # positions count on through an image
+    resampling: ClassVar[str] = "BILINEAR"  # Pillow's filter for resizing
+    axes: ClassVar[tuple[int, ...]] = ()  # image tokens have ordinary sequential positions
     bidirectional: ClassVar[Bidirectional] = "all"
 
     @property
@@ -44,24 +44,24 @@ class VisionFacts:
 
     @property
     def placed(self) -> tuple[int | str, ...]:
-        """What takes the place of the mark: texts and tokens."""
+        """The texts and tokens that replace the mark."""
         return "\n\n", self.begin_token, self.image_token, self.end_token, "\n\n"
 
     def num_tokens(self, width: int, height: int) -> int:
-        """Of an image that was resized."""
+        """Tokens of a resized image."""
         return self.tokens
 
     @property
     def least_tokens(self) -> int:
-        """Of the smallest image."""
+        """Tokens of the smallest image."""
         return self.tokens
 
     def fitted(self, width: int, height: int) -> tuple[int, int]:
-        """The size that an image is resized to."""
+        """The size to which an image is resized."""
         return self.image_size, self.image_size
 
     def grid(self, width: int, height: int) -> tuple[int, int] | None:
-        """Rows and columns of the tokens of an image that was resized; None where positions do not know of them."""
+        """Token rows and columns of a resized image; None if positions do not depend on them."""
         return None
 
     @property
@@ -97,21 +97,21 @@ class VisionFacts:
 
     @property
     def work(self) -> int:
-        """Bytes that one image takes while it is computed: attention's inputs, or the feed-forward layer's, float32."""
+        """Work memory of one image in bytes: the inputs of attention or of the feed-forward layer, float32."""
         return self.side**2 * 4 * (4 * self.hidden + max(4 * self.hidden, 2 * self.inner)) + 9 * self.image_size**2 * 4
 
 
 class Proportional:
-    """What keeps an image's proportions."""
+    """Base of towers that keep an image's aspect ratio."""
 
     patch_size: int  # pixels of a side
-    merge: int  # patches of a side that become one vector
-    image_token: int  # stands for a vector, and what the template writes for an image
+    merge: int  # a square of merge x merge patches becomes one vector
+    image_token: int  # placeholder for a vector, which the template also writes for an image
     resampling: ClassVar[str] = "BICUBIC"
 
     @property
     def factor(self) -> int:
-        """Pixels of a side of what becomes one vector."""
+        """Side in pixels of the square that becomes one vector."""
         return self.patch_size * self.merge
 
     @property
@@ -120,21 +120,21 @@ class Proportional:
         return self.image_token
 
     def num_tokens(self, width: int, height: int) -> int:
-        """Of an image that was resized."""
+        """Tokens of a resized image."""
         return width // self.factor * (height // self.factor)
 
 
 @dataclass(frozen=True)
 class GridFacts(Proportional):
-    """A tower that keeps an image's proportions (Qwen): patches with interpolated positions and rotary ones by row and
-    column, layers that all see each other, then squares of `merge` patches a side made into one vector. In the decoder
-    an image's tokens are as causal as text, and positions count its rows and columns.
+    """A tower that keeps an image's aspect ratio (Qwen): patches with interpolated position embeddings and 2D RoPE,
+    layers of full attention, then one vector per square of merge x merge patches. In the decoder, image tokens are
+    causal like text, and their positions count rows and columns.
 
-    Qwen3-VL's makes vectors of what some of its layers give, too (DeepStack): those of the first are added behind the
-    decoder's first layer, and so on. The vectors of a token lie one behind the other.
+    Qwen3-VL also makes vectors from the outputs of some of its layers (DeepStack): those of the first such layer are
+    added after the decoder's first layer, and so on. The vectors of a token are concatenated.
 
-    Qwen2.5-VL's has rotary positions only, most of its layers see windows, their feed-forward layers are gated, and
-    their norms take no mean off.
+    Qwen2.5-VL has only 2D RoPE, most of its layers use windowed attention, its feed-forward layers are gated, and its
+    norms are RMSNorms.
     """
 
     num_layers: int
@@ -142,47 +142,47 @@ class GridFacts(Proportional):
     inner: int
     num_heads: int
     patch_size: int  # pixels of a side
-    merge: int  # patches of a side that become one vector
-    frames: int  # frames of a video in one patch, of one tensor of it: an image stands for all of them
-    side: int  # rows and columns of the table of positions; 0: there is none
+    merge: int  # a square of merge x merge patches becomes one vector
+    frames: int  # video frames per tensor of the patch embedding; an image is used for all of them
+    side: int  # rows and columns of the position table; 0: there is none
     outputs: int  # elements of a vector: the decoder's hidden size
-    theta: float  # of the rotary positions
-    min_pixels: int  # an image is resized to so many, or more
-    max_pixels: int  # and no more
+    theta: float  # of the RoPE
+    min_pixels: int  # an image is resized to at least this many
+    max_pixels: int  # and at most this many
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
-    image_token: int  # stands for a vector, and what the template writes for an image
-    # of each pair that the decoder turns: whether by the position in time (0), by row (1) or by column (2)
+    image_token: int  # placeholder for a vector, which the template also writes for an image
+    # per rotated pair of the decoder: whether it rotates by time (0), row (1) or column (2)
     axes: tuple[int, ...]
     eps: float = 1e-6
     nbytes: int = 0  # stored bytes
-    kernels: tuple[str, ...] = ("",)  # ends of the names of the tensors that make a patch of pixels
-    taps: tuple[int, ...] = ()  # ascending: layers of the tower whose results decoder layers 0, 1, .. get
-    gated: bool = False  # as Qwen2.5-VL's
-    window: int = 0  # vectors a side of the windows that all layers see but those of `whole`; 0: they see all
-    whole: tuple[int, ...] = ()
-    apart: bool = False  # queries, keys and values are modules of their own
+    kernels: tuple[str, ...] = ("",)  # name suffixes of the patch embedding's tensors
+    taps: tuple[int, ...] = ()  # ascending: tower layers whose outputs go to decoder layers 0, 1, ... (DeepStack)
+    gated: bool = False  # Qwen2.5-VL's variant
+    window: int = 0  # window side in vectors, for all layers except `whole`; 0: full attention
+    whole: tuple[int, ...] = ()  # layers of full attention
+    apart: bool = False  # queries, keys and values are separate modules
     bidirectional: ClassVar[Bidirectional] = ""
 
     @property
     def tokens(self) -> int:
-        """Of the largest image."""
+        """Tokens of the largest image."""
         return self.max_pixels // self.factor**2
 
     @property
     def least_tokens(self) -> int:
-        """Of the smallest image."""
+        """Tokens of the smallest image."""
         return max(1, self.min_pixels // self.factor**2)
 
     @property
     def placed(self) -> tuple[int | str, ...]:
-        """What takes the place of the mark: itself."""
+        """The tokens that replace the mark: the mark itself."""
         return (self.image_token,)
 
     def fitted(self, width: int, height: int) -> tuple[int, int]:
-        """The size that an image is resized to. Raises ValueError for one that is far too long."""
+        """The size to which an image is resized. Raises ValueError above the aspect ratio limit."""
         if max(width, height) > MAX_RATIO * min(width, height):
-            raise ValueError(f"an image of {width:,} x {height:,} pixels is longer than {MAX_RATIO} times its width")
+            raise ValueError(f"an image of {width:,} x {height:,} pixels exceeds the {MAX_RATIO}:1 aspect ratio limit")
         factor, sides = self.factor, (width, height)
         near = [round(side / factor) * factor for side in sides]
         if near[0] * near[1] > self.max_pixels:
@@ -194,7 +194,7 @@ class GridFacts(Proportional):
         return near[0], near[1]
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
-        """Rows and columns of the tokens of an image that was resized."""
+        """Token rows and columns of a resized image."""
         return height // self.factor, width // self.factor
 
     def linears(self) -> dict[str, tuple[int, int]]:
@@ -229,23 +229,23 @@ class GridFacts(Proportional):
 
     @property
     def attention(self) -> tuple[str, ...]:
-        """The modules of a layer's that queries, keys and values come from, in this order."""
+        """The modules of a layer's queries, keys and values, in this order."""
         return ("q", "k", "v") if self.apart else ("qkv",)
 
     @property
     def feed_forward(self) -> tuple[str, ...]:
-        """The modules of a layer's, the last one that which gives the result."""
+        """The modules of a feed-forward layer; the last one is the output projection."""
         return ("gate_proj", "up_proj", "down_proj") if self.gated else ("linear_fc1", "linear_fc2")
 
     @property
     def mergers(self) -> list[str]:
-        """What makes vectors of squares: of the last layer's patches, then of each of `taps`."""
+        """The modules that turn squares into vectors: after the last layer, then after each of `taps`."""
         return ["vision.merger", *(f"vision.deepstack_merger_list.{index}" for index in range(len(self.taps)))]
 
     @property
     def work(self) -> int:
-        """Bytes that the largest image takes while it is computed: attention's inputs and their turned copies, or the
-        feed-forward layer's, float32, the pixels, and vectors for more than one layer of the decoder.
+        """Work memory of the largest image in bytes: attention's inputs and their rotated copies, or the feed-forward
+        layer's inputs, float32; the pixels; and the DeepStack vectors.
         """
         patches, more = self.tokens * self.merge**2, 4 * len(self.taps) * self.tokens * self.outputs
         inner = (2 + self.gated) * self.inner
@@ -254,9 +254,9 @@ class GridFacts(Proportional):
 
 @dataclass(frozen=True, kw_only=True)
 class RowFacts(Proportional):
-    """A tower that keeps an image's proportions (Pixtral): normed patches, gated layers that all see each other and
-    rotary positions by row and column, then squares of `merge` patches a side projected. In a prompt a token stands
-    between two rows of vectors, another one behind the last, and positions count on through an image.
+    """A tower that keeps an image's aspect ratio (Pixtral): normed patches, gated layers of full attention with 2D
+    RoPE, then a projection of squares of merge x merge patches. In a prompt, a break token separates two rows of
+    vectors, an end token follows the last one, and positions are sequential.
     """
 
     num_layers: int
@@ -264,60 +264,60 @@ class RowFacts(Proportional):
     inner: int
     num_heads: int
     patch_size: int  # pixels of a side
-    merge: int  # patches of a side that become one vector
+    merge: int  # a square of merge x merge patches becomes one vector
     outputs: int  # elements of a vector: the decoder's hidden size
-    theta: float  # of the rotary positions
-    longest: int  # pixels of an image's longer side: a larger one is made smaller
+    theta: float  # of the RoPE
+    longest: int  # limit of an image's longer side in pixels; larger images are scaled down
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     eps: float  # of the projector's norm
     biased: bool  # the projector's last two layers have biases
-    image_token: int  # stands for a vector, and what the template writes for an image
+    image_token: int  # placeholder for a vector, which the template also writes for an image
     break_token: int  # between two rows
     end_token: int
     nbytes: int = 0  # stored bytes of tower and projector
-    paired: bool = False  # queries and keys turn by neighbouring pairs, not by dimensions half a head apart
+    paired: bool = False  # queries and keys rotate by adjacent pairs instead of pairs half a head apart
     axes: ClassVar[tuple[int, ...]] = ()
     bidirectional: ClassVar[Bidirectional] = ""
 
     @property
     def tokens(self) -> int:
-        """Of the largest image."""
+        """Tokens of the largest image."""
         return self.num_tokens(*self.fitted(self.longest, self.longest))
 
     @property
     def least_tokens(self) -> int:
-        """Of the smallest image."""
+        """Tokens of the smallest image."""
         return 1
 
     @property
     def placed(self) -> tuple[int | str, ...]:
-        """What takes the place of the mark."""
+        """The tokens that replace the mark."""
         return self.image_token, self.end_token
 
     def num_tokens(self, width: int, height: int) -> int:
-        """Of an image that was resized, those between rows among them."""
+        """Tokens of a resized image, including break tokens."""
         rows, columns = height // self.factor, width // self.factor
         return rows * columns + rows - 1
 
     def ids(self, width: int, height: int) -> list[int]:
-        """The tokens of an image that was resized."""
+        """The token ids of a resized image."""
         columns = width // self.factor
         row = [*[self.image_token] * columns, self.break_token]
         return (row * (height // self.factor))[:-1]
 
     def fitted(self, width: int, height: int) -> tuple[int, int]:
-        """The size that an image is resized to: whole squares, small images as they are. Raises ValueError for one that
-        is far too long.
+        """The size to which an image is resized: whole squares, without enlarging small images. Raises ValueError above
+        the aspect ratio limit.
         """
         if max(width, height) > MAX_RATIO * min(width, height):
-            raise ValueError(f"an image of {width:,} x {height:,} pixels is longer than {MAX_RATIO} times its width")
+            raise ValueError(f"an image of {width:,} x {height:,} pixels exceeds the {MAX_RATIO}:1 aspect ratio limit")
         ratio = max(1.0, max(width, height) / self.longest)
         across, down = (max(1, math.ceil(math.floor(side / ratio) / self.factor)) for side in (width, height))
         return across * self.factor, down * self.factor
 
     def grid(self, width: int, height: int) -> tuple[int, int] | None:
-        """Positions do not know of rows and columns."""
+        """None: positions do not depend on rows and columns."""
         return None
 
     def linears(self) -> dict[str, tuple[int, int]]:
@@ -344,8 +344,8 @@ class RowFacts(Proportional):
 
     @property
     def work(self) -> int:
-        """Bytes that the largest image takes while it is computed: attention's inputs and their turned copies, or the
-        feed-forward layer's, float32, and the pixels.
+        """Work memory of the largest image in bytes: attention's inputs and their rotated copies, or the feed-forward
+        layer's inputs, float32; and the pixels.
         """
         side, _ = self.fitted(self.longest, self.longest)
         patches = (side // self.patch_size) ** 2
@@ -354,16 +354,16 @@ class RowFacts(Proportional):
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetFacts(Proportional):
-    """What resizes an image of any proportions to as many tokens as a budget has room for (Gemma 4)."""
+    """Base of towers that resize an image to fill a token budget, keeping its aspect ratio (Gemma 4)."""
 
     hidden: int
     patch_size: int  # pixels of a side
-    merge: int  # patches of a side that become one vector
+    merge: int  # a square of merge x merge patches becomes one vector
     tokens: int  # the budget
-    places: int  # rows, and columns, that the table of positions knows
+    places: int  # rows, and also columns, in the position table
     outputs: int  # elements of a vector: the decoder's hidden size
     eps: float
-    image_token: int  # stands for a vector, and what the template writes for an image
+    image_token: int  # placeholder for a vector, which the template also writes for an image
     begin_token: int
     end_token: int
     bidirectional: Bidirectional
@@ -372,16 +372,16 @@ class BudgetFacts(Proportional):
 
     @property
     def least_tokens(self) -> int:
-        """Of the image that fills the budget worst: one nearly as high as two rows of vectors."""
+        """Tokens of the image that fills the budget worst, just short of two rows of vectors."""
         return max(1, self.tokens // 2)
 
     @property
     def placed(self) -> tuple[int | str, ...]:
-        """What takes the place of the mark."""
+        """The tokens that replace the mark."""
         return self.begin_token, self.image_token, self.end_token
 
     def fitted(self, width: int, height: int) -> tuple[int, int]:
-        """The size that an image is resized to, small ones are enlarged."""
+        """The size to which an image is resized; small ones are enlarged."""
         scale = math.sqrt(self.tokens * self.factor**2 / (width * height))
         across, down = (math.floor(scale * side / self.factor) for side in (width, height))
         if not down:
@@ -391,7 +391,7 @@ class BudgetFacts(Proportional):
         return across * self.factor, down * self.factor
 
     def grid(self, width: int, height: int) -> tuple[int, int] | None:
-        """Positions do not know of rows and columns."""
+        """None: positions do not depend on rows and columns."""
         return None
 
     @property
@@ -402,8 +402,8 @@ class BudgetFacts(Proportional):
 
 @dataclass(frozen=True, kw_only=True)
 class PooledFacts(BudgetFacts):
-    """A tower whose patches have a learned position by row and one by column, and rotary ones; layers with four norms
-    that all see each other; squares of `merge` patches a side averaged, normed and projected.
+    """A tower with learned row and column position embeddings and 2D RoPE, layers of full attention with four norms
+    each, and squares of merge x merge patches averaged, normed and projected.
     """
 
     num_layers: int
@@ -411,10 +411,10 @@ class PooledFacts(BudgetFacts):
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    theta: float  # of the rotary positions
-    clipped: bool  # inputs and outputs of the layers' products are held within stored bounds
-    standardized: bool  # a stored mean and deviation are taken out of what was averaged
-    planar: bool = False  # a patch's colours lie one after the other, not side by side
+    theta: float  # of the RoPE
+    clipped: bool  # inputs and outputs of the linear layers are clamped to stored bounds
+    standardized: bool  # averaged vectors are standardized with a stored mean and deviation
+    planar: bool = False  # a patch is stored as colour planes instead of interleaved colours
 
     def linears(self) -> dict[str, tuple[int, int]]:
         """(N, K) of the linear modules, by canonical name."""
@@ -452,8 +452,8 @@ class PooledFacts(BudgetFacts):
 
     @property
     def work(self) -> int:
-        """Bytes that the largest image takes while it is computed: attention's inputs and their turned copies, or the
-        feed-forward layer's, float32, and the pixels.
+        """Work memory of the largest image in bytes: attention's inputs and their rotated copies, or the feed-forward
+        layer's inputs, float32; and the pixels.
         """
         heads = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         patches, copies = self.tokens * self.merge**2, 3 + self.clipped
@@ -462,8 +462,8 @@ class PooledFacts(BudgetFacts):
 
 @dataclass(frozen=True, kw_only=True)
 class PatchFacts(BudgetFacts):
-    """No tower: squares of pixels, each of `merge` patches a side, are normed, projected, told their row and column,
-    and projected once more.
+    """No transformer layers: squares of merge x merge patches are normed, projected, given row and column position
+    embeddings, and projected again.
     """
 
     def linears(self) -> dict[str, tuple[int, int]]:
@@ -483,7 +483,7 @@ class PatchFacts(BudgetFacts):
 
     @property
     def work(self) -> int:
-        """Bytes that the largest image takes while it is computed, float32."""
+        """Work memory of the largest image in bytes, float32."""
         return self.tokens * 4 * (4 * self.hidden + self.outputs) + self._pixel_work
 
 

@@ -317,7 +317,7 @@ def test_what_ranks_cannot_do_is_refused_by_name(tiny_path: Path) -> None:
         planner.having(tensor_parallel=3).plan(facts)
     with pytest.raises(ConfigError, match="tensor_parallel and kv_store"):
         planner.having(kv_store=1 << 30).plan(facts)
-    with pytest.raises(ConfigError, match="2 layers are fewer than 3 ranks"):
+    with pytest.raises(ConfigError, match="2 layers, fewer than the 3 ranks"):
         planner.having(tensor_parallel=3, split="layers").plan(facts)
     with pytest.raises(DeviceError, match="this machine has 1 usable GPU"):
         Planner(fake_machine("rtx4090"), EngineOptions(tensor_parallel=2)).plan(facts)

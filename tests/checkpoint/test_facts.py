@@ -244,7 +244,7 @@ def test_gguf_llama3_scaling_is_a_tensor(tmp_path: Path) -> None:
     assert wide(facts).rope == RopeFacts(
         10_000.0, 16, "factors", interleaved=True, permuted=True, factors_tensor="rope_freqs.weight"
     )
-    with pytest.raises(BadModelFile, match=r"rope_freqs.weight: has shape \[9\], \[8\] is expected"):
+    with pytest.raises(BadModelFile, match=r"rope_freqs.weight: has shape \[9\], expected \[8\]"):
         gguf_facts_of(tmp_path / "b.gguf", tensors={"rope_freqs.weight": floats(9)})
 
 
@@ -281,6 +281,11 @@ def test_a_gemma3_that_ollama_converted(tmp_path: Path, layers: int, scaling: st
     older = {"a__rope__global__freq_base": (tiny.F32, 500_000.0), "a__rope__local__freq_base": (tiny.F32, 20_000.0)}
     facts = gguf_facts_of(tmp_path / "b.gguf", "gemma3", tensors, **sizes, **left_out, **older)
     assert [facts.layers[layer].mixer.rope.theta for layer in (0, 5)] == [20_000.0, 500_000.0]
+
+
+def test_gguf_more_mtp_layers_than_layers(tmp_path: Path) -> None:
+    with pytest.raises(BadModelFile, match="nextn_predict_layers: is 3, but the file has only 2 layers"):
+        gguf_facts_of(tmp_path / "a.gguf", a__block_count=(tiny.U32, 2), a__nextn_predict_layers=(tiny.U32, 3))
 
 
 def test_gguf_head_counts_per_layer_may_be_equal(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_a_model_that_embeds_generates_nothing(tmp_path: Path) -> None:
     [
         ("pooling_mode_max_tokens", None, "pooling by max_tokens", UnsupportedModel),
         ("pooling_mode_cls_token", {}, "2_Dense.linear.bias: the tensor is missing", BadModelFile),
-        ("pooling_mode_cls_token", {"bias": False, "in_features": 65}, "takes 65 numbers", BadModelFile),
+        ("pooling_mode_cls_token", {"bias": False, "in_features": 65}, "takes 65 inputs", BadModelFile),
         (
             "pooling_mode_cls_token",
             {"activation_function": "torch.nn.GELU"},

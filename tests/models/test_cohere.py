@@ -39,7 +39,7 @@ def test_the_text_part_of_a_wrapper_runs(tiny: Callable, paged: Any, tmp_path: P
     wrapper = {"model_type": "cohere2_vision", "architectures": ["Cohere2VisionForConditionalGeneration"]}
     done: list[tuple[int, int]] = []
     with open_model(model.save(tmp_path, tensors, text_config=model.config, **wrapper)) as checkpoint:
-        assert "vision_tower is not computed" in checkpoint.unread
+        assert "vision_tower is not supported" in checkpoint.unread
         ours = load_model(checkpoint, LoadOptions(exact=True, progress=lambda *now: done.append(now)))
     assert max(count for count, _ in done) <= done[-1][1], "a norm that two halves of a layer read counts once"
     found, expected = paged(ours).all_logits(ids, [30]), model.logits(ids)
@@ -54,6 +54,6 @@ def test_a_longer_second_training_counts(tiny: Callable, tmp_path: Path) -> None
 def test_norms_that_differ_by_head_are_refused(tiny: Callable, tmp_path: Path) -> None:
     with (
         open_model(tiny("cohere").save(tmp_path, use_qk_norm=True)) as checkpoint,
-        pytest.raises(UnsupportedModel, match=r"CohereForCausalLM with norms that differ by head \(Command R\+\)"),
+        pytest.raises(UnsupportedModel, match=r"a separate query and key norm per head \(Command R\+\)"),
     ):
         _ = checkpoint.facts

@@ -39,7 +39,7 @@ def test_a_wrapper_loads_its_text_part_and_says_so(
     config = {"architectures": ["Gemma3nForConditionalGeneration"], "model_type": "gemma3n", "text_config": text}
     with open_model(model.save(tmp_path / "m", tensors, **config)) as checkpoint:
         facts = checkpoint.facts
-        assert facts.architecture == "gemma3n" and "is not computed: the model reads text only" in checkpoint.unread
+        assert facts.architecture == "gemma3n" and "is not supported: the model reads text only" in checkpoint.unread
         assert facts.weight_bytes == sum(tensor.nbytes for tensor in model.tensors.values())
         ours = load_model(checkpoint, LoadOptions(exact=True))
     assert torch.equal(paged(ours).all_logits(IDS, [40]), paged(loaded("gemma3n")).all_logits(IDS, [40]))
@@ -90,14 +90,14 @@ def test_files_may_leave_out_which_gates_are_cut() -> None:
         ({"activation_sparsity_pattern": [0.5] * 4}, "activation_sparsity_pattern: must list 5 numbers from 0 to"),
         ({"activation_sparsity_pattern": [1.0] * 5}, "activation_sparsity_pattern: must list 5 numbers from 0 to"),
         ({"intermediate_size": [70] * 6}, "intermediate_size: must list 5 numbers from 1 to"),
-        ({"intermediate_size": 70}, r"layers\.1\.mlp\.gate_proj\.weight: holds a weight of \[66, 44\]"),
-        ({"laurel_rank": 8}, r"laurel\.linear_left\.weight: holds a weight of \[7, 44\]"),
+        ({"intermediate_size": 70}, r"layers\.1\.mlp\.gate_proj\.weight: the weight has shape \[66, 44\]"),
+        ({"laurel_rank": 8}, r"laurel\.linear_left\.weight: the weight has shape \[7, 44\]"),
         ({"altup_num_inputs": 1}, "altup_num_inputs: is 1"),
         ({"altup_num_inputs": 5}, r"altup_projections\.3\.weight: the weight is missing"),
-        ({"altup_num_inputs": 3}, r"modality_router\.weight: holds a weight of \[4, 44\]"),
-        ({"altup_active_idx": 1}, "layers compute stream 1, not 0"),
-        ({"num_kv_shared_layers": 4}, "layer 1: reads the keys and values of a full layer among the first 1"),
-        ({"vocab_size_per_layer_input": 90}, r"embed_tokens_per_layer\.weight: holds a weight of \[91, 45\]"),
+        ({"altup_num_inputs": 3}, r"modality_router\.weight: the weight has shape \[4, 44\]"),
+        ({"altup_active_idx": 1}, "active AltUp stream 1 instead of 0"),
+        ({"num_kv_shared_layers": 4}, "layer 1: shares the KV cache of a full-attention layer, but there is none"),
+        ({"vocab_size_per_layer_input": 90}, r"embed_tokens_per_layer\.weight: the weight has shape \[91, 45\]"),
     ],
 )
 def test_numbers_that_contradict_are_named(changes: dict[str, Any], words: str, tiny: Callable, tmp_path: Path) -> None:
@@ -109,12 +109,12 @@ def test_numbers_that_contradict_are_named(changes: dict[str, Any], words: str, 
 
 def test_ranks_cannot_divide_it_and_no_hint_says_so(loaded: Callable) -> None:
     facts = loaded("gemma3n").facts
-    with pytest.raises(ConfigError, match="are cut by the spread of all of them, which 2 ranks") as caught:
+    with pytest.raises(ConfigError, match="depends on all values, which cannot be split across 2 ranks") as caught:
         check_world(facts, 2)
-    assert caught.value.hint == "use one card"
-    with pytest.raises(ConfigError, match="second embedding") as caught:
+    assert caught.value.hint == "use one GPU"
+    with pytest.raises(ConfigError, match="need its per-layer embeddings") as caught:
         check_span(facts, (0, 2))
-    assert caught.value.hint == "use one card"
+    assert caught.value.hint == "use one GPU"
 
 
 def test_c_declines_what_it_has_never_heard_of(loaded: Callable) -> None:

@@ -226,7 +226,7 @@ def test_the_processor_decides_how_many_tokens(pictured: Any, tmp_path: Path) ->
     (folder / "processor_config.json").write_text(json.dumps({"do_normalize": True, "image_mean": [0.5] * 3}))
     with open_model(folder) as checkpoint:
         assert checkpoint.facts.vision is None
-        assert checkpoint.unread == "embed_vision is not computed: the model reads text only"
+        assert checkpoint.unread == "embed_vision is not supported: the model reads text only"
 
 
 @pytest.mark.slow
@@ -266,13 +266,13 @@ def test_the_plan_counts_the_tower_and_the_largest_image(kind: str, pictured: An
     [
         ("e2b", {"head_dim": 10}, "head_dim"),
         ("e2b", {"num_key_value_heads": 3}, "num_key_value_heads"),
-        ("e2b", {"position_embedding_size": 209}, "an image may have 210 in a row"),
+        ("e2b", {"position_embedding_size": 209}, "an image may have 210 patches in a row"),
         ("e2b", {"position_embedding_size": 212}, "position_embedding_table"),
         ("e2b", {"num_hidden_layers": 3}, r"layers\.2"),
         ("e2b", {"standardize": True}, "std_bias"),
         ("31b", {"use_clipped_linears": True}, "input_min"),
         ("12b", {"patch_size": 4}, "patch_dense"),
-        ("12b", {"mm_posemb_size": 10}, "an image may have 11 in a row"),
+        ("12b", {"mm_posemb_size": 10}, "an image may have 11 patches in a row"),
     ],
 )
 def test_a_tower_that_contradicts_its_tensors_is_refused(
@@ -291,7 +291,7 @@ def test_sounds_are_not_heard_and_another_tower_is_not_computed(pictured: Any, t
     ears = {"model.embed_audio.embedding_projection.weight": torch.ones(4, 4), "model.audio_tower.x": torch.ones(2)}
     with open_model(saved(replace(model, tensors=model.tensors | ears), tmp_path)) as checkpoint:
         assert checkpoint.facts.vision is not None
-        assert "is not computed: the model reads text and images" in checkpoint.unread
+        assert "is not supported: the model reads text and images" in checkpoint.unread
     vision = model.config["vision_config"] | {"hidden_activation": "silu"}
     with open_model(saved(model, tmp_path / "silu", vision_config=vision)) as checkpoint:
         assert checkpoint.facts.vision is None and checkpoint.unread.endswith("the model reads text only")

@@ -294,7 +294,7 @@ def test_the_limits_of_an_image(pictured: Pictured, tmp_path: Path) -> None:
     for size in ((10_000, 5_000), (7_000, 7_000), (50, 9_999)):
         width, height = facts.fitted(*size)
         assert facts.least_tokens <= width * height // SIDE**2 <= MAX_IMAGE_TOKENS
-    with pytest.raises(ValueError, match="longer than 200 times"):
+    with pytest.raises(ValueError, match="200:1 aspect ratio"):
         facts.fitted(9_000, 44)
     with open_model(tmp_path) as checkpoint:
         assert _images(checkpoint) == f"yes, {facts.least_tokens} to 2,048 tokens each"
@@ -322,10 +322,10 @@ def test_the_plan_counts_the_tower_and_the_largest_image(pictured: Pictured, tmp
         ({"depth": 5}, r"blocks\.[24]"),
         ({"deepstack_visual_indexes": [0, 1, 2, 3], "depth": 4}, r"blocks.2|deepstack_merger_list\.[02]"),
         ({"deepstack_visual_indexes": [1, 0]}, "must list each layer once, in ascending order"),
-        ({"deepstack_visual_indexes": [9]}, r"must list layers of \d"),
+        ({"deepstack_visual_indexes": [9]}, r"must list layer numbers from 0 to \d"),
         ({"patch_size": 7}, "patch_embed"),
-        ({"window_size": 11}, "holds no square of 12 pixels a side"),
-        ({"fullatt_block_indexes": [2]}, r"must list layers of \d"),
+        ({"window_size": 11}, "is smaller than one square of 12 x 12 pixels"),
+        ({"fullatt_block_indexes": [2]}, r"must list layer numbers from 0 to \d"),
     ],
 )
 def test_a_tower_that_contradicts_its_tensors_is_refused(
@@ -346,7 +346,7 @@ def test_the_text_part_of_another_tower_runs_and_says_so(change: Any, pictured: 
     vision = None if change is None else pictured.config["vision_config"] | change
     with open_model(pictured.save(tmp_path, vision_config=vision)) as checkpoint:
         assert checkpoint.facts.vision is None
-        assert checkpoint.unread == "visual is not computed: the model reads text only"
+        assert checkpoint.unread == "visual is not supported: the model reads text only"
 
 
 def asked() -> list[Request]:

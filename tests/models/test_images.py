@@ -169,7 +169,7 @@ def test_a_tower_that_is_not_computed_is_named(tower: str, pictured: Pictured, t
     folder = pictured.save(tmp_path / "m", lambda name: name.replace("vision_tower", tower), vision_config=None)
     with open_model(folder) as checkpoint:
         assert checkpoint.facts.vision is None
-        assert checkpoint.unread == f"{tower} is not computed: the model reads text only"
+        assert checkpoint.unread == f"{tower} is not supported: the model reads text only"
 
 
 @pytest.mark.parametrize("change", [{"image_size": 43}, {"num_attention_heads": 7}, {"hidden_size": 27}])

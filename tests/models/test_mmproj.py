@@ -85,14 +85,14 @@ def test_gemma_3_as_it_was_written_first(tmp_path: Path) -> None:
 
 
 FLAWS = {
-    "another width": ({"projection_dim": 48}, "vectors have 48 elements, those of this one have 44"),
-    "another kind": ({"projector_type": "resampler"}, "the projector type resampler is not read"),
-    "no kind": ({"projector_type": None}, r"the projector type \(none\) is not read"),
+    "another width": ({"projection_dim": 48}, "hidden size 48, but this model's hidden size is 44"),
+    "another kind": ({"projector_type": "resampler"}, "the projector type resampler is not supported"),
+    "no kind": ({"projector_type": None}, r"the projector type \(none\) is not supported"),
     "deepstack": ({"is_deepstack_layers": [False, True]}, r"deepstack_merger_list\.0.*is missing"),
     "a missing tensor": ({"drop": "v.blk.1.ln1"}, r"vision\.blocks\.1\.norm1\.weight: the tensor is missing"),
     "a missing number": ({"block_count": None}, r"clip\.vision\.block_count: is missing"),
-    "heads": ({"attention.head_count": 7}, "no multiple of 4 for each of 7 heads"),
-    "another patch": ({"patch_size": 5}, "is expected"),
+    "heads": ({"attention.head_count": 7}, "not a multiple of 4 for each of 7 heads"),
+    "another patch": ({"patch_size": 5}, "expected"),
 }
 
 
@@ -114,7 +114,7 @@ def test_layers_that_the_file_does_not_list(tmp_path: Path) -> None:
     path = as_gguf(model_of("qwen3-vl"), tmp_path, is_deepstack_layers=[True, False, False, False])
     with open_model(path) as checkpoint:
         assert checkpoint.facts.vision is None
-        assert "v.deepstack.2." in checkpoint.unread and "belongs to another kind of tower" in checkpoint.unread
+        assert "v.deepstack.2." in checkpoint.unread and "vision tower that is not supported" in checkpoint.unread
 
 
 def test_which_file_is_taken(tmp_path: Path) -> None:

@@ -138,9 +138,10 @@ def test_the_context_decides_between_the_factors_of_longrope(tiny: Callable, pag
         short, long = (load_model(checkpoint, LoadOptions(exact=True, context=ctx)) for ctx in (64, 65))
     assert relative_error(paged(short).all_logits(ids, [60]), reference) < 1e-4
     assert relative_error(paged(long).all_logits(ids, [60]), reference) > 1e-3
-    shorter = model.save(tmp_path / "bad", rope_parameters={**model.config["rope_parameters"], "long_factor": [1.0]})
-    with pytest.raises(BadModelFile, match="must hold 6 positive numbers, has 1"):
-        _ = open_model(shorter).facts
+    for wrong, found in (([1.0], "but has 1 numbers"), ([1.0] * 5 + [0.0], "but has 0$")):
+        scaling = model.config["rope_parameters"] | {"long_factor": wrong}
+        with pytest.raises(BadModelFile, match=f"must hold 6 numbers from 0.001 to 1,000,000, {found}"):
+            _ = open_model(model.save(tmp_path / str(len(wrong)), rope_parameters=scaling)).facts
 
 
 def test_queries_are_let_be_where_the_context_is_the_trained_one(tiny: Callable, paged: Any, tmp_path: Any) -> None:

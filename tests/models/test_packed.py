@@ -122,7 +122,7 @@ def test_a_file_that_is_wrong_is_made_anew_and_said(
     else:
         monkeypatch.setattr(packed_file, "VERSION", 77)
     model, kept = load(source, tmp_path)
-    assert "made anew" in kept.note and tiles(model) == expected
+    assert "rebuilt" in kept.note and tiles(model) == expected
     model, kept = load(source, tmp_path)
     assert not kept.note and kept.read_bytes and tiles(model) == expected
 

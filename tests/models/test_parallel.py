@@ -169,7 +169,7 @@ def test_a_model_in_parts_gives_the_same(tmp_path: Path, paged: Any) -> None:
     compare(path, paged, in_layers(2, 2))
     with open_model(path) as checkpoint:
         assert "4 heads that share 2" in refusal(checkpoint.facts, 3)
-        with pytest.raises(ConfigError, match="3 ranks cannot divide") as caught:
+        with pytest.raises(ConfigError, match="across 3 ranks") as caught:
             load_model(checkpoint, LoadOptions(ranks=Ranks(Share(0, 3))))
     assert "2 or 4" in str(caught.value.hint)
 
@@ -181,11 +181,11 @@ def test_numbers_that_cannot_divide_a_model_name_those_that_can(tiny: Callable, 
     heads = facts.attention[0].num_kv_heads
     narrow = replace(facts, layers=tuple(replace(one, ffn=replace(one.ffn, inner=2)) for one in facts.layers))
     for changed, world, said in (
-        (narrow, 4, "a feed-forward layer of 2 values"),
+        (narrow, 4, "a feed-forward layer of width 2"),
         (facts, 5, f"heads that share {heads}"),
-        (replace(facts, vocab_size=1), 2, "a vocabulary that is smaller"),
+        (replace(facts, vocab_size=1), 2, "a vocabulary of 1 tokens"),
     ):
-        with pytest.raises(ConfigError, match=f"{world} ranks cannot divide") as found:
+        with pytest.raises(ConfigError, match=f"across {world} ranks") as found:
             check_world(changed, world)
         assert said in found.value.message
         possible = found.value.context["possible"]
@@ -215,7 +215,7 @@ def test_every_architecture_in_parts(name: str, world: int, tiny: Callable, page
     with open_model(path) as checkpoint:
         why = refusal(checkpoint.facts, world)
     if why:
-        with pytest.raises(ConfigError, match="ranks cannot divide"):
+        with pytest.raises(ConfigError, match="cannot be split across"):
             compare(path, paged, in_parts(world))
         return
     compare(path, paged, in_parts(world))

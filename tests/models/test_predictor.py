@@ -198,8 +198,8 @@ def test_above_the_engine_answers_are_the_same(tiny: Callable, tmp_path: Path) -
         assert any("the MTP head stopped drafting" in line for line in llm.state().warnings)
     bare = as_gguf(one, tmp_path / "bare.gguf")
     with LLM(bare, ctx=256) as llm:
-        assert any("blk.3.nextn.eh_proj.weight first" in line for line in llm.state().warnings)
-    with pytest.raises(UnsupportedModel, match="states a head that predicts tokens"):
+        assert any("starting with blk.3.nextn.eh_proj.weight" in line for line in llm.state().warnings)
+    with pytest.raises(UnsupportedModel, match="declares an MTP head"):
         LLM(bare, ctx=256, speculation="mtp")
 
 
@@ -210,10 +210,10 @@ def without(one: Any, *parts: str) -> dict[str, None]:
 def test_a_head_that_cannot_be_read_is_named_and_left_out(tiny: Callable, tmp_path: Path) -> None:
     one, _ = with_head(tiny("qwen3.5"), "qwen3.5")
     cases = {
-        "does not have its tensors, mtp.fc.weight first": without(one, "mtp."),
+        "its tensors are missing, starting with mtp.fc.weight": without(one, "mtp."),
         "mtp.norm.weight: the tensor is missing": without(one, "mtp.norm"),
-        r"mtp.fc.weight: holds a weight of \[44, 44\], \[44, 88\] is expected": {"mtp.fc.weight": torch.ones(44, 44)},
-        "embeddings of its own": {},
+        r"mtp.fc.weight: the weight has shape \[44, 44\], expected \[44, 88\]": {"mtp.fc.weight": torch.ones(44, 44)},
+        "its own embeddings": {},
     }
     for number, (words, tensors) in enumerate(cases.items()):
         more = {} if tensors else {"mtp_use_dedicated_embeddings": True}

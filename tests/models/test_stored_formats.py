@@ -29,7 +29,7 @@ def test_a_quantized_model_matches_its_dense_form(
     dense = dict(model.reference.state_dict())
     with open_model(folder) as checkpoint:
         if (name, kind) == ("gptq", "muse-glimmer"):  # queries and gates with inputs in an order of their own each
-            with pytest.raises(UnsupportedFormat, match="and its gate are stored in different ways"):
+            with pytest.raises(UnsupportedFormat, match="and its gate cannot be fused"):
                 load_model(checkpoint)
             return
         for module, stored in stored_formats(checkpoint).items():

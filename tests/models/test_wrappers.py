@@ -91,7 +91,7 @@ def test_text_parts_match_transformers_and_say_that_they_are_all(
     model.reference.save_pretrained(tmp_path)  # by the names that are published
     with open_model(tmp_path) as checkpoint:
         facts = checkpoint.facts
-        text_only = checkpoint.unread.endswith("is not computed: the model reads text only")
+        text_only = checkpoint.unread.endswith("is not supported: the model reads text only")
         assert text_only == (name not in SEE) and bool(checkpoint.unread) == text_only
         if "-" not in name:
             assert registry.canonical(facts.source_architecture) == facts.architecture
@@ -141,6 +141,6 @@ def test_llama4_as_it_is_published(tiny: Callable, loaded: Callable, paged: Any,
     top = {"model_type": "llama4", "architectures": ["Llama4ForConditionalGeneration"], "text_config": model.config}
     with open_model(replace(model, config=top, tensors=names | tower).save(tmp_path)) as checkpoint:
         assert checkpoint.facts.architecture == registry.canonical(checkpoint.facts.source_architecture) == "llama4"
-        assert checkpoint.unread == "vision_model is not computed: the model reads text only"
+        assert checkpoint.unread == "vision_model is not supported: the model reads text only"
         ours = load_model(checkpoint, LoadOptions(exact=True))
     assert torch.equal(paged(ours).all_logits(IDS, [33, 1, 40]), paged(loaded("llama4")).all_logits(IDS, [33, 1, 40]))

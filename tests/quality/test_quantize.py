@@ -294,7 +294,7 @@ def test_doctor_and_the_load_name_what_is_wrong_with_a_checkpoint(source: Path, 
     config = json.loads((odd / "config.json").read_text())
     (odd / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq", "bits": 4}}))
     found = checks(odd)["model.format"]
-    assert found.status == "warn" and "the configuration says awq, the weights are stored as" in found.detail
+    assert found.status == "warn" and "the configuration says awq, but the weights are" in found.detail
     with LLM(odd, ctx=256) as model:
         assert any("the configuration says awq" in warning for warning in model.state().warnings)
     assert checks(source)["model.format"].status == "ok" and "model.scales" not in checks(source)

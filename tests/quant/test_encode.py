@@ -99,7 +99,7 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="not 16"):
         Target("int4", 16)
     assert "multiple of 64" in str(Target("int4").fits(128, 96))
-    assert "small" in str(Target("nvfp4").fits(32, 4096))
+    assert "below 64" in str(Target("nvfp4").fits(32, 4096))
     assert Target("fp8").fits(128, 100) is None
 
 

@@ -92,7 +92,7 @@ def test_nan_block_scales_are_refused(load: Load, byte: int) -> None:
     scales = block_scales(N, K // 16)
     scales.view(torch.uint8)[2, 3] = byte
     tensors = {"weight": packed, "weight_scale": scales, "weight_scale_2": torch.tensor(0.1)}
-    with pytest.raises(BadModelFile, match=r"up_proj\.weight_scale holds 1 NaN bytes \(0x7F or 0xFF\) of 144"):
+    with pytest.raises(BadModelFile, match=r"up_proj\.weight_scale holds 1 NaN bytes \(0x7F or 0xFF\) out of 144"):
         load(tensors, (N, K), {}, "nvfp4")
 
 

@@ -150,7 +150,7 @@ def test_a_group_that_does_not_exist(load: Load, pack_stream: Pack, wrong: int) 
     q, z, s = layer(4, 4)
     g_idx = torch.arange(K) // 32
     g_idx[5] = wrong
-    with pytest.raises(BadModelFile, match="scales for 0 to 3"):
+    with pytest.raises(BadModelFile, match="scales only for 0 to 3"):
         load(stored(pack_stream, q, z, s, 4, v2=True, g_idx=g_idx), (N, K), config(4, 32), "gptq")
 
 

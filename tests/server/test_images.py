@@ -161,7 +161,7 @@ def test_a_tower_that_is_not_computed_is_named(folder: Path, tmp_path: Path) -> 
     config = json.loads((folder / "config.json").read_text())
     (tmp_path / "m" / "config.json").write_text(json.dumps(config | {"vision_config": None}))
     with LLM(tmp_path / "m", device="cpu", ctx=128) as made:
-        assert any("vision_tower is not computed" in warning for warning in made.state().warnings)
+        assert any("vision_tower is not supported" in warning for warning in made.state().warnings)
         with pytest.raises(InvalidRequest, match="this model reads text"):
             made.chat(asked("red"), GREEDY)
 
