@@ -368,8 +368,8 @@ def _explain(
         also.append(f"{nearest.candidate.name} ({nearest.candidate.format}) would be larger: {nearest.note}")
     newer = [c.candidate for c in considered if c.candidate.needs]
     if newer:
-        names = ", ".join(dict.fromkeys(c.name for c in newer[-4:]))
-        also.append(f"{names}: {'needs' if len(newer) == 1 else 'need'} {NEWER}")
+        names = list(dict.fromkeys(c.name for c in newer[-4:]))
+        also.append(f"{', '.join(names)}: {'needs' if len(names) == 1 else 'need'} {NEWER}")
     return reason, tuple(also)
 
 
