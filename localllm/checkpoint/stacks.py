@@ -1,28 +1,28 @@
-"""Tensors that hold all experts of a layer, taken apart: one tensor for each expert, as most safetensors have them.
-The same of tensors that hold all heads of a layer, or all residual streams of a model.
+"""Splits stacked tensors: one tensor per expert instead of one for all experts of a layer, as in most safetensors.
+Does the same for tensors that stack the heads of a layer or the residual streams of a model.
 
 GGUF                    blk.{i}.ffn_{gate,up,down}_exps.weight [E, N, K], .bias [E, N], .scale [E];
-                        ffn_gate_up_exps: gate rows first; before llama.cpp stacked them: ffn_gate.{e}.weight [N, K]
+                        ffn_gate_up_exps: gate rows first; in old, unstacked files: ffn_gate.{e}.weight [N, K]
                         attn_k_b, attn_v_b [heads, N, K] -> attn_k_b.{head}.weight
                         altup_proj, altup_unembd_proj [streams - 1, N, K] -> altup_proj.{number}.weight
 transformers 5          experts.gate_up_proj [E, 2I, H], gate rows first, or experts.up_proj [E, I, H];
                         experts.down_proj [E, H, I]
-    compressed-tensors  experts.gate_up_proj_packed I32 [E, 2I, words], _scale [E, 2I, H/g], and so down_proj
+    compressed-tensors  experts.gate_up_proj_packed I32 [E, 2I, words], _scale [E, 2I, H/g], down_proj likewise
     FP8                 experts.gate_up_proj [E, 2I, H], _scale_inv [E, 2I/128, H/128]
-    ModelOpt FP8        experts.gate_up_proj as either of plain ones, one _weight_scale and _input_scale for all
+    ModelOpt FP8        experts.gate_up_proj as in either plain layout, one _weight_scale and _input_scale for all
     ModelOpt NVFP4      experts.gate_up_proj U8 [E, 2I, H/2], _weight_scale [E, 2I, H/16], _weight_scale_2 [E] or [E, 2]
-Qwen3-VL MoE            experts.gate_up_proj [E, H, 2I], gate columns first, experts.down_proj [E, I, H]; in FP8 the
-                        rows and columns of _scale_inv are exchanged as well
-GraniteMoe              block_sparse_moe.input_linear.weight and output_linear.weight, as the two before; FP8 has a
-                        weight_scale [E, N, 1] beside each
+Qwen3-VL MoE            experts.gate_up_proj [E, H, 2I], gate columns first, experts.down_proj [E, I, H]; in FP8,
+                        _scale_inv is transposed as well
+GraniteMoe              block_sparse_moe.input_linear.weight (gate and up) and output_linear.weight (down); FP8 has a
+                        weight_scale [E, N, 1] for each
 ERNIE 4.5               moe_statics.e_score_correction_bias [1, E] -> gate.e_score_correction_bias [E]
-gpt-oss                 experts.{gate_up,down}_proj_bias [E, N]; gate and up rows take turns, and either
+gpt-oss                 experts.{gate_up,down}_proj_bias [E, N]; gate and up rows are interleaved, and either
     plain               experts.gate_up_proj [E, H, 2I], experts.down_proj [E, I, H]
     MXFP4               experts.{gate_up,down}_proj_blocks U8 [E, N, K/32, 16], _scales U8 [E, N, K/32]
 
-What is made: `..._exps.{e}.weight` in GGUF, else `experts.{e}.{gate,up,down}_proj.weight` (MXFP4: weight_packed and
-weight_scale), rows of one projection and inputs along them. Bytes stay where they are; `TensorInfo.strides` says how
-they lie where rows take turns.
+Result: `..._exps.{e}.weight` for GGUF, else `experts.{e}.{gate,up,down}_proj.weight` (MXFP4: weight_packed and
+weight_scale), with the rows of one projection and inputs along them. No bytes are moved; `TensorInfo.strides` describes
+interleaved rows.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from .mapped_file import TensorInfo, bad
 
 _GGUF = re.compile(r"(blk\.\d{1,6}\.ffn_)(gate|up|down|gate_up)_exps\.(weight|bias|scale)")
 _GGUF_SPLIT = re.compile(r"(blk\.\d{1,6}\.ffn_(?:gate|up|down))\.(\d{1,6})\.(weight|bias)")
-_GGUF_MATRICES = re.compile(r"(blk\.\d{1,6}\.attn_[kv]_b|altup_proj|altup_unembd_proj)\.weight")  # of heads, or streams
+_GGUF_MATRICES = re.compile(r"(blk\.\d{1,6}\.attn_[kv]_b|altup_proj|altup_unembd_proj)\.weight")  # per head or stream
 _GRANITE = re.compile(r"(.+\.block_sparse_moe\.)(input|output)_linear\.(weight|weight_scale)")
 _ERNIE = re.compile(r"(.+\.mlp\.)(?:gate\.)?moe_statics(\.e_score_correction_bias)")
-_OF_PROJECTION = {  # what follows `experts.gate_up_proj` -> what one expert has instead, and dimensions of the stack
+_OF_PROJECTION = {  # suffix after `experts.gate_up_proj` -> name for one expert, possible dimensions of the stack
     "": ("weight", (3,)),
     "_bias": ("bias", (2,)),
     "_blocks": ("weight_packed", (4,)),
@@ -58,7 +58,7 @@ _HF = re.compile(rf"(.+\.experts\.)(gate_up|up|down)_proj({'|'.join(_OF_PROJECTI
 
 
 def unstacked(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """All tensors, those of several experts replaced by one for each. Raises BadModelFile for a name that is twice."""
+    """Return all tensors, with stacked ones replaced by one per expert. Raises BadModelFile for duplicate names."""
     found: dict[str, TensorInfo] = {}
     for name, info in tensors.items():
         for part in _parts(name, info, tensors):
@@ -112,22 +112,22 @@ def _of_transformers(info: TensorInfo, match: re.Match[str], tensors: Mapping[st
         info = replace(info, shape=(experts, n, k), strides=(k * n * item, item, n * item))
     if match[3] == "_scale_inv" and len(kinds) > 1:
         _check_blocks(info, tensors.get(f"{match[1]}gate_up_proj"), axis=2 if columns else 1)
-    for some in [[kind] for kind in kinds] if len(info.shape) == 1 else [kinds]:  # one number counts for all of them
+    for some in [[kind] for kind in kinds] if len(info.shape) == 1 else [kinds]:  # one number is shared by all of them
         for expert, kind, part in _apart(info, some, turns=gpt_oss or match[3] in ("_blocks", "_scales")):
             yield replace(part, name=f"{match[1]}{expert}.{kind}_proj.{_OF_PROJECTION[match[3]][0]}")
 
 
 def _check_blocks(scale: TensorInfo, weight: TensorInfo | None, *, axis: int) -> None:
-    """Refuse a block of FP8 weights that lies across gate and up rows: the rows of scales cannot be parted there."""
+    """Reject an FP8 block that spans gate and up rows: the rows of scales cannot be split there."""
     rows = weight.shape[axis] if weight is not None and len(weight.shape) == 3 else 0
     if scale.shape[1] % 2 or scale.shape[1] * 128 != rows:
-        what = f"has {scale.shape[1]} rows an expert for {rows} gate and up rows; 128 x 128 blocks of either are read"
-        hint = "fetch a BF16, NVFP4 or GGUF version of this model"
+        what = f"has {scale.shape[1]} rows per expert for {rows} gate and up rows; only 128 x 128 blocks are supported"
+        hint = "download a BF16, NVFP4 or GGUF version of this model"
         raise bad(scale.file, what, key=scale.name, hint=hint, error=UnsupportedFormat)
 
 
 def _has_columns(start: str, tensors: Mapping[str, TensorInfo]) -> bool:
-    """Whether inputs lie along the rows of all experts: only then has what is read twice as many columns as the other
+    """True if the experts are stored transposed, [E, H, 2I]: only then does gate_up have twice as many columns as down
     has rows.
     """
     wide, down = (tensors.get(f"{start}{kinds}_proj") for kinds in ("gate_up", "down"))
@@ -135,13 +135,14 @@ def _has_columns(start: str, tensors: Mapping[str, TensorInfo]) -> bool:
 
 
 def _apart(info: TensorInfo, kinds: list[str], *, turns: bool) -> Iterator[tuple[int, str, TensorInfo]]:
-    """(expert, kind, its tensor) of [E, N, ...]; the rows of `kinds` take turns, or lie one kind after the other."""
+    """Yield (expert, kind, its tensor) of [E, N, ...]; the rows of `kinds` are interleaved (`turns`) or in blocks."""
     experts, *rest = info.shape
     count = len(kinds)
     if rest and rest[0] % count:
-        raise bad(info.file, f"has {rest[0]} rows an expert, which are no {' and '.join(kinds)} rows", key=info.name)
+        what = f"has {rest[0]} rows per expert, which cannot be split into {' and '.join(kinds)} rows"
+        raise bad(info.file, what, key=info.name)
     shape = (rest[0] // count, *rest[1:]) if rest else ()
-    size = info.nbytes // experts  # the strides of a transposed tensor are those of whole experts, too
+    size = info.nbytes // experts  # also correct for a transposed tensor
     row = info.strides[1] if info.strides else size // (rest[0] if rest else 1)
     for expert in range(experts):
         for place, kind in enumerate(kinds):

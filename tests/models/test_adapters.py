@@ -210,16 +210,16 @@ def refusal(folder: Path, model: Any = None) -> str:
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "vocabulary": ({"modules_to_save": ["embed_tokens", "lm_head"]}, "modules_to_save: whole modules are replaced"),
     "tokens": ({"trainable_token_indices": [1, 2]}, "trainable_token_indices: the vocabulary is changed"),
-    "kind": ({"peft_type": "IA3"}, "peft_type: is IA3, only LORA is computed"),
+    "kind": ({"peft_type": "IA3"}, "peft_type: is IA3; only LORA is supported"),
     "bias": ({"bias": "all"}, "bias: is all: biases are changed"),
     "base": ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights: is pissa_niter_16"),
     "stacks": ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters: parameters that are"),
-    "unknown": ({"use_newer_math": True}, "use_newer_math: is True, which this version does not know"),
+    "unknown": ({"use_newer_math": True}, "use_newer_math: is True, which this version does not support"),
     "expression": ({"rank_pattern": {"(a+)+b": 4}}, "rank_pattern: (a+)+b is an expression"),
     "rank": ({"r": 5}, "its rank must be 5"),
     "rank-pattern": ({"rank_pattern": {"q_proj": 8}}, "its rank must be 8"),
     "dora": ({"use_dora": True}, "the magnitudes contradict it"),
-    "huge": ({"r": 1 << 40}, "r: is 1,099,511,627,776, it must be 1 to 4,096"),
+    "huge": ({"r": 1 << 40}, "r: is 1,099,511,627,776; it must be 1 to 4,096"),
 }
 
 
