@@ -294,4 +294,4 @@ def test_show_and_ls_say_that_a_tokenizer_is_refused(
         assert refused(door("show", name)) == refused(door("run", name, "hi"))
     rows = {row["id"]: row for row in json.loads(door("ls", "--all", "--json").stdout)["models"]}
     assert not rows["bare"]["supported"] and "has no tokenizer.json" in rows["bare"]["reason"]
-    assert not rows["odd"]["supported"] and "'martian' is not known" in rows["odd"]["reason"]
+    assert not rows["odd"]["supported"] and "'martian' is not supported" in rows["odd"]["reason"]

@@ -97,8 +97,8 @@ class StoredModule:
             return found.pop()
         if not found and groups > 0 and k % groups == 0:
             return k // groups
-        said = f"the stated group sizes {sorted(sizes)}" if sizes else "no stated group size"
-        raise self.bad(self.tensor(key), f"has {groups} groups for {k} inputs, which {said} cannot resolve")
+        why = f"the stated group sizes {sorted(sizes)} do not determine them" if sizes else "no group size is stated"
+        raise self.bad(self.tensor(key), f"has {groups} groups for {k} inputs, and {why}")
 
     def setting(self, *names: str) -> Any:
         config = self.model.quantization_config
