@@ -66,8 +66,8 @@ class ChainedParser:
         self._reasoning = reasoning
         self._content = content
         self._thought = thought
-        self._unsaid = ""  # reasoning not returned yet
-        self._found: list[Part] = []  # parts from the first call in it on
+        self._pending = ""  # reasoning not returned yet
+        self._held_parts: list[Part] = []  # parts from the first call in it on
 
     def push(self, text: str) -> list[Part]:
         return self._split(self._reasoning.push(text))
@@ -75,9 +75,9 @@ class ChainedParser:
     def finish(self) -> list[Part]:
         made = self._split(self._reasoning.finish())
         if self._thought is not None and self._reasoning.in_reasoning:
-            made += self._listen(self._thought.finish())
-            if self._found:
-                return made + self._found
+            made += self._settled_reasoning(self._thought.finish())
+            if self._held_parts:
+                return made + self._held_parts
         return [*made, *self._close(), *self._content.finish()]
 
     def _split(self, parts: list[Part]) -> list[Part]:
@@ -88,27 +88,27 @@ class ChainedParser:
             elif self._thought is None:
                 made.append((kind, text))
             else:
-                self._unsaid += text
-                made += self._listen(self._thought.push(text))
+                self._pending += text
+                made += self._settled_reasoning(self._thought.push(text))
         if self._reasoning.is_closed:
             made += self._close()
         return made
 
-    def _listen(self, parts: list[Part]) -> list[Part]:
+    def _settled_reasoning(self, parts: list[Part]) -> list[Part]:
         """Return the reasoning that is certain not to be part of a call."""
         size = 0
         for part in parts:
-            if part[0] == "tool_call" or self._found:
-                self._found.append(part)
+            if part[0] == "tool_call" or self._held_parts:
+                self._held_parts.append(part)
             else:
                 size += len(part[1])
-        said, self._unsaid = self._unsaid[:size], self._unsaid[size:]
+        said, self._pending = self._pending[:size], self._pending[size:]
         return [("reasoning", said)] if said else []
 
     def _close(self) -> list[Part]:
         """End the reasoning; everything held was reasoning."""
-        said, self._unsaid, self._thought = self._unsaid, "", None
-        self._found.clear()
+        said, self._pending, self._thought = self._pending, "", None
+        self._held_parts.clear()
         return [("reasoning", said)] if said else []
 
 

@@ -23,7 +23,7 @@ Finder = Callable[[str], list[Span]]
 # names under which clients send a message's reasoning; templates read the first, gpt-oss's the second
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 _OUTSIDERS = frozenset(["user", "tool", "function", "ipython", "observation"])
-_THINKING = frozenset(tag for tags in TAGS for tag in tags)
+_REASONING_TAGS = frozenset(tag for tags in TAGS for tag in tags)
 _PRIVATE = range(0x10F800, 0x10FFF0, 2)
 
 
@@ -109,7 +109,7 @@ class ChatTemplate:
         """
         template = self.chosen(tools)
         shaped = [_shape(message, number) for number, message in enumerate(_checked(messages))]
-        given = {"documents": None, **_thinking(template, kwargs), **kwargs, "tools": tools}
+        given = {"documents": None, **_thinking_variables(template, kwargs), **kwargs, "tools": tools}
         marker = _Marker([shaped, given])
         find = self._finders(template)
         variables = {
@@ -121,7 +121,7 @@ class ChatTemplate:
         }
         if continue_final_message:
             if not isinstance(shaped[-1].get("content"), str):
-                raise _closed()
+                raise _not_continuable()
             variables["messages"][-1]["content"] += marker.end_of_open
         text = self._child.render(template, variables)
         if continue_final_message:
@@ -137,7 +137,7 @@ class ChatTemplate:
         """
         used = {text: index for text, index in self._added.ids.items() if text in template}
         both = ControlText({**used, **self._control.ids}) if used else self._control
-        others = {text: index for text, index in self._control.ids.items() if text not in _THINKING}
+        others = {text: index for text, index in self._control.ids.items() if text not in _REASONING_TAGS}
         said = self._control if len(others) == len(self._control.ids) else ControlText(others)
         found = {"application": self._control, "assistant": said, "outsider": both}
         return {whose: partial(_places, tokens) for whose, tokens in found.items()}
@@ -162,7 +162,7 @@ def encode_chat(tokenizer: Tokenizer, rendered: RenderedPrompt) -> list[int]:
     return ids
 
 
-def _thinking(template: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def _thinking_variables(template: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Map `enable_thinking` to the names used by other templates: DeepSeek V3.1 and Granite 3; Seed-OSS."""
     on = values.get("enable_thinking")
     if on is None or "enable_thinking" in template:
@@ -196,7 +196,7 @@ class _Marker:
         stands, said = message.rstrip(), said.rstrip()
         plain = said.replace(self._begin, "").replace(self._end, "")
         if not stands or not found or not plain.endswith(stands.lstrip()):
-            raise _closed()
+            raise _not_continuable()
         return said + message[len(stands) :]
 
     def mark(self, value: Any, find: Finder) -> Any:
@@ -246,7 +246,7 @@ class _Marker:
         return RenderedPrompt.of("".join(pieces), spans)
 
 
-def _closed() -> InvalidRequest:
+def _not_continuable() -> InvalidRequest:
     return InvalidRequest("this model's template does not allow an answer to be continued", "ask for a new answer")
 
 

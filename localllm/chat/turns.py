@@ -14,7 +14,7 @@ from localllm.chat.template import ChatTemplate
 from localllm.errors import LocalLLMError
 
 _RULES = ("Rule-7302", "Rule-7303", "Rule-7304")
-_ASKED = ("Question-41", "Question-42")
+_QUESTIONS = ("Question-41", "Question-42")
 
 
 def _message(role: str, content: str) -> dict[str, Any]:
@@ -42,12 +42,12 @@ class Turns:
     @cached_property
     def _takes_system_anywhere(self) -> bool:
         begin = [_message("system", rule) for rule in _RULES[:2]]
-        turns = [_message("user", _ASKED[0]), _message("assistant", "Yes."), _message("system", _RULES[2])]
-        return self._shows([*begin, *turns, _message("user", _ASKED[1])], _RULES)
+        turns = [_message("user", _QUESTIONS[0]), _message("assistant", "Yes."), _message("system", _RULES[2])]
+        return self._shows([*begin, *turns, _message("user", _QUESTIONS[1])], _RULES)
 
     @cached_property
     def _takes_rows(self) -> bool:
-        return self._shows([_message("user", text) for text in _ASKED], _ASKED)
+        return self._shows([_message("user", text) for text in _QUESTIONS], _QUESTIONS)
 
     def _shows(self, messages: list[dict[str, Any]], texts: Sequence[str]) -> bool:
         try:
@@ -68,14 +68,14 @@ def _joined(messages: Sequence[Mapping[str, Any]], *, rows: bool) -> list[dict[s
         last = made[-1] if made else {}
         joins = rows or is_moved or was_moved or one.get("role") == "system"
         if joins and last.get("role") == one.get("role") != "tool" and not last.get("tool_calls"):
-            made[-1] = {**last, **one, "content": _both(last.get("content") or "", one.get("content") or "")}
+            made[-1] = {**last, **one, "content": _joined_content(last.get("content") or "", one.get("content") or "")}
         else:
             made.append(one)
         was_moved = is_moved
     return made
 
 
-def _both(first: Any, second: Any) -> Any:
+def _joined_content(first: Any, second: Any) -> Any:
     """Join the content of two messages: as text, or as a list of parts if either is one."""
     if isinstance(first, str) and isinstance(second, str):
         return f"{first}\n\n{second}" if first and second else first or second

@@ -168,7 +168,7 @@ def _updates(config: Fields, path: Path, tensors: Mapping[str, TensorInfo]) -> I
         down, up, magnitude = (parts.get(f"lora_{name}") for name in ("A", "B", "magnitude_vector"))
         if down is None or up is None:
             raise bad(path, f"lora_{'A' if down is None else 'B'} is missing", key=module)
-        rank = _of(ranks, module, default)
+        rank = _match(ranks, module, default)
         _check_shapes(path, down, up, rank)
         if is_dora is not (magnitude is not None):
             raise bad(path, f"use_dora is {str(is_dora).lower()}; the magnitudes contradict it", key=module)
@@ -176,7 +176,7 @@ def _updates(config: Fields, path: Path, tensors: Mapping[str, TensorInfo]) -> I
             what = f"has shape {list(magnitude.shape)}, expected {up.shape[0]:,} values"
             raise bad(path, what, key=magnitude.name)
         over = math.sqrt(rank) if config.flag("use_rslora") else rank
-        yield StoredUpdate(module, down, up, magnitude, _of(alphas, module, alpha) / over)
+        yield StoredUpdate(module, down, up, magnitude, _match(alphas, module, alpha) / over)
 
 
 def _check_shapes(path: Path, down: TensorInfo, up: TensorInfo, rank: float) -> None:
@@ -203,7 +203,7 @@ def _pattern(config: Fields, key: str) -> dict[str, float]:
     return {name: checked.number(name, 0.0, 1e6) for name in values}
 
 
-def _of(pattern: Mapping[str, float], module: str, default: float) -> float:
+def _match(pattern: Mapping[str, float], module: str, default: float) -> float:
     """The number of the first name equal to the module's name or to its suffix after a dot; `^` anchors the start."""
     for name, value in pattern.items():
         plain = name.removeprefix("^").removesuffix("$")

@@ -110,7 +110,7 @@ class MappedFile:
             raise ValueError(f"{self.path.name} is closed")
         size = self.buffer.size()
         if size < offset + nbytes:
-            raise self._cut(size)
+            raise self._truncated(size)
         return self.data[offset : offset + nbytes]
 
     def read(self, offset: int, nbytes: int) -> bytes:
@@ -122,10 +122,10 @@ class MappedFile:
             except OSError as error:
                 raise bad(self.path, f"cannot be read: {error.strerror}", offset=offset) from error
         if len(data) < nbytes:
-            raise self._cut(offset + len(data))
+            raise self._truncated(offset + len(data))
         return data
 
-    def _cut(self, size: int) -> BadModelFile:
+    def _truncated(self, size: int) -> BadModelFile:
         return bad(self.path, f"was truncated from {self.size:,} to {size:,} bytes while it was read", offset=size)
 
     def forget(self, offset: int, nbytes: int, *, cached: bool = True) -> None:

@@ -90,7 +90,7 @@ def _open_folder(folder: Path) -> Checkpoint:
 
 
 def _open_other_safetensors(folder: Path, names: set[str], safetensors: list[str]) -> Checkpoint:
-    """Open a folder without the usual file names: one safetensors file under another name, or an error that says why."""
+    """Open a folder without the usual file names: one safetensors file under another name, else raise why not."""
     if "params.json" in names and any(name.startswith("consolidated") for name in safetensors):
         what = "holds a model in Mistral's own layout (params.json, consolidated.safetensors), which is not supported"
         hint = "download the files with config.json from the same repository"

@@ -76,7 +76,7 @@ class PackedFile:
             descriptor = _open(path)
             try:
                 self.header, self.size = _header(descriptor)
-                self._reading = _Reading(descriptor, self.size, self.header["sums"])
+                self._reading = _Reader(descriptor, self.size, self.header["sums"])
             except BaseException:
                 os.close(descriptor)
                 raise
@@ -147,7 +147,7 @@ class PackedWriter:
                 raise Unusable("does not fit: the disk is nearly full")
             self._file = os.open(self._part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
-            raise Unusable(_why(error)) from error
+            raise Unusable(_write_error(error)) from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.stat(self._part).st_ino != os.fstat(self._file).st_ino:
@@ -189,7 +189,7 @@ class PackedWriter:
             while done < data.nbytes:
                 done += os.pwrite(self._file, data[done:], at + done)
         except OSError as error:
-            raise Unusable(_why(error)) from error
+            raise Unusable(_write_error(error)) from error
 
     def finish(self, header: dict[str, Any]) -> None:
         """Write the header and rename the file into place. Raises Unusable."""
@@ -201,7 +201,7 @@ class PackedWriter:
             self._write(memoryview(text + tail), self._at)
             os.replace(self._part, self._path)
         except OSError as error:
-            raise Unusable(_why(error)) from error
+            raise Unusable(_write_error(error)) from error
         self.close()
 
     def close(self) -> None:
@@ -307,7 +307,7 @@ def _header(descriptor: int) -> tuple[dict[str, Any], int]:
     return dict(json.loads(text)), at
 
 
-class _Reading:
+class _Reader:
     """Reads a file's data into huge pages with background threads.
 
     If the system keeps the file itself in huge pages, they are mapped and nothing is copied before `settle`. Otherwise
@@ -318,7 +318,7 @@ class _Reading:
         """Start reading; takes ownership of the descriptor. Raises Unusable."""
         if not size:
             raise Unusable("is empty")
-        self._descriptor, self._size, self._sums, self._ends = descriptor, size, sums, False
+        self._descriptor, self._size, self._sums, self._stopped = descriptor, size, sums, False
         self._mapped = 0  # bytes from here on are in the file's own pages; equals `size` if none are
         # one CPU is left for imports: a 4B model's first token on two Cascade Lake cores takes 3.1 s instead of 3.4
         self._pool = ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 1) - 1)))
@@ -357,12 +357,12 @@ class _Reading:
                 # fault the pages in first: page faults inside preadv hold the lock of the whole address space, and
                 # imports in another thread would take 1.4 s instead of 1.25
                 np.frombuffer(memory, dtype=np.uint8)[begin:end:ALIGN] = 0
-                while at < end and not self._ends:
+                while at < end and not self._stopped:
                     done = os.preadv(self._descriptor, [whole[at:end]], at)
                     if not done:
                         raise Unusable("is truncated")
                     at += done
-            if not self._ends and xxh3_64_intdigest(whole[begin:end]) != self._sums[begin // PART]:
+            if not self._stopped and xxh3_64_intdigest(whole[begin:end]) != self._sums[begin // PART]:
                 raise Unusable("is damaged")
 
     def data(self) -> np.ndarray:
@@ -397,7 +397,7 @@ class _Reading:
         return True
 
     def close(self) -> None:
-        self._ends = True
+        self._stopped = True
         self._pool.shutdown(cancel_futures=True)
 
 
@@ -433,6 +433,6 @@ def _huge_file_bytes() -> int:
     return 1024 * int(found[1]) if found else 0
 
 
-def _why(error: OSError) -> str:
+def _write_error(error: OSError) -> str:
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return "does not fit: the disk is full" if full else f"cannot be written: {error.strerror}"

@@ -42,7 +42,7 @@ _GGUF_SPLIT = re.compile(r"(blk\.\d{1,6}\.ffn_(?:gate|up|down))\.(\d{1,6})\.(wei
 _GGUF_MATRICES = re.compile(r"(blk\.\d{1,6}\.attn_[kv]_b|altup_proj|altup_unembd_proj)\.weight")  # per head or stream
 _GRANITE = re.compile(r"(.+\.block_sparse_moe\.)(input|output)_linear\.(weight|weight_scale)")
 _ERNIE = re.compile(r"(.+\.mlp\.)(?:gate\.)?moe_statics(\.e_score_correction_bias)")
-_OF_PROJECTION = {  # suffix after `experts.gate_up_proj` -> name for one expert, possible dimensions of the stack
+_PROJECTION_SUFFIXES = {  # suffix after `experts.gate_up_proj` -> name for one expert, possible dimensions of the stack
     "": ("weight", (3,)),
     "_bias": ("bias", (2,)),
     "_blocks": ("weight_packed", (4,)),
@@ -54,7 +54,7 @@ _OF_PROJECTION = {  # suffix after `experts.gate_up_proj` -> name for one expert
     "_weight_scale_2": ("weight_scale_2", (1, 2)),
     "_input_scale": ("input_scale", (1, 2)),
 }
-_HF = re.compile(rf"(.+\.experts\.)(gate_up|up|down)_proj({'|'.join(_OF_PROJECTION)})")
+_HF = re.compile(rf"(.+\.experts\.)(gate_up|up|down)_proj({'|'.join(_PROJECTION_SUFFIXES)})")
 
 
 def unstacked(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
@@ -75,34 +75,36 @@ def _parts(name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> It
         weights = tensors.get(f"{match[1]}{match[2]}_proj")
         for expert in range(min(weights.shape[0], MAX_EXPERTS) if weights is not None and weights.shape else 0):
             for kind in match[2].split("_"):
-                yield replace(info, name=f"{match[1]}{expert}.{kind}_proj.{_OF_PROJECTION[match[3]][0]}")
+                yield replace(info, name=f"{match[1]}{expert}.{kind}_proj.{_PROJECTION_SUFFIXES[match[3]][0]}")
     elif not (info.nbytes and 1 <= dims <= 4) or info.shape[0] > MAX_EXPERTS:
         yield info
     elif (match := _GGUF.fullmatch(name)) and dims == {"weight": 3, "bias": 2, "scale": 1}[match[3]]:
         kinds = match[2].split("_")
         for some in ([kind] for kind in kinds) if match[3] == "scale" else (kinds,):
-            for expert, kind, part in _apart(info, some, turns=False):
+            for expert, kind, part in _split(info, some, turns=False):
                 yield replace(part, name=f"{match[1]}{kind}_exps.{expert}.{match[3]}")
     elif match := _GGUF_SPLIT.fullmatch(name):
         yield replace(info, name=f"{match[1]}_exps.{match[2]}.{match[3]}")
     elif (match := _GGUF_MATRICES.fullmatch(name)) and dims == 3:
-        for number, _, part in _apart(info, ["matrix"], turns=False):
+        for number, _, part in _split(info, ["matrix"], turns=False):
             yield replace(part, name=f"{match[1]}.{number}.weight")
     elif (match := _GRANITE.fullmatch(name)) and dims == 3:
         kinds = ["gate", "up"] if match[2] == "input" else ["down"]
-        for expert, kind, part in _apart(info, kinds, turns=False):
+        for expert, kind, part in _split(info, kinds, turns=False):
             yield replace(part, name=f"{match[1]}experts.{expert}.{kind}_proj.{match[3]}")
     elif (match := _ERNIE.fullmatch(name)) and info.shape[:-1] == (1,):
         yield replace(info, name=f"{match[1]}gate{match[2]}", shape=info.shape[1:])
-    elif (match := _HF.fullmatch(name)) and dims in _OF_PROJECTION[match[3]][1]:
-        yield from _of_transformers(info, match, tensors)
+    elif (match := _HF.fullmatch(name)) and dims in _PROJECTION_SUFFIXES[match[3]][1]:
+        yield from _split_projection(info, match, tensors)
     else:
         yield info
 
 
-def _of_transformers(info: TensorInfo, match: re.Match[str], tensors: Mapping[str, TensorInfo]) -> Iterator[TensorInfo]:
+def _split_projection(
+    info: TensorInfo, match: re.Match[str], tensors: Mapping[str, TensorInfo]
+) -> Iterator[TensorInfo]:
     kinds, gpt_oss = match[2].split("_"), f"{match[1]}{match[2]}_proj_bias" in tensors
-    columns = _has_columns(match[1], tensors)
+    columns = _is_transposed(match[1], tensors)
     if match[3] == "_blocks":
         experts, n, groups, width = info.shape
         info = replace(info, shape=(experts, n, groups * width))
@@ -113,8 +115,8 @@ def _of_transformers(info: TensorInfo, match: re.Match[str], tensors: Mapping[st
     if match[3] == "_scale_inv" and len(kinds) > 1:
         _check_blocks(info, tensors.get(f"{match[1]}gate_up_proj"), axis=2 if columns else 1)
     for some in [[kind] for kind in kinds] if len(info.shape) == 1 else [kinds]:  # one number is shared by all of them
-        for expert, kind, part in _apart(info, some, turns=gpt_oss or match[3] in ("_blocks", "_scales")):
-            yield replace(part, name=f"{match[1]}{expert}.{kind}_proj.{_OF_PROJECTION[match[3]][0]}")
+        for expert, kind, part in _split(info, some, turns=gpt_oss or match[3] in ("_blocks", "_scales")):
+            yield replace(part, name=f"{match[1]}{expert}.{kind}_proj.{_PROJECTION_SUFFIXES[match[3]][0]}")
 
 
 def _check_blocks(scale: TensorInfo, weight: TensorInfo | None, *, axis: int) -> None:
@@ -126,7 +128,7 @@ def _check_blocks(scale: TensorInfo, weight: TensorInfo | None, *, axis: int) ->
         raise bad(scale.file, what, key=scale.name, hint=hint, error=UnsupportedFormat)
 
 
-def _has_columns(start: str, tensors: Mapping[str, TensorInfo]) -> bool:
+def _is_transposed(start: str, tensors: Mapping[str, TensorInfo]) -> bool:
     """True if the experts are stored transposed, [E, H, 2I]: only then does gate_up have twice as many columns as down
     has rows.
     """
@@ -134,7 +136,7 @@ def _has_columns(start: str, tensors: Mapping[str, TensorInfo]) -> bool:
     return wide is not None and down is not None and wide.shape[1:] == (down.shape[-1], 2 * down.shape[1])
 
 
-def _apart(info: TensorInfo, kinds: list[str], *, turns: bool) -> Iterator[tuple[int, str, TensorInfo]]:
+def _split(info: TensorInfo, kinds: list[str], *, turns: bool) -> Iterator[tuple[int, str, TensorInfo]]:
     """Yield (expert, kind, its tensor) of [E, N, ...]; the rows of `kinds` are interleaved (`turns`) or in blocks."""
     experts, *rest = info.shape
     count = len(kinds)

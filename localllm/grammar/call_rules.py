@@ -24,7 +24,7 @@ MAX_RULES = 500
 _SCALARS = ("integer", "number", "boolean", "null")
 _SIZES = frozenset(["minItems", "maxItems"])
 _JSON_WORDS = {"True": "true", "False": "false", "None": "null"}
-_OPEN = "\0"  # placeholder for what the model chooses: the index of a call, the type of a value
+_PLACEHOLDER = "\0"  # placeholder for what the model chooses: the index of a call, the type of a value
 
 
 def call_grammar(
@@ -86,7 +86,7 @@ class _CallRules:
     def call(self, function: Mapping[str, Any]) -> str:
         """The rule body of one call, from its name to the end of its arguments."""
         self._root = parameters_of(function)
-        before, after = self._format.around_call(str(function["name"]), _OPEN)
+        before, after = self._format.around_call(str(function["name"]), _PLACEHOLDER)
         if self._format.is_python:
             body = self._python()
         elif self._format.nested:
@@ -101,7 +101,7 @@ class _CallRules:
 
     def _open_literal(self, text: str, rule: str) -> str:
         """A literal with `rule` in place of the placeholder."""
-        return f" {rule} ".join(map(self._words.literal, text.split(_OPEN)))
+        return f" {rule} ".join(map(self._words.literal, text.split(_PLACEHOLDER)))
 
     def _rule(self, body: str, options: str = "") -> str:
         name = f"{self._prefix}_{len(self.rules)}"
@@ -115,9 +115,9 @@ class _CallRules:
         """Any text within the schema's length limits, up to and including the first `after`."""
         low, high = _lengths(schema)
         pattern = "(?s:.*)" if low is None and high is None else f"(?s:.{{{low or 0},{'' if high is None else high}}})"
-        return self._up_to(pattern, after)
+        return self._pattern_before(pattern, after)
 
-    def _up_to(self, pattern: str, after: str) -> str:
+    def _pattern_before(self, pattern: str, after: str) -> str:
         """Text that matches a pattern, up to and including the first `after`."""
         begin, control = self._words.first_control(after)
         ending = re.sub(r"[.^$*+?()\[\]{}|\\/]", r"\\\g<0>", begin).replace("\n", r"\n")
@@ -133,7 +133,7 @@ class _CallRules:
         for key, schema in properties_of(self._root).items():
             before, after = self._format.around_value(key, self._kind(schema))
             if not is_text(schema):
-                value = f"{self._json(self._rooted(schema))} {self._words.literal(after)}"
+                value = f"{self._json(self._standalone(schema))} {self._words.literal(after)}"
             elif values := fixed_values(schema):
                 value = f"({' | '.join(quoted(str(value)) for value in values)}) {self._words.literal(after)}"
             else:
@@ -146,7 +146,7 @@ class _CallRules:
     def _kind(self, schema: Any) -> str:
         """The type of an argument's value, or the placeholder if the schema leaves it open."""
         kind = resolved(schema, self._root).get("type")
-        return "string" if is_text(schema) else str(kind) if kind in (*TYPES, "integer") else _OPEN
+        return "string" if is_text(schema) else str(kind) if kind in (*TYPES, "integer") else _PLACEHOLDER
 
     def _wrapped(self, after: str, schema: Mapping[str, Any]) -> str:
         """A text between the format's marks, or one that does not start with the opening mark's first character."""
@@ -155,9 +155,10 @@ class _CallRules:
         rest = f"(?s:.{{{max((low or 0) - 1, 0)},{'' if high is None else max(high - 1, 0)}}})"
         bare = f"[^{first}]{rest}" if low else f"([^{first}]{rest})?"
         begin, end = self._format.wraps
-        return f"({self._words.literal(begin)} {self._text_before(end + after, schema)} | {self._up_to(bare, after)})"
+        marked = f"{self._words.literal(begin)} {self._text_before(end + after, schema)}"
+        return f"({marked} | {self._pattern_before(bare, after)})"
 
-    def _rooted(self, schema: Any) -> Mapping[str, Any]:
+    def _standalone(self, schema: Any) -> Mapping[str, Any]:
         """A part of the schema as a standalone schema, with the definitions that it may reference."""
         part: dict[str, Any] = dict(schema) if isinstance(schema, Mapping) else {}
         return {name: self._root[name] for name in ("$defs", "definitions") if name in self._root} | part
@@ -178,12 +179,12 @@ class _CallRules:
             low, high = _lengths(schema)
             size = f"{{{low or 0},{'' if high is None else high}}}"
             char = r"""([^'\\\x00-\x1f]|\\['"\\nt])"""
-            return f"({self._json(self._rooted(schema))} | /'{char}{size}'/)"
+            return f"({self._json(self._standalone(schema))} | /'{char}{size}'/)"
         kind = resolved(schema, self._root).get("type")
         words = {"boolean": ("True", "False"), "null": ("None",)}.get(kind if isinstance(kind, str) else "", ())
         if words and not fixed_values(schema):
             return "(" + " | ".join(quoted(form) for word in words for form in (word, _JSON_WORDS[word])) + ")"
-        return self._json(self._rooted(schema))
+        return self._json(self._standalone(schema))
 
     # --- nested tags -------------------------------------------------------------------------------------------------
 
@@ -210,7 +211,7 @@ class _CallRules:
         elif kind == "array" and isinstance(schema.get("items"), Mapping) and _SIZES.isdisjoint(schema):
             value = f"{self._rule(self._tree('item', schema['items'], depth + 1))}* {end}"
         else:
-            value = f"{self._json(self._rooted(schema))} {end}"
+            value = f"{self._json(self._standalone(schema))} {end}"
         return f"{self._words.literal(before)} {value}"
 
     # --- Gemma's `{key:value,...}`: keys bare and sorted, strings quoted ---------------------------------------------

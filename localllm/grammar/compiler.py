@@ -74,7 +74,7 @@ class Compiler:
         self._lock = threading.Lock()
         self._compiling = threading.Lock()
         self._cache: OrderedDict[bytes, _Compiled] = OrderedDict()
-        self._refused: OrderedDict[bytes, str] = OrderedDict()
+        self._rejected: OrderedDict[bytes, str] = OrderedDict()
         self._nbytes = 0
 
     @property
@@ -108,20 +108,20 @@ class Compiler:
         """Return a mask at the start of the grammar. Raises InvalidConstraint with the source's `param`."""
         key = source.key
         try:
-            mask = self._kept(source, key)
+            mask = self._cached(source, key)
             if mask is None:
                 with self._compiling:  # requests with a cached grammar do not wait for this lock
-                    mask = self._kept(source, key) or self._compile(source, key)
+                    mask = self._cached(source, key) or self._compile(source, key)
         except InvalidConstraint:
             if source.looser is None:
                 raise
             return self.mask(source.looser)
         return mask
 
-    def _kept(self, source: Source, key: bytes) -> GrammarMask | None:
+    def _cached(self, source: Source, key: bytes) -> GrammarMask | None:
         """Return a cached mask or None. Raises InvalidConstraint again for a cached rejection."""
         with self._lock:
-            why, compiled = self._refused.get(key), self._cache.get(key)
+            why, compiled = self._rejected.get(key), self._cache.get(key)
             if why is not None:
                 raise _error(source, why)
             if compiled is None:
@@ -134,11 +134,11 @@ class Compiler:
         try:
             grammar, nbytes = _check(source)
             matcher = self._matcher(grammar if source.run_text is None else source.run_text, vocabulary)
-        except _Refused as refused:
+        except _Rejected as refused:
             with self._lock:
-                self._refused[key] = str(refused)
-                while len(self._refused) > MAX_REFUSALS:
-                    self._refused.popitem(last=False)
+                self._rejected[key] = str(refused)
+                while len(self._rejected) > MAX_REFUSALS:
+                    self._rejected.popitem(last=False)
             raise _error(source, str(refused)) from None
         compiled = _Compiled(matcher, BASE_BYTES + nbytes, source.kind == "grammar")
         with self._lock:
@@ -155,7 +155,7 @@ class Compiler:
         if not matcher.is_error():
             matcher.compute_bitmask()
         if matcher.is_error():
-            raise _Refused(matcher.get_error())
+            raise _Rejected(matcher.get_error())
         return matcher
 
     def _prepared(self) -> Vocabulary:
@@ -223,7 +223,7 @@ class Words:
 # --- the check in the child ------------------------------------------------------------------------------------------
 
 
-class _Refused(Exception):
+class _Rejected(Exception):
     """A source was rejected; the message is the reason."""
 
 
@@ -243,13 +243,13 @@ def _check(source: Source) -> tuple[str, int]:
         try:
             answer: dict[str, Any] = json.loads(shared_child().exchange(body, CHECK_WALL_S))
         except ChildLate:
-            raise _Refused(f"it is too complex: checking it takes over {CHECK_WALL_S} s") from None
+            raise _Rejected(f"it is too complex: checking it takes over {CHECK_WALL_S} s") from None
         except ChildDied as died:
             if -died.code in _OWN_SIGNALS or attempt:  # else killed from outside: retry with a new child
-                raise _Refused(f"it is too complex: it exceeds its limits ({limits})") from None
+                raise _Rejected(f"it is too complex: it exceeds its limits ({limits})") from None
             continue
         if "error" in answer:
-            raise _Refused(str(answer["error"]))
+            raise _Rejected(str(answer["error"]))
         return str(answer["grammar"]), max(int(answer["bytes"]), 0)
     raise AssertionError("unreachable")
 

@@ -95,9 +95,9 @@ class GrammarMask:
         following = [] if self.is_done else self._matcher.compute_ff_tokens()
         if last is None:
             return following
-        return (self._respelled(last) if following else None) or [last, *following]
+        return (self._retokenized(last) if following else None) or [last, *following]
 
-    def _respelled(self, last: int) -> list[int] | None:
+    def _retokenized(self, last: int) -> list[int] | None:
         """The last id and the forced text after it, tokenized together; None if that starts with the same id anyway."""
         if last in self._vocabulary.special_ids:
             return None

@@ -117,7 +117,7 @@ class AfterReasoning(_PhasedMask):
 
     def _next(self, state: _State, token_id: int) -> tuple[_State, int]:
         if state.phase == "reasoning":
-            return self._think(state, token_id)
+            return self._next_in_reasoning(state, token_id)
         if state.phase == "start" and token_id == self._open_id:
             return _State("reasoning"), 0
         if state.phase == "gap" and token_id in self._vocabulary.line_end_ids and not self._mask.allows(token_id):
@@ -125,7 +125,7 @@ class AfterReasoning(_PhasedMask):
         self._mask.accept(token_id)
         return _State("grammar", mask=self._mask), 1
 
-    def _think(self, state: _State, token_id: int) -> tuple[_State, int]:
+    def _next_in_reasoning(self, state: _State, token_id: int) -> tuple[_State, int]:
         data, rest = _part(state.tail + self._token_bytes(token_id), self._closes)
         if rest is None:
             return replace(state, tail=data), 0
@@ -172,11 +172,11 @@ class ToolTriggers(_PhasedMask):
     def _next(self, state: _State, token_id: int) -> tuple[_State, int]:
         call = state.mask
         if call is None:
-            return self._listen(state, state.tail + self._token_bytes(token_id))
+            return self._next_in_text(state, state.tail + self._token_bytes(token_id))
         call.accept(token_id)
         return (_State("done" if self._only_one else "free") if call.is_done else state), 1
 
-    def _listen(self, state: _State, data: bytes) -> tuple[_State, int]:
+    def _next_in_text(self, state: _State, data: bytes) -> tuple[_State, int]:
         if state.phase == "start":
             said = data.lstrip()
             if self._opens.startswith(said):

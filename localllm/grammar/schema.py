@@ -18,7 +18,7 @@ _BOUNDS = ("exclusiveMinimum", "minimum", "exclusiveMaximum", "maximum")
 _COMBINING = frozenset(
     ("allOf", "not", "if", "dependentSchemas", "unevaluatedProperties", "$dynamicRef", "$recursiveRef")
 )
-_SAYS_MORE = frozenset(("additionalProperties", "patternProperties", "unevaluatedProperties"))
+_OPENING_KEYWORDS = frozenset(("additionalProperties", "patternProperties", "unevaluatedProperties"))
 _BESIDE = frozenset(("anyOf", "oneOf", "$ref"))
 _DEFINITIONS = frozenset(("$defs", "definitions"))
 _BY_NAME = frozenset(("properties", "patternProperties", "dependentSchemas", "dependencies")) | _DEFINITIONS
@@ -89,18 +89,23 @@ def _adapted(schema: Any, leaves_out: LeavesOut, closes: bool, may_be_both: bool
     if made.get("format") not in FORMATS:
         made.pop("format", None)
     if leaves_out is LeavesOut.VALUES:
-        _leave_out(made)
+        _drop_unsupported(made)
     _narrow(made)
     needed = made.get("required")
     names = needed if isinstance(needed, list) else []
     declared = made.get("properties")
-    if closes and isinstance(declared, Mapping) and _SAYS_MORE.isdisjoint(made) and all(n in declared for n in names):
+    if (
+        closes
+        and isinstance(declared, Mapping)
+        and _OPENING_KEYWORDS.isdisjoint(made)
+        and all(n in declared for n in names)
+    ):
         made["additionalProperties"] = False
     _check_count(made, len(names), leaves_out)
     return made
 
 
-def _leave_out(made: dict[str, Any]) -> None:
+def _drop_unsupported(made: dict[str, Any]) -> None:
     """Remove keywords whose values llguidance may reject; patternProperties are merged into additionalProperties."""
     for key in ("multipleOf", "minProperties", "maxProperties"):
         made.pop(key, None)

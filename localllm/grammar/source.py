@@ -57,7 +57,7 @@ def source_of(constraint: Constraint) -> Source:
         return Source("grammar", _text(value, "grammar", limits.MAX_GRAMMAR_CHARS, param), param=param)
     if constraint.kind == "choice":
         return Source("lark", _choice(value, param), param=param)
-    raise _refuse(f"the constraint kind {constraint.kind!r:.40} is unknown", param)
+    raise _rejection(f"the constraint kind {constraint.kind!r:.40} is unknown", param)
 
 
 def schema_text(schema: Any, param: str, leaves_out: LeavesOut = LeavesOut.NOTHING) -> str:
@@ -66,17 +66,17 @@ def schema_text(schema: Any, param: str, leaves_out: LeavesOut = LeavesOut.NOTHI
     Removes `x-guidance`, which would set llguidance's options. Raises InvalidConstraint.
     """
     if schema is not True and not isinstance(schema, Mapping):
-        raise _refuse(f"a JSON schema must be an object; this one is {_kind(schema)}", param)
+        raise _rejection(f"a JSON schema must be an object; this one is {_kind(schema)}", param)
     _check_nesting(schema, param)
     try:
         made = {} if schema is True else adapted(schema, leaves_out)
         text = json.dumps({key: value for key, value in made.items() if key != "x-guidance"})
     except Unenforceable as error:
-        raise _refuse(f"the JSON schema cannot be enforced: {error}", param) from None
+        raise _rejection(f"the JSON schema cannot be enforced: {error}", param) from None
     except (TypeError, ValueError, RecursionError) as error:
-        raise _refuse("the JSON schema is not plain JSON", param) from error
+        raise _rejection("the JSON schema is not plain JSON", param) from error
     if len(text) > limits.MAX_SCHEMA_BYTES:
-        raise _refuse(f"the JSON schema has {len(text):,} bytes; the limit is {limits.MAX_SCHEMA_BYTES:,}", param)
+        raise _rejection(f"the JSON schema has {len(text):,} bytes; the limit is {limits.MAX_SCHEMA_BYTES:,}", param)
     return text
 
 
@@ -92,7 +92,7 @@ def _check_nesting(schema: Any, param: str) -> None:
     while waiting:
         value, depth = waiting.pop()
         if depth > limits.MAX_SCHEMA_DEPTH:
-            raise _refuse(f"the JSON schema is nested deeper than {limits.MAX_SCHEMA_DEPTH} levels", param)
+            raise _rejection(f"the JSON schema is nested deeper than {limits.MAX_SCHEMA_DEPTH} levels", param)
         if isinstance(value, Mapping):
             if isinstance(value.get("pattern"), str):
                 _pattern(value["pattern"], param)
@@ -108,9 +108,9 @@ def _pattern(value: Any, param: str) -> str:
 
 def _choice(value: Any, param: str) -> str:
     if not isinstance(value, list | tuple) or not all(isinstance(one, str) and one for one in value):
-        raise _refuse("choice is not a list of non-empty strings", param)
+        raise _rejection("choice is not a list of non-empty strings", param)
     if not 1 <= len(value) <= limits.MAX_CHOICES:
-        raise _refuse(f"choice has {len(value):,} strings; 1 to {limits.MAX_CHOICES:,} are allowed", param)
+        raise _rejection(f"choice has {len(value):,} strings; 1 to {limits.MAX_CHOICES:,} are allowed", param)
     _text("".join(value), "choice", limits.MAX_CHOICE_CHARS, param)
     return "start: " + " | ".join(quoted(one) for one in dict.fromkeys(value)) + "\n"
 
@@ -122,13 +122,13 @@ def quoted(text: str) -> str:
 
 def _text(value: Any, what: str, most: int, param: str) -> str:
     if not isinstance(value, str) or not value:
-        raise _refuse(f"the {what} is not a string or is empty", param)
+        raise _rejection(f"the {what} is not a string or is empty", param)
     if len(value) > most:
-        raise _refuse(f"the {what} has {len(value):,} characters; the limit is {most:,}", param)
+        raise _rejection(f"the {what} has {len(value):,} characters; the limit is {most:,}", param)
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise _refuse(f"the {what} is not valid Unicode", param) from error
+        raise _rejection(f"the {what} is not valid Unicode", param) from error
     return value
 
 
@@ -136,5 +136,5 @@ def _kind(value: Any) -> str:
     return "null" if value is None else f"{str(value).lower()}" if isinstance(value, bool) else type(value).__name__
 
 
-def _refuse(message: str, param: str) -> InvalidConstraint:
+def _rejection(message: str, param: str) -> InvalidConstraint:
     return InvalidConstraint(message, "send a smaller or simpler constraint", param=param)

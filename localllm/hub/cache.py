@@ -28,7 +28,7 @@ from .names import check_digest
 PARTIAL = ".localllm-partial"
 _SCRAP = ".localllm-tmp"  # suffix of temporary files that are renamed when complete
 _REPO_LOCK = "localllm-snapshot.lock"
-_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.ENOTDIR, errno.EEXIST, errno.EISDIR,
+_NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.ENOTDIR, errno.EEXIST, errno.EISDIR,
             errno.ENOENT)  # fmt: skip
 
 
@@ -137,7 +137,7 @@ def writing(folder: Path) -> Iterator[None]:
             raise DoesNotFit(
                 f"no space left for {folder}", "`localllm rm NAME` frees space, or set HF_HOME to another disk"
             ) from error
-        if error.errno in _REFUSED:
+        if error.errno in _NOT_WRITABLE:
             why = (error.strerror or "refused").lower()
             raise ConfigError(
                 f"cannot write to the model folder {folder}: {why}",

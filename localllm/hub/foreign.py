@@ -30,7 +30,7 @@ MAX_MODELS = 2000  # per program
 MAX_MANIFEST = 1 << 20  # bytes; real ones have about 1 KiB
 _MODEL = "application/vnd.ollama.image.model"
 # layers in Ollama's manifests that change the model's output
-_REFUSED = {
+_UNSUPPORTED_LAYERS = {
     "application/vnd.ollama.image.adapter": "it has a LoRA adapter, which localllm does not apply",
     "application/vnd.ollama.image.tensor": "it is stored as separate tensors, which only Ollama can read",
 }
@@ -94,7 +94,7 @@ def _weights(root: Path, manifest: Any) -> tuple[Path, int, str]:
     nowhere = root / "blobs"
     if not by_kind:
         return nowhere, 0, "its manifest cannot be read or names no files"
-    for kind, why in _REFUSED.items():
+    for kind, why in _UNSUPPORTED_LAYERS.items():
         if kind in by_kind:
             return nowhere, 0, why
     models = by_kind.get(_MODEL, [])
@@ -129,7 +129,9 @@ def _lm_studio() -> Iterator[LocalModel]:
             for folder in _entries(publisher):
                 base = f"lmstudio/{_typable(publisher.name)}/{_typable(folder.name)}"
                 remove = "in LM Studio: My Models, then Delete"
-                yield from _typed(models_in(folder, cache.files_in(folder), base, "lmstudio", remove_with=remove))
+                yield from _with_typable_quants(
+                    models_in(folder, cache.files_in(folder), base, "lmstudio", remove_with=remove)
+                )
 
 
 def _llama_caches() -> list[str]:
@@ -168,7 +170,9 @@ def _hugging_face() -> Iterator[LocalModel]:
             base = "hf/" + "/".join(map(_typable, repo.split("/")[:2]))
             for revision in cache.snapshots(folder)[:1]:
                 snapshot = folder / "snapshots" / revision
-                yield from _typed(models_in(snapshot, cache.files_in(snapshot), base, "hf", remove_with=remove))
+                yield from _with_typable_quants(
+                    models_in(snapshot, cache.files_in(snapshot), base, "hf", remove_with=remove)
+                )
 
 
 # --- folders that are not ours ---------------------------------------------------------------------------------------
@@ -219,7 +223,7 @@ def _typable(text: str) -> str:
     return plain if plain[:1].isalnum() else f"x{plain}"
 
 
-def _typed(models: Iterable[LocalModel]) -> Iterator[LocalModel]:
+def _with_typable_quants(models: Iterable[LocalModel]) -> Iterator[LocalModel]:
     """Yield the models with a typable quant; a GGUF without a label uses its file name."""
     for model in models:
         quant = _typable(model.quant)[:80] if model.quant else ""

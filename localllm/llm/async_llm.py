@@ -108,14 +108,14 @@ class AsyncLLM:
 async def _whole(submit: Submit) -> RequestOutput:
     stream, arrived = await _submitted(submit)
     output = RequestOutput(stream.prompt_token_ids, stream.n)
-    async for delta in _taken(stream, arrived):
+    async for delta in _until_done(stream, arrived):
         output.take(delta)
     return output
 
 
 async def _deltas(submit: Submit) -> AsyncIterator[OutputDelta]:
     stream, arrived = await _submitted(submit)
-    async for delta in _taken(stream, arrived):
+    async for delta in _until_done(stream, arrived):
         yield delta
 
 
@@ -141,7 +141,7 @@ def _abort(submitting: asyncio.Future[ResponseStream]) -> None:
         submitting.result().abort()
 
 
-async def _taken(stream: ResponseStream, arrived: asyncio.Queue[OutputDelta]) -> AsyncIterator[OutputDelta]:
+async def _until_done(stream: ResponseStream, arrived: asyncio.Queue[OutputDelta]) -> AsyncIterator[OutputDelta]:
     """Yield deltas until all answers have ended; aborts the request if the consumer leaves early."""
     left = stream.n
     try:

@@ -39,7 +39,7 @@ class Draft:
 
     def __init__(self, name: str, path: Path, pulled_as: str) -> None:
         self.name, self.path, self._pulled_as = name, path, pulled_as
-        with self._naming():
+        with self._named_errors():
             self._checkpoint = open_model(path, mmproj="off")
         self.facts = self._checkpoint.facts
         if self.facts.pooling or not self.facts.causal:
@@ -49,7 +49,7 @@ class Draft:
             )
 
     @contextmanager
-    def _naming(self) -> Iterator[None]:
+    def _named_errors(self) -> Iterator[None]:
         """Add the draft model's file to BadModelFile errors."""
         try:
             yield
@@ -62,7 +62,7 @@ class Draft:
         """Raise ConfigError unless the draft's vocabulary matches that of the target `model`."""
         from localllm.tokenizer.files import load_tokenizer
 
-        with self._naming():
+        with self._named_errors():
             ours = load_tokenizer(self._checkpoint)
         short, long = sorted((ours.vocab_size, theirs.vocab_size))
         pairs = ((i, ours.id_to_token(i), theirs.id_to_token(i)) for i in range(short))
@@ -81,7 +81,7 @@ class Draft:
         """Load the weights as stored, on the target model's device. `options` are the target model's."""
         from localllm.models.loader import load_model
 
-        with self._naming():
+        with self._named_errors():
             context = min(options.context, self.facts.max_context)
             own = replace(options, weights="", context=context, host_experts=(), stream_rows=0, predictor=False)
             return load_model(self._checkpoint, replace(own, packed=None))

@@ -279,7 +279,7 @@ class LLM(LoadedModel):
         """Tokenize a prompt and add BOS if the model expects it and it is missing; token ids are returned unchanged."""
         if not isinstance(prompt, str):
             return list(prompt)
-        with self._naming():
+        with self._explained_errors():
             ids = self.tokenizer.encode(prompt, special=True)
         bos = self.tokenizer.bos_token_id
         if self.tokenizer.add_bos and bos is not None and ids[:1] != [bos]:
@@ -294,7 +294,7 @@ class LLM(LoadedModel):
         if not isinstance(text, str) or not self.facts.pooling:
             return self.encode_prompt(text)[:limit]
         before, behind = self.tokenizer.around
-        with self._naming():
+        with self._explained_errors():
             ids = self.tokenizer.encode(text, special=True)
         room = None if limit is None else max(0, limit - len(before) - len(behind))
         return [*before, *ids[:room], *behind]
@@ -330,7 +330,7 @@ class LLM(LoadedModel):
 
             messages, pixels = take_images(messages, self.facts.vision, self.plan.ctx)  # type: ignore[assignment]
         shaped, tools = self.output_rules.conversation(messages, tools)
-        with self._naming():
+        with self._explained_errors():
             begins = opens_answer and not continue_final
             rendered = self._template.render(
                 shaped,

@@ -79,7 +79,7 @@ class LoadedModel(AdaptedModel):
         from localllm.models.architectures import open_model  # overlaps with the thread
 
         self.path, self._pulled_as = self._find(self.name, offline, cancel)  # the file or folder that was loaded
-        with self._naming():
+        with self._explained_errors():
             self._checkpoint = open_model(self.path, self.options.mmproj)
             self.facts: ModelFacts = self._checkpoint.facts
         self._draft = self._find_draft(offline, cancel)
@@ -91,7 +91,7 @@ class LoadedModel(AdaptedModel):
         # as stored, or the format that the linear layers are quantized to while loading
         self.weight_format = self.plan.quant or self.facts.stored_format
         flaw = self.facts.predictor_flaw if self.plan.speculation == "auto" else ""
-        self._doubts = tuple(filter(None, (self._checkpoint.doubt, self._checkpoint.unread, flaw)))
+        self._model_warnings = tuple(filter(None, (self._checkpoint.doubt, self._checkpoint.unread, flaw)))
         self._template: ChatTemplate | None = None
         self._engine: Engine | None = None
         self._sleeping: SleepingWeights | SleepingRanks | None = None
@@ -99,7 +99,7 @@ class LoadedModel(AdaptedModel):
         self.keeps_pace = False  # whether `close` records the decode speed for the next plan
         self.keeps_weights = True  # whether `close` writes repacked weights that no idle time was left for
         try:
-            with self._naming():
+            with self._explained_errors():
                 self._start()
         except BaseException:
             self.close()
@@ -136,7 +136,7 @@ class LoadedModel(AdaptedModel):
         return found
 
     @contextmanager
-    def _naming(self) -> Iterator[None]:
+    def _explained_errors(self) -> Iterator[None]:
         """Add the model's file and the repair command to BadModelFile errors, and explain device errors."""
         try:
             yield
@@ -207,7 +207,7 @@ class LoadedModel(AdaptedModel):
             claim_card(self.plan.device, self.machine)
             check_room(self.plan, self.machine, machine())
             if said := trouble(self._card.index):
-                self._doubts += (f"{self._card.name}: {said}",)
+                self._model_warnings += (f"{self._card.name}: {said}",)
         return device
 
     def _load_weights(self, device: torch.device) -> None:
@@ -352,7 +352,7 @@ class LoadedModel(AdaptedModel):
             embeds=bool(self.facts.pooling),
             times_kernels=self.boot.is_tuning,
             sampling=tuple((name, value, why) for name, (value, why) in self.sampling.items()),
-            warnings=(*plan.warnings, *self._doubts, *self.boot.warnings, *filter(None, kept)),
+            warnings=(*plan.warnings, *self._model_warnings, *self.boot.warnings, *filter(None, kept)),
             **{f.name: getattr(stats, f.name) for f in fields(Facts) if hasattr(stats, f.name)},
         )
 

@@ -117,7 +117,7 @@ def encode_with_images(
     tokenizer: Tokenizer, rendered: RenderedPrompt, vision: ImageFacts, pixels: Sequence[np.ndarray]
 ) -> PromptTokens:
     """Like `encode_chat`, with each image's tokens in place of the template's marker."""
-    ids = encode_chat(tokenizer, _opened(tokenizer, rendered, vision, len(pixels)))
+    ids = encode_chat(tokenizer, _with_image_tokens(tokenizer, rendered, vision, len(pixels)))
     made = PromptTokens()
     images: list[PromptImage] = []
     for token in ids:
@@ -134,7 +134,9 @@ def encode_with_images(
     return made
 
 
-def _opened(tokenizer: Tokenizer, rendered: RenderedPrompt, vision: ImageFacts, count: int) -> RenderedPrompt:
+def _with_image_tokens(
+    tokenizer: Tokenizer, rendered: RenderedPrompt, vision: ImageFacts, count: int
+) -> RenderedPrompt:
     """Replace each of the template's image markers with one image token and the tokens around it.
 
     A marker inside message text is left as text.

@@ -109,10 +109,10 @@ def _gguf_ends(vocabulary: Vocabulary) -> list[int]:
     have = vocabulary.token_ids
     ends |= {have[text] for text in END_TEXTS if text in have}
     ends |= {have[text] for text in END_TEXTS_IF_CONTROL if text in have and vocabulary.types[have[text]] == CONTROL}
-    return [index for index in sorted(ends) if not _only_ends_a_message(vocabulary.tokens[index], have)]
+    return [index for index in sorted(ends) if not _is_not_end(vocabulary.tokens[index], have)]
 
 
-def _only_ends_a_message(text: str, have: Container[str]) -> bool:
+def _is_not_end(text: str, have: Container[str]) -> bool:
     """True for `<|end|>` in Harmony, which ends a message but not a turn, and `</s>` in Gemma 4, which is markup."""
     if text == "<|end|>":
         return "<|return|>" in have and "<|call|>" in have
@@ -145,12 +145,12 @@ def _from_folder(ckpt: Checkpoint) -> Tokenizer:
         text = _token_text(config.get(name)) or _token_text(special.get(name))
         if text is not None:
             texts[name] = text
-    control = [*texts.values(), *_more_named(config), *_more_named(special)]
+    control = [*texts.values(), *_additional_special(config), *_additional_special(special)]
     _guarded(lambda: _add_configured_tokens(backend, config, control), "tokenizer_config.json")
     bos = backend.token_to_id(texts.get("bos_token", ""))
     flag = config.get("add_bos_token")
     eos = backend.token_to_id(texts.get("eos_token", ""))
-    before, behind = _guarded(lambda: _around(backend), "tokenizer.json")
+    before, behind = _guarded(lambda: _surrounding_ids(backend), "tokenizer.json")
     if config.get("add_eos_token") is True and eos is not None and eos not in behind:
         behind = [*behind, eos]
     main, named = _folder_templates(ckpt, config)
@@ -165,7 +165,7 @@ def _from_folder(ckpt: Checkpoint) -> Tokenizer:
     )
 
 
-def _more_named(config: Mapping[str, Any]) -> list[str]:
+def _additional_special(config: Mapping[str, Any]) -> list[str]:
     """Texts of additional control tokens, unnamed ones and those with a model-specific name."""
     found: list[Any] = []
     for key in ("additional_special_tokens", "extra_special_tokens"):
@@ -174,7 +174,7 @@ def _more_named(config: Mapping[str, Any]) -> list[str]:
     return [text for one in found if (text := _token_text(one))]
 
 
-def _around(backend: Backend) -> tuple[list[int], list[int]]:
+def _surrounding_ids(backend: Backend) -> tuple[list[int], list[int]]:
     """The ids that the post-processor puts before and after a text."""
     plain, whole = (backend.encode_batch(["a"], add_special_tokens=added)[0].ids for added in (False, True))
     size = len(plain)
@@ -205,7 +205,7 @@ def _folder_ends(ckpt: Checkpoint, backend: Backend, eos: int | None) -> frozens
             ends.add(index)
     control = {token.content: index for index, token in backend.get_added_tokens_decoder().items() if token.special}
     named = (END_TEXTS | END_TEXTS_IF_CONTROL) & control.keys()
-    return frozenset(ends | {control[text] for text in named if not _only_ends_a_message(text, control)})
+    return frozenset(ends | {control[text] for text in named if not _is_not_end(text, control)})
 
 
 def _add_configured_tokens(backend: Backend, config: Mapping[str, Any], named: Iterable[str]) -> None:

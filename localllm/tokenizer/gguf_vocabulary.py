@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # values of tokenizer.ggml.token_type
 
-_REFUSED = {"rwkv": "RWKV", "plamo2": "PLaMo 2", "none": "no vocabulary"}
+_UNSUPPORTED = {"rwkv": "RWKV", "plamo2": "PLaMo 2", "none": "no vocabulary"}
 _ID_NAMES = (*TOKEN_IDS, "fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep", "fim_sep")
 # tokens of Phi-3 that strip the white space after them, as its tokenizer.json says; GGUF cannot express it
 _PHI3_STRIPS = frozenset(["<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "</s>"])
@@ -117,7 +117,7 @@ def vocabulary_kind(path: Path, metadata: Mapping[str, Any]) -> tuple[str, str]:
         raise fields.fail("model", "is missing: the file has no tokenizer")
     if model not in ("gpt2", "llama", "gemma4", "t5", "bert"):
         raise UnsupportedFormat(
-            f"the tokenizer type {shown(model)!r} ({_REFUSED.get(model, 'unknown')}) is not supported;"
+            f"the tokenizer type {shown(model)!r} ({_UNSUPPORTED.get(model, 'unknown')}) is not supported;"
             " supported: gpt2, llama, gemma4, t5, bert",
             "use a safetensors version of the model, which includes tokenizer.json",
         )
@@ -174,7 +174,7 @@ def _gemma4(vocabulary: Vocabulary) -> Backend:
     from tokenizers import Regex
     from tokenizers import pre_tokenizers as pre
 
-    backend = _over_spaces(vocabulary, _split_merges(vocabulary), prefix=False)
+    backend = _spaced_bpe(vocabulary, _split_merges(vocabulary), prefix=False)
     backend.pre_tokenizer = pre.Split(Regex(r"[^\n]+|[\n]+"), "isolated")
     return backend
 
@@ -185,10 +185,10 @@ def _sentencepiece(vocabulary: Vocabulary) -> Backend:
     for at in range(0, len(pairs), 2 * PIECE):
         part = pairs[at : at + 2 * PIECE]
         merges += zip(map(text, part[::2]), map(text, part[1::2]), strict=True)
-    return _over_spaces(vocabulary, merges, prefix=vocabulary.add_space_prefix)
+    return _spaced_bpe(vocabulary, merges, prefix=vocabulary.add_space_prefix)
 
 
-def _over_spaces(vocabulary: Vocabulary, merges: list[tuple[str, str]], *, prefix: bool) -> Backend:
+def _spaced_bpe(vocabulary: Vocabulary, merges: list[tuple[str, str]], *, prefix: bool) -> Backend:
     """BPE over text with `▁` for spaces; unknown characters fall back to byte tokens."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 

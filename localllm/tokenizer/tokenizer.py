@@ -90,7 +90,7 @@ class Tokenizer:
         self._byte_level, self.strips_first_space = _decoder_kind(backend)
         self._prefix = _prefix_kind(backend)
         step = _steps(backend.decoder)[0]
-        self._goes_on = str(step.get("prefix", "##")) if step.get("type") == "WordPiece" else None
+        self._continuation = str(step.get("prefix", "##")) if step.get("type") == "WordPiece" else None
         self._bytes: dict[int, bytes] = {}
         # ids are below this; the model's logits may be wider (padding rows)
         self.vocab_size: int = vocab_size or max(backend.get_vocab_size(), max(self._added, default=-1) + 1)
@@ -137,8 +137,10 @@ class Tokenizer:
             return b""
         if index in self._added and (self._byte_level or token.strip("▁")):
             return token.encode()
-        if self._goes_on is not None:  # WordPiece
-            return (token.removeprefix(self._goes_on) if token.startswith(self._goes_on) else " " + token).encode()
+        if self._continuation is not None:  # WordPiece
+            return (
+                token.removeprefix(self._continuation) if token.startswith(self._continuation) else " " + token
+            ).encode()
         if not self._byte_level:
             match = _BYTE_TOKEN.fullmatch(token)
             return bytes([int(match[1], 16)]) if match else token.replace("▁", " ").encode()
@@ -187,7 +189,7 @@ class Tokenizer:
         for begin, end, index in self.control_text.find(text):
             if not _overlap(as_text, begin, end):
                 control.append((begin, end, index))
-            elif self._grows(index) and end - begin > 1:
+            elif self._is_mergeable(index) and end - begin > 1:
                 cuts.add(begin + 1)
         cuts |= {begin + 1 for begin, end, _ in self.added_text.find(text) if _overlap(as_text, begin, end)}
         ids: list[int] = []
@@ -206,7 +208,7 @@ class Tokenizer:
                 at = end + (len(text[end:]) - len(text[end:].lstrip()) if token.rstrip else 0)
         return ids
 
-    def _grows(self, index: int) -> bool:
+    def _is_mergeable(self, index: int) -> bool:
         """True if plain text can become this token, because the vocabulary's merges build it."""
         return index in self._encode(self._added[index].content, special=False)
 
@@ -227,7 +229,7 @@ class Tokenizer:
     def _encode(self, text: str, *, special: bool) -> list[int]:
         limit = LIMIT_S + len(text) / CHARS_PER_S
         if self._growth > FREE_GROWTH and len(text.encode()) * self._growth > MAX_GROWN_BYTES:
-            raise _gave_up(text, f"its steps may expand it to over {MAX_GROWN_BYTES >> 20} MiB")
+            raise _split_error(text, f"its steps may expand it to over {MAX_GROWN_BYTES >> 20} MiB")
         if len(text) <= self._unwatched_chars:
             return self._encode_now(text, special, limit)
         ids: Future[list[int]] = Future()
@@ -243,18 +245,18 @@ class Tokenizer:
         try:
             return ids.result(limit)
         except TimeoutError:
-            raise _gave_up(text, f"it takes over {limit:.0f} s") from None
+            raise _split_error(text, f"it takes over {limit:.0f} s") from None
 
     def _encode_now(self, text: str, special: bool, limit: float) -> list[int]:
         if not self._lock.acquire(timeout=limit):
-            raise _gave_up(text, "it is still busy with an earlier text")
+            raise _split_error(text, "it is still busy with an earlier text")
         try:
             self._backend.encode_special_tokens = not special
             encoded = self._backend.encode_batch_fast([text], add_special_tokens=False)
         except BaseException as error:
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
-            raise _gave_up(text, ascii(str(error))[1:-1][:120]) from error
+            raise _split_error(text, ascii(str(error))[1:-1][:120]) from error
         finally:
             self._lock.release()
         ids: list[int] = encoded[0].ids
@@ -274,7 +276,7 @@ class Tokenizer:
         return data.decode("utf-8", "replace")
 
 
-def _gave_up(text: str, why: str) -> BadModelFile:
+def _split_error(text: str, why: str) -> BadModelFile:
     return BadModelFile(
         f"the tokenizer cannot split a text of {len(text):,} characters ({why})",
         "send a shorter text, or use another model",

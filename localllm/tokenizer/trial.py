@@ -106,7 +106,7 @@ def vet(data: bytes, document: Any, name: str) -> None:
     except (KeyError, TypeError, ValueError, AttributeError):
         problem, is_plain = "", False
     if not problem and not is_plain:
-        problem = _tried(data)
+        problem = _trial_problem(data)
     if problem:
         raise BadModelFile(f"{name} is not a usable tokenizer: {problem}")
 
@@ -117,7 +117,7 @@ def too_much(factor: float) -> str:
     return what if factor > MAX_GROWTH else ""
 
 
-def _tried(data: bytes) -> str:
+def _trial_problem(data: bytes) -> str:
     """Open and use a tokenizer.json in the child, once per file. Returns the problem or ""."""
     from tokenizers import __version__
 
@@ -166,7 +166,7 @@ def _answer(data: bytes) -> bytes:
         # only the steps, as the library understands them: old files spell some differently
         steps_only = json.loads(data) | {"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []}
         if problem := too_much(growth_of(Tokenizer.from_str(json.dumps(steps_only)))):
-            return _said(problem)
+            return _reply(problem)
         backend = Tokenizer.from_buffer(data)
         signal.setitimer(signal.ITIMER_PROF, USE_CPU_S)
         for text in TEXTS:
@@ -174,10 +174,10 @@ def _answer(data: bytes) -> bytes:
         backend.encode("", add_special_tokens=True)
     except BaseException as error:  # a panic is no Exception
         problem = ascii(str(error))[1:-1][:120] or type(error).__name__
-    return _said(problem)
+    return _reply(problem)
 
 
-def _said(problem: str) -> bytes:
+def _reply(problem: str) -> bytes:
     return json.dumps({"problem": problem}).encode()
 
 

@@ -83,7 +83,7 @@ def _entry(name: str, value: Any, where: str) -> ServerEntry | None:
     transport = given.get("type", given.get("transport"))
     if transport == "sse":
         raise ConfigError(f"{where}: the SSE transport is not supported", "use the server's streamable HTTP address")
-    fill = _filler(where)
+    fill = _variable_expander(where)
 
     def text(key: str) -> str:
         if not isinstance(item := given.get(key, ""), str) or "\0" in item:
@@ -118,7 +118,7 @@ def _timeout(given: Mapping[str, Any], where: str) -> float:
     return value / 1000 if value > 600 else float(value)
 
 
-def _filler(where: str) -> Callable[[str], str]:
+def _variable_expander(where: str) -> Callable[[str], str]:
     """Return a function that replaces ${NAME}, ${env:NAME} and ${NAME:-default} with environment variables."""
 
     def one(found: re.Match[str]) -> str:

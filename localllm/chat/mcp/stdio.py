@@ -33,13 +33,13 @@ class Program:
 
     def __init__(self, entry: ServerEntry) -> None:
         self._entry = entry
-        self._said: deque[str] = deque(maxlen=_TAIL)
+        self._stderr_lines: deque[str] = deque(maxlen=_TAIL)
         self._streams = self._run()
 
     @property
     def said(self) -> str:
         """The last line that the program wrote to standard error."""
-        return next((line for line in reversed(self._said) if line.strip()), "").strip()
+        return next((line for line in reversed(self._stderr_lines) if line.strip()), "").strip()
 
     async def __aenter__(self) -> tuple[MemoryObjectReceiveStream, MemoryObjectSendStream]:
         return await self._streams.__aenter__()
@@ -75,7 +75,7 @@ class Program:
     async def _log(self, process: asyncio.subprocess.Process) -> None:
         assert process.stderr is not None
         while data := await process.stderr.read(1 << 14):
-            self._said.extend(data.decode("utf-8", "replace")[-2000:].splitlines())
+            self._stderr_lines.extend(data.decode("utf-8", "replace")[-2000:].splitlines())
 
 
 async def _read(process: asyncio.subprocess.Process, received: MemoryObjectSendStream) -> None:

@@ -75,10 +75,10 @@ class ToolParser(AnswerParser):
         triggers = () if self._is_full else self._format.triggers
         hidden = [text for text in self._format.hidden if not text.startswith(triggers or "\0")]
         self._cursor.mark()
-        found = yield from self._cursor.rest(*triggers, *hidden, into=self._say)
+        found = yield from self._cursor.rest(*triggers, *hidden, into=self._emit_text)
         return found
 
-    def _say(self, text: str) -> None:
+    def _emit_text(self, text: str) -> None:
         self._space.push(text)
         self._cursor.mark()
 

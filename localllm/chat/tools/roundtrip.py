@@ -123,12 +123,12 @@ class _Trial:
         answers = _RESULT in after
         opening = tool_format.opening(first)
         if not after.startswith(first):
-            calls = _read(tool_format, after[_begin(tool_format, first, after) :])
+            calls = _read(tool_format, after[_first_difference(tool_format, first, after) :])
             note = "the template renders the turn of a call differently from its generation prompt"
-            return verdict(note, _is_the_call(calls), answers)
+            return verdict(note, _is_expected(calls), answers)
         rest = after[len(first) :].split(_RESULT)[0]
         calls = _read(tool_format, opening + rest)
-        if not _is_the_call(calls):
+        if not _is_expected(calls):
             return verdict("the call that the template renders cannot be parsed back", answers=answers)
         if not answers:
             return verdict("the template omits the result of a call", reads_back=True)
@@ -160,11 +160,11 @@ def _read(tool_format: ToolFormat, text: str) -> list[tuple[str, str]]:
     return calls
 
 
-def _is_the_call(calls: list[tuple[str, str]]) -> bool:
+def _is_expected(calls: list[tuple[str, str]]) -> bool:
     return len(calls) == 1 and calls[0][0] == _NAME and json.loads(calls[0][1]) == _ARGUMENTS
 
 
-def _begin(tool_format: ToolFormat, one: str, other: str) -> int:
+def _first_difference(tool_format: ToolFormat, one: str, other: str) -> int:
     """The position where two texts start to differ; if it is inside a mark of the format, the start of the mark."""
     both = enumerate(zip(one, other, strict=False))
     at = next((i for i, (a, b) in both if a != b), min(len(one), len(other)))

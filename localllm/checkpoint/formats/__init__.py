@@ -57,7 +57,7 @@ def stored_formats(model: Checkpoint) -> dict[str, StoredFormat]:
     for name, info in model.tensors.items():
         module, _, suffix = name.rpartition(".")
         groups.setdefault(module, {})[suffix] = info
-    turned = _turned(model.quantization_config)
+    turned = _unmerged_rotation(model.quantization_config)
     if turned:
         what = f"has layers whose inputs or outputs are rotated at run time ({shown(turned)}), which is not supported"
         raise bad(model.path, what, key="transform_config", hint=HINT, error=UnsupportedFormat)
@@ -66,7 +66,7 @@ def stored_formats(model: Checkpoint) -> dict[str, StoredFormat]:
     return {name: stored for name, stored in found.items() if stored is not None}
 
 
-def _turned(config: Mapping[str, Any]) -> str:
+def _unmerged_rotation(config: Mapping[str, Any]) -> str:
     """The first rotation of compressed-tensors (QuIP, SpinQuant) not fully merged into the weights; "" for none."""
     transforms = config.get("transform_config")
     groups = transforms.get("config_groups") if isinstance(transforms, dict) else None

@@ -48,11 +48,11 @@ def detect(module: StoredModule) -> StoredFormat | None:
     elif size is None or -(-k // size) != groups:
         size = -(-k // groups)
     params = {"bits": bits, "group_size": size, "sym": sym if isinstance(sym, bool) else None}
-    params |= {"v2": label == "gptq_v2" or _is_of_auto_round(module), "g_idx": g_idx is not None}
+    params |= {"v2": label == "gptq_v2" or _is_auto_round_packing(module), "g_idx": g_idx is not None}
     return StoredFormat("gptq", "gptq", (columns, k), params)
 
 
-def _is_of_auto_round(module: StoredModule) -> bool:
+def _is_auto_round_packing(module: StoredModule) -> bool:
     """True if AutoRound packed the weights in its own layout, which is like v2. Older files state it as `backend`."""
     packing = str(module.setting("packing_format", "backend") or "").replace("gptqmodel", "")
     return packing.startswith("auto_round") and "gptq" not in packing
