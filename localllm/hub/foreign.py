@@ -111,7 +111,7 @@ def _weights(root: Path, manifest: Any) -> tuple[Path, int, str]:
     if not stat.S_ISREG(found.st_mode):
         return path, 0, f"{path.name[:19]}… is not a file"
     lies = isinstance(stated, int) and stated != found.st_size
-    problem = f"{path.name[:19]}… has {found.st_size:,} bytes, its manifest says {stated:,}" if lies else ""
+    problem = f"{path.name[:19]}… has {found.st_size:,} bytes; its manifest says {stated:,}" if lies else ""
     return path, found.st_size, problem
 
 

@@ -86,7 +86,7 @@ def decoded(url: Any, where: str) -> bytes:
     match = _DATA.match(url) if isinstance(url, str) else None
     if match is None:
         raise InvalidRequest(
-            "an image must be a data: URL (data:image/png;base64,...); the server fetches nothing",
+            "an image must be a data: URL (data:image/png;base64,...); nothing is fetched",
             "put the image into the request", param=where,
         )  # fmt: skip
     if (len(url) - match.end()) * 3 // 4 > MAX_BYTES:

@@ -223,7 +223,7 @@ def derive_merges(tokens: Sequence[str], types: np.ndarray, scores: np.ndarray) 
     work = sum(len(token) ** 2 for token in tokens)
     if work > MAX_MERGE_WORK:
         longest = max(map(len, tokens))
-        what = f"the vocabulary has tokens of up to {longest:,} characters; too many are long to derive its merges"
+        what = f"the vocabulary has tokens of up to {longest:,} characters, too many to derive its merges in time"
         raise BadModelFile(what, REPAIR)
     ids = _first_ids(tokens)
     kinds, order = types.tolist(), scores.tolist()

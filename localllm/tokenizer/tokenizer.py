@@ -319,7 +319,7 @@ def _decoder_kind(backend: Backend) -> tuple[bool, bool]:
     if not kinds & {"Replace", "ByteFallback", "Metaspace"}:
         shown = ", ".join(sorted(str(kind) for kind in kinds)) or "nothing"
         raise UnsupportedFormat(
-            f"the tokenizer decodes with {shown}; supported are byte-level BPE, SentencePiece BPE and WordPiece",
+            f"the tokenizer decodes with {shown}; supported: byte-level BPE, SentencePiece BPE, WordPiece",
             "use a GGUF version of the model",
         )
     strips = any(step.get("type") == "Strip" and step.get("start") for step in steps)

@@ -65,7 +65,7 @@ def servers_of(value: Any, where: str) -> list[ServerEntry]:
     where   the file or setting to name in errors
     """
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{where}: the servers must be a table by name", 'such as {"files": {"command": "..."}}')
+        raise ConfigError(f"{where}: the servers must be a table of entries", 'such as {"files": {"command": "..."}}')
     if len(value) > MAX_SERVERS:
         raise ConfigError(f"{where}: {len(value)} servers; the limit is {MAX_SERVERS}", "remove some")
     entries = [_entry(str(name), one, f"{where}: {clean_line(str(name))[:64]}") for name, one in value.items()]
@@ -114,7 +114,7 @@ def _timeout(given: Mapping[str, Any], where: str) -> float:
     """The timeout in seconds. LM Studio writes `timeout` in milliseconds, others in seconds: a value over 600 is ms."""
     value = given.get("timeout", TIMEOUT_S)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 3_600_000:
-        raise ConfigError(f"{where}: timeout must be up to 600 seconds, or above that milliseconds", "such as 60")
+        raise ConfigError(f"{where}: timeout must be seconds (up to 600) or milliseconds (above 600)", "such as 60")
     return value / 1000 if value > 600 else float(value)
 
 

@@ -41,7 +41,7 @@ def test_a_file_of_claude_desktop(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("value", "why"),
     [
-        ([], "table by name"),
+        ([], "table of entries"),
         ({"a": 1}, "a must be a table"),
         ({"a": {}}, "either a command or a url"),
         ({"a": {"command": "x", "url": "http://y"}}, "either a command or a url"),
