@@ -28,6 +28,7 @@ from .names import check_digest
 PARTIAL = ".localllm-partial"
 _SCRAP = ".localllm-tmp"  # suffix of temporary files that are renamed when complete
 _REPO_LOCK = "localllm-snapshot.lock"
+REPO_WAIT_S = 600.0  # linking and removing files takes seconds, copying them on a file system without links minutes
 _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.ENOTDIR, errno.EEXIST, errno.EISDIR,
             errno.ENOENT)  # fmt: skip
 
@@ -113,14 +114,21 @@ def file_lock(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def repo_lock(repo: str) -> Iterator[None]:
-    """Hold the lock for changes to a repository's snapshots, to keep pull and rm from interleaving."""
-    from filelock import FileLock
+    """Hold the lock for changes to a repository's snapshots, to keep pull and rm from interleaving.
+
+    Raises ConfigError when another process holds it for longer than `REPO_WAIT_S`.
+    """
+    from filelock import FileLock, Timeout
 
     path = hub_dir() / ".locks" / repo_dir(repo).name / _REPO_LOCK
     with writing(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(path, mode=0o664)
-        lock.acquire(timeout=600)
+        try:
+            lock.acquire(timeout=REPO_WAIT_S)
+        except Timeout as error:
+            what = f"another process has been changing {repo} for {REPO_WAIT_S:g} s"
+            raise ConfigError(what, "wait for other pull and rm commands, then run the same command again") from error
     try:
         yield
     finally:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from localllm import hub
-from localllm.errors import DownloadError, LocalLLMError, ModelNotFound
+from localllm.errors import ConfigError, DownloadError, LocalLLMError, ModelNotFound
 from localllm.hub import cache, local, local_model
 from localllm.request import LoadProgress
 
@@ -203,6 +203,16 @@ def test_remove_names_what_it_cannot_find(fake_hub: FakeHub, empty_home: Path) -
         hub.remove("on")
     assert hub.remove("one").names == ("one",), "an exact name beats parts"
     assert not (empty_home / "data/models/one").exists()
+
+
+def test_a_lock_that_is_held_too_long_is_named(empty_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from filelock import FileLock
+
+    monkeypatch.setattr(cache, "REPO_WAIT_S", 0.05)
+    cache.prepare("a/b")
+    held = FileLock(cache.hub_dir() / ".locks" / "models--a--b" / "localllm-snapshot.lock")
+    with held, pytest.raises(ConfigError, match="changing a/b for 0.05 s"), cache.repo_lock("a/b"):
+        pass
 
 
 def test_partials_are_removed_unless_they_grow(fake_hub: FakeHub, empty_home: Path) -> None:
