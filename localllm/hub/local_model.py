@@ -79,7 +79,7 @@ class LocalModel:
             way = way.replace("ollama rm", f"ollama {verb}", 1)
         elif verb != "rm":
             way = "use the program that keeps it"
-        return ConfigError(f"{self.name} belongs to {PLACES[self.source]}; localllm only reads it", way)
+        return ConfigError(f"{self.name} belongs to {PLACES[self.source]} and is read-only here", way)
 
     @property
     def folder(self) -> Path:
