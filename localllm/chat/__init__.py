@@ -1,1 +1,1 @@
-"""Messages to prompt text, and streamed text back to content and reasoning."""
+"""Renders messages to prompts, and splits streamed answers into content, reasoning and tool calls."""

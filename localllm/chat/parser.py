@@ -1,19 +1,19 @@
-"""Streamed answers to reasoning and content: `reasoning_tags(template, prompt_tail)` -> tags for a `ReasoningParser`.
+"""Splits streamed answers into reasoning and content: `reasoning_tags` finds the tags for a `ReasoningParser`.
 
-Which tags a model thinks in is read from its chat template. A template may have opened the tag itself: then the prompt
-ends with it, and the answer begins inside. The concatenated pieces do not depend on how the text was cut.
+The tags are read from the chat template. If the template opens the tag itself, the prompt ends with it and the answer
+starts inside the reasoning. The concatenated parts do not depend on how the text was split into pieces.
 """
 
 from __future__ import annotations
 
 from typing import Literal, Protocol
 
-Part = tuple[str, str]  # ("reasoning" | "content" | "tool_call", text); of a call the JSON of a delta
+Part = tuple[str, str]  # ("reasoning" | "content" | "tool_call", text); for a call, the text is a delta as JSON
 State = Literal["start", "opened", "reasoning", "closed", "content"]
 
 _NAMES = ("think", "thinking", "thought", "thoughts", "reasoning", "reason", "reflection", "seed:think")
 _TAGS = tuple((f"<{name}>", f"</{name}>") for name in _NAMES)
-# (opens, closes)
+# (opening, closing)
 TAGS = (
     *_TAGS,
     ("<think:opensource>", "</think:opensource>"),
@@ -28,11 +28,11 @@ TAGS = (
     ("◁think▷", "◁/think▷"),
 )
 _LINE_ENDS = "\r\n"
-_MAX_HELD = 64  # line ends before a closing tag, or white space before an opening one, beyond which they count as text
+_MAX_HELD = 64  # characters of white space next to a tag; any beyond that are text
 
 
 def reasoning_tags(template: str, prompt_tail: str = "") -> tuple[str, str] | None:
-    """The tags that the prompt ends with, or that a template speaks of; None for a model that does not think."""
+    """Return the tags that the prompt ends with or the template mentions; None for a model without reasoning."""
     tail = prompt_tail.rstrip()
     for opens, closes in TAGS:
         if tail.endswith((opens, closes)):
@@ -43,31 +43,31 @@ def reasoning_tags(template: str, prompt_tail: str = "") -> tuple[str, str] | No
 
 
 class Splitter(Protocol):
-    """What takes one answer apart: a `ReasoningParser`, a parser of tool calls, or both in a row."""
+    """Splits one answer into parts: a `ReasoningParser`, a tool call parser, or both chained."""
 
     def push(self, text: str) -> list[Part]:
-        """The parts that this text completes, in order."""
+        """Add text and return the parts it completes, in order."""
         ...
 
     def finish(self) -> list[Part]:
-        """What was held back."""
+        """End the answer and return the parts that were held back."""
         ...
 
 
 class ChainedParser:
-    """Reasoning first, then what the content consists of.
+    """Splits off reasoning first, then passes the content to another splitter.
 
-    A model may begin a call without closing its reasoning. So calls are looked for in there, too: what follows a whole
-    one is held until a closing tag says that it was reasoning, or the end of the answer that it was not.
+    A model may start a call without closing its reasoning, so reasoning is searched for calls as well. Everything from
+    the first complete call on is held until a closing tag shows that it was reasoning, or the answer ends without one.
     """
 
     def __init__(self, reasoning: ReasoningParser, content: Splitter, thought: Splitter | None = None) -> None:
-        """`thought` reads the reasoning as if it were content; without it, calls in there are not looked for."""
+        """`thought` parses the reasoning as if it were content; without it, reasoning is not searched for calls."""
         self._reasoning = reasoning
         self._content = content
         self._thought = thought
-        self._unsaid = ""  # reasoning that was not given out
-        self._found: list[Part] = []  # from the first call in it on
+        self._pending = ""  # reasoning not returned yet
+        self._held_parts: list[Part] = []  # parts from the first call in it on
 
     def push(self, text: str) -> list[Part]:
         return self._split(self._reasoning.push(text))
@@ -75,9 +75,9 @@ class ChainedParser:
     def finish(self) -> list[Part]:
         made = self._split(self._reasoning.finish())
         if self._thought is not None and self._reasoning.in_reasoning:
-            made += self._listen(self._thought.finish())
-            if self._found:
-                return made + self._found
+            made += self._settled_reasoning(self._thought.finish())
+            if self._held_parts:
+                return made + self._held_parts
         return [*made, *self._close(), *self._content.finish()]
 
     def _split(self, parts: list[Part]) -> list[Part]:
@@ -88,52 +88,52 @@ class ChainedParser:
             elif self._thought is None:
                 made.append((kind, text))
             else:
-                self._unsaid += text
-                made += self._listen(self._thought.push(text))
+                self._pending += text
+                made += self._settled_reasoning(self._thought.push(text))
         if self._reasoning.is_closed:
             made += self._close()
         return made
 
-    def _listen(self, parts: list[Part]) -> list[Part]:
-        """What of the reasoning is certain to be nothing else."""
+    def _settled_reasoning(self, parts: list[Part]) -> list[Part]:
+        """Return the reasoning that is certain not to be part of a call."""
         size = 0
         for part in parts:
-            if part[0] == "tool_call" or self._found:
-                self._found.append(part)
+            if part[0] == "tool_call" or self._held_parts:
+                self._held_parts.append(part)
             else:
                 size += len(part[1])
-        said, self._unsaid = self._unsaid[:size], self._unsaid[size:]
+        said, self._pending = self._pending[:size], self._pending[size:]
         return [("reasoning", said)] if said else []
 
     def _close(self) -> list[Part]:
-        """The reasoning is over: all of it was reasoning."""
-        said, self._unsaid, self._thought = self._unsaid, "", None
-        self._found.clear()
+        """End the reasoning; everything held was reasoning."""
+        said, self._pending, self._thought = self._pending, "", None
+        self._held_parts.clear()
         return [("reasoning", said)] if said else []
 
 
 class ReasoningParser:
-    """Splits one answer as it comes.
+    """Splits one streamed answer into reasoning and content.
 
-    Only a tag at the very beginning opens reasoning: later ones are text about tags. A closing tag there says that
-    there is none. Line ends next to the tags belong to neither side. At most 64 line ends and a part of a tag wait for
-    what follows.
+    Only a tag at the very start opens reasoning; later ones are ordinary text. A closing tag at the start means there
+    is no reasoning. Line ends next to the tags belong to neither part. At most 64 line ends and a partial tag are held
+    back.
     """
 
     def __init__(self, opens: str = "<think>", closes: str = "</think>", *, opened: bool = False) -> None:
-        """`opened`: the prompt has opened the tag already."""
+        """`opened`: the prompt has already opened the tag."""
         self.opens, self.closes = opens, closes
         self._state: State = "opened" if opened else "start"
         self._held = ""
 
     @property
     def in_reasoning(self) -> bool:
-        """Whether the text is inside the tags now."""
+        """True while the text is inside the tags."""
         return self._state in ("opened", "reasoning")
 
     @property
     def is_closed(self) -> bool:
-        """Whether the reasoning is over, or there is none."""
+        """True when the reasoning has ended or there is none."""
         return self._state in ("closed", "content")
 
     def push(self, text: str) -> list[Part]:
@@ -155,13 +155,13 @@ class ReasoningParser:
         return parts
 
     def finish(self) -> list[Part]:
-        """A tag that was never closed leaves everything reasoning."""
+        """End the answer. If the tag was never closed, the rest is reasoning."""
         held, self._held = self._held, ""
         kind = "reasoning" if self.in_reasoning else "content"
         return [(kind, held)] if held else []
 
     def _start(self, text: str) -> str:
-        """Before anything was said: an opening tag, perhaps after white space, a closing one alone, or content."""
+        """At the start of the answer: an opening tag (perhaps after white space), a lone closing tag, or content."""
         said = text.lstrip()
         if len(text) - len(said) <= _MAX_HELD:
             if said.startswith(self.opens):
@@ -177,7 +177,7 @@ class ReasoningParser:
         return text
 
     def _opened(self, text: str) -> str:
-        """At the beginning of the reasoning: line ends, and an opening tag that the prompt has already."""
+        """At the start of the reasoning: skip line ends and a repetition of the prompt's opening tag."""
         text = text.lstrip(_LINE_ENDS)
         if text.startswith(self.opens):
             return text[len(self.opens) :]
@@ -204,6 +204,6 @@ class ReasoningParser:
 
     @staticmethod
     def _before_line_ends(text: str, end: int) -> int:
-        """Where the line ends before `end` begin, going back at most `_MAX_HELD`."""
+        """The start of the line ends before `end`, at most `_MAX_HELD` characters back."""
         begin = max(end - _MAX_HELD, 0)
         return begin + len(text[begin:end].rstrip(_LINE_ENDS))

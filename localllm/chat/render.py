@@ -1,9 +1,9 @@
-"""The child that renders chat templates, `python -P -m localllm.chat.render`: requests on stdin, text on stdout.
+"""The child process that renders chat templates (`python -P -m localllm.chat.render`): requests on stdin, text out.
 
-Templates come from model files and are programs: they run here, in the one sandboxed Jinja environment of the code
-base, under limits of address space and processor time, away from the model and its threads. What they see and how they
-render is what `apply_chat_template` of transformers does, byte for byte, less the globals `lipsum`, `cycler` and
-`joiner`. The parent is `render_child.py`; messages are JSON (`child_loop.py`).
+Templates come from model files and are programs. They run in this process, separate from the model, in the code base's
+only sandboxed Jinja environment, with limits on address space and CPU time. The output is byte for byte that of
+`apply_chat_template` in transformers; the globals `lipsum`, `cycler` and `joiner` are removed. The parent's side is
+`render_child.py`; messages are JSON (`child_loop.py`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from jinja2.utils import Namespace
 from localllm.chat.render_child import CPU_S
 from localllm.sandbox.child_loop import confine, serve
 
-MEMORY_BYTES = 192 << 20  # address space beyond what the started child already has
-ALARM_S = 30  # the parent gives up sooner; this ends a child that waits, whose parent is gone
+MEMORY_BYTES = 192 << 20  # address space in addition to that of the started child
+ALARM_S = 30  # the parent gives up sooner; this ends a child whose parent is gone
 MAX_OUTPUT_BYTES = 4 << 20
 
 
 class _Raised(Exception):
-    """The template called `raise_exception`: its words are for the user."""
+    """The template called `raise_exception`; its message is for the user."""
 
 
 class _GenerationTag(ext.Extension):
@@ -46,7 +46,7 @@ class _GenerationTag(ext.Extension):
 
 
 class _Dict:
-    """`dict(...)` for templates without the type's attributes."""
+    """`dict(...)` for templates, without access to the type's attributes."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -56,7 +56,7 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """`namespace(...)` that takes no underscored names."""
+    """`namespace(...)` that rejects names with a leading underscore."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # noqa: B902 - so that `namespace(self=...)` works, as in Jinja
         self, args = args[0], args[1:]
@@ -72,7 +72,7 @@ class _Namespace(Namespace):
 
 def _check_name(name: Any) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a namespace takes no name that begins with an underscore: {name!r}")
+        raise SecurityError(f"a namespace attribute must not start with an underscore: {name!r}")
 
 
 def _raise_exception(message: Any) -> None:
@@ -86,7 +86,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON without the HTML escapes of Jinja's own filter."""
+    """The `tojson` filter without the HTML escapes of Jinja's own."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -117,7 +117,7 @@ def _compiled(template: str) -> Any:
 
 
 def render(template: str, variables: dict[str, Any]) -> dict[str, str]:
-    """`{"text": ...}`, or `{"error": kind, "message": ...}` with a kind that `template.py` turns into an exception."""
+    """Return `{"text": ...}`, or `{"error": kind, "message": ...}`, which `render_child.py` turns into an exception."""
     try:
         compiled = _compiled(template)
         pieces, size = [], 0
@@ -137,18 +137,18 @@ def render(template: str, variables: dict[str, Any]) -> dict[str, str]:
         return {"error": "message", "message": str(error)}
     except (MemoryError, RecursionError, OverflowError) as error:
         return {"error": "limit", "message": type(error).__name__}
-    except Exception as error:  # a template can raise anything that an expression can
+    except Exception as error:  # a template expression can raise anything
         return {"error": "message", "message": f"{type(error).__name__}: {error}"}
 
 
 def _answer(request: bytes) -> bytes:
-    """One request, `{"template": ..., "variables": {...}}`."""
+    """Answer one request, `{"template": ..., "variables": {...}}`."""
     body = json.loads(request)
     return json.dumps(render(body["template"], body["variables"])).encode()
 
 
 def main() -> None:
-    """Set the limits, serve."""
+    """Set the limits and serve requests."""
     confine(MEMORY_BYTES)
     _environment()
     serve(_answer, alarm_s=ALARM_S, cpu_s=CPU_S)

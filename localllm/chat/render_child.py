@@ -1,4 +1,4 @@
-"""The parent's side of `render.py`: what is sent to the child and what its answers mean. No Jinja here."""
+"""The parent's side of `render.py`: sends requests to the child and maps its errors. Does not import Jinja."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from typing import Any
 from localllm.errors import BadModelFile, InvalidRequest, LocalLLMError
 from localllm.sandbox.child import Child, ChildDied, ChildLate
 
-CPU_S = 1.8  # processor time of one rendering: on a machine with a core to spare the error is out within two seconds
-DEADLINE_S = 20.0  # of one rendering, on a machine that does other things
+CPU_S = 1.8  # CPU time per rendering; with a free core, an error appears within two seconds
+DEADLINE_S = 20.0  # wall time per rendering, for a busy machine
 MAX_REQUEST_BYTES = 64 << 20
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b.?")
 
 
 class RenderChild(Child):
-    """One child, started when first needed or by `start`, restarted when it dies. Safe to share between threads."""
+    """The child process: started on first use or by `start`, restarted when it dies. Safe to share between threads."""
 
     def __init__(self) -> None:
         super().__init__("localllm.chat.render", "the process that renders chat templates")
 
     def render(self, template: str, variables: dict[str, Any]) -> str:
-        """The text of a template.
+        """Render a template.
 
-        Raises BadModelFile for one that is broken or needs 1.8 s of a processor or 192 MiB, InvalidRequest for
-        messages that it refuses or fails on, and for more than 4 MB of text.
+        Raises BadModelFile for a template that is broken or exceeds 1.8 s of CPU time or 192 MiB, InvalidRequest for
+        messages that it rejects or fails on, and for more than 4 MiB of output.
         """
         try:
             body = json.dumps({"template": template, "variables": variables}).encode()
@@ -36,7 +36,7 @@ class RenderChild(Child):
             raise InvalidRequest(f"the messages are not plain data: {clean(str(error))}", "send JSON values") from error
         if len(body) > MAX_REQUEST_BYTES:
             limit = f"{MAX_REQUEST_BYTES:,}"
-            raise InvalidRequest(f"the messages have {len(body):,} bytes, the limit is {limit}", "send less text")
+            raise InvalidRequest(f"the messages have {len(body):,} bytes; the limit is {limit}", "send less text")
         answer = self._ask(body)
         if "text" in answer:
             return str(answer["text"])
@@ -50,7 +50,7 @@ class RenderChild(Child):
             except ChildDied as died:
                 if died.code == -signal.SIGPROF:
                     return {"error": "limit", "message": f"over {CPU_S} s"}
-                # killed from outside, perhaps: once more with a new child
+                # perhaps killed from outside: try once more with a new child
             except ChildLate:
                 return {"error": "limit", "message": f"over {DEADLINE_S} s"}
         return {"error": "limit", "message": "the renderer died"}
@@ -58,31 +58,31 @@ class RenderChild(Child):
 
 @cache
 def shared_child() -> RenderChild:
-    """The child that everything in this process renders with; it ends with the process."""
+    """The child shared by all templates in this process; it ends with the process."""
     child = RenderChild()
     atexit.register(child.close)
     return child
 
 
 def clean(text: str, limit: int = 300) -> str:
-    """Text of a stranger for an error message: no escape sequences, one line, not too long."""
+    """Make untrusted text safe for an error message: no escape sequences, one line, limited length."""
     text = _ESCAPES.sub("", text[: 10 * limit])
     text = " ".join("".join(char if char.isprintable() else " " for char in text).split())
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def _error(kind: str, message: str) -> LocalLLMError:
-    again = "fetch it again (localllm pull NAME --repair), or give another template"
+    again = "download it again (`localllm pull NAME --repair`), or use another template"
     change = "change the messages"
     match kind:
         case "raised":
-            return InvalidRequest(f"the chat template refuses these messages: {message}", change)
+            return InvalidRequest(f"the chat template rejects these messages: {message}", change)
         case "syntax":
-            return BadModelFile(f"the chat template is not valid, {message}", again)
+            return BadModelFile(f"the chat template is not valid: {message}", again)
         case "security":
-            return BadModelFile(f"the chat template does something that a template may not: {message}", again)
+            return BadModelFile(f"the chat template does something that is not allowed: {message}", again)
         case "size":
-            return InvalidRequest("the chat template makes more than 4 MB of text", "send fewer or shorter messages")
+            return InvalidRequest("the chat template writes more than 4 MiB of text", "send fewer or shorter messages")
         case "limit":
             return BadModelFile(f"the chat template exceeds its limits ({CPU_S} s, 192 MiB): {message}", again)
     return InvalidRequest(f"the chat template fails on these messages: {message}", change)

@@ -1,8 +1,8 @@
-"""Messages and tools to prompt text, and prompt text to token ids in which users' text is never a control token.
+"""Renders messages and tools to prompt text, and tokenizes it without turning message text into control tokens.
 
-`ChatTemplate.render` has the template rendered in the child (`render.py`). Texts of control tokens inside users'
-strings are wrapped in two private-use characters first; in the result these are taken out again and their places
-remembered, so that `encode_chat` knows which control tokens the template itself wrote.
+`ChatTemplate.render` renders the template in the child process (`render.py`). Control-token texts in the messages are
+first wrapped in two private-use characters. These are removed from the result and their positions recorded, which tells
+`encode_chat` which control tokens the template itself wrote.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from .parser import TAGS
 from .render_child import RenderChild, shared_child
 
 Finder = Callable[[str], list[Span]]
-# other names under which clients send a message's reasoning; templates read the first, gpt-oss's the second
+# names under which clients send a message's reasoning; templates read the first, gpt-oss's the second
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 _OUTSIDERS = frozenset(["user", "tool", "function", "ipython", "observation"])
-_THINKING = frozenset(tag for tags in TAGS for tag in tags)
+_REASONING_TAGS = frozenset(tag for tags in TAGS for tag in tags)
 _PRIVATE = range(0x10F800, 0x10FFF0, 2)
 
 
 class RenderedPrompt(str):
-    """Prompt text that knows which of its characters are control-token look-alikes from users."""
+    """Prompt text that records where message text looks like control tokens."""
 
-    # (begin, end), in order; an empty span parts two pieces that must not join into a control token
+    # (begin, end), in order; an empty span separates two pieces that must not join into a control token
     as_text: tuple[Span, ...] = ()
 
     @classmethod
@@ -41,13 +41,13 @@ class RenderedPrompt(str):
 
 
 class WrittenText(str):
-    """Text of a message that has parts of ours in it, in which control tokens are meant as such."""
+    """Message text that contains parts of ours, whose control tokens are real."""
 
     own: tuple[Span, ...] = ()
 
     @classmethod
     def of(cls, pieces: Iterable[tuple[str, bool]]) -> WrittenText:
-        """Pieces in a row, each with whether it is ours."""
+        """Join pieces of (text, whether it is ours)."""
         texts, spans, at = [], [], 0
         for text, is_own in pieces:
             texts.append(text)
@@ -62,30 +62,30 @@ class ChatTemplate:
     """One model's chat template."""
 
     def __init__(self, tokenizer: Tokenizer, template: str | None = None, *, child: RenderChild | None = None) -> None:
-        """The tokenizer's own template, or `template` in its place; renders nothing yet.
+        """Use `template`, or the tokenizer's own if it is None; renders nothing yet.
 
         Raises InvalidRequest when there is neither.
         """
         text = template if template is not None else tokenizer.chat_template
         if text is None:
             raise InvalidRequest(
-                "the model has no chat template: it is a base model, it completes text",
+                "the model has no chat template: it is a base model that completes text",
                 "use `localllm run`, or give a template",
             )
         self.template = text
-        # named templates besides: "tool_use" is taken when there are tools
+        # additional named templates; "tool_use" is used when there are tools
         self._templates = tokenizer.chat_templates if template is None else {}
-        self._named_tokens = tokenizer.named_tokens  # bos_token, eos_token, ... -> text, visible in the template
+        self._named_tokens = tokenizer.named_tokens  # bos_token, eos_token, ... -> text; variables for the template
         self._control = tokenizer.control_text
         self._added = tokenizer.added_text
         self._child = child or shared_child()
 
     def warm_up(self) -> None:
-        """Start the child, so that the first rendering need not wait for it. Returns at once."""
+        """Start the child in advance for the first rendering. Returns at once."""
         self._child.start()
 
     def chosen(self, tools: Sequence[Any] | None = None) -> str:
-        """The template text that is used: with tools the one named "tool_use", when there is one."""
+        """The template text to use: with tools, the one named "tool_use" if there is one."""
         return self._templates.get("tool_use", self.template) if tools is not None else self.template
 
     def render(
@@ -97,19 +97,19 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **kwargs: Any,
     ) -> RenderedPrompt:
-        """Prompt text, byte for byte as `apply_chat_template` of transformers makes it.
+        """Render the prompt text, byte for byte as `apply_chat_template` of transformers does.
 
-        continue_final_message  the text ends as the last message does, so that a model goes on with it
-        kwargs                  further template variables: enable_thinking (also for templates that call it otherwise),
+        continue_final_message  end the text with the last message, for the model to continue
+        kwargs                  more template variables: enable_thinking (also for templates with another name for it),
                                 documents, reasoning_effort, ...
 
-        Raises InvalidRequest for messages that are malformed, that the template refuses or that exceed its limits, for
-        one to be continued that it does not write as it is, and BadModelFile for a template of the model that is broken
-        or forbidden.
+        Raises InvalidRequest for messages that are malformed, rejected by the template or over its limits, and for a
+        final message that cannot be continued because the template changes it; BadModelFile for a broken or forbidden
+        template.
         """
         template = self.chosen(tools)
         shaped = [_shape(message, number) for number, message in enumerate(_checked(messages))]
-        given = {"documents": None, **_thinking(template, kwargs), **kwargs, "tools": tools}
+        given = {"documents": None, **_thinking_variables(template, kwargs), **kwargs, "tools": tools}
         marker = _Marker([shaped, given])
         find = self._finders(template)
         variables = {
@@ -121,7 +121,7 @@ class ChatTemplate:
         }
         if continue_final_message:
             if not isinstance(shaped[-1].get("content"), str):
-                raise _closed()
+                raise _not_continuable()
             variables["messages"][-1]["content"] += marker.end_of_open
         text = self._child.render(template, variables)
         if continue_final_message:
@@ -129,15 +129,15 @@ class ChatTemplate:
         return marker.unmark(text) if marker.marked else RenderedPrompt.of(text)
 
     def _finders(self, template: str) -> dict[str, Finder]:
-        """What to look for in the strings of the application, of the assistant, and of users and tools.
+        """Return finders for the control-token texts to wrap, for application, assistant, and outside messages.
 
-        In the last also added tokens that the template uses, such as `<tool_response>`. White space is never among
-        them. Not in the assistant's: what its reasoning stands between; templates look for it, and for the white space
-        beside it.
+        For users and tools they include added tokens that the template uses, such as `<tool_response>`; white space is
+        never among these. For the assistant they exclude reasoning tags, because templates search for those and the
+        white space around them.
         """
         used = {text: index for text, index in self._added.ids.items() if text in template}
         both = ControlText({**used, **self._control.ids}) if used else self._control
-        others = {text: index for text, index in self._control.ids.items() if text not in _THINKING}
+        others = {text: index for text, index in self._control.ids.items() if text not in _REASONING_TAGS}
         said = self._control if len(others) == len(self._control.ids) else ControlText(others)
         found = {"application": self._control, "assistant": said, "outsider": both}
         return {whose: partial(_places, tokens) for whose, tokens in found.items()}
@@ -154,7 +154,7 @@ class ChatTemplate:
 
 
 def encode_chat(tokenizer: Tokenizer, rendered: RenderedPrompt) -> list[int]:
-    """Token ids of a rendered chat: the template's control tokens are tokens, users' text never is. BOS stands once."""
+    """Tokenize a rendered chat: only the template's own control tokens become control tokens. BOS is added once."""
     ids = tokenizer.encode_mixed(rendered, rendered.as_text)
     bos = tokenizer.bos_token_id
     if tokenizer.add_bos and bos is not None and ids[:1] != [bos]:
@@ -162,8 +162,8 @@ def encode_chat(tokenizer: Tokenizer, rendered: RenderedPrompt) -> list[int]:
     return ids
 
 
-def _thinking(template: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """`enable_thinking` under the names that other templates have: DeepSeek V3.1 and Granite 3; Seed-OSS."""
+def _thinking_variables(template: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Map `enable_thinking` to the names used by other templates: DeepSeek V3.1 and Granite 3; Seed-OSS."""
     on = values.get("enable_thinking")
     if on is None or "enable_thinking" in template:
         return {}
@@ -171,7 +171,7 @@ def _thinking(template: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Marker:
-    """Wraps control-token texts in two characters that occur nowhere in the request, and finds them again."""
+    """Wraps control-token texts in two characters that do not occur in the request, and finds them again."""
 
     def __init__(self, given: Any) -> None:
         everything = _dumps(given)
@@ -179,28 +179,28 @@ class _Marker:
         unused = (pair for pair in pairs if not any(form in everything for char in pair for form in _forms(char)))
         self._begin, self._end = next(unused, ("", ""))
         if not self._begin:
-            raise InvalidRequest("the messages use every private-use character there is", "send plain text")
+            raise InvalidRequest("the messages use every private-use character", "send plain text")
         self.marked: set[str] = set()  # the texts that were wrapped
 
     @property
     def end_of_open(self) -> str:
-        """Stands behind a message that is not over."""
+        """The marker placed at the end of a message to be continued."""
         return 2 * self._begin
 
     def opened(self, text: str, message: str) -> str:
-        """Everything up to the end of the message that is not over, with the white space there, which templates drop.
+        """Return the text up to the end of the message to be continued, restoring white space that templates strip.
 
-        Raises InvalidRequest where the message does not stand there as it is.
+        Raises InvalidRequest if the template did not write the message unchanged.
         """
         said, found, _ = text.rpartition(self.end_of_open)
         stands, said = message.rstrip(), said.rstrip()
         plain = said.replace(self._begin, "").replace(self._end, "")
         if not stands or not found or not plain.endswith(stands.lstrip()):
-            raise _closed()
+            raise _not_continuable()
         return said + message[len(stands) :]
 
     def mark(self, value: Any, find: Finder) -> Any:
-        """A copy with the texts that `find` finds wrapped, in keys too."""
+        """Return a copy in which the texts that `find` finds are wrapped, including those in keys."""
         if isinstance(value, str):
             return self._mark_text(value, find)
         if isinstance(value, Mapping):
@@ -223,9 +223,10 @@ class _Marker:
         return "".join([*pieces, text[at:]])
 
     def unmark(self, text: str) -> RenderedPrompt:
-        """The text without marks, and where they were.
+        """Remove the marks and record their positions.
 
-        A template may part two marks or change what is between them: then only their places are kept, as empty spans.
+        If a template separated two marks or changed the text between them, only their positions are kept, as empty
+        spans.
         """
         names = {form: char for char in (self._begin, self._end) for form in _forms(char)}
         spans: list[Span] = []
@@ -245,17 +246,17 @@ class _Marker:
         return RenderedPrompt.of("".join(pieces), spans)
 
 
-def _closed() -> InvalidRequest:
-    return InvalidRequest("this model's template does not allow an answer to be continued", "ask for it instead")
+def _not_continuable() -> InvalidRequest:
+    return InvalidRequest("this model's template does not allow an answer to be continued", "ask for a new answer")
 
 
 def _forms(char: str) -> tuple[str, str, str]:
-    """A character itself, as `tojson(ensure_ascii=true)` writes it, and as the text of a list does."""
+    """A character as is, as `tojson(ensure_ascii=true)` writes it, and as Python's repr of a list does."""
     return char, json.dumps(char)[1:-1], repr(char)[1:-1]
 
 
 def _places(tokens: ControlText, text: str) -> list[Span]:
-    """Control-token texts in a string, and its end if one could begin there (the template may go on with the rest)."""
+    """Spans of control-token texts in a string, including a partial one at its end that the template could complete."""
     places = [(begin, end) for begin, end, _ in tokens.find(text)]
     tail = tokens.open_end(text)
     begin = len(text) - tail
@@ -273,7 +274,7 @@ def _checked(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any
 
 
 def _shape(message: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """As transformers shapes it: no keys without a value, the reasoning under the name that templates read."""
+    """Shape a message as transformers does: drop keys without a value, pass reasoning under the name templates read."""
     if not all(isinstance(key, str) for key in message):
         raise InvalidRequest(f"messages[{number}] has a key that is not text", "send JSON", param=f"messages[{number}]")
     shaped = {key: value for key, value in message.items() if value is not None}

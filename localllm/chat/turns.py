@@ -1,7 +1,7 @@
-"""Conversations of agents for strict templates: several system messages, and rows of messages of one role, are joined.
+"""Adapts agents' conversations to strict templates: joins multiple system messages and consecutive same-role messages.
 
-Codex sends its rules in two system messages and begins with two of the user's, Claude Code adds rules later on. Many
-templates refuse that (Gemma 3, Qwen3.5, Mistral), or leave a system message out without a word (Gemma 4, gpt-oss).
+Codex sends its rules in two system messages and starts with two user messages; Claude Code adds rules later on. Many
+templates reject that (Gemma 3, Qwen3.5, Mistral) or silently drop a system message (Gemma 4, gpt-oss).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from localllm.chat.template import ChatTemplate
 from localllm.errors import LocalLLMError
 
 _RULES = ("Rule-7302", "Rule-7303", "Rule-7304")
-_ASKED = ("Question-41", "Question-42")
+_QUESTIONS = ("Question-41", "Question-42")
 
 
 def _message(role: str, content: str) -> dict[str, Any]:
@@ -22,15 +22,16 @@ def _message(role: str, content: str) -> dict[str, Any]:
 
 
 class Turns:
-    """What one template takes, tried when it matters first (a few milliseconds)."""
+    """The message orders a template accepts, probed on first use (a few milliseconds)."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
 
     def fitted(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-        """The messages as they are, where the template shows all of them.
+        """Return the messages unchanged if the template renders all of them.
 
-        Else system messages at the beginning become one, later ones text of the user's, and rows one message each.
+        Otherwise leading system messages are joined, later ones become user messages, and consecutive messages of the
+        same role are joined.
         """
         roles = [message.get("role") for message in messages]
         row = any(role == other != "tool" for role, other in zip(roles, roles[1:], strict=False))
@@ -41,12 +42,12 @@ class Turns:
     @cached_property
     def _takes_system_anywhere(self) -> bool:
         begin = [_message("system", rule) for rule in _RULES[:2]]
-        turns = [_message("user", _ASKED[0]), _message("assistant", "Yes."), _message("system", _RULES[2])]
-        return self._shows([*begin, *turns, _message("user", _ASKED[1])], _RULES)
+        turns = [_message("user", _QUESTIONS[0]), _message("assistant", "Yes."), _message("system", _RULES[2])]
+        return self._shows([*begin, *turns, _message("user", _QUESTIONS[1])], _RULES)
 
     @cached_property
     def _takes_rows(self) -> bool:
-        return self._shows([_message("user", text) for text in _ASKED], _ASKED)
+        return self._shows([_message("user", text) for text in _QUESTIONS], _QUESTIONS)
 
     def _shows(self, messages: list[dict[str, Any]], texts: Sequence[str]) -> bool:
         try:
@@ -57,7 +58,7 @@ class Turns:
 
 
 def _joined(messages: Sequence[Mapping[str, Any]], *, rows: bool) -> list[dict[str, Any]]:
-    """`rows`: messages of the same role in a row become one even where no system message is among them."""
+    """Join messages. `rows`: also join consecutive messages of the same role that involve no system message."""
     made: list[dict[str, Any]] = []
     was_moved = False
     for message in messages:
@@ -67,15 +68,15 @@ def _joined(messages: Sequence[Mapping[str, Any]], *, rows: bool) -> list[dict[s
         last = made[-1] if made else {}
         joins = rows or is_moved or was_moved or one.get("role") == "system"
         if joins and last.get("role") == one.get("role") != "tool" and not last.get("tool_calls"):
-            made[-1] = {**last, **one, "content": _both(last.get("content") or "", one.get("content") or "")}
+            made[-1] = {**last, **one, "content": _joined_content(last.get("content") or "", one.get("content") or "")}
         else:
             made.append(one)
         was_moved = is_moved
     return made
 
 
-def _both(first: Any, second: Any) -> Any:
-    """The content of two messages as one's: text, or parts where one of them has parts."""
+def _joined_content(first: Any, second: Any) -> Any:
+    """Join the content of two messages: as text, or as a list of parts if either is one."""
     if isinstance(first, str) and isinstance(second, str):
         return f"{first}\n\n{second}" if first and second else first or second
     texts = ([{"type": "text", "text": part}] if isinstance(part, str) else part for part in (first, second) if part)

@@ -1,8 +1,8 @@
-"""What is in a model's files, without torch: open one, and ask for tensors and raw fields.
+"""Reads model files without torch: opens a checkpoint and gives access to its tensors and raw fields.
 
 checkpoint = open_checkpoint("model.gguf")      a .gguf file, or a folder with safetensors or one .gguf
 checkpoint.tensors["token_embd.weight"].shape, checkpoint.read("token_embd.weight"), checkpoint.metadata
-stored_formats(checkpoint)                      how each linear module is stored
+stored_formats(checkpoint)                      the stored format of each linear module
 """
 
 from .checkpoint import Checkpoint

@@ -1,4 +1,4 @@
-"""`Checkpoint`: one model's tensors and raw fields, whatever container they came in. `opening.py` makes it."""
+"""`Checkpoint`: a model's tensors and raw fields, independent of the container. Made by `opening.py`."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from .text_modules import TextModules
 
 @dataclass(eq=False)
 class Checkpoint:
-    """One model on disk, mapped and not yet read. Close it, or use it in a `with`."""
+    """A model on disk; mapped, with nothing read yet. Close it, or use it in a `with`."""
 
     path: Path
     kind: str  # "gguf" or "safetensors"
     tensors: dict[str, TensorInfo]
-    files: Mapping[Path, MappedFile]  # every file that `tensors` lie in
-    # GGUF key-values; arrays of strings as lists of bytes, numeric ones as numpy
+    files: Mapping[Path, MappedFile]  # all files that hold `tensors`
+    # GGUF key-values; arrays of strings are lists of bytes, numeric arrays are numpy arrays
     metadata: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     generation_config: dict[str, Any] = field(default_factory=dict)
-    # wherever the checkpoint keeps it; {} when there is none
+    # from wherever the checkpoint keeps it; {} when there is none
     quantization_config: dict[str, Any] = field(default_factory=dict)
     tokenizer_files: dict[str, Path] = field(default_factory=dict)  # by name, also chat templates
     license: str = ""
-    text_modules: TextModules = TextModules()  # what sentence-transformers' files say
+    text_modules: TextModules = TextModules()  # from sentence-transformers' files
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor's stored bytes: uint8, flat, a read-only view of the file; a copy where they do not lie together.
+        """A tensor's stored bytes as flat uint8: a read-only view of the file, or a copy if they are not contiguous.
 
-        KeyError for an unknown name.
+        Raises KeyError for an unknown name.
         """
         info, file = self.tensors[name], self.files[self.tensors[name].file]
         if info.strides is None:
@@ -49,8 +49,8 @@ class Checkpoint:
         return any(file.holds(address) for file in self.files.values())
 
     def forget(self, name: str, *, cached: bool = True) -> None:
-        """Give a tensor's bytes back; with `cached` the system may drop them from its page cache, too: who wants them
-        again reads them from disk.
+        """Release a tensor's mapped pages; with `cached` the system may also drop them from its page cache, in which
+        case the next read comes from disk.
         """
         info = self.tensors[name]
         self.files[info.file].forget(info.offset, info.nbytes, cached=cached)
@@ -60,7 +60,7 @@ class Checkpoint:
         return sum(info.nbytes for info in self.tensors.values())
 
     def close(self) -> None:
-        """Unmap the files, as soon as the last view from `read` is gone."""
+        """Unmap the files once the last view from `read` is gone."""
         for file in self.files.values():
             file.close()
 

@@ -1,4 +1,4 @@
-"""Typed, range-checked reading of a model's hyper-parameters: one place for every limit and every such error."""
+"""Typed, range-checked access to a model's hyperparameters, with all limits and their errors in one place."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ MAX_EXPERTS = 4096
 MAX_HEAD_DIM = 4096
 MAX_VOCAB = 1 << 24
 MAX_CONTEXT = 1 << 27
-MAX_CONV = 64  # positions that a convolution reaches
+MAX_CONV = 64  # kernel size of a convolution, in positions
 
 
 class Fields:
-    """The values of one metadata dict, asked for by key with type and range. `path` names the file in errors."""
+    """The values of a metadata dict, read by key with type and range checks. `path` names the file in errors."""
 
     def __init__(self, path: Path, values: Mapping[str, Any], prefix: str = "") -> None:
         """Keys are looked up as `prefix + key`."""
@@ -40,20 +40,20 @@ class Fields:
         return bad(self.path, what, key=self.prefix + key)
 
     def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
-        """An integer in [low, high]; a per-layer array counts when all its entries are equal."""
+        """An integer in [low, high]; a per-layer array is accepted if all its entries are equal."""
         value = self.raw(key)
         if isinstance(value, np.ndarray):
             value = self._same_everywhere(key, value)
         value = self._typed(key, value, default, (int,), "an integer")
         if self.raw(key) is not None and not low <= value <= high:
-            raise self.fail(key, f"is {shown(f'{value:,}', 40)}, it must be {low:,} to {high:,}")
+            raise self.fail(key, f"is {shown(f'{value:,}', 40)}; it must be {low:,} to {high:,}")
         return int(value)
 
     def number(self, key: str, low: float, high: float, default: float | None = None) -> float:
         """A finite number in [low, high]."""
         value = self._typed(key, self.raw(key), default, (int, float), "a number")
         if self.raw(key) is not None and not low <= value <= high:  # False for NaN
-            raise self.fail(key, f"is {shown(value, 40)}, it must be {low:g} to {high:g}")
+            raise self.fail(key, f"is {shown(value, 40)}; it must be {low:g} to {high:g}")
         return float(value)
 
     def optional_number(self, key: str, low: float, high: float) -> float | None:
@@ -66,13 +66,13 @@ class Fields:
         return str(self._typed(key, self.raw(key), default, (str,), "text"))
 
     def _typed(self, key: str, value: Any, default: Any, kinds: tuple[type, ...], what: str) -> Any:
-        """`value`, or the default where it is None; without a default it must be there."""
+        """Return `value`, or the default if it is None; without a default, the key is required."""
         if value is None:
             if default is None:
                 raise self.fail(key, "is missing")
             return default
         if type(value) not in kinds:
-            raise self.fail(key, f"is {shown(reprlib.repr(value))}, it must be {what}")
+            raise self.fail(key, f"is {shown(reprlib.repr(value))}; it must be {what}")
         return value
 
     def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
@@ -88,9 +88,9 @@ class Fields:
 
     def _same_everywhere(self, key: str, values: np.ndarray) -> int:
         if values.dtype.kind not in "iu" or len(values) == 0:
-            raise self.fail(key, f"is an array of {len(values):,} {values.dtype}, it must hold integers")
+            raise self.fail(key, f"is an array of {len(values):,} {values.dtype}; it must hold integers")
         if (values != values[0]).any():
             what = f"differs from layer to layer ({int(values.min()):,} to {int(values.max()):,})"
-            hint = "models whose layers have different sizes are not run by this version"
+            hint = "this version cannot run models whose layers have different sizes"
             raise bad(self.path, what, key=self.prefix + key, hint=hint, error=UnsupportedModel)
         return int(values[0])

@@ -1,9 +1,9 @@
-"""Reads GGUF containers (versions 2 and 3), treating every byte as hostile.
+"""Reads GGUF containers (versions 2 and 3), treating every byte as untrusted.
 
-Every length and count is checked against the bytes that remain before anything is allocated; sizes are Python
-integers, so nothing wraps. The result is plain: metadata as a dict, tensors as name -> place in the file. What a model
-means by its metadata is the business of `models/architectures/gguf.py`. One pass over a header of 150,000 tokens and
-150,000 merges takes about 0.1 s.
+Every length and count is checked against the remaining bytes before anything is allocated; sizes are Python integers,
+so nothing overflows. Returns plain data: metadata as a dict, tensors as name -> position in the file.
+`models/architectures/gguf.py` interprets the metadata. Parsing a header with 150,000 tokens and 150,000 merges takes
+about 0.1 s.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from .gguf_types import ACTIVATION_TYPES, ARRAY, BOOL, RETIRED_TYPES, SCALARS, S
 from .mapped_file import MappedFile, TensorInfo, bad, pickle_error, shown
 
 MAX_HEADER_BYTES = 64 << 20  # a 262,144-token vocabulary with its merges is under 20 MiB
-MAX_ENTRIES = 1 << 17  # tensors, and separately keys; the largest models with one tensor per expert have 50,000
+MAX_ENTRIES = 1 << 17  # limit for tensors and for keys; the largest models with one tensor per expert have 50,000
 MAX_STRINGS = 1 << 21  # in all arrays together: 0.4 s of scanning, 100 MB
 MAX_STRING_BYTES = 16 << 20
-READ_BYTES = 1 << 20  # of the header at first
+READ_BYTES = 1 << 20  # first read of the header
 MAX_KEY_BYTES = 256
 MAX_TENSOR_NAME_BYTES = 64
 MAX_ALIGNMENT = 1 << 16
@@ -38,7 +38,7 @@ _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 class _Cursor:
     """A position in the header; every read is checked against the end of the file.
 
-    `buffer` is the beginning of the file, as far as it was needed.
+    `buffer` holds the start of the file, as far as it has been needed.
     """
 
     def __init__(self, file: MappedFile) -> None:
@@ -50,7 +50,7 @@ class _Cursor:
         self.buffer = file.read(0, min(file.size, READ_BYTES))
 
     def reach(self, end: int) -> bytes:
-        """The buffer, read on so that it holds the first `end` bytes: at least twice what it held, in few steps."""
+        """Extend the buffer to the first `end` bytes, at least doubling it, and return it."""
         have = len(self.buffer)
         if have < end:
             self.buffer += self.file.read(have, min(max(end, 2 * have), self.end) - have)
@@ -60,10 +60,10 @@ class _Cursor:
         return bad(self.path, what, offset=offset, key=key)
 
     def need(self, nbytes: int, what: str) -> int:
-        """Reserve `nbytes` and return where they begin."""
+        """Advance past `nbytes` and return their start."""
         begin = self.at
         if nbytes > self.end - begin:
-            raise self.bad(f"{what} needs {nbytes:,} bytes, {self.end - begin:,} remain in the file", begin)
+            raise self.bad(f"{what} needs {nbytes:,} bytes; {self.end - begin:,} remain in the file", begin)
         if begin + nbytes > MAX_HEADER_BYTES:
             raise self.bad(f"{what} reaches past the header limit of {MAX_HEADER_BYTES:,} bytes", begin)
         self.at = begin + nbytes
@@ -79,26 +79,26 @@ class _Cursor:
         return int(_U64.unpack_from(self.buffer, begin)[0])
 
     def count(self, what: str, entry_bytes: int, limit: int) -> int:
-        """A u64 count of entries that take at least `entry_bytes` each."""
+        """Read a u64 count of entries that take at least `entry_bytes` each."""
         begin = self.at
         value = self.u64(what)
         if value * entry_bytes > self.end - self.at:
             room = (self.end - self.at) // entry_bytes
-            raise self.bad(f"{what} is {value:,}, the rest of the file holds at most {room:,}", begin)
+            raise self.bad(f"{what} is {value:,}; the rest of the file holds at most {room:,}", begin)
         if value > limit:
-            raise self.bad(f"{what} is {value:,}, the limit is {limit:,}", begin)
+            raise self.bad(f"{what} is {value:,}; the limit is {limit:,}", begin)
         return value
 
     def string(self, what: str, limit: int) -> bytes:
         begin = self.at
         length = self.u64(f"the length of {what}")
         if length > limit:
-            raise self.bad(f"{what} is {length:,} bytes long, the limit is {limit:,}", begin)
+            raise self.bad(f"{what} is {length:,} bytes long; the limit is {limit:,}", begin)
         start = self.need(length, what)
         return self.buffer[start : start + length]
 
     def name(self, what: str, limit: int) -> str:
-        """A string that must be printable UTF-8: a key or a tensor name."""
+        """Read a string that must be printable UTF-8: a key or a tensor name."""
         begin = self.at
         raw = self.string(what, limit)
         try:
@@ -106,19 +106,19 @@ class _Cursor:
         except UnicodeDecodeError as error:
             raise self.bad(f"{what} is not UTF-8: {shown(raw)}", begin) from error
         if not text or not text.isprintable():
-            raise self.bad(f"{what} is empty or holds control characters: '{shown(text)}'", begin)
+            raise self.bad(f"{what} is empty or contains control characters: '{shown(text)}'", begin)
         return text
 
 
 def read_gguf(file: MappedFile) -> tuple[dict[str, TensorInfo], dict[str, Any]]:
-    """Where each tensor lies, and the metadata (see `Checkpoint`); the data itself is not touched.
+    """Return the position of each tensor, and the metadata (see `Checkpoint`); does not touch the tensor data.
 
     Raises BadModelFile or UnsupportedFormat.
     """
     cursor = _Cursor(file)
     _check_magic(cursor)
-    # Smallest entries: a tensor is name length 8, dims count 4, one dim 8, type 4, offset 8;
-    # a key is length 8, type 4, value 1.
+    # smallest entries: a tensor has name length 8, dims count 4, one dim 8, type 4, offset 8;
+    # a key has length 8, type 4, value 1
     num_tensors = cursor.count("the number of tensors", 32, MAX_ENTRIES)
     num_keys = cursor.count("the number of metadata keys", 13, MAX_ENTRIES)
     metadata: dict[str, Any] = {}
@@ -130,7 +130,7 @@ def read_gguf(file: MappedFile) -> tuple[dict[str, TensorInfo], dict[str, Any]]:
         metadata[key] = _value(cursor, key)
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or not 1 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
-        what = f"is {shown(reprlib.repr(alignment))}, it must be a power of two up to {MAX_ALIGNMENT:,}"
+        what = f"is {shown(reprlib.repr(alignment))}; it must be a power of two up to {MAX_ALIGNMENT:,}"
         raise bad(file.path, what, key="general.alignment")
     entries: dict[str, TensorInfo] = {}
     for _ in range(num_tensors):
@@ -149,22 +149,22 @@ def _check_magic(cursor: _Cursor) -> None:
         known = {b"ggml": "GGML", b"lmgg": "GGML", b"tjgg": "GGJT", b"fmgg": "GGMF", b"FUGG": "byte-swapped GGUF"}
         if magic in known:
             what = f"is a {known[magic]} file, a format from before GGUF"
-            hint = "convert it to GGUF, or fetch a GGUF or safetensors copy"
+            hint = "convert it to GGUF, or download a GGUF or safetensors copy"
             raise bad(path, what, offset=0, hint=hint, error=UnsupportedFormat)
         if magic.startswith((b"\x80", b"PK")):
             raise pickle_error(path, 0)
-        raise bad(path, f"no GGUF file: it begins with '{shown(magic)}' instead of 'GGUF'", offset=0)
+        raise bad(path, f"is not a GGUF file: it starts with '{shown(magic)}' instead of 'GGUF'", offset=0)
     cursor.at = 4
     version = cursor.u32("the version")
     if version in (2, 3):
         return
     if int.from_bytes(version.to_bytes(4, "little"), "big") in (1, 2, 3):
-        what = "is a big-endian GGUF file; only little-endian ones are read"
+        what = "is a big-endian GGUF file; only little-endian ones are supported"
     elif version == 1:
-        what = "is GGUF version 1; versions 2 and 3 are read"
+        what = "is GGUF version 1; versions 2 and 3 are supported"
     else:
-        raise bad(path, f"the version is {version:,}; versions 2 and 3 are read", offset=4)
-    hint = "fetch a current little-endian GGUF of this model"
+        raise bad(path, f"the version is {version:,}; versions 2 and 3 are supported", offset=4)
+    hint = "download a current little-endian GGUF of this model"
     raise bad(path, what, offset=4, hint=hint, error=UnsupportedFormat)
 
 
@@ -182,14 +182,14 @@ def _value(cursor: _Cursor, key: str) -> Any:
     if kind == ARRAY:
         return _array(cursor, key)
     if kind not in SCALARS:
-        raise cursor.bad(f"value type {kind:,} is unknown, types 0 to 12 exist", begin, key)
+        raise cursor.bad(f"value type {kind:,} is unknown; types 0 to 12 exist", begin, key)
     name, code = SCALARS[kind]
     start = cursor.need(struct.calcsize(code), f"a {name}")
     value = struct.unpack_from(code, cursor.buffer, start)[0]
     if kind != BOOL:
         return value
     if value > 1:
-        raise cursor.bad(f"a bool is {value}, it must be 0 or 1", cursor.at - 1, key)
+        raise cursor.bad(f"a bool is {value}; it must be 0 or 1", cursor.at - 1, key)
     return bool(value)
 
 
@@ -197,7 +197,7 @@ def _array(cursor: _Cursor, key: str) -> Any:
     begin = cursor.at
     kind = cursor.u32("an array's element type")
     if kind == ARRAY:
-        raise cursor.bad("arrays of arrays are not read", begin, key)
+        raise cursor.bad("arrays of arrays are not supported", begin, key)
     if kind == STRING:
         return _string_array(cursor, key)
     if kind not in SCALARS:
@@ -205,7 +205,7 @@ def _array(cursor: _Cursor, key: str) -> Any:
     dtype = np.dtype(SCALARS[kind][1])
     count = cursor.count(f"the length of array {shown(key)}", dtype.itemsize, MAX_HEADER_BYTES)
     start = cursor.need(count * dtype.itemsize, f"array {shown(key)}")
-    values = np.frombuffer(cursor.buffer, dtype, count, start).copy()  # it outlives the buffer
+    values = np.frombuffer(cursor.buffer, dtype, count, start).copy()  # a copy, which outlives the buffer
     if kind == BOOL:
         if (values > 1).any():
             raise cursor.bad("a bool is neither 0 nor 1", start + int(np.argmax(values > 1)), key)
@@ -217,7 +217,7 @@ def _string_array(cursor: _Cursor, key: str) -> list[bytes]:
     count = cursor.count(f"the length of array {shown(key)}", 8, MAX_STRINGS)
     cursor.strings += count
     if cursor.strings > MAX_STRINGS:
-        raise cursor.bad(f"arrays hold over {MAX_STRINGS:,} strings in all", cursor.at, key)
+        raise cursor.bad(f"the arrays hold more than {MAX_STRINGS:,} strings in total", cursor.at, key)
     at, buffer, limit = cursor.at, cursor.buffer, min(cursor.end, MAX_HEADER_BYTES)
     have = len(buffer)
     strings: list[bytes] = []
@@ -231,7 +231,7 @@ def _string_array(cursor: _Cursor, key: str) -> list[bytes]:
         stop: int = at + 8 + unpack(buffer, at)[0]
         if stop > limit:
             length = stop - at - 8
-            what = f"string {index:,} of {count:,} is {length:,} bytes long, {limit - at - 8:,} remain"
+            what = f"string {index:,} of {count:,} is {length:,} bytes long; {limit - at - 8:,} remain"
             raise cursor.bad(what, at, key)
         if stop > have:
             buffer = cursor.reach(stop)
@@ -243,12 +243,12 @@ def _string_array(cursor: _Cursor, key: str) -> list[bytes]:
 
 
 def _tensor_entry(cursor: _Cursor) -> TensorInfo:
-    """One tensor; its offset is still one from the start of the data."""
+    """Read one tensor entry; its offset is still relative to the start of the data."""
     at = cursor.at
     name = cursor.name("a tensor name", MAX_TENSOR_NAME_BYTES)
     num_dims = cursor.u32("the number of dimensions")
     if not 1 <= num_dims <= MAX_DIMS:
-        raise cursor.bad(f"has {num_dims:,} dimensions, 1 to {MAX_DIMS} are possible", at, name)
+        raise cursor.bad(f"has {num_dims:,} dimensions; it must have 1 to {MAX_DIMS}", at, name)
     dims = tuple(cursor.u64("a dimension") for _ in range(num_dims))
     type_id = cursor.u32("a tensor type")
     offset = cursor.u64("a tensor offset")
@@ -270,13 +270,13 @@ def _unknown_type(path: Path, name: str, type_id: int, at: int) -> UnsupportedFo
     elif type_id in ACTIVATION_TYPES:
         what = f"is stored as type {type_id} ({ACTIVATION_TYPES[type_id]}), which is for activations, not for weights"
     else:
-        what = f"is stored as type {type_id:,}, which is unknown (types of llama.cpp forks begin at 130)"
-    hint = "fetch a Q4_K_M, Q8_0 or safetensors version of this model"
+        what = f"is stored as type {type_id:,}, which is unknown (types of llama.cpp forks start at 130)"
+    hint = "download a Q4_K_M, Q8_0 or safetensors version of this model"
     return bad(path, what, offset=at, key=name, hint=hint, error=UnsupportedFormat)
 
 
 def _placed(file: MappedFile, entries: dict[str, TensorInfo], data_start: int, alignment: int) -> dict[str, TensorInfo]:
-    """Offsets from the start of the file, once the tensors are known to lie inside it, aligned and apart."""
+    """Check that the tensors lie inside the file, aligned and without overlap, and make their offsets absolute."""
     path = file.path
     end, before = 0, ""
     for entry in sorted(entries.values(), key=lambda entry: entry.offset):
@@ -287,6 +287,6 @@ def _placed(file: MappedFile, entries: dict[str, TensorInfo], data_start: int, a
             raise bad(path, f"its data overlaps that of {shown(before)}", key=entry.name)
         end, before = entry.offset + entry.nbytes, entry.name
         if data_start + end > file.size:
-            what = f"its data ends at byte {data_start + end:,}, the file at {file.size:,}: truncated, or damaged"
+            what = f"its data ends at byte {data_start + end:,}, the file at {file.size:,}: truncated or damaged"
             raise bad(path, what, key=entry.name)
     return {name: replace(entry, offset=data_start + entry.offset) for name, entry in entries.items()}

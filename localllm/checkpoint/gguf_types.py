@@ -1,4 +1,4 @@
-"""GGUF's tables: tensor types with their block sizes, value types, and the labels of `general.file_type`. No code."""
+"""GGUF's tables: tensor types with block sizes, value types, and the labels of `general.file_type`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TENSOR_TYPES: dict[int, tuple[str, int, int]] = {  # id: (name, elements in a bl
     35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18), 42: ("Q2_0", 64, 18),
 }  # fmt: skip
 RETIRED_TYPES = {
-    4: "Q4_2, or MXFP4 as only Ollama writes it", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8",
+    4: "Q4_2, or MXFP4 in Ollama's own encoding", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8",
     36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8",
 }  # fmt: skip
 ACTIVATION_TYPES = {9: "Q8_1", 15: "Q8_K"}
@@ -23,14 +23,14 @@ SCALARS = {  # value type id: (name, code of struct and numpy)
     6: ("f32", "<f"), 7: ("bool", "<B"), 10: ("u64", "<Q"), 11: ("i64", "<q"), 12: ("f64", "<d"),
 }  # fmt: skip
 
-FILE_TYPES = {  # general.file_type -> the label people know
+FILE_TYPES = {  # general.file_type -> common label
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",
     13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS", 20: "IQ2_XS",
     21: "Q2_K_S", 22: "IQ3_XS", 23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL", 26: "IQ3_S", 27: "IQ3_M", 28: "IQ2_S",
     29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16", 36: "TQ1_0", 37: "TQ2_0", 38: "MXFP4_MOE", 39: "NVFP4",
     40: "Q1_0",
 }  # fmt: skip
-# where in a block its half-precision scales lie
+# byte offsets of the half-precision scales in a block
 SCALE_OFFSETS: dict[str, tuple[int, ...]] = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
     "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,),

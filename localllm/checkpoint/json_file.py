@@ -1,4 +1,4 @@
-"""Reads small JSON files that may be hostile: bounded in bytes and values before parsing, then in depth; no NaN."""
+"""Reads small untrusted JSON files: limits bytes and values before parsing, then depth; rejects NaN."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def read_json_object(
     unique: bool = False,
     infinite: bool = False,
 ) -> dict[str, Any]:
-    """The JSON object in `path`, as `parse_json_object` reads it. Raises ModelNotFound, too."""
+    """Read the JSON object in `path` with `parse_json_object`. Also raises ModelNotFound."""
     value = parse_json_object(path, read_small(path, max_bytes), max_values, unique, infinite=infinite)
     if _depth(value) > MAX_DEPTH:
         raise bad(path, f"is nested deeper than {MAX_DEPTH} levels")
@@ -32,16 +32,16 @@ def read_json_object(
 def parse_json_object(
     path: Path, data: bytes, max_values: int, unique: bool = False, offset: int | None = None, infinite: bool = False
 ) -> dict[str, Any]:
-    """The JSON object in `data`. Raises BadModelFile; at most about 100 bytes of memory per value.
+    """Parse the JSON object in `data`. Raises BadModelFile; uses at most about 100 bytes of memory per value.
 
-    unique   refuse an object with one name twice; otherwise the last one counts, as with every JSON reader
-    offset   where in the file the data begins, when not at its start
-    infinite read Infinity, which is no JSON: configurations have it as a limit that limits nothing
+    unique   reject duplicate names; otherwise the last one counts, as in other JSON parsers
+    offset   start of the data in the file, if it is not at the start
+    infinite accept Infinity, which is not JSON but appears in configurations as "no limit"
     """
-    # Every value but the first follows one of these bytes: an upper bound, before any object is made.
+    # every value but the first follows one of these bytes: an upper bound, before any object is created
     bound = sum(map(data.count, (b",", b":", b"[", b"{")))
     if bound > max_values:
-        raise bad(path, f"holds up to {bound:,} JSON values, the limit is {max_values:,}", offset=offset)
+        raise bad(path, f"holds up to {bound:,} JSON values; the limit is {max_values:,}", offset=offset)
     try:
         value = json.loads(
             data.decode("utf-8-sig"),
@@ -58,7 +58,7 @@ def parse_json_object(
     except RecursionError as error:
         raise bad(path, f"is nested deeper than {MAX_DEPTH} levels", offset=offset) from error
     if not isinstance(value, dict):
-        raise bad(path, f"holds a JSON {type(value).__name__}, an object is expected", offset=offset)
+        raise bad(path, f"holds a JSON {type(value).__name__}, expected an object", offset=offset)
     return value
 
 
@@ -86,7 +86,7 @@ def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _depth(value: Any) -> int:
-    """Levels of nesting, without recursion; stops once past the limit."""
+    """Nesting depth, without recursion; stops once past the limit."""
     level, depth = [value], 0
     while level and depth <= MAX_DEPTH:
         depth += 1

@@ -1,7 +1,7 @@
-"""One file, memory-mapped read-only, where a tensor lies in it, and the words for what is wrong with it.
+"""A read-only memory-mapped file, the position of a tensor in it, and the error for a defect in it.
 
-Everything in `checkpoint/` reads through a `MappedFile`: it refuses what is not a regular file (a FIFO, a device),
-without blocking on it, and `bad` makes the error every reader raises: file name, place, what was found and the limit.
+Everything in `checkpoint/` reads through a `MappedFile`, which rejects anything but a regular file (a FIFO, a device)
+without blocking on it. `bad` makes the error that every reader raises: file name, place, value found and limit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ E = TypeVar("E", bound=BadModelFile)
 
 
 def shown(value: object, limit: int = 80) -> str:
-    """Text from a file made safe to print: control characters escaped, long values cut."""
+    """Make text from a file safe to print: escape control characters and shorten long values."""
     text = value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
     cut = text[:limit]
     safe = "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in cut)
@@ -31,7 +31,7 @@ def shown(value: object, limit: int = 80) -> str:
 
 
 def label(path: Path) -> str:
-    """What an error calls a file: its name; for a snapshot of the hub's cache, whose name is a hash, the repository."""
+    """A file's name in errors; for a snapshot of the hub cache, whose name is a hash, the repository."""
     if path.parent.name == "snapshots":
         return shown(path.parent.parent.name.removeprefix("models--").replace("--", "/"), 200)
     return shown(path.name, 200)
@@ -46,7 +46,7 @@ def bad(
     hint: str = REPAIR,
     error: type[E] = BadModelFile,  # type: ignore[assignment]
 ) -> E:
-    """The error for one defect of one file; `offset` is a byte position, `key` a metadata key, tensor or JSON field."""
+    """The error for a defect in a file; `offset` is a byte position, `key` a metadata key, tensor or JSON field."""
     place = [f"at byte {offset:,}"] if offset is not None else []
     place += [f"{shown(key)}"] if key is not None else []
     message = f"{label(path)}: " + (", ".join(place) + ": " if place else "") + what
@@ -59,35 +59,35 @@ def bad(
 
 
 def pickle_error(path: Path, offset: int | None = None) -> UnsupportedFormat:
-    """The refusal of a pickle or an archive, by its first bytes or its name: such files run code when they are read."""
-    what = "is a pickle or an archive; only safetensors and GGUF are read, since pickles can run code"
-    hint = "fetch the safetensors or GGUF version of this model"
+    """The error for a pickle or an archive: such files can run code when loaded."""
+    what = "is a pickle or an archive; only safetensors and GGUF are loaded, because pickles can run code"
+    hint = "download the safetensors or GGUF version of this model"
     return bad(path, what, offset=offset, hint=hint, error=UnsupportedFormat)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor of a checkpoint, as stored. Nothing is read."""
+    """One tensor of a checkpoint, as stored; holds no data."""
 
     name: str
     dtype: str  # safetensors: BF16, F16, F32, F8_E4M3, U8, I8, I32, ...; GGUF: F32, F16, BF16, Q4_1, Q4_K, ...
-    shape: tuple[int, ...]  # Torch order, [N, K] for a linear layer; for packed safetensors the stored shape.
+    shape: tuple[int, ...]  # in torch's order, [N, K] for a linear layer; the stored shape for packed safetensors
     nbytes: int
     file: Path
-    offset: int  # Bytes from the start of `file`.
-    # Bytes from an element to the next one along each dimension; None: one after another.
+    offset: int  # bytes from the start of `file`
+    # bytes between elements along each dimension; None: contiguous
     strides: tuple[int, ...] | None = None
 
 
 class MappedFile:
-    """A regular file mapped for reading: `data` is a uint8 view of all of it.
+    """A regular file mapped for reading: `data` is a uint8 view of the whole file.
 
-    Headers are parsed from `read`, which survives a file that is cut at that moment. Bytes taken through `view` can
-    still end the process with SIGBUS when the file is cut between the check in `view` and their use.
+    Headers are parsed from `read`, which survives a file that is truncated meanwhile. Accessing bytes from `view` can
+    still kill the process with SIGBUS if the file is truncated after the check in `view`.
     """
 
     def __init__(self, path: Path) -> None:
-        """Map `path`. Raises ModelNotFound when there is none, BadModelFile when it cannot be read as a file."""
+        """Map `path`. Raises ModelNotFound when it does not exist, BadModelFile when it cannot be read as a file."""
         self.path = path
         descriptor = _open_regular(path)
         try:
@@ -102,19 +102,19 @@ class MappedFile:
         self.data: np.ndarray | None = np.frombuffer(self.buffer, dtype=np.uint8)
 
     def view(self, offset: int, nbytes: int) -> np.ndarray:
-        """Bytes [offset, offset + nbytes) as a read-only uint8 view, no copy. ValueError after `close`.
+        """Bytes [offset, offset + nbytes) as a read-only uint8 view, without a copy. Raises ValueError after `close`.
 
-        Raises BadModelFile for a file that was cut since: reading past its end would kill the process with SIGBUS.
+        Raises BadModelFile if the file was truncated: reading past its end would kill the process with SIGBUS.
         """
         if self.data is None:
             raise ValueError(f"{self.path.name} is closed")
         size = self.buffer.size()
         if size < offset + nbytes:
-            raise self._cut(size)
+            raise self._truncated(size)
         return self.data[offset : offset + nbytes]
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Bytes [offset, offset + nbytes), read and not mapped. Raises BadModelFile for a file that was cut since."""
+        """Read bytes [offset, offset + nbytes) without the mapping. Raises BadModelFile if the file was truncated."""
         with os.fdopen(_open_regular(self.path), "rb") as file:
             try:
                 file.seek(offset)
@@ -122,16 +122,14 @@ class MappedFile:
             except OSError as error:
                 raise bad(self.path, f"cannot be read: {error.strerror}", offset=offset) from error
         if len(data) < nbytes:
-            raise self._cut(offset + len(data))
+            raise self._truncated(offset + len(data))
         return data
 
-    def _cut(self, size: int) -> BadModelFile:
-        return bad(self.path, f"was cut from {self.size:,} to {size:,} bytes while it was read", offset=size)
+    def _truncated(self, size: int) -> BadModelFile:
+        return bad(self.path, f"was truncated from {self.size:,} to {size:,} bytes while it was read", offset=size)
 
     def forget(self, offset: int, nbytes: int, *, cached: bool = True) -> None:
-        """Drop whole system pages of a range from this map, and from the page cache where `cached`: a hint, which may
-        do nothing.
-        """
+        """Drop the whole pages in a range from this mapping and, if `cached`, from the page cache. Only a hint."""
         first = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
         length = (offset + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
         if length <= 0 or self.data is None or not hasattr(os, "posix_fadvise"):
@@ -150,18 +148,18 @@ class MappedFile:
         return self.data is not None and 0 <= address - self.data.ctypes.data < self.size
 
     def close(self) -> None:
-        """Unmap, as soon as the last view of it is gone."""
+        """Unmap the file once the last view of it is gone."""
         self.data = None
         try:
             self.buffer.close()
         except BufferError:
-            # A view is still in use: the map goes away with it.
+            # a view is still in use: the mapping ends with it
             return
 
 
 def _open_regular(path: Path) -> int:
     try:
-        # O_NONBLOCK: opening a FIFO for reading would wait for a writer indefinitely.
+        # O_NONBLOCK: opening a FIFO would wait for a writer indefinitely
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         if error.errno == errno.ENOENT:
@@ -175,20 +173,20 @@ def _open_regular(path: Path) -> int:
         return descriptor
     os.close(descriptor)
     if stat.S_ISDIR(mode):
-        raise bad(path, "is a folder, a file is expected")
-    hint = "name a .gguf file, or a folder with safetensors"
+        raise bad(path, "is a folder, expected a file")
+    hint = "give a .gguf file or a folder with safetensors"
     raise bad(path, "is not a regular file (a pipe, socket or device)", hint=hint)
 
 
 def read_small(path: Path, limit: int) -> bytes:
-    """The whole of a small file. BadModelFile above `limit` bytes, before anything is read."""
+    """Read a small file. Raises BadModelFile above `limit` bytes, before reading anything."""
     descriptor = _open_regular(path)
     with os.fdopen(descriptor, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
-            raise bad(path, f"is {size:,} bytes long, the limit is {limit:,}")
+            raise bad(path, f"is {size:,} bytes long; the limit is {limit:,}")
         try:
-            data = file.read(min(size, limit) + 1)  # it may have grown meanwhile
+            data = file.read(min(size, limit) + 1)  # the file may have grown meanwhile
         except OSError as error:
             raise bad(path, f"cannot be read: {error.strerror}") from error
     if len(data) > limit:

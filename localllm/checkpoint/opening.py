@@ -1,8 +1,8 @@
-"""From a path to an open `Checkpoint`: which files belong to it, and what is refused by name.
+"""Opens a `Checkpoint` from a path: finds the files that belong to it and rejects unsupported kinds by name.
 
-Files named by other files (shards) or found in a folder must lie inside it; the one exception is the Hugging Face
-cache, whose snapshots link to the blobs of the same repository. Nothing is unpickled, and no Python beside a model is
-ever imported.
+Files named by other files (shards) or found in a folder must be inside that folder, except in the Hugging Face cache,
+whose snapshots link to blobs of the same repository. Nothing is unpickled, and Python code next to a model is never
+imported.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ _QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_co
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:
-    """Open the model at `path`: a .gguf file (its splits are found), or a folder with safetensors or one .gguf.
+    """Open the model at `path`: a .gguf file (with its splits), or a folder with safetensors or one .gguf.
 
-    Raises ModelNotFound when there is none, UnsupportedFormat or UnsupportedModel for what is refused by name,
-    BadModelFile for what is damaged. Numbers and tensors are held against each other when `facts` is asked for.
+    Raises ModelNotFound when there is none, UnsupportedFormat or UnsupportedModel for unsupported kinds, BadModelFile
+    for damaged files. Hyperparameters and tensors are compared later, when `facts` is read.
     """
     found = _open(Path(path).expanduser())
     found.tensors = unstacked({name: info for name, info in found.tensors.items() if info.nbytes})  # some are empty
@@ -81,34 +81,36 @@ def _open_folder(folder: Path) -> Checkpoint:
         listed = ", ".join(shown(name, 60) for name in sorted(firsts)[:6])
         raise ModelNotFound(
             f"{shown(folder)} holds {len(firsts)} GGUF models: {listed}",
-            "name one of the files",
+            "give the path of one of the files",
             context={"files": firsts},
         )
     if models:
-        raise bad(folder, f"holds parts of a GGUF model, the first is missing: {shown(models[0])}")
+        raise bad(folder, f"holds parts of a GGUF model without the first part: {shown(models[0])}")
     return _open_other_safetensors(folder, names, safetensors)
 
 
 def _open_other_safetensors(folder: Path, names: set[str], safetensors: list[str]) -> Checkpoint:
-    """A folder without the usual file names: one safetensors file under another name, or a reason why not."""
+    """Open a folder without the usual file names: one safetensors file under another name, else raise why not."""
     if "params.json" in names and any(name.startswith("consolidated") for name in safetensors):
-        what = "holds a model in Mistral's own layout (params.json, consolidated.safetensors), which is not read"
-        raise bad(folder, what, hint="fetch the files with config.json of the same repository", error=UnsupportedFormat)
+        what = "holds a model in Mistral's own layout (params.json, consolidated.safetensors), which is not supported"
+        hint = "download the files with config.json from the same repository"
+        raise bad(folder, what, hint=hint, error=UnsupportedFormat)
     if "adapter_config.json" in names:
         what = "holds a LoRA adapter, not a model"
-        hint = "name the model it was made for, and the adapter with --adapter NAME=PATH"
+        hint = "give its base model, and the adapter with --adapter NAME=PATH"
         raise bad(folder, what, hint=hint, error=UnsupportedFormat)
     if safetensors and "config.json" not in names:
-        raise bad(folder, "is missing beside the safetensors files", key="config.json")
+        raise bad(folder, "is missing next to the safetensors files", key="config.json")
     if len(safetensors) == 1 and not _PART.match(safetensors[0]):
         return _open_parts(folder, [folder / safetensors[0]], names)
     if safetensors:
-        raise bad(folder, f"is missing beside {len(safetensors)} safetensors files", key=INDEX_NAME)
+        raise bad(folder, f"is missing next to {len(safetensors)} safetensors files", key=INDEX_NAME)
     pickles = sorted(name for name in names if name.endswith(PICKLES))
     if pickles:
         raise pickle_error(folder / pickles[0])
     raise ModelNotFound(
-        f"{shown(folder, 500)} holds no model (no .safetensors, no .gguf)", "`localllm ls` lists the models here"
+        f"{shown(folder, 500)} holds no model (no .safetensors or .gguf)",
+        "`localllm ls` lists the models on this machine",
     )
 
 
@@ -119,14 +121,18 @@ def _names(folder: Path) -> set[str]:
             for entry in entries:
                 names.add(entry.name)
                 if len(names) > MAX_FOLDER_ENTRIES:
-                    raise bad(folder, f"holds over {MAX_FOLDER_ENTRIES:,} files", hint="name the model's own folder")
+                    what = f"holds more than {MAX_FOLDER_ENTRIES:,} files"
+                    raise bad(folder, what, hint="give the model's own folder")
     except OSError as error:
         raise bad(folder, f"cannot be listed: {error.strerror}", hint="check its owner and permissions") from error
     return names
 
 
 def inside(folder: Path, name: str) -> Path:
-    """`folder / name`, known to lie in the folder, or in the blobs of the same repository in the hub's cache."""
+    """Return `folder / name` if it resolves to a file in the folder or in the blobs of its repository in the hub cache.
+
+    Raises BadModelFile otherwise.
+    """
     path = folder / name
     try:
         home, target = folder.resolve(), path.resolve()
@@ -141,7 +147,7 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def _open_gguf(path: Path, beside: dict[str, Path] | None = None) -> Checkpoint:
-    """`beside` are the tokenizer files of its folder."""
+    """Open a GGUF file with its splits; `beside` are the tokenizer files in its folder."""
     part = _PART.match(path.name)
     named = max(int(part[3]), 1) if part else 1
     if part:
@@ -150,14 +156,14 @@ def _open_gguf(path: Path, beside: dict[str, Path] | None = None) -> Checkpoint:
     tensors, metadata = read_gguf(files[path])
     count = max(Fields(path, metadata).integer("split.count", 0, MAX_PARTS, 1), 1)
     if count != named:
-        raise bad(path, f"is {count}, the file name says {named}", key="split.count")
+        raise bad(path, f"is {count}; the file name says {named}", key="split.count")
     if count > 1:
         _check_split(path, metadata, {"split.no": 0})
     for number in range(2, count + 1):
         other = path.with_name(path.name.replace("-00001-of-", f"-{number:05d}-of-"))
         if not other.exists():
             what = f"part {number} of {count} is missing: {shown(other.name)}"
-            raise bad(path, what, hint="fetch all parts of the model")
+            raise bad(path, what, hint="download all parts of the model")
         files[other] = MappedFile(other)
         more, values = read_gguf(files[other])
         _check_split(other, values, {"split.no": number - 1, "split.count": count})
@@ -172,14 +178,14 @@ def _check_split(path: Path, metadata: dict[str, Any], expected: dict[str, int])
     for key, value in expected.items():
         found = fields.integer(key, 0, 1 << 31)
         if found != value:
-            raise fields.fail(key, f"is {found:,}, {value:,} is expected")
+            raise fields.fail(key, f"is {found:,}, expected {value:,}")
 
 
 def _add(tensors: dict[str, TensorInfo], more: dict[str, TensorInfo]) -> None:
-    """Add another file's tensors. Raises BadModelFile for one that is in both."""
+    """Add another file's tensors. Raises BadModelFile for a tensor that is in both."""
     for name, info in more.items():
         if name in tensors:
-            raise bad(info.file, f"the tensor is in {tensors[name].file.name} too", key=name)
+            raise bad(info.file, f"the tensor is also in {tensors[name].file.name}", key=name)
         tensors[name] = info
 
 
@@ -189,8 +195,8 @@ def _open_safetensors_file(path: Path) -> Checkpoint:
     if _PART.match(path.name) and INDEX_NAME in names:
         return _open_sharded(folder, names)
     if "config.json" not in names:
-        read_safetensors(MappedFile(path))  # a damaged file is to be called that first
-        what = "is missing beside it: the tensors alone do not say what model they are"
+        read_safetensors(MappedFile(path))  # report damage first
+        what = "is missing next to it: the tensors alone do not identify the model"
         raise bad(path, what, key="config.json", hint="give the folder of the whole model", error=UnsupportedFormat)
     return _open_parts(folder, [path], names)
 
@@ -202,27 +208,27 @@ def _open_sharded(folder: Path, names: set[str]) -> Checkpoint:
     if not isinstance(weight_map, dict) or not weight_map:
         raise bad(index_path, "must map tensor names to files", key="weight_map")
     if len(weight_map) > MAX_INDEX_ENTRIES:
-        raise bad(index_path, f"has {len(weight_map):,} entries, the limit is {MAX_INDEX_ENTRIES:,}", key="weight_map")
+        raise bad(index_path, f"has {len(weight_map):,} entries; the limit is {MAX_INDEX_ENTRIES:,}", key="weight_map")
     for name, shard in weight_map.items():
-        # A plain file name: nothing that could lead elsewhere, on any system.
+        # must be a plain file name that cannot lead elsewhere on any system
         plain = isinstance(shard, str) and shard.endswith(".safetensors") and shard.isprintable()
         if not plain or "/" in shard or "\\" in shard or ":" in shard or shard.startswith(".") or len(shard) > 255:
             what = f"'{shown(shard)}' is not the name of a safetensors file in the folder"
             raise bad(index_path, what, key=f"weight_map.{name}")
     shards = sorted(set(weight_map.values()))
-    if WHOLE_NAME in names and WHOLE_NAME not in shards:  # an index that was copied along from another model
+    if WHOLE_NAME in names and WHOLE_NAME not in shards:  # an index left over from another model
         return _open_parts(folder, [folder / WHOLE_NAME], names)
     if len(shards) > MAX_PARTS:
-        raise bad(index_path, f"names {len(shards):,} files, the limit is {MAX_PARTS:,}", key="weight_map")
+        raise bad(index_path, f"names {len(shards):,} files; the limit is {MAX_PARTS:,}", key="weight_map")
     missing = [shard for shard in shards if shard not in names]
     if missing:
-        what = f"{len(missing)} of {len(shards)} files are missing, the first is {shown(missing[0])}"
-        raise bad(index_path, what, key="weight_map", hint="fetch the rest: localllm pull NAME --repair")
+        what = f"{len(missing)} of {len(shards)} files are missing, first {shown(missing[0])}"
+        raise bad(index_path, what, key="weight_map", hint="`localllm pull NAME --repair` fetches the missing files")
     checkpoint = _open_parts(folder, [folder / shard for shard in shards], names)
     for name, shard in weight_map.items():
         info = checkpoint.tensors.get(name)
         if info is None or info.file.name != shard:
-            raise bad(folder / shard, f"the tensor is listed by {INDEX_NAME} and not in this file", key=name)
+            raise bad(folder / shard, f"{INDEX_NAME} lists the tensor, but it is not in this file", key=name)
     return checkpoint
 
 
@@ -230,7 +236,7 @@ def _open_parts(folder: Path, paths: list[Path], names: set[str]) -> Checkpoint:
     for path in paths:
         inside(folder, path.name)
     if "config.json" not in names:
-        raise bad(folder, "is missing beside the safetensors files", key="config.json")
+        raise bad(folder, "is missing next to the safetensors files", key="config.json")
     config = read_json_object(inside(folder, "config.json"), infinite=True)
     generation: dict[str, Any] = {}
     if "generation_config.json" in names:
@@ -263,7 +269,7 @@ def _open_parts(folder: Path, paths: list[Path], names: set[str]) -> Checkpoint:
 
 
 def _quantization_config(folder: Path, names: set[str], config: dict[str, Any]) -> dict[str, Any]:
-    """The first of the places where tools put it."""
+    """The quantization config from the first of the places where tools write it; {} for none."""
     text_config = config.get("text_config")
     inner = text_config if isinstance(text_config, dict) else {}
     places = (("quantization_config", config), ("quantization_config", inner), ("compression_config", config))
@@ -284,13 +290,13 @@ def _tokenizer_files(folder: Path, names: set[str]) -> dict[str, Path]:
 
 
 def _license(folder: Path, names: set[str]) -> str:
-    """The `license:` line of the model card's front matter; empty when there is none."""
+    """The `license:` line in the model card's front matter; "" when there is none."""
     if "README.md" not in names:
         return ""
     try:
         text = read_small(inside(folder, "README.md"), 1 << 20)[: 1 << 14].decode("utf-8", "replace")
     except (BadModelFile, ModelNotFound):
-        return ""  # a card that cannot be read takes nothing from the model
+        return ""  # the model is usable without a readable card
     front = re.match(r"---\r?\n(.*?)\n---", text, re.DOTALL)
     line = re.search(r"^license(?:_name)?:[ \t]*([^\r\n]{1,100})", front[1], re.MULTILINE) if front else None
     return shown(line[1].strip().strip("'\"")) if line else ""

@@ -1,9 +1,9 @@
-"""Repacked weights in a file of the cache folder: the next start reads it and repacks nothing. Bytes and names only.
+"""Cache files for repacked weights: the next start reads the file instead of repacking. Handles only bytes and names.
 
-A file is data, a header in JSON, and a tail that says where the header begins. It is written under another name, by the
-one process that holds its lock, and moved into place when it is whole; nothing is ever written to a file in its place,
-so a process may read it while another replaces or removes it. The header has checksums of the data, too: after a power
-cut a name can stand for bytes that were never written.
+A file is data, a JSON header, and a tail with the header's position. It is written under a temporary name by the one
+process that holds its lock, and renamed when complete; a file in place is never modified, so a process may read it
+while another replaces or removes it. The header holds checksums of the data, because after a power failure a file can
+contain bytes that were never written.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ import numpy as np
 
 from localllm.paths import cache_dir
 
-VERSION = 4  # counts up with every change of what the bytes mean
+VERSION = 4  # increases with every change of the layout
 ALIGN = 4096
-PART = 256 << 20  # bytes with one checksum, read by one thread: few parts, since each waits for the interpreter's lock
+PART = 256 << 20  # bytes per checksum and read by one thread; few parts, because each waits for the GIL
 HUGE = 2 << 20  # bytes of a huge page
-ENOUGH_HUGE = 0.9  # of a file in huge pages, to use them as they are
-WRITTEN = 16 * HUGE  # bytes that are written at once, so that the system keeps them in huge pages
-SETTLED = 16 * HUGE  # bytes that are moved at once: 20 ms for a request to wait
-MREMAP_FIXED = 3  # and MREMAP_MAYMOVE
-SPARE_BYTES = 2 << 30  # that stay free on the disk
+ENOUGH_HUGE = 0.9  # share of a file in huge pages from which these are used directly
+WRITTEN = 16 * HUGE  # bytes per write, which makes the system keep them in huge pages
+SETTLED = 16 * HUGE  # bytes copied at a time: a request waits 20 ms at most
+MREMAP_FIXED = 3  # with MREMAP_MAYMOVE
+SPARE_BYTES = 2 << 30  # disk space to keep free
 _MAGIC = b"LLMPACK\0"
-_TAIL = struct.Struct("<8sIQQ16s")  # magic, version, header at, its bytes, its digest
+_TAIL = struct.Struct("<8sIQQ16s")  # magic, version, header's offset, size and digest
 
 
 class Unusable(Exception):
-    """Why a file is passed over, in words that end a sentence; `is_damaged`: it is of no use to anybody."""
+    """Why a file cannot be used, as a predicate without its subject; `is_damaged`: no process can use it."""
 
     def __init__(self, reason: str, *, is_damaged: bool = True) -> None:
         super().__init__(reason)
@@ -53,30 +53,30 @@ class Unusable(Exception):
 
 
 class Stored(NamedTuple):
-    """A file of the folder."""
+    """A file in the cache folder."""
 
     path: Path
     num_bytes: int
-    used: float  # when, on the wall clock
-    files: tuple[Path, ...]  # of the model; () where the file cannot be read
+    used: float  # last use, in seconds since the epoch
+    files: tuple[Path, ...]  # the model's files; () if the file cannot be read
 
 
 def packed_dir() -> Path:
-    """Where they lie."""
+    """The folder of packed files."""
     return cache_dir() / "packed"
 
 
 class PackedFile:
-    """A file on its way into memory, which threads of its own read from the start on; `check` waits for them."""
+    """A packed file being read by background threads from the start on; `check` waits for them."""
 
     def __init__(self, path: Path) -> None:
-        """Raises Unusable, and FileNotFoundError where there is none."""
+        """Open the file and start reading. Raises Unusable, or FileNotFoundError if it does not exist."""
         self._path = path
         try:
             descriptor = _open(path)
             try:
                 self.header, self.size = _header(descriptor)
-                self._reading = _Reading(descriptor, self.size, self.header["sums"])
+                self._reading = _Reader(descriptor, self.size, self.header["sums"])
             except BaseException:
                 os.close(descriptor)
                 raise
@@ -86,13 +86,13 @@ class PackedFile:
             raise Unusable(f"cannot be read: {error.strerror}", is_damaged=False) from error
 
     def check(self, layout: str) -> np.ndarray:
-        """uint8 [size], what was written. Raises Unusable.
+        """Wait for the data, uint8 [size]. Raises Unusable.
 
-        layout     what the bytes are laid out for: another one is another CPU's, or another version's
+        layout     the expected layout; a different one belongs to another CPU or version
         """
         if self.header.get("layout") != layout:
             self.close()
-            raise Unusable("is of another CPU or version")
+            raise Unusable("is from another CPU or version")
         data = self._reading.data()
         with contextlib.suppress(OSError):
             os.utime(self._path)
@@ -100,15 +100,15 @@ class PackedFile:
 
     @property
     def copied(self) -> int:
-        """Bytes in memory of this process; the others lie in the file's own pages. After `check`."""
+        """Bytes copied to this process's memory; the others are in the file's own pages. Valid after `check`."""
         return self._reading.copied
 
     def settle(self, must_stop: Callable[[], bool]) -> bool:
-        """An idle job: have all bytes in memory of this process, where they are. After `check`. Raises OSError."""
+        """Idle job that copies all bytes to this process's memory, in place. Valid after `check`. Raises OSError."""
         return self._reading.settle(must_stop)
 
     def close(self) -> None:
-        """Read no more of it. Safe to call twice, and after `check`."""
+        """Stop reading. Safe to call twice, and after `check`."""
         self._reading.close()
 
     @property
@@ -117,9 +117,7 @@ class PackedFile:
 
 
 def read_ahead(path: Path) -> PackedFile | None:
-    """The file, while its reader is not ready for it yet; None where there is none that can be read: who is ready then
-    will find out why.
-    """
+    """Start reading a file early. None if it is missing or unusable; the later open reports why."""
     try:
         return PackedFile(path)
     except (FileNotFoundError, Unusable):
@@ -127,47 +125,47 @@ def read_ahead(path: Path) -> PackedFile | None:
 
 
 class PackedWriter:
-    """A file on its way into the folder."""
+    """Writes a packed file to the folder."""
 
     def __init__(self, path: Path, num_bytes: int, limit: int, spared_s: float = 0.0) -> None:
-        """Raises Unusable where the folder or the disk has no room for about `num_bytes`, or another process writes.
+        """Make room and lock the file. Raises Unusable if about `num_bytes` do not fit or another process writes it.
 
-        limit      bytes that all files may have together
-        spared_s   files that were used within so many seconds do not go for this one
+        limit      maximum size of all files together
+        spared_s   files used within this many seconds are not removed to make room
         """
         self._path, self._part = path, path.with_suffix(".part")
-        self._at, self._next = 0, 0  # bytes so far, and with the pieces that are still to come
+        self._at, self._next = 0, 0  # bytes so far, without and with the pieces still to come
         self._file, self._waiting = -1, bytearray()
-        self._sums = list[Any]()  # of parts: `xxhash`'s objects
+        self._sums = list[Any]()  # one `xxhash` object per part
         if num_bytes > limit:
-            raise Unusable(f"would take {num_bytes:,} bytes, the limit is {limit:,}")
+            raise Unusable(f"would take {num_bytes:,} bytes; the limit is {limit:,}")
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             if make_room(path.parent, limit - num_bytes, path, spared_s) > limit - num_bytes:
-                raise Unusable("has no room beside files that were used lately", is_damaged=False)
+                raise Unusable("does not fit without removing recently used files", is_damaged=False)
             if shutil.disk_usage(path.parent).free < num_bytes + SPARE_BYTES:
-                raise Unusable("has no room: the disk is nearly full")
+                raise Unusable("does not fit: the disk is nearly full")
             self._file = os.open(self._part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
-            raise Unusable(_why(error)) from error
+            raise Unusable(_write_error(error)) from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.stat(self._part).st_ino != os.fstat(self._file).st_ino:
-                raise BlockingIOError  # it was moved into its place meanwhile
+                raise BlockingIOError  # the file was renamed into place meanwhile
             os.ftruncate(self._file, 0)
         except OSError as error:
             os.close(self._file)
-            raise Unusable("is written by another process", is_damaged=False) from error
+            raise Unusable("is being written by another process", is_damaged=False) from error
 
     def pieces(self, data: np.ndarray) -> tuple[int, list[memoryview]]:
-        """(where these bytes will lie, what to append for that), each piece at most `WRITTEN`; uint8, contiguous."""
+        """Return (offset of this data, pieces to append), each piece at most `WRITTEN`. `data` is contiguous uint8."""
         whole = data.data
         pieces = [whole[begin : begin + WRITTEN] for begin in range(0, data.nbytes, WRITTEN)]
         at, self._next = self._next, self._next + padded(data.nbytes)
         return at, [*pieces, memoryview(bytes(padded(data.nbytes) - data.nbytes))]
 
     def append(self, rest: memoryview) -> None:
-        """The next of the pieces. Raises Unusable."""
+        """Append the next piece. Raises Unusable."""
         from xxhash import xxh3_64
 
         while rest:
@@ -191,10 +189,10 @@ class PackedWriter:
             while done < data.nbytes:
                 done += os.pwrite(self._file, data[done:], at + done)
         except OSError as error:
-            raise Unusable(_why(error)) from error
+            raise Unusable(_write_error(error)) from error
 
     def finish(self, header: dict[str, Any]) -> None:
-        """Move the file into its place. Raises Unusable."""
+        """Write the header and rename the file into place. Raises Unusable."""
         header = header | {"sums": [part.intdigest() for part in self._sums]}
         text = json.dumps(header, separators=(",", ":")).encode()
         tail = _TAIL.pack(_MAGIC, VERSION, self._at, len(text), blake2b(text, digest_size=16).digest())
@@ -203,11 +201,11 @@ class PackedWriter:
             self._write(memoryview(text + tail), self._at)
             os.replace(self._part, self._path)
         except OSError as error:
-            raise Unusable(_why(error)) from error
+            raise Unusable(_write_error(error)) from error
         self.close()
 
     def close(self) -> None:
-        """Remove what is not finished."""
+        """Remove an unfinished file."""
         file, self._file = self._file, -1
         if file < 0:
             return
@@ -218,24 +216,26 @@ class PackedWriter:
 
 
 def stored_packs(folder: Path | None = None) -> list[Stored]:
-    """All files, and what killed processes left, the longest unused first."""
+    """List all files, including leftovers of killed processes, least recently used first."""
     return sorted(_scan(folder or packed_dir()), key=lambda one: one.used)
 
 
 def of_models(paths: Iterable[Path]) -> list[Stored]:
-    """The files that were made from one of these."""
+    """List the files that were made from one of these model files."""
     real = {os.path.realpath(path) for path in paths}
     return [one for one in stored_packs() if real & set(map(os.path.realpath, one.files))]
 
 
 def padded(num_bytes: int) -> int:
-    """Bytes that so many take in a file."""
+    """`num_bytes` rounded up to `ALIGN`."""
     return -(-num_bytes // ALIGN) * ALIGN
 
 
 def make_room(folder: Path, num_bytes: int, keep: Path | None = None, spared_s: float = 0.0) -> int:
-    """Remove files until the others have so many bytes, and say how many they have: those whose model is gone or that
-    nobody finished, and then the longest unused, but not what was used within `spared_s` seconds.
+    """Remove files until the others take at most `num_bytes`; returns the bytes left.
+
+    Removes files of deleted models and unfinished files first, then the least recently used, except those used within
+    `spared_s` seconds.
     """
     now = time.time()
     found = [one for one in stored_packs(folder) if one.path != keep]
@@ -253,10 +253,10 @@ def _is_wanted(one: Stored) -> bool:
 
 
 def remove(path: Path) -> bool:
-    """Whether it is gone; what another process writes right now stays."""
+    """Remove a file unless another process is writing it. Returns True if it is gone."""
     try:
         if path.suffix == ".part":
-            with open(path, "r+b") as file:  # NFS locks only what may be written
+            with open(path, "r+b") as file:  # NFS locks only writable files
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         path.unlink(missing_ok=True)
     except OSError:
@@ -293,47 +293,47 @@ def _open(path: Path) -> int:
 
 
 def _header(descriptor: int) -> tuple[dict[str, Any], int]:
-    """(the header, bytes of data). Raises Unusable."""
+    """Return (header, bytes of data). Raises Unusable."""
     size = os.fstat(descriptor).st_size
     tail = os.pread(descriptor, _TAIL.size, max(0, size - _TAIL.size))
     if len(tail) < _TAIL.size or not tail.startswith(_MAGIC):
-        raise Unusable("is cut off")
+        raise Unusable("is truncated")
     _, version, at, length, digest = _TAIL.unpack(tail)
     if version != VERSION:
-        raise Unusable("is of another version")
+        raise Unusable("is from another version")
     text = os.pread(descriptor, length, at) if at + length + _TAIL.size == size else b""
     if blake2b(text, digest_size=16).digest() != digest:
         raise Unusable("is damaged")
     return dict(json.loads(text)), at
 
 
-class _Reading:
-    """A file's first bytes on their way into huge pages, by threads of its own.
+class _Reader:
+    """Reads a file's data into huge pages with background threads.
 
-    Where the system keeps the file itself in huge pages, these are mapped: nothing is copied before `settle`. Elsewhere
-    they are read, as decoding from small pages takes 14 % longer.
+    If the system keeps the file itself in huge pages, they are mapped and nothing is copied before `settle`. Otherwise
+    the data is read, because decoding from small pages takes 14 % longer.
     """
 
     def __init__(self, descriptor: int, size: int, sums: Sequence[int]) -> None:
-        """Closes the descriptor when it is done with it. Raises Unusable."""
+        """Start reading; takes ownership of the descriptor. Raises Unusable."""
         if not size:
             raise Unusable("is empty")
-        self._descriptor, self._size, self._sums, self._ends = descriptor, size, sums, False
-        self._mapped = 0  # from here on the bytes lie in the file's pages; `size` where none do
-        # a CPU is left to the imports beside it: a 4B's first token on two Cascade Lake cores in 3.1 s instead of 3.4
+        self._descriptor, self._size, self._sums, self._stopped = descriptor, size, sums, False
+        self._mapped = 0  # bytes from here on are in the file's own pages; equals `size` if none are
+        # one CPU is left for imports: a 4B model's first token on two Cascade Lake cores takes 3.1 s instead of 3.4
         self._pool = ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 1) - 1)))
         self._memory = self._pool.submit(self._find_memory)
         self._parts = [self._pool.submit(self._read, at) for at in range(0, size, PART)]
         weakref.finalize(self, os.close, descriptor)
 
     def _find_memory(self) -> mmap.mmap:
-        """Huge pages of the file, or memory to read it into."""
+        """Map the file's huge pages, or memory to read it into."""
         with contextlib.suppress(OSError, ValueError):
             memory = mmap.mmap(self._descriptor, self._size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
             before = _huge_file_bytes()
             with contextlib.suppress(OSError, AttributeError):
                 memory.madvise(mmap.MADV_HUGEPAGE)
-            np.frombuffer(memory, dtype=np.uint8)[::HUGE].max()  # maps what is touched
+            np.frombuffer(memory, dtype=np.uint8)[::HUGE].max()  # touching pages maps them
             if _huge_file_bytes() - before >= ENOUGH_HUGE * self._size:
                 return memory
         self._mapped = self._size
@@ -344,7 +344,7 @@ class _Reading:
 
     @property
     def copied(self) -> int:
-        """So many of the bytes are in memory of this process."""
+        """Bytes copied to this process's memory."""
         return self._mapped
 
     def _read(self, begin: int) -> None:
@@ -354,22 +354,22 @@ class _Reading:
         memory = self._memory.result()
         with memoryview(memory) as whole:
             if begin < self._mapped:
-                # The system takes the lock of all our memory for a page that it has to find itself, as it would while
-                # reading: imports in another thread would take 1.4 s instead of 1.25.
+                # fault the pages in first: page faults inside preadv hold the lock of the whole address space, and
+                # imports in another thread would take 1.4 s instead of 1.25
                 np.frombuffer(memory, dtype=np.uint8)[begin:end:ALIGN] = 0
-                while at < end and not self._ends:
+                while at < end and not self._stopped:
                     done = os.preadv(self._descriptor, [whole[at:end]], at)
                     if not done:
-                        raise Unusable("is cut off")
+                        raise Unusable("is truncated")
                     at += done
-            if not self._ends and xxh3_64_intdigest(whole[begin:end]) != self._sums[begin // PART]:
+            if not self._stopped and xxh3_64_intdigest(whole[begin:end]) != self._sums[begin // PART]:
                 raise Unusable("is damaged")
 
     def data(self) -> np.ndarray:
         """uint8 [size], read-only. Raises Unusable."""
         try:
             for number, part in reversed([*enumerate(self._parts)]):
-                if part.cancel():  # nobody has begun with it: who would wait reads it
+                if part.cancel():  # not started yet: read it here instead of waiting
                     self._read(number * PART)
             for part in self._parts:
                 if not part.cancelled():
@@ -383,8 +383,9 @@ class _Reading:
         return data
 
     def settle(self, must_stop: Callable[[], bool]) -> bool:
-        """Have the bytes in memory of this process, where they are: the system may take a file's pages away at any time
-        and read them again from the disk. Whether nothing is left to do. Raises OSError.
+        """Copy the bytes to this process's memory in place, because the system may evict a file's pages at any time.
+
+        Returns True when nothing is left to do. Raises OSError.
         """
         first = np.frombuffer(self._memory.result(), dtype=np.uint8).ctypes.data
         while self._mapped < self._size:
@@ -396,12 +397,12 @@ class _Reading:
         return True
 
     def close(self) -> None:
-        self._ends = True
+        self._stopped = True
         self._pool.shutdown(cancel_futures=True)
 
 
 def _copy_in_place(at: int, num_bytes: int) -> None:
-    """Put huge pages of this process that hold the same in the place of mapped pages. Raises OSError."""
+    """Replace mapped pages by anonymous huge pages with the same contents. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = libc.mremap.restype = ctypes.c_void_p
     pages, room = ctypes.c_size_t(num_bytes), ctypes.c_size_t(num_bytes + HUGE)
@@ -423,7 +424,7 @@ def _copy_in_place(at: int, num_bytes: int) -> None:
 
 
 def _huge_file_bytes() -> int:
-    """Of files that this process has mapped, what it has in huge pages."""
+    """Bytes of mapped files that this process has in huge pages."""
     try:
         text = Path("/proc/self/smaps_rollup").read_text()
     except OSError:
@@ -432,6 +433,6 @@ def _huge_file_bytes() -> int:
     return 1024 * int(found[1]) if found else 0
 
 
-def _why(error: OSError) -> str:
+def _write_error(error: OSError) -> str:
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return "has no room: the disk is full" if full else f"cannot be written: {error.strerror}"
+    return "does not fit: the disk is full" if full else f"cannot be written: {error.strerror}"

@@ -1,6 +1,6 @@
-"""What sentence-transformers keeps beside the weights of a model that embeds text: modules.json and its folders.
+"""Reads the sentence-transformers files of an embedding model: modules.json and the folders it names.
 
-Token vectors are pooled, then go through dense layers; vectors are always offered at length 1.
+Token vectors are pooled, then pass through dense layers; normalization is always available, so it is ignored here.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from .json_file import parse_json_object, read_json_object
 from .mapped_file import bad, read_small, shown
 
 MODULES_NAME = "modules.json"
-MAX_BYTES, MAX_VALUES = 1 << 16, 1000  # of modules.json
+MAX_BYTES, MAX_VALUES = 1 << 16, 1000  # limits for modules.json
 _POOLING = "pooling_mode_"
-# what Pooling's config.json calls it, as a flag or as `pooling_mode` -> what we do
+# name in Pooling's config.json, as a flag or as `pooling_mode` -> our name
 _POOLINGS = {
     "cls_token": "cls", "cls": "cls", "mean_tokens": "mean", "mean": "mean", "lasttoken": "last", "last": "last",
 }  # fmt: skip
@@ -28,9 +28,9 @@ _ACTIVATIONS = {"Identity": "", "Tanh": "tanh"}
 
 @dataclass(frozen=True)
 class Projection:
-    """A dense layer that pooled vectors go through."""
+    """A dense layer after pooling."""
 
-    name: str  # its module in the file: `2_Dense.linear` is in the folder 2_Dense
+    name: str  # its module name: `2_Dense.linear` is in the folder 2_Dense
     inputs: int
     outputs: int
     bias: bool = False
@@ -39,16 +39,16 @@ class Projection:
 
 @dataclass(frozen=True)
 class TextModules:
-    """How the vectors of tokens become one."""
+    """How token vectors are combined into one."""
 
-    pooling: str = ""  # mean | cls | last; "" where no file says so
+    pooling: str = ""  # mean | cls | last; "" when no file states it
     projections: tuple[Projection, ...] = ()
 
 
 def read_text_modules(path: Path, find: Callable[[str], Path]) -> TextModules:
-    """What modules.json at `path` and the files it names say. Raises UnsupportedModel for what is not computed.
+    """Read modules.json at `path` and the files it names. Raises UnsupportedModel for unsupported modules.
 
-    find   path of a file below the model's folder
+    find   returns the path of a file in the model's folder
     """
     data = b'{"modules": ' + read_small(path, MAX_BYTES) + b"}"
     listed = parse_json_object(path, data, MAX_VALUES)["modules"]
@@ -95,5 +95,5 @@ def _projection(name: str, config: Fields) -> Projection:
 
 
 def _unsupported(fields: Fields, what: str) -> UnsupportedModel:
-    hint = "choose a model that pools by mean, cls or lasttoken"
+    hint = "choose a model with mean, cls or lasttoken pooling"
     return bad(fields.path, f"{what} is not supported by this version", hint=hint, error=UnsupportedModel)

@@ -1,6 +1,6 @@
-"""JSON schema, regular expression, Lark or GBNF, choice -> which tokens may come next, with llguidance.
+"""Constrained decoding with llguidance: token masks for JSON schemas, regular expressions, Lark or GBNF, and choices.
 
-`source_of(constraint)` checks what was asked, `Compiler.mask(source)` makes the `TokenMask` that the engine calls.
+`source_of(constraint)` checks a request's constraint; `Compiler.mask(source)` makes the `TokenMask` for the engine.
 """
 
 from .compiler import Compiler

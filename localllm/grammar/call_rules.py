@@ -1,8 +1,7 @@
-"""Grammars of tool calls, in Lark as llguidance reads it: a model held to one can only write calls that are valid.
+"""Grammars for tool calls, in llguidance's Lark dialect: a model constrained by one can only write valid calls.
 
-Each format writes calls its own way, JSON or tags, and the way its chat template would write the same call back: so a
-conversation that goes on finds its pages in the prefix cache. How text, control tokens and JSON schemas are spelled is
-the business of `Words`, which know the vocabulary.
+The grammar of a format writes calls exactly as its chat template renders them, in JSON or tags, which keeps the next
+prompt in the prefix cache. `Words` spells text, control tokens and JSON schemas for the vocabulary.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from .compiler import Words
 from .schema import LeavesOut
 from .source import quoted
 
-MAX_CALLS = 8  # in one answer: small models would go on indefinitely
-MAX_NESTING = 8  # of schemas in Gemma's notation; deeper values may be anything
+MAX_CALLS = 8  # per answer: small models would continue indefinitely
+MAX_NESTING = 8  # of schemas in Gemma's notation; deeper values are unconstrained
 MAX_RULES = 500
 _SCALARS = ("integer", "number", "boolean", "null")
 _SIZES = frozenset(["minItems", "maxItems"])
 _JSON_WORDS = {"True": "true", "False": "false", "None": "null"}
-_OPEN = "\0"  # stands for what is decided while a call is written: its number, the type of a value
+_PLACEHOLDER = "\0"  # placeholder for what the model chooses: the index of a call, the type of a value
 
 
 def call_grammar(
@@ -38,12 +37,12 @@ def call_grammar(
     leaves_out: Sequence[LeavesOut] = (),
     opening: str = "",
 ) -> str:
-    """An answer that is one or more calls of these tools.
+    """Return the grammar of an answer that is one or more calls of these tools.
 
-    parallel       up to MAX_CALLS calls, else one
-    after_trigger  the text goes on after the format's trigger, and ends with the call, or section of calls, begun there
-    leaves_out     of the schema of each tool
-    opening        what of the format's `open` the prompt ends with
+    parallel       allow up to MAX_CALLS calls, else one
+    after_trigger  start after the format's trigger, and end with the call or section of calls that it opens
+    leaves_out     what to leave out of each tool's schema
+    opening        the part of the format's `open` that already ends the prompt
     """
     rules = []
     for number, tool in enumerate(tools):
@@ -73,7 +72,7 @@ def call_grammar(
 
 
 class _CallRules:
-    """The rules of one tool's calls; `rules` fills as the call is written."""
+    """Builds the rules for calls of one tool; collects them in `rules`."""
 
     def __init__(self, tool_format: ToolFormat, words: Words, leaves_out: LeavesOut, prefix: str) -> None:
         self._format = tool_format
@@ -85,9 +84,9 @@ class _CallRules:
         self.rules: list[str] = []
 
     def call(self, function: Mapping[str, Any]) -> str:
-        """One call, from its name to the end of its arguments."""
+        """The rule body of one call, from its name to the end of its arguments."""
         self._root = parameters_of(function)
-        before, after = self._format.around_call(str(function["name"]), _OPEN)
+        before, after = self._format.around_call(str(function["name"]), _PLACEHOLDER)
         if self._format.is_python:
             body = self._python()
         elif self._format.nested:
@@ -101,8 +100,8 @@ class _CallRules:
         return f"{self._open_literal(before, '/[0-9]{1,3}/')} {body} {self._words.literal(after)}"
 
     def _open_literal(self, text: str, rule: str) -> str:
-        """A literal with a rule in the place of what is open."""
-        return f" {rule} ".join(map(self._words.literal, text.split(_OPEN)))
+        """A literal with `rule` in place of the placeholder."""
+        return f" {rule} ".join(map(self._words.literal, text.split(_PLACEHOLDER)))
 
     def _rule(self, body: str, options: str = "") -> str:
         name = f"{self._prefix}_{len(self.rules)}"
@@ -113,16 +112,16 @@ class _CallRules:
         return self._rule(self._words.schema(schema, self._leaves_out))
 
     def _text_before(self, after: str, schema: Mapping[str, Any]) -> str:
-        """Any text of the schema's lengths up to where `after` first stands, and that."""
+        """Any text within the schema's length limits, up to and including the first `after`."""
         low, high = _lengths(schema)
         pattern = "(?s:.*)" if low is None and high is None else f"(?s:.{{{low or 0},{'' if high is None else high}}})"
-        return self._up_to(pattern, after)
+        return self._pattern_before(pattern, after)
 
-    def _up_to(self, pattern: str, after: str) -> str:
-        """What a pattern allows up to where `after` first stands, and that."""
+    def _pattern_before(self, pattern: str, after: str) -> str:
+        """Text that matches a pattern, up to and including the first `after`."""
         begin, control = self._words.first_control(after)
         ending = re.sub(r"[.^$*+?()\[\]{}|\\/]", r"\\\g<0>", begin).replace("\n", r"\n")
-        if control:  # which text never holds
+        if control:  # text never contains a control token
             return f"/{pattern}{ending}/ {self._words.literal(after[len(begin) :])}"
         return self._rule(f"/{pattern}{ending}/", "[lazy]")
 
@@ -134,7 +133,7 @@ class _CallRules:
         for key, schema in properties_of(self._root).items():
             before, after = self._format.around_value(key, self._kind(schema))
             if not is_text(schema):
-                value = f"{self._json(self._rooted(schema))} {self._words.literal(after)}"
+                value = f"{self._json(self._standalone(schema))} {self._words.literal(after)}"
             elif values := fixed_values(schema):
                 value = f"({' | '.join(quoted(str(value)) for value in values)}) {self._words.literal(after)}"
             else:
@@ -145,21 +144,22 @@ class _CallRules:
         return " ".join(parts)
 
     def _kind(self, schema: Any) -> str:
-        """The type of an argument's value, where it is certain."""
+        """The type of an argument's value, or the placeholder if the schema leaves it open."""
         kind = resolved(schema, self._root).get("type")
-        return "string" if is_text(schema) else str(kind) if kind in (*TYPES, "integer") else _OPEN
+        return "string" if is_text(schema) else str(kind) if kind in (*TYPES, "integer") else _PLACEHOLDER
 
     def _wrapped(self, after: str, schema: Mapping[str, Any]) -> str:
-        """A text between the format's marks, or one that begins otherwise than they do."""
+        """A text between the format's marks, or one that does not start with the opening mark's first character."""
         low, high = _lengths(schema)
         first = self._format.wraps[0][0]
         rest = f"(?s:.{{{max((low or 0) - 1, 0)},{'' if high is None else max(high - 1, 0)}}})"
         bare = f"[^{first}]{rest}" if low else f"([^{first}]{rest})?"
         begin, end = self._format.wraps
-        return f"({self._words.literal(begin)} {self._text_before(end + after, schema)} | {self._up_to(bare, after)})"
+        marked = f"{self._words.literal(begin)} {self._text_before(end + after, schema)}"
+        return f"({marked} | {self._pattern_before(bare, after)})"
 
-    def _rooted(self, schema: Any) -> Mapping[str, Any]:
-        """A part of the schema as a schema of its own, with the definitions that it may refer to."""
+    def _standalone(self, schema: Any) -> Mapping[str, Any]:
+        """A part of the schema as a standalone schema, with the definitions that it may reference."""
         part: dict[str, Any] = dict(schema) if isinstance(schema, Mapping) else {}
         return {name: self._root[name] for name in ("$defs", "definitions") if name in self._root} | part
 
@@ -179,14 +179,14 @@ class _CallRules:
             low, high = _lengths(schema)
             size = f"{{{low or 0},{'' if high is None else high}}}"
             char = r"""([^'\\\x00-\x1f]|\\['"\\nt])"""
-            return f"({self._json(self._rooted(schema))} | /'{char}{size}'/)"
+            return f"({self._json(self._standalone(schema))} | /'{char}{size}'/)"
         kind = resolved(schema, self._root).get("type")
         words = {"boolean": ("True", "False"), "null": ("None",)}.get(kind if isinstance(kind, str) else "", ())
         if words and not fixed_values(schema):
             return "(" + " | ".join(quoted(form) for word in words for form in (word, _JSON_WORDS[word])) + ")"
-        return self._json(self._rooted(schema))
+        return self._json(self._standalone(schema))
 
-    # --- trees of tags -----------------------------------------------------------------------------------------------
+    # --- nested tags -------------------------------------------------------------------------------------------------
 
     def _tree_parts(self, schema: Mapping[str, Any], depth: int) -> str:
         required = schema.get("required")
@@ -197,7 +197,7 @@ class _CallRules:
         return " ".join(parts)
 
     def _tree(self, key: str, schema: Any, depth: int) -> str:
-        """A value between its tags."""
+        """The rule body of a value between its tags."""
         before, after = self._format.tags(key)
         schema = resolved(schema, self._root)
         kind = schema.get("type") if depth < MAX_NESTING and len(self.rules) < MAX_RULES else ""
@@ -211,7 +211,7 @@ class _CallRules:
         elif kind == "array" and isinstance(schema.get("items"), Mapping) and _SIZES.isdisjoint(schema):
             value = f"{self._rule(self._tree('item', schema['items'], depth + 1))}* {end}"
         else:
-            value = f"{self._json(self._rooted(schema))} {end}"
+            value = f"{self._json(self._standalone(schema))} {end}"
         return f"{self._words.literal(before)} {value}"
 
     # --- Gemma's `{key:value,...}`: keys bare and sorted, strings quoted ---------------------------------------------
@@ -220,13 +220,13 @@ class _CallRules:
         properties = schema.get("properties")
         if not isinstance(properties, Mapping):
             return '"{" "}"' if depth == 0 and schema.get("additionalProperties") is False else self._anything("object")
-        # templates write the keys sorted, whatever their case
+        # templates write the keys sorted, ignoring case
         keys = sorted(map(str, properties), key=lambda key: (key.lower(), key))
         values = {key: f"{self._words.literal(key + ':')} {self._value(properties[key], depth + 1)}" for key in keys}
         return f'"{{" {self._members(values, schema, ",")} "}}"'
 
     def _members(self, values: dict[str, str], schema: Mapping[str, Any], separator: str) -> str:
-        """Rules of members in a row, those that are not required perhaps left out."""
+        """Rules for the members in order, with those that are not required optional."""
         required = schema.get("required")
         needed = set(required) if isinstance(required, list) else set()
         first, more = '""', '""'
@@ -271,7 +271,7 @@ class _CallRules:
         return self._words.schema({"const": value})
 
     def _anything(self, kind: str) -> str:
-        """A value of any shape."""
+        """A value of any type."""
         if not self._any:
             self._any = f"{self._prefix}_any"
             string = self._string({})
@@ -292,7 +292,7 @@ def _lengths(schema: Mapping[str, Any]) -> tuple[int | None, int | None]:
 
 
 def parameters_of(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema of a function's arguments; a function without one takes none."""
+    """The schema of a function's arguments; a function without a schema takes no arguments."""
     parameters = function.get("parameters")
     if not isinstance(parameters, Mapping) or not parameters:
         return {"type": "object", "properties": {}, "additionalProperties": False}

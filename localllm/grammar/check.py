@@ -1,6 +1,8 @@
-"""The child that tries grammars, `python -P -m localllm.grammar.check`: a grammar that would hang, crash or fill this
-process does it there. Sources come from strangers: a schema of ten thousand references overflows the compiler's stack,
-two dozen intersected patterns keep it busy for minutes. The parent is `compiler.py`; messages are JSON (`child_loop`).
+"""The child process that tries grammars first (`python -P -m localllm.grammar.check`).
+
+Sources are untrusted: a schema of ten thousand references overflows the compiler's stack, and two dozen intersected
+patterns keep it busy for minutes. Such a grammar hangs or crashes only the child. The parent's side is `compiler.py`;
+messages are JSON (`child_loop`).
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ from localllm.sandbox.child_loop import confine, serve
 from .limits import CHECK_CPU_S, CHECK_MEMORY_BYTES, CHECK_STACK_BYTES, parser_limits
 
 ALARM_S = 5
-STEPS = 8  # tokens accepted on trial: what overflows later mostly overflows here
+STEPS = 8  # tokens accepted on trial: most grammars that overflow do so within these
 
 
 def check(kind: str, text: str, options: dict[str, Any], tokenizer: LLTokenizer) -> dict[str, Any]:
-    """`{"grammar": what to compile, "bytes": its size}`, or `{"error": why not}`."""
+    """Return `{"grammar": text to compile, "bytes": its size}` or `{"error": reason}`."""
     before = _resident_bytes()
     try:
         grammar = _grammar(kind, text, options)
@@ -46,7 +48,7 @@ def _grammar(kind: str, text: str, options: dict[str, Any]) -> str:
 
 
 def _walk(matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
-    """A few tokens, the first allowed one each time; errors stay in the matcher."""
+    """Accept a few tokens, each the middle one of those allowed; errors stay in the matcher."""
     row = np.zeros(-(-tokenizer.vocab_size // 32), dtype=np.int32)
     for _ in range(STEPS):
         matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
@@ -62,9 +64,9 @@ def _resident_bytes() -> int:
 
 
 def main() -> None:
-    """Set the limits, serve."""
+    """Set the limits and serve requests."""
     tokenizer = LLTokenizer("byte")
-    check("json_schema", "true", {}, tokenizer)  # what is needed once is not the first request's
+    check("json_schema", "true", {}, tokenizer)  # one-time allocations must not count for the first request
     confine(CHECK_MEMORY_BYTES, CHECK_STACK_BYTES)
 
     def answer(request: bytes) -> bytes:

@@ -1,8 +1,8 @@
-"""Grammars of one vocabulary, compiled: `Compiler.mask(source)` -> `GrammarMask`.
+"""Compiles grammars for one vocabulary: `Compiler.mask(source)` -> `GrammarMask`.
 
-A source is first tried in a child process (`check.py`) under limits of time, memory and stack; only what passes there
-is compiled here, which takes as long again. Compiled grammars and refusals are kept, least recently used first out.
-Blocks for up to two seconds: never call it in an event loop. Importing this loads no llguidance.
+A source is first tried in a child process (`check.py`) with limits on time, memory and stack. If it passes, it is
+compiled again here, which takes as long. Compiled grammars and rejections are kept in LRU caches. Compiling blocks for
+up to two seconds: never call it in an event loop. Importing this module does not load llguidance.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ if TYPE_CHECKING:
 MAX_CACHE_BYTES = 64 << 20
 MAX_CACHE_ENTRIES = 256
 MAX_REFUSALS = 256
-BASE_BYTES = 64 << 10  # of a small compiled grammar with its first mask
-# Kinds of text whose tokens a mask takes as one: the last three of llguidance's own four. Masks take as long with all
-# four; without the third of these a string's take a fifth longer, without the second those of one of 200 characters
-# five times as long (64 us instead of 13 of 49k tokens). Blanks, llguidance's first, cost 262k tokens 0.1 s at a load.
+BASE_BYTES = 64 << 10  # size of a small compiled grammar with its first mask
+# Slices: kinds of text whose tokens are masked as a group. These are the last three of llguidance's four: with all four
+# masks are no faster, and the first, white space, costs 0.1 s at load time for 262k tokens. Without the third of these,
+# masks inside strings take a fifth longer; without the second, those inside a string of up to 200 characters take five
+# times as long (64 us instead of 13 for 49k tokens).
 SLICES = (r'[^"\\\x00-\x1F\x7F]{1,10}', r'[^"\\\x00-\x1F\x7F]{1,30}', r'[^"\\\x00-\x1F\x7F]+')
-BREATH_S = 0.02  # enough for a server's loop to answer what came in half a second
+BREATH_S = 0.02  # enough for a server's event loop to answer the requests of half a second
 _FILLERS = re.compile(
     rb"<unused\d+>|\[PAD\d+\]|<\|?reserved_(special_token_)?\d+\|?>|<\|?extra_id_\d+\|?>|\[control_\d+\]"
 )
-# how a child ends whose stack, memory or time a grammar used up
+# signals that end a child when a grammar exhausts its stack, memory or time
 _OWN_SIGNALS = frozenset((signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGPROF))
 _SPACES = re.compile(r"\s+")
 _QUOTED_CHARS = 200
@@ -51,19 +52,19 @@ _QUOTED_CHARS = 200
 
 @dataclass(slots=True)
 class _Compiled:
-    matcher: LLMatcher  # in its first state, the first mask computed; copied for every answer
+    matcher: LLMatcher  # in its initial state, with the first mask computed; copied for every answer
     nbytes: int
-    strips: bool  # a user's own grammar could name control tokens
+    strips: bool  # remove control tokens, which a user's own grammar could name
 
 
 class Compiler:
-    """Safe to share between threads: they take turns."""
+    """Compiles and caches grammars. Safe to share between threads, which take turns."""
 
     def __init__(self, tokenizer: Tokenizer, width: int, template: str = "") -> None:
-        """Builds nothing yet.
+        """Build nothing yet.
 
-        width     of the model's logits, in ids
-        template  the chat template: added tokens that it writes count as control tokens, never as text of an answer
+        width     number of the model's logits
+        template  the chat template; added tokens that it writes count as control tokens, never as text of an answer
         """
         self.tokenizer = tokenizer
         self._width = width
@@ -73,7 +74,7 @@ class Compiler:
         self._lock = threading.Lock()
         self._compiling = threading.Lock()
         self._cache: OrderedDict[bytes, _Compiled] = OrderedDict()
-        self._refused: OrderedDict[bytes, str] = OrderedDict()
+        self._rejected: OrderedDict[bytes, str] = OrderedDict()
         self._nbytes = 0
 
     @property
@@ -87,7 +88,7 @@ class Compiler:
     def prepare(self) -> None:
         """Build what every grammar of this vocabulary needs, and start the child.
 
-        Of 49k tokens 0.2 s; of 262k 2 s, of which llguidance holds the interpreter's lock for twice 0.5 s.
+        Takes 0.2 s for 49k tokens and 2 s for 262k, during which llguidance holds the GIL twice for 0.5 s.
         """
         shared_child().start()
         with self._lock:
@@ -95,32 +96,32 @@ class Compiler:
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """The model's tokens as llguidance knows them; built when first asked for."""
+        """The model's tokens for llguidance; built on first access."""
         with self._lock:
             return self._prepared()
 
     def words(self, *, plain: bool = False) -> Words:
-        """How parts of grammars of ours are spelled: kind "lark", `run_text` with control tokens, `text` plain."""
+        """Spelling of our own "lark" grammars: with control tokens for `run_text`, `plain` for `text`."""
         return Words(ControlText({}) if plain else self._control)
 
     def mask(self, source: Source) -> GrammarMask:
-        """A mask at the beginning of the grammar. Raises InvalidConstraint, its `param` the source's."""
+        """Return a mask at the start of the grammar. Raises InvalidConstraint with the source's `param`."""
         key = source.key
         try:
-            mask = self._kept(source, key)
+            mask = self._cached(source, key)
             if mask is None:
-                with self._compiling:  # those whose grammar is known do not wait for those whose grammar is new
-                    mask = self._kept(source, key) or self._compile(source, key)
+                with self._compiling:  # requests with a cached grammar do not wait for this lock
+                    mask = self._cached(source, key) or self._compile(source, key)
         except InvalidConstraint:
             if source.looser is None:
                 raise
             return self.mask(source.looser)
         return mask
 
-    def _kept(self, source: Source, key: bytes) -> GrammarMask | None:
-        """From what was compiled before. Raises what was refused before."""
+    def _cached(self, source: Source, key: bytes) -> GrammarMask | None:
+        """Return a cached mask or None. Raises InvalidConstraint again for a cached rejection."""
         with self._lock:
-            why, compiled = self._refused.get(key), self._cache.get(key)
+            why, compiled = self._rejected.get(key), self._cache.get(key)
             if why is not None:
                 raise _error(source, why)
             if compiled is None:
@@ -133,11 +134,11 @@ class Compiler:
         try:
             grammar, nbytes = _check(source)
             matcher = self._matcher(grammar if source.run_text is None else source.run_text, vocabulary)
-        except _Refused as refused:
+        except _Rejected as refused:
             with self._lock:
-                self._refused[key] = str(refused)
-                while len(self._refused) > MAX_REFUSALS:
-                    self._refused.popitem(last=False)
+                self._rejected[key] = str(refused)
+                while len(self._rejected) > MAX_REFUSALS:
+                    self._rejected.popitem(last=False)
             raise _error(source, str(refused)) from None
         compiled = _Compiled(matcher, BASE_BYTES + nbytes, source.kind == "grammar")
         with self._lock:
@@ -154,7 +155,7 @@ class Compiler:
         if not matcher.is_error():
             matcher.compute_bitmask()
         if matcher.is_error():
-            raise _Refused(matcher.get_error())
+            raise _Rejected(matcher.get_error())
         return matcher
 
     def _prepared(self) -> Vocabulary:
@@ -177,7 +178,7 @@ def _backend(tokenizer: Tokenizer, tokens: list[bytes], special: list[int], ends
     from llguidance import LLTokenizer, TokenizerWrapper
 
     class Ours:
-        """What llguidance asks of a tokenizer."""
+        """The interface that llguidance expects of a tokenizer."""
 
         eos_token_id = ends[0] if ends else len(tokens) - 1
         bos_token_id = tokenizer.bos_token_id
@@ -190,14 +191,14 @@ def _backend(tokenizer: Tokenizer, tokens: list[bytes], special: list[int], ends
             return tokenizer.encode_inside(text.decode() if isinstance(text, bytes) else text)
 
     wrapper = TokenizerWrapper(Ours())
-    # in two steps, each of which holds the interpreter to its end: who waits for it gets something done in between
+    # in two steps, each of which holds the GIL throughout; the pause lets waiting threads run in between
     bare = LLTokenizer(wrapper, n_vocab=len(tokens), eos_token=ends or None, slices=[])
     time.sleep(BREATH_S)
     return bare.with_slices(list(SLICES))
 
 
 class Words:
-    """Parts of Lark rules for one vocabulary: control tokens by id."""
+    """Writes parts of Lark rules for one vocabulary, with control tokens by id."""
 
     def __init__(self, control: ControlText) -> None:
         self._control = control
@@ -211,7 +212,7 @@ class Words:
         return " ".join(parts)
 
     def first_control(self, text: str) -> tuple[str, bool]:
-        """What stands before the first control token of a text, and whether there is one."""
+        """Return (the text before the first control token, whether there is one)."""
         places = self._control.find(text)
         return (text[: places[0][0]], True) if places else (text, False)
 
@@ -222,33 +223,33 @@ class Words:
 # --- the check in the child ------------------------------------------------------------------------------------------
 
 
-class _Refused(Exception):
-    """Why a source is not compiled."""
+class _Rejected(Exception):
+    """A source was rejected; the message is the reason."""
 
 
 @cache
 def shared_child() -> Child:
-    """The child in which everything in this process is tried first; it ends with the process."""
+    """The child shared by all compilers in this process; it ends with the process."""
     child = Child("localllm.grammar.check", "the process that checks grammars")
     atexit.register(child.close)
     return child
 
 
 def _check(source: Source) -> tuple[str, int]:
-    """The grammar for llguidance and its size in bytes."""
+    """Try a source in the child. Returns (the grammar for llguidance, its size in bytes)."""
     body = json.dumps({"kind": source.kind, "text": source.text, "options": dict(source.options)}).encode()
-    limits = f"{CHECK_CPU_S} s, {CHECK_MEMORY_BYTES >> 20} MB"
+    limits = f"{CHECK_CPU_S} s, {CHECK_MEMORY_BYTES >> 20} MiB"
     for attempt in range(2):
         try:
             answer: dict[str, Any] = json.loads(shared_child().exchange(body, CHECK_WALL_S))
         except ChildLate:
-            raise _Refused(f"it is too complex: over {CHECK_WALL_S} s") from None
+            raise _Rejected(f"it is too complex: checking it takes over {CHECK_WALL_S} s") from None
         except ChildDied as died:
-            if -died.code in _OWN_SIGNALS or attempt:  # else it was ended from outside: once more with a new one
-                raise _Refused(f"it is too complex: it exceeds its limits ({limits})") from None
+            if -died.code in _OWN_SIGNALS or attempt:  # else killed from outside: retry with a new child
+                raise _Rejected(f"it is too complex: it exceeds its limits ({limits})") from None
             continue
         if "error" in answer:
-            raise _Refused(str(answer["error"]))
+            raise _Rejected(str(answer["error"]))
         return str(answer["grammar"]), max(int(answer["bytes"]), 0)
     raise AssertionError("unreachable")
 
@@ -259,7 +260,7 @@ def _error(source: Source, why: str) -> InvalidConstraint:
     why = _SPACES.sub(" ", why).strip()[:_QUOTED_CHARS]
     error = InvalidConstraint(
         f"the {what.get(source.kind, 'grammar')} cannot be enforced: {why}",
-        "leave out the part that is named, or simplify it",
+        "leave out the part named in the message, or simplify it",
         param=source.param,
     )
     if source.kind in ("regex", "grammar"):

@@ -1,6 +1,6 @@
-"""`request.TokenMask` over llguidance: a grammar from the first token of an answer to the last.
+"""`GrammarMask`, a `request.TokenMask` over llguidance: a grammar for a whole answer.
 
-Made by `compiler.py`; called by the engine in its thread. llguidance gives up the interpreter's lock while computing.
+Made by `compiler.py`; called in the engine's thread. llguidance releases the GIL while it computes.
 """
 
 from __future__ import annotations
@@ -22,43 +22,43 @@ _HINT = "simplify the schema or grammar"
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A model's tokens as llguidance knows them."""
+    """A model's tokens for llguidance, with sets of special ids."""
 
     backend: LLTokenizer
-    width: int  # ids are below this: the width of the logits
+    width: int  # number of logits; all ids are below it
     special_ids: frozenset[int]  # never part of constrained text
-    end_ids: frozenset[int]  # they end an answer
-    line_end_ids: frozenset[int]  # nothing but line ends
+    end_ids: frozenset[int]  # tokens that end an answer
+    line_end_ids: frozenset[int]  # tokens that consist only of line ends
 
     def bits(self, ids: Iterable[int]) -> np.ndarray:
-        """int32 [ceil(width / 32)] with these bits set."""
+        """Bitmask int32 [ceil(width / 32)] with these ids set."""
         flags = np.zeros(-(-self.width // 32) * 32, dtype=np.uint8)
         flags[[i for i in ids if i < self.width]] = 1
         return np.packbits(flags, bitorder="little").view(np.int32)
 
     @cached_property
     def no_control(self) -> np.ndarray:
-        """All ids but the control tokens; those that end an answer are among them."""
+        """All ids except control tokens that do not end an answer."""
         return ~self.bits(self.special_ids - self.end_ids)
 
     @cached_property
     def no_end(self) -> np.ndarray:
-        """All ids that exist but those that end an answer."""
+        """All valid ids except those that end an answer."""
         return self.bits(set(range(self.width)) - self.end_ids)
 
     @cached_property
     def line_ends(self) -> np.ndarray:
-        """The ids that are nothing but line ends."""
+        """The ids of tokens that consist only of line ends."""
         return self.bits(self.line_end_ids)
 
 
 class GrammarMask:
-    """A grammar from the first token to the end."""
+    """A grammar for a whole answer."""
 
     def __init__(
         self, matcher: LLMatcher, vocabulary: Vocabulary, *, strips: bool = False, ended: bool = False
     ) -> None:
-        """`strips`: control tokens that the grammar names are not allowed all the same."""
+        """`strips`: forbid control tokens even if the grammar names them."""
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._strips = strips
@@ -71,7 +71,7 @@ class GrammarMask:
         if self._strips:
             bitmask_row &= self._vocabulary.no_control
         if not bitmask_row.any():
-            raise ConstraintUnmet("the grammar allows no token here", _HINT)
+            raise ConstraintUnmet("the grammar allows no token at this position", _HINT)
         return True
 
     def accept(self, token_id: int) -> None:
@@ -84,7 +84,7 @@ class GrammarMask:
         return not self._ended and self._matcher.validate_tokens([token_id]) == 1
 
     def accept_text(self, text: bytes) -> int:
-        """Advance past some text. The number of ids it counts as for `rollback`; -1 when the grammar refuses it."""
+        """Advance past some text. Returns the number of ids for `rollback`, or -1 if the grammar rejects the text."""
         ids = self._vocabulary.backend.tokenize_bytes(text)
         if self._matcher.validate_tokens(ids) < len(ids):
             return -1
@@ -95,10 +95,10 @@ class GrammarMask:
         following = [] if self.is_done else self._matcher.compute_ff_tokens()
         if last is None:
             return following
-        return (self._respelled(last) if following else None) or [last, *following]
+        return (self._retokenized(last) if following else None) or [last, *following]
 
-    def _respelled(self, last: int) -> list[int] | None:
-        """The last id and the text that is forced after it, as the tokenizer spells them; None when so it begins."""
+    def _retokenized(self, last: int) -> list[int] | None:
+        """The last id and the forced text after it, tokenized together; None if that starts with the same id anyway."""
         if last in self._vocabulary.special_ids:
             return None
         backend = self._vocabulary.backend
@@ -125,4 +125,4 @@ class GrammarMask:
 
     def _failed(self) -> ConstraintUnmet:
         why = self._matcher.get_error().split("<state>")[0].split("\n")[0][:160]
-        return ConstraintUnmet(f"the grammar cannot go on: {why or 'the text is at its end'}", _HINT)
+        return ConstraintUnmet(f"the grammar cannot continue: {why or 'the text is at its end'}", _HINT)

@@ -1,6 +1,7 @@
-"""Masks that change while an answer goes on: free reasoning before a grammar, free text around tool calls.
+"""Masks with phases: free reasoning before a grammar, free text around tool calls.
 
-Where a phase ends is found in the bytes of the tokens, control tokens spelled out, so a tag may be one token or many.
+The end of a phase is found in the bytes of the tokens, with control tokens spelled out, so a tag can be one token or
+several.
 """
 
 from __future__ import annotations
@@ -17,38 +18,38 @@ import numpy as np
 from .mask import GrammarMask, Vocabulary
 
 MAX_ROLLBACK = 64
-MAX_LINE_ENDS = 4  # tokens of line ends after a closing tag
+MAX_LINE_ENDS = 4  # tokens of line ends allowed after a closing tag
 
 TokenBytes = Callable[[int], bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """The tags of a model that thinks before it answers."""
+    """The tags of a model that reasons before it answers."""
 
     opens: str
     closes: str
-    opened: bool = False  # the prompt has opened the tag already
-    open_id: int | None = None  # the token that is `opens`, where there is one: else only the prompt can open it
-    must: bool = False  # there is always a first part that ends with `closes`, though nothing opens it
+    opened: bool = False  # the prompt has already opened the tag
+    open_id: int | None = None  # the token for `opens`, if there is one; otherwise only the prompt can open the tag
+    must: bool = False  # the answer always starts with reasoning that ends with `closes`, without an opening tag
 
 
 @dataclass(frozen=True, slots=True)
 class _State:
     phase: Literal["start", "reasoning", "gap", "free", "grammar", "done"]
-    tail: bytes = b""  # the end of the free text so far, shorter than what is looked for
-    line_ends: int = 0  # tokens of them in the gap after the reasoning
-    mask: GrammarMask | None = None  # in the phase "grammar"
+    tail: bytes = b""  # the end of the free text so far, shorter than the text searched for
+    line_ends: int = 0  # tokens of line ends in the gap after the reasoning
+    mask: GrammarMask | None = None  # only in the phase "grammar"
 
 
 class _PhasedMask(ABC):
-    """A grammar for a part of the answer, and the way back over the last tokens."""
+    """A grammar for part of an answer, with rollback over the last tokens."""
 
     def __init__(self, mask: GrammarMask, token_bytes: TokenBytes, state: _State) -> None:
         self._mask = mask
         self._token_bytes = token_bytes
         self._state = state
-        # per accepted id: the state before it, and how many ids the grammar took
+        # per accepted id: the state before it, and the number of ids the grammar consumed
         self._before: deque[tuple[_State, int]] = deque(maxlen=MAX_ROLLBACK)
 
     @abstractmethod
@@ -56,7 +57,7 @@ class _PhasedMask(ABC):
 
     @abstractmethod
     def _next(self, state: _State, token_id: int) -> tuple[_State, int]:
-        """The state after a token, and how many ids the grammar took."""
+        """Return (the state after a token, the number of ids the grammar consumed)."""
 
     @property
     @abstractmethod
@@ -71,7 +72,7 @@ class _PhasedMask(ABC):
         mask = self._state.mask
         if mask is None:
             return [] if last is None else [last]
-        if last is not None and self._before and self._before[-1][1] != 1:  # the grammar began in the middle of it
+        if last is not None and self._before and self._before[-1][1] != 1:  # the grammar started inside that token
             return [last, *mask.jump_forward()]
         return mask.jump_forward(last)
 
@@ -92,7 +93,7 @@ class _PhasedMask(ABC):
 
 
 class AfterReasoning(_PhasedMask):
-    """A grammar for what follows the reasoning. Until then everything is allowed but the end of the answer."""
+    """A grammar for the text after the reasoning. Until then, everything except the end of the answer is allowed."""
 
     def __init__(self, inner: GrammarMask, vocabulary: Vocabulary, token_bytes: TokenBytes, tags: Reasoning) -> None:
         begins = tags.opened or tags.must
@@ -116,7 +117,7 @@ class AfterReasoning(_PhasedMask):
 
     def _next(self, state: _State, token_id: int) -> tuple[_State, int]:
         if state.phase == "reasoning":
-            return self._think(state, token_id)
+            return self._next_in_reasoning(state, token_id)
         if state.phase == "start" and token_id == self._open_id:
             return _State("reasoning"), 0
         if state.phase == "gap" and token_id in self._vocabulary.line_end_ids and not self._mask.allows(token_id):
@@ -124,7 +125,7 @@ class AfterReasoning(_PhasedMask):
         self._mask.accept(token_id)
         return _State("grammar", mask=self._mask), 1
 
-    def _think(self, state: _State, token_id: int) -> tuple[_State, int]:
+    def _next_in_reasoning(self, state: _State, token_id: int) -> tuple[_State, int]:
         data, rest = _part(state.tail + self._token_bytes(token_id), self._closes)
         if rest is None:
             return replace(state, tail=data), 0
@@ -132,7 +133,7 @@ class AfterReasoning(_PhasedMask):
         if not rest:
             return _State("gap"), 0
         taken = self._mask.accept_text(rest)
-        # a token that goes on past the tag with what the grammar refuses: the reasoning is taken to go on
+        # a token that continues past the tag with text the grammar rejects counts as more reasoning
         return (_State("grammar", mask=self._mask), taken) if taken >= 0 else (_State("reasoning"), 0)
 
     @property
@@ -141,7 +142,7 @@ class AfterReasoning(_PhasedMask):
 
 
 class ToolTriggers(_PhasedMask):
-    """Free text in which the beginning of a tool call commits to a whole, valid one."""
+    """Free text in which the start of a tool call commits the model to a complete, valid one."""
 
     def __init__(
         self,
@@ -152,9 +153,11 @@ class ToolTriggers(_PhasedMask):
         tags: Reasoning | None = None,
         only_one: bool = False,
     ) -> None:
-        """call      at the beginning of what follows the trigger
-        trigger   begins a call anywhere in the answer, but not in its reasoning
-        only_one  the answer ends with its first call
+        """Start in free text or reasoning.
+
+        call      the grammar of the text after the trigger
+        trigger   starts a call anywhere in the answer except in its reasoning
+        only_one  end the answer with its first call
         """
         state = _State("free" if tags is None else "reasoning" if tags.opened or tags.must else "start")
         super().__init__(call, token_bytes, state)
@@ -169,11 +172,11 @@ class ToolTriggers(_PhasedMask):
     def _next(self, state: _State, token_id: int) -> tuple[_State, int]:
         call = state.mask
         if call is None:
-            return self._listen(state, state.tail + self._token_bytes(token_id))
+            return self._next_in_text(state, state.tail + self._token_bytes(token_id))
         call.accept(token_id)
         return (_State("done" if self._only_one else "free") if call.is_done else state), 1
 
-    def _listen(self, state: _State, data: bytes) -> tuple[_State, int]:
+    def _next_in_text(self, state: _State, data: bytes) -> tuple[_State, int]:
         if state.phase == "start":
             said = data.lstrip()
             if self._opens.startswith(said):
@@ -189,7 +192,7 @@ class ToolTriggers(_PhasedMask):
             return replace(state, tail=tail), 0
         call = self._mask.fork()
         taken = call.accept_text(rest) if rest else 0
-        # where the token goes on with something else, what follows is left to the parser
+        # if the token continues with other text, leave what follows to the parser
         return (_State("grammar", mask=call), taken) if taken >= 0 else (_State("free"), 0)
 
     @property
@@ -198,6 +201,6 @@ class ToolTriggers(_PhasedMask):
 
 
 def _part(data: bytes, needle: bytes) -> tuple[bytes, bytes | None]:
-    """The end of the data, in which the needle may have begun, and what follows the needle, None where it is not."""
+    """Return (the end of the data that may start the needle, the data after the needle or None if it is not found)."""
     _, found, rest = data.partition(needle)
     return data[max(len(data) - len(needle) + 1, 0) :], rest if found else None

@@ -1,4 +1,4 @@
-"""A JSON schema as llguidance is given it: what it knows less well, or would get wrong, is said in another way."""
+"""Adapts a JSON schema for llguidance: rewrites or leaves out what llguidance does not support or gets wrong."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 FORMATS = frozenset(
     ("date", "date-time", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")
-)  # that are enforced; any other is an annotation, as JSON Schema has it
-NARROWED = 2.0**-40  # beside an excluded bound, of a range or of 1: so much less is allowed
-ROUND = 1000  # beyond, llguidance rounds the sum of a bound and so little
-LARGEST = 2**63  # llguidance writes bounds up to here
+)  # enforced formats; any other is only an annotation, as JSON Schema allows
+NARROWED = 2.0**-40  # an excluded bound moves inward by this share of the range, or of 1 if that is less
+ROUND = 1000  # above this, llguidance rounds a bound shifted by so little
+LARGEST = 2**63  # the largest bound llguidance supports
 _BOUNDS = ("exclusiveMinimum", "minimum", "exclusiveMaximum", "maximum")
 _COMBINING = frozenset(
     ("allOf", "not", "if", "dependentSchemas", "unevaluatedProperties", "$dynamicRef", "$recursiveRef")
 )
-_SAYS_MORE = frozenset(("additionalProperties", "patternProperties", "unevaluatedProperties"))
+_OPENING_KEYWORDS = frozenset(("additionalProperties", "patternProperties", "unevaluatedProperties"))
 _BESIDE = frozenset(("anyOf", "oneOf", "$ref"))
 _DEFINITIONS = frozenset(("$defs", "definitions"))
 _BY_NAME = frozenset(("properties", "patternProperties", "dependentSchemas", "dependencies")) | _DEFINITIONS
@@ -31,24 +31,25 @@ _LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9]")
 
 
 class LeavesOut(IntEnum):
-    """What may be left out of a schema."""
+    """The parts of a schema that may be left out."""
 
     NOTHING = 0
-    KEYWORDS = 1  # those that llguidance does not know
-    VALUES = 2  # and what it knows but cannot do with these values: patterns of properties that overlap, ...
+    KEYWORDS = 1  # keywords that llguidance does not support
+    VALUES = 2  # also keywords whose values it cannot handle: overlapping patternProperties, ...
 
 
 class Unenforceable(Exception):
-    """A schema that answers could satisfy to the letter and not when they are read."""
+    """A schema whose grammar would allow answers that violate the schema once parsed."""
 
 
 def adapted(schema: Mapping[str, Any], leaves_out: LeavesOut) -> dict[str, Any]:
-    """A copy that allows what the schema does, or less.
+    """Return a copy that allows the same values as the schema, or fewer.
 
-    Objects that say nothing of further properties get none: models hold to what is declared, and end. What is closed
-    still validates: a closed schema allows less. Where schemas are combined a closed part could contradict the others,
-    so a schema that combines anywhere is left open. So are the branches of `oneOf`, and definitions, which may be such
-    branches: closed ones look disjoint that are not. Raises Unenforceable.
+    Objects that do not mention additional properties are closed, which makes models keep to the declared ones and
+    stop; the result still validates, because a closed schema allows less. In combined schemas a closed part could
+    contradict the others, so a schema that combines anywhere stays open. So do the branches of `oneOf`, and the
+    definitions, which may be such branches: closing them makes overlapping branches look disjoint.
+    Raises Unenforceable.
     """
     closes = not any(map(_combines, _parts(schema)))
     may_be_both = leaves_out is LeavesOut.NOTHING and any("oneOf" in part for part in _parts(schema))
@@ -58,7 +59,7 @@ def adapted(schema: Mapping[str, Any], leaves_out: LeavesOut) -> dict[str, Any]:
 
 
 def _parts(schema: Any) -> Iterator[Mapping[str, Any]]:
-    """Every object inside, values of constants included."""
+    """Yield every object in a schema, including those in constant values."""
     waiting = [schema]
     while waiting:
         value = waiting.pop()
@@ -88,19 +89,24 @@ def _adapted(schema: Any, leaves_out: LeavesOut, closes: bool, may_be_both: bool
     if made.get("format") not in FORMATS:
         made.pop("format", None)
     if leaves_out is LeavesOut.VALUES:
-        _leave_out(made)
+        _drop_unsupported(made)
     _narrow(made)
     needed = made.get("required")
     names = needed if isinstance(needed, list) else []
     declared = made.get("properties")
-    if closes and isinstance(declared, Mapping) and _SAYS_MORE.isdisjoint(made) and all(n in declared for n in names):
+    if (
+        closes
+        and isinstance(declared, Mapping)
+        and _OPENING_KEYWORDS.isdisjoint(made)
+        and all(n in declared for n in names)
+    ):
         made["additionalProperties"] = False
     _check_count(made, len(names), leaves_out)
     return made
 
 
-def _leave_out(made: dict[str, Any]) -> None:
-    """Keywords whose values llguidance may have refused; properties of any name then have one of their types."""
+def _drop_unsupported(made: dict[str, Any]) -> None:
+    """Remove keywords whose values llguidance may reject; patternProperties are merged into additionalProperties."""
     for key in ("multipleOf", "minProperties", "maxProperties"):
         made.pop(key, None)
     for key in _BOUNDS:
@@ -116,7 +122,7 @@ def _leave_out(made: dict[str, Any]) -> None:
 
 
 def _narrow(made: dict[str, Any]) -> None:
-    """Without whole numbers as excluded bounds: llguidance lets 0 through where a number is above 0 and at most 0.5."""
+    """Replace whole excluded bounds by inclusive ones: llguidance would allow 0 for a number above 0 and up to 0.5."""
     bounds = [made.get(name) for name in _BOUNDS]
     if made.get("type") == "integer" or any(
         value is not None and (type(value) not in (int, float) or abs(value) > ROUND) for value in bounds
@@ -134,11 +140,11 @@ def _narrow(made: dict[str, Any]) -> None:
 
 
 def _check_count(made: dict[str, Any], needed: int, leaves_out: LeavesOut) -> None:
-    """Keys that are not declared can come twice: a grammar cannot count different ones."""
+    """Check minProperties: undeclared keys can repeat, because a grammar cannot count distinct ones."""
     least = made.get("minProperties")
     has_free = made.get("additionalProperties") is not False or bool(made.get("patternProperties"))
     if not isinstance(least, int) or not has_free or least <= needed + 1:
         return
     if leaves_out is LeavesOut.NOTHING:
-        raise Unenforceable(f"minProperties {least}: names that are not in `required` could repeat")
+        raise Unenforceable(f"minProperties {least}: names that are not in `required` could be repeated")
     made["minProperties"] = needed + 1

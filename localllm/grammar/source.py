@@ -1,4 +1,4 @@
-"""A `Constraint` to what is compiled: its kind and text, checked for shape and size before anything costs time."""
+"""Turns a `Constraint` into a `Source`: the grammar's kind and text, with type and size checked before compiling."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from localllm.request import Constraint
 from . import limits
 from .schema import LeavesOut, Unenforceable, adapted
 
-# the spelling of Python's json.dumps and of the `tojson` of chat templates: an answer that comes back in a later prompt
-# has the same tokens; and most of it is forced, so it costs no forward pass
+# the format of Python's json.dumps and of `tojson` in chat templates: an answer keeps its tokens when it returns in a
+# later prompt, and most of it is forced, so it costs no forward pass
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-# one line end with its indentation, or one space: pretty-printed JSON, but no endless white space
+# one line end with indentation, or one space: allows pretty-printed JSON but no endless white space
 _FREE = {"whitespace_pattern": r"(\n {0,16}| )"}
-# what is tried, one after the other, for a schema that is lenient or is not
+# lenient -> what to leave out, in the order tried
 LEAVES_OUT = {False: (LeavesOut.NOTHING,), True: (LeavesOut.KEYWORDS, LeavesOut.VALUES)}
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A grammar as text. `kind` json_schema: text is JSON; regex: the expression; grammar: Lark or GBNF; lark: ours."""
+    """A grammar as text. `kind` is json_schema, regex, grammar (Lark or GBNF from a user) or lark (our own)."""
 
     kind: str
     text: str
-    options: tuple[tuple[str, Any], ...] = ()  # of llguidance's JSON compiler, for json_schema
-    # of kind lark: the text with control tokens by id, which only the model's own vocabulary has
+    options: tuple[tuple[str, Any], ...] = ()  # options of llguidance's JSON compiler, for json_schema
+    # for lark: the text with control tokens by id, which only the model's own vocabulary has
     run_text: str | None = None
     param: str = "response_format"
-    looser: Source | None = None  # what is compiled where this cannot be
+    looser: Source | None = None  # compiled instead if this source cannot be
 
     @property
     def key(self) -> bytes:
@@ -42,7 +42,7 @@ class Source:
 
 
 def source_of(constraint: Constraint) -> Source:
-    """Raises InvalidConstraint for values of the wrong type or beyond the sizes of `limits`."""
+    """Make the source of a constraint. Raises InvalidConstraint for values of the wrong type or over the `limits`."""
     value, param = constraint.value, constraint.param
     if constraint.kind == "json_schema":
         options = tuple({**_COMPACT, "lenient": constraint.lenient}.items())
@@ -57,41 +57,42 @@ def source_of(constraint: Constraint) -> Source:
         return Source("grammar", _text(value, "grammar", limits.MAX_GRAMMAR_CHARS, param), param=param)
     if constraint.kind == "choice":
         return Source("lark", _choice(value, param), param=param)
-    raise _refuse(f"the kind of constraint {constraint.kind!r:.40} is not known", param)
+    raise _rejection(f"the constraint kind {constraint.kind!r:.40} is unknown", param)
 
 
 def schema_text(schema: Any, param: str, leaves_out: LeavesOut = LeavesOut.NOTHING) -> str:
-    """A JSON schema as text, its size and depth checked, as `adapted` has it; without `x-guidance`, which sets
-    llguidance's options. Raises InvalidConstraint.
+    """Check the size and depth of a JSON schema and return its `adapted` form as text.
+
+    Removes `x-guidance`, which would set llguidance's options. Raises InvalidConstraint.
     """
     if schema is not True and not isinstance(schema, Mapping):
-        raise _refuse(f"a JSON schema is an object, this one is {_kind(schema)}", param)
+        raise _rejection(f"a JSON schema must be an object; this one is {_kind(schema)}", param)
     _check_nesting(schema, param)
     try:
         made = {} if schema is True else adapted(schema, leaves_out)
         text = json.dumps({key: value for key, value in made.items() if key != "x-guidance"})
     except Unenforceable as error:
-        raise _refuse(f"the JSON schema cannot be enforced: {error}", param) from None
+        raise _rejection(f"the JSON schema cannot be enforced: {error}", param) from None
     except (TypeError, ValueError, RecursionError) as error:
-        raise _refuse("the JSON schema is not plain JSON", param) from error
+        raise _rejection("the JSON schema is not plain JSON", param) from error
     if len(text) > limits.MAX_SCHEMA_BYTES:
-        raise _refuse(f"the JSON schema has {len(text):,} bytes, the limit is {limits.MAX_SCHEMA_BYTES:,}", param)
+        raise _rejection(f"the JSON schema has {len(text):,} bytes; the limit is {limits.MAX_SCHEMA_BYTES:,}", param)
     return text
 
 
 def inline_schema(schema: Any, leaves_out: LeavesOut, param: str) -> str:
-    """The same inside a Lark rule. Raises InvalidConstraint."""
+    """Return a JSON schema for use inside a Lark rule. Raises InvalidConstraint."""
     made = json.loads(schema_text(schema, param, leaves_out))
     return "%json " + json.dumps({**made, "x-guidance": {**_COMPACT, "lenient": leaves_out > LeavesOut.NOTHING}})
 
 
 def _check_nesting(schema: Any, param: str) -> None:
-    """Check depth and patterns, without recursion."""
+    """Check nesting depth and patterns, without recursion."""
     waiting: list[tuple[Any, int]] = [(schema, 1)]
     while waiting:
         value, depth = waiting.pop()
         if depth > limits.MAX_SCHEMA_DEPTH:
-            raise _refuse(f"the JSON schema is nested deeper than {limits.MAX_SCHEMA_DEPTH} levels", param)
+            raise _rejection(f"the JSON schema is nested deeper than {limits.MAX_SCHEMA_DEPTH} levels", param)
         if isinstance(value, Mapping):
             if isinstance(value.get("pattern"), str):
                 _pattern(value["pattern"], param)
@@ -107,9 +108,9 @@ def _pattern(value: Any, param: str) -> str:
 
 def _choice(value: Any, param: str) -> str:
     if not isinstance(value, list | tuple) or not all(isinstance(one, str) and one for one in value):
-        raise _refuse("choice is not a list of non-empty texts", param)
+        raise _rejection("choice is not a list of non-empty strings", param)
     if not 1 <= len(value) <= limits.MAX_CHOICES:
-        raise _refuse(f"choice has {len(value):,} texts, 1 to {limits.MAX_CHOICES:,} are allowed", param)
+        raise _rejection(f"choice has {len(value):,} strings; 1 to {limits.MAX_CHOICES:,} are allowed", param)
     _text("".join(value), "choice", limits.MAX_CHOICE_CHARS, param)
     return "start: " + " | ".join(quoted(one) for one in dict.fromkeys(value)) + "\n"
 
@@ -121,13 +122,13 @@ def quoted(text: str) -> str:
 
 def _text(value: Any, what: str, most: int, param: str) -> str:
     if not isinstance(value, str) or not value:
-        raise _refuse(f"the {what} is not text, or is empty", param)
+        raise _rejection(f"the {what} is not a string or is empty", param)
     if len(value) > most:
-        raise _refuse(f"the {what} has {len(value):,} characters, the limit is {most:,}", param)
+        raise _rejection(f"the {what} has {len(value):,} characters; the limit is {most:,}", param)
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise _refuse(f"the {what} is not valid Unicode", param) from error
+        raise _rejection(f"the {what} is not valid Unicode", param) from error
     return value
 
 
@@ -135,5 +136,5 @@ def _kind(value: Any) -> str:
     return "null" if value is None else f"{str(value).lower()}" if isinstance(value, bool) else type(value).__name__
 
 
-def _refuse(message: str, param: str) -> InvalidConstraint:
-    return InvalidConstraint(message, "send a smaller or simpler one", param=param)
+def _rejection(message: str, param: str) -> InvalidConstraint:
+    return InvalidConstraint(message, "send a smaller or simpler constraint", param=param)

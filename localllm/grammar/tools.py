@@ -1,4 +1,4 @@
-"""Tools to masks: the grammar of a format's calls, compiled with as much of each tool's schema as can be enforced."""
+"""Token masks for tool calls: compiles a format's call grammar with as much of each tool's schema as possible."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from .source import LEAVES_OUT, Source, source_of
 
 
 def begun_call(compiler: Compiler, tool_format: ToolFormat, tools: ToolUse) -> tuple[GrammarMask, str] | None:
-    """What follows a call's beginning, and that beginning. None where calls begin with no mark, or are too complex.
+    """Return (the mask for the text after a call's trigger, the trigger), or None.
 
-    Raises InvalidConstraint for a tool whose schema is wrong.
+    None means that the format has no trigger or that the calls are too complex to constrain.
+
+    Raises InvalidConstraint for a tool with an invalid schema.
     """
     trigger = tool_format.trigger
     called = called_tools(tools)
@@ -39,9 +41,9 @@ def whole_answer(
     constraint: Constraint | None,
     opening: str = "",
 ) -> GrammarMask:
-    """An answer that is calls, or meets a constraint, or, where both are given and calls are free, is either.
+    """Return the mask for an answer that is calls or meets a constraint; with tool choice "auto", it may be either.
 
-    opening  what of the calls' beginning the prompt ends with
+    opening  the part of the calls' start that the prompt ends with
 
     Raises InvalidConstraint.
     """
@@ -52,10 +54,10 @@ def whole_answer(
         if constraint.kind not in ("json_schema", "json_object") or tool_format.final:
             raise InvalidConstraint(
                 f"tools and a constraint of kind {constraint.kind} cannot be combined",
-                "leave one of them out, or use a JSON schema",
+                "leave out one of them, or use a JSON schema",
                 param=constraint.param,
             )
-        compiler.mask(source_of(constraint))  # its own errors first
+        compiler.mask(source_of(constraint))  # report its own errors first
         content = constraint
     else:
         content = None
@@ -64,12 +66,12 @@ def whole_answer(
         return _compiled(compiler, tool_format, called_tools(tools), options, content=content)
     except _TooComplex as error:
         raise InvalidConstraint(
-            f"the tools together cannot be enforced: {error}", "give fewer or simpler tools", param="tools"
+            f"the tools cannot be enforced together: {error}", "send fewer or simpler tools", param="tools"
         ) from error
 
 
 class _TooComplex(Exception):
-    """Each tool can be compiled, all together cannot."""
+    """Each tool can be compiled alone, but not all of them together."""
 
 
 def _compiled(
@@ -79,7 +81,7 @@ def _compiled(
     options: Mapping[str, Any],
     content: Constraint | None = None,
 ) -> GrammarMask:
-    """As strict as every schema can be; what cannot be enforced of a tool that is not `strict` is left out."""
+    """Compile as strictly as possible; for tools that are not `strict`, leave out what cannot be enforced."""
     refused: InvalidConstraint | None = None
     loose = [not tool_function(tool).get("strict") for _, tool in called]
     for most in LEAVES_OUT[True]:

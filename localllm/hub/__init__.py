@@ -1,8 +1,8 @@
-"""A name becomes verified local files: resolve, download, list, remove, repair. The Hugging Face cache is the store.
+"""Model names and files: resolve, download, verify, list, remove and repair. Files live in the Hugging Face cache.
 
-No torch; httpx and huggingface_hub are imported when the network is really used, and our own modules when they are: a
-shell that completes a model's name needs only what looks at folders. `tests/hub/hub_server.py` is a hub with faults to
-try it against.
+Imports no torch. httpx and huggingface_hub are imported on first network use, and the modules of this package on first
+access, because shell completion of model names has to be fast. `tests/hub/hub_server.py` is a test hub that can inject
+faults.
 """
 
 from importlib import import_module

@@ -1,8 +1,8 @@
-"""The Hugging Face cache on disk: where it is, what is in it, how a verified file enters it and leaves it.
+"""The Hugging Face cache on disk: its location and contents, and how verified files are added and removed.
 
 The layout is huggingface_hub's and shared with other tools: `models--org--name/{blobs,refs,snapshots}`, locks in
-`.locks`. Ours alone are partial files, `blobs/<digest>.localllm-partial` with a `.json` beside them.
-No network here. Called by the other modules of this folder.
+`.locks`. Only the partial files are specific to localllm: `blobs/<digest>.localllm-partial`, each with a `.json`.
+Uses no network. Used by the other modules of this package.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ from localllm.terminal import gib
 from .names import check_digest
 
 PARTIAL = ".localllm-partial"
-_SCRAP = ".localllm-tmp"  # ends the names of files that are about to be renamed
+_SCRAP = ".localllm-tmp"  # suffix of temporary files that are renamed when complete
 _REPO_LOCK = "localllm-snapshot.lock"
-_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.ENOTDIR, errno.EEXIST, errno.EISDIR,
+REPO_WAIT_S = 600.0  # linking and removing files takes seconds, copying them on a file system without links minutes
+_NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.ENOTDIR, errno.EEXIST, errno.EISDIR,
             errno.ENOENT)  # fmt: skip
 
 
 def hub_dir() -> Path:
-    """The folder of cached repositories: HF_HUB_CACHE, or HF_HOME/hub, or the default below the home folder."""
+    """The folder of cached repositories: HF_HUB_CACHE, else HF_HOME/hub, else the default in the home folder."""
     cache = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
     return (_home(os.path.expandvars(cache)) if cache else hf_home() / "hub").absolute()
 
 
 def hf_home() -> Path:
-    """HF_HOME, or the folder huggingface_hub takes without it."""
+    """HF_HOME, or huggingface_hub's default."""
     named = os.environ.get("HF_HOME")
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return _home(os.path.expandvars(named or os.path.join(base, "huggingface")))
@@ -56,7 +57,7 @@ def _home(text: str) -> Path:
 
 
 def models_dir() -> Path:
-    """The folder of models from a package index. Raises ConfigError when there is no home folder."""
+    """The models folder: starters, quantized models and copies. Raises ConfigError when there is no home folder."""
     try:
         return paths.models_dir()
     except RuntimeError as error:  # platformdirs: no HOME, and the user is unknown
@@ -72,31 +73,31 @@ def repo_dir(repo: str) -> Path:
 
 
 class Partial(NamedTuple):
-    """Where a blob grows before it is verified."""
+    """Paths of a blob that is being downloaded and not verified yet."""
 
     data: Path
     facts: Path
 
 
 def partial_of(repo: str, digest: str) -> Partial:
-    """The partial file of a blob and the JSON beside it."""
+    """The paths of a blob's partial file and its JSON."""
     data = repo_dir(repo) / "blobs" / (digest + PARTIAL)
     return Partial(data, data.with_name(data.name + ".json"))
 
 
 def blob_path(repo: str, digest: str) -> Path:
-    """Where the verified file with that digest lives."""
+    """The path of the verified blob with that digest."""
     return repo_dir(repo) / "blobs" / digest
 
 
 def blob_lock_path(repo: str, digest: str) -> Path:
-    """huggingface_hub's lock for one blob."""
+    """The path of huggingface_hub's lock for a blob."""
     return hub_dir() / ".locks" / repo_dir(repo).name / f"{digest}.lock"
 
 
 @contextmanager
 def file_lock(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
-    """Hold a lock file, huggingface_hub's for a blob, say. `on_wait` is called four times a second while others do."""
+    """Hold a lock file. While another process holds it, `on_wait` is called four times per second."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(path, mode=0o664)
@@ -113,14 +114,21 @@ def file_lock(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def repo_lock(repo: str) -> Iterator[None]:
-    """Held while snapshots of a repository gain or lose files: pulling and removing never interleave there."""
-    from filelock import FileLock
+    """Hold the lock for changes to a repository's snapshots, to keep pull and rm from interleaving.
+
+    Raises ConfigError when another process holds it for longer than `REPO_WAIT_S`.
+    """
+    from filelock import FileLock, Timeout
 
     path = hub_dir() / ".locks" / repo_dir(repo).name / _REPO_LOCK
     with writing(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(path, mode=0o664)
-        lock.acquire(timeout=600)
+        try:
+            lock.acquire(timeout=REPO_WAIT_S)
+        except Timeout as error:
+            what = f"another process has been changing {repo} for {REPO_WAIT_S:g} s"
+            raise ConfigError(what, "wait for other pull and rm commands, then run the same command again") from error
     try:
         yield
     finally:
@@ -129,15 +137,15 @@ def repo_lock(repo: str) -> Iterator[None]:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Turn the ways a folder can refuse to be written into one sentence."""
+    """Turn write errors in a folder into DoesNotFit (disk full) or ConfigError (not writable)."""
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DoesNotFit(
-                f"no space left for {folder}", "`localllm rm NAME` frees space, or set HF_HOME elsewhere"
+                f"no space left for {folder}", "`localllm rm NAME` frees space, or set HF_HOME to another disk"
             ) from error
-        if error.errno in _REFUSED:
+        if error.errno in _NOT_WRITABLE:
             why = (error.strerror or "refused").lower()
             raise ConfigError(
                 f"cannot write to the model folder {folder}: {why}",
@@ -147,12 +155,12 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace a small file of ours in the cache; what a killed process leaves of it is a scrap."""
+    """Atomically replace a small file of ours in the cache; a killed process leaves at most a `_SCRAP` file."""
     paths.replace_file(path, json.dumps(value), mode=0o600, suffix=_SCRAP)
 
 
 def has_size(path: Path, size: int) -> bool:
-    """A file is there, with that size."""
+    """True when the file exists and has that size."""
     try:
         return path.stat().st_size == size
     except OSError:
@@ -160,7 +168,7 @@ def has_size(path: Path, size: int) -> bool:
 
 
 def num_bytes(path: Path) -> int:
-    """Bytes of a file, or of all files below a folder; those that are removed meanwhile count for nothing."""
+    """Size of a file, or of all files below a folder; files removed meanwhile count as 0."""
     below = (os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names)
     total = 0
     for file in below if path.is_dir() else [path]:
@@ -170,12 +178,12 @@ def num_bytes(path: Path) -> int:
 
 
 def check_disk(folder: Path, need_bytes: int, what: str, hint: str) -> None:
-    """Raise DoesNotFit, with both numbers, unless the disk of a folder, which may not exist yet, has that much free."""
+    """Raise DoesNotFit unless the disk of a folder, which may not exist yet, has `need_bytes` free."""
     place = next(p for p in [folder, *folder.parents] if p.exists())
     free = shutil.disk_usage(place).free
     if need_bytes > free:
         raise DoesNotFit(
-            f"{what} needs {gib(need_bytes)} of free disk, {place} has {gib(free)}",
+            f"{what} needs {gib(need_bytes)} of free disk; {place} has {gib(free)}",
             hint,
             context={"need_bytes": need_bytes, "free_bytes": free},
         )
@@ -191,7 +199,7 @@ def file_digest(path: Path, hex_digits: int) -> str:
 
 
 def new_hasher(hex_digits: int, size: int) -> Any:
-    """The hash a digest of that length stands for, ready for the file's bytes."""
+    """A new hasher for digests of that length: SHA-256 for 64 digits, else the git blob SHA-1."""
     import hashlib
 
     if hex_digits == 64:
@@ -200,29 +208,29 @@ def new_hasher(hex_digits: int, size: int) -> Any:
 
 
 def prepare(repo: str) -> list[str]:
-    """Make the folders of a repository; returns notes worth showing. Raises ConfigError where that is refused."""
+    """Create the folders of a repository; returns warnings to show. Raises ConfigError when they are not writable."""
     root = hub_dir()
     with writing(root):
         root.mkdir(parents=True, exist_ok=True, mode=0o700)
         (repo_dir(repo) / "blobs").mkdir(parents=True, exist_ok=True)
         (root / ".locks" / repo_dir(repo).name).mkdir(parents=True, exist_ok=True)
         mode = root.stat().st_mode
-        with tempfile.TemporaryFile(dir=repo_dir(repo) / "blobs"):  # folders that exist may still refuse a file
+        with tempfile.TemporaryFile(dir=repo_dir(repo) / "blobs"):  # an existing folder may still be read-only
             pass
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-        return [f"{root} can be written by every user of this machine: chmod o-w {root}"]
+        return [f"every user of this machine can write to {root}: chmod o-w {root}"]
     return []
 
 
 def link_snapshot(repo: str, revision: str, names: dict[str, str], ref: str | None) -> Path:
-    """Give verified blobs their names in a snapshot, weights last, then point the ref at it.
+    """Link verified blobs into a snapshot, weights last, then point the ref at it.
 
-    names maps file name -> digest. The caller holds `repo_lock` and has seen every blob there.
+    `names` maps file name -> digest. The caller holds `repo_lock` and has checked that every blob exists.
     """
     folder = repo_dir(repo) / "snapshots" / check_digest(revision, 40)
     if folder.is_symlink() or not folder.is_dir():
         clear(folder)
-    for scrap in folder.rglob(f".*{_SCRAP}"):  # left by a process that was killed; the lock is ours
+    for scrap in folder.rglob(f".*{_SCRAP}"):  # left by a killed process: we hold the lock
         clear(scrap)
     for name in sorted(names, key=lambda n: (n.endswith((".safetensors", ".gguf")), n)):
         target = folder / name
@@ -241,7 +249,7 @@ def link_snapshot(repo: str, revision: str, names: dict[str, str], ref: str | No
 
 
 def clear(path: Path) -> None:
-    """Remove whatever goes by that name: a file, a link, a folder, or nothing."""
+    """Remove a file, link or folder if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -257,25 +265,25 @@ def _link(source: str, target: Path, blob: Path) -> None:
     try:
         temporary.unlink(missing_ok=True)
         os.symlink(source, temporary)
-    except OSError:  # a file system without symbolic links: the file itself, as huggingface_hub does
+    except OSError:  # a file system without symbolic links: copy, as huggingface_hub does
         shutil.copyfile(blob, temporary)
     os.replace(temporary, target)
 
 
 def read_ref(repo: str, revision: str) -> str | None:
-    """The commit a branch, tag or commit stands for in this cache, or None."""
+    """Return the cached commit for a branch, tag or commit, or None."""
     folder = repo_dir(repo)
     if len(revision) == 40 and (folder / "snapshots" / revision).is_dir():
         return revision
     try:
         text = (folder / "refs" / revision).read_text(encoding="utf-8").strip()
         return check_digest(text, 40) if (folder / "snapshots" / text).is_dir() else None
-    except (OSError, ValueError, LocalLLMError):  # an unreadable or damaged ref: as if it were not there
+    except (OSError, ValueError, LocalLLMError):  # an unreadable or damaged ref counts as missing
         return None
 
 
 def files_in(folder: Path) -> list[str]:
-    """File names below a snapshot folder, `/`-separated, broken links included. Two levels are enough for models."""
+    """File names in a snapshot folder and its direct subfolders, `/`-separated, broken links included."""
     found: list[str] = []
     with suppress(OSError):
         for entry in os.scandir(folder):
@@ -288,7 +296,7 @@ def files_in(folder: Path) -> list[str]:
 
 
 def cached_repos() -> list[tuple[str, list[str]]]:
-    """(repository, snapshot commits, newest first) of everything in the cache."""
+    """(repository, snapshot commits newest first) for every repository in the cache."""
     try:
         folders = sorted(p for p in hub_dir().iterdir() if p.name.startswith("models--") and p.is_dir())
     except (OSError, ConfigError):
@@ -297,7 +305,7 @@ def cached_repos() -> list[tuple[str, list[str]]]:
 
 
 def snapshots(folder: Path) -> list[str]:
-    """The commits of a cached repository's folder, newest first."""
+    """The snapshot commits in a cached repository's folder, newest first."""
     try:
         found = [p for p in (folder / "snapshots").iterdir() if p.is_dir()]
         return [p.name for p in sorted(found, key=lambda p: p.stat().st_mtime, reverse=True)]
@@ -306,13 +314,13 @@ def snapshots(folder: Path) -> list[str]:
 
 
 def drop_scraps(partial: Partial) -> None:
-    """Remove what a killed process left beside a partial file. The caller holds the blob's lock."""
+    """Remove temporary files that a killed process left next to a partial file. The caller holds the blob's lock."""
     for scrap in partial.facts.parent.glob(f".{partial.facts.name}*{_SCRAP}"):
         clear(scrap)
 
 
 def partials() -> list[Path]:
-    """Partial downloads of ours in the whole cache, and what belongs to them."""
+    """All partial downloads of localllm in the cache, with their JSON files."""
     try:
         return sorted(hub_dir().glob(f"models--*/blobs/*{PARTIAL}*"))
     except (OSError, ConfigError):
@@ -320,7 +328,7 @@ def partials() -> list[Path]:
 
 
 def blobs_of(folder: Path) -> list[Path]:
-    """The whole files that a cached repository's folder keeps under their digests."""
+    """The complete blobs in a cached repository's folder."""
     try:
         return sorted(p for p in (folder / "blobs").iterdir() if re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", p.name))
     except OSError:
@@ -328,7 +336,7 @@ def blobs_of(folder: Path) -> list[Path]:
 
 
 def unlinked_blobs() -> list[Path]:
-    """Whole files of the cache that no snapshot leads to: a pull ended before all files of the model were here."""
+    """Complete blobs that no snapshot links to: a pull ended before all files of the model had arrived."""
     try:
         folders = sorted(hub_dir().glob("models--*"))
     except (OSError, ConfigError):
@@ -337,7 +345,7 @@ def unlinked_blobs() -> list[Path]:
     for folder in folders:
         names = [os.path.join(place, n) for place, _, files in os.walk(folder / "snapshots") for n in files]
         links = [os.readlink(n) if os.path.islink(n) else "" for n in names]
-        if "" not in links:  # without links, snapshots hold copies and say nothing of blobs
+        if "" not in links:  # snapshots with copies instead of links do not show which blobs are in use
             linked = {os.path.basename(link) for link in links}
             found += [blob for blob in blobs_of(folder) if blob.name not in linked]
     return found

@@ -1,7 +1,7 @@
-"""Which files stand behind a family's name, and which of them to take on a machine. Data in `catalog.toml`, no network.
+"""Model catalog: maps family names to files and picks the best for a machine. Data in `catalog.toml`; no network.
 
-`choose` is pure: it gets a `fits` callable (from the planner, or `default_fits`) and returns every candidate it weighed
-with the reason for or against it. `hub.resolve` asks it and prints what it says.
+`choose` is pure: it takes a `fits` callable (from the planner, or `default_fits`) and returns every candidate it
+considered with the reason for or against it. `hub.resolve` calls it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from localllm.errors import DoesNotFit, UnsupportedModel
 from localllm.terminal import GIB, gib, rate
 
-DEFAULT_CONTEXT = 8192  # tokens of context the default memory rule leaves room for
+DEFAULT_CONTEXT = 8192  # tokens of context that the default memory rule reserves
 
 CPU_CLASSES = (4 * GIB, 8 * GIB, 16 * GIB, 32 * GIB)  # free RAM
 GPU_CLASSES = (6 * GIB, 8 * GIB, 12 * GIB, 16 * GIB, 24 * GIB, 32 * GIB, 48 * GIB, 96 * GIB)  # free GPU memory
@@ -30,7 +30,7 @@ Row = TypeVar("Row", "Shape", "Mixture", "Candidate", "Starter")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of a model, as the planner wants them."""
+    """The dimensions of a model, in the form the planner needs."""
 
     layers: int
     hidden: int
@@ -40,12 +40,12 @@ class Shape:
     head_dim: int
     vocab: int
     tied: bool = False
-    window: int = 0  # tokens that a windowed layer sees; 0: every layer sees all
-    full_every: int = 1  # one of so many layers sees all
+    window: int = 0  # tokens a sliding-window layer sees; 0: every layer has full attention
+    full_every: int = 1  # every n-th layer has full attention
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Per layer: how many tokens it sees, None for all."""
+        """Window per layer, in tokens; None for full attention."""
         return tuple(
             None if not self.window or layer % self.full_every == self.full_every - 1 else self.window
             for layer in range(self.layers)
@@ -53,39 +53,39 @@ class Shape:
 
     @property
     def kv_per_token(self) -> int:
-        """Bytes in bf16 of the layers that keep the whole context."""
+        """Bytes of bf16 KV per token, for the layers with full attention."""
         return 4 * self.kv_heads * self.head_dim * self.windows.count(None)
 
     @property
     def kv_fixed(self) -> int:
-        """Bytes in bf16 of the layers that keep a window only."""
+        """Bytes of bf16 KV per sequence, for the sliding-window layers."""
         return 4 * self.kv_heads * self.head_dim * self.window * (self.layers - self.windows.count(None))
 
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """The experts of a model: how many a layer has and a token goes through, their sizes, and the layers with some."""
+    """The experts of an MoE model: `num` per layer, `top_k` per token, their sizes, and the number of MoE layers."""
 
     num: int
     top_k: int
     inner: int
-    width: int  # of what they read: the hidden size, or that of the latent in its place
+    width: int  # input size: the hidden size, or the size of the latent that replaces it
     layers: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One way to have one model: a repository and the files in it. The fields are those of catalog.toml."""
+    """One download of a model: a repository and its files. The fields match catalog.toml."""
 
     name: str  # the finer alias, as in `localllm pull qwen3-8b`
     title: str
     repo: str
     architecture: str
     params: int
-    active_params: int  # weights read per token; fewer than params for mixtures of experts
+    active_params: int  # weights read per token; fewer than params for MoE models
     download_bytes: int  # approximate unless verified
     kv_bytes_per_token: int  # bf16
-    kv_fixed_bytes: int = 0  # bf16, of layers that keep a window only
+    kv_fixed_bytes: int = 0  # bf16, for sliding-window layers
     context: int
     family: str = ""
     generation: str = ""
@@ -94,54 +94,54 @@ class Candidate:
     license: str = ""
     gated: bool = False
     released: str = ""  # year-month, "" when not known for certain
-    device: str = "any"  # "gpu": there only; "any"
-    verified: bool = False  # its size and its repository were read in a source
-    shape: Shape | None = None  # of a model whose layers are alike but for windows
-    config: str = ""  # of another one: what its config.json says of its layers, as JSON
-    layers: int = 0  # of a model that this version cannot run
+    device: str = "any"  # "gpu" (only on a GPU) or "any"
+    verified: bool = False  # repository and size were confirmed in a source
+    shape: Shape | None = None  # for models whose layers differ only in their windows
+    config: str = ""  # for other models: the layer fields of config.json, as JSON
+    layers: int = 0  # for a model that this version cannot run
     experts: Mixture | None = None
     quant_method: str = ""  # as in config.json's quantization_config: modelopt, compressed-tensors, ...; "" for none
-    draft: bool = False  # the files hold a head that drafts tokens (multi-token prediction)
+    draft: bool = False  # the files include a multi-token prediction head
 
     @property
     def needs(self) -> str:
-        """What is missing to run it: "" or "a newer localllm"."""
-        from localllm.models.architectures import registry  # with numpy: a local model's name is found without it
+        """The missing requirement: "" or "a newer localllm"."""
+        from localllm.models.architectures import registry  # imports numpy, which finding a local model does not need
 
         return "" if self.architecture in registry.names() else NEWER
 
     @property
     def method(self) -> str:
-        """`quant_method` of its config.json; gguf, or none for plain weights."""
+        """The `quant_method` in config.json; "gguf" for GGUF files and "none" for unquantized weights."""
         known = {"autoround": "auto-round", "bf16": "none"}
         return "gguf" if self.quant else self.quant_method or known.get(self.format, self.format.split()[0])
 
     @property
     def strength(self) -> float:
-        """Parameters of a dense model that would be about as good: those of experts count by the geometric mean."""
+        """Parameters of an equally strong dense model: the geometric mean of total and active parameters."""
         return math.sqrt(self.params * self.active_params)
 
     @property
     def spec(self) -> str:
-        """`org/repo[:quant]`, as one would type it."""
+        """`org/repo[:quant]`, as a user types it."""
         return f"{self.repo}:{self.quant}" if self.quant else self.repo
 
     def need_bytes(self, context: int = DEFAULT_CONTEXT) -> int:
-        """Memory to run it with that context: weights, KV pages, and half a GiB to work in. An estimate."""
+        """Estimate the memory to run it with that context: weights, KV pages, and half a GiB of workspace."""
         tokens = min(context, self.context)
         return self.download_bytes + self.kv_fixed_bytes + tokens * self.kv_bytes_per_token + GIB // 2
 
 
 @dataclass(frozen=True, slots=True)
 class Starter:
-    """A small model that the package index holds too."""
+    """A small model that is also available from the package index."""
 
     name: str
     title: str
     file: str
     size: int
     sha256: str
-    packages: tuple[str, ...]  # exact requirements; their data files, in this order, make up the file
+    packages: tuple[str, ...]  # pinned requirements; their data files, joined in this order, are the model file
     repos: tuple[str, ...]  # hub repositories that may hold the file with that SHA-256
     architecture: str
     format: str
@@ -150,23 +150,23 @@ class Starter:
     verified: bool
 
 
-# whether a candidate runs here, and the decode rate expected (tokens per second)
+# (fits this machine, expected decode rate in tokens per second)
 Fits = Callable[[Candidate], tuple[bool, float]]
 
 
 class Considered(NamedTuple):
-    """A candidate with the verdict on it."""
+    """A candidate and the verdict on it."""
 
     candidate: Candidate
     fits: bool
     tps: float
-    note: str  # why not, or ""
-    over_limit: bool = False  # it would fit, but a family's name takes no download of that size
+    note: str  # why it does not fit, or ""
+    over_limit: bool = False  # fits, but the download is over the limit for a family name
 
 
 @dataclass(frozen=True, slots=True)
 class DownloadLimit:
-    """The most a family's name takes by itself."""
+    """The largest download that a family name starts automatically."""
 
     num_bytes: float = math.inf
     why: str = ""
@@ -176,12 +176,12 @@ class DownloadLimit:
 
 
 class Choice(NamedTuple):
-    """What `choose` took, and all it looked at."""
+    """The choice of `choose`, and every candidate it considered."""
 
     best: Candidate
     considered: tuple[Considered, ...]
     reason: str
-    also: tuple[str, ...]  # what a bigger or newer choice would need
+    also: tuple[str, ...]  # requirements of a larger or newer model
 
 
 class _Gpu(Protocol):
@@ -200,29 +200,29 @@ class Machine(Protocol):
 
 
 class Memory(NamedTuple):
-    """Where a model would live: the rule of thumb for when no planner is asked."""
+    """The memory a model would use, for the estimate without a planner."""
 
     kind: str  # "cpu" or "gpu"
     free_bytes: int
-    bandwidth: float  # bytes per second, a cautious guess per kind
+    bandwidth: float  # bytes per second, a conservative guess per kind
 
     @property
     def label(self) -> str:
-        """The memory class, for people: "CPU with 16 GiB free"."""
+        """The memory class as text: "CPU with 16 GiB free"."""
         classes = CPU_CLASSES if self.kind == "cpu" else GPU_CLASSES
         size = max((c for c in classes if c <= self.free_bytes * 1.05), default=self.free_bytes)
         return f"{self.kind.upper()} with {gib(size, 0)} free"
 
 
 def memory_of(machine: Machine | None) -> Memory:
-    """The largest GPU, else RAM; without facts a CPU with 8 GiB free."""
+    """The GPU with the most free memory, else RAM; for None, a CPU with 8 GiB free."""
     if machine is not None and machine.gpus:
         return Memory("gpu", max(g.free_bytes for g in machine.gpus), 250e9)
     return Memory("cpu", machine.ram_available_bytes if machine is not None else 8 * GIB, 20e9)
 
 
 def default_fits(memory: Memory) -> Fits:
-    """Fits when weights, 8k tokens of KV and half a GiB are free there; speed is bandwidth over bytes per token."""
+    """Judge by size: weights, 8k tokens of KV and half a GiB must be free; speed is bandwidth over bytes per token."""
 
     def fits(candidate: Candidate) -> tuple[bool, float]:
         read = candidate.download_bytes * candidate.active_params / candidate.params
@@ -234,7 +234,7 @@ def default_fits(memory: Memory) -> Fits:
 
 @functools.cache
 def candidates() -> tuple[Candidate, ...]:
-    """All candidates in the order of the file."""
+    """All candidates, in file order."""
     return tuple(read_candidate(model, file) for model in tomllib.loads(_text())["model"] for file in model["file"])
 
 
@@ -242,12 +242,12 @@ def candidates() -> tuple[Candidate, ...]:
 def starters() -> dict[str, Starter]:
     """Starter models by name."""
     text = _text()
-    part = text[: text.find("\n[[model]]\n")]  # they stand first, and a shell that completes has no time for the rest
+    part = text[: text.find("\n[[model]]\n")]  # starters come first; parsing the rest is too slow for shell completion
     return {entry["name"]: read_starter(entry) for entry in tomllib.loads(part)["starter"]}
 
 
 def families() -> dict[str, tuple[Candidate, ...]]:
-    """Candidates by family name, families in the order of the file."""
+    """Candidates by family name, in file order."""
     found: dict[str, list[Candidate]] = {}
     for candidate in candidates():
         found.setdefault(candidate.family, []).append(candidate)
@@ -255,23 +255,23 @@ def families() -> dict[str, tuple[Candidate, ...]]:
 
 
 def members(alias: str) -> tuple[Candidate, ...]:
-    """What a family's or a model's alias stands for; () when it is neither."""
+    """The candidates for a family or model alias; () when it is neither."""
     wanted = alias.casefold()
     return tuple(c for c in candidates() if wanted in (c.family, c.name))
 
 
 def aliases() -> list[str]:
-    """Every name the catalogue knows."""
+    """Every name in the catalog."""
     names = [*families(), *(c.name for c in candidates()), *starters()]
     return list(dict.fromkeys(names))
 
 
 def candidate_of(name: str, architecture: str, params: int, num_bytes: int, context: int) -> Candidate:
-    """A local model that is not in the catalogue, as something `Fits` can judge. KV is guessed from the size.
+    """Describe a local model that is not in the catalog as a candidate. KV size is estimated from the parameters.
 
-    One of the same shape in the catalogue says when it was released.
+    The release date is taken from a catalog entry with the same architecture and about the same size.
     """
-    kv = int(20 * max(params, 1) ** 0.4)  # 100 KiB a token for 2 B parameters, 200 KiB for 10 B: the usual GQA models
+    kv = int(20 * max(params, 1) ** 0.4)  # typical GQA models: 100 KiB per token for 2B parameters, 200 KiB for 10B
     alike = (c for c in candidates() if c.architecture == architecture and abs(c.params - params) < 0.02 * c.params)
     return Candidate(
         name=name, title=name, repo=name, architecture=architecture, params=max(params, 1),
@@ -282,21 +282,21 @@ def candidate_of(name: str, architecture: str, params: int, num_bytes: int, cont
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a chat wants of a model beside its answers: tokens per second, and tokens of context."""
+    """Target speed and context length for a chat."""
 
     tps: float
     context: int
 
 
 WISHES = {"cpu": Wish(10.0, 8_192), "gpu": Wish(30.0, 32_768)}
-UNDATED = "2025-01"  # when a model was released of which it is not known
+UNDATED = "2025-01"  # assumed release date when it is unknown
 
 
 def worth(candidate: Candidate, tps: float, context: int, wish: Wish) -> float:
-    """How good a choice a model is, at such a pace and with such a context: one more for twice its size.
+    """Score a model at a given speed and context length; twice the size adds 1.
 
-    A year of progress counts as much as a doubling. Pace and context below the wish cost a doubling for each
-    halving at first, then more: a larger model that is a little slower or shorter is the better one, not by far.
+    A year of progress also adds 1. Halving the target speed costs 1, halving the target context 0.6, and each further
+    halving 2.5 and 1.5: a larger model that is slightly too slow or too short still wins.
     """
     year, month = map(int, (candidate.released or UNDATED).split("-"))
     value = math.log2(candidate.strength / 1e9) + (year - 2025 + month / 12)
@@ -317,12 +317,12 @@ def choose(
     skip: frozenset[str] = frozenset(),
     prefer: Callable[[Candidate], float] | None = None,
 ) -> Choice:
-    """Pick for an alias: of the files that fit the one with the highest `prefer`, which is `worth` unless given.
+    """Pick the candidate for an alias: among those that fit, the one with the highest `prefer` (default `worth`).
 
-    Of equals the first wins, which puts ready-made quantized files before BF16. `limit` holds for a family's name, not
-    for a model's own; `skip` names specs the hub did not have.
-    Raises UnsupportedModel when this version runs no member, DoesNotFit when none fits or all that do are over the
-    limit; both name the nearest one.
+    Ties go to the first entry, which puts ready-made quantized files before BF16. `limit` applies to family names, not
+    to a model's own name; `skip` holds specs that the hub did not have.
+    Raises UnsupportedModel when this version can run no member, DoesNotFit when none fits or all that fit are over the
+    limit. The hint of both names a model that runs.
     """
     free_choice = any(c.family == alias.casefold() for c in members(alias))
     most = limit if limit and free_choice else DownloadLimit()
@@ -346,7 +346,7 @@ def _weigh(
         return Considered(candidate, False, 0.0, "not on the hub")
     runs, tps = fits(candidate)
     if runs and candidate.download_bytes > limit.num_bytes:
-        note = f"download of {gib(candidate.download_bytes, 1)} is over the limit of {limit}"
+        note = f"the download of {gib(candidate.download_bytes, 1)} is over the limit of {limit}"
         return Considered(candidate, False, tps, note, over_limit=True)
     note = "" if runs else "needs a GPU" if candidate.device == "gpu" else f"needs {gib(candidate.need_bytes(), 1)}"
     return Considered(candidate, runs, tps, note)
@@ -355,7 +355,7 @@ def _weigh(
 def _explain(
     alias: str, best: Considered, considered: Sequence[Considered], free_label: str
 ) -> tuple[str, tuple[str, ...]]:
-    """The sentence for the choice, and the lines about what else there is."""
+    """Return the reason for the choice, and lines about larger and newer models."""
     models = {c.candidate.name for c in considered}
     count, which = (len(models), "best") if len(models) > 1 else (len(considered), "best file")
     reason = f"{count} candidate{'s' if count > 1 else ''}; {which} that fits {free_label}, ≈ {rate(best.tps)} tok/s"
@@ -368,13 +368,13 @@ def _explain(
         also.append(f"{nearest.candidate.name} ({nearest.candidate.format}) would be larger: {nearest.note}")
     newer = [c.candidate for c in considered if c.candidate.needs]
     if newer:
-        names = ", ".join(dict.fromkeys(c.name for c in newer[-4:]))
-        also.append(f"{names}: {'needs' if len(newer) == 1 else 'need'} {NEWER}")
+        names = list(dict.fromkeys(c.name for c in newer[-4:]))
+        also.append(f"{', '.join(names)}: {'needs' if len(names) == 1 else 'need'} {NEWER}")
     return reason, tuple(also)
 
 
 def _over_limit(alias: str, considered: Sequence[Considered], limit: DownloadLimit) -> Exception | None:
-    """Why nothing is downloaded although something would fit; None when nothing would."""
+    """The error when candidates fit but all are over the download limit, or None."""
     kept = [c for c in considered if c.over_limit]
     if not kept:
         return None
@@ -382,15 +382,15 @@ def _over_limit(alias: str, considered: Sequence[Considered], limit: DownloadLim
     name, num_bytes = least.candidate.name, least.candidate.download_bytes
     others = ", ".join(dict.fromkeys(f"{c.candidate.spec}: {c.note}" for c in considered if c not in kept and c.note))
     return DoesNotFit(
-        f"no {alias} is small enough to download: {name} is {gib(num_bytes, 1)}, the limit {limit}",
-        f"`localllm pull {name}` takes it anyway; `localllm rm NAME` frees disk",
+        f"no {alias} is small enough to download: {name} is {gib(num_bytes, 1)}, the limit is {limit}",
+        f"`localllm pull {name}` downloads it anyway; `localllm rm NAME` frees disk space",
         why=others,
         context={"download_bytes": num_bytes, "limit_bytes": int(limit.num_bytes)},
     )
 
 
 def _refusal(alias: str, considered: Sequence[Considered], fits: Fits, free_label: str) -> Exception:
-    """Why no member of a family can be taken, with the nearest model that can."""
+    """The error when no member of a family can run, with the nearest model that can as the hint."""
     runnable = [c for c in considered if not c.candidate.needs]
     wanted = min(runnable or considered, key=lambda c: (c.candidate.params, c.candidate.download_bytes)).candidate
     near = nearest(wanted.params, fits)
@@ -409,7 +409,7 @@ def _refusal(alias: str, considered: Sequence[Considered], fits: Fits, free_labe
 
 
 def nearest(params: int, fits: Fits) -> Candidate | None:
-    """The runnable, fitting model whose size is closest (as a ratio), newest of equals."""
+    """The supported, fitting model whose size is closest by ratio; ties go to the newest."""
     runs = (c for c in candidates() if not c.needs)
     by_size = sorted(runs, key=lambda c: (round(abs(math.log(c.params / params)), 2), [-ord(x) for x in c.released]))
     return next((c for c in by_size if fits(c)[0]), None)
@@ -420,15 +420,15 @@ def _text() -> str:
 
 
 def read_starter(row: Mapping[str, Any]) -> Starter:
-    """A [[starter]] of the file. Raises TypeError or ValueError for a wrong row."""
+    """Parse a [[starter]] entry. Raises TypeError or ValueError for an invalid one."""
     return _checked(Starter(**{**row, "packages": tuple(row["packages"]), "repos": tuple(row["repos"])}))
 
 
 def read_candidate(model: Mapping[str, Any], file: Mapping[str, Any]) -> Candidate:
-    """A [[model.file]] of the file with what its [[model]] says. Raises TypeError or ValueError for wrong rows."""
+    """Parse a [[model.file]] entry with its [[model]]. Raises TypeError or ValueError for an invalid one."""
     row: dict[str, Any] = {"active_params": model["params"], **model, **file}
     del row["file"]
-    row.pop("source", None)  # for who reviews the table
+    row.pop("source", None)  # only for reviewers of the file
     tied, window = row.pop("tied", False), row.pop("window", (0, 1))
     if config := row.pop("config", None):
         row["config"] = json.dumps(config)

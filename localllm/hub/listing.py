@@ -1,4 +1,4 @@
-"""What a hub says a repository holds: names, sizes and digests, all checked before any of it becomes a path."""
+"""A repository's listing from the hub: file names, sizes and digests, checked before any of it becomes a path."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .names import check_digest, check_file_names, shown
 
 
 class RepoFile(NamedTuple):
-    """One file of a repository as the hub states it."""
+    """One file of a repository, as listed by the hub."""
 
     name: str
     size: int
-    # SHA-256 (64 hex digits) of a large file, git blob SHA-1 (40) of a small one: also its name in the cache
+    # SHA-256 (64 hex digits) of a large file, git blob SHA-1 (40) of a small one; also the blob's name in the cache
     digest: str
 
 
@@ -28,11 +28,11 @@ class RepoInfo:
     files: tuple[RepoFile, ...]
     gated: bool = False
     license: str = ""
-    architecture: str = ""  # what the hub read from config.json or the GGUF header, "" where it does not say
+    architecture: str = ""  # as the hub read it from config.json or the GGUF header; "" when not listed
 
 
 def parse_info(repo: str, listing: Any) -> RepoInfo:
-    """Check everything a listing says before any of it becomes a path."""
+    """Parse a listing and check every field before any of it becomes a path."""
     try:
         siblings = listing["siblings"] or []
         names = [str(s["rfilename"]) for s in siblings]
@@ -48,7 +48,7 @@ def parse_info(repo: str, listing: Any) -> RepoInfo:
         ]
         gated = listing.get("gated", False)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise DownloadError(f"the hub's listing of {repo} is not in the form expected", "check HF_ENDPOINT") from error
+        raise DownloadError(f"the hub's listing of {repo} has an unexpected format", "check HF_ENDPOINT") from error
     return RepoInfo(repo, revision, files, bool(gated), shown(str(terms)), shown(str(architectures[0] or "")))
 
 
@@ -56,7 +56,7 @@ def _parse_file(entry: dict[str, Any], repo: str) -> RepoFile:
     name, lfs = str(entry["rfilename"]), entry.get("lfs")
     size = (lfs or entry).get("size")
     if size is None:
-        return RepoFile(name, -1, "")  # some mirrors list names only; refused where such a file is needed
+        return RepoFile(name, -1, "")  # some mirrors list only names; `select_files` refuses a needed one
     if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size < 1 << 50:
         raise DownloadError(f"{repo} lists {shown(name)} with the size {shown(str(size), 30)}", "check HF_ENDPOINT")
     digest = check_digest(lfs["sha256"]) if lfs else check_digest(entry.get("blobId"), 40)

@@ -1,6 +1,6 @@
-"""What is on this machine already: our models, and those that other programs keep. No network.
+"""Models already on this machine: our own and those that other programs keep. Uses no network.
 
-`scan` looks at names only (milliseconds); `list_local` opens every file for its facts and shows a broken one as broken.
+`scan` looks only at file names (milliseconds); `list_local` opens every file for its facts and marks broken ones.
 """
 
 from __future__ import annotations
@@ -29,25 +29,23 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 
-STARTER = "smollm2"  # what a new user talks to first
+STARTER = "smollm2"  # a new user's first model
 
 
 def scan() -> list[LocalModel]:
-    """All models on this machine by name: package-index ones first, other programs' last. Never raises for what a
-    folder holds.
-    """
+    """List all models on this machine: the models folder first, other programs' last. Never raises for its contents."""
     ours = [*_from_models_dir(), *(f for repo, revisions in cache.cached_repos() for f in _from_repo(repo, revisions))]
     return [*ours, *foreign.scan({f.name.casefold() for f in ours})]
 
 
 def list_local() -> list[LocalModel]:
-    """All models on this machine with their facts, in the order of `scan`."""
+    """List all models on this machine with their facts, in the order of `scan`."""
     used = _state().get("used", {})
     return [describe(f, used.get(f.name) if isinstance(used, dict) else None) for f in scan()]
 
 
 def describe(found: LocalModel, last_used: object = None) -> LocalModel:
-    """Open one model for its facts; what is wrong with it becomes a field, not an exception."""
+    """Open one model and add its facts; problems are reported in fields, not as exceptions."""
     is_moment = isinstance(last_used, int | float) and 0 <= last_used < 1e11  # False for NaN
     row = replace(found, last_used=last_used if is_moment else None)  # type: ignore[arg-type]
     if found.problem:
@@ -57,7 +55,7 @@ def describe(found: LocalModel, last_used: object = None) -> LocalModel:
     except LocalLLMError as error:
         is_broken = not isinstance(error, UnsupportedModel | UnsupportedFormat)
         return replace(row, broken=is_broken, supported=False, reason=error.message)
-    except Exception as error:  # one file must never hide the others, whatever reading it runs into
+    except Exception as error:  # one unreadable file must never hide the others
         LOG.error("%s cannot be read", found.path, exc_info=True)
         return replace(row, broken=True, supported=False, reason=f"cannot be read ({type(error).__name__})")
     return replace(
@@ -73,11 +71,11 @@ def describe(found: LocalModel, last_used: object = None) -> LocalModel:
 
 
 def _facts(path: Path) -> ModelFacts:
-    """Read again only when the file changed: a long vocabulary takes 0.1 s, and a server lists its models often."""
+    """Facts, cached until the file changes: a large vocabulary takes 0.1 s, and a server lists its models often."""
     state = os.stat(path) if path.is_file() else None
     if state is None:
         return _read_facts(path)
-    beside = os.stat(path.parent).st_mtime_ns  # an mmproj file may have come
+    beside = os.stat(path.parent).st_mtime_ns  # changes when an mmproj file is added
     return _facts_of_file(path, state.st_ino, state.st_size, state.st_mtime_ns, beside)
 
 
@@ -97,10 +95,11 @@ def _read_facts(path: Path) -> ModelFacts:
 
 
 def find(name: ModelName, *, every_revision: bool = False) -> list[LocalModel]:
-    """Models with exactly that name; without a quant all quants of it, without a revision the newest, or every one.
+    """Find the models with exactly that name: all quants unless it gives one; the newest revision unless it gives one
+    or `every_revision` is set.
 
-    What another program keeps also goes by that program's own name, after ours: "llama3.2:3b" for Ollama's. As there,
-    no tag means "latest".
+    Models of other programs also match under that program's own name, after ours: "llama3.2:3b" for Ollama's. As in
+    Ollama, no tag means "latest".
     """
     quant = (name.quant or "").casefold()
     found = _named(name.base.casefold(), [f for f in scan() if quant in ("", f.quant.casefold())])
@@ -113,7 +112,7 @@ def find(name: ModelName, *, every_revision: bool = False) -> list[LocalModel]:
 
 
 def at_revision(models: list[LocalModel], revision: str | None) -> list[LocalModel]:
-    """Those of a branch, tag or commit, which only models of our cache have; all of them without one."""
+    """Keep the models at a branch, tag or commit, which only models in our cache have; all of them for None."""
     if revision is None:
         return models
     commits = {repo: cache.read_ref(repo, revision) for repo in {f.repo for f in models if f.repo}}
@@ -128,7 +127,7 @@ def _named(base: str, models: list[LocalModel]) -> list[LocalModel]:
 
 
 def find_part(name: ModelName) -> list[LocalModel]:
-    """Models whose name contains the given one, ours if there are any; the newest revision of each, or that given."""
+    """Find models whose name contains the given one, our own if any match; the newest revision unless one is given."""
     part, quant = name.base.casefold(), (name.quant or "").casefold()
     models = reversed(at_revision(scan(), name.revision))
     named = {f.name: f for f in models if part in f.name.casefold() and quant in ("", f.quant.casefold())}
@@ -137,22 +136,23 @@ def find_part(name: ModelName) -> list[LocalModel]:
 
 
 def need_one(name: ModelName, *, every_revision: bool = False) -> list[LocalModel]:
-    """The local model a user means, as all its quants, ours before those of other programs; `find` says of which
-    revision.
+    """Return the local model that a name means, with all its quants; our own models before other programs'.
 
-    Raises ModelNotFound when there is none or the name is ambiguous.
+    Revisions are chosen as in `find`. Raises ModelNotFound when there is none or the name is ambiguous.
     """
     found = find(name, every_revision=every_revision) or find_part(name)
     bases = list(dict.fromkeys(f.base for f in found))
     if len(bases) == 1:
         return found
     if not found:
-        raise ModelNotFound(f"{shown(str(name))} is not on this machine", "`localllm ls` lists what is")
+        raise ModelNotFound(
+            f"{shown(str(name))} is not on this machine", "`localllm ls` lists the models on this machine"
+        )
     raise ambiguous(name, found)
 
 
 def ambiguous(name: ModelName, found: list[LocalModel]) -> ModelNotFound:
-    """Several models go by that part of a name."""
+    """The error when a name matches several models."""
     names = [f.name for f in found]
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     return ModelNotFound(
@@ -194,13 +194,13 @@ def _from_models_dir() -> list[LocalModel]:
             one = LocalModel(name, folder / group.files[0], source, quant=group.label, files=group.files)
             item = with_size(one, folder)
             if own and starter and not item.problem and item.size_bytes != starter.size:
-                item = replace(item, problem=f"{item.size_bytes:,} bytes, it should have {starter.size:,}")
+                item = replace(item, problem=f"{item.size_bytes:,} bytes, expected {starter.size:,}")
             found.append(item)
     return found
 
 
 def remember_model(name: str) -> None:
-    """Record that a model was used now. A state folder that cannot be written must not fail a chat."""
+    """Record that a model was used now. A read-only state folder must not make a chat fail."""
     state = _state()
     used = state.get("used")
     try:
@@ -211,8 +211,8 @@ def remember_model(name: str) -> None:
 
 
 def default_model(worth: Callable[[LocalModel], float | None]) -> str:
-    """The name for a chat that gives none: the model used last; else the local chat model of most `worth`, of those
-    that have one; else the starter.
+    """The default model for a chat: the one used last, else the local chat model with the highest `worth`, else the
+    starter.
     """
     names = {f.name for f in scan() if not f.problem}
     last = _state().get("last")

@@ -1,4 +1,4 @@
-"""One model on disk as a value, and how the file names of a folder become such values. Nothing is opened here."""
+"""`LocalModel`, a model on disk, and how a folder's file names are grouped into models. Opens no file."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .selection import GgufSet, gguf_sets, safetensors_names
 if TYPE_CHECKING:
     from localllm.models.architectures import ModelFacts
 
-QUANTIZED = "localllm-quantize.json"  # lies beside the weights that `localllm quantize` wrote
+QUANTIZED = "localllm-quantize.json"  # `localllm quantize` writes this file next to the weights
 
 Source = Literal["hub", "index", "folder", "ollama", "lmstudio", "llama.cpp", "hf"]
-# where a model comes from, for people; what other programs keep is only read
+# display names; models that other programs keep are never changed
 PLACES: dict[Source, str] = {
     "hub": "Hugging Face cache",
     "index": "from the package index",
@@ -32,19 +32,19 @@ PLACES: dict[Source, str] = {
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
-    """A model on disk: what its names tell, and, after `describe`, what its files do."""
+    """A model on disk: the facts its file names give and, after `describe`, those read from the files."""
 
-    name: str  # as one would type it: "Qwen/Qwen3-8B", "org/repo:Q4_K_M", "smollm2", "ollama/llama3.2:3b"
-    path: Path  # what to open: a GGUF file (the first split) or a folder
+    name: str  # as a user types it: "Qwen/Qwen3-8B", "org/repo:Q4_K_M", "smollm2", "ollama/llama3.2:3b"
+    path: Path  # to open: a GGUF file (the first split) or a folder
     source: Source
-    repo: str = ""  # in our cache
+    repo: str = ""  # only for models in our cache
     quant: str = ""
     revision: str = ""
-    # weight files, relative to the snapshot or model folder; all files of a folder of the models folder
+    # weight files, relative to the snapshot or model folder; for a folder in the models folder, all its files
     files: tuple[str, ...] = ()
     size_bytes: int = 0
-    problem: str = ""  # why it cannot be whole, "" when no name speaks against it
-    remove_with: str = ""  # of another program's model: the command of that program
+    problem: str = ""  # why it is incomplete, "" when the file names show no problem
+    remove_with: str = ""  # for another program's model: that program's command
 
     format: str = ""
     architecture: str = ""
@@ -53,8 +53,8 @@ class LocalModel:
     license: str = ""
     chat: bool = False  # has a chat template
     supported: bool = True  # this version can run it
-    broken: bool = False  # its files are damaged or incomplete
-    reason: str = ""  # why it is broken or not supported
+    broken: bool = False  # files are damaged or incomplete
+    reason: str = ""  # why it is broken or unsupported
     last_used: float | None = None  # seconds since the epoch
     facts: ModelFacts | None = None
 
@@ -64,36 +64,36 @@ class LocalModel:
 
     @property
     def short(self) -> str:
-        """The base as its own program, or the hub, calls it."""
+        """The base name used by the hub or by the program that keeps the model."""
         return bare(self.base.partition("/")[2] if self.is_foreign else self.base)
 
     @property
     def is_foreign(self) -> bool:
-        """Another program keeps it: it is read, never changed."""
+        """True when another program keeps the model; localllm reads it and never changes it."""
         return self.source not in ("hub", "index", "folder")
 
     def refusal(self, verb: str = "rm") -> ConfigError:
-        """Why a foreign model is not removed (rm), repaired (pull) or copied (cp), with its program's own way."""
+        """The error for `rm`, repair (`pull`) or `cp` of a foreign model, with its program's command as the hint."""
         way = self.remove_with
         if self.source == "ollama":
             way = way.replace("ollama rm", f"ollama {verb}", 1)
         elif verb != "rm":
             way = "use the program that keeps it"
-        return ConfigError(f"{self.name} belongs to {PLACES[self.source]} and is only read here", way)
+        return ConfigError(f"{self.name} belongs to {PLACES[self.source]} and is read-only here", way)
 
     @property
     def folder(self) -> Path:
-        """What `files` are relative to, for models of the models folder."""
+        """The folder that `files` are relative to, for models in the models folder."""
         return self.path if self.path.is_dir() else self.path.parent
 
     @property
     def derived(self) -> bool:
-        """`localllm quantize` made it from another model."""
+        """True when `localllm quantize` made it from another model."""
         return self.source == "folder" and (self.folder / QUANTIZED).is_file()
 
 
 def models_in(folder: Path, names: list[str], base: str, source: Source, **more: Any) -> list[LocalModel]:
-    """The models among a folder's file names: a folder of safetensors, and `base:quant` for each GGUF."""
+    """Return the models among a folder's file names: one for its safetensors, and `base:quant` for each GGUF."""
     found = []
     tensors = safetensors_names(names)
     if tensors:
@@ -107,7 +107,7 @@ def models_in(folder: Path, names: list[str], base: str, source: Source, **more:
 
 
 def sets_in(names: list[str], where: str) -> list[GgufSet]:
-    """GGUF sets; where a split is missing, the parts that are there, to be shown as broken."""
+    """Group GGUF files into sets; if a split is missing, each file becomes its own set, to be listed as broken."""
     try:
         return gguf_sets(names, where)
     except BadModelFile:
@@ -115,7 +115,7 @@ def sets_in(names: list[str], where: str) -> list[GgufSet]:
 
 
 def with_size(found: LocalModel, folder: Path) -> LocalModel:
-    """With the bytes of its files in that folder, and what is wrong with them."""
+    """Return the model with the size of its files in that folder, and the first problem with them."""
     size, problem = 0, found.problem
     for file in found.files:
         try:
@@ -126,8 +126,10 @@ def with_size(found: LocalModel, folder: Path) -> LocalModel:
 
 
 def missing_shards(folder: Path, names: list[str]) -> str:
-    """What an index names and the folder lacks. A damaged index is left for the reader to explain, and one that names
-    other files than that of the whole model beside it counts for nothing.
+    """Describe the shards that the index names and the folder lacks, or return "".
+
+    A damaged index is reported when the model is opened. An index is ignored if it does not name the
+    `model.safetensors` next to it, which then holds the whole model.
     """
     index = folder / "model.safetensors.index.json"
     if index.name not in names:

@@ -1,4 +1,4 @@
-"""How much of a download has arrived, as progress events. Threads that move bytes feed it, one reports from it."""
+"""Download progress: worker threads record the bytes they receive, one thread turns them into progress events."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections import deque
 
 from localllm.request import LoadProgress
 
-STALL_NOTICE_S = 10.0  # without a byte: said in the progress events
+STALL_NOTICE_S = 10.0  # without data; after that, progress events report a stall
 
 
 class Meter:
-    """What has arrived, shared by workers and the reporting thread; makes the progress events."""
+    """Received bytes, shared by the workers and the reporting thread."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -25,19 +25,19 @@ class Meter:
         self._history: deque[tuple[float, int]] = deque()
 
     def at(self, file: str, done: int, *, arrived: bool = True) -> None:
-        """Say how much of a file is here. `arrived` is false for bytes that were here before."""
+        """Record how much of a file is on disk. `arrived` is false for bytes from an earlier run."""
         with self._lock:
             self._done[file] = done
             if arrived:
                 self._moved, self._file, self._notice = time.monotonic(), file, ""
 
     def notice(self, text: str) -> None:
-        """Say what is waited for, until bytes arrive again."""
+        """Set the text to show until the next bytes arrive."""
         with self._lock:
             self._notice = text
 
     def phase(self) -> LoadProgress:
-        """The state as an event. `done` never falls, also when a file starts again."""
+        """Return the state as a progress event. `done` never decreases, even if a file restarts."""
         with self._lock:
             now, real = time.monotonic(), min(sum(self._done.values()), self.total)
             self._shown = max(self._shown, real)

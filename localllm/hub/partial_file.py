@@ -1,4 +1,4 @@
-"""A file on its way into the cache: appended to, resumed after a kill, named only when its hash is right."""
+"""A partially downloaded file: appended to, resumable after a kill, and renamed only when its hash matches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .listing import RepoFile
 
 
 class PartialFile:
-    """A partial file with the hash of what it holds; a context manager that closes it."""
+    """A partial file and the running hash of its contents; a context manager that closes it."""
 
     def __init__(self, repo: str, file: RepoFile) -> None:
         self.file = file
@@ -31,11 +31,11 @@ class PartialFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the file; what it holds stays."""
+        """Close the file and keep its contents."""
         self._data.close()
 
     def restart(self, *, keep: bool = False) -> None:
-        """Drop every byte, or hash what is there when `keep`."""
+        """Discard all bytes, or with `keep` hash the existing ones."""
         self.size, self.resumed = 0, False
         self._hasher = cache.new_hasher(len(self.file.digest), self.file.size)
         if not keep:
@@ -56,18 +56,18 @@ class PartialFile:
             view = view[written:]
 
     def is_right(self) -> bool:
-        """What is here hashes to what the hub listed."""
+        """True when the contents match the digest the hub listed."""
         return bool(self._hasher.hexdigest() == self.file.digest)
 
     def finish(self, blob: Path) -> None:
-        """Give a verified file its name; remove one that is not what the hub listed (DownloadError)."""
+        """Rename a verified file to `blob`; if the hash does not match, remove the file and raise DownloadError."""
         if not self.is_right():
             self.paths.data.unlink(missing_ok=True)
             self.paths.facts.unlink(missing_ok=True)
             raise DownloadError(
-                f"checksum mismatch: {self.file.name} is not what the hub listed ({self.file.digest[:12]}…); "
-                "it was removed",
-                "run the same command to fetch it again",
+                f"checksum mismatch: {self.file.name} does not match the digest the hub listed "
+                f"({self.file.digest[:12]}…); the file was removed",
+                "run the same command to download it again",
             )
         os.fsync(self._data.fileno())
         os.replace(self.paths.data, blob)

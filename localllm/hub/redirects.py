@@ -1,4 +1,4 @@
-"""Where a redirect may lead: never to weaker encryption, another kind of address, or into the user's own network."""
+"""Checks redirects: none may weaken encryption, leave http(s), or lead into the user's own network."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ _CHECK = "check HF_ENDPOINT and the network"
 
 
 def origin_of(url: str) -> tuple[str, str, int]:
-    """(scheme, host, port): what a token is bound to. Raises ValueError for what is not an address."""
+    """Return (scheme, host, port), the origin a token is bound to. Raises ValueError for an invalid URL."""
     parts = urlsplit(url)
     return parts.scheme, (parts.hostname or "").lower(), parts.port or (443 if parts.scheme == "https" else 80)
 
 
 def judge_redirect(source: str, location: str, home: str) -> str:
-    """Where a Location header leads, or DownloadError where following it would weaken or misuse the request."""
+    """Return the absolute target of a Location header. Raises DownloadError if following it would be unsafe."""
     old = origin_of(source)
     try:
         target = urljoin(source, location)
         new = origin_of(target)
     except ValueError as error:
-        raise DownloadError(f"{old[1]} redirects to {shown(location)!r}, which is not an address", _CHECK) from error
+        raise DownloadError(f"{old[1]} redirects to {shown(location)!r}, which is not a valid URL", _CHECK) from error
     problem = None
     if new[0] not in ("http", "https"):
-        problem = f"to a {shown(new[0], 12)}: address"
+        problem = f"to a {shown(new[0], 12)}: URL"
     elif old[0] == "https" and new[0] == "http":
         problem = "from https to http"
     elif _is_inside(new[1]) and not _is_inside(origin_of(home)[1]):
@@ -37,7 +37,7 @@ def judge_redirect(source: str, location: str, home: str) -> str:
     elif _is_link_local(new[1]):
         problem = f"to the link-local address {shown(new[1])}"
     if problem:
-        raise DownloadError(f"{old[1]} redirects {problem}, which is refused", _CHECK)
+        raise DownloadError(f"{old[1]} redirects {problem}, which is not allowed", _CHECK)
     return target
 
 
@@ -46,7 +46,7 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         address = ipaddress.ip_address(host.split("%")[0])
     except ValueError:
         try:
-            address = ipaddress.ip_address(socket.inet_aton(host))  # 2130706433, 0x7f.1: what connecting would take
+            address = ipaddress.ip_address(socket.inet_aton(host))  # connect() also accepts 2130706433 and 0x7f.1
         except OSError:
             return None
     return getattr(address, "ipv4_mapped", None) or address

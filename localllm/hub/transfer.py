@@ -1,8 +1,8 @@
-"""Moves files of a hub repository into the cache: parallel, resumable after a kill, verified before they get a name.
+"""Downloads files of a hub repository into the cache: in parallel, resumable after a kill, verified before use.
 
-A file grows as `<digest>.localllm-partial` under huggingface_hub's lock for that blob. Only when all its bytes hash to
-what the hub listed is it renamed, and only when all files of the model are there does the snapshot get its links, so no
-tool ever sees half a model. The caller's thread reports progress; worker threads move bytes.
+A file is written to `<digest>.localllm-partial` under huggingface_hub's lock for that blob and renamed only when its
+hash matches the listing. The snapshot is linked only when all files of the model are complete, so no tool sees half a
+model. Worker threads download; the caller's thread reports progress.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import httpx
 
 WORKERS = 4
-SPARE = 1.1  # free disk asked for, as a multiple of what is still to come
+SPARE = 1.1  # required free disk, as a multiple of the remaining bytes
 _MIN_RATE = 1024  # bytes per second below which a connection counts as stalled
 
 
@@ -44,15 +44,15 @@ class Job:
     repo: str
     revision: str
     files: tuple[RepoFile, ...]
-    ref: str | None = None  # the branch or tag that now stands for this commit
-    workers: int = WORKERS  # files under way at a time
+    ref: str | None = None  # the branch or tag that points to this commit
+    workers: int = WORKERS  # files downloaded in parallel
 
 
 def fetch(job: Job, client: HubClient, progress: OnProgress, cancel: threading.Event) -> Path:
-    """Bring all files of a job into the cache; returns the snapshot folder.
+    """Download all files of a job into the cache; returns the snapshot folder.
 
-    Raises Aborted when `cancel` is set or Ctrl-C is pressed, DoesNotFit for the disk, DownloadError for the rest.
-    Whatever arrived stays for the next call, except what failed its checksum.
+    Raises Aborted when `cancel` is set or Ctrl-C is pressed, DoesNotFit when the disk is full, DownloadError for other
+    failures. Downloaded data is kept for the next call, except files that failed their checksum.
     """
     for note in cache.prepare(job.repo):
         progress(LoadProgress("resolve", detail=note))
@@ -63,20 +63,23 @@ def fetch(job: Job, client: HubClient, progress: OnProgress, cancel: threading.E
         )
         _Transfer(job, client, progress, cancel).run()
         with cache.repo_lock(job.repo), cache.writing(cache.repo_dir(job.repo)):
-            if all(is_stored(job.repo, f) for f in job.files):  # else another process removed one in between
-                for file in job.files:  # where a process was killed between the last byte and the clean-up
+            if all(is_stored(job.repo, f) for f in job.files):  # else another process removed one meanwhile
+                for file in job.files:  # left over if a process was killed between the last byte and the cleanup
                     cache.partial_of(job.repo, file.digest).facts.unlink(missing_ok=True)
                 return cache.link_snapshot(job.repo, job.revision, {f.name: f.digest for f in job.files}, job.ref)
-    raise DownloadError(f"files of {job.repo} were removed while they arrived", "is another localllm rm running?")
+    raise DownloadError(
+        f"another process removed files of {job.repo} during the download",
+        "wait for any other `localllm rm` to finish, then run the same command again",
+    )
 
 
 def is_stored(repo: str, file: RepoFile) -> bool:
-    """The verified blob is there, with the size the hub states."""
+    """True when the verified blob exists with the size the hub lists."""
     return cache.has_size(cache.blob_path(repo, file.digest), file.size)
 
 
 def missing_bytes(repo: str, files: Sequence[RepoFile]) -> int:
-    """Bytes still to come, partial files counted as here."""
+    """Bytes left to download, after subtracting partial files."""
     return sum(f.size - _partial_size(repo, f) for f in files if not is_stored(repo, f))
 
 
@@ -89,7 +92,7 @@ def _partial_size(repo: str, file: RepoFile) -> int:
 
 
 class _Transfer:
-    """One run over the files of a job."""
+    """One pass over the files of a job."""
 
     def __init__(self, job: Job, client: HubClient, progress: OnProgress, cancel: threading.Event) -> None:
         self.job, self.client, self.progress, self.cancel = job, client, progress, cancel
@@ -101,7 +104,7 @@ class _Transfer:
         self._guard = threading.Lock()
 
     def run(self) -> None:
-        """Start workers, report until they are done, and pass on the first failure."""
+        """Start the workers, report progress until they finish, and raise the first failure."""
         for file in self.job.files:
             here = file.size if is_stored(self.job.repo, file) else _partial_size(self.job.repo, file)
             self.meter.at(file.name, here, arrived=False)
@@ -128,7 +131,7 @@ class _Transfer:
         self.progress(state)
 
     def _halt(self, workers: list[threading.Thread]) -> None:
-        """Stop all workers; a read that blocks ends because its socket is shut."""
+        """Stop all workers; shutting down the sockets ends blocked reads."""
         self.stop.set()
         with self._guard:
             for response in self._open:
@@ -154,7 +157,7 @@ class _Transfer:
                 return
 
     def _store(self, file: RepoFile) -> None:
-        """Bring one file in, or wait until another process has."""
+        """Download one file, or wait until another process has done so."""
         blob = cache.blob_path(self.job.repo, file.digest)
         with cache.writing(blob.parent), self._blob_lock(file):
             if is_stored(self.job.repo, file):
@@ -165,7 +168,7 @@ class _Transfer:
                 cache.clear(blob)
                 with PartialFile(self.job.repo, file) as partial:
                     self._receive_all(file, partial)
-                    if partial.resumed and not partial.is_right():  # bytes of an earlier run went bad on this disk
+                    if partial.resumed and not partial.is_right():  # bytes from an earlier run are corrupt on disk
                         partial.restart()
                         self._receive_all(file, partial)
                     partial.finish(blob)
@@ -173,7 +176,7 @@ class _Transfer:
                 raise self._disk_error(error) or error from error
 
     def _blob_lock(self, file: RepoFile) -> AbstractContextManager[None]:
-        """huggingface_hub's lock for this blob. While another process has it, its progress is shown as ours."""
+        """huggingface_hub's lock for this blob. While another process holds it, report that process's progress."""
         seen = 0
 
         def wait() -> None:
@@ -183,50 +186,50 @@ class _Transfer:
             here = _partial_size(self.job.repo, file)
             self.meter.at(file.name, here, arrived=here != seen)
             seen = here
-            self.meter.notice(f"another process is downloading {file.name}, waiting for it")
+            self.meter.notice(f"waiting for another process to download {file.name}")
 
         return cache.file_lock(cache.blob_lock_path(self.job.repo, file.digest), wait)
 
     def _receive_all(self, file: RepoFile, partial: PartialFile) -> None:
-        """Ask until the last byte is here. A MiB of progress counts as a new beginning."""
+        """Request the file until it is complete. Each MiB of progress resets the retry count."""
         if partial.size < file.size:
             with_retries(
                 lambda: self._receive(file, partial),
                 self.client.patience,
                 file.name,
-                hint="run the same command to resume; what has arrived is kept",
+                hint="run the same command to resume; downloaded data is kept",
                 stop=self.stop,
                 notice=self.meter.notice,
                 arrived=lambda: partial.size,
             )
 
     def _receive(self, file: RepoFile, partial: PartialFile) -> None:
-        """One request, from where the partial file ends."""
+        """Send one request, starting at the end of the partial file."""
         with self.client.file(self.job.repo, self.job.revision, file.name, partial.size) as response:
             with self._guard:
                 self._open.add(response)
             try:
                 _check_answer(response, file, partial)
-                self._pour(response, file, partial)
+                self._copy_body(response, file, partial)
             finally:
                 with self._guard:
                     self._open.discard(response)
         if partial.size < file.size:
-            raise TransientError(f"the connection ended at {gib(partial.size)} of {gib(file.size)}")
+            raise TransientError(f"the connection closed at {gib(partial.size)} of {gib(file.size)}")
 
-    def _pour(self, response: httpx.Response, file: RepoFile, partial: PartialFile) -> None:
+    def _copy_body(self, response: httpx.Response, file: RepoFile, partial: PartialFile) -> None:
         window, since = time.monotonic(), partial.size
         for chunk in response.iter_raw():
             if self.stop.is_set():
                 raise Aborted("stopped")
             if partial.size + len(chunk) > file.size:
-                raise TransientError(f"checksum mismatch: more than the {file.size:,} bytes the hub listed")
+                raise TransientError(f"checksum mismatch: received more than the {file.size:,} bytes the hub listed")
             partial.write(chunk)
             self.meter.at(file.name, partial.size)
             now = time.monotonic()
             if now - window > self.client.patience.stall_s:
                 if partial.size - since < _MIN_RATE * (now - window):
-                    raise TransientError("the hub sends less than 1 KiB per second")
+                    raise TransientError("the hub sent less than 1 KiB/s")
                 window, since = now, partial.size
 
     def _disk_error(self, error: OSError) -> LocalLLMError | None:
@@ -236,37 +239,37 @@ class _Transfer:
         what = "the file size limit is reached" if error.errno == errno.EFBIG else "no space left"
         return DoesNotFit(
             f"{what} on {folder} after {gib(state.done)} of {gib(state.total)} of {self.job.repo}",
-            "free some space and run the same command to resume; localllm rm --partial drops what has arrived",
+            "free some space and run the same command to resume; `localllm rm --partial` deletes the partial download",
             context={"need_bytes": state.total, "done_bytes": state.done},
         )
 
 
 def _check_answer(response: httpx.Response, file: RepoFile, partial: PartialFile) -> None:
-    """The answer must be the listed file, and start where the partial file ends; else the partial starts again."""
+    """Check that the response is the listed file from the end of the partial file on; otherwise restart the partial."""
     stated = _stated_digest(response, len(file.digest))
     if stated and stated != file.digest:
         partial.restart()
         raise TransientError(
-            f"checksum mismatch: the hub now has another {shown(file.name)} ({stated[:12]}…) than it listed"
+            f"checksum mismatch: {shown(file.name)} changed on the hub ({stated[:12]}…) after it was listed"
         )
     if response.headers.get("content-encoding", "identity") != "identity":
-        raise TransientError("the hub sends the file compressed")
+        raise TransientError("the hub sent the file compressed")
     total: str | None = None
     if response.status_code == 206:
         first, _, total = response.headers.get("content-range", "").removeprefix("bytes ").partition("/")
         if first.split("-")[0] != str(partial.size):
             partial.restart()
-            raise TransientError("the hub answered another range than the one asked for")
+            raise TransientError("the hub sent a different range than requested")
     else:
-        partial.restart()  # the hub ignores Range
+        partial.restart()  # the hub ignored Range
     length = response.headers.get("content-length", "")
     announced = int(length) + partial.size if re.fullmatch(r"[0-9]{1,18}", length) else file.size
     if announced > file.size or (total not in (None, "*", str(file.size))):
-        raise TransientError(f"checksum mismatch: {announced:,} bytes announced, the hub listed {file.size:,}")
+        raise TransientError(f"checksum mismatch: the hub announced {announced:,} bytes but listed {file.size:,}")
 
 
 def _stated_digest(response: httpx.Response, hex_digits: int) -> str:
-    """The digest in the hub's own answer. A storage host behind a redirect uses ETags of another kind."""
+    """The digest in the hub's own response, or "". A storage host behind a redirect uses a different kind of ETag."""
     headers: Any = response.extensions.get("first_headers") or response.headers
     own = headers is response.headers
     tag = headers.get("x-linked-etag") or (headers.get("etag", "") if own else "")

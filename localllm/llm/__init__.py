@@ -1,1 +1,1 @@
-"""The facade for one model, what an answer must be, and the answer as it grows."""
+"""The facade for one model, the rules for its output, and streamed output."""

@@ -1,4 +1,4 @@
-"""The LoRA adapters of a loaded model: what `LoadedModel` has of them."""
+"""The LoRA adapter methods of `LoadedModel`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from localllm.models.loader import Model
     from localllm.plan.plan import Plan
 
-SHOWN = 4  # names in the run summary
+SHOWN = 4  # adapter names in the run summary
 
 
 class AdaptedModel:
-    """A model that requests may ask for through an adapter."""
+    """Base class of a model that can run with LoRA adapters."""
 
     options: EngineOptions
     plan: Plan
@@ -27,21 +27,21 @@ class AdaptedModel:
     _notify: OnProgress
 
     def load_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
-        """Let requests name the LoRA adapter in this folder. Raises as `Residents.add` does."""
+        """Make the LoRA adapter in a folder available to requests. Raises the errors of `Residents.add`."""
         self._notify(LoadProgress("adapter", detail=name))
         self.adapters.add(name, os.fspath(path))
 
     def unload_adapter(self, name: str) -> None:
-        """Forget an adapter; what runs with it goes on. Raises ModelNotFound."""
+        """Remove an adapter; running requests keep using it. Raises ModelNotFound."""
         self.adapters.remove(name)
 
     def _load_adapters(self) -> None:
-        """Those that the options name."""
+        """Load the adapters named in the options."""
         for name, path in self.options.adapter_paths.items():
             self.load_adapter(name, path)
 
     def _no_adapters(self) -> Residents:
-        """None yet, and room for some."""
+        """An empty set of adapters, with access to free memory for new ones."""
         from localllm.engine.adapters import Residents
 
         return Residents(self._hold_adapters, self._free_bytes)
@@ -54,7 +54,7 @@ class AdaptedModel:
         return self._model.hold_adapters(device, deterministic=kept, exact=exact)
 
     def _free_bytes(self) -> int:
-        """Of the memory that adapters go to."""
+        """Free bytes in the memory that holds adapters."""
         import torch
 
         from localllm.device import machine
@@ -64,7 +64,7 @@ class AdaptedModel:
 
     @property
     def _adapted(self) -> str:
-        """The end of the run summary."""
+        """The adapter part of the run summary."""
         names = [adapter.name for adapter in self.adapters.known()]
         more = () if len(names) <= SHOWN else (f"{len(names) - SHOWN:,} more",)
         return f" · adapters {', '.join((*names[:SHOWN], *more))}" if names else ""

@@ -1,4 +1,4 @@
-"""`LLM` for an event loop: the same model and engine, awaited; nothing here blocks the loop."""
+"""`AsyncLLM`: the `LLM` facade for asyncio. Nothing here blocks the event loop."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from localllm.request import Constraint, Message, SamplingParams, ToolUse
 if TYPE_CHECKING:
     import numpy as np
 
-Submit = Callable[..., ResponseStream]  # takes a listener
+Submit = Callable[..., ResponseStream]  # accepts a `listener`
 
 
 class AsyncLLM:
-    """One loaded model. An async context manager that loads on entry; arguments as of `LLM`.
+    """One loaded model. An async context manager that loads on entry; takes the arguments of `LLM`.
 
-    Many requests may be under way at once: they are computed together. A task that is cancelled ends its request.
+    Concurrent requests are batched. Cancelling a task aborts its request.
     """
 
     def __init__(self, name_or_path: str, *args: Any, **settings: Any) -> None:
-        """Loads nothing yet."""
+        """Store the arguments; loads nothing yet."""
         self._load = partial(LLM, name_or_path, *args, **settings)
         self._llm: LLM | None = None
 
     async def __aenter__(self) -> AsyncLLM:
-        """Load the model, in a thread. Raises as `LLM` does."""
+        """Load the model in a thread. Raises the errors of `LLM`."""
         self._llm = await asyncio.to_thread(self._load)
         return self
 
@@ -41,7 +41,7 @@ class AsyncLLM:
 
     @property
     def llm(self) -> LLM:
-        """The model itself, while it is loaded."""
+        """The loaded model. Raises RuntimeError outside the context."""
         if self._llm is None:
             raise RuntimeError("the model is not loaded: use `async with AsyncLLM(name) as llm`")
         return self._llm
@@ -56,7 +56,7 @@ class AsyncLLM:
         template_kwargs: Mapping[str, Any] | None = None,
         adapter: str = "",
     ) -> RequestOutput:
-        """Answer a conversation, or one question; see `LLM.chat`."""
+        """Answer a conversation or a single question; see `LLM.chat`."""
         return await _whole(
             partial(self.llm.begin_chat, messages, params, tools, constraint, template_kwargs, adapter=adapter)
         )
@@ -71,7 +71,7 @@ class AsyncLLM:
         template_kwargs: Mapping[str, Any] | None = None,
         adapter: str = "",
     ) -> AsyncIterator[OutputDelta]:
-        """The same, piece by piece. A loop that is left early ends the request once the iterator is closed."""
+        """Stream the answer of `chat`. If the loop is left early, closing the iterator aborts the request."""
         return _deltas(
             partial(self.llm.begin_chat, messages, params, tools, constraint, template_kwargs, adapter=adapter)
         )
@@ -84,7 +84,7 @@ class AsyncLLM:
         constraint: Constraint | None = None,
         adapter: str = "",
     ) -> RequestOutput:
-        """Complete one text; see `LLM.generate`. For several, `asyncio.gather` computes them together."""
+        """Complete one text; see `LLM.generate`. Use `asyncio.gather` to batch several."""
         return await _whole(partial(self.llm.begin_completion, prompt, params, constraint, adapter=adapter))
 
     def generate_stream(
@@ -95,7 +95,7 @@ class AsyncLLM:
         constraint: Constraint | None = None,
         adapter: str = "",
     ) -> AsyncIterator[OutputDelta]:
-        """The same, piece by piece."""
+        """Stream the text of `generate`."""
         return _deltas(partial(self.llm.begin_completion, prompt, params, constraint, adapter=adapter))
 
     async def embed(
@@ -108,24 +108,24 @@ class AsyncLLM:
 async def _whole(submit: Submit) -> RequestOutput:
     stream, arrived = await _submitted(submit)
     output = RequestOutput(stream.prompt_token_ids, stream.n)
-    async for delta in _taken(stream, arrived):
+    async for delta in _until_done(stream, arrived):
         output.take(delta)
     return output
 
 
 async def _deltas(submit: Submit) -> AsyncIterator[OutputDelta]:
     stream, arrived = await _submitted(submit)
-    async for delta in _taken(stream, arrived):
+    async for delta in _until_done(stream, arrived):
         yield delta
 
 
 async def _submitted(submit: Submit) -> tuple[ResponseStream, asyncio.Queue[OutputDelta]]:
-    """Encode and queue a request in a thread; its deltas arrive in the queue."""
+    """Tokenize and queue a request in a thread; its deltas arrive in the returned queue."""
     loop = asyncio.get_running_loop()
     arrived: asyncio.Queue[OutputDelta] = asyncio.Queue()
 
     def listener(delta: OutputDelta) -> None:
-        with suppress(RuntimeError):  # the loop was closed: nobody waits any more
+        with suppress(RuntimeError):  # the loop is closed: nobody is waiting
             loop.call_soon_threadsafe(arrived.put_nowait, delta)
 
     submitting = asyncio.ensure_future(asyncio.to_thread(submit, listener=listener))
@@ -141,8 +141,8 @@ def _abort(submitting: asyncio.Future[ResponseStream]) -> None:
         submitting.result().abort()
 
 
-async def _taken(stream: ResponseStream, arrived: asyncio.Queue[OutputDelta]) -> AsyncIterator[OutputDelta]:
-    """Deltas until all answers have ended; whoever leaves earlier ends the request."""
+async def _until_done(stream: ResponseStream, arrived: asyncio.Queue[OutputDelta]) -> AsyncIterator[OutputDelta]:
+    """Yield deltas until all answers have ended; aborts the request if the consumer leaves early."""
     left = stream.n
     try:
         while left:

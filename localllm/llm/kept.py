@@ -1,4 +1,4 @@
-"""What is kept on the disk for the next start, by what it depends on: pages of keys and values, repacked weights."""
+"""Data kept on disk for the next start, keyed by everything it depends on: KV pages and repacked weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from localllm.checkpoint.packed_file import PackedFile, packed_dir, read_ahead
 from localllm.device.disk import disk_facts
 from localllm.request import LoadProgress, OnProgress
 
-if TYPE_CHECKING:  # what is read ahead is found before torch is imported
+if TYPE_CHECKING:  # read-ahead starts before torch is imported
     from localllm.engine.page_files import PageFiles
     from localllm.models.architectures import ModelFacts, OpenModel
     from localllm.models.kv_cache import KVCache
@@ -22,16 +22,16 @@ if TYPE_CHECKING:  # what is read ahead is found before torch is imported
     from localllm.plan.plan import Plan
 
 SAMPLES, SAMPLE_BYTES = 64, 4096
-LEAST_BYTES = 256 << 20  # A smaller model is repacked in less time than a file of it is worth.
-AUTO_SHARE = 0.1  # of what would be free on the disk without the files
-NOT_BY_ITSELF = ("memory", "network")  # kinds of disks where a file costs more than it gives
-TOLD_AFTER_S = 0.5  # that an end has waited for the file
+LEAST_BYTES = 256 << 20  # repacking a smaller model is too fast to be worth a file
+AUTO_SHARE = 0.1  # of the disk space that would be free without these files
+NOT_BY_ITSELF = ("memory", "network")  # kinds of disk on which a file costs more than it saves
+TOLD_AFTER_S = 0.5  # closing reports that it waits for the file after this time
 
 
 def model_digest(files: Iterable[Path]) -> bytes:
-    """Of a model's files: their sizes, when they were written, and samples of their bytes.
+    """Digest of a model's files: sizes, modification times, and samples of their bytes.
 
-    Reading all of them would take as long as loading the model; a file that is written again has another time.
+    Hashing everything would take as long as loading the model; a rewritten file has a different modification time.
     """
     digest = blake2b(digest_size=16)
     for path in sorted(files):
@@ -45,8 +45,8 @@ def model_digest(files: Iterable[Path]) -> bytes:
 
 
 def identity(model: bytes, facts: ModelFacts, plan: Plan, page_bytes: Iterable[int], weight_format: str) -> bytes:
-    """16 bytes that differ where the same tokens could have other keys and values."""
-    by_context = any(rope.scaling == "longrope" for rope in facts.ropes)  # short and long contexts turn differently
+    """16 bytes that differ whenever the same tokens could have different keys and values."""
+    by_context = any(rope.scaling == "longrope" for rope in facts.ropes)  # its angles depend on the context length
     parts = (
         __version__, model.hex(), repr(facts), weight_format, plan.device.partition(":")[0],
         plan.dtype, plan.activations, plan.deterministic, plan.kv, plan.page_size, tuple(page_bytes),
@@ -58,7 +58,7 @@ def identity(model: bytes, facts: ModelFacts, plan: Plan, page_bytes: Iterable[i
 def page_files(
     files: Iterable[Path], facts: ModelFacts, plan: Plan, cache: KVCache, weight_format: str, limit: int
 ) -> PageFiles:
-    """Where pages of keys and values are kept that such a cache can take."""
+    """The store on disk for KV pages that this cache can load."""
     from localllm.engine.page_files import PageFiles, store_dir
 
     sizes = [*(cache.page_bytes(group) for group in range(len(cache.groups))), cache.slot_bytes()]
@@ -66,27 +66,27 @@ def page_files(
 
 
 def automatic_limit() -> int:
-    """Bytes of repacked weights that are kept where nobody says how many.
+    """Default limit for repacked weights on disk, in bytes.
 
-    0 where the folder lies in memory or on another machine, or in a container's own layer, which goes with it.
+    0 if the folder is in memory, on a network disk, or in a container's own layer, which is deleted with the container.
     """
     disk = disk_facts(packed_dir())
     if disk.kind in NOT_BY_ITSELF or disk.filesystem == "overlay":
         return 0
     try:
         kept = sum(path.stat().st_size for path in packed_dir().glob("*.packed"))
-    except OSError:  # also of a file that another process removes
+    except OSError:  # another process may have just removed a file
         return 0
     return int(AUTO_SHARE * (disk.free_bytes + kept))
 
 
 class KeptWeights:
-    """A model's repacked weights on the disk: read while torch is imported, written behind the first answer."""
+    """A model's repacked weights on disk: read while torch is imported, written after the first answer."""
 
     def __init__(self, checkpoint: OpenModel, plan: Plan, limit: int | Literal["auto"]) -> None:
-        """Nothing is kept of small models, and of those that are divided or on a card.
+        """Models that are small, split across ranks, or on a GPU are not kept.
 
-        limit   bytes of all files; with "auto", `automatic_limit`, and what is in the way of a file is only logged
+        limit   total bytes of all files; "auto" uses `automatic_limit` and only logs why a file cannot be kept
         """
         self._checkpoint, self._is_asked = checkpoint, limit != "auto"
         self._limit = automatic_limit() if limit == "auto" else limit
@@ -96,13 +96,13 @@ class KeptWeights:
         if plan.device == "cpu" and not plan.ranks and self._limit and checkpoint.nbytes >= LEAST_BYTES:
             is_too_large = plan.weight_bytes > self._limit and not self._is_asked
             if is_too_large and not any(packed_dir().glob("*.packed")):
-                return  # the digest would be for nothing
+                return  # no need to compute the digest
             name = blake2b(model_digest(checkpoint.files) + plan.quant.encode(), digest_size=16).hexdigest()
             self._path = packed_dir() / f"{name}.packed"
             self._ahead = read_ahead(self._path)
 
     def open(self) -> Packed | None:
-        """For the loader; None where nothing is kept, or the CPU's kernels cannot be built."""
+        """Open the file for the loader; None if nothing is kept or the CPU kernels cannot be built."""
         from localllm.kernels.cpu.build import library
         from localllm.models.packed import Packed
 
@@ -113,19 +113,19 @@ class KeptWeights:
 
     @property
     def note(self) -> str:
-        """What is wrong, for people."""
+        """The problem to report, or ""."""
         return "" if self._packed is None else self._packed.note
 
     def settle(self, must_stop: Callable[[], bool]) -> bool:
-        """An idle job, before the plan is profiled: `Packed.settle`."""
+        """Idle job that runs `Packed.settle`, before the plan is profiled."""
         return self._packed is None or self._packed.settle(must_stop)
 
     def write(self, must_stop: Callable[[], bool]) -> bool:
-        """An idle job (`Engine.when_idle`)."""
+        """Idle job (`Engine.when_idle`) that writes the file."""
         return self._packed is None or self._packed.write(must_stop)
 
     def close(self, is_wanted: Callable[[], bool], on_progress: OnProgress) -> None:
-        """Write what no idle moment was left for, as after a single answer, as long as it is wanted."""
+        """Close the file. If idle time did not suffice to write it (as after a single answer), write it if wanted."""
         ahead, self._ahead = self._ahead, None
         packed, self._packed = self._packed, None
         if ahead is not None:

@@ -1,7 +1,7 @@
-"""The facade for one model: everything above the engine asks through it.
+"""`LLM`, the facade for one model; all code above the engine uses it.
 
 `LLM(name)` finds the files, makes the plan, loads the weights and starts the engine (`LoadedModel`). Importing this
-module loads no torch; constructing an `LLM` does.
+module does not import torch; constructing an `LLM` does.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ Pooling = Literal["mean", "cls", "last"]
 class LLM(LoadedModel):
     """One loaded model.
 
-    name_or_path   a path, `org/repo[:quant][@revision]`, an alias, part of a local name; downloaded if needed
-    options        how it runs; None is the default of every setting (the user's settings file is not read)
-    offline        never touch the network
-    machine        the facts to plan with; None looks at this machine
-    on_progress    called with a `LoadProgress` for everything that takes time
+    name_or_path   a path, `org/repo[:quant][@revision]`, an alias, or part of a local name; downloaded if needed
+    options        engine settings; None uses the default of every setting (the user's settings file is not read)
+    offline        never use the network
+    machine        the machine facts to plan with; None inspects this machine
+    on_progress    called with a `LoadProgress` for every step that takes time
     cancel         an event that stops a download
-    settings       fields of `config.EngineOptions` that differ from `options`, such as device, ctx, kv and
-                   max_parallel; dtype="float32" also asks for exact products, and quant is what linear layers become
-                   while loading: int4 | int8 | fp8 | nvfp4 | mxfp4, or auto: as stored where that fits; adapters are
+    settings       fields of `config.EngineOptions` that override `options`, such as device, ctx, kv and max_parallel;
+                   dtype="float32" also selects exact products; quant is the format that linear layers are quantized
+                   to while loading: int4 | int8 | fp8 | nvfp4 | mxfp4, or auto (as stored if that fits); adapters is
                    {name: folder}
 
     Raises the errors of `localllm.errors`. A context manager; `close()` frees everything.
@@ -89,10 +89,10 @@ class LLM(LoadedModel):
         constraint: Constraint | None = None,
         adapter: str = "",
     ) -> RequestOutput | list[RequestOutput] | Iterator[OutputDelta]:
-        """Complete text. A prompt is a string (special tokens in it count, BOS is added) or token ids.
+        """Complete text. A prompt is a string (special tokens are parsed and BOS is added) or token ids.
 
-        One prompt gives a `RequestOutput`, a list of prompts a list of them, computed together; `stream=True` takes
-        one prompt and gives its `OutputDelta`s. `constraint` is what the text must be, `adapter` one that is loaded.
+        One prompt returns a `RequestOutput`; a list of prompts is computed together and returns a list. `stream=True`
+        takes one prompt and yields its `OutputDelta`s. `constraint` restricts the text, `adapter` names a loaded one.
         """
         if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
             turn = self.begin_completion(prompts, params, constraint, adapter=adapter)  # type: ignore[arg-type]
@@ -105,7 +105,7 @@ class LLM(LoadedModel):
                 turns.append(self.begin_completion(prompt, params, constraint, adapter=adapter))  # type: ignore[arg-type]  # noqa: PERF401
             return [turn.answer() for turn in turns]
         except BaseException:
-            for turn in turns:  # one that fails takes the others with it: nobody would read them
+            for turn in turns:  # if one fails, abort the others: nobody would read them
                 turn.abort()
             raise
 
@@ -117,7 +117,7 @@ class LLM(LoadedModel):
         listener: Callable[[OutputDelta], None] | None = None,
         adapter: str = "",
     ) -> ResponseStream:
-        """Queue a text; as `generate`, and with a `listener` as `submit`."""
+        """Queue a completion: arguments as for `generate`, `listener` as for `submit`."""
         ids = self.encode_prompt(prompt)
         spec = self.output_rules.spec(ids, chat=False, constraint=constraint)
         return self.submit(ids, params, spec=spec, listener=listener, adapter=adapter)
@@ -157,11 +157,11 @@ class LLM(LoadedModel):
         template_kwargs: Mapping[str, Any] | None = None,
         adapter: str = "",
     ) -> RequestOutput | Iterator[OutputDelta]:
-        """Answer a conversation, or one question. Raises InvalidRequest for a base model: it has no chat template.
+        """Answer a conversation or a single question. Raises InvalidRequest for a base model (no chat template).
 
-        tools       what the model may call, in the OpenAI shape; a `ToolUse` says more
-        constraint  what the content must be, such as `Constraint("json_schema", {...})`
-        adapter     one that is loaded, by its name; "" for the model as it is
+        tools       tools the model may call, in the OpenAI format; a `ToolUse` also sets the tool choice
+        constraint  what the content must match, such as `Constraint("json_schema", {...})`
+        adapter     the name of a loaded adapter; "" for the model without one
         """
         turn = self.begin_chat(messages, params, tools, constraint, template_kwargs, adapter=adapter)
         return iter(turn) if stream else turn.answer()
@@ -176,7 +176,7 @@ class LLM(LoadedModel):
         listener: Callable[[OutputDelta], None] | None = None,
         adapter: str = "",
     ) -> ResponseStream:
-        """Queue a conversation; as `chat`, and with a `listener` as `submit`."""
+        """Queue a conversation: arguments as for `chat`, `listener` as for `submit`."""
         use = tools if tools is None or isinstance(tools, ToolUse) else ToolUse(tuple(tools))
         offered = None if use is None or use.choice == "none" else list(use.tools)
         if isinstance(messages, str):
@@ -186,16 +186,15 @@ class LLM(LoadedModel):
         return self.submit(prompt, params, splits_reasoning=True, spec=spec, listener=listener, adapter=adapter)
 
     def score(self, prompt: Prompt, *, chunk: int | None = None) -> np.ndarray | Iterator[np.ndarray]:
-        """Log-probabilities float32 [num_tokens, vocab]; row i is the distribution of the token after token i.
+        """Return log-probabilities float32 [num_tokens, vocab]; row i is the distribution of the token after token i.
 
-        A text's tokens are those of `encode_prompt`.
-        The prefix cache is not read. `chunk` yields arrays of at most so many rows instead of one array: a row of a
-        262k vocabulary is 1 MB.
+        Text is tokenized with `encode_prompt`. The prefix cache is not used. With `chunk`, yields arrays of up to that
+        many rows instead of one array: a row of a 262k vocabulary is 1 MB.
         """
         import numpy as np
 
         if chunk is not None and chunk < 1:
-            raise InvalidRequest(f"chunk is {chunk}, it must be at least 1", "give chunk=256")
+            raise InvalidRequest(f"chunk is {chunk}; it must be at least 1", "use chunk=256")
         request = Request(
             self.encode_prompt(prompt), SamplingParams(max_tokens=1), score=True, score_chunk=chunk or 256
         )
@@ -207,10 +206,10 @@ class LLM(LoadedModel):
     def begin_logprobs(
         self, token_ids: Sequence[int], start: int, listener: Callable[[TokenEvent], None]
     ) -> Callable[[], None]:
-        """Queue token ids for the log-probabilities of those from `start` (1 at least) on, each given all before it.
+        """Queue token ids for the log-probabilities of those from `start` (at least 1) on, each given all before it.
 
-        What stands before `start` may come from the prefix cache. The last event, in the engine's thread, has them as
-        `prompt_logprobs`, behind one None, or an error. Returns what ends the request early.
+        Tokens before `start` may come from the prefix cache. The last event, in the engine's thread, carries them as
+        `prompt_logprobs`, after one None, or an error. Returns a function that aborts the request.
         """
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, prompt_logprobs_from=start)
         return self.engine.submit(Request(list(token_ids), params), listener).abort
@@ -229,10 +228,10 @@ class LLM(LoadedModel):
     def embed(
         self, texts: Prompt | Sequence[Prompt], *, pooling: Pooling | None = None, normalize: bool = True
     ) -> np.ndarray:
-        """The final hidden states of a text, pooled: float32 [size], or [num_texts, size] for a list of texts.
+        """Embed text by pooling its final hidden states: float32 [size], or [num_texts, size] for a list of texts.
 
-        pooling    the mean over all tokens, the first token's (cls) or the last one's; None: `default_pooling`
-        normalize  to length 1: the product of two is then their cosine
+        pooling    the mean over all tokens, the first token (cls) or the last one; None uses `default_pooling`
+        normalize  scale to length 1, so a dot product is the cosine similarity
         """
         import numpy as np
 
@@ -255,15 +254,15 @@ class LLM(LoadedModel):
 
     @property
     def default_pooling(self) -> Pooling:
-        """What the model was trained with; the mean for one that generates text."""
+        """The pooling the model was trained with; "mean" for one that generates text."""
         return self.facts.pooling or "mean"  # type: ignore[return-value]
 
     def pool(
         self, token_ids: Sequence[int], pooling: Pooling | None, listener: Callable[[TokenEvent], None]
     ) -> Callable[[], None]:
-        """Queue a text for its embedding; the last event, in the engine's thread, has it as `pooled`, or an error.
+        """Queue a text for embedding; the last event, in the engine's thread, carries it as `pooled`, or an error.
 
-        Returns what ends the request early. Raises as `check_prompt` does.
+        Returns a function that aborts the request. Raises the errors of `check_prompt`.
         """
         request = Request(list(token_ids), SamplingParams(max_tokens=1), pooling=pooling or self.default_pooling)
         return self.engine.submit(request, listener).abort
@@ -273,14 +272,14 @@ class LLM(LoadedModel):
         self.engine.check(Request(token_ids, params, pooling=pooling or ""))
 
     def default_params(self) -> SamplingParams:
-        """What the model's files or its vendor recommend, else the defaults of this program."""
+        """Sampling parameters recommended by the model's files or its vendor, else the built-in defaults."""
         return SamplingParams(**{name: value for name, (value, _) in self.sampling.items()})
 
     def encode_prompt(self, prompt: Prompt) -> list[int]:
-        """Text -> ids, with BOS where the model wants one and the text does not begin with it; ids stay as they are."""
+        """Tokenize a prompt and add BOS if the model expects it and it is missing; token ids are returned unchanged."""
         if not isinstance(prompt, str):
             return list(prompt)
-        with self._naming():
+        with self._explained_errors():
             ids = self.tokenizer.encode(prompt, special=True)
         bos = self.tokenizer.bos_token_id
         if self.tokenizer.add_bos and bos is not None and ids[:1] != [bos]:
@@ -288,14 +287,14 @@ class LLM(LoadedModel):
         return ids
 
     def encode_text(self, text: Prompt, limit: int | None = None) -> list[int]:
-        """A text to embed -> ids, between the tokens that its model puts around it; ids stay as they are.
+        """Tokenize a text to embed, with the special tokens its model puts around it; token ids are left unchanged.
 
-        limit   the text is cut where it would take more tokens
+        limit   maximum number of tokens; longer text is truncated
         """
         if not isinstance(text, str) or not self.facts.pooling:
             return self.encode_prompt(text)[:limit]
         before, behind = self.tokenizer.around
-        with self._naming():
+        with self._explained_errors():
             ids = self.tokenizer.encode(text, special=True)
         room = None if limit is None else max(0, limit - len(before) - len(behind))
         return [*before, *ids[:room], *behind]
@@ -309,18 +308,18 @@ class LLM(LoadedModel):
         continue_final: bool = False,
         opens_answer: bool = True,
     ) -> list[int]:
-        """Messages -> ids through the model's chat template. Text of users never becomes control tokens.
+        """Tokenize messages with the model's chat template. Message text never becomes control tokens.
 
-        tools            explained in the system message where the template knows nothing of tools
-        continue_final   the last message, the assistant's, is left open: the model goes on with it
-        opens_answer     the text ends with what begins an answer
+        tools            described in the system message if the template does not support tools
+        continue_final   leave the last message, the assistant's, open for the model to continue
+        opens_answer     end the prompt with the template's start of an answer
         """
         if self.facts.pooling:
             raise embeds_only(self.name)
         if self._template is None:
             raise InvalidRequest(
-                f"{self.name} is a base model: its files hold no chat template",
-                f'localllm run {self.name} "Once upon a time" completes text',
+                f"{self.name} is a base model: it has no chat template",
+                f'`localllm run {self.name} "Once upon a time"` completes text',
                 param="messages",
             )
         from localllm.chat.template import encode_chat
@@ -331,7 +330,7 @@ class LLM(LoadedModel):
 
             messages, pixels = take_images(messages, self.facts.vision, self.plan.ctx)  # type: ignore[assignment]
         shaped, tools = self.output_rules.conversation(messages, tools)
-        with self._naming():
+        with self._explained_errors():
             begins = opens_answer and not continue_final
             rendered = self._template.render(
                 shaped,
@@ -356,14 +355,14 @@ class LLM(LoadedModel):
         priority: int = 0,
         listener: Callable[[OutputDelta], None] | None = None,
     ) -> ResponseStream:
-        """Queue token ids. With a `listener`, deltas go to it, in the engine's thread, not to the stream.
+        """Queue token ids. A `listener` receives the deltas, in the engine's thread, instead of the stream.
 
-        spec     from `output_rules.spec()`: what the answer must be
-        adapter  one that is loaded, by its name
+        spec     rules for the answer, from `output_rules.spec()`
+        adapter  the name of a loaded adapter
         """
         params = params or self.default_params()
-        params.check(self.facts.vocab_size)  # before anything is built from it
-        # a stop string that is a control token's text never shows in the text: stop at the token
+        params.check(self.facts.vocab_size)  # before anything is built from them
+        # a stop string that is a control token never appears in decoded text: stop at the token instead
         controls = [i for stop in params.stop if (i := self.tokenizer.control_text.ids.get(stop)) is not None]
         params = replace(params, stop_token_ids=(*params.stop_token_ids, *controls))
         spec = spec or self.output_rules.spec(prompt_token_ids, chat=splits_reasoning)
@@ -383,15 +382,15 @@ class LLM(LoadedModel):
         return ResponseStream(self.engine.submit(request, tell), processor)
 
     def tune(self, seconds: float, on_tuned: Callable[[Any], None] = lambda one: None) -> list[Any]:
-        """Time the kernels' tile sizes on this card, for the shapes of this model; a list of `tuning.Tuned`.
+        """Tune the kernels' tile sizes on this GPU for the shapes of this model; returns a list of `tuning.Tuned`.
 
-        on_tuned  called with each shape's result; KeyboardInterrupt stops, and what was timed stays
+        on_tuned  called with each shape's result; KeyboardInterrupt stops and keeps the results so far
         """
         self.boot.stop_tuning()
         self.engine.clear_prefix_cache()
         length = min(self.plan.prefill_budget + 16, self.plan.ctx - 8)
         quiet = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-        for count in self.plan.graph_buckets or (1,):  # every kernel is used once, in all its shapes
+        for count in self.plan.graph_buckets or (1,):  # use every kernel once, in all its shapes
             self.generate([[1 + i] * (length if i == 0 else 8) for i in range(count)], quiet)
         return self.boot.tune(seconds, on_tuned)
 

@@ -1,5 +1,6 @@
-"""A model on its way into memory and out of it: files found, plan made, weights loaded, an engine over them; asleep,
-awake, closed. What it answers is `LLM`'s.
+"""Life cycle of a loaded model: find the files, plan, load the weights, start the engine; sleep, wake, close.
+
+`LLM` adds the request methods.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ if TYPE_CHECKING:
     from localllm.plan.plan import Plan
     from localllm.tokenizer.tokenizer import Tokenizer
 
-# the interpreter's thread switch: 95 % of engine steps kept beside a busy interface thread, 78 % at Python's 5e-3
+# interpreter switch interval: with a busy interface thread the engine keeps 95 % of its steps, 78 % at Python's 5e-3
 SWITCH_INTERVAL_S = 1e-4
 
 
 class LoadedModel(AdaptedModel):
-    """One model in memory, with an engine while it is awake; `LLM` says what it is made with."""
+    """One model in memory, with an engine while it is awake. `LLM` documents the arguments."""
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class LoadedModel(AdaptedModel):
         owns_process: bool = False,
         **settings: Any,
     ) -> None:
-        """`owns_process`: the process is a command's; its objects from before the load are never looked through."""
+        """`owns_process`: the process runs only our command, so objects from before the load are frozen for the GC."""
         from localllm.device import rss_anon_bytes
         from localllm.llm.kept import KeptWeights
         from localllm.plan.planner import Planner
@@ -70,35 +71,35 @@ class LoadedModel(AdaptedModel):
         self._percent = -1
         self._owns_process = owns_process
         self.name = os.fspath(name_or_path)
-        self.options = replace(options or EngineOptions(), **settings)  # as asked for; `plan`: what became of it
+        self.options = replace(options or EngineOptions(), **settings)  # as requested; `plan`: as they apply
         self._planner = Planner.here(self.options, machine)
         self.machine: MachineFacts = self._planner.machine
-        # an exit waits for it: a library that loads while others are taken down ends the process badly
+        # not a daemon, so the process waits for it on exit: loading a library during teardown crashes the process
         threading.Thread(target=load_library, name="torch", daemon=False).start()
-        from localllm.models.architectures import open_model  # meanwhile
+        from localllm.models.architectures import open_model  # overlaps with the thread
 
         self.path, self._pulled_as = self._find(self.name, offline, cancel)  # the file or folder that was loaded
-        with self._naming():
+        with self._explained_errors():
             self._checkpoint = open_model(self.path, self.options.mmproj)
             self.facts: ModelFacts = self._checkpoint.facts
         self._draft = self._find_draft(offline, cancel)
-        self.sampling = recommended(self.facts, self.path)  # what holds where nobody says otherwise, and who says so
-        self.plan: Plan = self._planner.plan(self.facts, self.path)  # what runs how, in bytes, with reasons
+        self.sampling = recommended(self.facts, self.path)  # default parameters and their sources
+        self.plan: Plan = self._planner.plan(self.facts, self.path)
         if not self.plan.fits:
             raise self.plan.error(self.name)
         self._kept = KeptWeights(self._checkpoint, self.plan, self.options.packed_store)
-        # as stored, or what the linear layers became while loading
+        # as stored, or the format that the linear layers are quantized to while loading
         self.weight_format = self.plan.quant or self.facts.stored_format
         flaw = self.facts.predictor_flaw if self.plan.speculation == "auto" else ""
-        self._doubts = tuple(filter(None, (self._checkpoint.doubt, self._checkpoint.unread, flaw)))
+        self._model_warnings = tuple(filter(None, (self._checkpoint.doubt, self._checkpoint.unread, flaw)))
         self._template: ChatTemplate | None = None
         self._engine: Engine | None = None
         self._sleeping: SleepingWeights | SleepingRanks | None = None
         self._meter: PowerMeter | None = None
-        self.keeps_pace = False  # whether the pace of its answers is kept for the next plan
-        self.keeps_weights = True  # whether `close` waits for repacked weights that no idle moment was left to write
+        self.keeps_pace = False  # whether `close` records the decode speed for the next plan
+        self.keeps_weights = True  # whether `close` writes repacked weights that no idle time was left for
         try:
-            with self._naming():
+            with self._explained_errors():
                 self._start()
         except BaseException:
             self.close()
@@ -107,7 +108,7 @@ class LoadedModel(AdaptedModel):
     # --- loading -----------------------------------------------------------------------------------------------------
 
     def _find(self, name: str, offline: bool, cancel: threading.Event | None) -> tuple[Path, str]:
-        """(the files of a name, downloaded if need be, and as what they were pulled)"""
+        """Return (the model's path, downloaded if needed; its name for `localllm pull`)."""
         self._notify(LoadProgress("resolve", detail=name))
         if os.sep in name or name.endswith(".gguf") or name.startswith((".", "~")):
             path = Path(name).expanduser()
@@ -124,7 +125,7 @@ class LoadedModel(AdaptedModel):
         ), resolved.pulled_as
 
     def _find_draft(self, offline: bool, cancel: threading.Event | None) -> Draft | None:
-        """The model that guesses tokens for this one, if the options name one; the plan counts it."""
+        """The draft model, if the options name one; the plan includes it."""
         from localllm.llm.draft import Draft, check_head, is_wanted
 
         check_head(self.options, self.facts, self.name)
@@ -135,8 +136,8 @@ class LoadedModel(AdaptedModel):
         return found
 
     @contextmanager
-    def _naming(self) -> Iterator[None]:
-        """Damage found anywhere while loading or asking names the model's file and the command that repairs it."""
+    def _explained_errors(self) -> Iterator[None]:
+        """Add the model's file and the repair command to BadModelFile errors, and explain device errors."""
         try:
             yield
         except BadModelFile as error:
@@ -160,12 +161,12 @@ class LoadedModel(AdaptedModel):
         from localllm.tokenizer.tokenizer_json import no_collection
 
         with no_collection():
-            text = ThreadPoolExecutor(1).submit(load_tokenizer, self._checkpoint)  # beside imports
+            text = ThreadPoolExecutor(1).submit(load_tokenizer, self._checkpoint)  # overlaps with imports
             self._notify(LoadProgress("import"))
             device = self._claim_device()
             self.tokenizer: Tokenizer = text.result()
             if self._owns_process:
-                gc.freeze()  # what was imported stays: to look through it takes 0.15 s
+                gc.freeze()  # imported objects stay for good, and scanning them takes 0.15 s
         if self._draft is not None:
             self._draft.check(self.tokenizer, self.name)
         if self.tokenizer.chat_template and not self.facts.pooling:
@@ -183,10 +184,10 @@ class LoadedModel(AdaptedModel):
         self._notify(LoadProgress("ready", detail=self.run_summary))
 
     def _claim_device(self) -> torch.device:
-        """Import torch and settle which threads and which card it uses."""
+        """Import torch and set up the threads and the GPU it uses."""
         if self.plan.device != "cpu":
-            os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # as the plan numbers cards
-        # in a thread of its own: torch keeps an error of its import, with it the frames of who called, and this model
+            os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # the plan numbers GPUs in this order
+        # in a separate thread: torch keeps an import error alive, and with it the caller's frames and this model
         fast = self._owns_process and self.plan.device == "cpu"
         ThreadPoolExecutor(1).submit(import_fast if fast else lambda: import_module("torch")).result()
         import torch
@@ -206,7 +207,7 @@ class LoadedModel(AdaptedModel):
             claim_card(self.plan.device, self.machine)
             check_room(self.plan, self.machine, machine())
             if said := trouble(self._card.index):
-                self._doubts += (f"{self._card.name}: {said}",)
+                self._model_warnings += (f"{self._card.name}: {said}",)
         return device
 
     def _load_weights(self, device: torch.device) -> None:
@@ -236,25 +237,25 @@ class LoadedModel(AdaptedModel):
             progress=self._on_weights,
             packed=packed,
         )
-        read = 0 if packed is None else packed.read_bytes  # weights that are in memory already
+        read = 0 if packed is None else packed.read_bytes  # weights already in memory
         Neighbours.changes += 1
         self._since = Neighbours.changes
         self._selftest, self._base_bytes = options.selftest, rss_anon_bytes() - read
         if device.type == "cuda" and self._selftest is not None and not self._selftest.records.items():
-            self._notify(LoadProgress("compile", detail="kernels for this card, once; up to a minute"))
+            self._notify(LoadProgress("compile", detail="kernels for this GPU, once; up to a minute"))
         self._model: Model = load(self._checkpoint, options, self.plan)
         self.adapters = self._no_adapters()
         self._drafter = (
             self._draft.load(options, self.facts) if self._draft is not None and self.plan.num_drafts else None
         )
         serve_torch(self._model.kernels, self.plan.threads)
-        if not self.plan.host_experts:  # those are read anew when they change their places
-            self._checkpoint.close()  # nothing reads the files from here on
+        if not self.plan.host_experts:  # experts in host memory are read again when their placement changes
+            self._checkpoint.close()  # the files are not read again
         if self._draft is not None:
             self._draft.close()
 
     def _start_engine(self) -> None:
-        """An engine with empty pages over the loaded weights."""
+        """Start an engine with empty pages for the loaded weights."""
         from localllm.boot.boot import Boot
 
         assert self._selftest is not None
@@ -278,7 +279,7 @@ class LoadedModel(AdaptedModel):
         self.boot.start()
 
     def _keep_on_disk(self, engine: Engine) -> None:
-        """Where the options say so, what is computed is found again by the next process, and after a sleep."""
+        """If the options ask for it, keep computed pages on disk for the next process and for after a sleep."""
         if self.options.kv_store and self.plan.prefix_cache and not self.facts.pooling:
             from localllm.llm.kept import page_files
 
@@ -286,7 +287,7 @@ class LoadedModel(AdaptedModel):
             engine.keep_on_disk(page_files(*parts, self.options.kv_store))
 
     def _on_weights(self, done: int, total: int) -> None:
-        """Tell of every whole percent, not of every tensor."""
+        """Report progress once per percent, not once per tensor."""
         percent = 100 * done // max(total, 1)
         if percent > self._percent or done == total:
             self._percent = percent
@@ -296,11 +297,11 @@ class LoadedModel(AdaptedModel):
 
     @property
     def engine(self) -> Engine:
-        """The running engine. Raises ConfigError asleep, and after `close()`."""
+        """The running engine. Raises ConfigError while asleep and after `close()`."""
         if self._engine is None and "_model" in self.__dict__:
-            raise ConfigError("this LLM is asleep", "call its wake() first")
+            raise ConfigError("this LLM is asleep", "call wake() first")
         if self._engine is None:
-            raise ConfigError("this LLM is closed", "make a new one")
+            raise ConfigError("this LLM is closed", "create a new one")
         return self._engine
 
     @property
@@ -310,7 +311,7 @@ class LoadedModel(AdaptedModel):
 
     @property
     def run_summary(self) -> str:
-        """What is running, in one line."""
+        """The run summary, in one line."""
         from localllm.boot.boot import kernel_words
         from localllm.plan.quality import rounding_words
 
@@ -327,11 +328,11 @@ class LoadedModel(AdaptedModel):
 
     @property
     def image_tokens(self) -> int:
-        """Tokens that an image takes at most; 0: the model reads text only."""
+        """Maximum tokens per image; 0 for a text-only model."""
         return 0 if self.facts.vision is None else self.facts.vision.tokens
 
     def state(self) -> Facts:
-        """Plain data for status lines: of the plan, and the engine's counters by their names."""
+        """Plain data for status lines: facts of the plan and the engine's counters."""
         stats, plan, store = self.stats(), self.plan, self.engine.store
         kept = "" if store is None else store.files.note, self._kept.note
         return Facts(
@@ -353,12 +354,12 @@ class LoadedModel(AdaptedModel):
             embeds=bool(self.facts.pooling),
             times_kernels=self.boot.is_tuning,
             sampling=tuple((name, value, why) for name, (value, why) in self.sampling.items()),
-            warnings=(*plan.warnings, *self._doubts, *self.boot.warnings, *filter(None, kept)),
+            warnings=(*plan.warnings, *self._model_warnings, *self.boot.warnings, *filter(None, kept)),
             **{f.name: getattr(stats, f.name) for f in fields(Facts) if hasattr(stats, f.name)},
         )
 
     def live_state(self) -> Facts:
-        """The same with what the process or its share of the card holds now, and what the card draws."""
+        """`state` with the memory currently held by the process or on the GPU, and the GPU's power draw."""
         from localllm.device import rss_anon_bytes
         from localllm.device.nvml import PowerMeter
 
@@ -376,12 +377,12 @@ class LoadedModel(AdaptedModel):
 
     @property
     def is_awake(self) -> bool:
-        """Whether there is an engine: False asleep and after `close`."""
+        """True while there is an engine: False when asleep and after `close`."""
         return self._engine is not None
 
     @property
     def is_dead(self) -> bool:
-        """Whether the engine stopped by itself."""
+        """True if the engine has stopped after a failure."""
         return self._engine is not None and self._engine.is_dead
 
     @property
@@ -390,16 +391,16 @@ class LoadedModel(AdaptedModel):
 
     @property
     def why_dead(self) -> str:
-        """Why the engine stopped by itself, and what the driver says of its card."""
+        """Why the engine stopped, and any problem the driver reports for its GPU."""
         from localllm.device.trouble import trouble
 
         said = "" if self._engine is None else self._engine.failure
         return "; ".join(filter(None, (said, "" if self.plan.device == "cpu" else trouble(self._card.index))))
 
     def is_stalled(self, least_s: float) -> bool:
-        """Whether the present step takes longer than `least_s`, and than steps of this model ever take.
+        """True if the current step has run for more than `least_s` and three times the longest step seen or expected.
 
-        Until one was seen, a full prefill step is taken to last as long as decoding a tenth of its tokens.
+        A full prefill step is expected to take as long as decoding a tenth of its tokens.
         """
         engine = self._engine
         if engine is None or (age := engine.step_age_s) <= least_s:
@@ -409,19 +410,19 @@ class LoadedModel(AdaptedModel):
 
     @property
     def resident_bytes(self) -> int:
-        """What weights and pages take now."""
+        """Bytes held by weights and pages now."""
         return self.boot.weight_bytes + (self._kv_bytes if self.is_awake else 0)
 
     def sleep(self) -> None:
-        """Give the pages back, and on a GPU the weights' memory, too: they wait in host memory. Ends all requests.
+        """Free the pages and, on a GPU, move the weights to host memory. Ends all requests.
 
-        With `engine.kv_store` the pages come back from the disk.
+        With `engine.kv_store`, pages are restored from disk after waking.
         """
         engine, self._engine = self._engine, None
         if engine is None:
             return
         engine.close()
-        del engine  # what it holds is given back to the card below
+        del engine  # its GPU memory is freed below
         self._tell_neighbours()
         self.boot.release()
         self.adapters.clear()
@@ -432,13 +433,13 @@ class LoadedModel(AdaptedModel):
 
     @staticmethod
     def _tell_neighbours() -> None:
-        """Memory of this process was given back."""
+        """Tell other models in this process that memory was freed."""
         from localllm.boot.profile import Neighbours
 
         Neighbours.changes += 1
 
     def wake(self) -> None:
-        """Be ready again after `sleep`. Raises OutOfMemory when the memory is taken."""
+        """Restore the model after `sleep`. Raises OutOfMemory when the memory is no longer free."""
         if self._engine is not None:
             return
         if self._sleeping is not None:
@@ -469,7 +470,7 @@ class LoadedModel(AdaptedModel):
         had_model, loaded = model is not None, None
         if had_model:
             self._tell_neighbours()
-        del engine, boot, model, drafter  # what they hold is given back to the card
+        del engine, boot, model, drafter  # frees their GPU memory
         if had_model and self.plan.device != "cpu":
             from localllm.models.sleep import free_cached
 

@@ -1,4 +1,4 @@
-"""The models of this machine, as a chat offers them: which there are, which is taken without a name."""
+"""The model choices of a chat: the local models, and the default model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from localllm.interface import ModelChoice
 
 
 def model_choices(options: EngineOptions, ctx: int | None = None) -> list[ModelChoice]:
-    """The models on this machine, then those of the catalogue; `ctx` is the window to judge them by."""
+    """List the models on this machine, then those in the catalog; `ctx` is the context length to judge them by."""
     from localllm.plan import choices
     from localllm.plan.planner import Planner
 
@@ -17,7 +17,7 @@ def model_choices(options: EngineOptions, ctx: int | None = None) -> list[ModelC
 
 
 def default_model(options: EngineOptions) -> str:
-    """The model a chat without a name gets: used last, else the best one here, else the starter."""
+    """The default model for a chat: the one used last, else the best local one, else the starter."""
     from localllm.plan import fit
     from localllm.plan.planner import Planner
 
@@ -25,7 +25,7 @@ def default_model(options: EngineOptions) -> str:
 
 
 def find(options: EngineOptions, name: str, *, offline: bool = False) -> str:
-    """The full name of the model that a name stands for. Raises ModelNotFound, DoesNotFit, DownloadError."""
+    """Resolve a name to the model's full name. Raises ModelNotFound, DoesNotFit, DownloadError."""
     from localllm.plan import fit
     from localllm.plan.planner import Planner
 
@@ -33,7 +33,7 @@ def find(options: EngineOptions, name: str, *, offline: bool = False) -> str:
 
 
 def remember_model(name: str) -> None:
-    """The model that was used last."""
+    """Record the model as the one used last."""
     from localllm import hub
 
     hub.remember_model(name)

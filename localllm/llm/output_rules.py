@@ -1,8 +1,8 @@
-"""What an answer must be and how it is taken apart: `OutputRules.spec` before a request, for the facade and the server.
+"""Rules for a request's output: `OutputRules.spec` builds them for the facade and the server.
 
-It puts together what the chat template says of reasoning and tools, what was asked for (`Constraint`, `ToolUse`), and
-what the vocabulary allows: a token mask for the engine, a splitter for the text. Compiling may take two seconds: never
-call `spec` with a constraint or tools in an event loop.
+Combines the chat template's reasoning and tool formats, the request's `Constraint` and `ToolUse`, and the vocabulary
+into a token mask for the engine and a splitter for the text. Compiling can take two seconds: never call `spec` with a
+constraint or tools in an event loop.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_TAIL_TOKENS = 16  # of the prompt, in which an opening tag of reasoning is looked for
+_TAIL_TOKENS = 16  # last tokens of the prompt that are searched for an opening reasoning tag
 
 
 class OutputRules:
-    """One model's. Safe to share between threads."""
+    """The output rules of one model. Safe to share between threads."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, width: int) -> None:
-        """Builds nothing yet. `width` is that of the model's logits, in ids."""
+        """Build nothing yet. `width` is the number of logits."""
         self._tokenizer = tokenizer
         self._template = template
         self._width = width
 
-    # --- what the model can ------------------------------------------------------------------------------------------
+    # --- what the model supports -------------------------------------------------------------------------------------
 
     @cached_property
     def support(self) -> ToolSupport:
-        """What the chat template can do with tools; tried at the first look, some 50 ms."""
+        """The chat template's tool support; probed on first access, which takes about 50 ms."""
         return NO_TEMPLATE if self._template is None else check_tools(self._template, self._tokenizer)
 
     @property
@@ -62,20 +62,20 @@ class OutputRules:
 
     @cached_property
     def compiler(self) -> Compiler:
-        """Two threads that ask first at the same time may each get one: they give the same masks."""
+        """The grammar compiler. Two threads that race for the first access may get one each, with equal masks."""
         from localllm.grammar import Compiler
 
         return Compiler(self._tokenizer, self._width, "" if self._template is None else self._template.chosen([]))
 
     def prepare(self) -> None:
-        """Build what the first constrained request would wait for: for servers, while they load."""
+        """Build in advance what the first constrained request needs; servers call this while loading."""
         _ = self.support
         self.compiler.prepare()
 
     def conversation(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
     ) -> tuple[Sequence[Mapping[str, Any]], list[dict[str, Any]] | None]:
-        """Messages and tools as the template takes them."""
+        """Convert messages and tools to the form the template expects."""
         has_calls = any("tool_calls" in message or message.get("role") in ("tool", "function") for message in messages)
         is_plain = not tools and not has_calls
         if not is_plain and not self.support.native:
@@ -96,14 +96,16 @@ class OutputRules:
         constraint: Constraint | None = None,
         tool_use: ToolUse | None = None,
     ) -> OutputSpec:
-        """`chat`: the prompt is a rendered conversation, whose answer has reasoning and calls.
+        """Build the output rules of one request.
 
-        Raises InvalidConstraint for what cannot be enforced, its `param` the request's field; InvalidRequest for tools
-        that this model cannot use.
+        chat   the prompt is a rendered conversation, so the answer may contain reasoning and tool calls
+
+        Raises InvalidConstraint, with the request field as `param`, for a constraint that cannot be enforced, and
+        InvalidRequest for tools that this model cannot use.
         """
         if not chat or self._template is None:
             if tool_use is not None:
-                raise InvalidRequest("tools need a chat template, this is a base model", "leave the tools out")
+                raise InvalidRequest("tools need a chat template, and this is a base model", "leave out the tools")
             if constraint is None:
                 return OutputSpec(continuing=not chat)
             from localllm.grammar import source_of
@@ -126,16 +128,16 @@ class OutputRules:
             return None
         if not self.support.works:
             why = f"this model's chat template cannot use tools: {self.support.note}"
-            raise InvalidRequest(why, "leave the tools out", param="tools")
+            raise InvalidRequest(why, "leave out the tools", param="tools")
         return tool_use
 
     def _reasoning(self, tags: tuple[str, str] | None, tail: str, final: str) -> Reasoning | None:
-        """What comes before a constrained answer."""
+        """The reasoning that precedes a constrained answer, or None."""
         from localllm.grammar import Reasoning
 
         if final:
             return Reasoning("", final, must=True)
-        if tags is None or tail.rstrip().endswith(tags[1]):  # the prompt has closed it: no thinking
+        if tags is None or tail.rstrip().endswith(tags[1]):  # the prompt has already closed the reasoning
             return None
         open_id = self._tokenizer.token_to_id(tags[0])
         return Reasoning(*tags, opened=tail.rstrip().endswith(tags[0]), open_id=open_id)
@@ -176,7 +178,7 @@ class OutputRules:
         reasoning: Reasoning | None,
         opening: str,
     ) -> tuple[TokenMask | None, bool]:
-        """The mask, and whether it keeps calls valid."""
+        """Return the token mask, and whether it guarantees valid tool calls."""
         if constraint is None and tools is None:
             return None, False
         from localllm.grammar import AfterReasoning, ToolTriggers

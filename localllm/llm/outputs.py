@@ -1,7 +1,7 @@
-"""The events of one request -> text: an `OutputDelta` a step while it runs, a `RequestOutput` at the end.
+"""Turns the events of a request into text: one `OutputDelta` per step, and a `RequestOutput` at the end.
 
-Nothing here decides where an answer ends: the engine does (through `StopCheck`, which has then decoded the ids, too);
-this turns the other ids into text, and splits reasoning and tool calls from content.
+The engine decides where an answer ends (with stop strings through `StopCheck`, which also decodes the ids). This module
+decodes all other ids and splits reasoning and tool calls from content.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class OutputSpec:
-    """How one request is answered; made by `OutputRules.spec`.
+    """Rules for the output of one request; made by `OutputRules.spec`.
 
-    mask          which tokens may come next; forked for every request
-    new_splitter  makes what takes the text of one answer apart
-    continuing    the text goes on from the prompt's, so a first word keeps its leading space
-    keep_ids      control tokens that are shown all the same
+    mask          the tokens allowed next; forked for every request
+    new_splitter  creates the splitter for one answer's text
+    continuing    the text continues the prompt, so the first word keeps its leading space
+    keep_ids      control tokens that are kept in the text
     """
 
     mask: TokenMask | None = None
@@ -39,10 +39,10 @@ class OutputSpec:
 
 @dataclass(slots=True)
 class OutputDelta:
-    """A step of answer number `index`: new text by kind. The last one of an answer has a `finish_reason`.
+    """One step of answer number `index`: new text by kind. The last delta of an answer has a `finish_reason`.
 
     parts  (kind, text), kind content | reasoning | tool_call; the text of a tool_call is the JSON of a delta: {"index",
-           "id", "name", "arguments"}, id and name in the first of an index, arguments a piece of JSON text
+           "id", "name", "arguments"}, id and name only in the first of an index, arguments a piece of JSON text
     """
 
     index: int
@@ -56,7 +56,7 @@ class OutputDelta:
     usage: Usage | None = None
     timing: Timing | None = None
     error: LocalLLMError | None = None
-    cached_tokens: int | None = None  # of the prompt, from the prefix cache; in the first delta
+    cached_tokens: int | None = None  # prompt tokens from the prefix cache; only in the first delta
 
     @property
     def text(self) -> str:
@@ -65,7 +65,7 @@ class OutputDelta:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One finished answer. `tool_calls` are {"id", "name", "arguments"} each, arguments as JSON text."""
+    """One finished answer. Each of `tool_calls` is {"id", "name", "arguments"}, arguments as JSON text."""
 
     index: int
     text: str = ""
@@ -121,7 +121,7 @@ class RequestOutput:
 
 
 def add_tool_call(calls: list[dict[str, str]], delta: Mapping[str, Any]) -> None:
-    """Add a delta to the calls it belongs to."""
+    """Add a tool call delta to the call it belongs to."""
     while len(calls) <= int(delta["index"]):
         calls.append({"id": "", "name": "", "arguments": ""})
     call = calls[int(delta["index"])]
@@ -131,7 +131,7 @@ def add_tool_call(calls: list[dict[str, str]], delta: Mapping[str, Any]) -> None
 
 
 def add_usage(total: Usage, one: Usage) -> Usage:
-    """The prompt counts once, the answers add up."""
+    """Sum the usage of several answers; the prompt counts once."""
     return Usage(
         one.prompt_tokens,
         max(total.cached_tokens, one.cached_tokens),
@@ -141,7 +141,7 @@ def add_usage(total: Usage, one: Usage) -> Usage:
 
 
 class OutputProcessor:
-    """The ids of one request's answers -> text by kind; with stop strings `stop_check` decodes, in the engine."""
+    """Turns the ids of a request's answers into text by kind; with stop strings, `stop_check` decodes in the engine."""
 
     def __init__(self, tokenizer: Tokenizer, spec: OutputSpec, params: SamplingParams = SamplingParams()) -> None:
         n, stops = params.n, (params.stop, params.min_tokens, params.include_stop)
@@ -150,7 +150,7 @@ class OutputProcessor:
         self._detokenizers = [detokenizer.fork() for _ in range(n)]
         self._splitters = [spec.new_splitter() if spec.new_splitter else None for _ in range(n)]
         self._num_reasoning_tokens = [0] * n
-        self._num_unshown = [0] * n  # tokens whose text waits: half a character, perhaps a tag
+        self._num_unshown = [0] * n  # tokens whose text is held back: an incomplete character, or perhaps a tag
 
     def take(self, event: TokenEvent) -> OutputDelta:
         index, last = event.index, event.finish_reason is not None
@@ -178,7 +178,7 @@ class OutputProcessor:
         )  # fmt: skip
 
     def listener(self, tell: Callable[[OutputDelta], None], abort: Callable[[], None]) -> Callable[[TokenEvent], None]:
-        """What hands every event on as a delta; text that cannot be made ends its answer, and says so."""
+        """Make a listener that passes events on as deltas; an answer that cannot be decoded ends with an error."""
         failed: set[int] = set()
 
         def on_event(event: TokenEvent) -> None:
@@ -187,9 +187,9 @@ class OutputProcessor:
             try:
                 delta = self.take(event)
             except Exception:
-                log.exception("an answer could not be turned into text")
+                log.exception("an answer could not be decoded to text")
                 failed.add(event.index)
-                error = InternalError("the answer could not be turned into text", "see the log")
+                error = InternalError("the answer could not be decoded to text", "see the log")
                 delta = OutputDelta(event.index, finish_reason=FinishReason.ERROR, error=error)
                 abort()
             tell(delta)
@@ -198,7 +198,7 @@ class OutputProcessor:
 
 
 class ResponseStream:
-    """A request in flight, as its caller sees it: iterate its deltas, or wait for the `RequestOutput`."""
+    """The caller's handle on a running request: iterate over its deltas, or wait for the `RequestOutput`."""
 
     def __init__(self, stream: Any, processor: OutputProcessor) -> None:
         self._stream = stream
@@ -216,11 +216,11 @@ class ResponseStream:
                 self.abort()
 
     def abort(self) -> None:
-        """End it now; the last deltas say "abort"."""
+        """End the request now; the last deltas have the finish reason "abort"."""
         self._stream.abort()
 
     def answer(self) -> RequestOutput:
-        """Wait for the end. Raises the error if it failed; ends the request if the wait is interrupted."""
+        """Wait for the result. Raises the request's error; aborts the request if the wait is interrupted."""
         output = RequestOutput(self.prompt_token_ids, self.n)
         try:
             for event in self._stream.gathered():

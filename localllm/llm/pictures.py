@@ -1,6 +1,6 @@
-"""Images of a conversation: read within limits, and put where the template places them in the prompt.
+"""Images in a conversation: decoded within limits and placed in the prompt where the template marks them.
 
-They come as data: URLs; nothing is fetched. What the header says is checked before anything is decoded.
+Images arrive as data: URLs; nothing is fetched. The header is checked before anything is decoded.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
     from localllm.tokenizer.tokenizer import Tokenizer
 
-MAX_BYTES = 20 << 20  # of a file
+MAX_BYTES = 20 << 20  # per file
 _DATA = re.compile(r"data:image/[\w.+-]{1,40};base64,")
 
 
 def take_images(
     messages: Sequence[Mapping[str, Any]], vision: ImageFacts | None, max_context: int
 ) -> tuple[Sequence[Mapping[str, Any]], list[np.ndarray]]:
-    """Messages as templates take them, and the pixels of their images in order.
+    """Return the messages in the form templates expect, and the pixels of their images in order.
 
-    Raises InvalidRequest, its `param` the part, for an image to a model that reads text, and for one that is not read.
+    Raises InvalidRequest, with the content part as `param`, if the model does not take images or an image is invalid.
     """
     found = [
         (number, at, part)
@@ -45,9 +45,9 @@ def take_images(
     if vision is None:
         number, at, _ = found[0]
         raise InvalidRequest(
-            "Content of type 'image_url' is not supported: this model reads text",
-            "use Gemma 3 or 4, Qwen2.5-VL, Qwen3-VL, Qwen3.5, Mistral 3 or 4: safetensors with its tower, or GGUF with"
-            " an mmproj file beside it (localllm show MODEL says what is wrong with one)",
+            "Content of type 'image_url' is not supported: this model reads text only",
+            "use Gemma 3 or 4, Qwen2.5-VL, Qwen3-VL, Qwen3.5, or Mistral 3 or 4: safetensors with the vision tower, or"
+            " a GGUF with an mmproj file next to it (`localllm show MODEL` reports problems with an mmproj file)",
             param=f"messages[{number}].content[{at}]",
         )
     _check_room(len(found), len(found) * vision.least_tokens, max_context)
@@ -56,7 +56,8 @@ def take_images(
     for number, at, part in found:
         where = f"messages[{number}].content[{at}]"
         if messages[number].get("role") != "user":
-            raise InvalidRequest("an image stands in a message that is not the user's", "put it there", param=where)
+            what = "an image is in a message whose role is not 'user'"
+            raise InvalidRequest(what, "move it to a user message", param=where)
         url = part["image_url"].get("url") if isinstance(part.get("image_url"), Mapping) else part.get("image_url")
         pixels.append(read_image(decoded(url, where), vision, where))
         height, width, _ = pixels[-1].shape
@@ -73,7 +74,7 @@ def take_images(
 def _check_room(count: int, tokens: int, max_context: int) -> None:
     if tokens > max_context:
         raise ContextTooLong(
-            f"{count} images are {tokens:,} tokens, the context window holds {max_context:,}",
+            f"{count} images take {tokens:,} tokens; the context window holds {max_context:,}",
             "send fewer images, or start with a larger --ctx",
             context={"prompt_tokens": tokens, "max_context": max_context},
             param="messages",
@@ -81,11 +82,11 @@ def _check_room(count: int, tokens: int, max_context: int) -> None:
 
 
 def decoded(url: Any, where: str) -> bytes:
-    """The file in a data: URL. Raises InvalidRequest."""
+    """Decode the file in a data: URL. Raises InvalidRequest."""
     match = _DATA.match(url) if isinstance(url, str) else None
     if match is None:
         raise InvalidRequest(
-            "an image must be a data: URL (data:image/png;base64,...): nothing is fetched",
+            "an image must be a data: URL (data:image/png;base64,...); nothing is fetched",
             "put the image into the request", param=where,
         )  # fmt: skip
     if (len(url) - match.end()) * 3 // 4 > MAX_BYTES:
@@ -97,15 +98,15 @@ def decoded(url: Any, where: str) -> bytes:
 
 
 def read_image(data: bytes, vision: ImageFacts, where: str = "image") -> np.ndarray:
-    """A file's first image as uint8 [height, width, 3], of the size that the tower takes.
+    """Read a file's first image as uint8 [height, width, 3], resized for the vision tower.
 
-    Raises what `open_image` raises, and InvalidRequest for one that the tower cannot take.
+    Raises the errors of `open_image`, and InvalidRequest for an image the tower cannot take.
     """
     _, upright = open_image(data, where)
     try:
         size = vision.fitted(*upright.size)
     except ValueError as error:
-        raise InvalidRequest(str(error), "cut it into parts", param=where) from None
+        raise InvalidRequest(str(error), "split the image into parts", param=where) from None
     import numpy as np
     from PIL import Image
 
@@ -115,8 +116,8 @@ def read_image(data: bytes, vision: ImageFacts, where: str = "image") -> np.ndar
 def encode_with_images(
     tokenizer: Tokenizer, rendered: RenderedPrompt, vision: ImageFacts, pixels: Sequence[np.ndarray]
 ) -> PromptTokens:
-    """As `encode_chat`, with each image's tokens where the template has put its mark."""
-    ids = encode_chat(tokenizer, _opened(tokenizer, rendered, vision, len(pixels)))
+    """Like `encode_chat`, with each image's tokens in place of the template's marker."""
+    ids = encode_chat(tokenizer, _with_image_tokens(tokenizer, rendered, vision, len(pixels)))
     made = PromptTokens()
     images: list[PromptImage] = []
     for token in ids:
@@ -133,8 +134,13 @@ def encode_with_images(
     return made
 
 
-def _opened(tokenizer: Tokenizer, rendered: RenderedPrompt, vision: ImageFacts, count: int) -> RenderedPrompt:
-    """The prompt with one image token, and what belongs around it, for every mark that is the template's own."""
+def _with_image_tokens(
+    tokenizer: Tokenizer, rendered: RenderedPrompt, vision: ImageFacts, count: int
+) -> RenderedPrompt:
+    """Replace each of the template's image markers with one image token and the tokens around it.
+
+    A marker inside message text is left as text.
+    """
     mark = tokenizer.decode([vision.mark], skip_special=False)
     places = [
         match.span()
@@ -143,7 +149,7 @@ def _opened(tokenizer: Tokenizer, rendered: RenderedPrompt, vision: ImageFacts, 
     ]
     if len(places) != count:
         raise InvalidRequest(
-            f"the model's template places {len(places)} of {count} images", "use a chat template that knows of images"
+            f"the model's template places {len(places)} of {count} images", "use a chat template that supports images"
         )
     placed = (one if isinstance(one, str) else tokenizer.decode([one], skip_special=False) for one in vision.placed)
     full, pieces, at = "".join(placed), [], 0

@@ -1,4 +1,4 @@
-"""How a model is sampled when nobody says otherwise: its files' values, its vendor's, else those of this program."""
+"""Default sampling parameters: from the model's files, else from the vendor's model card, else built in."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ if TYPE_CHECKING:
 USUAL: Mapping[str, float] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 CUTS = ("top_k", "top_p", "min_p")
 
-Recommended = dict[str, tuple[Any, str]]  # name of a parameter -> its value, and who says so
+Recommended = dict[str, tuple[Any, str]]  # parameter name -> (value, source)
 
 
 def recommended(facts: ModelFacts, path: Path) -> Recommended:
-    """The sampling of a model whose files lie at `path`.
+    """Return the default sampling parameters of the model at `path`.
 
-    A file's value wins over the vendor's. The cuts belong together: one that is stated leaves those that are not off.
+    A value in the files overrides the vendor's. If any of top_k, top_p and min_p is recommended, the built-in defaults
+    of the other two do not apply.
     """
     place = "generation_config.json" if path.is_dir() else "GGUF metadata"
     found: Recommended = {key: (value, place) for key, value in facts.sampling_defaults.items()}
@@ -40,7 +41,7 @@ _ORDER = list(RANGES)
 
 
 def _vendor(name: str, path: Path) -> Mapping[str, Any]:
-    """The row of a model: by what its file calls it, by its file or folder, by the repository of the hub's cache."""
+    """Find a model's row by its hub repository, its file or folder name, or the name in its metadata."""
     repos = [part.removeprefix("models--") for part in path.parts if part.startswith("models--")]
     names = [re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") for text in (*repos, path.stem, name)]
     for row in _rows():

@@ -1,4 +1,4 @@
-"""torch on its way into memory: its largest library beside other imports, and of its modules those that are needed."""
+"""Faster torch import: preloads its largest library in a thread and skips a module that is not needed."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 
-LEFT_OUT = "torch._meta_registrations"  # shapes of what operators give for tensors without data: 0.42 s of 1.47
-FAST = "2.13."  # versions of torch that were seen to work without; what needs it there is a `torch.Generator`
+LEFT_OUT = "torch._meta_registrations"  # operator shapes for meta tensors: 0.42 s of the import's 1.47 s
+FAST = "2.13."  # torch versions tested without it; only `torch.Generator` needs it there
 
 
 def load_library() -> None:
-    """0.24 s without the interpreter's lock. What is wrong with the library will show when torch is imported."""
+    """Load torch's CPU library: 0.24 s without the GIL. Errors are left to the later import of torch."""
     found = find_spec("torch")
     load = ctypes.CDLL(None).dlopen
     load.argtypes, load.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
-    for folder in (found.submodule_search_locations or ()) if found else ():  # as torch does it, in this order
+    for folder in (found.submodule_search_locations or ()) if found else ():  # in torch's own order
         if load(os.fsencode(f"{folder}/lib/libtorch_global_deps.so"), os.RTLD_NOW | os.RTLD_GLOBAL):
             load(os.fsencode(f"{folder}/lib/libtorch_cpu.so"), os.RTLD_NOW)
 
 
 def import_fast() -> None:
-    """Import torch without `LEFT_OUT`, which who asks for it later imports. For processes that run our code only."""
-    from importlib.metadata import version  # with what reads mail: too much for the first frame of a chat
+    """Import torch without `LEFT_OUT`, which a later import can still load. For processes that run only our code."""
+    from importlib.metadata import version  # imports the email package, too slow before a chat's first frame
 
     if "torch" in sys.modules or not version("torch").startswith(FAST):
         import_module("torch")

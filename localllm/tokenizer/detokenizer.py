@@ -1,8 +1,8 @@
-"""Token ids to text as they come: whole characters only, stop strings across token borders, nothing taken back.
+"""Incremental detokenization: whole characters only, stop strings across token boundaries, no text taken back.
 
-`IncrementalDetokenizer` decodes an answer's ids once and looks for its stop strings once: in the engine's thread, as
-the request's `StopCheck`, where there are stop strings; else where the answer is read. It costs O(1) amortised per
-character and stop string, and the text does not depend on how the ids were cut into pieces.
+`IncrementalDetokenizer` decodes an answer's ids and searches for its stop strings once: in the engine's thread, as the
+request's `StopCheck`, if there are stop strings, else where the answer is read. The cost is amortized O(1) per
+character and stop string, and the text does not depend on how the ids were split into pieces.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class _Needle:
-    """One stop string and how much of it the text ends with (Knuth-Morris-Pratt): never looks back."""
+    """A stop string and how much of it the text ends with (Knuth-Morris-Pratt)."""
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.matched = 0  # characters of the stop string with which the text ends now, always less than its length
+        self.matched = 0  # characters of the stop string that the text ends with; always less than its length
         self._falls = [0] * (len(text) + 1)
         fall = 0
         for at in range(1, len(text)):
@@ -31,7 +31,7 @@ class _Needle:
             self._falls[at + 1] = fall
 
     def feed(self, piece: str) -> int | None:
-        """Take a piece of text. None, or how many of its characters were read when the stop string was first whole.
+        """Read a piece of text. Returns the position in it where the stop string first ended, or None.
 
         The whole piece is read in any case.
         """
@@ -59,14 +59,14 @@ class _Needle:
 
 
 class IncrementalDetokenizer:
-    """Ids in, text out that is safe to show: no part of a stop string, no part of a character.
+    """Turns ids into text that is safe to show: no partial stop strings and no partial characters.
 
-    At most max(len(stop)) - 1 characters wait. Without stop strings, what `push` returns is together exactly
+    At most max(len(stop)) - 1 characters are held back. Without stop strings, the concatenated results of `push` equal
     `tokenizer.decode` of all ids.
 
-    stop, min_tokens, include_stop  as in `SamplingParams`; a stop that is whole before `min_tokens` tokens is ordinary
-                                    text; of stops that end at the same character the longest counts
-    continuing                      keeps the space before the first word
+    stop, min_tokens, include_stop  as in `SamplingParams`; a stop string completed before `min_tokens` tokens is
+                                    ordinary text; if several end at the same character, the longest counts
+    continuing                      keep the space before the first word
     keep_ids                        special tokens whose text is kept
     """
 
@@ -94,14 +94,14 @@ class IncrementalDetokenizer:
         self._min_tokens, self._include_stop = min_tokens, include_stop
         self._num_tokens = self._num_chars = self._num_shown = 0
         self._waiting = ""
-        self._end: int | None = None  # how many characters of the whole text stay, once a stop string has ended it
+        self._end: int | None = None  # length of the final text, once a stop string has ended it
         self.stop_text: str | None = None  # the stop string that was found
 
     def fork(self) -> IncrementalDetokenizer:
         return self._fresh()
 
     def accept(self, token_id: int) -> bool:
-        """Take one id; an unfinished character waits for the next. Whether a stop string has ended the text."""
+        """Add one id; an incomplete character waits for the next. Returns True if a stop string has ended the text."""
         self._num_tokens += 1
         if token_id not in self._skip:
             data = self._token_bytes(token_id)
@@ -122,7 +122,7 @@ class IncrementalDetokenizer:
             self._end = end if self._include_stop else end + minus_length
 
     def take(self, last: bool = False) -> str:
-        """The new text that will not be taken back; with `last` the rest, a half character as U+FFFD."""
+        """Return the new text that is final; with `last`, all of it, with an incomplete character as U+FFFD."""
         if self._end is not None:
             count = max(self._end - self._num_shown, 0)
         elif last:
@@ -135,7 +135,7 @@ class IncrementalDetokenizer:
         return text
 
     def push(self, token_ids: Iterable[int], last: bool = False) -> str:
-        """Take ids; what `take` returns then."""
+        """Add ids and `take` the new text."""
         for token_id in token_ids:
             self.accept(token_id)
         return self.take(last)

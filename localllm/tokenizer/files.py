@@ -1,7 +1,7 @@
-"""What a checkpoint's files say about its tokenizer: `load_tokenizer(ckpt)` -> `Tokenizer`, for both containers.
+"""Loads the tokenizer of a checkpoint, for both containers: `load_tokenizer(ckpt)` -> `Tokenizer`.
 
-tokenizer.json with its companions, or the metadata of a GGUF file; chat templates are found here too, only inside the
-model's own folder and only under plain names.
+Reads tokenizer.json and its companion files, or the metadata of a GGUF file. Chat templates are also found here, only
+inside the model's own folder and only under plain names.
 """
 
 from __future__ import annotations
@@ -37,38 +37,38 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 MAX_TOKENIZER_BYTES = 128 << 20
-# quoted strings in tokenizer.json: Gemma 3 has 1.4 million, in 33 MB; a million merges cost 5 s and 0.9 GB
+# quoted strings in tokenizer.json: Gemma 3 has 1.4 million in 33 MB; a million merges take 5 s and 0.9 GB
 MAX_TOKENIZER_STRINGS = 2_000_000
 MAX_CONFIG_BYTES, MAX_CONFIG_VALUES = 16 << 20, 1 << 20
 MAX_TEMPLATE_CHARS = 1 << 20
 
-# texts of tokens that end a turn or a text
+# tokens that end a turn or a text
 _ENDS = (
     "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|calls|> <|flush|> <end_of_turn> <turn|> <|endoftext|> "
     "<|end_of_text|> <|eom_id|> <end_of_utterance> <|tool_response> <｜end▁of▁sentence｜> [e~["
 )
-# these are also ordinary markup: Gemma 3 has </s> as an HTML tag; GLM's answers end where another one's turn begins
+# only if they are control tokens: Gemma 3 has </s> as an HTML tag; GLM ends an answer with the next speaker's token
 _ENDS_IF_CONTROL = "</s> <EOT> [EOT] [EOS] <eos> <|user|> <|observation|>"
 END_TEXTS, END_TEXTS_IF_CONTROL = frozenset(_ENDS.split()), frozenset(_ENDS_IF_CONTROL.split())
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_OTHER_FILES = ("tekken.json", "tiktoken.model")  # all that Mistral's and Moonshot's repositories may have
-# ids of control tokens that no other vocabulary has there
+_OTHER_FILES = ("tekken.json", "tiktoken.model")  # Mistral's and Moonshot's repositories may have only these
+# control tokens at ids that identify a Tekken vocabulary
 TEKKEN_MARKS = {"[INST]": 3, "[/INST]": 4, "[AVAILABLE_TOOLS]": 5, "[TOOL_CALLS]": 9}
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 
 
 def load_tokenizer(ckpt: Checkpoint) -> Tokenizer:
-    """The tokenizer of an open checkpoint.
+    """Load the tokenizer of an open checkpoint.
 
-    Raises UnsupportedFormat for vocabulary types this version cannot read, by name, and BadModelFile for damaged ones.
+    Raises UnsupportedFormat naming a vocabulary type that this version cannot read, and BadModelFile for a damaged one.
     """
     return _from_gguf(ckpt.path, ckpt.metadata) if ckpt.kind == "gguf" else _from_folder(ckpt)
 
 
 def check_tokenizer(ckpt: Checkpoint) -> None:
-    """Raise what `load_tokenizer` would for a tokenizer of a kind that is not read, or that is not there.
+    """Raise the error of `load_tokenizer` for a missing or unsupported tokenizer.
 
-    A millisecond, for lists: what is wrong inside of tokenizer.json shows when it is loaded.
+    Takes a millisecond, for listing models; damage inside tokenizer.json is found only on loading.
     """
     if ckpt.kind == "gguf":
         vocabulary_kind(ckpt.path, ckpt.metadata)
@@ -109,11 +109,11 @@ def _gguf_ends(vocabulary: Vocabulary) -> list[int]:
     have = vocabulary.token_ids
     ends |= {have[text] for text in END_TEXTS if text in have}
     ends |= {have[text] for text in END_TEXTS_IF_CONTROL if text in have and vocabulary.types[have[text]] == CONTROL}
-    return [index for index in sorted(ends) if not _only_ends_a_message(vocabulary.tokens[index], have)]
+    return [index for index in sorted(ends) if not _is_not_end(vocabulary.tokens[index], have)]
 
 
-def _only_ends_a_message(text: str, have: Container[str]) -> bool:
-    """Harmony ends a message, not a turn, with `<|end|>`; Gemma 4 has `</s>` as markup."""
+def _is_not_end(text: str, have: Container[str]) -> bool:
+    """True for `<|end|>` in Harmony, which ends a message but not a turn, and `</s>` in Gemma 4, which is markup."""
     if text == "<|end|>":
         return "<|return|>" in have and "<|call|>" in have
     return text == "</s>" and "<|tool_response>" in have
@@ -135,8 +135,8 @@ def _from_folder(ckpt: Checkpoint) -> Tokenizer:
     files = ckpt.tokenizer_files
     backend = parse_backend(read_small(_tokenizer_file(ckpt), MAX_TOKENIZER_BYTES), "tokenizer.json")
     if all(backend.token_to_id(text) == index for text, index in TEKKEN_MARKS.items()):
-        # Mistral Small 3 and others were published with another regex than their vocabulary was made with: transformers
-        # warns of it, GGUF files and Mistral's own tokenizer have the right one
+        # Mistral Small 3 and others were published with a regex that does not fit their vocabulary: transformers warns
+        # about it; GGUF files and Mistral's own tokenizer have the right one
         backend.pre_tokenizer = pre_tokenizer("tekken")
     config = _read_json(files.get("tokenizer_config.json"))
     special = _read_json(files.get("special_tokens_map.json"))
@@ -145,12 +145,12 @@ def _from_folder(ckpt: Checkpoint) -> Tokenizer:
         text = _token_text(config.get(name)) or _token_text(special.get(name))
         if text is not None:
             texts[name] = text
-    control = [*texts.values(), *_more_named(config), *_more_named(special)]
+    control = [*texts.values(), *_additional_special(config), *_additional_special(special)]
     _guarded(lambda: _add_configured_tokens(backend, config, control), "tokenizer_config.json")
     bos = backend.token_to_id(texts.get("bos_token", ""))
     flag = config.get("add_bos_token")
     eos = backend.token_to_id(texts.get("eos_token", ""))
-    before, behind = _guarded(lambda: _around(backend), "tokenizer.json")
+    before, behind = _guarded(lambda: _surrounding_ids(backend), "tokenizer.json")
     if config.get("add_eos_token") is True and eos is not None and eos not in behind:
         behind = [*behind, eos]
     main, named = _folder_templates(ckpt, config)
@@ -165,8 +165,8 @@ def _from_folder(ckpt: Checkpoint) -> Tokenizer:
     )
 
 
-def _more_named(config: Mapping[str, Any]) -> list[str]:
-    """Control tokens without a name of their own, and those that a model has a name for."""
+def _additional_special(config: Mapping[str, Any]) -> list[str]:
+    """Texts of additional control tokens, unnamed ones and those with a model-specific name."""
     found: list[Any] = []
     for key in ("additional_special_tokens", "extra_special_tokens"):
         value = config.get(key)
@@ -174,8 +174,8 @@ def _more_named(config: Mapping[str, Any]) -> list[str]:
     return [text for one in found if (text := _token_text(one))]
 
 
-def _around(backend: Backend) -> tuple[list[int], list[int]]:
-    """What the post-processor puts before and behind a text."""
+def _surrounding_ids(backend: Backend) -> tuple[list[int], list[int]]:
+    """The ids that the post-processor puts before and after a text."""
     plain, whole = (backend.encode_batch(["a"], add_special_tokens=added)[0].ids for added in (False, True))
     size = len(plain)
     at = next((at for at in range(len(whole) - size + 1) if whole[at : at + size] == plain), len(whole))
@@ -186,18 +186,18 @@ def _tokenizer_file(ckpt: Checkpoint) -> Path:
     files = ckpt.tokenizer_files
     other = next((name for name in _OTHER_FILES if (ckpt.path / name).is_file()), "")
     if "tokenizer.json" not in files and other:
-        what = f"the model's tokenizer is {other}, which is not read"
-        raise UnsupportedFormat(what, "use a GGUF version of the model, or one that has a tokenizer.json")
+        what = f"the model's tokenizer is {other}, which is not supported"
+        raise UnsupportedFormat(what, "use a GGUF version of the model, or one with a tokenizer.json")
     if "tokenizer.json" not in files:
         raise UnsupportedFormat(
             f"the model has no tokenizer.json (found: {', '.join(sorted(files)) or 'no tokenizer'})",
-            "fetch what is missing (localllm pull NAME --repair), or use a GGUF version of the model",
+            "fetch the missing files (`localllm pull NAME --repair`), or use a GGUF version of the model",
         )
     return files["tokenizer.json"]
 
 
 def _folder_ends(ckpt: Checkpoint, backend: Backend, eos: int | None) -> frozenset[int]:
-    """The files' own ids, and the known names among the control tokens."""
+    """The end-of-text ids in the files, and control tokens with known end-of-text names."""
     ends = set() if eos is None else {eos}
     value = ckpt.generation_config.get("eos_token_id", ckpt.config.get("eos_token_id"))
     for index in value if isinstance(value, list) else [value]:
@@ -205,12 +205,12 @@ def _folder_ends(ckpt: Checkpoint, backend: Backend, eos: int | None) -> frozens
             ends.add(index)
     control = {token.content: index for index, token in backend.get_added_tokens_decoder().items() if token.special}
     named = (END_TEXTS | END_TEXTS_IF_CONTROL) & control.keys()
-    return frozenset(ends | {control[text] for text in named if not _only_ends_a_message(text, control)})
+    return frozenset(ends | {control[text] for text in named if not _is_not_end(text, control)})
 
 
 def _add_configured_tokens(backend: Backend, config: Mapping[str, Any], named: Iterable[str]) -> None:
-    """Make tokens what tokenizer_config.json calls them: their flags; new ones, where they continue the ids of
-    tokenizer.json; and those that are `named` for a purpose become control tokens.
+    """Apply tokenizer_config.json: set the flags of tokens, add new ones whose ids continue those of tokenizer.json,
+    and make the `named` ones control tokens.
     """
     from tokenizers import AddedToken
 
@@ -229,24 +229,24 @@ def _add_configured_tokens(backend: Backend, config: Mapping[str, Any], named: I
             tokens[text] = AddedToken(text, special=bool(entry.get("special")), **flags)
     for text in named:
         token = tokens.get(text) or known.get(text)
-        # not an ordinary word, as padding may be one ("!")
+        # not an ordinary word: padding may be one ("!")
         is_mark = len(text) > 2 and text[0] + text[-1] in ("<>", "[]")
         if token is None and is_mark and backend.token_to_id(text) is not None:
             tokens[text] = AddedToken(text, special=True, normalized=False)
         elif token is not None and not token.special:
             tokens[text] = AddedToken(text, special=True, **{name: getattr(token, name) for name in TOKEN_FLAGS})
     changed = [token for text, token in tokens.items() if text not in known or repr(token) != repr(known[text])]
-    # only those that are new must be added in their order
+    # only new tokens must be added in order
     changed.sort(key=lambda token: (backend.token_to_id(token.content) is None) * 2 or token.special)
     runs = [(special, list(run)) for special, run in groupby(changed, lambda token: token.special)]
     if len(runs) > MAX_RUNS:
-        raise BadModelFile(f"tokenizer_config.json adds {len(runs):,} runs of tokens, the limit is {MAX_RUNS}")
+        raise BadModelFile(f"tokenizer_config.json adds {len(runs):,} runs of tokens; the limit is {MAX_RUNS}")
     for special, run in runs:
         (backend.add_special_tokens if special else backend.add_tokens)(run)
 
 
 def _folder_templates(ckpt: Checkpoint, config: Mapping[str, Any]) -> tuple[str | None, dict[str, str]]:
-    """The main template and the named ones: .jinja files go before tokenizer_config.json."""
+    """The main template and the named ones; .jinja files override tokenizer_config.json."""
     files = ckpt.tokenizer_files
     main: str | None = None
     named: dict[str, str] = {}
@@ -280,9 +280,9 @@ def _named_entry(entry: Any) -> tuple[Any, Any]:
 
 
 def _plain_name(name: Any) -> str:
-    """A template's name is a plain word: it never leads to a file."""
+    """Check that a template's name is a plain word, which cannot lead to another file."""
     if not isinstance(name, str) or not _PLAIN_NAME.fullmatch(name) or ".." in name:
-        raise BadModelFile(f"{ascii(name)[:60]} is not a name for a chat template: use letters, digits, _ - .")
+        raise BadModelFile(f"{ascii(name)[:60]} is not a valid name for a chat template: use letters, digits, _ - .")
     return name
 
 
@@ -291,7 +291,7 @@ def _template(text: Any) -> str:
         raise BadModelFile("a chat template is not text")
     if len(text) > MAX_TEMPLATE_CHARS:
         limit = f"{MAX_TEMPLATE_CHARS:,}"
-        raise BadModelFile(f"a chat template has {len(text):,} characters, the limit is {limit}")
+        raise BadModelFile(f"a chat template has {len(text):,} characters; the limit is {limit}")
     return text
 
 
@@ -306,10 +306,10 @@ def _template_file(path: Path) -> str:
 
 
 def parse_backend(data: bytes, name: str) -> Backend:
-    """A tokenizer.json as a back end that neither truncates nor pads; `name` is for the error."""
+    """Parse a tokenizer.json into a back end without truncation or padding; `name` is for errors."""
     strings = data.count(b'"') // 2
     if strings > MAX_TOKENIZER_STRINGS:
-        raise BadModelFile(f"{name} holds {strings:,} strings, the limit is {MAX_TOKENIZER_STRINGS:,}")
+        raise BadModelFile(f"{name} holds {strings:,} strings; the limit is {MAX_TOKENIZER_STRINGS:,}")
     document = parsed(data)
     vet(data, document, name)
     backend = _guarded(lambda: read_backend(data, document), name)
@@ -319,7 +319,7 @@ def parse_backend(data: bytes, name: str) -> Backend:
 
 
 def _guarded(build: Callable[[], T], name: str) -> T:
-    """Run a constructor of `tokenizers`: for what it cannot accept it raises bare Exceptions, or panics."""
+    """Run a constructor of `tokenizers`, which raises bare Exceptions or panics on invalid input."""
     try:
         return build()
     except BadModelFile:

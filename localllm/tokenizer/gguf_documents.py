@@ -1,6 +1,7 @@
-"""Unigram (`t5`) and WordPiece (`bert`) vocabularies of GGUF files as the tokenizer.json that says the same.
+"""Converts Unigram (`t5`) and WordPiece (`bert`) vocabularies of GGUF files to an equivalent tokenizer.json.
 
-So the limits of other tokenizer.json files hold for them: the tables by which a unigram file rewrites text are foreign.
+This applies the checks for tokenizer.json files to them: the tables with which a unigram file rewrites text are
+untrusted.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ from localllm.checkpoint.fields import Fields
 from localllm.tokenizer.gguf_vocabulary import CONTROL, USER_DEFINED, Vocabulary
 
 MODELS = ("t5", "bert")
-MAX_WORD_CHARS = 100  # of WordPiece: a longer word is unknown
+MAX_WORD_CHARS = 100  # for WordPiece: a longer word becomes the unknown token
 _WORDS = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
 
 
 def document(path: Path, metadata: Any, vocabulary: Vocabulary) -> str:
-    """The tokenizer.json of a vocabulary of one of MODELS. Raises BadModelFile for what is missing."""
+    """Build the tokenizer.json of a vocabulary of one of MODELS. Raises BadModelFile for missing keys."""
     fields = Fields(path, metadata, "tokenizer.ggml.")
     unknown = vocabulary.ids.get("unknown", vocabulary.token_ids.get("[UNK]", vocabulary.token_ids.get("<unk>")))
     if unknown is None:
-        raise fields.fail("unknown_token_id", "is missing: the vocabulary needs a token for what it does not have")
+        raise fields.fail("unknown_token_id", "is missing: the vocabulary needs a token for unknown text")
     made = _unigram(fields, vocabulary, unknown) if vocabulary.model == "t5" else _wordpiece(vocabulary, unknown)
     added = [
         {"id": index, "content": vocabulary.tokens[index], "special": bool(vocabulary.types[index] == CONTROL)}
         for index in np.flatnonzero(np.isin(vocabulary.types, (CONTROL, USER_DEFINED))).tolist()
-        if vocabulary.tokens[index] and index != unknown  # which ordinary text may become
+        if vocabulary.tokens[index] and index != unknown  # ordinary text may become the unknown token
     ]
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     whole = {"version": "1.0", "added_tokens": [one | flags for one in added], "post_processor": None, **made}
@@ -59,7 +60,7 @@ def _unigram(fields: Fields, vocabulary: Vocabulary, unknown: int) -> dict[str, 
 
 
 def _wordpiece(vocabulary: Vocabulary, unknown: int) -> dict[str, Any]:
-    """GGUF files write `▁word` and `ing` for `word` and `##ing`: words begin with a mark, and nothing else."""
+    """GGUF files write `▁word` and `ing` for `word` and `##ing`: the mark is on the start of words instead."""
     control = set(np.flatnonzero(vocabulary.types == CONTROL).tolist()) | {unknown}
     cased = any(token.lower() != token for index, token in enumerate(vocabulary.tokens) if index not in control)
     normal = {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True, "strip_accents": None}

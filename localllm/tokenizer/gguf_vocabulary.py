@@ -1,6 +1,6 @@
-"""A GGUF file's vocabulary to a `tokenizers` back end: byte-level BPE (`gpt2`), SentencePiece BPE (`llama`), `gemma4`.
+"""Builds `tokenizers` back ends from GGUF vocabularies: byte-level BPE (`gpt2`), SentencePiece BPE (`llama`), `gemma4`.
 
-Unigram (`t5`) and WordPiece (`bert`) are `gguf_documents.py`'s.
+`gguf_documents.py` handles Unigram (`t5`) and WordPiece (`bert`).
 
 SentencePiece files hold scores instead of merges: the merges are derived once (two to three seconds for 262k tokens)
 and cached below `paths.cache_dir()`, keyed by the vocabulary.
@@ -34,40 +34,40 @@ log = logging.getLogger(__name__)
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # values of tokenizer.ggml.token_type
 
-_REFUSED = {"rwkv": "RWKV", "plamo2": "PLaMo 2", "none": "no vocabulary"}
+_UNSUPPORTED = {"rwkv": "RWKV", "plamo2": "PLaMo 2", "none": "no vocabulary"}
 _ID_NAMES = (*TOKEN_IDS, "fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep", "fim_sep")
-# tokens of Phi-3 behind which white space vanishes, as its tokenizer.json says and GGUF cannot
+# tokens of Phi-3 that strip the white space after them, as its tokenizer.json says; GGUF cannot express it
 _PHI3_STRIPS = frozenset(["<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "</s>"])
 _CACHE_VERSION = 1
-MAX_MERGE_WORK = 1 << 26  # sum of squared lengths: Gemma's 262,144 tokens come to 12 million in three seconds
+MAX_MERGE_WORK = 1 << 26  # sum of squared token lengths: Gemma's 262,144 tokens have 12 million and take three seconds
 MAX_CACHE_BYTES = 64 << 20  # Gemma's half a million merges take 7 MB
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokenizer keys of a GGUF file, checked: every id is in range, every list has one entry per token."""
+    """The checked tokenizer keys of a GGUF file: every id is in range, every list has one entry per token."""
 
     model: str
     pre: str
     tokens: list[str]
-    token_ids: dict[str, int]  # token -> id; of equal tokens the first counts
+    token_ids: dict[str, int]  # token -> id; duplicates map to the first id
     types: np.ndarray  # [num_tokens] int32: NORMAL, CONTROL, ...
     scores: np.ndarray  # [num_tokens] float64, or empty
-    merges: list[bytes]  # `left right`; none for SentencePiece, which has scores
-    # bos, eos, eot, eom, unknown, seperator, padding, mask, fim_pad, fim_rep, fim_sep -> token id, where given
+    merges: list[bytes]  # `left right`; empty for SentencePiece, which has scores
+    # bos, eos, eot, eom, unknown, seperator, padding, mask, fim_pad, fim_rep, fim_sep -> token id, if present
     ids: dict[str, int]
     add_bos: bool
-    around: tuple[tuple[int, ...], tuple[int, ...]]  # what stands before and behind a whole text
+    around: tuple[tuple[int, ...], tuple[int, ...]]  # ids before and after a whole text
     add_space_prefix: bool
-    strips: frozenset[str]  # tokens behind which white space vanishes
+    strips: frozenset[str]  # tokens that strip the white space after them
     key: str  # SHA-256 over tokens, scores and types
 
 
 def read_vocabulary(path: Path, metadata: Mapping[str, Any]) -> Vocabulary:
-    """The `tokenizer.ggml.*` keys, checked by `check_vocabulary`. `path` names the file in errors.
+    """Read the `tokenizer.ggml.*` keys, checked by `check_vocabulary`. `path` names the file in errors.
 
-    Raises UnsupportedFormat for vocabulary types and pre-tokenizers this version does not know, by name, and
-    BadModelFile for what is missing, of another type or length, or outside the vocabulary.
+    Raises UnsupportedFormat naming an unknown vocabulary type or pre-tokenizer, and BadModelFile for keys that are
+    missing, have the wrong type or length, or refer to ids outside the vocabulary.
     """
     fields = Fields(path, metadata, "tokenizer.ggml.")
     check_vocabulary(path, metadata)
@@ -85,12 +85,12 @@ def read_vocabulary(path: Path, metadata: Mapping[str, Any]) -> Vocabulary:
     tokens = _strings(raw)
     if model != "gpt2":
         _respell_spaces(tokens, types)
-    if model == "bert":  # files leave out what all vocabularies of the kind share
+    if model == "bert":  # files omit the ids that all such vocabularies have
         have = _first_ids(tokens)
         ids = {name: have[text] for name, text in (("bos", "[CLS]"), ("seperator", "[SEP]")) if text in have} | ids
     add_bos = fields.flag("add_bos_token", model not in ("gpt2", "t5") or pre in ADD_BOS)
-    add_bos |= model == "gemma4"  # the first files say no
-    ends = ("seperator", "eos") if model == "bert" else ("eos",)  # the key is spelled so
+    add_bos |= model == "gemma4"  # the first files wrongly say no
+    ends = ("seperator", "eos") if model == "bert" else ("eos",)  # spelled like the GGUF key
     behind = [ids[name] for name in ends if name in ids][: fields.flag("add_eos_token", model in ("bert", "t5"))]
     return Vocabulary(
         model=model,
@@ -110,16 +110,16 @@ def read_vocabulary(path: Path, metadata: Mapping[str, Any]) -> Vocabulary:
 
 
 def vocabulary_kind(path: Path, metadata: Mapping[str, Any]) -> tuple[str, str]:
-    """The type of vocabulary and its pre-tokenizer. Raises UnsupportedFormat for those that are not read."""
+    """Return (vocabulary type, pre-tokenizer name). Raises UnsupportedFormat for unsupported ones."""
     fields = Fields(path, metadata, "tokenizer.ggml.")
     raw, model = fields.raw("tokens"), fields.text("model")
     if not model:
         raise fields.fail("model", "is missing: the file has no tokenizer")
     if model not in ("gpt2", "llama", "gemma4", "t5", "bert"):
         raise UnsupportedFormat(
-            f"the tokenizer type is {shown(model)!r} ({_REFUSED.get(model, 'unknown')});"
-            " gpt2, llama, gemma4, t5 and bert are read",
-            "use a safetensors version of the model, which brings tokenizer.json",
+            f"the tokenizer type {shown(model)!r} ({_UNSUPPORTED.get(model, 'unknown')}) is not supported;"
+            " supported: gpt2, llama, gemma4, t5, bert",
+            "use a safetensors version of the model, which includes tokenizer.json",
         )
     if not raw:
         raise fields.fail("tokens", "is empty: the file has no vocabulary")
@@ -127,7 +127,7 @@ def vocabulary_kind(path: Path, metadata: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def build_backend(vocabulary: Vocabulary, control_ids: Sequence[int] = ()) -> Backend:
-    """The `tokenizers` back end of a vocabulary. `control_ids` are control tokens besides those of type 3."""
+    """Build the `tokenizers` back end of a vocabulary. `control_ids` are control tokens in addition to type 3."""
     from tokenizers import AddedToken
 
     with no_collection():
@@ -162,7 +162,7 @@ def _byte_level(vocabulary: Vocabulary) -> Backend:
 
 
 def pre_tokenizer(name: str) -> PreTokenizer:
-    """How a byte-level vocabulary of that name in PRE_TOKENIZERS cuts text."""
+    """The pre-tokenizer of a byte-level vocabulary, by its name in PRE_TOKENIZERS."""
     from tokenizers import Regex
     from tokenizers import pre_tokenizers as pre
 
@@ -174,7 +174,7 @@ def _gemma4(vocabulary: Vocabulary) -> Backend:
     from tokenizers import Regex
     from tokenizers import pre_tokenizers as pre
 
-    backend = _over_spaces(vocabulary, _split_merges(vocabulary), prefix=False)
+    backend = _spaced_bpe(vocabulary, _split_merges(vocabulary), prefix=False)
     backend.pre_tokenizer = pre.Split(Regex(r"[^\n]+|[\n]+"), "isolated")
     return backend
 
@@ -185,11 +185,11 @@ def _sentencepiece(vocabulary: Vocabulary) -> Backend:
     for at in range(0, len(pairs), 2 * PIECE):
         part = pairs[at : at + 2 * PIECE]
         merges += zip(map(text, part[::2]), map(text, part[1::2]), strict=True)
-    return _over_spaces(vocabulary, merges, prefix=vocabulary.add_space_prefix)
+    return _spaced_bpe(vocabulary, merges, prefix=vocabulary.add_space_prefix)
 
 
-def _over_spaces(vocabulary: Vocabulary, merges: list[tuple[str, str]], *, prefix: bool) -> Backend:
-    """BPE over text whose spaces are written `▁`, unknown characters falling back to byte tokens."""
+def _spaced_bpe(vocabulary: Vocabulary, merges: list[tuple[str, str]], *, prefix: bool) -> Backend:
+    """BPE over text with `▁` for spaces; unknown characters fall back to byte tokens."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     unknown = vocabulary.ids.get("unknown")
@@ -204,7 +204,7 @@ def _over_spaces(vocabulary: Vocabulary, merges: list[tuple[str, str]], *, prefi
     spaces = normalizers.Replace(" ", "▁")
     bracket = vocabulary.token_ids.get("[INST]")
     if prefix and bracket is not None and vocabulary.types[bracket] == CONTROL:
-        # Mistral v3: its templates write the space after a control token themselves
+        # Mistral v3: its templates write the space after a control token
         backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     else:
         backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefix else spaces
@@ -214,16 +214,16 @@ def _over_spaces(vocabulary: Vocabulary, merges: list[tuple[str, str]], *, prefi
 
 
 def derive_merges(tokens: Sequence[str], types: np.ndarray, scores: np.ndarray) -> list[int]:
-    """Merges of a scored vocabulary as flat pairs of token ids, best first.
+    """Derive the merges of a scored vocabulary as flat pairs of token ids, best first.
 
-    SentencePiece joins the adjacent pair whose result scores highest, leftmost first. Inside the span of a token that
-    gets built no merge crosses its border, so its parts are always the two that remain when the token is tokenised
-    alone: one merge per token is enough. Runs of spaces are user-defined and come first, as in Hugging Face's files.
+    SentencePiece joins the adjacent pair with the highest-scoring result, leftmost first. While a token is built, no
+    merge crosses its boundaries, so its last two parts are always those left when the token is tokenized alone: one
+    merge per token suffices. Runs of spaces are user-defined and come first, as in Hugging Face's files.
     """
     work = sum(len(token) ** 2 for token in tokens)
     if work > MAX_MERGE_WORK:
         longest = max(map(len, tokens))
-        what = f"the vocabulary has tokens of up to {longest:,} characters, too many that long to derive its merges"
+        what = f"the vocabulary has tokens of up to {longest:,} characters, too many to derive its merges in time"
         raise BadModelFile(what, REPAIR)
     ids = _first_ids(tokens)
     kinds, order = types.tolist(), scores.tolist()
@@ -240,7 +240,7 @@ def derive_merges(tokens: Sequence[str], types: np.ndarray, scores: np.ndarray) 
     for index in usable:
         parts = list(tokens[index])
         while len(parts) > 2:
-            # ranks of the joined neighbours; min() takes the leftmost of equals
+            # ranks of the joined neighbors; index() finds the leftmost minimum
             found = [find(left + right, worst) for left, right in zip(parts, parts[1:], strict=False)]
             best = min(found)
             if best == worst:
@@ -253,7 +253,7 @@ def derive_merges(tokens: Sequence[str], types: np.ndarray, scores: np.ndarray) 
 
 
 def _cached_merges(vocabulary: Vocabulary) -> list[int]:
-    """`derive_merges` through the cache; a file that cannot be read or does not fit is made again."""
+    """`derive_merges` with a cache file; a damaged file is rebuilt."""
     path, num_tokens = cache_dir() / "tokenizers" / f"{vocabulary.key}.json", len(vocabulary.tokens)
     stored = read_json(path, MAX_CACHE_BYTES)
     merges: Any = stored.get("merges") if stored.get("version") == _CACHE_VERSION else None
@@ -261,7 +261,7 @@ def _cached_merges(vocabulary: Vocabulary) -> list[int]:
     if sound and min(merges, default=0) >= 0 and max(merges, default=0) < num_tokens:
         return list(merges)
     if path.exists():
-        log.warning("tokenizer cache %s is damaged: made again", path)
+        log.warning("tokenizer cache %s is damaged; rebuilding it", path)
     merges = derive_merges(vocabulary.tokens, vocabulary.types, vocabulary.scores)
     try:
         replace_file(path, json.dumps({"version": _CACHE_VERSION, "merges": merges}, separators=(",", ":")))
@@ -271,28 +271,28 @@ def _cached_merges(vocabulary: Vocabulary) -> list[int]:
 
 
 def _split_merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
-    """The stored merges as pairs; `tokenizers` checks that halves and joins are tokens."""
+    """Split the stored merges into pairs; `tokenizers` checks that parts and results are tokens."""
     strings = _strings(vocabulary.merges)
     if not strings:
-        raise BadModelFile("a BPE vocabulary without merges (tokenizer.ggml.merges)")
-    halves = "\0".join(strings).replace(" ", "\0").split("\0")  # at once: one by one takes three times as long
-    if len(halves) == 2 * len(strings):  # no token begins with a space: each has one between two halves, as was checked
+        raise BadModelFile("the BPE vocabulary has no merges (tokenizer.ggml.merges)")
+    halves = "\0".join(strings).replace(" ", "\0").split("\0")  # all at once: one by one takes three times as long
+    if len(halves) == 2 * len(strings):  # no token starts with a space: each merge has exactly one, as checked before
         return list(zip(halves[::2], halves[1::2], strict=True))
     pairs: list[Any] = [tuple(merge.split(" ")) for merge in strings]
     for number, pair in enumerate(pairs):
-        if len(pair) != 2:  # a token may itself begin with a space
+        if len(pair) != 2:  # a token may itself start with a space
             at = strings[number].index(" ", 1)
             pairs[number] = (strings[number][:at], strings[number][at + 1 :])
     return pairs
 
 
 def _first_ids(tokens: Sequence[str]) -> dict[str, int]:
-    """token -> id; of equal tokens the first counts."""
+    """Map tokens to ids; duplicates map to the first id."""
     return dict(zip(reversed(tokens), range(len(tokens) - 1, -1, -1), strict=True))
 
 
 def _respell_spaces(tokens: list[str], types: np.ndarray) -> None:
-    """GGUF stores user-defined runs of `▁` as spaces; the model's own text has `▁`."""
+    """Restore `▁` in user-defined runs of spaces, which GGUF stores as spaces."""
     for index in np.flatnonzero(types == USER_DEFINED).tolist():
         if tokens[index] and not tokens[index].strip(" "):
             tokens[index] = "▁" * len(tokens[index])
@@ -309,19 +309,19 @@ def _pre_name(fields: Fields, model: str, num_tokens: int) -> str:
             return "llama-bpe"
         if architecture in ("qwen2", "qwen3", "qwen2moe", "qwen3moe"):
             return "qwen2"
-        log.warning("the file names no pre-tokenizer: the default may split text differently from the model's own")
+        log.warning("the file names no pre-tokenizer; the default may split text differently from the model's own")
     if name not in PRE_TOKENIZERS:
         raise UnsupportedFormat(
-            f"the pre-tokenizer {shown(name)!r} is not known to this version",
-            "use a safetensors version of the model, which brings tokenizer.json",
+            f"the pre-tokenizer {shown(name)!r} is not supported by this version",
+            "use a safetensors version of the model, which includes tokenizer.json",
         )
     return name
 
 
 def _strings(items: Sequence[bytes]) -> list[str]:
     try:
-        strings = b"\0".join(items).decode().split("\0")  # at once: one by one takes longer
-        # more or fewer: a token holds a zero byte, or there are none
+        strings = b"\0".join(items).decode().split("\0")  # all at once: one by one takes longer
+        # the count differs if a token holds a zero byte or there are no tokens
         return strings if len(strings) == len(items) else [item.decode() for item in items]
     except UnicodeDecodeError as error:
         raise BadModelFile(f"the vocabulary is not UTF-8 ({error.reason})") from error

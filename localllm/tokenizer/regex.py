@@ -1,7 +1,7 @@
-"""How the text of a GGUF byte-level vocabulary is cut before BPE: `tokenizer.ggml.pre` -> regexes.
+"""Pre-tokenizer regexes of GGUF byte-level vocabularies, by `tokenizer.ggml.pre`.
 
 These are the Hugging Face originals, for Oniguruma; llama.cpp's C++ versions are rewritten for its own engine. Names
-whose regexes are not known exactly are missing on purpose: they are refused, not guessed.
+whose regexes are not known exactly are omitted on purpose: they are rejected, not guessed.
 """
 
 _C = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -39,7 +39,7 @@ _EXAONE_MOE = (
     rf"{_C}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
 )
-# letters with cases of the scripts that had them in Unicode 11, but for Nuskhuri, late Latin and mathematical ones
+# cased letters of the scripts that had case in Unicode 11, except Nuskhuri, late Latin and mathematical letters
 _CASED_LETTERS = (
     r"[\p{Lu}\p{Ll}\p{Lt}&&[^\x{2D00}-\x{2D2D}\x{A790}-\x{A7FF}\x{AB30}-\x{AB6F}\x{10570}-\x{105BF}\x{10D50}-\x{10D8F}"
     r"\x{16E40}-\x{16EDF}\x{1D400}-\x{1D7CB}\x{1DF00}-\x{1DFFF}]]"
@@ -77,9 +77,9 @@ _PRE_GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("exaone-moe", (_EXAONE_MOE,)),
     ("default", (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
 )
-# name -> regexes, each an isolated split of what the one before left
+# name -> regexes, each an isolated split of the pieces left by the one before
 PRE_TOKENIZERS = {name: regexes for names, regexes in _PRE_GROUPS for name in names.split()}
 ADD_BOS = frozenset([*_PRE_GROUPS[0][0].split(), "tekken"])  # BOS is added unless the file says otherwise
-IGNORE_MERGES = ADD_BOS | {"glm4", "minicpm5"}  # a piece that is a token as it stands is taken whole
-# text is normalised to NFC first: Hugging Face's Qwen tokenizers do, llama.cpp does not
+IGNORE_MERGES = ADD_BOS | {"glm4", "minicpm5"}  # a piece that is itself a token is not split
+# text is normalized to NFC first: Hugging Face's Qwen tokenizers do so, llama.cpp does not
 NFC = frozenset(["qwen2", "qwen35", "deepseek-r1-qwen", "megrez", "kormo", "f2llmv2"])

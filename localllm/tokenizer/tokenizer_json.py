@@ -1,8 +1,8 @@
-"""tokenizer.json to a `tokenizers` back end, in pieces short enough for a server to go on answering meanwhile.
+"""Loads tokenizer.json into a `tokenizers` back end in short steps, so a server keeps answering meanwhile.
 
-`Tokenizer.from_buffer` holds the interpreter for all it does, 0.7 s for the 262,144 words of Gemma 3: every stream of
-another model stands still. Large BPE files are therefore parsed here, and the parts handed over one by one: 0.3 s
-at a time, 0.4 on a busy machine. Whatever is not plainly such a file goes to `from_buffer`, for its own verdict.
+`Tokenizer.from_buffer` holds the GIL throughout, 0.7 s for Gemma 3's 262,144 tokens, which stalls every stream of
+another model. Large BPE files are therefore parsed here and handed over in parts, which holds the GIL for 0.3 s at a
+time, 0.4 s on a busy machine. All other files go to `from_buffer`, which also reports errors.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
-PIECE = 4096  # merges handled at a time: some 2 ms, in which no other thread runs
-LARGE_BYTES = 1 << 20  # files from this size are read in pieces: smaller ones are through in 50 ms
-# commas and brackets of a file that is parsed here: Gemma 3 has 1.9 million; each may become an object of 64 bytes
+PIECE = 4096  # merges per step: about 2 ms, in which no other thread runs
+LARGE_BYTES = 1 << 20  # files from this size are read in steps; smaller ones take up to 50 ms
+# commas and brackets in a file parsed here: Gemma 3 has 1.9 million; each may become an object of 64 bytes
 MAX_VALUES = 4_000_000
-# of control tokens and others in turns: with each the library makes its search tree anew (2 ms for 6,000 tokens)
+# alternating runs of control tokens and others: the library rebuilds its search tree for each (2 ms for 6,000 tokens)
 MAX_RUNS = 32
 
 _FLAGS = ("fuse_unk", "byte_fallback", "ignore_merges")
@@ -39,7 +39,7 @@ class Patient(UserList[tuple[str, str]]):
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """While a million strings, lists and tuples are made, none of them garbage: looking takes a quarter of the time."""
+    """Disable garbage collection while creating millions of live objects, where it takes a quarter of the time."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -50,7 +50,7 @@ def no_collection() -> Iterator[None]:
 
 
 def parsed(data: bytes) -> Any:
-    """A tokenizer.json as JSON; None where it is malformed, or would make too many objects."""
+    """Parse a tokenizer.json; None if it is malformed or would create too many objects."""
     if sum(map(data.count, (b",", b"[", b"{"))) > MAX_VALUES:
         return None
     with suppress(ValueError, RecursionError), no_collection():
@@ -59,11 +59,11 @@ def parsed(data: bytes) -> Any:
 
 
 def read_backend(data: bytes, document: Any) -> Backend:
-    """The back end of a tokenizer.json, `parsed` before. Raises what `tokenizers` raises, which may be a panic."""
+    """Build the back end of a `parsed` tokenizer.json. Raises what `tokenizers` raises, which may be a panic."""
     from tokenizers import Tokenizer
 
     if len(data) >= LARGE_BYTES:
-        # malformed in some way: `from_buffer` says how
+        # if it is malformed, `from_buffer` reports how
         with suppress(Exception), no_collection():
             backend = _in_pieces(document)
             if backend is not None:
@@ -72,7 +72,7 @@ def read_backend(data: bytes, document: Any) -> Backend:
 
 
 def _in_pieces(document: Any) -> Backend | None:
-    """The back end of a parsed file, or None where it is not the plain BPE that this reads."""
+    """Build the back end of a parsed file, or return None if it is not plain BPE."""
     from tokenizers import AddedToken, Tokenizer, models
 
     model, added = document["model"], document["added_tokens"]
@@ -98,7 +98,7 @@ def _in_pieces(document: Any) -> Backend | None:
 
 
 def _pairs(merges: Any) -> list[tuple[str, str]] | None:
-    """Merges as pairs, from either of the two ways in which files have them; None where they are neither."""
+    """Convert merges to pairs from either of the two notations in files; None if they use neither."""
     made: list[tuple[str, str]] = []
     for at in range(0, len(merges), PIECE):
         part = merges[at : at + PIECE]

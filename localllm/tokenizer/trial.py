@@ -1,10 +1,10 @@
-"""Tokenizers of strangers are tried in a child process first, under limits of time and memory.
+"""Tries untrusted tokenizers in a child process first, with limits on time and memory.
 
-A tokenizer.json holds steps that rewrite text and regular expressions that cut it. A few lines of it can double a text
-forty times, or keep an expression busy for days, as soon as the file is opened: added tokens go through its steps. A
-file is opened here at once when all its expressions are published ones and `growth` bounds what its steps make of a
-text. Any other is first opened and used in the child (`python -P -m localllm.tokenizer.trial`); what came of it is
-kept by the file's digest.
+A tokenizer.json holds steps that rewrite text and regular expressions that split it. A few lines can double a text
+forty times or keep an expression busy for days, as soon as the file is opened, because added tokens go through the
+steps. A file is opened directly only if all its expressions are published ones and `growth` bounds the output of its
+steps. Any other file is first opened and used in the child (`python -P -m localllm.tokenizer.trial`); the result is
+cached by the file's digest.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from localllm.tokenizer.regex import PRE_TOKENIZERS
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
-MAX_GROWTH = 1024.0  # NFKC tables of SentencePiece make 33 bytes of one, Llama 2's steps 12
+MAX_GROWTH = 1024.0  # output bytes per input byte: SentencePiece's NFKC tables reach 33, Llama 2's steps 12
 MAX_STEPS = 64
-MEMORY_BYTES = 2 << 30  # Gemma's 1.4 million strings take 0.9 GB
+MEMORY_BYTES = 2 << 30  # Gemma's 1.4 million strings need 0.9 GB
 OPEN_CPU_S, USE_CPU_S, WALL_S = 15.0, 2.0, 40.0
 KNOWN_PATTERNS = frozenset(pattern for patterns in PRE_TOKENIZERS.values() for pattern in patterns)
 TEXTS = (*(char * 2000 for char in "a1 \n_.é世"), "Grüße, 世界 🙂\n\tdef f(x): return x  # 3.14\n" * 20)
 
 _VERSION = 1
-_FIXED = {"ByteLevel": 4.0, "Metaspace": 4.0, "BertNormalizer": 2.0}  # bytes that these make of one, at most
-# what a regular expression has that can match an empty text
+_FIXED = {"ByteLevel": 4.0, "Metaspace": 4.0, "BertNormalizer": 2.0}  # maximum output bytes per input byte
+# syntax that may let a regular expression match empty text
 _MAY_BE_EMPTY = re.compile(r"^$|[*?|^$]|\(\)|\{0|\{,|\\[bBAzZGKyY]")
 
 
 def steps(part: Any) -> Iterator[Any]:
-    """The steps of a normalizer or pre-tokenizer as JSON has them, sequences opened."""
+    """Yield the steps of a normalizer or pre-tokenizer (as JSON), with sequences flattened."""
     inner = [part[key] for key in ("normalizers", "pretokenizers") if key in part] if isinstance(part, dict) else []
     if not inner:
         yield part
@@ -53,7 +53,7 @@ def steps(part: Any) -> Iterator[Any]:
 
 
 def growth(*parts: Any) -> float:
-    """How many bytes the steps make of one, at most. KeyError, TypeError or ValueError for what are no steps."""
+    """Maximum output bytes of the steps per input byte. Raises KeyError, TypeError or ValueError for invalid steps."""
     factor = 1.0
     for part in parts:
         for step in steps(part) if part is not None else ():
@@ -84,7 +84,7 @@ def _growth(step: Any) -> float:
 
 
 def _width(text: str) -> int:
-    """Bytes of a text, also after steps that write it in another form."""
+    """Bytes of a text, at most, after steps that normalize it."""
     forms = (text, unicodedata.normalize("NFKD", text), unicodedata.normalize("NFKD", text.lower()))
     return max(len(form.encode("utf-8", "replace")) for form in forms)
 
@@ -92,33 +92,33 @@ def _width(text: str) -> int:
 def vet(data: bytes, document: Any, name: str) -> None:
     """Raise BadModelFile for a tokenizer.json that cannot be opened safely.
 
-    document   the file as JSON, None where it is not to be parsed
-    name       of the file, for the error
+    document   the parsed file, or None if it cannot be parsed here
+    name       the file's name, for the error
     """
     try:
         model, parts = document["model"], [document.get("normalizer"), document.get("pre_tokenizer")]
         found = [step for part in parts if part is not None for step in steps(part)]
         patterns = {str(step["pattern"].get("Regex", "")) for step in found if "pattern" in step} - {""}
         problem = too_much(growth(*parts))
-        # `tokenizers` panics over a prefix that its merges lack
+        # `tokenizers` panics on a prefix that the merges lack
         is_strange = model.get("type", "BPE") == "BPE" and model.get("continuing_subword_prefix")
         is_plain = len(found) <= MAX_STEPS and patterns <= KNOWN_PATTERNS and not is_strange
     except (KeyError, TypeError, ValueError, AttributeError):
         problem, is_plain = "", False
     if not problem and not is_plain:
-        problem = _tried(data)
+        problem = _trial_problem(data)
     if problem:
         raise BadModelFile(f"{name} is not a usable tokenizer: {problem}")
 
 
 def too_much(factor: float) -> str:
-    """Why a tokenizer that grows text so much is refused; "" for one that is not."""
-    what = f"its steps make up to {factor:.0e} bytes of one, the limit is {MAX_GROWTH:,.0f}"
+    """The reason to reject a tokenizer with that growth factor, or ""."""
+    what = f"its steps turn one byte into up to {factor:.0e} bytes; the limit is {MAX_GROWTH:,.0f}"
     return what if factor > MAX_GROWTH else ""
 
 
-def _tried(data: bytes) -> str:
-    """What came of opening and using a tokenizer.json in the child, once for each file; "" when all was well."""
+def _trial_problem(data: bytes) -> str:
+    """Open and use a tokenizer.json in the child, once per file. Returns the problem or ""."""
     from tokenizers import __version__
 
     digest = hashlib.sha256(data)
@@ -135,7 +135,7 @@ def _tried(data: bytes) -> str:
 
 
 def _ask(data: bytes) -> tuple[str, bool]:
-    """What is wrong with it, and whether that would be so again."""
+    """Return (the problem or "", whether the result is reproducible)."""
     child = Child("localllm.tokenizer.trial", "the process that tries tokenizers")
     code = 0
     try:
@@ -144,7 +144,7 @@ def _ask(data: bytes) -> tuple[str, bool]:
                 return str(json.loads(child.exchange(data, WALL_S))["problem"]), True
             except ChildDied as died:
                 code = -died.code
-                if code not in (0, signal.SIGKILL, signal.SIGTERM):  # else it was ended from outside: once more
+                if code not in (0, signal.SIGKILL, signal.SIGTERM):  # else killed from outside: retry
                     break
             except ChildLate:
                 return f"opening it took over {WALL_S:.0f} s", False
@@ -152,7 +152,7 @@ def _ask(data: bytes) -> tuple[str, bool]:
         child.close()
     if code == signal.SIGPROF:
         return f"it takes too long (over {OPEN_CPU_S:.0f} s to open, or {USE_CPU_S:.0f} s for short texts)", True
-    return f"the process that tried it ended (limit: {MEMORY_BYTES >> 30} GiB of memory)", code == signal.SIGABRT
+    return f"the process that tried it died (limit: {MEMORY_BYTES >> 30} GiB of memory)", code == signal.SIGABRT
 
 
 # --- the child -------------------------------------------------------------------------------------------------------
@@ -163,10 +163,10 @@ def _answer(data: bytes) -> bytes:
 
     problem = ""
     try:
-        # The steps alone, as the library understands them: files of old versions spell some in other ways.
+        # only the steps, as the library understands them: old files spell some differently
         steps_only = json.loads(data) | {"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []}
         if problem := too_much(growth_of(Tokenizer.from_str(json.dumps(steps_only)))):
-            return _said(problem)
+            return _reply(problem)
         backend = Tokenizer.from_buffer(data)
         signal.setitimer(signal.ITIMER_PROF, USE_CPU_S)
         for text in TEXTS:
@@ -174,15 +174,15 @@ def _answer(data: bytes) -> bytes:
         backend.encode("", add_special_tokens=True)
     except BaseException as error:  # a panic is no Exception
         problem = ascii(str(error))[1:-1][:120] or type(error).__name__
-    return _said(problem)
+    return _reply(problem)
 
 
-def _said(problem: str) -> bytes:
+def _reply(problem: str) -> bytes:
     return json.dumps({"problem": problem}).encode()
 
 
 def main() -> None:
-    """Set the limits, serve."""
+    """Set the limits and serve requests."""
     import tokenizers  # noqa: F401 - before the limits
 
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # no threads

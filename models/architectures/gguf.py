@@ -218,7 +218,7 @@ class GgufConfig(Config):
             return ()
         known = isinstance(values, np.ndarray) and values.dtype.kind in "biu" and len(values) == self.num_layers
         if not known or not np.isin(values, (0, 1)).all():
-            raise self.keys.fail(key, f"must hold {self.num_layers} bools")
+            raise self.keys.fail(key, f"must hold {self.num_layers} booleans")
         return tuple(bool(value) for value in values)
 
     def usage(self) -> dict[str, Any]:

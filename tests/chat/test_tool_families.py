@@ -184,14 +184,14 @@ def test_the_verdict(family: Family, tokenizer: Tokenizer) -> None:
     if name in LOSES_PREFIX:
         assert (
             verdict.line
-            == "mistral format, cached prefix lost: the template writes a call differently from how models do"
+            == "mistral format, cached prefix lost: the template renders a call differently from how models write it"
         )
         return
     assert verdict.keeps_prefix, verdict.note
     assert verdict.line == (
         f"{verdict.format} format, cached prefix kept"
         if verdict.native
-        else "explained in the system message, cached prefix kept"
+        else "described in the system message, cached prefix kept"
     )
 
 

@@ -79,14 +79,14 @@ def test_a_bad_safetensors_file_by_its_own_path(name: str, tmp_path: Path) -> No
 
 def test_messages_say_what_value_and_limit(tmp_path: Path) -> None:
     wanted = {
-        "array_u8_2e40_alone": "is 1,099,511,627,776, the rest of the file holds at most 0",
+        "array_u8_2e40_alone": "is 1,099,511,627,776; the rest of the file holds at most 0",
         "big_endian": "big-endian",
-        "t_type_4": "type 4 (Q4_2, or MXFP4 as only Ollama writes it), which is retired",
+        "t_type_4": "type 4 (Q4_2, or MXFP4 in Ollama's own encoding), which is retired",
         "t_type_140": "type 140, which is unknown",
         "arch_unknown": "architecture mamba99 is not supported",
         "arch_clip": "is a vision projector, not a model",
         "type_adapter": "is a LoRA adapter, not a model",
-        "align_2e31": "is 2147483648, it must be a power of two up to 65,536",
+        "align_2e31": "is 2147483648; it must be a power of two up to 65,536",
         "eos_out_of_range": "token id 271 is not in the vocabulary of 271",
         "cut_in_data": "truncated",
         "experts": "expert_used_count: is missing",

@@ -196,9 +196,9 @@ def test_splits_are_one_model(tmp_path: Path) -> None:
     ("damage", "words"),
     [
         (lambda p: p[1].unlink(), "part 2 of 3 is missing"),
-        (lambda p: p[2].write_bytes(p[1].read_bytes()), "split.no: is 1, 2 is expected"),
+        (lambda p: p[2].write_bytes(p[1].read_bytes()), "split.no: is 1, expected 2"),
         (lambda p: p[1].write_bytes(p[1].read_bytes()[:500]), "tiny-00002-of-00003.gguf"),
-        (lambda p: p[0].rename(p[0].with_name("other.gguf")), "split.count: is 3, the file name says 1"),
+        (lambda p: p[0].rename(p[0].with_name("other.gguf")), "split.count: is 3; the file name says 1"),
     ],
 )
 def test_bad_splits(tmp_path: Path, damage: object, words: str) -> None:
@@ -214,7 +214,7 @@ def test_a_split_that_repeats_a_tensor(tmp_path: Path) -> None:
     keys = {"split.no": (tiny.U16, 1), "split.count": (tiny.U16, 2)}
     same = {"token_embd.weight": ([32], "F32", b"\0" * 128)}
     paths[1].write_bytes(tiny.assemble(keys, same))
-    with pytest.raises(BadModelFile, match=r"token_embd.weight: the tensor is in tiny-00001-of-00002.gguf too"):
+    with pytest.raises(BadModelFile, match=r"token_embd.weight: the tensor is also in tiny-00001-of-00002.gguf"):
         open_model(paths[0])
 
 

@@ -96,7 +96,7 @@ def test_a_file_that_is_wrong_says_what_is(tmp_path: Path, monkeypatch: pytest.M
     assert "another CPU or version" in why(path, "there-1")
     for size in (0, 10, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:size])
-        assert why(path) == "is cut off"
+        assert why(path) == "is truncated"
     for at in (0, 5000, len(WORDS) - 1, len(whole) - 100):  # bytes of weights, and of the header
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 16]) + whole[at + 1 :])
         assert why(path) == "is damaged"
@@ -105,7 +105,7 @@ def test_a_file_that_is_wrong_says_what_is(tmp_path: Path, monkeypatch: pytest.M
     path.write_bytes(whole)
     with monkeypatch.context() as patch:
         patch.setattr(packed_file, "VERSION", 77)
-        assert why(path) == "is of another version"
+        assert why(path) == "is from another version"
     path.unlink()
     os.mkfifo(path)
     assert "not a regular file" in why(path)

@@ -187,7 +187,7 @@ def test_mxfp4_blocks_of_gpt_oss(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tensors", "words"),
     [
-        ({f"{HF}gate_up_proj": numbers(2, 5, 4)}, "5 rows an expert"),
+        ({f"{HF}gate_up_proj": numbers(2, 5, 4)}, "5 rows per expert"),
         ({f"{HF}down_proj": numbers(1, 5, 4), f"{HF}0.down_proj.weight": numbers(5, 4)}, "stored twice"),
     ],
 )

@@ -110,7 +110,7 @@ def test_a_wrong_server_in_the_settings_leaves_the_others(invoke: Invoke, tmp_pa
     )
     result = invoke("--config", str(settings), "run", "fake", '!call echo {"text": "hi"}', "--yes-tools", "echo")
     assert (result.exit_code, result.stdout) == (0, "hi\n"), result.stderr
-    assert "bad: args must be a list of texts; it is left out" in result.stderr
+    assert "bad: args must be a list of strings; it is left out" in result.stderr
 
 
 @pytest.mark.parametrize(

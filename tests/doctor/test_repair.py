@@ -116,7 +116,7 @@ def test_a_model_is_looked_at_without_loading(smollm2_path: Path) -> None:
     assert {c.status for c in found.values()} == {"ok"}
     known = ("files", "arch", "format", "scales", "tokenizer", "template", "tools", "licence", "fit")
     assert set(found) == {f"model.{n}" for n in known}
-    assert "explained in the system message" in found["model.tools"].title and not found["model.tools"].data["native"]
+    assert "described in the system message" in found["model.tools"].title and not found["model.tools"].data["native"]
     assert "49,152" in found["model.tokenizer"].title and "llama" in found["model.arch"].title
     tight = Planner(replace(MACHINES["cpu"], ram_available_bytes=200 << 20))
     fit = {c.id: c for c in model_checks(resolve_quietly(str(smollm2_path), tight), tight)}["model.fit"]

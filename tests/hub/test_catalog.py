@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -214,6 +215,12 @@ def test_a_choice_says_what_else_there_is(unrunnable: str) -> None:
     assert any("a newer localllm" in line for line in pick("mistral", MEMORIES[2]).also)
     assert len(choice.considered) == len(catalog.members("qwen"))
     assert all(c.note for c in choice.considered if not c.fits)
+
+
+def test_a_newer_model_with_two_files_is_one_model(unrunnable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    twice = [(c, replace(c, quant="Q8_0")) if c.name == unrunnable else (c,) for c in catalog.candidates()]
+    monkeypatch.setattr(catalog, "candidates", lambda: tuple(c for files in twice for c in files))
+    assert f"{unrunnable}: needs a newer localllm" in pick("mistral", MEMORIES[2]).also
 
 
 def test_limits_quants_and_missing_repositories() -> None:

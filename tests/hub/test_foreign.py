@@ -137,13 +137,13 @@ def test_nothing_of_theirs_is_removed_or_repaired(stores: Path) -> None:
     before = tree(stores)
     for name, command in NAMES.items():
         for act in (hub.remove, lambda n: hub.remove(n, dry_run=True)):
-            with pytest.raises(ConfigError, match="is only read here") as caught:
+            with pytest.raises(ConfigError, match="is read-only here") as caught:
                 act(name)
             assert caught.value.hint.startswith(command)
-        with pytest.raises(ConfigError, match="is only read here") as caught:
+        with pytest.raises(ConfigError, match="is read-only here") as caught:
             hub.repair(name, offline=True)
         assert caught.value.hint == command.replace(" rm ", " pull ") or not name.startswith("ollama")
-    with pytest.raises(ModelNotFound, match="nothing here was quantized"):
+    with pytest.raises(ModelNotFound, match="no model here was quantized"):
         hub.remove("llama3.2", derived_only=True)
     hub.remove_partials()
     path = hub.resolve("llama3.2:3b", offline=True).path

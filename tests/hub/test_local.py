@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from localllm import hub
-from localllm.errors import DownloadError, LocalLLMError, ModelNotFound
+from localllm.errors import ConfigError, DownloadError, LocalLLMError, ModelNotFound
 from localllm.hub import cache, local, local_model
 from localllm.request import LoadProgress
 
@@ -52,7 +52,7 @@ def test_models_are_named_as_one_would_type_them(fake_hub: FakeHub, empty_home: 
     assert {n: r.source for n, r in rows.items() if "/" not in n} == {"mine": "folder", "smollm2": "index"}
     assert rows["a/two:Q8_0"].size_bytes == 5000
     assert all(r.broken and r.reason and not r.supported for r in rows.values()), "all of these are noise"
-    assert "4 bytes, it should have 98,362,432" in rows["smollm2"].reason
+    assert "4 bytes, expected 98,362,432" in rows["smollm2"].reason
 
 
 def test_folders_of_safetensors_in_the_models_folder(empty_home: Path) -> None:
@@ -65,7 +65,7 @@ def test_folders_of_safetensors_in_the_models_folder(empty_home: Path) -> None:
     assert {f.name: f.derived for f in local.scan()} == {"Tiny-1B": False, "Tiny-1B-int4": True, "Tiny-1B-fp8": True}
     assert hub.resolve("Tiny-1B-int4", offline=True).path == models / "Tiny-1B-int4"
 
-    with pytest.raises(ModelNotFound, match="nothing here was quantized"):
+    with pytest.raises(ModelNotFound, match="no model here was quantized"):
         hub.remove("Tiny-2B", derived_only=True)
     planned = hub.remove("org/Tiny-1B", derived_only=True, dry_run=True)
     assert set(planned.names) == {"Tiny-1B-int4", "Tiny-1B-fp8"}
@@ -203,6 +203,16 @@ def test_remove_names_what_it_cannot_find(fake_hub: FakeHub, empty_home: Path) -
         hub.remove("on")
     assert hub.remove("one").names == ("one",), "an exact name beats parts"
     assert not (empty_home / "data/models/one").exists()
+
+
+def test_a_lock_that_is_held_too_long_is_named(empty_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from filelock import FileLock
+
+    monkeypatch.setattr(cache, "REPO_WAIT_S", 0.05)
+    cache.prepare("a/b")
+    held = FileLock(cache.hub_dir() / ".locks" / "models--a--b" / "localllm-snapshot.lock")
+    with held, pytest.raises(ConfigError, match="changing a/b for 0.05 s"), cache.repo_lock("a/b"):
+        pass
 
 
 def test_partials_are_removed_unless_they_grow(fake_hub: FakeHub, empty_home: Path) -> None:

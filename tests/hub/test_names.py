@@ -53,7 +53,7 @@ def test_names_are_taken_apart(text: str, name: ModelName) -> None:
 
 
 def test_a_path_is_not_asked_to_be_one() -> None:
-    with pytest.raises(InvalidRequest, match="'./zero.gguf' is a path; this takes the name of a model"):
+    with pytest.raises(InvalidRequest, match="'./zero.gguf' is a path, not a model name"):
         parse_name("./zero.gguf")
 
 
@@ -152,7 +152,7 @@ def test_quants_are_chosen_or_refused_with_what_there_is() -> None:
     assert choose_gguf(sets, "Q2_K.gguf", "r").label == "Q2_K"
     with pytest.raises(ModelNotFound, match="it has Q2_K, Q4_K_M, Q8_0"):
         choose_gguf(sets, "Q5_0", "r")
-    with pytest.raises(ModelNotFound, match="could be 2 files"):
+    with pytest.raises(ModelNotFound, match="matches 2 files"):
         choose_gguf(sets, "Q4_K", "r")
 
 
@@ -184,7 +184,7 @@ def test_only_needed_files_are_selected() -> None:
         (["config.json", "README.md"], None, ModelNotFound, "no model weights"),
         (["model.safetensors"], None, UnsupportedFormat, "config.json"),
         (["model.safetensors", "config.json"], "int4", ModelNotFound, "has no int4"),
-        (["M.gguf", "m.gguf"], "m.gguf", ModelNotFound, "could be 2"),
+        (["M.gguf", "m.gguf"], "m.gguf", ModelNotFound, "matches 2"),
         (["model.safetensors", "config.json", "CONFIG.json"], None, BadModelFile, "case"),
     ],
 )

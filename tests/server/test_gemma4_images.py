@@ -254,7 +254,7 @@ def test_what_is_refused_says_where(client: Any, llm: LLM) -> None:
     assert "'input_audio' is not supported" in said(
         {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}
     )
-    with pytest.raises(ContextTooLong, match="13 images are 520 tokens"):
+    with pytest.raises(ContextTooLong, match="13 images take 520 tokens"):
         llm.encode_chat(asked(*[WIDE] * 14))
     with pytest.raises(InvalidRequest, match="more than 50,000,000 pixels"):
         read_image(huge(60_000, 60_000), VISION)

@@ -155,7 +155,7 @@ def test_chunks_preemption_and_answers_that_are_read_again_change_nothing(llm: L
 
 
 def test_what_does_not_fit_or_is_no_picture_for_it_is_refused(llm: LLM) -> None:
-    with pytest.raises(ContextTooLong, match="13 images are 520 tokens"):
+    with pytest.raises(ContextTooLong, match="13 images take 520 tokens"):
         llm.encode_chat(asked(*[WIDE] * 14))
     with pytest.raises(InvalidRequest, match="200:1 aspect ratio"):
         llm.encode_chat(asked(("red", 4000, 10)))

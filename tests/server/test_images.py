@@ -208,12 +208,12 @@ def test_the_first_frame_of_a_gif_counts() -> None:
 
 def test_more_images_than_the_context_holds_are_not_decoded(llm: LLM) -> None:
     broken = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-    with pytest.raises(ContextTooLong, match="20 images are 720 tokens"):
+    with pytest.raises(ContextTooLong, match="20 images take 720 tokens"):
         llm.encode_chat([{"role": "user", "content": [broken] * 20}])
     with pytest.raises(InvalidRequest, match="nothing is fetched") as error:
         llm.encode_chat([{"role": "user", "content": [broken | {"image_url": {"url": "http://x/y.png"}}]}])
     assert error.value.param == "messages[0].content[0]"
-    with pytest.raises(InvalidRequest, match="not the user's"):
+    with pytest.raises(InvalidRequest, match="role is not 'user'"):
         llm.encode_chat([{"role": "system", "content": [broken]}, *asked("red")])
 
 

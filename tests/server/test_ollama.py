@@ -43,7 +43,7 @@ class Shelf:
 
     def remove(self, name):
         if "foreign" in name:
-            raise InvalidRequest("foreign belongs to Ollama and is only read here: ollama rm foreign", param="model")
+            raise InvalidRequest("foreign belongs to Ollama and is read-only here: ollama rm foreign", param="model")
         self.done.append(("remove", name))
 
     def copy(self, source, target):
@@ -278,7 +278,7 @@ def test_the_library_of_this_machine(tiny_path, empty_home, monkeypatch):
     with pytest.raises(LocalLLMError, match="not on this machine"):
         library.remove("min")
     for act in (library.remove, lambda name: library.copy(name, "new")):
-        with pytest.raises(InvalidRequest, match="belongs to LM Studio and is only read here"):
+        with pytest.raises(InvalidRequest, match="belongs to LM Studio and is read-only here"):
             act("lmstudio/pub/theirs:Q8_0")
     library.remove("mine")
     assert not mine.exists() and copied.exists() and theirs.exists()

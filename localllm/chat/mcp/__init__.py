@@ -1,1 +1,1 @@
-"""Tools of MCP servers (Model Context Protocol): which servers there are, their tools, and calls with limits."""
+"""Tools of MCP (Model Context Protocol) servers: configuration, connections, and calls with limits."""

@@ -1,6 +1,6 @@
-"""Connections to MCP servers: their tools in the OpenAI shape, and calls that end in a text, whatever a server does.
+"""Connections to MCP servers: their tools in the OpenAI format, and calls that always return text.
 
-Nothing that a server sends is trusted: names, descriptions and schemas are checked, results are cleaned and cut.
+Nothing a server sends is trusted: names, descriptions and schemas are checked, results are sanitized and truncated.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from localllm.terminal import clean, clean_line, counted
 
 from .servers import ServerEntry
 
-CONNECT_S = 20.0  # `npx` and `uvx` may have to fetch the program first
+CONNECT_S = 20.0  # `npx` and `uvx` may have to download the program first
 CLOSE_S = 1.0
 MAX_TOOLS = 128
 MAX_PAGES = 16
 MAX_SCHEMA_CHARS = 32_768
 MAX_ABOUT_CHARS = 4_096
-MAX_RESULT_CHARS = 24_000  # some 6k tokens: a result must leave room for the answer
+MAX_RESULT_CHARS = 24_000  # about 6k tokens: a result must leave room for the answer
 _NOT_A_NAME = re.compile(r"[^A-Za-z0-9_-]+")
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """One tool, as the model sees it.
+    """A tool, as shown to the model.
 
-    name     unique among all servers; 1 to 64 letters, digits, _ or -
-    own      what its server calls it
+    name     unique across all servers; 1 to 64 letters, digits, _ or -
+    own      the server's name for it
     """
 
     name: str
@@ -58,7 +58,7 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a call gave: text for the model and the screen, with nothing in it that a terminal obeys."""
+    """The result of a call: text for the model and the screen, without terminal control sequences."""
 
     text: str
     failed: bool = False
@@ -66,27 +66,27 @@ class Result:
 
 @dataclass(slots=True, eq=False)
 class _Server:
-    """One server's connection; `client` is None while there is none."""
+    """A server and its connection; `client` is None while disconnected."""
 
     entry: ServerEntry
     client: Any = None
     tools: list[Any] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)  # tools that cannot be offered, and why
     problem: str = ""
-    stop: asyncio.Event = field(default_factory=asyncio.Event)  # ends the present connection
+    stop: asyncio.Event = field(default_factory=asyncio.Event)  # ends the current connection
     connecting: asyncio.Task[None] | None = None
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)  # one per connection that has not ended
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)  # one per open connection
 
 
 class McpTools:
-    """All configured servers, in a thread of their own. Closing it ends the programs that it started."""
+    """All configured servers, in a separate thread. Closing it ends the programs it started."""
 
     def __init__(self, entries: Sequence[ServerEntry]) -> None:
-        """Connects to nothing yet. Raises ConfigError where the package `mcp` is missing."""
+        """Start the thread; connects to nothing yet. Raises ConfigError if the package `mcp` is missing."""
         try:
             import mcp  # noqa: F401
         except ImportError:
-            raise ConfigError("MCP needs the package mcp", "pip install 'localllm[mcp]'") from None
+            raise ConfigError("MCP requires the package mcp", "pip install 'localllm[mcp]'") from None
         self._servers = [_Server(entry) for entry in entries]
         self._tools: dict[str, Tool] = {}
         self._problems: list[str] = []
@@ -104,13 +104,13 @@ class McpTools:
         return list(self._problems)
 
     def connect(self) -> None:
-        """Connect to all servers at once, which takes at most `CONNECT_S`. What fails is told in `problems`."""
+        """Connect to all servers in parallel, for at most `CONNECT_S`. Failures are listed in `problems`."""
         self._run(self._connect_all()).result()
         self._problems = [f"{clean_line(s.entry.name)}: {s.problem}" for s in self._servers if s.problem]
         self._tools = {tool.name: tool for tool in self._checked()}
 
     def call(self, name: str, arguments: str, cancel: threading.Event | None = None) -> Result:
-        """Call a tool with arguments as JSON. Every failure is a result that says so; `cancel` ends the wait."""
+        """Call a tool with JSON arguments. Failures are returned as a failed result; `cancel` ends the wait."""
         tool = self._tools.get(name)
         if tool is None:
             return Result(f"there is no tool {clean_line(name)[:64]}", failed=True)
@@ -129,15 +129,15 @@ class McpTools:
             self._loop.call_soon_threadsafe(self._drop, server)  # before the next call can reach it
             return Result("stopped by the user", failed=True)
         finally:
-            waiting.cancel()  # no effect on one that is done
+            waiting.cancel()  # no effect if it is done
 
     def close(self) -> None:
-        """End all connections; takes at most some seconds, and no time when it is interrupted. Can be called twice."""
+        """End all connections; takes a few seconds at most, and returns at once if interrupted. Safe to call twice."""
         if not self._thread.is_alive():
             return
         try:
             self._run(self._close_all()).result()
-        except BaseException:  # a second Ctrl-C: the process will be gone before the programs were asked to end
+        except BaseException:  # a second Ctrl-C: the process exits before the programs can be asked to end
             from .stdio import kill_all
 
             kill_all()
@@ -174,7 +174,7 @@ class McpTools:
         server.connecting = None
 
     async def _hold(self, server: _Server, stop: asyncio.Event, ready: asyncio.Future[None]) -> None:
-        """Connect, and keep the connection until it is to end: it must be closed by the task that opened it."""
+        """Connect and hold the connection until `stop`: it must be closed by the task that opened it."""
         from mcp.client import Client
         from mcp.types import Implementation
 
@@ -193,21 +193,22 @@ class McpTools:
                 await stop.wait()
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # also groups of errors, which the transports raise
+        except BaseException as error:  # includes the exception groups that transports raise
             said = getattr(transport, "said", "")
             server.problem = _why(error) + (f" ({clean_line(said)[:200]})" if said else "")
             logging.getLogger(__name__).debug("server %s", server.entry.name, exc_info=True)
         finally:
-            if server.client is client:  # else a newer connection has taken its place
+            if server.client is client:  # else a newer connection has replaced it
                 server.client = None
             if not ready.done():
                 ready.set_result(None)
 
     async def _call(self, server: _Server, tool: Tool, arguments: dict[str, Any]) -> Result:
         if server.client is None:
-            await self._connect(server)  # it ended since: once more
+            await self._connect(server)  # the connection has ended: reconnect once
         if server.client is None:
-            return Result(f"the server {clean_line(server.entry.name)} is not there: {server.problem}", failed=True)
+            why = f"the server {clean_line(server.entry.name)} is not available: {server.problem}"
+            return Result(why, failed=True)
         try:
             async with asyncio.timeout(server.entry.timeout_s):
                 answer = await server.client.call_tool(tool.own, arguments)
@@ -221,14 +222,14 @@ class McpTools:
         return Result(why, failed=True)
 
     def _drop(self, server: _Server) -> None:
-        """End a server that hangs, with all that it started; the next call makes a new connection."""
+        """Disconnect a server that hangs and end its processes; the next call reconnects."""
         server.stop.set()
         server.client = None
 
     # --- what servers say --------------------------------------------------------------------------------------------
 
     def _checked(self) -> Iterator[Tool]:
-        """The tools of all servers, under names that are valid and new. Fills `_problems`."""
+        """Yield the tools of all servers under valid, unique names. Fills `_problems`."""
         taken: set[str] = set()
         for server in self._servers:
             self._problems += [f"{clean_line(server.entry.name)}: {why}" for why in server.refused]
@@ -269,10 +270,10 @@ async def _listed(client: Any) -> list[Any]:
 
 @asynccontextmanager
 async def _without_bad_tools(transport: Any, server: _Server) -> AsyncIterator[tuple[Any, Any]]:
-    """The streams of a transport, with what cannot be used taken out of lists of tools.
+    """Yield the streams of a transport, with unusable tools removed from tool lists.
 
-    The client of the mcp package (2.3.0) refuses a whole list for one wrong entry. Output schemas go, too: a result
-    that breaks its own schema is still a result.
+    The client of the mcp package (2.3.0) rejects a whole list for one invalid entry. Output schemas are removed as
+    well: a result that violates its schema is still a result.
     """
 
     async def pass_on(incoming: Any, checked: MemoryObjectSendStream[Any]) -> None:
@@ -292,15 +293,15 @@ async def _without_bad_tools(transport: Any, server: _Server) -> AsyncIterator[t
 
 
 def _usable(tools: list[Any], refused: list[str]) -> Iterator[dict[str, Any]]:
-    """The tools that can be offered; why others cannot goes into `refused`."""
+    """Yield the tools that can be offered; adds the reasons for all others to `refused`."""
     for told in tools:
         name = told.get("name") if isinstance(told, dict) else None
         schema = told.get("inputSchema") if isinstance(told, dict) else None
         why = ""
         if not isinstance(name, str) or not _NOT_A_NAME.sub("", name) or len(name) > 256:
-            why = "its name must have a letter, digit, _ or -"
+            why = "its name must contain a letter, digit, _ or - and have at most 256 characters"
         elif not isinstance(schema, dict) or schema.get("type") != "object":
-            why = "its schema must be that of an object"
+            why = "its input schema must be an object schema"
         elif len(json.dumps(schema)) > MAX_SCHEMA_CHARS:
             why = f"its schema is longer than {MAX_SCHEMA_CHARS:,} characters"
         elif not all(isinstance(told.get(key) or "", str) for key in ("description", "title")):
@@ -312,7 +313,7 @@ def _usable(tools: list[Any], refused: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def _unique(own: str, server: str, taken: set[str]) -> str:
-    """A name that is valid and new: the tool's own, else with its server's name before it, else with a number."""
+    """Return a valid, unique name: the tool's own, else prefixed with its server's name, else also numbered."""
     plain = _NOT_A_NAME.sub("_", own)[:64]
     if plain not in taken:
         return plain
@@ -334,7 +335,7 @@ def _result(answer: Any) -> Result:
 
 
 def _part(block: Any) -> str:
-    """A part of a result as text; what is no text is named."""
+    """Return a part of a result as text; for other content, a placeholder that names its type."""
     if block.type == "text":
         return str(block.text)
     if block.type == "resource" and getattr(block.resource, "text", None) is not None:
@@ -345,7 +346,7 @@ def _part(block: Any) -> str:
 
 
 def _why(error: BaseException) -> str:
-    """One line about an error; of a group, about the first in it."""
+    """Describe an error in one line; for a group, its first error."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, TimeoutError):

@@ -1,4 +1,4 @@
-"""The HTTP client of streamable MCP servers, with a limit on what one response may hold."""
+"""HTTP client for streamable MCP servers, with a limit on the size of a response."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator, Mapping
 
 import httpx2
 
-MAX_RESPONSE = 64 << 20  # bytes; the mcp package (2.3.0) limits an event, and a JSON body not at all
+MAX_RESPONSE = 64 << 20  # bytes; the mcp package (2.3.0) limits events but not JSON bodies
 
 
 def new_client(headers: Mapping[str, str], connect_s: float, read_s: float) -> httpx2.AsyncClient:
-    """An async context manager; times in seconds."""
+    """Create the client, an async context manager; times in seconds."""
     timeout = httpx2.Timeout(connect_s, read=read_s)
     return httpx2.AsyncClient(headers=dict(headers), timeout=timeout, transport=_Limited())
 

@@ -1,4 +1,4 @@
-"""A program that speaks MCP over its standard streams, with limits: the length of a message, the end of the program."""
+"""A program that speaks MCP over its standard streams, with limits on message length and shutdown time."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from mcp.types import jsonrpc_message_adapter
 
 from .servers import ServerEntry
 
-MAX_MESSAGE = 8 << 20  # bytes of one line; a program that writes more without a newline is ended
+MAX_MESSAGE = 8 << 20  # bytes per line; a program that writes a longer one is ended
 GRACE_S = 1.0  # after each of: standard input closed, SIGTERM
 _running: set[asyncio.subprocess.Process] = set()
-_TAIL = 20  # lines of standard error that an error may quote
+_TAIL = 20  # lines of standard error kept for error messages
 
 
 class Program:
-    """An async context manager that yields the streams of the program, as `mcp.Client` takes a transport.
+    """The program as a transport for `mcp.Client`: an async context manager that yields its streams.
 
-    The client of the mcp package collects a line without a limit (2.3.0): a program that floods its standard output
-    would take the memory of this process.
+    The mcp package's own transport (2.3.0) has no limit on the length of a line: a program that floods its standard
+    output would exhaust this process's memory.
     """
 
     def __init__(self, entry: ServerEntry) -> None:
         self._entry = entry
-        self._said: deque[str] = deque(maxlen=_TAIL)
+        self._stderr_lines: deque[str] = deque(maxlen=_TAIL)
         self._streams = self._run()
 
     @property
     def said(self) -> str:
-        """The last line that the program wrote on standard error."""
-        return next((line for line in reversed(self._said) if line.strip()), "").strip()
+        """The last line that the program wrote to standard error."""
+        return next((line for line in reversed(self._stderr_lines) if line.strip()), "").strip()
 
     async def __aenter__(self) -> tuple[MemoryObjectReceiveStream, MemoryObjectSendStream]:
         return await self._streams.__aenter__()
@@ -75,15 +75,15 @@ class Program:
     async def _log(self, process: asyncio.subprocess.Process) -> None:
         assert process.stderr is not None
         while data := await process.stderr.read(1 << 14):
-            self._said.extend(data.decode("utf-8", "replace")[-2000:].splitlines())
+            self._stderr_lines.extend(data.decode("utf-8", "replace")[-2000:].splitlines())
 
 
 async def _read(process: asyncio.subprocess.Process, received: MemoryObjectSendStream) -> None:
-    """Lines of standard output as messages, until the program ends or breaks the protocol."""
+    """Turn lines of standard output into messages until the program ends or breaks the protocol."""
     assert process.stdout is not None
     async with received:
         with contextlib.suppress(ValueError, anyio.BrokenResourceError, anyio.ClosedResourceError):
-            # a line over the limit is a ValueError: the stream ends, and with it the connection
+            # a line over the limit raises ValueError, which ends the stream and the connection
             while line := await process.stdout.readline():
                 try:
                     message = SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False))
@@ -105,14 +105,14 @@ async def _write(process: asyncio.subprocess.Process, sent: MemoryObjectReceiveS
 
 
 def kill_all() -> None:
-    """End every program at once, from any thread: this process will not be there to wait for them."""
+    """Kill every program at once, from any thread; for a process that exits without waiting for them."""
     for process in tuple(_running):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Ask the program to end: first by closing its input, then by signals to it and to what it started."""
+    """End the program: close its input, then send signals to its process group."""
     assert process.stdin is not None
     process.stdin.close()
     for sign in (signal.SIGTERM, signal.SIGKILL):
@@ -124,4 +124,4 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     else:
         await process.wait()
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)  # what it started and left behind
+        os.killpg(process.pid, signal.SIGKILL)  # processes that it left behind

@@ -1,1 +1,1 @@
-"""Tool calls: how each family of models writes them (`formats`), and how they are read back (`parser`)."""
+"""Tool calls: the formats of each model family (`formats`) and the parsers for them (`parser`)."""

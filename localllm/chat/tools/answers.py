@@ -1,4 +1,4 @@
-"""What the parsers of an answer share: the text in pieces, the calls it makes, the white space next to them."""
+"""Base class of the answer parsers: incremental text, tool calls, and the white space next to them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from ..parser import Part
 from .calls import Calls, Tools
 from .cursor import Cursor, Reading
 
-MAX_FAILURES = 16  # texts that looked like calls in one answer, after which nothing does: each is read once more
-MAX_HELD = 64  # characters of white space that wait for what follows
+MAX_FAILURES = 16  # failed calls per answer, after which all is content: each failure reads its text a second time
+MAX_HELD = 64  # characters of white space held back
 
 
 class HeldSpace:
-    """Content on its way out, less the white space next to calls: it waits until it is known what it stands next to."""
+    """Passes content on without the white space next to calls; trailing white space is held until more text follows."""
 
     def __init__(self, out: Callable[[str], None], *, after_call: bool = False) -> None:
         self._out = out
@@ -36,7 +36,7 @@ class HeldSpace:
             self._out(said)
 
     def drop(self) -> None:
-        """A call follows: the white space before it is nothing, and so will be that after it."""
+        """A call follows: drop the white space before it, and later that after it."""
         self._held = ""
         self._after_call = True
 
@@ -47,11 +47,11 @@ class HeldSpace:
 
 
 class AnswerParser(ABC):
-    """Splits one answer as it comes; `_answer` reads it and puts what it finds into `_parts`.
+    """Splits one streamed answer; the generator `_answer` reads it and appends to `_parts`.
 
-    tools       what may be called, in the OpenAI shape
-    streams     arguments are written as they come: only where a grammar keeps them valid
-    most_calls  further ones are content
+    tools       the tools that may be called, in the OpenAI format
+    streams     emit arguments piece by piece; only valid if a grammar constrains them
+    most_calls  maximum number of calls; further ones are content
     """
 
     def __init__(self, tools: Tools, streams: bool, most_calls: int | None, new_id: Callable[[], str]) -> None:
@@ -67,7 +67,7 @@ class AnswerParser(ABC):
         return self._resume()
 
     def finish(self) -> list[Part]:
-        """A call that was never finished is content."""
+        """End the answer; an unfinished call becomes content."""
         self._cursor.end()
         return self._resume()
 
@@ -83,7 +83,7 @@ class AnswerParser(ABC):
 
     @property
     def _is_full(self) -> bool:
-        """Whether nothing more is a call."""
+        """True when no further text is parsed as a call."""
         too_many = self._most_calls is not None and self._calls.count >= self._most_calls
         return too_many or self._failures >= MAX_FAILURES
 

@@ -1,4 +1,4 @@
-"""Reads the calls of an answer in any format of formats.toml: one JSON object each, or arguments between tags."""
+"""Parses the tool calls of an answer in any format of formats.toml: JSON objects, or arguments between tags."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CallReader:
         self._values = ValueReader(tool_format, cursor, calls)
         before, after = tool_format.call.split("ARGUMENTS")
         self._begin, self._name_end = (part.strip() for part in before.rsplit("NAME", 1))
-        self._begin = self._begin.removesuffix("functions.")  # which `Calls` takes off
+        self._begin = self._begin.removesuffix("functions.")  # `Calls` removes this prefix
         self._end = after.strip()
         self._reads_objects = self._begin.startswith("{")
         self._reads_lists = self._reads_objects or tool_format.is_python
@@ -35,19 +35,19 @@ class CallReader:
             self._begin = ""
         close = tool_format.close.strip()
         if self._reads_lists:
-            close = close.removeprefix("]").strip()  # it is read with the last call
+            close = close.removeprefix("]").strip()  # read with the last call
         if tool_format.argument and not self._end:
             self._end, close = close, ""
         self._closes = [text for text in (close, *tool_format.ends) if text]
-        # of the object that is being read
+        # state of the object being read
         self._name: str | None = None
         self._arguments: str | None = None
         self._is_streamed = False
 
     def read(self, trigger: str) -> Reading[None]:
-        """The calls after a trigger. Raises Malformed when there are none.
+        """Read the calls after a trigger. Raises Malformed when there are none.
 
-        A trigger that is the beginning of JSON, at the start of an answer, was not read yet.
+        An empty trigger means that the calls start the answer and nothing has been read yet.
         """
         cursor, separator = self._cursor, self._begin if self._format.shares else self._format.separator.strip()
         yield from cursor.space()
@@ -89,7 +89,7 @@ class CallReader:
     # --- one JSON object, the name in it -----------------------------------------------------------------------------
 
     def _object(self) -> Reading[None]:
-        """The members may come in any order; the first must be one that calls have."""
+        """Read a call with its members in any order; the first must be a member that calls have."""
         yield from self._cursor.expect("{")
         yield from self._members()
         if self._name is None:
@@ -136,7 +136,7 @@ class CallReader:
                 self._arguments = value
 
     def _keyed(self) -> Reading[None]:
-        """Arguments by name."""
+        """Read an object that maps function names to arguments."""
         cursor = self._cursor
         yield from cursor.expect("{")
         while True:
@@ -175,7 +175,7 @@ class CallReader:
         yield from cursor.literal(self._end)
 
     def _called(self, end: str) -> Reading[str]:
-        """A name and what ends it, in which the number of the call may stand."""
+        """Read a name and the text after it, which may contain the index of the call."""
         before, _, after = end.partition("INDEX")
         name, _ = yield from self._cursor.until(before, most=MAX_NAME_CHARS)
         if after:
@@ -221,7 +221,7 @@ class CallReader:
         yield from self._values.argument(schema, plain, after.rstrip("\n"), after.strip("\n"))
 
     def _tree(self) -> Reading[None]:
-        """Tags of the names of the arguments, each with a mark before it."""
+        """Read arguments in tags named after them, each with a mark before it."""
         cursor, calls, mark = self._cursor, self._calls, self._format.nested
         calls.begin((yield from self._called(self._name_end)))
         calls.piece("{")

@@ -1,7 +1,7 @@
-"""Tool calls as they are read: their names checked, their arguments made JSON, their deltas written.
+"""Tool calls as they are parsed: checks their names, converts their arguments to JSON, and emits their deltas.
 
-A call is written when it is known to be one: as a whole at its end, or, where the model is held to valid calls, piece
-by piece. What a model invents is never evaluated.
+A call is emitted as a whole at its end, or piece by piece if a grammar guarantees valid calls. Text from a model is
+never evaluated.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ _ALPHABET = string.ascii_letters + string.digits
 
 
 def new_call_id() -> str:
-    """call_ and 24 characters."""
+    """A new id: call_ and 24 hex digits."""
     return "call_" + secrets.token_hex(12)
 
 
 def short_call_id() -> str:
-    """Nine letters and digits: what Mistral's templates insist on."""
+    """A new id of nine letters and digits, as Mistral's templates require."""
     return "".join(secrets.choice(_ALPHABET) for _ in range(9))
 
 
 def tool_function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The function of a tool in the OpenAI shape, with or without its wrapping."""
+    """The function of a tool in the OpenAI format, with or without the outer object."""
     function = tool.get("function", tool)
     return function if isinstance(function, Mapping) else {}
 
 
 def called_tools(tools: ToolUse) -> list[tuple[int, Mapping[str, Any]]]:
-    """The tools that may be called, with their places in the request."""
+    """The tools that may be called, with their positions in the request."""
     numbered = enumerate(tools.tools)
     return [(i, tool) for i, tool in numbered if not tools.only or tool_function(tool).get("name") in tools.only]
 
@@ -48,9 +48,9 @@ def called_tools(tools: ToolUse) -> list[tuple[int, Mapping[str, Any]]]:
 class Calls:
     """The calls of one answer.
 
-    out      takes ("tool_call", JSON of a delta)
-    tools    what may be called, in the OpenAI shape
-    streams  arguments are written as they come: only where a grammar keeps them valid
+    out      receives ("tool_call", JSON of a delta)
+    tools    the tools that may be called, in the OpenAI format
+    streams  emit arguments piece by piece; only valid if a grammar constrains them
     """
 
     def __init__(self, out: Callable[[Part], None], tools: Tools, streams: bool, new_id: Callable[[], str]) -> None:
@@ -67,11 +67,11 @@ class Calls:
         self.count = 0
 
     def knows(self, name: str) -> bool:
-        """Whether there is a tool of this name."""
+        """True if there is a tool of this name."""
         return name in self._parameters
 
     def begin(self, name: str) -> None:
-        """A call of this name. Raises Malformed for a name that no tool has."""
+        """Begin a call. Raises Malformed for a name that no tool has."""
         name = name.strip()
         if name not in self._parameters and name.removeprefix("functions.") in self._parameters:
             name = name.removeprefix("functions.")
@@ -83,14 +83,14 @@ class Calls:
             self._write({"id": self._new_id(), "name": name, "arguments": ""})
 
     def piece(self, text: str) -> None:
-        """A piece of its arguments' JSON text."""
+        """Add a piece of the arguments' JSON text."""
         if not self.streams:
             self._pieces.append(text)
         elif text:
             self._write({"arguments": text})
 
     def end(self) -> None:
-        """The call is whole. Raises Malformed when its arguments are no JSON object."""
+        """End the call. Raises Malformed when its arguments are not a JSON object."""
         if self._name is None:
             raise Malformed
         if not self.streams:
@@ -101,18 +101,18 @@ class Calls:
         self.count += 1
 
     def drop(self) -> bool:
-        """The call that was begun came to nothing. True when part of it was written already."""
+        """Abandon the current call. Returns True if part of it was already emitted."""
         written = self._name is not None and self.streams
         self.count += written
         self._name = None
         return written
 
     def schema_of(self, key: str) -> Mapping[str, Any]:
-        """The schema of an argument of the present call; empty where it is not known."""
+        """The schema of an argument of the current call; empty if unknown."""
         return self.part(self._parameters.get(self._name or ""), key)
 
     def part(self, schema: Any, key: str | None) -> Mapping[str, Any]:
-        """The schema of a member of an object, or, without a key, of an item of a list."""
+        """The schema of an object's member or, for None, of a list's items."""
         root = self._parameters.get(self._name or "")
         for one in branches(resolved(schema, root), root):
             found = one.get("items") if key is None else properties_of(one).get(key)
@@ -121,7 +121,7 @@ class Calls:
         return {}
 
     def value(self, schema: Mapping[str, Any], text: str) -> None:
-        """A value of an argument of the present call that was written as plain text."""
+        """Add an argument value of the current call that was written as plain text."""
         self.piece(value_text(schema, text, self._parameters.get(self._name or "")))
 
     def _write(self, delta: dict[str, str]) -> None:
@@ -130,9 +130,9 @@ class Calls:
 
 
 def value_text(schema: Mapping[str, Any], text: str, root: Any = None) -> str:
-    """An argument that was written as plain text, as JSON: what its schema says, else what it looks like.
+    """Convert an argument written as plain text to JSON, by its schema or else by its form.
 
-    root   what references in the schema lead into
+    root   the schema that references are resolved in
     """
     stripped = text.strip()
     found = _PYTHON_WORDS.get(stripped, stripped)
@@ -146,7 +146,7 @@ def value_text(schema: Mapping[str, Any], text: str, root: Any = None) -> str:
 
 
 def _kinds(schema: Mapping[str, Any], root: Any) -> set[str]:
-    """The types that a schema names; none where it may be anything."""
+    """The types that a schema allows; empty if it allows any."""
     kinds: set[str] = set()
     for one in branches(schema, root):
         kind, values = one.get("type"), fixed_values(one)
@@ -163,12 +163,12 @@ _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
 def quoted(text: str) -> str:
-    """A JSON string."""
+    """The text as a JSON string."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def json_loads(text: str) -> Any:
-    """JSON and nothing more: no NaN, no endless digits, no endless depth. Raises ValueError."""
+    """Parse strict JSON: no NaN, and limited digits and depth. Raises ValueError."""
     try:
         return json.loads(text, parse_constant=_refuse_constant)
     except RecursionError as error:
@@ -180,7 +180,7 @@ def _refuse_constant(name: str) -> Any:
 
 
 def object_text(text: str) -> str:
-    """The text of a JSON object: itself, or what a string holds that was written in its place."""
+    """Return the text of a JSON object, unwrapping one that was written as a JSON string. Raises Malformed."""
     try:
         value = json_loads(text)
         if isinstance(value, str):
@@ -202,7 +202,7 @@ def properties_of(parameters: Any) -> Mapping[str, Any]:
 
 
 def resolved(schema: Any, root: Any) -> Mapping[str, Any]:
-    """What a reference inside the same schema leads to; a few steps at most."""
+    """Follow references inside the same schema, at most four steps."""
     for _ in range(4):
         path = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(path, str):
@@ -214,7 +214,7 @@ def resolved(schema: Any, root: Any) -> Mapping[str, Any]:
 
 
 def branches(schema: Mapping[str, Any], root: Any) -> list[Mapping[str, Any]]:
-    """A schema and what it is any one of."""
+    """A schema and the alternatives in its anyOf and oneOf."""
     found = [schema]
     for name in ("anyOf", "oneOf"):
         several = schema.get(name)
@@ -223,7 +223,7 @@ def branches(schema: Mapping[str, Any], root: Any) -> list[Mapping[str, Any]]:
 
 
 def is_text(schema: Any) -> bool:
-    """Whether a schema allows strings and nothing else."""
+    """True if a schema allows only strings."""
     if not isinstance(schema, Mapping):
         return False
     kind = schema.get("type")
@@ -234,5 +234,5 @@ def is_text(schema: Any) -> bool:
 
 
 def fixed_values(schema: Mapping[str, Any]) -> Any:
-    """The values that a schema names one by one; None where it names none."""
+    """The values in a schema's enum or const; None without either."""
     return schema.get("enum") or ([schema["const"]] if "const" in schema else None)

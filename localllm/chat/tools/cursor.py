@@ -1,7 +1,7 @@
-"""Text that arrives in pieces, read by generators that wait for more: what they find does not depend on the pieces.
+"""Incremental reading of streamed text with generators that wait for more; results do not depend on the pieces.
 
-Everything that is read is remembered until `mark`, so that what turns out to be malformed can be given back. The work
-is linear in the text; what waits unread is never longer than what a decision needs.
+Everything read since the last `mark` is kept, so malformed text can be given back. The work is linear in the text, and
+no more text stays unread than a decision needs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ T = TypeVar("T")
 Reading = Generator[None, None, T]  # yields when it needs more text
 Sink = Callable[[str], None]
 
-MAX_DEPTH = 256  # of nested JSON: Python's own reader ends at about a thousand
+MAX_DEPTH = 256  # of nested JSON; Python's parser allows about a thousand levels
 MAX_SCALAR = 1024  # characters of a number or a word
 _STRUCTURE = re.compile(r'["{}\[\]]')
 _STRING_END = re.compile(r'["\\]')
@@ -25,11 +25,11 @@ _PAIRS = {"{": "}", "[": "]"}
 
 
 class Malformed(Exception):
-    """What was read is not what it was taken for."""
+    """The text is not in the expected format."""
 
 
 class Cursor:
-    """The unread text, and what was read since the last mark."""
+    """The unread text, and the text read since the last mark."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -49,15 +49,15 @@ class Cursor:
         return self._ended and self._at >= len(self._text)
 
     def mark(self) -> None:
-        """What was read so far is settled."""
+        """Forget the text read so far; it can no longer be given back."""
         self._read.clear()
 
     def read_since_mark(self) -> str:
-        """Everything that was read since the mark."""
+        """The text read since the mark."""
         return "".join(self._read)
 
     def give_back(self, keep: int) -> str:
-        """Unread what was read since the mark, but for its first `keep` characters, which are returned and settled."""
+        """Unread the text since the mark, except for its first `keep` characters, which are returned."""
         text = self.read_since_mark()
         self._text = text[keep:] + self._text[self._at :]
         self._at = 0
@@ -67,12 +67,12 @@ class Cursor:
     # --- reading -----------------------------------------------------------------------------------------------------
 
     def until(self, *needles: str, into: Sink | None = None, most: int | None = None) -> Reading[tuple[str, str]]:
-        """The text before the first of the needles, and the needle, which is read too.
+        """Read up to and including the first of the needles. Returns (text before it, needle).
 
-        into  takes the text as it comes, and the text returned is empty
-        most  characters; Malformed beyond
+        into  receives the text as it arrives; the returned text is then empty
+        most  maximum number of characters before the needle
 
-        Raises Malformed at the end of the text.
+        Raises Malformed at the end of the text or beyond `most`.
         """
         search = _any_of(needles)
         parts: list[str] = []
@@ -92,7 +92,7 @@ class Cursor:
             yield from self._more()
 
     def rest(self, *needles: str, into: Sink) -> Reading[str | None]:
-        """As `until`, but None instead of the needle at the end of the text."""
+        """Like `until`, but return None at the end of the text."""
         search = _any_of(needles) if needles else None
         while True:
             found = search.search(self._text, self._at) if search else None
@@ -117,7 +117,7 @@ class Cursor:
             yield
 
     def literal(self, *options: str) -> Reading[str | None]:
-        """Whichever of the options the text goes on with; None when with none of them. The longest counts."""
+        """Read the longest option that the text continues with; None if it continues with none of them."""
         while True:
             ahead = self._text[self._at : self._at + 64]
             waits = any(option.startswith(ahead) and option != ahead for option in options)
@@ -128,34 +128,34 @@ class Cursor:
             yield
 
     def expect(self, *options: str) -> Reading[str]:
-        """As `literal`; Malformed when the text goes on with none of them."""
+        """Like `literal`, but raise Malformed if the text continues with none of them."""
         found = yield from self.literal(*options)
         if found is None:
             raise Malformed
         return found
 
     def peek(self) -> Reading[str]:
-        """The next character, unread; "" at the end."""
+        """The next character, without reading it; "" at the end."""
         while self._at >= len(self._text) and not self._ended:
             yield
         return self._text[self._at : self._at + 1]
 
     def take(self, count: int) -> Reading[str]:
-        """The next characters. Raises Malformed at the end of the text."""
+        """Read the next `count` characters. Raises Malformed at the end of the text."""
         while len(self._text) - self._at < count:
             yield from self._more()
         return self._take(self._at + count)
 
     def scalar(self, *ends: str) -> Reading[str]:
-        """Text up to white space, or one of the ends, which is not read. Raises Malformed when there is none."""
+        """Read up to white space or one of `ends`, which stays unread. Raises Malformed if that is empty."""
         parts: list[str] = []
         yield from self._scalar(parts.append, _any_of((*ends, " ", "\t", "\r", "\n")))
         return "".join(parts)
 
     def json_value(self, into: Sink | None = None) -> Reading[str]:
-        """One JSON value as text. Only brackets and quotes are checked. Raises Malformed.
+        """Read one JSON value as text, checking only brackets and quotes. Raises Malformed.
 
-        into  takes the text as it comes, and the text returned is empty
+        into  receives the text as it arrives; the returned text is then empty
         """
         parts: list[str] = []
         take = into or parts.append
@@ -233,7 +233,7 @@ class Cursor:
         yield
 
     def _open_end(self, needles: tuple[str, ...]) -> int:
-        """Characters at the end of the unread text that may begin a needle."""
+        """Number of characters at the end of the unread text that may begin a needle."""
         unread = len(self._text) - self._at
         longest = min(max(map(len, needles), default=1) - 1, unread)
         for size in range(longest, 0, -1):
@@ -245,5 +245,5 @@ class Cursor:
 
 @lru_cache(maxsize=256)
 def _any_of(needles: tuple[str, ...]) -> re.Pattern[str]:
-    """Finds the needle that begins first, of several the longest."""
+    """A pattern that finds the leftmost needle, and the longest one at that position."""
     return re.compile("|".join(re.escape(needle) for needle in sorted(needles, key=len, reverse=True)))

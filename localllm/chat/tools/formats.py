@@ -1,4 +1,4 @@
-"""The ways in which models write tool calls, and which of them a chat template speaks of. The rows of formats.toml."""
+"""Tool call formats (the rows of formats.toml), and detection of the format that a chat template uses."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-TYPES = ("number", "boolean", "null", "object", "array")  # of JSON, but for texts
+TYPES = ("number", "boolean", "null", "object", "array")  # JSON types except string
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """How one family writes calls. formats.toml explains the fields."""
+    """The tool call format of a model family. formats.toml documents the fields."""
 
     name: str
     call: str
@@ -49,37 +49,37 @@ class ToolFormat:
 
     @property
     def trigger(self) -> str:
-        """The text after which a grammar can go on with a call; "" for a format that has none."""
+        """The text after which a grammar can take over for a call; "" if the format has none."""
         found = (self.triggers or (self.open,))[0] if self.open else ""
         return "" if any(text.startswith(found) for text in self.hidden) else found
 
     def opening(self, prompt: str) -> str:
-        """What of `open` stands at the end of the prompt already."""
+        """The part of `open` that already ends the prompt."""
         return self.in_prompt if self.in_prompt and prompt.endswith(self.in_prompt) else ""
 
     def around_call(self, name: str, index: str = "") -> tuple[str, str]:
-        """What stands before and after the arguments of a call."""
+        """The text before and after the arguments of a call."""
         before, after = self.call.split("ARGUMENTS")
         number = index or str(self.first_index)
         return name.join(part.replace("INDEX", number) for part in before.split("NAME")), after
 
     def around_value(self, key: str, kind: str) -> tuple[str, str]:
-        """What stands before and after the value of an argument. `kind` is the value's type in JSON."""
+        """The text before and after the value of an argument. `kind` is the value's JSON type."""
         form = self.argument if kind == "string" else self.json_argument or self.argument
         before, after = form.split("VALUE")
         head, tail = before.split("KEY")
         return head + key + tail.replace("TYPE", "number" if kind == "integer" else kind), after
 
     def tags(self, key: str) -> tuple[str, str]:
-        """Of a `nested` format: what stands before and after the value of a key."""
+        """The tags before and after the value of a key, in a `nested` format."""
         return f"{self.nested}<{key}>", f"{self.nested}</{key}>"
 
     def write(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """One call as a grammar has a model write it; values are texts and plain JSON values."""
+        """Write one call as a grammar would make a model write it; values are plain JSON values."""
         return "".join(text for text, _ in self.pieces([(name, arguments)]))
 
     def pieces(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> list[tuple[str, bool]]:
-        """Calls in a row, in pieces: whether each is the format's, or what the calls say."""
+        """Write consecutive calls as pieces of (text, True if it belongs to the format, not to a call's content)."""
         made = []
         for number, (name, arguments) in enumerate(calls):
             before, after = self.around_call(name, str(number + self.first_index))
@@ -118,7 +118,7 @@ class ToolFormat:
 
 
 def kind_of(value: Any) -> str:
-    """The type of a value in JSON."""
+    """The JSON type of a value."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else "boolean"
     if isinstance(value, str):
@@ -130,7 +130,7 @@ _KINDS = {"str": str, "bool": bool, "int": int}
 
 
 def read_format(row: Mapping[str, Any]) -> ToolFormat:
-    """A row of formats.toml, checked. Raises ValueError or TypeError."""
+    """Parse and check a row of formats.toml. Raises ValueError or TypeError."""
     values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
     made = ToolFormat(**values)
     kinds = {field.name: _KINDS.get(str(field.type), tuple) for field in fields(made)}
@@ -152,7 +152,7 @@ GENERIC = BY_NAME["generic"]
 
 
 def find_format(template: str) -> ToolFormat:
-    """The first format whose marks all stand in a chat template; GENERIC has none."""
+    """Return the first format whose marks are all in a chat template; GENERIC has no marks and always matches."""
     return next(
         found
         for found in FORMATS

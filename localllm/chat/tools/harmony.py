@@ -1,10 +1,10 @@
-"""gpt-oss's channels: an answer is a row of messages, each with a header that says what it is.
+"""Parser for gpt-oss's harmony format: an answer is a sequence of messages, each with a header for its channel.
 
 `<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json
-<|message|>{...}<|call|>`: analysis is reasoning, commentary to a function is a call, everything else is content. What
-goes to a tool that was not offered is reasoning: the model was trained with `python`, `browser.search` and
-`container.exec`. The prompt ends with `<|start|>assistant`, so the first header has no beginning.
-Muse Glimmer writes so, too, with recipients in the place of channels: ` to=self`, ` to=user`, a function.
+<|message|>{...}<|call|>`: analysis is reasoning, commentary to a function is a call, everything else is content. A
+message to a tool that was not offered is reasoning: the model was trained with `python`, `browser.search` and
+`container.exec`. The prompt ends with `<|start|>assistant`, so the first header has no start.
+Muse Glimmer uses the same format with recipients instead of channels: ` to=self`, ` to=user`, a function.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ CHANNEL, MESSAGE, START = "<|channel|>", "<|message|>", "<|start|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|eom|>", "<|eot|>", START)
 MAX_HEADER_CHARS = 512
 _RECIPIENT = re.compile(r"to=(functions\.)?([\w.-]+)")
-_NO_TOOLS = frozenset(["user", "assistant", "all"])  # recipients of words
+_NO_TOOLS = frozenset(["user", "assistant", "all"])  # recipients of text
 
 
 class HarmonyParser(AnswerParser):
-    """Splits one answer as it comes, into ("reasoning" | "content", text) and ("tool_call", JSON of a delta)."""
+    """Splits one streamed answer into ("reasoning" | "content", text) and ("tool_call", JSON of a delta)."""
 
     def __init__(self, tool_format: ToolFormat, *options: Any) -> None:
         super().__init__(*options)
@@ -35,7 +35,7 @@ class HarmonyParser(AnswerParser):
     def _answer(self) -> Reading[None]:
         header = yield from self._cursor.literal(CHANNEL, START, " to=", "to=")
         while True:
-            if header is None:  # no message of a channel: plain text up to the next one
+            if header is None:  # outside a message: plain text up to the next header
                 begins = (START, CHANNEL) if self._failures < MAX_FAILURES else ()
                 header = yield from self._cursor.rest(*begins, into=self._emit_content)
                 if header is None:
@@ -46,7 +46,7 @@ class HarmonyParser(AnswerParser):
                 return
 
     def _message(self, begun: str) -> Reading[str | None]:
-        """A header after its beginning, and its body. The beginning of the next message, None when it is not known."""
+        """Read the rest of a header and the message's body. Returns the start of the next header, or None."""
         try:
             header, _ = yield from self._cursor.until(MESSAGE, most=MAX_HEADER_CHARS)
         except Malformed:
@@ -67,7 +67,7 @@ class HarmonyParser(AnswerParser):
         return START if ended == START else (yield from self._next())
 
     def _next(self) -> Reading[str | None]:
-        """After the end of a message: the beginning of another."""
+        """Read the start of the next header after the end of a message."""
         self._cursor.mark()
         return (yield from self._cursor.literal(START, CHANNEL))
 

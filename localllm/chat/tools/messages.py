@@ -1,4 +1,4 @@
-"""Messages and tools as templates expect them; and, for templates that know nothing of tools, both as plain text."""
+"""Converts messages and tools to the form templates expect, or to plain text for templates without tool support."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ What the function returns is given to you between <tool_response> tags. Call a f
 
 
 def template_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Tools in the shape that templates were trained with: no keys of the API besides."""
+    """Convert tools to the form models were trained with: no other keys of the API."""
     shaped = []
     for tool in tools:
         function = tool_function(tool)
@@ -37,11 +37,11 @@ def template_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def template_messages(
     messages: Sequence[Mapping[str, Any]], tool_format: ToolFormat = GENERIC, *, as_text: bool = False
 ) -> list[dict[str, Any]]:
-    """Messages whose calls have their arguments as objects: clients send JSON text, templates write JSON of objects.
+    """Convert the arguments of calls to objects: clients send JSON text, and templates serialize objects.
 
-    Ids become what the format's templates insist on, the same for the same id.
+    Ids are mapped to the form the format's templates require; equal ids stay equal.
 
-    as_text  calls become text of their messages, as the format writes them: for templates that leave them out
+    as_text  write calls into the text of their messages, in the format's notation, for templates that omit them
     """
     ids = _Ids(tool_format.ids)
     made = []
@@ -78,7 +78,7 @@ def _template_call(call: Any, ids: _Ids, tool_format: ToolFormat) -> Any:
             try:
                 arguments = json_loads(arguments or "{}")
             except ValueError:
-                pass  # cut short, or no JSON at all: as it is
+                pass  # truncated or not JSON: keep it unchanged
             made["function"] = {**function, "arguments": arguments}
         if tool_format.text_arguments and not isinstance(arguments, str):
             made["function"] = {**function, "arguments": json.dumps(arguments or {}, ensure_ascii=False)}
@@ -89,7 +89,7 @@ def _template_call(call: Any, ids: _Ids, tool_format: ToolFormat) -> Any:
 
 
 class _Ids:
-    """The ids of one conversation's calls, in the form of `ToolFormat.ids`."""
+    """Maps the ids of a conversation's calls to the form of `ToolFormat.ids`."""
 
     def __init__(self, form: str) -> None:
         self._form = form
@@ -105,7 +105,7 @@ class _Ids:
         return made
 
     def known(self, call_id: str) -> str:
-        """The id of a call that was there before."""
+        """The id of an earlier call."""
         return _short(call_id) if self._form == "short" else self._made.get(call_id, call_id)
 
 
@@ -116,9 +116,9 @@ def _short(call_id: str) -> str:
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages without calls and tools in them: instructions in the system message, calls and results as text.
+    """Write tools into the system message, and calls and results as text, for templates without tool support.
 
-    For templates that know nothing of tools. Results go into the turn of the user, one turn for all of a row.
+    Consecutive results become one user message.
     """
     made: list[dict[str, Any]] = []
     for message in template_messages(messages):

@@ -1,7 +1,7 @@
-"""One streamed answer to content and tool calls: `answer_parser(tool_format, tools)`.
+"""Splits a streamed answer into content and tool calls: `answer_parser(tool_format, tools)`.
 
-Text that only looked like a call comes out as content, whole. White space next to calls belongs to neither side. The
-parts together do not depend on how the text was cut; the work is linear in it.
+Text that only looked like a call is returned unchanged as content. White space next to calls is dropped. The
+concatenated parts do not depend on how the text was split into pieces, and the work is linear in the text.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def answer_parser(
     new_id: Callable[[], str] | None = None,
     opening: str = "",
 ) -> Splitter:
-    """A fresh parser for one answer; the options are `AnswerParser`'s.
+    """Create a parser for one answer; the options are those of `AnswerParser`.
 
-    opening  what of the answer the prompt ends with (`ToolFormat.opening`)
+    opening  the part of the answer that the prompt ends with (`ToolFormat.opening`)
     """
     new_id = new_id or (short_call_id if tool_format.ids == "short" else new_call_id)
     if tool_format.final:
@@ -41,7 +41,7 @@ def answer_parser(
 
 
 class ToolParser(AnswerParser):
-    """Content and calls; channels are `harmony.HarmonyParser`'s."""
+    """Splits content and calls; `harmony.HarmonyParser` handles channels."""
 
     def __init__(self, tool_format: ToolFormat, *options: Any) -> None:
         self._format = tool_format
@@ -59,7 +59,7 @@ class ToolParser(AnswerParser):
         self._space.flush()
 
     def _start(self) -> Reading[None]:
-        """Calls that begin without a trigger, if the answer begins with them."""
+        """Read calls without a trigger at the start of the answer."""
         while self._format.at_start and not self._is_full:
             self._space.push((yield from self._cursor.space()))
             self._cursor.mark()
@@ -71,19 +71,19 @@ class ToolParser(AnswerParser):
                 return
 
     def _talk(self) -> Reading[str | None]:
-        """Content up to a trigger, or to what is hidden."""
+        """Read content up to a trigger or a hidden text."""
         triggers = () if self._is_full else self._format.triggers
         hidden = [text for text in self._format.hidden if not text.startswith(triggers or "\0")]
         self._cursor.mark()
-        found = yield from self._cursor.rest(*triggers, *hidden, into=self._say)
+        found = yield from self._cursor.rest(*triggers, *hidden, into=self._emit_text)
         return found
 
-    def _say(self, text: str) -> None:
+    def _emit_text(self, text: str) -> None:
         self._space.push(text)
         self._cursor.mark()
 
     def _attempt(self, trigger: str, keep: int) -> Reading[bool]:
-        """Read calls; what turns out to be none becomes content, its first `keep` characters without another look."""
+        """Read calls. If malformed, the first `keep` characters become content and the rest is parsed again."""
         before = self._calls.count
         try:
             yield from self._reader.read(trigger)

@@ -1,4 +1,4 @@
-"""Whether a chat template can do tools, tried: a call is rendered, read back, and its result rendered after it."""
+"""Probes a chat template's tool support: renders a call, parses it back, and renders its result."""
 
 from __future__ import annotations
 
@@ -40,26 +40,26 @@ _QUESTION = {"role": "user", "content": "Is an umbrella needed?"}
 
 @dataclass(frozen=True, slots=True)
 class ToolSupport:
-    """What a template can do with tools. Plain data, for `show` and doctor."""
+    """The tool support of a template. Plain data, for `show` and doctor."""
 
     format: str  # the name of the `ToolFormat`
-    native: bool  # the template writes tools; else they are explained in the system message
-    reads_back: bool  # a call that the template wrote was read as the same call
+    native: bool  # the template renders tools; else they are described in the system message
+    reads_back: bool  # a call rendered by the template was parsed back as the same call
     answers: bool  # the result of a call is in the next prompt
-    keeps_prefix: bool  # the next prompt begins with the tokens of this one and of the call: nothing is computed twice
-    note: str = ""  # what failed, in a sentence
-    as_text: bool = False  # the template leaves calls out: they are put into the text of their messages
+    keeps_prefix: bool  # the next prompt starts with the tokens of this one and of the call, so nothing is recomputed
+    note: str = ""  # the failure, in a sentence
+    as_text: bool = False  # the template omits calls: they are written into the text of their messages
 
     @property
     def works(self) -> bool:
-        """Whether a conversation with tools can be held."""
+        """True if a conversation with tools works."""
         return self.reads_back and self.answers
 
     @property
     def line(self) -> str:
         if not self.works:
             return f"no: {self.note}"
-        how = f"{self.format} format" if self.native else "explained in the system message"
+        how = f"{self.format} format" if self.native else "described in the system message"
         return f"{how}, {'cached prefix kept' if self.keeps_prefix else 'cached prefix lost: ' + self.note}"
 
 
@@ -67,7 +67,7 @@ NO_TEMPLATE = ToolSupport("none", False, False, False, False, "a base model has 
 
 
 def renders_tools(template: ChatTemplate) -> bool:
-    """Whether the template writes the tools that it is given."""
+    """True if the template renders the tools passed to it."""
     try:
         return _NAME in template.render([_QUESTION], tools=_TOOLS)
     except LocalLLMError:
@@ -75,7 +75,7 @@ def renders_tools(template: ChatTemplate) -> bool:
 
 
 def check_tools(template: ChatTemplate, tokenizer: Tokenizer) -> ToolSupport:
-    """Hold a conversation with one call. Never raises for what a template does."""
+    """Try a conversation with one call. Never raises because of the template."""
     tool_format = find_format(template.chosen(_TOOLS))
     if not renders_tools(template):
         return _Trial(template, tokenizer, GENERIC, native=False).verdict()
@@ -84,7 +84,7 @@ def check_tools(template: ChatTemplate, tokenizer: Tokenizer) -> ToolSupport:
         _Trial(template, tokenizer, tool_format, as_text=True),
         _Trial(template, tokenizer, GENERIC, native=False),
     ]
-    if tool_format is GENERIC:  # what the template explains, and in which notation, is not known
+    if tool_format is GENERIC:  # the notation that the template describes is unknown
         del trials[1]
     verdicts = (trial.verdict() for trial in trials)
     first = next(verdicts)
@@ -93,7 +93,7 @@ def check_tools(template: ChatTemplate, tokenizer: Tokenizer) -> ToolSupport:
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """One way to hold the conversation."""
+    """One way to render the conversation."""
 
     template: ChatTemplate
     tokenizer: Tokenizer
@@ -102,7 +102,7 @@ class _Trial:
     as_text: bool = False
 
     def verdict(self) -> ToolSupport:
-        """What comes of it."""
+        """Run the trial."""
         template, tool_format = self.template, self.tool_format
 
         def verdict(note: str, reads_back: bool = False, answers: bool = False, keeps: bool = False) -> ToolSupport:
@@ -119,25 +119,25 @@ class _Trial:
             ]
             after, after_ids = self._rendered([_QUESTION, *turns])
         except LocalLLMError as error:
-            return verdict(f"the template refuses a conversation with a call: {error.message[:120]}")
+            return verdict(f"the template rejects a conversation with a call: {error.message[:120]}")
         answers = _RESULT in after
         opening = tool_format.opening(first)
         if not after.startswith(first):
-            calls = _read(tool_format, after[_begin(tool_format, first, after) :])
-            note = "the template writes the turn of a call differently from how it asked for it"
-            return verdict(note, _is_the_call(calls), answers)
+            calls = _read(tool_format, after[_first_difference(tool_format, first, after) :])
+            note = "the template renders the turn of a call differently from its generation prompt"
+            return verdict(note, _is_expected(calls), answers)
         rest = after[len(first) :].split(_RESULT)[0]
         calls = _read(tool_format, opening + rest)
-        if not _is_the_call(calls):
-            return verdict("the call that the template writes is not read back", answers=answers)
+        if not _is_expected(calls):
+            return verdict("the call that the template renders cannot be parsed back", answers=answers)
         if not answers:
-            return verdict("the template leaves the result of a call out", reads_back=True)
+            return verdict("the template omits the result of a call", reads_back=True)
         if tool_format.write(_NAME, _ARGUMENTS) not in (opening + rest).replace("[TOOL_CALLS] [", "[TOOL_CALLS]["):
-            return verdict("the template writes a call differently from how models do", True, True)
+            return verdict("the template renders a call differently from how models write it", True, True)
         if thinks and _THOUGHT not in after:
             return verdict("the template drops the reasoning before a call", True, True)
         keeps = after_ids[: len(first_ids)] == first_ids
-        return verdict("" if keeps else "the tokens of the next prompt are cut otherwise", True, True, keeps)
+        return verdict("" if keeps else "the next prompt is tokenized differently", True, True, keeps)
 
     def _rendered(self, messages: list[dict[str, Any]]) -> tuple[str, list[int]]:
         if self.native:
@@ -149,7 +149,7 @@ class _Trial:
 
 
 def _read(tool_format: ToolFormat, text: str) -> list[tuple[str, str]]:
-    """The calls in a text as (name, arguments)."""
+    """Parse the calls in a text as (name, arguments)."""
     parser = answer_parser(tool_format, _TOOLS)
     calls: list[tuple[str, str]] = []
     for kind, part in parser.push(text) + parser.finish():
@@ -160,12 +160,12 @@ def _read(tool_format: ToolFormat, text: str) -> list[tuple[str, str]]:
     return calls
 
 
-def _is_the_call(calls: list[tuple[str, str]]) -> bool:
+def _is_expected(calls: list[tuple[str, str]]) -> bool:
     return len(calls) == 1 and calls[0][0] == _NAME and json.loads(calls[0][1]) == _ARGUMENTS
 
 
-def _begin(tool_format: ToolFormat, one: str, other: str) -> int:
-    """Where two texts begin to differ, or, where that is inside a mark of the format, where the mark begins."""
+def _first_difference(tool_format: ToolFormat, one: str, other: str) -> int:
+    """The position where two texts start to differ; if it is inside a mark of the format, the start of the mark."""
     both = enumerate(zip(one, other, strict=False))
     at = next((i for i, (a, b) in both if a != b), min(len(one), len(other)))
     marks = [mark for mark in (tool_format.open, *tool_format.triggers) if mark]

@@ -1,4 +1,4 @@
-"""Reads arguments that are not JSON: texts up to a mark, Gemma's and Python's notations, trees of tags."""
+"""Parses arguments that are not JSON: text up to a mark, Gemma's and Python's notations, nested tags."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HEX = re.compile("[0-9A-Fa-f]{4}")
 
 
 class ValueReader:
-    """The reader of one answer's values; what it reads goes to the present call as JSON."""
+    """Reads the argument values of one answer and adds them to the current call as JSON."""
 
     def __init__(self, tool_format: ToolFormat, cursor: Cursor, calls: Calls) -> None:
         self._cursor = cursor
@@ -27,7 +27,7 @@ class ValueReader:
         self._wraps = tool_format.wraps
 
     def argument(self, schema: Mapping[str, Any], plain: bool, *ends: str) -> Reading[None]:
-        """An argument up to its end: `plain` text, or what its schema says."""
+        """Read an argument up to its end: as `plain` text, or converted by its schema."""
         if self._wraps and (yield from self._cursor.literal(self._wraps[0])) is not None:
             ends = tuple(self._wraps[1] + end for end in ends)
         if plain:
@@ -37,7 +37,7 @@ class ValueReader:
             self._calls.value(schema, value)
 
     def text(self, *ends: str) -> Reading[None]:
-        """Plain text up to its end, as a JSON string."""
+        """Read plain text up to its end, as a JSON string."""
         self._calls.piece('"')
         yield from self._cursor.until(*ends, into=self._piece)
         self._calls.piece('"')
@@ -45,10 +45,10 @@ class ValueReader:
     def _piece(self, text: str) -> None:
         self._calls.piece(quoted(text)[1:-1])
 
-    # --- `{key:value}`, Gemma's with bare keys and quotes of its own, or Python's -----------------------------------
+    # --- `{key:value}`: Gemma's, with bare keys and its own quotes, or Python's --------------------------------------
 
     def value(self, depth: int = 0) -> Reading[None]:
-        """One value."""
+        """Read one value."""
         yield from self._cursor.space()
         begun = yield from self._cursor.literal(*self._quotes, "{", "[")
         if begun in ("{", "["):
@@ -61,7 +61,7 @@ class ValueReader:
             self._calls.piece(value_text({}, (yield from self._cursor.json_value())))
 
     def members(self, depth: int, brackets: str, equals: str = ":") -> Reading[None]:
-        """An object or a list, after its opening bracket."""
+        """Read an object or a list, after its opening bracket."""
         if depth > MAX_BRACES:
             raise Malformed
         cursor, closing, separator = self._cursor, brackets[1], ""
@@ -92,7 +92,7 @@ class ValueReader:
         return key
 
     def _escaped(self, quote: str) -> Reading[None]:
-        """The rest of a Python or JSON string."""
+        """Read the rest of a Python or JSON string."""
         self._calls.piece('"')
         while (yield from self._cursor.until(quote, "\\", into=self._piece))[1] != quote:
             char = yield from self._cursor.take(1)
@@ -105,10 +105,10 @@ class ValueReader:
                 self._piece(_ESCAPED.get(char, "\\" + char))
         self._calls.piece('"')
 
-    # --- `<key>value</key>`, objects and lists in it, with a mark before every tag ------------------------------------
+    # --- `<key>value</key>`, with nested objects and lists, and a mark before every tag -------------------------------
 
     def tree(self, schema: Mapping[str, Any], key: str, depth: int = 0) -> Reading[None]:
-        """The value of a key, after its opening tag, up to its closing one."""
+        """Read the value of a key, after its opening tag, up to and including its closing one."""
         cursor = self._cursor
         if is_text(schema):
             yield from self.text(f"{self._nested}</{key}>")

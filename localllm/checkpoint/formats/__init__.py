@@ -1,8 +1,8 @@
-"""How weights are stored: one file a format, which tells it by its tensors; `quant/` turns it into a `Weight`.
+"""Stored weight formats: one file per format, which detects it by its tensors; `quant/` turns it into a `Weight`.
 
-The tensors decide, the config only resolves what they leave open. A module is named as in the file, without the last
-component ("model.layers.0.self_attn.q_proj", "blk.0.attn_q"). Only names, dtypes and shapes are looked at, and
-compressed-tensors' two-number `weight_shape`.
+The tensors decide; the config only resolves ambiguities. A module is named as in the file, without the last component
+("model.layers.0.self_attn.q_proj", "blk.0.attn_q"). Only names, dtypes and shapes are used, and the two numbers in
+compressed-tensors' `weight_shape`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from . import awq, compressed_tensors, dense, fp8, gguf, gptq, int8, modelopt_in
 from .module import HINT, StoredFormat, StoredModule
 
 FORMATS = (
-    # asked in this order: the first that knows a module's tensors has it
+    # tried in this order; the first that recognizes a module's tensors wins
     mxfp4,
     nvfp4,
     modelopt_int4,
@@ -31,7 +31,7 @@ FORMATS = (
     dense,
 )
 _FOREIGN = {
-    # last name component -> the tool whose layout it belongs to
+    # last name component -> the tool that uses this layout
     "absmax": "bitsandbytes",
     "quant_map": "bitsandbytes",
     "nested_absmax": "bitsandbytes",
@@ -48,25 +48,26 @@ _FOREIGN = {
 
 
 def stored_formats(model: Checkpoint) -> dict[str, StoredFormat]:
-    """Module -> format, for everything stored as a matrix (embedding and head included).
+    """Map each module stored as a matrix to its format (including embedding and head).
 
-    Raises BadModelFile for a packed weight whose scale is missing or misshapen, UnsupportedFormat for layouts not read.
+    Raises BadModelFile for a packed weight whose scale is missing or has the wrong shape, UnsupportedFormat for an
+    unsupported layout.
     """
     groups: dict[str, dict[str, TensorInfo]] = {}
     for name, info in model.tensors.items():
         module, _, suffix = name.rpartition(".")
         groups.setdefault(module, {})[suffix] = info
-    turned = _turned(model.quantization_config)
+    turned = _unmerged_rotation(model.quantization_config)
     if turned:
-        what = f"has layers whose inputs or outputs are rotated at run time ({shown(turned)}), which is not computed"
+        what = f"has layers whose inputs or outputs are rotated at run time ({shown(turned)}), which is not supported"
         raise bad(model.path, what, key="transform_config", hint=HINT, error=UnsupportedFormat)
     detect = gguf.detect if model.kind == "gguf" else _detect
     found = {name: detect(StoredModule(model, name, tensors)) for name, tensors in groups.items()}
     return {name: stored for name, stored in found.items() if stored is not None}
 
 
-def _turned(config: Mapping[str, Any]) -> str:
-    """The first rotation of compressed-tensors (QuIP, SpinQuant) that is not wholly in the weights; "" for none."""
+def _unmerged_rotation(config: Mapping[str, Any]) -> str:
+    """The first rotation of compressed-tensors (QuIP, SpinQuant) not fully merged into the weights; "" for none."""
     transforms = config.get("transform_config")
     groups = transforms.get("config_groups") if isinstance(transforms, dict) else None
     for name, scheme in groups.items() if isinstance(groups, dict) else ():
@@ -81,17 +82,17 @@ def _detect(module: StoredModule) -> StoredFormat | None:
     for suffix in module.tensors:
         tool = _FOREIGN.get(suffix) or ("bitsandbytes" if suffix.startswith("bitsandbytes__") else None)
         if suffix == "weight" and module.dtype(suffix) == "U32" and "scales" in module.tensors:
-            tool = "MLX"  # of its floating formats, which have no biases
+            tool = "MLX"  # one of its floating-point formats, which have no biases
         if tool:
-            raise module.unsupported(f"is stored in the layout of {tool}, which is not read")
+            raise module.unsupported(f"is stored in the layout of {tool}, which is not supported")
     return next((stored for one in FORMATS if (stored := one.detect(module)) is not None), None)
 
 
 def format_label(formats: dict[str, StoredFormat]) -> str:
-    """The word people know for the format most of the layers' modules have: bf16, awq, nvfp4, Q4_K, ..."""
+    """The common name of the format that most of the layers' weights have: bf16, awq, nvfp4, Q4_K, ..."""
     votes: Counter[str] = Counter()
     for name, stored in formats.items():
-        # Embedding and head stay dense in most quantized checkpoints and say nothing about the layers.
+        # embedding and head stay dense in most quantized checkpoints and say nothing about the layers
         if "layers." in name or name.startswith("blk."):
             votes[stored.label] += stored.shape[0] * stored.shape[1]
     return votes.most_common(1)[0][0] if votes else next((stored.label for stored in formats.values()), "")

@@ -9,7 +9,7 @@ from .module import StoredFormat, StoredModule, positive
 
 
 def detect(module: StoredModule) -> StoredFormat | None:
-    """`qweight` I16 is GEMV-fast; otherwise the shapes against `scales` decide (GPTQ is asked before)."""
+    """`qweight` in I16 is GEMV-fast; otherwise its shape relative to `scales` decides (GPTQ is tried first)."""
     if module.get("qweight") is None:
         return None
     rows, columns = module.matrix("qweight")
@@ -20,19 +20,19 @@ def detect(module: StoredModule) -> StoredFormat | None:
         return _stored(module, "awq_gemm", (width, rows))
     if groups == rows:
         return _stored(module, "awq_gemv", (rows, columns * 8))
-    what = f"qweight {[rows, columns]} and scales {[groups, width]} fit neither AWQ nor GPTQ"
+    what = f"qweight {[rows, columns]} and scales {[groups, width]} match neither AWQ nor GPTQ"
     raise module.bad(f"{module.name}.qweight", what)
 
 
 def _stored(module: StoredModule, kind: str, shape: tuple[int, int]) -> StoredFormat:
     bits = module.setting("bits", "w_bit")
     if bits not in (None, 4):
-        raise module.unsupported(f"AWQ with {bits} bits; only 4 exist in practice")
+        raise module.unsupported(f"is AWQ with {bits} bits; only 4 bits are supported")
     n, k = shape
     stated = module.setting("group_size", "q_group_size")
     if kind == "awq_gemm":
         size = module.group_size("scales", k, module.tensors["scales"].shape[0], (stated,))
-    else:  # scales are padded there: only the config knows; 128 is what every tool defaults to
+    else:  # scales are padded here, so only the config states the size; every tool defaults to 128
         size = positive(stated) or 128
     zero_point = module.setting("zero_point") is not False
     if zero_point:

@@ -1,4 +1,4 @@
-"""GGUF's own block types; `gguf_types.py` has their sizes. kind: gguf"""
+"""GGUF's block types; `gguf_types.py` lists their sizes. kind: gguf"""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from ..mapped_file import TensorInfo
 from .module import StoredFormat, StoredModule
 
-# blocks of codebooks, which no kernel multiplies: they become bfloat16 while loading
+# codebook types, which no kernel supports: they are converted to bfloat16 while loading
 CODEBOOK_TYPES = frozenset(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0"))
 
 
@@ -23,5 +23,5 @@ def detect(module: StoredModule) -> StoredFormat | None:
 
 
 def decoded_bytes(tensors: Iterable[TensorInfo]) -> int:
-    """What tensors that are decoded while loading take on top of their stored bytes."""
+    """Additional bytes of tensors that are decoded to bfloat16 while loading."""
     return sum(2 * math.prod(info.shape) - info.nbytes for info in tensors if info.dtype in CODEBOOK_TYPES)

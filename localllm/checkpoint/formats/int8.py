@@ -6,7 +6,7 @@ from .module import StoredFormat, StoredModule
 
 
 def detect(module: StoredModule) -> StoredFormat | None:
-    """`weight` I8."""
+    """`weight` in I8."""
     if module.dtype("weight") != "I8":
         return None
     n, k = module.matrix("weight")

@@ -1,4 +1,4 @@
-"""`StoredFormat`: how one linear module is stored; and the module's tensors as detection sees them."""
+"""`StoredFormat`, the stored format of a linear module, and `StoredModule`, its tensors for format detection."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from localllm.errors import BadModelFile, UnsupportedFormat
 from ..checkpoint import Checkpoint
 from ..mapped_file import TensorInfo, bad
 
-DENSE = {"BF16": "bf16", "F16": "fp16", "F32": "f32", "F64": "f64"}  # dtypes of plain numbers -> label
-HINT = "fetch a BF16, FP8, AWQ, GPTQ, NVFP4 or GGUF version of this model"  # where a layout is refused
+DENSE = {"BF16": "bf16", "F16": "fp16", "F32": "f32", "F64": "f64"}  # unquantized dtypes -> label
+HINT = "download a BF16, FP8, AWQ, GPTQ, NVFP4 or GGUF version of this model"  # for unsupported layouts
 POWERS_OF_TWO = ("U8", "F8_E8M0")  # dtypes of MX scales
 
 
 @dataclass(frozen=True)
 class StoredFormat:
-    """How one linear module is stored, as its file in this folder says."""
+    """The stored format of one linear module. `kind` and `params` are documented in the format's file."""
 
-    kind: str  # which loader of `quant.load` reads it
-    label: str  # the word people know: bf16, awq, nvfp4, Q4_K, ...
-    shape: tuple[int, int]  # (N, K) of the weight it stands for; of one expert
-    params: dict[str, Any] = field(default_factory=dict)  # what the loader wants to know; suffixes name tensors
+    kind: str  # selects the loader in `quant.load`
+    label: str  # common name: bf16, awq, nvfp4, Q4_K, ...
+    shape: tuple[int, int]  # (N, K) of the decoded weight, or of one expert's
+    params: dict[str, Any] = field(default_factory=dict)  # parameters for the loader; suffixes name tensors
 
 
 @dataclass(frozen=True)
 class StoredModule:
-    """One module prefix with the tensors below it; the model's config may resolve ambiguities."""
+    """A module prefix and the tensors below it; the model's config may resolve ambiguities."""
 
     model: Checkpoint
     name: str
@@ -44,52 +44,52 @@ class StoredModule:
         return info.dtype if info else ""
 
     def need(self, suffix: str, because: str) -> TensorInfo:
-        """The tensor under `suffix`; BadModelFile when missing: a scale is never assumed to be 1."""
+        """The tensor under `suffix`. Raises BadModelFile if it is missing: a scale is never assumed to be 1."""
         info = self.tensors.get(suffix)
         if info is None:
-            raise self.bad(self.tensor(suffix), f"is missing, {because} cannot be read without it")
+            raise self.bad(self.tensor(suffix), f"is missing; {because} cannot be read without it")
         return info
 
     def tensor(self, suffix: str) -> str:
-        """The full name; a suffix that starts with `_` is glued on without a dot."""
+        """The full tensor name; a suffix that starts with `_` is appended without a dot."""
         return self.name + (suffix if suffix.startswith("_") else f".{suffix}")
 
     def ints(self, suffix: str, count: int) -> list[int] | None:
-        """The values of a small I64 or I32 tensor; None when it is absent or of another size."""
+        """The values of a small I64 or I32 tensor; None if it is absent or has another size."""
         info, width = self.tensors.get(suffix), {"I64": 8, "I32": 4}.get(self.dtype(suffix), 0)
         if info is None or width * count != info.nbytes:
             return None
         return np.frombuffer(self.model.read(info.name).tobytes(), f"<i{width}").tolist()
 
     def suffix(self, *names: str) -> str | None:
-        """The first of `names` that is stored."""
+        """The first of `names` that exists."""
         return next((name for name in names if name in self.tensors), None)
 
     def expect(self, suffix: str, *shapes: tuple[int, ...]) -> None:
-        """Refuse `module.suffix` when it has none of `shapes`."""
+        """Raise BadModelFile unless the tensor under `suffix` has one of `shapes`."""
         info = self.tensors[suffix]
         if info.shape not in shapes:
             wanted = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
-            raise self.bad(info.name, f"has shape {list(info.shape)}, {wanted} is expected")
+            raise self.bad(info.name, f"has shape {list(info.shape)}, expected {wanted}")
 
     def matrix(self, suffix: str) -> tuple[int, int]:
-        """The shape of `module.suffix`, which must have two dimensions."""
+        """The shape of the tensor under `suffix`, which must have two dimensions."""
         info = self.tensors[suffix]
         if len(info.shape) != 2:
-            raise self.bad(info.name, f"has shape {list(info.shape)}, two dimensions are expected")
+            raise self.bad(info.name, f"has shape {list(info.shape)}, expected two dimensions")
         return info.shape[0], info.shape[1]
 
     def bad(self, key: str, what: str) -> BadModelFile:
         return bad(next(iter(self.tensors.values())).file, what, key=key)
 
     def unsupported(self, what: str) -> UnsupportedFormat:
-        """The refusal of a format by name, with what would work."""
+        """The error for an unsupported format, with the supported ones as the hint."""
         return bad(next(iter(self.tensors.values())).file, what, key=self.name, hint=HINT, error=UnsupportedFormat)
 
     def group_size(self, key: str, k: int, groups: int, stated: Iterable[object]) -> int:
-        """Inputs of a group, where the last one may be shorter: the one of `stated` that makes so many groups.
+        """Inputs per group (the last group may be shorter): the one of `stated` that results in that many groups.
 
-        Where none does, all are equal; raises BadModelFile for tensor `key` where that cannot be, or two make as many.
+        If none does, all groups are equal. Raises BadModelFile for tensor `key` if that is impossible or two sizes fit.
         """
         sizes = {size for one in stated if (size := positive(one))}
         found = {min(size, k) for size in sizes if -(-k // size) == groups}
@@ -97,8 +97,8 @@ class StoredModule:
             return found.pop()
         if not found and groups > 0 and k % groups == 0:
             return k // groups
-        said = f"the stated group sizes {sorted(sizes)}" if sizes else "no stated group size"
-        raise self.bad(self.tensor(key), f"has {groups} groups for {k} inputs, and {said} to say where they begin")
+        why = f"the stated group sizes {sorted(sizes)} do not determine them" if sizes else "no group size is stated"
+        raise self.bad(self.tensor(key), f"has {groups} groups for {k} inputs, and {why}")
 
     def setting(self, *names: str) -> Any:
         config = self.model.quantization_config
@@ -106,5 +106,5 @@ class StoredModule:
 
 
 def positive(value: object) -> int | None:
-    """A setting that is a whole number above 0, else None."""
+    """The setting if it is a whole number above 0, else None."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

@@ -9,7 +9,7 @@ from .module import POWERS_OF_TWO, StoredFormat, StoredModule
 
 
 def detect(module: StoredModule) -> StoredFormat | None:
-    """Codes U8 [N, K/2] with powers of two for scales."""
+    """U8 codes [N, K/2] with power-of-two scales."""
     codes = module.suffix("weight_packed", "weight")
     if codes is None or module.dtype(codes) != "U8":
         return None

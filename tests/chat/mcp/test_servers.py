@@ -41,22 +41,22 @@ def test_a_file_of_claude_desktop(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("value", "why"),
     [
-        ([], "table of names"),
+        ([], "table of entries"),
         ({"a": 1}, "a must be a table"),
         ({"a": {}}, "either a command or a url"),
         ({"a": {"command": "x", "url": "http://y"}}, "either a command or a url"),
-        ({"a": {"command": ["x"]}}, "command must be text"),
+        ({"a": {"command": ["x"]}}, "command must be a string"),
         ({"a": {"command": "x", "args": "y"}}, "args must be a list"),
         ({"a": {"command": "x", "args": [1]}}, "args must be a list"),
         ({"a": {"command": "x", "env": {"K": {}}}}, "env must be a table"),
         ({"a": {"command": "x", "timeout": True}}, "timeout must be"),
         ({"a": {"command": "x", "timeout": 0}}, "timeout must be"),
-        ({"a": {"command": "x\0y"}}, "command must be text"),
+        ({"a": {"command": "x\0y"}}, "command must be a string"),
         ({"a": {"url": "file:///etc/passwd"}}, "http:// or https://"),
         ({"a": {"url": "http://y", "type": "sse"}}, "SSE transport"),
         ({"a": {"command": "${NO_SUCH_VARIABLE_HERE}"}}, "NO_SUCH_VARIABLE_HERE is not set"),
         ({"\x1b[2J": {"command": "x"}}, "printable"),
-        ({str(i): {"command": "x"} for i in range(33)}, "at most 32"),
+        ({str(i): {"command": "x"} for i in range(33)}, "the limit is 32"),
     ],
 )
 def test_what_is_wrong_is_named(value: Any, why: str) -> None:
