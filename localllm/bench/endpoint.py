@@ -51,7 +51,7 @@ class Endpoint:
             self.models = [str(entry["id"]) for entry in found["data"]]
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"{self.base} answers no /v1/models: {error}", "give the address of an OpenAI-compatible server"
+                f"{self.base} does not answer /v1/models: {error}", "give the address of an OpenAI-compatible server"
             ) from error
         if not self.models and model is None:
             raise ConfigError(f"{self.base} serves no model", "load one there first")
@@ -127,7 +127,7 @@ class Endpoint:
                     chunks += 1
         ended = time.monotonic()
         if not first:
-            raise ValueError("no text came")
+            raise ValueError("no text received")
         tokens = int(usage.get("completion_tokens") or chunks)
         return Sample(first - started, ended - started, int(usage.get("prompt_tokens") or 0), tokens)
 

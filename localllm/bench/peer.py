@@ -54,7 +54,7 @@ class Peer:
         except OSError as error:
             self._log.close()
             raise ConfigError(
-                f"{self._python} does not start: {error.strerror}", "--peer-python PATH of an interpreter"
+                f"{self._python} does not start: {error.strerror}", "pass --peer-python PATH of a Python interpreter"
             ) from error
         try:
             facts = self.ask(do="load", path=str(path), threads=threads, ctx=ctx, streams=streams, kv=kv)
@@ -87,7 +87,7 @@ class Peer:
                 f"pip install {PACKAGES[self.name]}, or --peer-python PATH of an interpreter that has it",
             )
         if "error" in answer:
-            raise ConfigError(f"{self.name} failed: {answer['error']}", "measure without --against")
+            raise ConfigError(f"{self.name} failed: {answer['error']}", "run without --against")
         return answer
 
     def prefill(self, context: Sequence[int], ids: Sequence[int]) -> tuple[float, float | None]:

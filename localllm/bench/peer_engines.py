@@ -39,7 +39,7 @@ class LlamaCpp:
                     setattr(settings, name, value)
         self.context = self.api.llama_init_from_model(self.model, settings)
         if not self.context:
-            raise RuntimeError(f"this llama.cpp has no context of {ctx} tokens for {streams} streams")
+            raise RuntimeError(f"this llama.cpp cannot create a context of {ctx} tokens for {streams} streams")
         self.vocab_size = self.api.llama_vocab_n_tokens(self.api.llama_model_get_vocab(self.model))
         self.batch = self.api.llama_batch_init(max(BATCH, streams), 0, 1)
 

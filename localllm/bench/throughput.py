@@ -94,9 +94,9 @@ def run_bench(
     longest = max(options.depths) + options.prompt_tokens + options.output_tokens
     if longest >= llm.plan.ctx:
         most = min(llm.plan.max_ctx, llm.facts.max_context)
-        less = f"measure fewer tokens with -p, -n or -d: no --ctx above {most:,} is possible here"
+        less = f"measure fewer tokens with -p, -n or -d: --ctx cannot exceed {most:,} here"
         raise ConfigError(
-            f"the bench needs {longest:,} tokens, the context window holds {llm.plan.ctx:,}",
+            f"the benchmark needs {longest:,} tokens, but the context window holds {llm.plan.ctx:,}",
             f"add --ctx {longest + 1}" if longest < most else less,
         )
     engines: list[Engine] = [OurEngine(llm)] if peer is None else [OurEngine(llm), peer]

@@ -48,7 +48,7 @@ def write_trace(llm: LLM, path: Path, prompt: Sequence[int]) -> None:
     try:
         path.write_text("{}")
     except OSError as error:
-        raise ConfigError(f"the trace cannot be written: {error}", "--trace FILE in a folder of yours") from error
+        raise ConfigError(f"the trace cannot be written: {error}", "pass --trace FILE in a writable folder") from error
     engine.stepper.step = step
     try:
         params = SamplingParams(temperature=0, max_tokens=SETTLE_STEPS + 8, ignore_eos=True)

@@ -85,7 +85,7 @@ def evaluate(
     ids = model.tokenizer.encode(text)[:max_tokens]
     if len(ids) < MIN_TOKENS:
         raise InvalidRequest(
-            f"the text has {len(ids)} tokens, at least {MIN_TOKENS} are needed", "name a longer text with --text FILE"
+            f"the text has {len(ids)} tokens; at least {MIN_TOKENS} are needed", "pass a longer text with --text FILE"
         )
     if reference is not None and not _same_vocabulary(model, reference):
         raise InvalidRequest(

@@ -90,7 +90,7 @@ def quantize(
     """
     began = time.monotonic()
     if out.exists():
-        raise ConfigError(f"{out} exists", "name another folder with -o, or remove it")
+        raise ConfigError(f"{out} already exists", "choose another folder with -o, or remove it")
     with open_model(source, mmproj="off") as checkpoint:
         work = _Work(checkpoint, out, target, calibration, device, tell, cancel or threading.Event())
         work.check_disk()
@@ -105,7 +105,7 @@ def quantize(
                 finally:  # by its holder alone: without the file a third process would take itself for the first
                     Path(lock.lock_file).unlink(missing_ok=True)
         except Timeout:
-            raise ConfigError(f"another process is writing {out}", "wait for it, or name another folder") from None
+            raise ConfigError(f"another process is writing {out}", "wait for it, or choose another folder") from None
     return work.report
 
 
@@ -133,7 +133,7 @@ class _Work:
         path = self.checkpoint.path.name
         if self.checkpoint.kind != "safetensors":
             raise UnsupportedFormat(
-                f"{path} is GGUF; only safetensors are quantized here",
+                f"{path} is a GGUF file; only safetensors can be quantized",
                 "name the model's BF16 repository, or make another GGUF with llama-quantize",
             )
         layers: list[dict[str, str]] = []
@@ -158,7 +158,8 @@ class _Work:
         if not any(layers):
             reasons = "; ".join(f"{module}: {why}" for module, why in self.report.kept[:3])
             raise UnsupportedFormat(
-                f"nothing in {path} can become {self.target.name} ({reasons})", "name another format with --to"
+                f"no layer of {path} can be quantized to {self.target.name} ({reasons})",
+                "choose another format with --to",
             )
         return layers
 
@@ -168,8 +169,8 @@ class _Work:
         free = shutil.disk_usage(folder).free
         if needed * 1.02 > free:
             raise DoesNotFit(
-                f"the result needs {gib(needed, 1)}, {folder} has {gib(free, 1)} free",
-                "name a folder on another disk with -o, or free space with localllm rm",
+                f"the result needs {gib(needed, 1)}, but {folder} has {gib(free, 1)} free",
+                "choose a folder on another disk with -o, or free space with localllm rm",
                 context={"need_bytes": needed, "free_bytes": free},
             )
 
@@ -248,7 +249,7 @@ class _Work:
             errors[name] = _error(values, weight, hessian)
             if not math.isfinite(errors[name]):
                 raise InternalError(
-                    f"{name} is not finite any more as {self.target.name}", "try --calib none, and tell us"
+                    f"{name} has non-finite values as {self.target.name}", "try --calib none, and report this"
                 )
             tensors |= {f"{name}.{suffix}": t.cpu().contiguous() for suffix, t in stored_tensors(weight).items()}
             self._count([f"{name}.weight"], f"layer {index + 1}/{len(self.modules)}")
@@ -344,7 +345,7 @@ class _Work:
 
     def _stop_if_asked(self) -> None:
         if self.cancel.is_set():
-            raise Aborted("stopped; what is finished is kept", "the same command goes on")
+            raise Aborted("stopped; finished shards are kept", "run the same command again to continue")
 
 
 def _final_names(state: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
@@ -362,7 +363,7 @@ def _disk(folder: Path) -> Iterator[None]:
         if "No space left" not in str(error):  # safetensors wraps the OSError in its own type
             raise
         raise DoesNotFit(
-            f"no space left for {folder}", "free space with localllm rm; the same command goes on"
+            f"no space left for {folder}", "free space with localllm rm, then run the same command again"
         ) from error
 
 

@@ -161,11 +161,11 @@ async def _on_error(request: Request, error: Exception) -> Response:
                     shown.message = f"{theirs}:{shown.message.removeprefix(ours)}"
                 shown.param = theirs
         case HTTPException(status_code=404):
-            shown = ApiError(404, "There is no such route.", code="unknown_url")
+            shown = ApiError(404, "This route does not exist.", code="unknown_url")
         case HTTPException(status_code=405) if request.method == "POST" and _is_named_by_id(request):
-            shown = ApiError(404, "There is no such route.", code="unknown_url")  # an operation that others have
+            shown = ApiError(404, "This route does not exist.", code="unknown_url")  # an operation of other servers
         case HTTPException(status_code=405):
-            shown = ApiError(405, "This route does not take that method.", code="method_not_supported")
+            shown = ApiError(405, "This route does not support that method.", code="method_not_supported")
         case HTTPException():
             shown = ApiError(error.status_code, str(error.detail))
         case _:  # Starlette raises it again afterwards: `Exchanges` logs it
@@ -228,11 +228,11 @@ def _operation(route: Route, path: str) -> dict[str, Any]:
         content[route.streams] = {"schema": EVENT if route.streams == SSE else {}}
     api = "Anthropic" if is_anthropic(route.path) else "Ollama" if is_ollama(route.path) else ""
     error = {"$ref": REF.format(model=f"{api}Error")}
-    failure = {"description": "The refusal.", "content": {"application/json": {"schema": error}}}
+    failure = {"description": "The error.", "content": {"application/json": {"schema": error}}}
     operation: dict[str, Any] = {
         "operationId": re.sub(r"\W+", "_", f"{route.method.lower()}{path}").strip("_"),
         "summary": (inspect.getdoc(route.endpoint) or "").splitlines()[0],
-        "responses": {"200": {"description": "The answer.", "content": content}, "4XX": failure, "5XX": failure},
+        "responses": {"200": {"description": "The response.", "content": content}, "4XX": failure, "5XX": failure},
     }
     if parameters := re.findall(r"{(\w+)", path):
         of_path = {"in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}

@@ -29,10 +29,10 @@ def read_endpoint(text: str, *, insecure: bool = False) -> tuple[str, int]:
     scheme, _, rest = text.partition("://")
     host, _, port = rest.rpartition(":")
     if scheme != "tcp" or not host or not port.isdecimal() or not 0 < int(port) < 65535:
-        raise ConfigError(f"--kv-events: {text!r} is no address", "--kv-events tcp://127.0.0.1:5557")
+        raise ConfigError(f"--kv-events: {text!r} is not an address", "--kv-events tcp://127.0.0.1:5557")
     if not is_loopback(host.strip("[]")) and not insecure:
         raise ConfigError(
-            f"--kv-events: {host} can be reached from the network, and events hold the tokens of prompts",
+            f"--kv-events: {host} can be reached from the network, and events contain the tokens of prompts",
             "--kv-events tcp://127.0.0.1:5557, or --insecure if you mean it",
         )
     return ("127.0.0.1" if host == "localhost" else host), int(port)
@@ -93,7 +93,7 @@ class KVPublisher:
             while True:
                 frames = self._asked.recv_multipart()
                 if len(frames) != 3 or len(frames[2]) != 8:
-                    log.warning("a request for cache events of %d parts is none", len(frames))
+                    log.warning("ignored a malformed replay request of %d parts", len(frames))
                     continue
                 client, _, first = frames
                 with self._lock:

@@ -129,7 +129,7 @@ class Gate:
                 raise _too_large()
             if seen > SMALL_BODY_BYTES and self.held_bytes > MAX_BODIES * MAX_BODY_BYTES:
                 raise ApiError(
-                    503, f"More than {MAX_BODIES * MAX_BODY_BYTES} bytes of requests are held; ask again later.",
+                    503, f"Request bodies hold more than {MAX_BODIES * MAX_BODY_BYTES} bytes of memory; retry later.",
                     "unavailable_error", "overloaded",
                 )  # fmt: skip
             return message
@@ -149,7 +149,7 @@ class Gate:
     def _refusal(self, scope: Scope, headers: Headers, origin: str | None) -> ApiError | None:
         hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
         if len(hosts) != 1:
-            return ApiError(400, f"{len(hosts)} Host headers, there must be one.")
+            return ApiError(400, f"The request has {len(hosts)} Host headers; exactly one is required.")
         if (self.loopback or is_at(scope, self.ollama)) and not host_is_local(hosts[0]):
             return ApiError(403, "This host name is not allowed.", "permission_error", "host_not_allowed")
         if origin is not None and origin not in self.origins:
@@ -158,7 +158,7 @@ class Gate:
         if self.api_keys and scope["path"] not in OPEN_PATHS and not preflight and not self._has_key(headers):
             return ApiError(401, "The API key is missing or wrong.", "authentication_error", "invalid_api_key")
         if any(name == b"content-encoding" and value.lower() != b"identity" for name, value in headers):
-            return ApiError(415, "Encoded bodies are not accepted.", code="unsupported_media_type")
+            return ApiError(415, "Bodies with a Content-Encoding are not accepted.", code="unsupported_media_type")
         return None
 
     def _has_key(self, headers: Headers) -> bool:
@@ -181,18 +181,18 @@ class Gate:
 def _malformed(scope: Scope, headers: Headers) -> ApiError | None:
     """What HTTP itself forbids, and sizes that no client needs."""
     if len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"") > MAX_TARGET_BYTES:
-        return ApiError(414, f"The address is longer than {MAX_TARGET_BYTES} bytes.", code="uri_too_long")
+        return ApiError(414, f"The URL is longer than {MAX_TARGET_BYTES} bytes.", code="uri_too_long")
     if len(headers) > MAX_HEADERS or sum(len(n) + len(v) for n, v in headers) > MAX_HEADER_BYTES:
         return ApiError(
-            431, f"The headers are more than {MAX_HEADERS}, or larger than {MAX_HEADER_BYTES} bytes.",
+            431, f"The request has more than {MAX_HEADERS} headers or {MAX_HEADER_BYTES} bytes of them.",
             code="headers_too_large",
         )  # fmt: skip
     if not scope["path"].startswith("/"):
-        return ApiError(400, "The address does not begin with a slash.")
+        return ApiError(400, "The request path does not start with a slash.")
     lengths = [value for name, value in headers if name == b"content-length"]
     chunked = any(name == b"transfer-encoding" for name, _ in headers)
     if len(set(lengths)) > 1 or (lengths and chunked):
-        return ApiError(400, "The length of the body is stated in two ways.")
+        return ApiError(400, "The request states its body length in two conflicting ways.")
     if lengths and not (lengths[0].isdigit() and len(lengths[0]) < 20):
         return ApiError(400, "Content-Length is not a number.")
     if lengths and int(lengths[0]) > MAX_BODY_BYTES:

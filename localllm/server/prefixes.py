@@ -25,7 +25,7 @@ def pin_system_prompts(llm: LLM, prompts: Sequence[str]) -> None:
                 llm.engine.pins.add(prefix)
                 llm.submit(prefix, SamplingParams(temperature=0, max_tokens=1)).answer()
         except LocalLLMError as error:
-            log.warning("a system prompt of %d characters is not pinned: %s", len(text), error.message)
+            log.warning("could not pin a system prompt of %d characters: %s", len(text), error.message)
 
 
 def common_prefix(llm: LLM, system: str) -> list[int]:

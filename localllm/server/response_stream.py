@@ -167,7 +167,7 @@ class AsyncResponseStream:
         """End it now with what it has; its reader gets a regular end, with `by` as its stop reason."""
         self._cut_by = self._cut_by or by
         if not self.has_ended:
-            log.info("an answer was cut: %s", by)
+            log.info("cut a response short: %s", by)
             self._stop()
 
     def _stop(self) -> None:

@@ -99,9 +99,7 @@ def bind_ollama(options: ServeOptions, first: socket.socket) -> list[socket.sock
     if options.ollama is None or first.getsockname() == options.ollama:
         return []
     return [
-        _bind_tcp(
-            *options.ollama, "end what listens there: systemctl stop ollama, or localllm stop; or leave --ollama out"
-        )
+        _bind_tcp(*options.ollama, "free the port with systemctl stop ollama or localllm stop, or leave out --ollama")
     ]
 
 
@@ -116,7 +114,7 @@ def _bind_tcp(host: str, port: int, fix: str) -> socket.socket:
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
                 what = f"{host} is not an address of this machine"
-                raise ConfigError(what, "use --host 127.0.0.1, or --host 0.0.0.0 for all its addresses") from None
+                raise ConfigError(what, "use --host 127.0.0.1, or --host 0.0.0.0 for all addresses") from None
             raise
     return sock
 
@@ -133,7 +131,7 @@ def _inherited() -> socket.socket | None:
         sock = socket.socket(fileno=FIRST_LISTEN_FD)
         sock.set_inheritable(False)
         if count != "1" or not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            raise OSError("one listening stream socket is expected")
+            raise OSError("expected one listening stream socket")
     except OSError as error:
         raise ServerError(f"the socket from systemd cannot be used: {error}", "see ListenStream in the unit") from error
     return sock
@@ -146,7 +144,7 @@ def _bind_unix(path: Path) -> socket.socket:
         if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
                 if probe.connect_ex(str(path)) == 0:
-                    raise ServerError(f"another server listens on {path}", "choose another --unix PATH")
+                    raise ServerError(f"another server is listening on {path}", "choose another --unix PATH")
             path.unlink()
         old = os.umask(0o177)
         try:
@@ -231,7 +229,7 @@ async def _run(socks: list[socket.socket], pool: ModelPool, options: ServeOption
         if error is not None and not (service.is_draining and isinstance(error, Aborted | DeviceError)):
             raise error
         if broken := pool.broken:
-            raise DeviceError(f"{broken} while serving", "restart the server; its log holds the cause")
+            raise DeviceError(f"{broken} while serving", "restart the server; its log shows the cause")
     finally:
         service.close()
 
@@ -333,7 +331,7 @@ async def _watch(service: Service, server: Any, hooks: Hooks) -> None:
     while True:
         hooks.tick()
         if service.pool.broken and not server.should_exit:
-            log.error("%s: the server ends", service.pool.broken)
+            log.error("%s; shutting down", service.pool.broken)
             server.should_exit = True
         await asyncio.sleep(0.1)
 
@@ -378,7 +376,7 @@ class BackgroundServer:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
                 runner.run(self._server.serve(sockets=[sock]))
         except Exception:
-            log.exception("the endpoint ended")
+            log.exception("the endpoint stopped with an error")
         finally:
             self._service.close()
             sock.close()

@@ -131,25 +131,25 @@ class Service:
             return known if known is not None else await self.in_thread(lambda: self.pool.find(name))
         models = await self.models()
         if not models:
-            raise ApiError(404, "No model is on this machine.", code="model_not_found", param="model")
+            raise ApiError(404, "There are no models on this machine.", code="model_not_found", param="model")
         default = self.pool.known(self.options.default_model) if self.options.default_model else None
         if default is None and len(models) > 1:
             names = ", ".join(model.name for model in models[:8])
-            message = f"A request must name its model where several are served; there are: {names}"
+            message = f"The request must name a model, since several are served: {names}"
             raise invalid(message, "model", "missing_required_parameter")
         return default or models[0]
 
     def refuse_adapter(self, asked: str | None) -> None:
         """Raise ApiError 400 where a request for vectors names an adapter."""
         if (adapter := self.adapters.find(asked)) is not None:
-            raise invalid(f"Vectors are made without adapters: name {adapter.model} alone.", "model")
+            raise invalid(f"Embeddings do not support adapters: use the model name {adapter.model} alone.", "model")
 
     def check_ready(self) -> None:
         """Raise ApiError 503 when nothing new is taken."""
         if self.is_draining:
             raise shutting_down()
         if self.is_loading:
-            raise ApiError(503, "The model is being loaded.", "unavailable_error", "model_loading")
+            raise ApiError(503, "The model is still loading.", "unavailable_error", "model_loading")
         if broken := self.pool.broken:
             raise ApiError(503, f"{broken}; restart the server.", "server_error", "engine_dead")
         for row in self.pool.loaded():

@@ -92,7 +92,7 @@ def test_a_test_that_does_not_fit_says_what_would(llm: LLM) -> None:
     assert "--ctx 521" in caught.value.hint
     with pytest.raises(ConfigError, match="100,020") as caught:
         run_bench(llm, BenchOptions(prompt_tokens=100_000, output_tokens=20))
-    assert caught.value.hint == "measure fewer tokens with -p, -n or -d: no --ctx above 8,192 is possible here"
+    assert caught.value.hint == "measure fewer tokens with -p, -n or -d: --ctx cannot exceed 8,192 here"
 
 
 def test_a_trace_names_the_parts_of_one_step(llm: LLM, tmp_path: Path) -> None:

@@ -208,5 +208,5 @@ def _choice(choice: dict[str, Any]) -> dict[str, Any]:
 
 def _format(form: Any) -> dict[str, Any]:
     if not isinstance(form, dict) or form.get("type") != "json_schema":
-        raise invalid("The output format must be a json_schema.", "output_config.format")
+        raise invalid("The output format must be of type json_schema.", "output_config.format")
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": form.get("schema"), "strict": True}}

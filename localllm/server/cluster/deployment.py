@@ -99,12 +99,12 @@ def connect(address: str) -> str:
     logging.getLogger("ray.serve").setLevel(logging.ERROR)  # what it says else is in Ray's own logs
     shared: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": NAME}
     if address != LOCAL:
-        hint = "ray status there; RAY_AUTH_MODE=token where it asks for its token"
+        hint = "run ray status there; set RAY_AUTH_MODE=token if the cluster requires a token"
         _reach(address, hint)
         try:
             return str(ray.init(address=address, **shared).address_info["gcs_address"])
         except (ConnectionError, ValueError, RuntimeError) as error:
-            raise ServerError(f"no Ray cluster lets us in at {address}", hint) from error
+            raise ServerError(f"cannot connect to the Ray cluster at {address}", hint) from error
     for left in range(START_TRIES, 0, -1):
         try:
             context = ray.init(
@@ -115,7 +115,7 @@ def connect(address: str) -> str:
         except Exception as error:
             ray.shutdown()
             if left == 1:
-                raise ServerError(f"Ray could not be started: {error}", "its log is below /tmp/ray") from error
+                raise ServerError(f"could not start Ray: {error}", "see its logs under /tmp/ray") from error
     raise AssertionError
 
 
@@ -158,7 +158,7 @@ def deploy(options: ReplicaOptions, fleet: FleetOptions) -> Any:
 
 def _cause(text: str) -> str:
     """The last line of a traceback."""
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no cause is known")
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "unknown cause")
 
 
 def is_deployed() -> bool:
@@ -211,7 +211,7 @@ def application(args: Mapping[str, Any]) -> Any:
         queue = int(args.get("max_queue", ServiceOptions().max_queue))
         fleet = FleetOptions(least, most, float(args.get("gpus", 0)), float(args.get("cpus", 1)))
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"an argument is no number: {error}", "parallel: 4") from None
+        raise ConfigError(f"an argument is not a number: {error}", "parallel: 4") from None
     options = EngineOptions(**engine)
     service = ServiceOptions(options.max_parallel, queue, adapters=options.adapter_paths)
     names = tuple(args.get("names") or ())

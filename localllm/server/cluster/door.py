@@ -74,7 +74,7 @@ class Door:
         if self.is_draining:
             raise shutting_down()
         if self.handle is None or not Fleet.running:
-            raise ApiError(503, "The model is being loaded.", "unavailable_error", "model_loading")
+            raise ApiError(503, "The model is still loading.", "unavailable_error", "model_loading")
 
     def cut_all(self) -> None:
         """End every answer with what it has: the time to drain is over."""
@@ -96,7 +96,7 @@ class Door:
         try:
             if scope["path"] in CHANGES:
                 raise ApiError(
-                    400, "Replicas are changed all at once: start them anew with other options.",
+                    400, "Replicas can be changed only all at once: restart them with other options.",
                     "not_supported_error", "unsupported_feature",
                 )  # fmt: skip
             if scope["method"] == "GET" and scope["path"] in own:
@@ -127,7 +127,7 @@ class Door:
                 await answer.take(self.handle.answer.remote(prefix, call))
                 return
             except LOST as error:
-                log.warning("%s: a replica is lost: %s", exchange_of(scope).request_id, type(error).__name__)
+                log.warning("%s: lost a replica: %s", exchange_of(scope).request_id, type(error).__name__)
                 if answer.has_begun:
                     await answer.fail(replica_lost())
                     return
@@ -149,7 +149,7 @@ class Door:
         """For the owner: the models of all replicas."""
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         if not self.token or not hmac.compare_digest(given, f"Bearer {self.token}".encode()):
-            raise ApiError(401, "Only the server's owner may do this.", "authentication_error", "invalid_api_key")
+            raise ApiError(401, "This route requires the owner's token.", "authentication_error", "invalid_api_key")
         told = [(name, json.loads(text)) for name, status, text in await self._tell("/localllm/ps") if status == 200]
         rows = [row | {"replica": name} for name, one in told for row in one["models"]]
         speeds: dict[str, float] = {}
@@ -220,7 +220,7 @@ _OWN = {b"x-request-id", b"request-id", b"openai-processing-ms"}  # headers that
 def replica_lost() -> ApiError:
     """What a client learns of it."""
     return ApiError(
-        503, "The replica that worked on this request has ended; ask again.", "server_error", "replica_lost"
+        503, "The replica that handled this request stopped; retry the request.", "server_error", "replica_lost"
     )
 
 

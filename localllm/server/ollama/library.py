@@ -68,7 +68,7 @@ async def pull(request: Request, body: PullRequest) -> Response | dict[str, Any]
 
     async def lines() -> AsyncGenerator[bytes]:
         if state.num_pulls >= MAX_PULLS:
-            full = f"{MAX_PULLS} downloads are under way; ask again later."
+            full = f"{MAX_PULLS} downloads are running, which is the limit; retry later."
             raise ApiError(429, full, "rate_limit_error", "queue_full")
         state.num_pulls += 1
         try:
@@ -147,7 +147,8 @@ async def copy(request: Request, body: CopyRequest) -> Response:
 def check_changes(request: Request) -> None:
     """Raise ApiError 404 everywhere but at the address of `serve --ollama`."""
     if request.app.state.library is None or not is_at(request.scope, request.app.state.ollama):
-        raise ApiError(404, "Models are changed only at the address of localllm serve --ollama.", code="unknown_url")
+        message = "Models can be changed only at the address of localllm serve --ollama."
+        raise ApiError(404, message, code="unknown_url")
 
 
 def _library(request: Request) -> Library:

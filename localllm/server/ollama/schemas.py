@@ -148,7 +148,7 @@ def _with_images(text: str, images: list[Any] | None, where: str) -> str | list[
     if not images:
         return text
     if not all(isinstance(one, str) for one in images):
-        raise invalid("An image must be base64: nothing is fetched.", where, "invalid_type")
+        raise invalid("Images must be base64 strings: nothing is fetched.", where, "invalid_type")
     urls = [f"data:image/any;base64,{one}" for one in images]
     parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     return [*parts, {"type": "text", "text": text}]
@@ -157,13 +157,13 @@ def _with_images(text: str, images: list[Any] | None, where: str) -> str | list[
 def check_generate(body: OllamaGenerateRequest) -> None:
     """Raise ApiError for what no model here does."""
     if body.suffix:
-        raise unsupported("suffix is not supported: no model here fills in the middle.", "suffix")
+        raise unsupported("suffix is not supported: no model here does fill-in-the-middle.", "suffix")
     if body.images and body.raw:
-        raise unsupported("Images need the model's template: leave raw out.", "images")
+        raise unsupported("Images need the model's template: leave out raw.", "images")
     if body.system and body.raw:
-        raise invalid("A raw prompt is read as it is: put system into it, or leave raw out.", "system")
+        raise invalid("A raw prompt is used as is: include the system text in it, or leave out raw.", "system")
     if body.template:
-        raise invalid("A template may not come with a request.", "template")
+        raise invalid("A request cannot set the template.", "template")
     if body.context:
         raise unsupported("context is not supported: send the conversation to /api/chat.", "context")
 
@@ -178,7 +178,7 @@ def keep_alive_s(value: str | float | None) -> float | None | Literal["default"]
     if isinstance(value, str):
         text = value.removeprefix("-")
         if not WAIT.fullmatch(text):
-            raise invalid("keep_alive must be a time such as 5m, or seconds.", "keep_alive")
+            raise invalid("keep_alive must be a duration such as 5m, or a number of seconds.", "keep_alive")
         seconds = sum(float(number) * SECONDS[unit] for number, unit in PART.findall(text))
         value = seconds if text == value else -seconds
     return None if value < 0 else float(value)

@@ -63,12 +63,13 @@ def check(source: Path) -> list[str]:
     for number, request in _requests(source):
         first = ids.setdefault(request.custom_id, number)
         if first != number:
-            twice = f"{source}, line {number}: custom_id {request.custom_id!r:.80} stands in line {first}, too"
-            raise ConfigError(twice, "make ids unique")
+            twice = f"{source}, line {number}: custom_id {request.custom_id!r:.80} is already used in line {first}"
+            raise ConfigError(twice, "make every custom_id unique")
         if request.body.get("stream"):
-            raise ConfigError(f"{source}, line {number}: body has stream: true", "take stream out")
+            raise ConfigError(f"{source}, line {number}: body has stream: true", "remove stream")
     if not ids:
-        raise ConfigError(f"{source} holds no request", 'each line: {"custom_id": "1", "method": "POST", "url": ...}')
+        line = '{"custom_id": "1", "method": "POST", "url": ...}'
+        raise ConfigError(f"{source} contains no requests", f"write one request per line: {line}")
     return list(ids)
 
 
@@ -81,10 +82,10 @@ def _requests(source: Path) -> Iterator[tuple[int, BatchLine]]:
                         yield number, checked(json.loads(line), BatchLine)
                     except ApiError as error:
                         wrong = f"{source}, line {number}: {error.message.rstrip('.')}"
-                        raise ConfigError(wrong, "one request in OpenAI's batch format a line") from None
+                        raise ConfigError(wrong, "write one request in OpenAI's batch format per line") from None
                     except (ValueError, RecursionError) as error:
                         wrong = f"{source}, line {number}: not JSON: {error}"
-                        raise ConfigError(wrong, "one JSON object a line") from None
+                        raise ConfigError(wrong, "write one JSON object per line") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{source} is not UTF-8 text", "save it as UTF-8") from None
     except OSError as error:
@@ -95,7 +96,7 @@ def _lock(file: IO[bytes], path: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        raise ConfigError(f"another batch writes to {path}", "wait for it, or choose another -o FILE") from None
+        raise ConfigError(f"another batch is writing to {path}", "wait for it, or choose another -o FILE") from None
 
 
 class Output:
@@ -134,7 +135,7 @@ class Output:
                 custom, ok = None, False
             whole = line.endswith(b"\n")
             if whole and not isinstance(custom, str):
-                raise ConfigError(f"{self.path} holds something other than answers", "choose another -o")
+                raise ConfigError(f"{self.path} contains something other than answers", "choose another -o FILE")
             if not whole or (again and not ok):  # cut by a kill, or asked again
                 changed = True
                 continue

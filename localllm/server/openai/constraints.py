@@ -51,13 +51,13 @@ def read_constraint(body: Constraints) -> Constraint | None:
     found = [one for one in given if one is not None]
     if len(found) > 1:
         names = " and ".join(one.param for one in found[:2])
-        raise invalid(f"{names} exclude each other: an answer has one constraint.", found[1].param)
+        raise invalid(f"{names} cannot be combined: a request takes one constraint.", found[1].param)
     return found[0] if found else None
 
 
 def _check_backend(backend: Any, where: str) -> None:
     if backend is not None and backend not in _BACKENDS:
-        raise unsupported(f"The backend {str(backend)[:40]!r} does not exist here.", where)
+        raise unsupported(f"The backend {str(backend)[:40]!r} is not available.", where)
 
 
 def _response_format(given: Mapping[str, Any] | None) -> Constraint | None:
@@ -124,10 +124,10 @@ def _read(kind: str, value: Any, where: str) -> Constraint | None:
         return Constraint("json_object", param=where) if value else None
     if kind == "choice":
         if not isinstance(value, list) or not value or not all(isinstance(one, str) and one for one in value):
-            raise invalid(f"{where}: a choice must be a list of non-empty texts.", where, "invalid_value")
+            raise invalid(f"{where}: a choice must be a list of non-empty strings.", where, "invalid_value")
         return Constraint("choice", tuple(value), param=where)
     if not isinstance(value, str) or not value:
-        raise invalid(f"{where} must be text that is not empty.", where, "invalid_value")
+        raise invalid(f"{where} must be a non-empty string.", where, "invalid_value")
     return Constraint(kind, value, param=where)  # type: ignore[arg-type]
 
 
@@ -148,7 +148,8 @@ def read_tool_use(body: Constraints) -> ToolUse | None:
             raise invalid("tool_choice needs tools.", "tool_choice", "invalid_value")
         return None
     if len(tools) > MAX_TOOLS:
-        raise invalid(f"{len(tools)} tools; at most {MAX_TOOLS} are taken.", field, "array_above_max_length")
+        message = f"The request has {len(tools)} tools; the limit is {MAX_TOOLS}."
+        raise invalid(message, field, "array_above_max_length")
     names = [_check_tool(tool, f"{field}[{number}]") for number, tool in enumerate(tools)]
     if len(set(names)) < len(names):
         raise invalid("Two tools have the same name.", field, "invalid_value")

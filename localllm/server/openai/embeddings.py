@@ -97,7 +97,7 @@ async def score(request: Request, body: ScoreRequest) -> dict[str, Any]:
     """How near texts are to each other: pairs, or one against many."""
     for one, other in (("text_1", "queries"), ("text_2", "documents")):
         if getattr(body, one) is not None and getattr(body, other) is not None:
-            raise invalid(f"{one} and {other} exclude each other.", other)
+            raise invalid(f"{one} and {other} cannot be combined.", other)
     first_name = "text_1" if body.queries is None else "queries"
     second_name = "text_2" if body.documents is None else "documents"
     first, second = _list(getattr(body, first_name), first_name), _list(getattr(body, second_name), second_name)
@@ -134,7 +134,7 @@ async def _vectors(
     async with unless_left(request.receive), service.reserve(request, body.model, user=body.user or "") as reservation:
         pooling, size = body.pooling or reservation.llm.default_pooling, reservation.llm.facts.embedding_size
         if isinstance(body, EmbeddingRequest) and body.dimensions is not None and body.dimensions > size:
-            raise invalid(f"dimensions is {body.dimensions}, this model has {size}.", "dimensions")
+            raise invalid(f"dimensions is {body.dimensions}; this model has {size}.", "dimensions")
         vectors, num_tokens = await pooled_texts(service, reservation, texts, pooling, param)
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     return vectors, {"model": reservation.model.name, "pooling": pooling, "usage": usage}
@@ -183,7 +183,7 @@ async def _pooled(
         meter.take(OutputDelta(0, finish_reason=event.finish_reason, usage=event.usage, timing=event.timing))
         pooled = event.pooled if event.finish_reason is FinishReason.STOP else None
         if pooled is None:
-            ended = ApiError(503, "The request was ended.", "unavailable_error", "shutting_down")
+            ended = ApiError(503, "The request was aborted.", "unavailable_error", "shutting_down")
         settle(result, (event.error or ended) if pooled is None else pooled)
 
     part = reservation.ticket.part()

@@ -77,7 +77,7 @@ def with_further(body: Body, fields: dict[str, Any], own_format: str) -> dict[st
     if given is not None and not isinstance(given, dict):
         raise invalid("chat_template_kwargs must be an object.", "chat_template_kwargs", "invalid_type")
     if "response_format" in extra and fields.get("response_format") is not None:
-        raise invalid(f"{own_format} and response_format exclude each other.", "response_format")
+        raise invalid(f"{own_format} and response_format cannot be combined.", "response_format")
     known = {name: value for name, value in fields.items() if value is not None}
     kwargs = known.get("chat_template_kwargs", {}) | (given or {})
     return extra | known | ({"chat_template_kwargs": kwargs} if kwargs else {})
@@ -111,15 +111,15 @@ def read_completion(body: CompletionRequest) -> Generation:
     if read_tool_use(body) is not None:
         raise unsupported("Tools need a conversation: use /v1/chat/completions.", "tools")
     if body.suffix:
-        raise unsupported("suffix is not supported: no model here fills in the middle.", "suffix")
+        raise unsupported("suffix is not supported: no model here does fill-in-the-middle.", "suffix")
     if body.best_of is not None and body.best_of != (body.n or 1):
-        raise invalid("best_of other than n is not supported.", "best_of")
+        raise invalid("best_of is supported only when it equals n.", "best_of")
     limit = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     if limit == 0 and not body.echo:
         raise invalid("max_tokens 0 needs echo: true.", "max_tokens")
     prompts = split_prompts(body.prompt, "prompt", MAX_PROMPTS)
     if len(prompts) * (body.n or 1) > MAX_PROMPTS:
-        raise invalid(f"{len(prompts)} prompts times n {body.n} is more than {MAX_PROMPTS}.", "prompt")
+        raise invalid(f"{len(prompts)} prompts with n {body.n} exceed {MAX_PROMPTS} completions.", "prompt")
     made = _generation(body, prompts)
     sampling = {
         "max_tokens": max(1, limit),  # scoring only: the one token generated is dropped
@@ -144,7 +144,7 @@ def split_prompts(value: Any, param: str, limit: int) -> list[str | list[int]]:
     """str | [str] | [int] | [[int]] -> one item per prompt. Raises ApiError at the first that is none of these."""
     prompts = [value] if isinstance(value, str) or _is_ids(value) else value
     if isinstance(prompts, list) and not 0 < len(prompts) <= limit:
-        raise invalid(f"{len(prompts)} texts; 1 to {limit} are taken.", param)
+        raise invalid(f"{param} has {len(prompts)} items; 1 to {limit} are allowed.", param)
     if not isinstance(prompts, list) or not all(isinstance(p, str) or _is_ids(p) for p in prompts):
         raise invalid(f"{param} must be text, token ids, or a list of either.", param, "invalid_type")
     return prompts
@@ -167,14 +167,14 @@ def _check(body: Sampled) -> None:
 def _check_chat(body: ChatRequest) -> None:
     _check(body)
     if body.modalities is not None and body.modalities != ["text"]:
-        raise invalid("Only the modality text is supported.", "modalities")
+        raise invalid("The only supported modality is text.", "modalities")
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs needs logprobs: true.", "top_logprobs")
     if body.continue_final_message and body.add_generation_prompt:
-        message = "continue_final_message and add_generation_prompt exclude each other."
+        message = "continue_final_message and add_generation_prompt cannot be combined."
         raise invalid(message, "continue_final_message")
     if body.continue_final_message and body.messages[-1].role != "assistant":
-        raise invalid("continue_final_message needs an assistant's message at the end.", "messages")
+        raise invalid("continue_final_message needs a final assistant message.", "messages")
 
 
 def _sampling(body: Sampled) -> dict[str, Any]:
@@ -257,12 +257,12 @@ def _template_kwargs(body: ChatRequest) -> dict[str, Any]:
     """What the body may tell the template. Raises ApiError for reserved names."""
     kwargs = dict(body.chat_template_kwargs or {})
     if bad := RESERVED_KWARGS & set(kwargs):
-        raise invalid(f"{sorted(bad)[0]!r} may not be set here.", "chat_template_kwargs")
+        raise invalid(f"chat_template_kwargs cannot set {sorted(bad)[0]!r}.", "chat_template_kwargs")
     if kwargs and len(json.dumps(kwargs)) > MAX_KWARGS_BYTES:
         message = f"chat_template_kwargs is larger than {MAX_KWARGS_BYTES} bytes."
         raise invalid(message, "chat_template_kwargs", "string_above_max_length")
     if (body.model_extra or {}).get("chat_template") is not None:
-        raise invalid("A chat template may not come with a request.", "chat_template")
+        raise invalid("A request cannot set the chat template.", "chat_template")
     if body.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)
         kwargs.setdefault("enable_thinking", body.reasoning_effort != "none")

@@ -111,7 +111,7 @@ def _stored(request: Request) -> Stored:
 async def get_response(request: Request) -> dict[str, Any]:
     """A response by its id."""
     if request.query_params.get("stream", "").lower() == "true":
-        raise unsupported("stream is not supported: only responses in the background go on elsewhere.", "stream")
+        raise unsupported("stream is not supported: only background responses can be resumed.", "stream")
     return _stored(request).response
 
 
@@ -137,4 +137,4 @@ async def list_input_items(request: Request) -> dict[str, Any]:
 async def cancel_response(request: Request) -> dict[str, Any]:
     """Only background responses can be cancelled, and there are none: leaving the connection ends a response."""
     _stored(request)
-    raise invalid("This response does not run in the background.", "response_id", "invalid_value")
+    raise invalid("This response is not running in the background.", "response_id", "invalid_value")

@@ -235,7 +235,7 @@ class ResponseBuilder:
         events = self._close(self._status)
         for item in self.output:
             if item["type"] == "mcp_call" and item["status"] == "in_progress":
-                ended(item, Result("not run: the answer ended, or there were too many calls", failed=True))
+                ended(item, Result("not run: the response ended, or it made too many calls", failed=True))
                 events += self._end_call(item)
         if all(item["type"] in ("mcp_list_tools", "mcp_call") for item in self.output):
             events += [*self._open("content", {}), *self._close(self._status)]  # an answer without a word

@@ -93,7 +93,7 @@ def approved(items: Sequence[dict[str, Any]], tools: Mapping[str, Tool], earlier
         where, name = f"input[{number - earlier}]", str(item.get("approval_request_id"))
         request = requests.get(name)
         if request is None:
-            raise invalid(f"No approval request {name[:80]!r} precedes it.", f"{where}.approval_request_id")
+            raise invalid(f"No approval request {name[:80]!r} precedes this item.", f"{where}.approval_request_id")
         if not isinstance(item.get("approve"), bool):
             raise invalid("approve must be true or false.", f"{where}.approve")
         if not item["approve"] or name in made:
@@ -124,11 +124,11 @@ async def _of_server(service: Service, asked: Mapping[str, Any], where: str) -> 
     labels = service.mcp.labels if service.mcp is not None else []
     label = asked.get("server_label")
     if service.mcp is None or label not in labels:
-        known = ", ".join(labels) or "none; `localllm serve --mcp FILE` offers some"
-        raise invalid(f"There is no MCP server {str(label)[:64]!r} here. There are: {known}.", f"{where}.server_label")
+        known = ", ".join(labels) or "none; add some with `localllm serve --mcp FILE`"
+        raise invalid(f"There is no MCP server {str(label)[:64]!r} here. Available: {known}.", f"{where}.server_label")
     for name in OWN:
         if asked.get(name) is not None:
-            raise unsupported(f"{name} is not taken: the owner of this server has configured it.", f"{where}.{name}")
+            raise unsupported(f"{name} is not accepted: the server's owner configures MCP.", f"{where}.{name}")
     allowed = _names(asked.get("allowed_tools"), f"{where}.allowed_tools")
     tools = (await service.mcp.tools()).tools
     mine = {tool.name: tool for tool in tools if tool.server == label}

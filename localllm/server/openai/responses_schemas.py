@@ -58,10 +58,10 @@ class ResponsesRequest(Generates, Filed):
 def refuse(body: ResponsesRequest) -> None:
     """Raise ApiError for what only a hosted service has."""
     if body.background:
-        raise unsupported("background responses are not supported.", "background")
+        raise unsupported("Background responses are not supported.", "background")
     for name in ("conversation", "prompt"):
         if getattr(body, name) is not None:
-            raise unsupported(f"{name} is not supported: nothing of it is stored here.", name)
+            raise unsupported(f"{name} is not supported: the server does not store any.", name)
 
 
 def to_chat(
@@ -219,7 +219,7 @@ def _functions(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The functions among the tools; agents offer hosted tools unasked, and do without."""
     others = sorted({str(tool.get("type"))[:40] for tool in tools if tool.get("type") not in ("function", "mcp")})
     if others:
-        log.warning("tools of type %s are left out: only functions can be called", ", ".join(others))
+        log.warning("ignored tools of type %s: only functions can be called", ", ".join(others))
     functions = [tool for tool in tools if tool.get("type") == "function"]
     return [
         one if "function" in one else {"type": "function", "function": {k: v for k, v in one.items() if k != "type"}}

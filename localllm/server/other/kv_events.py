@@ -25,7 +25,7 @@ async def kv_events(request: Request) -> Response:
     service = service_of(request)
     name = request.query_params.get("model")
     if not name:  # who asks for every route should not wait for the end of this one
-        raise ApiError(400, "Say which model: add ?model=NAME to the address.", param="model")
+        raise ApiError(400, "Name a model: add ?model=NAME to the URL.", param="model")
     model = await service.find(name)
     llm = dict(service.pool.awake()).get(model.name)
     if llm is None:

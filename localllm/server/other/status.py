@@ -113,4 +113,4 @@ def check_owner(request: Request) -> None:
     token = request.app.state.token
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     if not token or scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), token.encode()):
-        raise ApiError(401, "Only the server's owner may do this.", "authentication_error", "invalid_api_key")
+        raise ApiError(401, "This route requires the owner's token.", "authentication_error", "invalid_api_key")

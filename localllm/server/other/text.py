@@ -55,7 +55,8 @@ async def tokens_of(request: Request, body: TokenizeRequest) -> dict[str, Any]:
     service = service_of(request)
     given = [name for name in ("prompt", "messages", "content") if getattr(body, name) is not None]
     if len(given) != 1:
-        raise invalid("one of prompt, messages and content is needed.", "prompt", "missing_required_parameter")
+        message = "Exactly one of prompt, messages and content is required."
+        raise invalid(message, "prompt", "missing_required_parameter")
     conversation = None
     if body.messages is not None:
         named = body.model_dump(include={"messages", "chat_template_kwargs", "add_generation_prompt"})
@@ -90,8 +91,8 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> dict[str, Any
         llm = reservation.llm
         for token in body.tokens:
             if not 0 <= token < llm.facts.vocab_size:
-                known = f"ids from 0 to {llm.facts.vocab_size - 1}"
-                raise invalid(f"tokens holds {str(token)[:40]}, there are {known}.", "tokens")
+                last = llm.facts.vocab_size - 1
+                raise invalid(f"tokens contains {str(token)[:40]}; valid ids are 0 to {last}.", "tokens")
         decode = llm.tokenizer.decode
         text = await service.text_work(len(body.tokens), lambda: decode(body.tokens, skip_special=False))
     return {"prompt": text, "content": text}

@@ -64,7 +64,7 @@ def test_the_application_is_made_of_it() -> None:
         ({"engine": {"kv": "int3"}}, "engine.kv"),
         ({"replicas": "4-1"}, "--replicas is '4-1'"),
         ({"replicas": 0}, "--replicas is '0'"),
-        ({"gpus": "many"}, "no number"),
+        ({"gpus": "many"}, "not a number"),
         ({"insecure": False}, "no API key is set"),
     ],
 )
