@@ -1,7 +1,7 @@
-"""Counters and gauges in Prometheus' text form, under vLLM's names, with our own page counts beside them.
+"""Prometheus metrics under vLLM's names, plus page counts of our own.
 
-Counters grow as the engine's thread makes deltas; gauges are read from the engines when somebody looks. Labels hold
-model names and finish reasons only: nothing a client can invent.
+The engine threads update the counters with each delta; gauges are read from the engines at each scrape. Labels hold
+only model names, finish reasons and the like, never values that a client chooses.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ class Metrics(Collector):
 
     def __init__(self, pool: ModelPool, queues: Mapping[str, Admission]) -> None:
         self.registry = registry = CollectorRegistry()
-        self.generated: Counts[str] = Counts()  # tokens per model; for every delta, so a plain number
-        self.gaps: dict[str, Gaps] = {}  # between two tokens of an answer, per model; for every token
-        self.decode_tps: dict[str, float] = {}  # tokens per second of each model's last answer
+        self.generated: Counts[str] = Counts()  # tokens per model; updated per delta, so a plain number
+        self.gaps: dict[str, Gaps] = {}  # time between tokens, per model; updated per token
+        self.decode_tps: dict[str, float] = {}  # tokens per second of each model's last sequence
         text = "Prompt tokens of finished requests, including cached ones."
         self.prompt_tokens = Counter("vllm:prompt_tokens", text, MODEL, registry=registry)
         reasons = (*MODEL, "finished_reason")
@@ -97,20 +97,20 @@ class Metrics(Collector):
         return generate_latest(self.registry)
 
     def observe(self, model: str, **values: float) -> None:
-        """One value each for these of `HISTOGRAMS`."""
+        """Record one value in each named histogram of `HISTOGRAMS`."""
         for name, value in values.items():
             self._histograms[name].labels(model).observe(value)
 
     def ended(self, exchange: Exchange) -> None:
-        """An HTTP request is over."""
+        """Count a finished HTTP request."""
         self.http.labels(f"{exchange.status // 100}xx" if 100 <= exchange.status < 600 else "other").inc()
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing known beforehand: names come with the first look."""
+        """Empty: the metric names are known only at the first scrape."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """What engines and queues count themselves, read whenever somebody looks."""
+        """Read the counts of engines and queues at each scrape."""
         rows = [([name], number) for name, number in self.generated.items()]
         yield _family(CounterFamily, "vllm:generation_tokens", "Generated tokens.", rows)
         gaps = [gaps.row(name) for name, gaps in self.gaps.items()]
@@ -152,7 +152,7 @@ class Metrics(Collector):
 
 
 class Gaps:
-    """A histogram of seconds between tokens, written by the model's engine thread only."""
+    """Histogram of seconds between tokens, written only by the model's engine thread."""
 
     __slots__ = ("_counts", "_sum")
 
@@ -171,13 +171,13 @@ class Gaps:
 
 
 class RequestMeter:
-    """Counts the deltas of one request, whether or not somebody still reads them."""
+    """Counts the deltas of one request, even after its client has left."""
 
     def __init__(
         self, metrics: Metrics, model: str, params: SamplingParams, exchange: Exchange, *, generates: bool = True
     ) -> None:
         self._metrics, self._model, self._params, self._exchange = metrics, model, params, exchange
-        self._generates = generates  # False: its tokens are dropped, a prompt is only scored
+        self._generates = generates  # False: the prompt is only scored, and generated tokens are dropped
         self._last: dict[int, float] = {}
         self._num_tokens = 0
         self._num_preemptions = 0
@@ -245,7 +245,7 @@ class RequestMeter:
 
 
 def _family(kind: Any, name: str, text: str, rows: Iterable[Any], labels: Sequence[str] = MODEL) -> Metric:
-    """A metric with these rows: the values of its labels, then its value, or its buckets and their sum."""
+    """Build a metric from rows of label values, followed by the value, or by the buckets and their sum."""
     made: Metric = kind(name, text, labels=labels)
     for row in rows:
         made.add_metric(*row)  # type: ignore[attr-defined]

@@ -1,7 +1,6 @@
-"""What every request passes before a route sees it: host, origin, key, sizes, room. Plain ASGI, streams unbuffered.
+"""Checks on every request before routing: host, origin, key, sizes, capacity. Plain ASGI; streams are not buffered.
 
-Decisions look at `scope`, never at a URL rebuilt from headers. What takes time,
-slow headers and bodies, is cut in `protocol.py`.
+Decisions use `scope`, never a URL rebuilt from headers. `protocol.py` times out slow headers and bodies.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ LOCAL_SUFFIXES = (".localhost", ".local", ".internal")
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32 << 10  # all header lines together
 MAX_TARGET_BYTES = 8 << 10  # path and query
-SMALL_BODY_BYTES = 64 << 10  # up to here a body is read whatever else is held
+SMALL_BODY_BYTES = 64 << 10  # bodies up to this size are always read
 MAX_BODY_BYTES = 16 << 20
-MAX_BODIES = 16  # of the largest size: together no more bytes are held, until their requests have ended
+MAX_BODIES = 16  # the bodies of unfinished requests may hold this many times MAX_BODY_BYTES together
 
 
 def host_is_local(host: str) -> bool:
@@ -47,7 +46,7 @@ def host_is_local(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address to bind is this machine's alone."""
+    """Whether an address to bind is reachable from this machine only."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -55,28 +54,28 @@ def is_loopback(host: str) -> bool:
 
 
 def is_at(scope: Scope, address: tuple[str, int] | None) -> bool:
-    """Whether a request came in at that address of ours. It is the socket's own: no header says so."""
+    """Whether a request arrived at this address, as the socket reports it; no header can fake that."""
     return address is not None and tuple(scope.get("server") or ()) == address
 
 
 @dataclass(frozen=True, slots=True)
 class AppOptions:
-    """How the server treats its callers."""
+    """Access rules of the server."""
 
     loopback: bool = True  # reachable from this machine only: Host must be local
-    api_keys: tuple[str, ...] = ()  # one of them must come with every request; none: no key is needed
-    origins: tuple[str, ...] = ()  # browser origins that may call
+    api_keys: tuple[str, ...] = ()  # every request must carry one of them; empty: no key is needed
+    origins: tuple[str, ...] = ()  # browser origins that may send requests
     log_format: str = "text"  # text | json
-    ollama: tuple[str, int] | None = None  # a second address, of this machine only, where models may be changed, too
-    library: Library | None = None  # what changes them
-    token: str = ""  # counts as a key, and is the only one for the routes that manage models; "" for no such routes
+    ollama: tuple[str, int] | None = None  # second loopback address, where models can also be pulled and deleted
+    library: Library | None = None  # carries out those changes
+    token: str = ""  # the owner's: also valid as a key, and the only one for management routes; "" disables them
 
 
 class Gate:
-    """Refuses what may not enter, and what there is no room for before any route is looked for: thrice the capacity may
-    be asked for, and each refusal takes time from an answer.
+    """Rejects forbidden requests, and requests to a full queue before routing: under overload there may be several
+    rejections per accepted request, and each one takes CPU time from generation.
 
-    `check_room` raises ApiError where the queue is full, which matters to the `crowded` paths.
+    `check_room` raises ApiError if the queue is full; it is called only for the `crowded` paths.
     """
 
     def __init__(
@@ -85,8 +84,8 @@ class Gate:
     ) -> None:  # fmt: skip
         self.app, self.api_keys, self.check_room, self.crowded = app, tuple(api_keys), check_room, crowded
         self.loopback, self.ollama, self.origins = options.loopback, options.ollama, options.origins
-        self.held_bytes = 0  # of bodies whose requests have not ended
-        self._full: dict[tuple[str, str], Response] = {}  # the last refusal by message and path, which many get
+        self.held_bytes = 0  # body bytes of unfinished requests
+        self._full: dict[tuple[str, str], Response] = {}  # the last 429 by message and path, reused for many requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -98,14 +97,14 @@ class Gate:
         if error is not None:
             await refuse(scope, error)(scope, receive, send)
             return
-        if origin is not None:  # the gate let it in: the browser may read the answer
+        if origin is not None:  # the origin is allowed, so the browser may read the response
             extra = [
                 (b"access-control-allow-origin", origin.encode("latin-1")), (b"vary", b"Origin"),
                 (b"access-control-expose-headers", EXPOSED_HEADERS),
             ]  # fmt: skip
             send = with_headers(send, lambda _: extra)
             if scope["method"] == "OPTIONS":
-                # whatever the client's SDK adds: the origin is one that the owner named
+                # allow any header that the client's SDK adds: the owner has allowed the origin
                 asked = next((v.decode("latin-1") for n, v in headers if n == b"access-control-request-headers"), "")
                 names = asked if HEADER_NAMES.fullmatch(asked) else ALLOWED_HEADERS
                 preflight = PREFLIGHT | {"Access-Control-Allow-Headers": names}
@@ -162,7 +161,7 @@ class Gate:
         return None
 
     def _has_key(self, headers: Headers) -> bool:
-        """Whether exactly one key came, as `Authorization: Bearer` or as `x-api-key`, and it is one of ours."""
+        """Whether the request carries exactly one key, as `Authorization: Bearer` or `x-api-key`, and it is valid."""
         given: list[tuple[bytes, bytes]] = []
         for name, value in headers:
             if name == b"authorization":
@@ -171,15 +170,15 @@ class Gate:
             elif name == b"x-api-key":
                 given.append((name, value))
         keys = {key for _, key in given}
-        # one of each kind may come: the anthropic SDK sends both when both are configured
+        # the same key may come in both headers: the Anthropic SDK sends both when both are configured
         if len(keys) != 1 or len(dict(given)) < len(given):
             return False
-        matches = [hmac.compare_digest(given[0][1], key) for key in self.api_keys]  # all of them: no early way out
+        matches = [hmac.compare_digest(given[0][1], key) for key in self.api_keys]  # compare all, in constant time
         return any(matches)
 
 
 def _malformed(scope: Scope, headers: Headers) -> ApiError | None:
-    """What HTTP itself forbids, and sizes that no client needs."""
+    """The error for a request that violates HTTP or exceeds a size limit; None if it does neither."""
     if len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"") > MAX_TARGET_BYTES:
         return ApiError(414, f"The URL is longer than {MAX_TARGET_BYTES} bytes.", code="uri_too_long")
     if len(headers) > MAX_HEADERS or sum(len(n) + len(v) for n, v in headers) > MAX_HEADER_BYTES:
