@@ -1,7 +1,7 @@
-"""`quantize`: a dense checkpoint -> the same model with quantized linear layers, in a folder other tools read, too.
+"""`quantize`: converts a dense checkpoint to one with quantized linear layers, in a folder that other tools can read.
 
-Works layer by layer, writes shards, and goes on where an earlier run ended; the source is never changed. Embeddings,
-norms, biases, the vocabulary projection and whatever is too small or has an odd shape stay as they are stored.
+Works layer by layer, writes shards, and continues where an earlier run stopped. The source is never changed.
+Embeddings, norms, biases, the vocabulary projection, and layers that are too small or have an odd shape stay as stored.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from localllm.quant.stored import read_tensor
 from localllm.request import LoadProgress, OnProgress
 from localllm.terminal import gib
 
-SHARD_BYTES = 1 << 30  # a shard is written when it holds so much; it is also what an interrupted run loses at most
-RECORD = "localllm-quantize.json"  # in the result: where it came from and what it cost
-# modules that engines run as one product: NVFP4 gives them one number per tensor in common
+SHARD_BYTES = 1 << 30  # a shard is written once it holds this much, which is also the most an interrupted run loses
+RECORD = "localllm-quantize.json"  # file in the result with its source and errors
+# modules that engines fuse into one matmul: in NVFP4 they must share the per-tensor scale
 FUSED = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
 
 
 @dataclass(slots=True)
 class Report:
-    """What came out."""
+    """Result of a quantization."""
 
     path: Path
     target: str
     group_size: int
-    bytes_before: int  # of the tensors
+    bytes_before: int  # size of the tensors
     bytes_after: int = 0
-    quantised: int = 0  # modules
-    kept: list[tuple[str, str]] = field(default_factory=list)  # (module, why it stayed as it was)
-    # module -> relative error of its weight, or, with calibration, of what it computes on that text
+    quantised: int = 0  # number of modules
+    kept: list[tuple[str, str]] = field(default_factory=list)  # (module, why it was not quantized)
+    # module -> relative error of its weight, or, with calibration, of its output on that text
     errors: dict[str, float] = field(default_factory=dict)
     calibration_tokens: int = 0
     seconds: float = 0.0
@@ -79,14 +79,14 @@ def quantize(
     tell: OnProgress = lambda phase: None,
     cancel: threading.Event | None = None,
 ) -> Report:
-    """Write `source`, quantized, to the new folder `out`. Run again after an interruption it goes on.
+    """Quantize `source` into the new folder `out`. Running it again after an interruption continues.
 
     source       folder with safetensors whose linear layers are BF16, F16 or F32
-    calibration  sequences of token ids; the error of a weight is then carried on as their activations ask for
-    tell         gets `LoadProgress("quantize", bytes done, of how many, detail=layer)`
+    calibration  sequences of token ids; rounding errors are then compensated according to their activations
+    tell         gets `LoadProgress("quantize", bytes done, total bytes, detail=layer)`
 
-    Raises UnsupportedFormat for GGUF and for weights that are quantized already, ConfigError when `out` exists,
-    DoesNotFit when the disk is too small, Aborted when `cancel` is set; and what opening the source raises.
+    Raises UnsupportedFormat for GGUF and for weights that are already quantized, ConfigError if `out` exists,
+    DoesNotFit if the disk is too small, Aborted when `cancel` is set, and whatever opening the source raises.
     """
     began = time.monotonic()
     if out.exists():
@@ -102,7 +102,7 @@ def quantize(
                     work.run()
                     work.report.seconds = time.monotonic() - began
                     work.finish()
-                finally:  # by its holder alone: without the file a third process would take itself for the first
+                finally:  # only the holder may remove the file: otherwise a third process could lock a new one
                     Path(lock.lock_file).unlink(missing_ok=True)
         except Timeout:
             raise ConfigError(f"another process is writing {out}", "wait for it, or choose another folder") from None
@@ -111,7 +111,7 @@ def quantize(
 
 @dataclass
 class _Work:
-    """One run: what becomes of every tensor, and which shards are done."""
+    """One run: how each tensor is stored, and which shards are done."""
 
     checkpoint: OpenModel
     out: Path
@@ -129,7 +129,7 @@ class _Work:
         self.done = 0
 
     def _modules(self) -> list[dict[str, str]]:
-        """Per layer: module below `model.layers.{i}.` -> its name in the file; only those that will be quantized."""
+        """Per layer: module under `model.layers.{i}.` -> its name in the file, for the modules to quantize."""
         path = self.checkpoint.path.name
         if self.checkpoint.kind != "safetensors":
             raise UnsupportedFormat(
@@ -185,7 +185,7 @@ class _Work:
     # --- the work ----------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Write every shard that is not there yet: what stays as it is, then each layer."""
+        """Write every missing shard: first the tensors that stay as stored, then each layer."""
         state = self._state()
         last = max((row["parts"] for row in state["shards"]), default=-1)
         seen: Iterator[dict[str, Tensor]] = iter(())
@@ -214,7 +214,7 @@ class _Work:
         self.report.quantised = len(self.report.errors)
 
     def _stored(self, index: int) -> list[str]:
-        """The stored tensors of a part: 0 is what stays as it is, then each layer's weights."""
+        """The stored tensors of a part: part 0 is all that stays as stored, the others are each layer's weights."""
         if index:
             return [f"{name}.weight" for name in self.modules[index - 1].values()]
         inside = {f"{name}.weight" for layer in self.modules for name in layer.values()}
@@ -229,7 +229,7 @@ class _Work:
         return kept
 
     def _layer(self, index: int, weighed: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """(tensors, errors of the modules)"""
+        """Quantize a layer; returns (tensors, error per module)."""
         layer = self.modules[index]
         tensors: dict[str, Tensor] = {}
         errors: dict[str, float] = {}
@@ -237,7 +237,7 @@ class _Work:
         for module, name in layer.items():
             self._stop_if_asked()
             stored = read_tensor(self.checkpoint, f"{name}.weight")
-            # scales of the checkpoint's own type: other programs load them as it
+            # scales keep the checkpoint's dtype, in which other programs load them
             dtype = stored.dtype if stored.dtype in (torch.bfloat16, torch.float16) else torch.float32
             target = replace(self.target, scale_dtype=dtype)
             values = stored.to(self.device).float()
@@ -256,7 +256,7 @@ class _Work:
         return tensors, errors
 
     def _largest(self, layer: dict[str, str]) -> dict[str, float]:
-        """Largest absolute value over the modules that will be fused, for each of them."""
+        """Per module, the largest absolute value over all modules that are fused with it."""
         found = {m: float(read_tensor(self.checkpoint, f"{n}.weight").abs().max()) for m, n in layer.items()}
         for together in FUSED:
             members = [module for module in together if module in found]
@@ -267,7 +267,7 @@ class _Work:
     # --- disk --------------------------------------------------------------------------------------------------------
 
     def _state(self) -> dict[str, Any]:
-        """The shards of an earlier run, where the source and what is asked for are the same; else none."""
+        """Load the shards of an earlier run with the same source and options; otherwise start with none."""
         files = sorted({info.file for info in self.checkpoint.tensors.values()})
         stats = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
         asked = [self.target.name, self.target.group_size, [list(ids) for ids in self.calibration]]
@@ -275,7 +275,7 @@ class _Work:
         state = paths.read_json(self.folder / "state.json", 64 << 20)
         kept = state.get("identity") == identity
         for row, last in _final_names(state) if kept else ():
-            # a shard has its first name or, from an end that was interrupted, its last
+            # a shard has its first name or, after an interrupted `finish`, its final one
             kept &= any((self.folder / name).is_file() for name in (row["file"], last))
         if not kept:
             for old in self.folder.iterdir():
@@ -292,7 +292,7 @@ class _Work:
         with _disk(self.folder):
             partial.unlink(missing_ok=True)
             partial.touch()
-            mode = partial.stat().st_mode  # as this user's files are: safetensors lets nobody else read its own
+            mode = partial.stat().st_mode  # the user's default mode: safetensors makes files private
             save_file({key: t.contiguous() for key, t in tensors.items()}, partial, metadata={"format": "pt"})
             partial.chmod(mode)
             with partial.open("rb") as file:
@@ -300,7 +300,7 @@ class _Work:
         partial.replace(self.folder / name)
 
     def finish(self) -> None:
-        """Give the shards their names, write configuration and index, and put the folder in its place."""
+        """Give the shards their final names, write configuration and index, and move the folder into place."""
         weight_map: dict[str, str] = {}
         for row, name in _final_names(self._state()):
             if (self.folder / row["file"]).is_file():
@@ -324,12 +324,12 @@ class _Work:
         self._write(RECORD, json.dumps(record, indent=2))
         self._write("config.json", json.dumps(config, indent=2))
         (self.folder / "state.json").unlink()
-        for left in self.folder.glob("*.part"):  # by a process that was killed
+        for left in self.folder.glob("*.part"):  # left by a process that was killed
             left.unlink()
         self.folder.replace(self.out)
 
     def _companions(self) -> list[tuple[str, Path]]:
-        """Tokenizer, templates, generation settings and licenses, by name."""
+        """Files to copy: tokenizer, templates, generation settings and licenses, by name."""
         found = dict(self.checkpoint.tokenizer_files)
         root = self.checkpoint.path if self.checkpoint.path.is_dir() else self.checkpoint.path.parent
         for path in root.iterdir():
@@ -337,7 +337,7 @@ class _Work:
                 found[path.name] = path
         return sorted(found.items())
 
-    # --- being watched -----------------------------------------------------------------------------------------------
+    # --- progress and cancellation -----------------------------------------------------------------------------------
 
     def _count(self, tensors: Sequence[str], detail: str) -> None:
         self.done += sum(self.checkpoint.tensors[name].nbytes for name in tensors)
@@ -349,7 +349,7 @@ class _Work:
 
 
 def _final_names(state: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
-    """Each shard's row, and what its file is called in the end."""
+    """Each shard's row, and the final name of its file."""
     count = len(state["shards"])
     names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     return list(zip(state["shards"], names if count > 1 else ["model.safetensors"], strict=False))
@@ -377,6 +377,6 @@ def _error(values: Tensor, weight: Any, hessian: Tensor | None) -> float:
 
 
 def calibration_ids(ids: Sequence[int], num_tokens: int, length: int = 512) -> list[list[int]]:
-    """The first `num_tokens` of a text's ids, in sequences of at most `length`."""
+    """Split the first `num_tokens` of a text's ids into sequences of at most `length`."""
     kept = list(ids[:num_tokens])
     return [kept[at : at + length] for at in range(0, len(kept), length)]

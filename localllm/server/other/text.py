@@ -45,13 +45,13 @@ class DetokenizeRequest(Body):
 
 
 async def tokenize(request: Request, body: TokenizeRequest) -> Response:
-    """Text, or a conversation, as token ids."""
+    """Tokenize a text or a conversation."""
     answer = await tokens_of(request, body)
     return await with_lists(answer, len(answer["tokens"]))
 
 
 async def tokens_of(request: Request, body: TokenizeRequest) -> dict[str, Any]:
-    """What `tokenize` answers: its `tokens` and more. Raises LocalLLMError, ClientLeft."""
+    """Return the body of a `tokenize` response, with `tokens` and more. Raises LocalLLMError, ClientLeft."""
     service = service_of(request)
     given = [name for name in ("prompt", "messages", "content") if getattr(body, name) is not None]
     if len(given) != 1:
@@ -85,7 +85,7 @@ def _tokens(llm: LLM, body: TokenizeRequest, conversation: Conversation | None) 
 
 
 async def detokenize(request: Request, body: DetokenizeRequest) -> dict[str, Any]:
-    """Token ids as text, under both names that clients look for."""
+    """Decode token ids into text, returned under both names that clients expect."""
     service = service_of(request)
     async with unless_left(request.receive), service.reserve(request, body.model) as reservation:
         llm = reservation.llm
@@ -99,7 +99,7 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> dict[str, Any
 
 
 async def apply_template(request: Request, body: ChatRequest) -> dict[str, Any]:
-    """A conversation as the text the model reads: {"prompt": ...}."""
+    """Render a conversation as the prompt text of the model: {"prompt": ...}."""
     service = service_of(request)
     conversation = read_conversation(body)
     async with unless_left(request.receive), service.reserve(request, body.model) as reservation:
