@@ -143,7 +143,8 @@ def _messages(message: MessageParam, where: str) -> list[dict[str, Any]]:
             calls.append({"id": _string(block.get("id"), at), "type": "function", "function": function})
         elif kind == "tool_result":
             given = block.get("content") or ""
-            shown = [one for one in given if isinstance(one, dict) and one.get("type") == "image"]
+            blocks = given if isinstance(given, list) else []
+            shown = [one for one in blocks if isinstance(one, dict) and one.get("type") == "image"]
             parts += [_image(one, at) for one in shown]  # templates accept images only in user messages
             result = _text([one for one in given if one not in shown] if shown else given, at)
             out.append({"role": "tool", "tool_call_id": _string(block.get("tool_use_id"), at), "content": result})
