@@ -93,23 +93,23 @@ class Gate:
             return
         headers: Headers = scope["headers"]
         origin = next((value.decode("latin-1") for name, value in headers if name == b"origin"), None)
-        error = _malformed(scope, headers) or self._refusal(scope, headers, origin)
-        if error is not None:
-            await refuse(scope, error)(scope, receive, send)
-            return
-        if origin is not None:  # the origin is allowed, so the browser may read the response
+        if origin is not None and origin in self.origins:  # let the browser read the response, also an error
             extra = [
                 (b"access-control-allow-origin", origin.encode("latin-1")), (b"vary", b"Origin"),
                 (b"access-control-expose-headers", EXPOSED_HEADERS),
             ]  # fmt: skip
             send = with_headers(send, lambda _: extra)
-            if scope["method"] == "OPTIONS":
-                # allow any header that the client's SDK adds: the owner has allowed the origin
-                asked = next((v.decode("latin-1") for n, v in headers if n == b"access-control-request-headers"), "")
-                names = asked if HEADER_NAMES.fullmatch(asked) else ALLOWED_HEADERS
-                preflight = PREFLIGHT | {"Access-Control-Allow-Headers": names}
-                await Response(status_code=204, headers=preflight)(scope, receive, send)
-                return
+        error = _malformed(scope, headers) or self._refusal(scope, headers, origin)
+        if error is not None:
+            await refuse(scope, error)(scope, receive, send)
+            return
+        if origin is not None and scope["method"] == "OPTIONS":
+            # allow any header that the client's SDK adds: the owner has allowed the origin
+            asked = next((v.decode("latin-1") for n, v in headers if n == b"access-control-request-headers"), "")
+            names = asked if HEADER_NAMES.fullmatch(asked) else ALLOWED_HEADERS
+            preflight = PREFLIGHT | {"Access-Control-Allow-Headers": names}
+            await Response(status_code=204, headers=preflight)(scope, receive, send)
+            return
         if scope["method"] == "POST" and scope["path"] in self.crowded:
             try:
                 self.check_room()
