@@ -148,7 +148,7 @@ class ModelPool:
         return entry is None or not entry.pinned
 
     def unload(self, name: str) -> Future[bool]:
-        """Unload a model as soon as its requests have ended; False when it is not loaded. Unpins it."""
+        """Unload a model, pinned or not, as soon as its requests have ended; False when it is not loaded."""
         return self._command(name, self._unload)
 
     def sleep(self, name: str) -> Future[bool]:

@@ -204,7 +204,7 @@ class _Answer:
             self.has_begun = True
             held, self._held = self._held, None
             await self._send(held)
-        self._num_events += message.get("body", b"").count(b"event: ")
+        self._num_events += message.get("body", b"").count(b"\ndata: ")  # JSON has no line breaks of its own
         await self._send(message)
 
     async def fail(self, error: ApiError) -> None:
