@@ -100,7 +100,7 @@ def measure(
             for _ in range(repeat):
                 prompts = [prompt(shape) for _ in range(streams)]
                 for name, ask in engines.items():
-                    found, errors, seconds = _together(ask, prompts, shape.output_tokens)
+                    found, errors, seconds = _run_concurrently(ask, prompts, shape.output_tokens)
                     failed[name] += len(errors)
                     if not found:
                         raise errors[0]
@@ -110,7 +110,7 @@ def measure(
     return rows
 
 
-def _together(ask: Ask, prompts: Sequence[str], count: int) -> tuple[list[Sample], list[LocalLLMError], float]:
+def _run_concurrently(ask: Ask, prompts: Sequence[str], count: int) -> tuple[list[Sample], list[LocalLLMError], float]:
     found: list[Sample] = []
     errors: list[LocalLLMError] = []
 

@@ -80,7 +80,7 @@ class Peer:
             line = self._child.stdout.readline()
         except BrokenPipeError:
             line = ""
-        answer: dict[str, Any] = json.loads(line) if line else {"error": self._last_words()}
+        answer: dict[str, Any] = json.loads(line) if line else {"error": self._exit_reason()}
         if "missing" in answer:
             raise ConfigError(
                 f"{PACKAGES[self.name]} is not installed for {self._python}: {answer['error']}",
@@ -109,7 +109,7 @@ class Peer:
     def result(self, rows: Sequence[BenchRow]) -> PeerResult:
         return PeerResult(self.name, tuple(rows), peak_rss_bytes(self._child.pid), self.versions)
 
-    def _last_words(self) -> str:
+    def _exit_reason(self) -> str:
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").strip().splitlines()
         return f"its process ended ({lines[-1][:200] if lines else 'no message'})"

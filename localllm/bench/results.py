@@ -114,17 +114,17 @@ class OtherWork:
 
     def __enter__(self) -> OtherWork:
         self.cores = 0.0
-        self._before = (_busy_s(), _ours_s(), os.times().elapsed)
+        self._before = (_busy_cpu_s(), _own_cpu_s(), os.times().elapsed)
         return self
 
     def __exit__(self, *error: object) -> None:
-        busy, ours, clock = _busy_s(), _ours_s(), os.times().elapsed
+        busy, ours, clock = _busy_cpu_s(), _own_cpu_s(), os.times().elapsed
         elapsed = clock - self._before[2]
         if elapsed > 0 and busy:
             self.cores = max(0.0, (busy - self._before[0]) - (ours - self._before[1])) / elapsed
 
 
-def _ours_s() -> float:
+def _own_cpu_s() -> float:
     """CPU seconds of this process and its children, both ended and running ones (such as a peer)."""
     total = sum(os.times()[:4])
     with suppress(psutil.Error):
@@ -134,7 +134,7 @@ def _ours_s() -> float:
     return total
 
 
-def _busy_s() -> float:
+def _busy_cpu_s() -> float:
     """Busy seconds of all cores together since boot."""
     try:
         times = psutil.cpu_times()

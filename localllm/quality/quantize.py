@@ -196,13 +196,13 @@ class _Work:
         errors: dict[str, float] = {}
         for index in range(len(self.modules) + 1):
             self._stop_if_asked()
-            weighed = next(seen, {}) if index else {}
+            layer_hessians = next(seen, {}) if index else {}
             if index <= last:  # its shard was written by an earlier run
                 self._count(self._stored(index), "")
                 continue
-            part, lost = self._layer(index - 1, weighed) if index else (self._rest(), {})
+            part, part_errors = self._layer(index - 1, layer_hessians) if index else (self._kept_tensors(), {})
             tensors |= part
-            errors |= lost
+            errors |= part_errors
             if sum(t.nbytes for t in tensors.values()) >= SHARD_BYTES or index == len(self.modules):
                 name = f"shard-{len(state['shards']):05d}.safetensors"
                 self._save(name, tensors)
@@ -220,7 +220,7 @@ class _Work:
         inside = {f"{name}.weight" for layer in self.modules for name in layer.values()}
         return [name for name in self.checkpoint.tensors if name not in inside]
 
-    def _rest(self) -> dict[str, Tensor]:
+    def _kept_tensors(self) -> dict[str, Tensor]:
         kept = {}
         for name in self._stored(0):
             self._stop_if_asked()
@@ -228,12 +228,12 @@ class _Work:
             self._count([name], "embeddings and norms")
         return kept
 
-    def _layer(self, index: int, weighed: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, float]]:
+    def _layer(self, index: int, layer_hessians: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Quantize a layer; returns (tensors, error per module)."""
         layer = self.modules[index]
         tensors: dict[str, Tensor] = {}
         errors: dict[str, float] = {}
-        largest = self._largest(layer) if self.target.name == "nvfp4" else {}
+        amax = self._fused_amax(layer) if self.target.name == "nvfp4" else {}
         for module, name in layer.items():
             self._stop_if_asked()
             stored = read_tensor(self.checkpoint, f"{name}.weight")
@@ -241,9 +241,9 @@ class _Work:
             dtype = stored.dtype if stored.dtype in (torch.bfloat16, torch.float16) else torch.float32
             target = replace(self.target, scale_dtype=dtype)
             values = stored.to(self.device).float()
-            hessian = weighed.get(module)
+            hessian = layer_hessians.get(module)
             try:
-                weight = encode(values, target, amax=largest.get(module), hessian=hessian)
+                weight = encode(values, target, amax=amax.get(module), hessian=hessian)
             except ValueError as error:
                 raise BadModelFile(f"{self.checkpoint.path.name}: {name}: {error}") from error
             errors[name] = _error(values, weight, hessian)
@@ -255,7 +255,7 @@ class _Work:
             self._count([f"{name}.weight"], f"layer {index + 1}/{len(self.modules)}")
         return tensors, errors
 
-    def _largest(self, layer: dict[str, str]) -> dict[str, float]:
+    def _fused_amax(self, layer: dict[str, str]) -> dict[str, float]:
         """Per module, the largest absolute value over all modules that are fused with it."""
         found = {m: float(read_tensor(self.checkpoint, f"{n}.weight").abs().max()) for m, n in layer.items()}
         for together in FUSED:

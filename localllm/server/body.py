@@ -80,10 +80,10 @@ def checked(value: Any, model: type[Body]) -> Body:
         first = min(found, key=lambda one: one["type"].endswith("_type"))
         path = dotted(first["loc"])
         code = CODES.get(first["type"], "invalid_type" if first["type"].endswith("_type") else "invalid_value")
-        raise invalid(f"{path or 'body'}: {_said(first)}.", path or None, code) from None
+        raise invalid(f"{path or 'body'}: {_description(first)}.", path or None, code) from None
 
 
-def _said(error: ErrorDetails) -> str:
+def _description(error: ErrorDetails) -> str:
     """Describe what is wrong with a field, with the value if it is short."""
     kind, given = error["type"], error["input"]
     said = SAYINGS[kind].format_map(error.get("ctx", {})) if kind in SAYINGS else error["msg"]
@@ -101,7 +101,7 @@ def parse_json(data: bytes) -> dict[str, Any]:
     _check_counts(data)
     try:
         value = json.loads(
-            data.decode(), parse_constant=_finite, parse_float=_finite, object_pairs_hook=_without_doubles
+            data.decode(), parse_constant=_finite, parse_float=_finite, object_pairs_hook=_without_duplicates
         )
     except (ValueError, RecursionError) as error:
         detail = "nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
@@ -110,7 +110,7 @@ def parse_json(data: bytes) -> dict[str, Any]:
         raise ApiError(400, "The body must be a JSON object.", code="invalid_type")
     if data.count(b"[") + data.count(b"{") > MAX_DEPTH and _is_deep(value):
         raise ApiError(400, f"The body is nested more than {MAX_DEPTH} levels deep.", code="invalid_json")
-    if b"\\u" in data and not _is_text(value):
+    if b"\\u" in data and not _is_encodable(value):
         raise ApiError(400, "The body contains a lone surrogate, which is not valid text.", code="invalid_value")
     return value
 
@@ -143,7 +143,7 @@ def structure_counts(data: bytes) -> dict[str, int]:
     return counts
 
 
-def _without_doubles(items: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_duplicates(items: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(items)
     if len(made) < len(items):
         raise ValueError("an object has a duplicate key")
@@ -173,7 +173,7 @@ def _is_deep(value: Any) -> bool:
     return True
 
 
-def _is_text(value: Any) -> bool:
+def _is_encodable(value: Any) -> bool:
     """Whether every string can be encoded as UTF-8; a lone surrogate cannot."""
     try:
         json.dumps(value, ensure_ascii=False).encode()

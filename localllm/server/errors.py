@@ -19,7 +19,7 @@ ANTHROPIC_TYPES = {
     413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
 }  # fmt: skip
 # memory addresses, and paths other than those of our routes
-_INSIDES = re.compile(r"(?<=0x)[0-9a-fA-F]{4,}|(?<![\w:/.<])(?!/(?:v1|api)/)(?:~?/[\w.@+%-]+){2,}")
+_INTERNALS = re.compile(r"(?<=0x)[0-9a-fA-F]{4,}|(?<![\w:/.<])(?!/(?:v1|api)/)(?:~?/[\w.@+%-]+){2,}")
 
 
 class ApiError(LocalLLMError):
@@ -138,4 +138,4 @@ def respond(error: LocalLLMError, path: str, request_id: str | None = None) -> J
 
 def sanitize(message: str) -> str:
     """Remove memory addresses, absolute paths and control characters."""
-    return "".join(c if c.isprintable() or c == "\n" else "�" for c in _INSIDES.sub("…", message))
+    return "".join(c if c.isprintable() or c == "\n" else "�" for c in _INTERNALS.sub("…", message))

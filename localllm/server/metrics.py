@@ -202,11 +202,11 @@ class RequestMeter:
                 self._metrics.generated[self._model] += count
         if delta.finish_reason is not None:
             self._open -= 1
-            self._of_answer(delta)
+            self._count_sequence(delta)
             if self._open == 0:
                 self._end(delta, now)
 
-    def _of_answer(self, delta: OutputDelta) -> None:
+    def _count_sequence(self, delta: OutputDelta) -> None:
         exchange = self._exchange
         if delta.usage is not None:
             if self._num_prompt_tokens is None and delta.usage.prompt_tokens:

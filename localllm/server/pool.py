@@ -239,7 +239,7 @@ class ModelPool:
                 log.exception("a task of the model loader thread failed")
                 with self._changed:
                     self._changed.wait(RECOVERY_S)
-        self._end()
+        self._shut_down()
 
     def _step(self) -> None:
         """Run the next job, or wait until one is due."""
@@ -267,7 +267,7 @@ class ModelPool:
                 return partial(self._restart, entry)
         for entry in self._entries.values():
             if entry.commands and not entry.users and (entry.llm is not None or entry.state is State.ABSENT):
-                return partial(self._obey, entry)
+                return partial(self._run_commands, entry)
         for entry in loaded:
             if entry.expiry is not None and entry.expiry <= now and entry.waits_since is None:
                 return partial(self._unload, entry)
@@ -322,21 +322,21 @@ class ModelPool:
 
     def _load(self, entry: PoolEntry, machine: MachineFacts) -> None:
         assert self._loader is not None
-        self._set(entry, State.LOADING)
+        self._set_state(entry, State.LOADING)
         started, name = time.monotonic(), entry.name
         tell = self._options.on_progress
         llm = self._loader.load(entry.model, machine, lambda phase: tell(name, phase) if tell else None, self._cancel)
         try:
-            self._tell_loaded(entry.model, llm)
+            self._report_loaded(entry.model, llm)
         except BaseException:
             llm.close()
             raise
         entry.llm, entry.loaded_at, entry.last_used = llm, time.time(), time.monotonic()
         entry.ttl_s, entry.broken = self._options.ttl_s, ""
         log.info("loaded %s in %.1f s", name, time.monotonic() - started)
-        self._set(entry, State.READY)
+        self._set_state(entry, State.READY)
 
-    def _tell_loaded(self, model: ServedModel, llm: LLM) -> None:
+    def _report_loaded(self, model: ServedModel, llm: LLM) -> None:
         """Report a new engine, whose prefix cache is empty."""
         if self._options.on_loaded is not None:
             self._options.on_loaded(model, llm)
@@ -350,7 +350,7 @@ class ModelPool:
         for future in futures:
             settle(future, error)
 
-    def _obey(self, entry: PoolEntry) -> None:
+    def _run_commands(self, entry: PoolEntry) -> None:
         was_loaded = entry.llm is not None
         for action, future in list(entry.commands):
             outcome: bool | LocalLLMError = was_loaded
@@ -370,19 +370,19 @@ class ModelPool:
             except Exception:
                 self._unload(entry)  # it is neither awake nor asleep; the next request loads it again
                 raise
-            self._set(entry, State.ASLEEP)
+            self._set_state(entry, State.ASLEEP)
 
     def _wake(self, entry: PoolEntry) -> None:
         assert entry.llm is not None
         try:
             entry.llm.wake()
-            self._tell_loaded(entry.model, entry.llm)
+            self._report_loaded(entry.model, entry.llm)
         except Exception as error:
             self._fail(entry, entry.explained("waking", error))
             self._unload(entry)
             return
         entry.last_used = time.monotonic()
-        self._set(entry, State.READY)
+        self._set_state(entry, State.READY)
 
     def _unload(self, entry: PoolEntry) -> None:
         with self._changed:
@@ -393,7 +393,7 @@ class ModelPool:
         if llm is not None:
             entry.free(llm)
             log.info("unloaded %s", entry.name)
-        self._set(entry, State.ABSENT)
+        self._set_state(entry, State.ABSENT)
 
     def _restart(self, entry: PoolEntry) -> None:
         """Start a new engine over the same weights, once; a GPU whose context is poisoned cannot be used again."""
@@ -404,24 +404,24 @@ class ModelPool:
             entry.broken = f"{stopped}: {why}" if (why := entry.llm.why_dead) else stopped
         else:
             entry.restarted_at = now
-            self._set(entry, State.LOADING)
+            self._set_state(entry, State.LOADING)
             log.error("%s; restarting it", stopped)
             try:
                 entry.llm.sleep()
                 entry.llm.wake()
-                self._tell_loaded(entry.model, entry.llm)
+                self._report_loaded(entry.model, entry.llm)
             except Exception:
                 log.exception("the engine of %s could not be restarted", entry.name)
                 entry.broken = stopped
-        self._set(entry, State.READY)
+        self._set_state(entry, State.READY)
 
-    def _set(self, entry: PoolEntry, state: State) -> None:
+    def _set_state(self, entry: PoolEntry, state: State) -> None:
         with self._changed:
             entry.state = state
             self._blocked.clear()
             self._changed.notify_all()
 
-    def _end(self) -> None:
+    def _shut_down(self) -> None:
         """Fail every waiting request and command, and free every loaded model."""
         for entry in self._entries.values():
             for future in entry.waiting:

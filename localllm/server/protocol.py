@@ -72,7 +72,7 @@ class Connection(H11Protocol):
         if len(self.connections) > self.max_connections:
             transport.abort()
             return
-        self._enter("header")
+        self._enter_phase("header")
 
     def data_received(self, data: bytes) -> None:
         self._phase_bytes += len(data)
@@ -90,24 +90,24 @@ class Connection(H11Protocol):
             self._update()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._enter("")
+        self._enter_phase("")
         self._stop_write_timer()
         super().connection_lost(exc)
 
     def _update(self) -> None:
         if self.transport.is_closing():
-            self._enter("")
+            self._enter_phase("")
         elif self.conn.their_state is h11.SEND_BODY:
-            self._enter("discard" if self.conn.our_state in (h11.DONE, h11.MUST_CLOSE) else "body")
+            self._enter_phase("discard" if self.conn.our_state in (h11.DONE, h11.MUST_CLOSE) else "body")
             if self._phase == "discard" and self._phase_bytes > DISCARD_BYTES:
                 self.transport.abort()
         elif self.conn.their_state is h11.IDLE and self.conn.our_state is h11.IDLE:
             waits_idle = self.timeout_keep_alive_task is not None  # uvicorn closes idle connections itself
-            self._enter("" if waits_idle else "header")
+            self._enter_phase("" if waits_idle else "header")
         else:
-            self._enter("")
+            self._enter_phase("")
 
-    def _enter(self, phase: str) -> None:
+    def _enter_phase(self, phase: str) -> None:
         if phase == self._phase:
             return
         self._phase, self._phase_bytes = phase, 0
@@ -117,14 +117,14 @@ class Connection(H11Protocol):
         if phase:
             seconds = {"header": HEADER_S, "body": BODY_S, "discard": DISCARD_S}[phase]
             self._deadline = self.loop.time() + seconds
-            self._timer = self.loop.call_later(seconds, self._late)
+            self._timer = self.loop.call_later(seconds, self._on_timeout)
 
-    def _late(self) -> None:
+    def _on_timeout(self) -> None:
         self._timer = None
         if self._phase == "body":  # a large body may take longer while data keeps arriving
             left = self._deadline + self._phase_bytes / BODY_RATE - self.loop.time()
             if left > 0:
-                self._timer = self.loop.call_later(left, self._late)
+                self._timer = self.loop.call_later(left, self._on_timeout)
                 return
         if self._phase == "discard" or self.transport.is_closing():
             self.transport.abort()

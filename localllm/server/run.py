@@ -81,7 +81,7 @@ def bind(options: ServeOptions) -> socket.socket:
     """Open a listening socket, before anything slow. Raises ConfigError, or ServerError if the port is in use."""
     if options.unix is not None:
         return _bind_unix(options.unix)
-    given = _inherited()
+    given = _systemd_socket()
     host = options.host if given is None or given.family == socket.AF_UNIX else given.getsockname()[0]
     if not is_loopback(host) and not options.api_keys and not options.insecure:
         raise ConfigError(
@@ -119,7 +119,7 @@ def _bind_tcp(host: str, port: int, fix: str) -> socket.socket:
     return sock
 
 
-def _inherited() -> socket.socket | None:
+def _systemd_socket() -> socket.socket | None:
     """The socket passed by systemd (sd_listen_fds(3)), or None. Raises ServerError if it is of another kind."""
     for_us = os.environ.get("LISTEN_PID") == str(os.getpid())
     count = os.environ.get("LISTEN_FDS", "") if for_us else ""
@@ -190,7 +190,7 @@ def listening(options: ServeOptions) -> Iterator[list[socket.socket]]:
     socks = [bind(options)]
     try:
         socks += bind_ollama(options, socks[0])
-        _more_files()
+        _raise_file_limit()
         yield socks
     finally:
         for sock in socks:
@@ -200,7 +200,7 @@ def listening(options: ServeOptions) -> Iterator[list[socket.socket]]:
                 options.unix.unlink()
 
 
-def _more_files() -> None:
+def _raise_file_limit() -> None:
     """Raise the open file limit, up to `FILES`: the usual 1,024 would limit the number of connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
@@ -363,7 +363,7 @@ class BackgroundServer:
     def stop(self) -> None:
         """Close the port and cut running responses short; returns when done. A second call does nothing."""
         try:
-            self._loop.call_soon_threadsafe(self._begin_to_end)
+            self._loop.call_soon_threadsafe(self._begin_shutdown)
         except RuntimeError:  # the loop is closed, so the server has ended
             return
         self._thread.join(STOP_S)
@@ -382,5 +382,5 @@ class BackgroundServer:
             self._pool.close(0)
             self._ended(self)
 
-    def _begin_to_end(self) -> None:
+    def _begin_shutdown(self) -> None:
         self._ending = self._ending or self._loop.create_task(drain(self._service, self._server, 0.0))

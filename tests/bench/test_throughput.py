@@ -153,7 +153,7 @@ def test_a_child_that_runs_is_no_other_work(monkeypatch: pytest.MonkeyPatch) -> 
 
     child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
-        monkeypatch.setattr(results, "_busy_s", lambda: before + psutil.Process(child.pid).cpu_times().user)
+        monkeypatch.setattr(results, "_busy_cpu_s", lambda: before + psutil.Process(child.pid).cpu_times().user)
         before = 100.0
         with OtherWork() as others:  # nobody but the child is busy
             time.sleep(0.3)

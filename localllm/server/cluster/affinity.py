@@ -142,7 +142,7 @@ class Affinity:
         if made := [name for name in loads if prefix.maker and tag_of(name) == prefix.maker]:
             return made  # alone, since Ray would try the next one if this one is slow to report its load
         key = self._key(prefix)
-        rest = sorted(loads, key=lambda name: (loads[name], _draw(key, name)))
+        rest = sorted(loads, key=lambda name: (loads[name], _tie_break(key, name)))
         chosen = self._holding(prefix, loads)
         return [*chosen, *(name for name in rest if name not in chosen)]
 
@@ -177,5 +177,5 @@ class Affinity:
         return next((digest for size, digest in prefix.cuts if size >= prefix.own), b"")
 
 
-def _draw(key: bytes, name: str) -> bytes:
+def _tie_break(key: bytes, name: str) -> bytes:
     return blake2b(name.encode(), key=key, digest_size=8).digest()

@@ -112,13 +112,13 @@ class Door:
             self.num_reserved += 1
             try:
                 async with unless_left(receive):
-                    await self._send_on(scope, prefix, Call(_plain(scope), body), send)
+                    await self._forward(scope, prefix, Call(_forwarded(scope), body), send)
             finally:
                 self.num_reserved -= 1
         except LocalLLMError as error:
             await refuse(scope, error)(scope, receive, send)
 
-    async def _send_on(self, scope: Scope, prefix: Prefix, call: Call, send: Send) -> None:
+    async def _forward(self, scope: Scope, prefix: Prefix, call: Call, send: Send) -> None:
         """Forward a request; if its replica is lost before the response begins, retry once on another."""
         for again in (True, False):
             self.check_ready()
@@ -140,7 +140,7 @@ class Door:
 
     async def _metrics(self, scope: Scope) -> Response:
         """Return the metrics of all replicas, labelled by replica, and the door's own."""
-        told = [(name, text.decode()) for name, status, text in await self._tell("/metrics") if status == 200]
+        told = [(name, text.decode()) for name, status, text in await self._ask_replicas("/metrics") if status == 200]
         registry = CollectorRegistry()
         registry.register(_Collected([*labelled(told), *self._registry.collect()]))  # type: ignore[arg-type]
         return Response(generate_latest(registry), headers={"content-type": METRICS_TYPE})
@@ -150,14 +150,16 @@ class Door:
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         if not self.token or not hmac.compare_digest(given, f"Bearer {self.token}".encode()):
             raise ApiError(401, "This route requires the owner's token.", "authentication_error", "invalid_api_key")
-        told = [(name, json.loads(text)) for name, status, text in await self._tell("/localllm/ps") if status == 200]
+        told = [
+            (name, json.loads(text)) for name, status, text in await self._ask_replicas("/localllm/ps") if status == 200
+        ]
         rows = [row | {"replica": name} for name, one in told for row in one["models"]]
         speeds: dict[str, float] = {}
         for _, one in told:
             speeds |= one["decode_tps"]
         return JSONResponse({"models": rows, "draining": self.is_draining, "decode_tps": speeds})
 
-    async def _tell(self, path: str) -> list[tuple[str, int, bytes]]:
+    async def _ask_replicas(self, path: str) -> list[tuple[str, int, bytes]]:
         """Return (name, status, body) of a route of each replica, without lost ones."""
         if self.handle is None or not Fleet.running:
             return []
@@ -255,7 +257,7 @@ class _Collected:
         yield from self._metrics
 
 
-def _plain(scope: Scope) -> dict[str, Any]:
+def _forwarded(scope: Scope) -> dict[str, Any]:
     """The part of the scope that a replica needs; API keys are not forwarded."""
     exchange = exchange_of(scope)
     headers = [(name, value) for name, value in scope["headers"] if name.decode("latin-1") not in NOT_SENT_ON]

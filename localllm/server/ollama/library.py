@@ -73,9 +73,9 @@ async def pull(request: Request, body: PullRequest) -> Response | dict[str, Any]
         state.num_pulls += 1
         try:
             yield line({"status": "pulling manifest"})
-            async with aclosing(_steps(lambda tell, cancel: library.pull(name, tell, cancel))) as steps:
+            async with aclosing(_progress(lambda tell, cancel: library.pull(name, tell, cancel))) as steps:
                 async for progress in steps:
-                    yield line(_shown(name, progress))
+                    yield line(_progress_line(name, progress))
             service_of(request).pool.look_again()
             for status in ("verifying sha256 digest", "writing manifest", "success"):
                 yield line({"status": status})
@@ -92,7 +92,7 @@ async def pull(request: Request, body: PullRequest) -> Response | dict[str, Any]
     return answer
 
 
-async def _steps(work: Callable[[OnProgress, threading.Event], None]) -> AsyncGenerator[LoadProgress]:
+async def _progress(work: Callable[[OnProgress, threading.Event], None]) -> AsyncGenerator[LoadProgress]:
     """Run `work` in a thread and yield its progress, without outdated reports. Closing this cancels the work."""
     loop, cancel = asyncio.get_running_loop(), threading.Event()
     told: asyncio.Queue[LoadProgress | None] = asyncio.Queue()
@@ -115,7 +115,7 @@ async def _steps(work: Callable[[OnProgress, threading.Event], None]) -> AsyncGe
         task.cancel()
 
 
-def _shown(name: str, progress: LoadProgress) -> dict[str, Any]:
+def _progress_line(name: str, progress: LoadProgress) -> dict[str, Any]:
     if progress.name != "download" or progress.total <= 0:
         return {"status": progress.detail or progress.label}
     digest = hashlib.sha256(name.encode()).hexdigest()  # one per model, because its files download in parallel

@@ -112,7 +112,7 @@ def chat_of(body: OllamaChatRequest) -> ChatRequest:
                 for i, call in enumerate(message.tool_calls)
             ]
         if message.role == "tool":
-            call = _called(message, waiting)
+            call = _call_of(message, waiting)
             waiting = [other for other in waiting if other is not call] or waiting[-1:]
             one |= {"tool_call_id": call["id"], **({"name": message.tool_name} if message.tool_name else {})}
         messages.append(one)
@@ -122,7 +122,7 @@ def chat_of(body: OllamaChatRequest) -> ChatRequest:
     return checked(fields, ChatRequest)
 
 
-def _called(message: OllamaMessage, waiting: list[dict[str, Any]]) -> dict[str, Any]:
+def _call_of(message: OllamaMessage, waiting: list[dict[str, Any]]) -> dict[str, Any]:
     """Find the call that a result belongs to: by id, by function name, or else in the order of the calls."""
     own = [call for call in waiting if call["id"] == message.tool_call_id]
     functions = ((call, call.get("function")) for call in waiting)

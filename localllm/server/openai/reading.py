@@ -200,12 +200,12 @@ def _sampling(body: Sampled) -> dict[str, Any]:
 def _conversation(body: ChatRequest) -> Conversation:
     """Convert the messages: texts are joined, and developer becomes system."""
     kwargs = _template_kwargs(body)
-    messages = [_message(_renewed(body.messages, i), f"messages[{i}]") for i in range(len(body.messages))]
+    messages = [_message(_as_tool_message(body.messages, i), f"messages[{i}]") for i in range(len(body.messages))]
     opens = body.add_generation_prompt is not False
     return Conversation(messages, None, kwargs, bool(body.continue_final_message), opens)
 
 
-def _renewed(messages: Sequence[ChatMessage], number: int) -> ChatMessage:
+def _as_tool_message(messages: Sequence[ChatMessage], number: int) -> ChatMessage:
     """Convert a legacy function call or result into that of a tool; a result belongs to the last call."""
     message = messages[number]
     if message.function_call is not None and not message.tool_calls:

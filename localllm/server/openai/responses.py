@@ -24,8 +24,8 @@ async def create_response(request: Request, body: schemas.ResponsesRequest) -> R
     """Create a response, continuing an earlier one if the request names it."""
     service = service_of(request)
     schemas.refuse(body)
-    before = _earlier(service, body)
-    items = [*before, *_named(service, schemas.input_items(body))]
+    before = _earlier_items(service, body)
+    items = [*before, *_resolved(service, schemas.input_items(body))]
     tools, guarded = await offered(service, body)
     calls = approved(items, tools, len(before))
 
@@ -64,8 +64,8 @@ async def create_response(request: Request, body: schemas.ResponsesRequest) -> R
 async def count_input_tokens(request: Request, body: schemas.ResponsesRequest) -> dict[str, Any]:
     """Count the input tokens of a response, including those of an earlier one that it continues."""
     service = service_of(request)
-    before = _earlier(service, body)
-    items = [*before, *_named(service, schemas.input_items(body))]
+    before = _earlier_items(service, body)
+    items = [*before, *_resolved(service, schemas.input_items(body))]
     tools, _ = await offered(service, body)
     conversation = read_conversation(schemas.to_chat(body, items, shaped(tools), len(before)))
     async with unless_left(request.receive), service.reserve(request, body.model) as reservation:
@@ -73,22 +73,22 @@ async def count_input_tokens(request: Request, body: schemas.ResponsesRequest) -
     return {"object": "response.input_tokens", "input_tokens": len(ids)}
 
 
-def _discarded(what: str, code: str, param: str) -> ApiError:
+def _not_found(what: str, code: str, param: str) -> ApiError:
     return ApiError(404, f"There is no {what}; it may have been discarded.", code=code, param=param)
 
 
-def _earlier(service: Service, body: schemas.ResponsesRequest) -> list[dict[str, Any]]:
+def _earlier_items(service: Service, body: schemas.ResponsesRequest) -> list[dict[str, Any]]:
     """Return the items of the conversation that `previous_response_id` names."""
     previous = body.previous_response_id
     if previous is None:
         return []
     stored = service.responses.get(previous)
     if stored is None:
-        raise _discarded(f"response {previous[:80]!r}", "previous_response_not_found", "previous_response_id")
+        raise _not_found(f"response {previous[:80]!r}", "previous_response_not_found", "previous_response_id")
     return [*stored.input_items, *stored.response["output"]]
 
 
-def _named(service: Service, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _resolved(service: Service, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Replace item references by the stored items."""
     found = list(items)
     for number, item in enumerate(items):
@@ -96,7 +96,7 @@ def _named(service: Service, items: list[dict[str, Any]]) -> list[dict[str, Any]
             name = str(item.get("id"))
             named = service.responses.item(name)
             if named is None:
-                raise _discarded(f"item {name[:80]!r}", "item_not_found", f"input[{number}].id")
+                raise _not_found(f"item {name[:80]!r}", "item_not_found", f"input[{number}].id")
             found[number] = named
     return found
 
@@ -104,7 +104,7 @@ def _named(service: Service, items: list[dict[str, Any]]) -> list[dict[str, Any]
 def _stored(request: Request) -> Stored:
     found = service_of(request).responses.get(request.path_params["response_id"])
     if found is None:
-        raise _discarded("such response", "not_found", "response_id")
+        raise _not_found("such response", "not_found", "response_id")
     return found
 
 

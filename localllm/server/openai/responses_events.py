@@ -45,7 +45,7 @@ class ResponseBuilder:
         self._num_closed = 0  # leading items of `output` that are finished
         self._blocks = Blocks()
         self._logprobs: list[dict[str, Any]] = []
-        self._unshown: list[dict[str, Any]] = []  # log-probabilities of tokens whose text is still to come
+        self._pending_logprobs: list[dict[str, Any]] = []  # log-probabilities of tokens whose text is still to come
         self._status = "in_progress"
         self._reason: str | None = None
         self._error: dict[str, Any] | None = None
@@ -103,11 +103,11 @@ class ResponseBuilder:
         return [
             self._event("response.created", response=self.json()),
             self._event("response.in_progress", response=self.json()),
-            *(event for item in listings(self._rounds.tools) for event in self._list(item)),
-            *(event for item in self._rounds.done for event in self._made(item)),
+            *(event for item in listings(self._rounds.tools) for event in self._add_tool_list(item)),
+            *(event for item in self._rounds.done for event in self._add_made_call(item)),
         ]
 
-    def _made(self, item: dict[str, Any]) -> list[bytes]:
+    def _add_made_call(self, item: dict[str, Any]) -> list[bytes]:
         """Add a call that was made before the response began."""
         self.output.append(item)
         self._num_closed = len(self.output)
@@ -118,7 +118,7 @@ class ResponseBuilder:
             *self._end_call(item),
         ]
 
-    def _list(self, item: dict[str, Any]) -> list[bytes]:
+    def _add_tool_list(self, item: dict[str, Any]) -> list[bytes]:
         """Add the list of an MCP server's tools, an item that is complete at once."""
         self.output.append(item)
         self._num_closed = len(self.output)
@@ -131,12 +131,12 @@ class ResponseBuilder:
 
     def take(self, delta: OutputDelta) -> list[bytes]:
         events: list[bytes] = []
-        logprobs = self._shown(delta.logprobs)
+        logprobs = self._logprob_entries(delta.logprobs)
         if not delta.parts or delta.parts[0][0] == "content":
-            logprobs = [*self._unshown, *logprobs]
+            logprobs = [*self._pending_logprobs, *logprobs]
         # after reasoning or a call, a token without text may be its closing tag, which is not shown
         is_text = len(self.output) == self._num_closed or self.output[-1]["type"] == "message"
-        self._unshown = logprobs if is_text and not delta.parts else []
+        self._pending_logprobs = logprobs if is_text and not delta.parts else []
         for kind, text in delta.parts:
             begins, part = self._blocks.read(kind, text)
             if begins:
@@ -244,7 +244,7 @@ class ResponseBuilder:
         self._keep(self.json())
         return [*events, self._event(f"response.{self._status}", response=self.json())]
 
-    def _shown(self, logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+    def _logprob_entries(self, logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
         if self._names is None or not self._body.wants_logprobs:
             return []
         return [self._names.entry(entry) for entry in logprobs]
