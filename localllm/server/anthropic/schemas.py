@@ -75,9 +75,7 @@ def to_chat(body: CountRequest) -> ChatRequest:
         raise ApiError(400, "Threads are not supported: send the whole conversation.", param="thread", details=details)
     messages: list[dict[str, Any]] = []
     if body.system is not None:
-        system = _text(body.system, "system")
-        begin = _BILLING.match(system)
-        messages.append({"role": "system", "content": system[begin.end() if begin else 0 :]})
+        messages.append({"role": "system", "content": without_billing(_text(body.system, "system"))})
     for number, message in enumerate(body.messages):
         messages += _messages(message, f"messages[{number}]")
     fields: dict[str, Any] = {"model": body.model, "messages": messages}
@@ -104,6 +102,12 @@ def to_chat(body: CountRequest) -> ChatRequest:
             "response_format": None if form is None else _format(form),
         }
     return chat_request(body, fields, "output_config.format")
+
+
+def without_billing(system: str) -> str:
+    """Remove the line with which Claude Code begins its system prompt."""
+    begin = _BILLING.match(system)
+    return system[begin.end() if begin else 0 :]
 
 
 def renamed(param: str | None) -> str | None:

@@ -16,6 +16,8 @@ from hashlib import blake2b
 from itertools import islice
 from typing import Any
 
+from localllm.server.anthropic.schemas import without_billing
+
 PIECE = 1024  # characters, about 16 pages
 MAX_NOTED = 200_000  # most recent cuts kept
 MAX_CUTS = 4096  # cuts per request; text after them is ignored
@@ -79,7 +81,7 @@ def _turns(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield (role, text) in prompt order, for a request of any API."""
     for name in ("system", "instructions"):
         if fields.get(name):
-            yield "system", "".join(_texts(fields[name]))
+            yield "system", without_billing("\n".join(_texts(fields[name])))
     for name in ("messages", "input"):
         value = fields.get(name)
         for item in value if isinstance(value, list) else [value] if value else ():
