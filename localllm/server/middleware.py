@@ -72,9 +72,9 @@ class AppOptions:
 
 
 class Gate:
-    """Rejects forbidden requests, and requests to a full queue before routing: under overload there may be several
-    rejections per accepted request, and each one takes CPU time from generation.
+    """Rejects forbidden requests, and requests to a full queue, before routing.
 
+    Under overload, there may be several rejections per accepted request, and each one takes CPU time from generation.
     `check_room` raises ApiError if the queue is full; it is called only for the `crowded` paths.
     """
 

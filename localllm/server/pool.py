@@ -34,7 +34,7 @@ RECOVERY_S = 0.1  # pause of the loader thread after a failed step
 
 
 class ModelPool:
-    """The loaded models.
+    """Pool of loaded models.
 
     list_models  returns the local models; called again when its result is older than `LIST_S`
     loader       see `Loader`; with None, the pool holds only the model it was created with

@@ -90,7 +90,7 @@ class State(StrEnum):
 
 
 class Loader(Protocol):
-    """Plans and loads models; the caller of the pool provides one that knows its options."""
+    """Plans and loads models, with the options of the program that creates the pool."""
 
     def plan(self, model: ServedModel, machine: MachineFacts) -> Any: ...  # returns a `plan.planner.Plan`
     def load(

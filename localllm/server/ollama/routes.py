@@ -139,7 +139,7 @@ async def _load_or_unload(request: Request, body: schemas.Asked, empty: dict[str
     if keep == 0:
         if not service.pool.keep(model.name, 0.0):
             why = "it is pinned, or was named when the server started"
-            raise invalid(f"{model.name} stays loaded: {why}. Unload it: localllm stop {model.name}", "keep_alive")
+            raise invalid(f"{model.name} stays loaded: {why}. localllm stop {model.name} unloads it.", "keep_alive")
         return _head(body.model) | empty | {"done": True, "done_reason": "unload"}
     async with unless_left(request.receive), service.reserve(request, body.model):
         if keep != "default":

@@ -61,7 +61,7 @@ def refuse(body: ResponsesRequest) -> None:
         raise unsupported("Background responses are not supported.", "background")
     for name in ("conversation", "prompt"):
         if getattr(body, name) is not None:
-            raise unsupported(f"{name} is not supported: the server does not store any.", name)
+            raise unsupported(f"{name} is not supported: the server stores no {name}s.", name)
 
 
 def to_chat(
