@@ -1,7 +1,7 @@
-"""Measuring: our engine alone, beside another engine on the same files, or beside any OpenAI endpoint.
+"""Benchmarks: our engine alone, against another engine on the same files, or against any OpenAI endpoint.
 
-throughput  tests in llama-bench's words, taken in turns with a peer    peer   llama.cpp or transformers, as a child
-load        many requests together: ours, or an endpoint                trace  one step as a Chrome trace
+throughput  llama-bench's tests, alternating with a peer    peer   llama.cpp or transformers in a child process
+load        concurrent requests, ours or an endpoint's      trace  one step as a Chrome trace
 results     rows, versions, memory, files
 """
 

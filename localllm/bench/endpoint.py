@@ -1,4 +1,4 @@
-"""An OpenAI-compatible endpoint as something to measure: one streamed completion, timed."""
+"""Client that times one streamed completion of an OpenAI-compatible endpoint."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from localllm.errors import ConfigError, LocalLLMError
 
 from .results import peak_rss_bytes
 
-TIMEOUT_S = 600.0  # for a request that waits behind others
+TIMEOUT_S = 600.0  # long enough for a request that waits behind others
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
-# fields that not every server takes; they are left out, one after the other, where one is refused
+# fields that some servers reject; after a rejected request, they are dropped one by one
 OPTIONAL = ("ignore_eos", "stream_options")
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One request."""
+    """Timings and token counts of one request."""
 
     ttft_s: float
     total_s: float
-    prompt_tokens: int  # 0 where the server does not say
+    prompt_tokens: int  # 0 if the server does not report it
     output_tokens: int
 
     @property
@@ -38,7 +38,7 @@ class Sample:
 
 
 class Endpoint:
-    """A server. Safe to ask from many threads. Raises ConfigError when there is none, or it serves no model."""
+    """An OpenAI-compatible server. Thread-safe. Raises ConfigError if it does not answer or serves no model."""
 
     def __init__(self, url: str, *, model: str | None = None, key: str | None = None) -> None:
         self.base = url.rstrip("/").removesuffix("/v1")
@@ -51,7 +51,7 @@ class Endpoint:
             self.models = [str(entry["id"]) for entry in found["data"]]
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"{self.base} answers no /v1/models: {error}", "give the address of an OpenAI-compatible server"
+                f"{self.base} does not answer /v1/models: {error}", "give the address of an OpenAI-compatible server"
             ) from error
         if not self.models and model is None:
             raise ConfigError(f"{self.base} serves no model", "load one there first")
@@ -61,7 +61,7 @@ class Endpoint:
         self._client.close()
 
     def ask(self, prompt: str, count: int) -> Sample:
-        """One streamed completion of `count` tokens. Raises LocalLLMError when it fails."""
+        """Run one streamed completion of `count` tokens. Raises LocalLLMError if it fails."""
         while True:
             try:
                 return self._ask(prompt, count)
@@ -74,9 +74,9 @@ class Endpoint:
                 raise self._failed(f"{type(error).__name__}: {error}") from error
 
     def peak_rss_bytes(self) -> int:
-        """The most memory its process and the processes it began ever had, each; 0 where they are not to be seen.
+        """Sum of the peak resident memory of the server's processes; 0 if they are not visible from here.
 
-        Some servers are a front, and what computes is a child.
+        Child processes count too, because in some servers one of them does the computing.
         """
         import psutil
 
@@ -96,7 +96,7 @@ class Endpoint:
         return sum(peak_rss_bytes(pid) for pid in family)
 
     def versions(self) -> dict[str, str]:
-        """What the server says of its version; {} where it says nothing."""
+        """The version that the server reports; {} if it reports none."""
         try:
             said = self._client.get(f"{self.base}/version", timeout=2).json().get("version")
         except (httpx.HTTPError, ValueError, AttributeError):
@@ -127,7 +127,7 @@ class Endpoint:
                     chunks += 1
         ended = time.monotonic()
         if not first:
-            raise ValueError("no text came")
+            raise ValueError("no text received")
         tokens = int(usage.get("completion_tokens") or chunks)
         return Sample(first - started, ended - started, int(usage.get("prompt_tokens") or 0), tokens)
 

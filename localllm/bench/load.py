@@ -1,7 +1,7 @@
-"""Many requests together: time to first token, time per token and throughput, of our engine or of any OpenAI endpoint.
+"""Load test: time to first token, time per token and throughput of concurrent requests, ours or an OpenAI endpoint's.
 
-The shapes are those of a chat turn and of an agent's step. Prompts are random words, none of which share a beginning,
-so no cache of prefixes helps. Engines take turns, repetition by repetition.
+The shapes are those of a chat turn and of an agent's step. Prompts are random and share no prefix, so prefix caches do
+not help. Engines alternate, repetition by repetition.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Tokens of a request."""
+    """Prompt and output tokens of a request."""
 
     name: str
     prompt_tokens: int
@@ -39,27 +39,27 @@ SHAPES = (Shape("chat", 512, 128), Shape("agent", 256, 16))
 
 @dataclass(frozen=True, slots=True)
 class LoadRow:
-    """One engine, one shape, so many requests at a time."""
+    """Results of one engine for one shape and concurrency."""
 
     engine: str
     shape: str
     concurrency: int
-    tps: float  # output tokens per second of all requests together, prompts read included: median
-    spread: float  # its standard deviation
+    tps: float  # output tokens per second of all requests together, including prefill: median
+    spread: float  # standard deviation of tps
     ttft_ms: float  # median over requests
     tpot_ms: float  # (end to end - time to first token) / (output tokens - 1), median over requests
-    prompt_tokens: float  # median, as the engine counts them
+    prompt_tokens: float  # median, as counted by the engine
     requests: int
     failed: int
 
 
-Ask = Callable[[str, int], Sample]  # (prompt, output tokens) -> what happened
+Ask = Callable[[str, int], Sample]  # (prompt, output tokens) -> timings
 
 
 def run_load(
     llm: LLM, endpoint: Endpoint, options: BenchOptions, on_test: Callable[[str], None] | None = None
 ) -> BenchResult:
-    """Our engine and an endpoint in turns, over every shape and concurrency."""
+    """Measure our engine and an endpoint alternately, for every shape and concurrency."""
 
     def ours(prompt: str, count: int) -> Sample:
         params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
@@ -88,7 +88,7 @@ def measure(
     repeat: int,
     on_test: Callable[[str], None] | None = None,
 ) -> list[LoadRow]:
-    """Rows of every engine, shape and concurrency. Raises the error of a test in which every request failed."""
+    """Measure every engine, shape and concurrency. Raises an error of a test in which every request failed."""
     rows = []
     for shape in shapes:
         for streams in concurrency:
@@ -100,7 +100,7 @@ def measure(
             for _ in range(repeat):
                 prompts = [prompt(shape) for _ in range(streams)]
                 for name, ask in engines.items():
-                    found, errors, seconds = _together(ask, prompts, shape.output_tokens)
+                    found, errors, seconds = _run_concurrently(ask, prompts, shape.output_tokens)
                     failed[name] += len(errors)
                     if not found:
                         raise errors[0]
@@ -110,7 +110,7 @@ def measure(
     return rows
 
 
-def _together(ask: Ask, prompts: Sequence[str], count: int) -> tuple[list[Sample], list[LocalLLMError], float]:
+def _run_concurrently(ask: Ask, prompts: Sequence[str], count: int) -> tuple[list[Sample], list[LocalLLMError], float]:
     found: list[Sample] = []
     errors: list[LocalLLMError] = []
 

@@ -1,4 +1,4 @@
-"""Another engine on the same files, in a process of its own: `Peer`."""
+"""`Peer`: another engine on the same files, in its own process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from localllm.errors import ConfigError
 
 from .results import BenchRow, PeerResult, peak_rss_bytes
 
-# engine -> what must be installed for the Python that runs it
+# engine -> the package that its Python must have
 PACKAGES = {
     "llama.cpp": "llama-cpp-python",
     "ik_llama.cpp": "ik-llama-cpp-python",
@@ -24,7 +24,7 @@ PACKAGES = {
 
 
 class Peer:
-    """A child that loads the model and answers lines of JSON. Raises ConfigError when it fails."""
+    """A child process that loads the model and answers lines of JSON. Raises ConfigError if it fails."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Peer:
         kv: str = "",
         python: str | None = None,
     ) -> None:
-        """`python` is the interpreter that has the peer's package; ours without one. `kv`: "int8", or as it is made."""
+        """`python`: interpreter that has the peer's package, by default ours. `kv`: "int8", or "" for its default."""
         self.name = name
         self._python = python or sys.executable
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the child
@@ -54,7 +54,7 @@ class Peer:
         except OSError as error:
             self._log.close()
             raise ConfigError(
-                f"{self._python} does not start: {error.strerror}", "--peer-python PATH of an interpreter"
+                f"{self._python} does not start: {error.strerror}", "pass --peer-python PATH of a Python interpreter"
             ) from error
         try:
             facts = self.ask(do="load", path=str(path), threads=threads, ctx=ctx, streams=streams, kv=kv)
@@ -65,14 +65,14 @@ class Peer:
 
     def close(self) -> None:
         try:
-            self._child.communicate(timeout=5)  # it ends with its input
+            self._child.communicate(timeout=5)  # it exits when its input ends
         except subprocess.TimeoutExpired:
             self._child.kill()
             self._child.communicate()
         self._log.close()
 
     def ask(self, **asked: Any) -> dict[str, Any]:
-        """One line there, one back. Raises ConfigError with what the peer says."""
+        """Send one line and read one back. Raises ConfigError with the peer's error."""
         assert self._child.stdin is not None and self._child.stdout is not None
         try:
             self._child.stdin.write(json.dumps(asked) + "\n")
@@ -80,18 +80,18 @@ class Peer:
             line = self._child.stdout.readline()
         except BrokenPipeError:
             line = ""
-        answer: dict[str, Any] = json.loads(line) if line else {"error": self._last_words()}
+        answer: dict[str, Any] = json.loads(line) if line else {"error": self._exit_reason()}
         if "missing" in answer:
             raise ConfigError(
                 f"{PACKAGES[self.name]} is not installed for {self._python}: {answer['error']}",
                 f"pip install {PACKAGES[self.name]}, or --peer-python PATH of an interpreter that has it",
             )
         if "error" in answer:
-            raise ConfigError(f"{self.name} failed: {answer['error']}", "measure without --against")
+            raise ConfigError(f"{self.name} failed: {answer['error']}", "run without --against")
         return answer
 
     def prefill(self, context: Sequence[int], ids: Sequence[int]) -> tuple[float, float | None]:
-        """The time to the first token is that of reading."""
+        """The time to first token equals the prefill time."""
         seconds: float = self.ask(do="prefill", context=list(context), ids=list(ids))["seconds"]
         return len(ids) / seconds, seconds
 
@@ -100,13 +100,16 @@ class Peer:
         return len(prompts) * count / float(answer["seconds"])
 
     def scores(self, ids: Sequence[int], file: Path) -> int:
-        """Logits of every position into a file, raw float32 [num_tokens, vocab] (not transformers); returns vocab."""
+        """Write the logits of every position to a file, raw float32 [num_tokens, vocab]; returns vocab.
+
+        Not available for transformers.
+        """
         return int(self.ask(do="scores", ids=list(ids), file=str(file))["vocab"])
 
     def result(self, rows: Sequence[BenchRow]) -> PeerResult:
         return PeerResult(self.name, tuple(rows), peak_rss_bytes(self._child.pid), self.versions)
 
-    def _last_words(self) -> str:
+    def _exit_reason(self) -> str:
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").strip().splitlines()
         return f"its process ended ({lines[-1][:200] if lines else 'no message'})"

@@ -1,7 +1,7 @@
-"""llama.cpp, ik_llama.cpp and transformers, driven by lines of JSON: the child process of `peer.Peer`.
+"""Child process of `peer.Peer`: runs llama.cpp, ik_llama.cpp or transformers, driven by lines of JSON.
 
-Imports nothing of ours: it runs under any Python that has the engine's package. `prefill` tells the seconds to read
-`ids` behind `context`, `decode` those to write `count` tokens behind each prompt.
+Imports nothing of localllm, to run under any Python that has the engine's package. `prefill` measures the seconds to
+prefill `ids` after `context`, `decode` the seconds to decode `count` tokens after each prompt.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 BATCH = 512
-Q8_0 = 8  # a type of ggml
+Q8_0 = 8  # ggml type number
 
 
 class LlamaCpp:
-    """One model and one context. Tokens are decoded as llama-bench does it: no sampling, the next token is given."""
+    """One model and one context. Decodes like llama-bench: without sampling, with given next tokens."""
 
     def __init__(self, path: str, threads: int, ctx: int, streams: int, kv: str = "") -> None:
         self.api = self.open()
@@ -35,16 +35,16 @@ class LlamaCpp:
         self.prepare(settings)
         if kv == "int8":
             for name, value in (("type_k", Q8_0), ("type_v", Q8_0), ("flash_attn_type", 1)):
-                if hasattr(settings, name):  # values of eight bits need flash attention
+                if hasattr(settings, name):  # a quantized V cache needs flash attention
                     setattr(settings, name, value)
         self.context = self.api.llama_init_from_model(self.model, settings)
         if not self.context:
-            raise RuntimeError(f"this llama.cpp has no context of {ctx} tokens for {streams} streams")
+            raise RuntimeError(f"this llama.cpp cannot create a context of {ctx} tokens for {streams} streams")
         self.vocab_size = self.api.llama_vocab_n_tokens(self.api.llama_model_get_vocab(self.model))
         self.batch = self.api.llama_batch_init(max(BATCH, streams), 0, 1)
 
     def open(self) -> Any:
-        """The module with llama.h's functions."""
+        """Return the module that wraps the functions of llama.h."""
         import llama_cpp
 
         self._quiet = llama_cpp.llama_log_callback(lambda level, text, user: None)
@@ -53,13 +53,13 @@ class LlamaCpp:
         return llama_cpp
 
     def prepare(self, settings: Any) -> None:
-        """Change defaults of the context."""
+        """Change default settings of the context."""
 
     def clear(self) -> None:
         self.api.llama_memory_clear(self.api.llama_get_memory(self.context), True)
 
     def run(self, tokens: list[tuple[int, int, int]], wanted: set[int]) -> None:
-        """Compute (id, position, sequence) together; rows in `wanted` get logits."""
+        """Compute a batch of (id, position, sequence); only rows in `wanted` get logits."""
         batch = self.batch
         batch.n_tokens = len(tokens)
         for i, (token, position, sequence) in enumerate(tokens):
@@ -71,7 +71,7 @@ class LlamaCpp:
         self.wait(self.context)
 
     def read(self, ids: list[int], start: int = 0, sequence: int = 0) -> None:
-        """Read ids at positions from `start` on; only the last row's logits."""
+        """Prefill ids at positions from `start` on, with logits only for the last row."""
         for at in range(0, len(ids), BATCH):
             part = ids[at : at + BATCH]
             last = {len(part) - 1} if at + BATCH >= len(ids) else set()
@@ -95,7 +95,7 @@ class LlamaCpp:
         return {"seconds": time.perf_counter() - started}
 
     def scores(self, ids: list[int], file: str) -> dict[str, Any]:
-        """Logits of every position, float32 [num_tokens, vocab], into a file of raw numbers."""
+        """Write the logits of every position to a file, as raw float32 [num_tokens, vocab]."""
         import numpy as np
 
         self.clear()
@@ -115,7 +115,7 @@ class LlamaCpp:
 
 
 class IkLlamaCpp(LlamaCpp):
-    """The fork, with flash attention, which is its programs' default."""
+    """The ik_llama.cpp fork, with flash attention as its programs use by default."""
 
     def open(self) -> Any:
         import ctypes
@@ -124,7 +124,7 @@ class IkLlamaCpp(LlamaCpp):
         from ik_llama_cpp import _ctypes_api
 
         self.version = ik_llama_cpp.__version__
-        # not among its bindings
+        # missing from its bindings
         self.wait = _ctypes_api._lib.llama_synchronize
         self.wait.argtypes, self.wait.restype = [ctypes.c_void_p], None
         return _ctypes_api
@@ -140,7 +140,7 @@ class IkLlamaCpp(LlamaCpp):
 
 
 class Transformers:
-    """One model, run eagerly with its own cache. Quantized GGUF files become float32, as transformers does it."""
+    """One model in eager mode with a DynamicCache. transformers dequantizes GGUF files to float32."""
 
     def __init__(self, path: str, threads: int, ctx: int, streams: int, kv: str = "") -> None:
         import torch
@@ -187,9 +187,9 @@ ENGINES: dict[str, Any] = {"llama.cpp": LlamaCpp, "ik_llama.cpp": IkLlamaCpp, "t
 
 
 def main() -> None:
-    """Answer one line per line: {"do": name, ...} -> its result, or {"error": text}."""
+    """Answer each line {"do": name, ...} with one line: its result, or {"error": text}."""
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what an engine prints, from C, too
+    os.dup2(2, 1)  # redirect the engine's own output to stderr, including prints from C
     peer: Any = None
     for line in sys.stdin:
         asked = json.loads(line)
@@ -202,7 +202,7 @@ def main() -> None:
                 answer = getattr(peer, name)(**asked)
         except ImportError as error:
             answer = {"error": str(error), "missing": error.name}
-        except Exception as error:  # told to the parent, which ends this process
+        except Exception as error:  # reported to the parent, which ends this process
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=out, flush=True)
 

@@ -1,4 +1,4 @@
-"""What a bench found: rows of rates with their spread, what was measured, and where it is kept."""
+"""Benchmark results: rows of rates with their spread, the facts about the run, and the saved files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from localllm.device.memory import sizes
 
 @dataclass(frozen=True, slots=True)
 class BenchRow:
-    """One test: tokens per second, over its repetitions."""
+    """Tokens per second of one test over its repetitions."""
 
     test: str
     tps: float  # median
@@ -33,7 +33,7 @@ class BenchRow:
 
     @classmethod
     def of(cls, test: str, rates: Sequence[float], ttfts: Sequence[float | None] = ()) -> BenchRow:
-        """Rates in tokens per second, times to first token in seconds."""
+        """Build a row from rates in tokens per second and times to first token in seconds."""
         known = [ttft for ttft in ttfts if ttft is not None]
         ttft_ms = statistics.median(known) * 1000 if known else None
         return cls(test, statistics.median(rates), spread(rates), tuple(rates), ttft_ms)
@@ -41,7 +41,7 @@ class BenchRow:
 
 @dataclass(frozen=True, slots=True)
 class PeerResult:
-    """Another engine's side of the same tests."""
+    """Results of another engine on the same tests."""
 
     name: str  # llama.cpp | transformers
     rows: tuple[BenchRow, ...]
@@ -51,7 +51,7 @@ class PeerResult:
 
 @dataclass(slots=True)
 class BenchResult:
-    """All tests of one model."""
+    """Results of all tests of one model."""
 
     model: str
     truth_line: str
@@ -61,9 +61,9 @@ class BenchResult:
     peak_rss_bytes: int = 0
     rows: list[BenchRow] = field(default_factory=list)
     peer: PeerResult | None = None
-    load: list[dict[str, Any]] = field(default_factory=list)  # `load.LoadRow`s, where requests were sent together
+    load: list[dict[str, Any]] = field(default_factory=list)  # `load.LoadRow`s of a load test
     machine: dict[str, Any] = field(default_factory=dict)
-    subject: dict[str, Any] = field(default_factory=dict)  # what was measured, as `plan.speeds.load` looks for it
+    subject: dict[str, Any] = field(default_factory=dict)  # what was measured, in the form `plan.speeds.load` looks up
     versions: dict[str, str] = field(default_factory=dict)
     date: str = ""
     command: str = ""
@@ -72,19 +72,19 @@ class BenchResult:
         return {"schema": "localllm.bench/1", "version": __version__, **asdict(self)}
 
     def ratio(self, test: str) -> float | None:
-        """Our median over the peer's; None where it was not measured."""
+        """Our median rate over the peer's; None unless both were measured."""
         theirs = next((row.tps for row in self.peer.rows if row.test == test), 0.0) if self.peer else 0.0
         ours = next((row.tps for row in self.rows if row.test == test), 0.0)
         return ours / theirs if theirs and ours else None
 
 
 def spread(rates: Sequence[float]) -> float:
-    """Standard deviation; 0 of one rate."""
+    """Standard deviation; 0 for a single rate."""
     return statistics.stdev(rates) if len(rates) > 1 else 0.0
 
 
 def versions() -> dict[str, str]:
-    """Of what computes here."""
+    """Versions of Python and of the packages that compute."""
     found = {"python": platform.python_version()}
     for package in ("torch", "triton", "numpy", "tokenizers"):
         try:
@@ -95,12 +95,12 @@ def versions() -> dict[str, str]:
 
 
 def peak_rss_bytes(pid: int | None = None) -> int:
-    """The most memory a process (ours without a pid) ever had resident."""
+    """Peak resident memory of a process, by default this one."""
     return sizes(Path(f"/proc/{pid or 'self'}/status")).get("VmHWM", 0)
 
 
 def save(result: BenchResult) -> Path:
-    """Keep a result below the data folder, where the planner finds it."""
+    """Save a result in the data folder, where the planner finds it."""
     folder = paths.data_dir() / "bench"
     folder.mkdir(parents=True, exist_ok=True)
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -110,32 +110,32 @@ def save(result: BenchResult) -> Path:
 
 
 class OtherWork:
-    """How much of the machine other processes take while a block runs, in cores. Linux; elsewhere always 0."""
+    """CPU use of other processes during a block, in cores. Linux only; always 0 elsewhere."""
 
     def __enter__(self) -> OtherWork:
         self.cores = 0.0
-        self._before = (_busy_s(), _ours_s(), os.times().elapsed)
+        self._before = (_busy_cpu_s(), _own_cpu_s(), os.times().elapsed)
         return self
 
     def __exit__(self, *error: object) -> None:
-        busy, ours, clock = _busy_s(), _ours_s(), os.times().elapsed
+        busy, ours, clock = _busy_cpu_s(), _own_cpu_s(), os.times().elapsed
         elapsed = clock - self._before[2]
         if elapsed > 0 and busy:
             self.cores = max(0.0, (busy - self._before[0]) - (ours - self._before[1])) / elapsed
 
 
-def _ours_s() -> float:
-    """Processor seconds of this process and its children: those that ended, and those that run (a peer)."""
+def _own_cpu_s() -> float:
+    """CPU seconds of this process and its children, both ended and running ones (such as a peer)."""
     total = sum(os.times()[:4])
     with suppress(psutil.Error):
         for child in psutil.Process().children(recursive=True):
-            with suppress(psutil.Error):  # it has just ended: then it is among those that were waited for
+            with suppress(psutil.Error):  # it just ended, and `os.times` counts it once it was waited for
                 total += sum(child.cpu_times()[:4])
     return total
 
 
-def _busy_s() -> float:
-    """Seconds that all cores together were busy since the machine started."""
+def _busy_cpu_s() -> float:
+    """Busy seconds of all cores together since boot."""
     try:
         times = psutil.cpu_times()
     except OSError:

@@ -1,9 +1,9 @@
-"""How fast a model runs here: prefill, decode and time to first token, measured through the engine a user would use.
+"""Throughput benchmark: prefill, decode and time to first token, measured through the regular engine.
 
-One result row per test, in llama-bench's words: `pp512` reads 512 tokens, `tg128` generates 128, `@ d4096` does so
-behind 4,096 tokens of context. Token ids are random words of the vocabulary; the prefix cache is cleared before each
-prefill, so nothing is counted that was not computed. Another engine may run the same tests: its repetitions and ours
-take turns, so that what else the machine does meets both.
+There is one result row per test, named as in llama-bench: `pp512` prefills 512 tokens, `tg128` generates 128, `@ d4096`
+does so after 4,096 tokens of context. Token ids are random, and the prefix cache is cleared before each prefill, so
+only computed tokens count. Another engine may run the same tests: its repetitions alternate with ours, so other load on
+the machine affects both.
 """
 
 from __future__ import annotations
@@ -28,37 +28,37 @@ if TYPE_CHECKING:
 
     from .peer import Peer
 
-RETRIES = 20  # of a run that other processes disturbed, where `most_other_cores` says so
+RETRIES = 20  # for runs disturbed by other processes, if `most_other_cores` is set
 
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """What is measured."""
+    """What to measure."""
 
     prompt_tokens: int = 512
     output_tokens: int = 128
-    depths: tuple[int, ...] = (0,)  # tokens of context already there
+    depths: tuple[int, ...] = (0,)  # tokens of context before each test
     repeat: int = 3
     warmup: int = 1
     concurrency: tuple[int, ...] = (1,)  # sequences decoded together
-    # a run during which other processes took more is made again (up to 20 times); None takes every run
+    # a run is repeated, up to 20 times, if other processes used more cores than this; None accepts every run
     most_other_cores: float | None = None
 
 
 class Engine(Protocol):
-    """What runs the tests."""
+    """An engine that runs the tests."""
 
     def prefill(self, context: Sequence[int], ids: Sequence[int]) -> tuple[float, float | None]:
-        """Read `ids` behind `context`, which is read before: (tokens per second, seconds to the first token)."""
+        """Prefill `ids` after `context`, which is not timed: (tokens per second, seconds to the first token)."""
         ...
 
     def decode(self, prompts: Sequence[Sequence[int]], count: int) -> float:
-        """Generate `count` tokens behind each prompt, together: tokens per second, without reading the prompts."""
+        """Generate `count` tokens after each prompt, concurrently: tokens per second, without the prefill."""
         ...
 
 
 class OurEngine:
-    """Through the façade."""
+    """Our engine, through the `LLM` class."""
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
@@ -80,7 +80,7 @@ class OurEngine:
         return self.llm.submit(ids, params).answer().timing
 
 
-# one repetition of a test: tokens per second, seconds to the first token
+# one repetition of a test; returns tokens per second, seconds to the first token
 Run = Callable[[Engine, random.Random], tuple[float, float | None]]
 
 
@@ -90,13 +90,13 @@ def run_bench(
     on_test: Callable[[str], None] | None = None,
     peer: Peer | None = None,
 ) -> BenchResult:
-    """Measure a loaded model, and a peer in turns with it. Raises ConfigError when a test does not fit its context."""
+    """Measure a loaded model, alternating with a peer if given. Raises ConfigError if a test exceeds the context."""
     longest = max(options.depths) + options.prompt_tokens + options.output_tokens
     if longest >= llm.plan.ctx:
         most = min(llm.plan.max_ctx, llm.facts.max_context)
-        less = f"measure fewer tokens with -p, -n or -d: no --ctx above {most:,} is possible here"
+        less = f"measure fewer tokens with -p, -n or -d: --ctx cannot exceed {most:,} here"
         raise ConfigError(
-            f"the bench needs {longest:,} tokens, the context window holds {llm.plan.ctx:,}",
+            f"the benchmark needs {longest:,} tokens, but the context window holds {llm.plan.ctx:,}",
             f"add --ctx {longest + 1}" if longest < most else less,
         )
     engines: list[Engine] = [OurEngine(llm)] if peer is None else [OurEngine(llm), peer]
@@ -121,7 +121,7 @@ def run_bench(
 
 
 def result_of(llm: LLM, **found: Any) -> BenchResult:
-    """What was found (fields of `BenchResult`), with the model, the machine and the memory taken by now."""
+    """Build a result from the given fields, adding the model, the machine, versions and memory use."""
     cpu = llm.machine.cpu
     return BenchResult(
         model=llm.name,
@@ -139,7 +139,7 @@ def result_of(llm: LLM, **found: Any) -> BenchResult:
 
 
 def words(llm: LLM, rng: random.Random, count: int) -> list[int]:
-    """`count` ordinary ids: no special tokens, which could end or mask an answer."""
+    """Return `count` random ids without special tokens, which could end or mask a response."""
     special = llm.tokenizer.special_ids
     ids: list[int] = []
     while len(ids) < count:
@@ -167,7 +167,7 @@ def _tests(llm: LLM, options: BenchOptions) -> dict[str, Run]:
 
 
 def _one_run(test: Run, engine: Engine, seed: str, most_other_cores: float | None) -> tuple[float, float | None]:
-    """One repetition: the same tokens for every engine."""
+    """Run one repetition, with the same tokens for every engine."""
     for _ in range(RETRIES if most_other_cores is not None else 1):
         with OtherWork() as others:
             found = test(engine, random.Random(seed))

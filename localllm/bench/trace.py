@@ -1,7 +1,7 @@
-"""One step as a Chrome trace (chrome://tracing, ui.perfetto.dev): what the engine, the model and each kernel call take.
+"""Chrome trace of one step (chrome://tracing, ui.perfetto.dev): time in the engine, the model and each kernel call.
 
-Our C kernels compute a whole forward pass in one call; for the trace its layers are called one segment after the
-other, which computes the same. On a GPU torch's profiler adds every kernel.
+Our C kernels compute a whole forward pass in one call; the trace runs its layers segment by segment instead, with the
+same result. On a GPU, torch's profiler adds every kernel.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
     from localllm.llm.llm import LLM
 
-SETTLE_STEPS = 4  # decode steps before the one that is recorded
-Label = Callable[[str], AbstractContextManager[Any]]  # a name -> what is entered around the work that has it
+SETTLE_STEPS = 4  # decode steps before the recorded one
+Label = Callable[[str], AbstractContextManager[Any]]  # a name -> the context manager that records work under it
 
 
 def write_trace(llm: LLM, path: Path, prompt: Sequence[int]) -> None:
-    """Record one decode step behind `prompt`. Raises ConfigError when the file cannot be written."""
+    """Record one decode step after `prompt`. Raises ConfigError if the file cannot be written."""
     engine: Any = llm.engine
     recorded = threading.Event()
     plain = engine.stepper.step
@@ -48,7 +48,7 @@ def write_trace(llm: LLM, path: Path, prompt: Sequence[int]) -> None:
     try:
         path.write_text("{}")
     except OSError as error:
-        raise ConfigError(f"the trace cannot be written: {error}", "--trace FILE in a folder of yours") from error
+        raise ConfigError(f"the trace cannot be written: {error}", "pass --trace FILE in a writable folder") from error
     engine.stepper.step = step
     try:
         params = SamplingParams(temperature=0, max_tokens=SETTLE_STEPS + 8, ignore_eos=True)
@@ -59,7 +59,7 @@ def write_trace(llm: LLM, path: Path, prompt: Sequence[int]) -> None:
 
 @contextmanager
 def _recorder(llm: LLM, path: Path) -> Iterator[Label]:
-    """Writes what happens while the block runs."""
+    """Record what happens during the block, and write it to `path`."""
     if llm.plan.device == "cpu":
         events: list[dict[str, Any]] = []
         yield partial(_event, events)
@@ -94,7 +94,7 @@ def _named(label: Label, name: str, call: Callable[..., Any]) -> Callable[..., A
 
 @contextmanager
 def _labelled(llm: LLM, label: Label) -> Iterator[None]:
-    """Names on what a step consists of, while the block runs."""
+    """Label the parts of a step during the block."""
     engine: Any = llm.engine
     model: Any = engine.runner.model
     places = [(engine.scheduler, "schedule"), (engine.runner.builder, "build"), (model, "forward"), (model, "logits")]
@@ -114,7 +114,7 @@ def _labelled(llm: LLM, label: Label) -> Iterator[None]:
 
 
 def _labelled_table(table: Any, label: Label) -> Any:
-    """The segments under their names, and the decoder and the step made of them."""
+    """A kernel table with labelled segments, and with a decoder and a step composed of them."""
     from localllm.kernels.segments import COMPOSED, step
 
     names = [field.name for field in fields(table) if field.name not in ("ops", "decoder", "step")]

@@ -1,1 +1,1 @@
-"""Making a model smaller, and measuring what that costs."""
+"""Quantizing a model, and measuring the quality it loses."""

@@ -1,10 +1,10 @@
-"""The quality meter: what a weight format and a KV format cost, measured on a text.
+"""Quality evaluation: measures on a text what a weight format and a KV format cost.
 
-Both models read the same tokens. Per token, with p the reference's distribution of the next one and q the model's:
+Both models read the same tokens. For each token, p is the reference's distribution of the next token, q the model's:
 
     perplexity   exp(mean of -log q(next token)), and the reference's own
     KL           sum p (log p - log q): its mean and its tail, the 99th and 99.9th percentile
-    agreement    share of tokens where both have the same most likely next one
+    agreement    fraction of tokens where both have the same most likely next token
 
 The mean hides rare tokens that go wrong; the tail shows them.
 """
@@ -32,21 +32,21 @@ from localllm.paths import replace_file
 from localllm.plan.quality import folder
 from localllm.request import LoadProgress, OnProgress
 
-WINDOW = 512  # tokens read at once; each window starts without context
-ROWS = 64  # rows of logits held at once: 64 of a 262k vocabulary are 67 MB, and as much again for the reference
-CONTEXT_FREE = 32  # tokens at the start of a window that are read but not counted: without context every model guesses
+WINDOW = 512  # tokens per window; each window starts without context
+ROWS = 64  # rows of logits held at once: 67 MB for a vocabulary of 262k, and as much again for the reference
+CONTEXT_FREE = 32  # uncounted tokens at the start of a window: without context, every model guesses
 MIN_TOKENS = CONTEXT_FREE + 2
 
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """The result. `kl_*` and `agreement` are None without a reference."""
+    """Result of an evaluation. `kl_*` and `agreement` are None without a reference."""
 
     model: str
     reference: str
     weights: str  # stored format
     kv: str
-    tokens: int  # counted
+    tokens: int  # counted tokens
     perplexity: float
     reference_perplexity: float | None = None
     kl_mean: float | None = None
@@ -56,12 +56,12 @@ class Quality:
     agreement: float | None = None
     text: str = "sample"  # name of the text
     seconds: float = 0.0
-    path: str = ""  # of the model's files
-    activations: str = ""  # what they were rounded to
+    path: str = ""  # path of the model's files
+    activations: str = ""  # format to which activations were rounded
 
 
 def sample_text(part: Literal["evaluation", "calibration"]) -> str:
-    """Half of the public-domain text in the package: what is calibrated on is not what is measured on."""
+    """Return half of the public-domain text in the package; calibration and evaluation use different halves."""
     paragraphs = files(__package__).joinpath("sample.txt").read_text(encoding="utf-8").strip().split("\n\n")
     return "\n\n".join(paragraphs[0::2] if part == "evaluation" else paragraphs[1::2])
 
@@ -78,14 +78,14 @@ def evaluate(
 ) -> Quality:
     """Measure `model` against `reference` (None: perplexity only) on the first `max_tokens` of `text`.
 
-    Raises InvalidRequest when the text has fewer than MIN_TOKENS tokens or the two have different vocabularies,
+    Raises InvalidRequest if the text has fewer than MIN_TOKENS tokens or the models have different vocabularies,
     Aborted when `cancel` is set.
     """
     began = time.monotonic()
     ids = model.tokenizer.encode(text)[:max_tokens]
     if len(ids) < MIN_TOKENS:
         raise InvalidRequest(
-            f"the text has {len(ids)} tokens, at least {MIN_TOKENS} are needed", "name a longer text with --text FILE"
+            f"the text has {len(ids)} tokens; at least {MIN_TOKENS} are needed", "pass a longer text with --text FILE"
         )
     if reference is not None and not _same_vocabulary(model, reference):
         raise InvalidRequest(
@@ -117,7 +117,7 @@ def evaluate(
 def _rows(
     window: list[int], model: LLM, reference: LLM | None
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
-    """Of each counted token of a window: (next tokens [n], log-probabilities [n, vocab], the reference's)."""
+    """Yield for the counted tokens of a window: (next tokens [n], log-probabilities [n, vocab], the reference's)."""
     ours = model.score(window, chunk=ROWS)
     theirs = repeat(None) if reference is None else reference.score(window, chunk=ROWS)
     row = 0
@@ -130,7 +130,7 @@ def _rows(
 
 
 class _Sums:
-    """What is added up over the tokens."""
+    """Sums over the tokens."""
 
     def __init__(self) -> None:
         self.loss = self.base_loss = 0.0
@@ -151,7 +151,7 @@ class _Sums:
         return math.exp(self.loss / self.counted)
 
     def against_reference(self) -> dict[str, float]:
-        """Those fields of `Quality` that need a reference; {} without one."""
+        """The fields of `Quality` that need a reference; {} without one."""
         if not self.kl:
             return {}
         found = np.concatenate(self.kl)
@@ -167,7 +167,7 @@ class _Sums:
 
 
 def windows(ids: Sequence[int], model: LLM) -> Iterator[list[int]]:
-    """The text in windows that begin as a text does for this model: with BOS where it wants one."""
+    """Split the text into windows, each beginning with BOS if the model uses it."""
     bos = model.tokenizer.bos_token_id
     lead = [bos] if model.tokenizer.add_bos and bos is not None else []
     size = min(WINDOW, model.plan.ctx) - len(lead)
@@ -178,7 +178,7 @@ def windows(ids: Sequence[int], model: LLM) -> Iterator[list[int]]:
 
 
 def divergence(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """KL(p || q) per row from log-probabilities float32 [rows, vocab], float64 [rows], never under 0."""
+    """KL(p || q) per row: from log-probabilities, float32 [rows, vocab], to float64 [rows], clamped to at least 0."""
     return np.maximum((np.exp(p) * (p - q)).sum(-1, dtype=np.float64), 0.0)
 
 
@@ -189,7 +189,7 @@ def _same_vocabulary(model: LLM, reference: LLM) -> bool:
 
 
 def save(quality: Quality) -> Path:
-    """Keep a result; a newer one of the same model, formats, text and reference replaces it."""
+    """Save a result, replacing an older one of the same model, formats, text and reference."""
     parts = (quality.model, quality.weights, quality.kv, quality.text, quality.reference, quality.activations)
     against = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:8]
     name = re.sub(r"[^\w.-]+", "-", "_".join(parts[:4]))[:170] + f"_{against}"

@@ -1,7 +1,7 @@
-"""`quantize`: a dense checkpoint -> the same model with quantized linear layers, in a folder other tools read, too.
+"""`quantize`: converts a dense checkpoint to one with quantized linear layers, in a folder that other tools can read.
 
-Works layer by layer, writes shards, and goes on where an earlier run ended; the source is never changed. Embeddings,
-norms, biases, the vocabulary projection and whatever is too small or has an odd shape stay as they are stored.
+Works layer by layer, writes shards, and continues where an earlier run stopped. The source is never changed.
+Embeddings, norms, biases, the vocabulary projection, and layers that are too small or have an odd shape stay as stored.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from localllm.quant.stored import read_tensor
 from localllm.request import LoadProgress, OnProgress
 from localllm.terminal import gib
 
-SHARD_BYTES = 1 << 30  # a shard is written when it holds so much; it is also what an interrupted run loses at most
-RECORD = "localllm-quantize.json"  # in the result: where it came from and what it cost
-# modules that engines run as one product: NVFP4 gives them one number per tensor in common
+SHARD_BYTES = 1 << 30  # a shard is written once it holds this much, which is also the most an interrupted run loses
+RECORD = "localllm-quantize.json"  # file in the result with its source and errors
+# modules that engines fuse into one matmul: in NVFP4 they must share the per-tensor scale
 FUSED = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
 
 
 @dataclass(slots=True)
 class Report:
-    """What came out."""
+    """Result of a quantization."""
 
     path: Path
     target: str
     group_size: int
-    bytes_before: int  # of the tensors
+    bytes_before: int  # size of the tensors
     bytes_after: int = 0
-    quantised: int = 0  # modules
-    kept: list[tuple[str, str]] = field(default_factory=list)  # (module, why it stayed as it was)
-    # module -> relative error of its weight, or, with calibration, of what it computes on that text
+    quantised: int = 0  # number of modules
+    kept: list[tuple[str, str]] = field(default_factory=list)  # (module, why it was not quantized)
+    # module -> relative error of its weight, or, with calibration, of its output on that text
     errors: dict[str, float] = field(default_factory=dict)
     calibration_tokens: int = 0
     seconds: float = 0.0
@@ -79,18 +79,18 @@ def quantize(
     tell: OnProgress = lambda phase: None,
     cancel: threading.Event | None = None,
 ) -> Report:
-    """Write `source`, quantized, to the new folder `out`. Run again after an interruption it goes on.
+    """Quantize `source` into the new folder `out`. Running it again after an interruption continues.
 
     source       folder with safetensors whose linear layers are BF16, F16 or F32
-    calibration  sequences of token ids; the error of a weight is then carried on as their activations ask for
-    tell         gets `LoadProgress("quantize", bytes done, of how many, detail=layer)`
+    calibration  sequences of token ids; rounding errors are then compensated according to their activations
+    tell         gets `LoadProgress("quantize", bytes done, total bytes, detail=layer)`
 
-    Raises UnsupportedFormat for GGUF and for weights that are quantized already, ConfigError when `out` exists,
-    DoesNotFit when the disk is too small, Aborted when `cancel` is set; and what opening the source raises.
+    Raises UnsupportedFormat for GGUF and for weights that are already quantized, ConfigError if `out` exists,
+    DoesNotFit if the disk is too small, Aborted when `cancel` is set, and whatever opening the source raises.
     """
     began = time.monotonic()
     if out.exists():
-        raise ConfigError(f"{out} exists", "name another folder with -o, or remove it")
+        raise ConfigError(f"{out} already exists", "choose another folder with -o, or remove it")
     with open_model(source, mmproj="off") as checkpoint:
         work = _Work(checkpoint, out, target, calibration, device, tell, cancel or threading.Event())
         work.check_disk()
@@ -102,16 +102,16 @@ def quantize(
                     work.run()
                     work.report.seconds = time.monotonic() - began
                     work.finish()
-                finally:  # by its holder alone: without the file a third process would take itself for the first
+                finally:  # only the holder may remove the file: otherwise a third process could lock a new one
                     Path(lock.lock_file).unlink(missing_ok=True)
         except Timeout:
-            raise ConfigError(f"another process is writing {out}", "wait for it, or name another folder") from None
+            raise ConfigError(f"another process is writing {out}", "wait for it, or choose another folder") from None
     return work.report
 
 
 @dataclass
 class _Work:
-    """One run: what becomes of every tensor, and which shards are done."""
+    """One run: how each tensor is stored, and which shards are done."""
 
     checkpoint: OpenModel
     out: Path
@@ -129,11 +129,11 @@ class _Work:
         self.done = 0
 
     def _modules(self) -> list[dict[str, str]]:
-        """Per layer: module below `model.layers.{i}.` -> its name in the file; only those that will be quantized."""
+        """Per layer: module under `model.layers.{i}.` -> its name in the file, for the modules to quantize."""
         path = self.checkpoint.path.name
         if self.checkpoint.kind != "safetensors":
             raise UnsupportedFormat(
-                f"{path} is GGUF; only safetensors are quantized here",
+                f"{path} is a GGUF file; only safetensors can be quantized",
                 "name the model's BF16 repository, or make another GGUF with llama-quantize",
             )
         layers: list[dict[str, str]] = []
@@ -158,7 +158,8 @@ class _Work:
         if not any(layers):
             reasons = "; ".join(f"{module}: {why}" for module, why in self.report.kept[:3])
             raise UnsupportedFormat(
-                f"nothing in {path} can become {self.target.name} ({reasons})", "name another format with --to"
+                f"no layer of {path} can be quantized to {self.target.name} ({reasons})",
+                "choose another format with --to",
             )
         return layers
 
@@ -168,8 +169,8 @@ class _Work:
         free = shutil.disk_usage(folder).free
         if needed * 1.02 > free:
             raise DoesNotFit(
-                f"the result needs {gib(needed, 1)}, {folder} has {gib(free, 1)} free",
-                "name a folder on another disk with -o, or free space with localllm rm",
+                f"the result needs {gib(needed, 1)}, but {folder} has {gib(free, 1)} free",
+                "choose a folder on another disk with -o, or free space with localllm rm",
                 context={"need_bytes": needed, "free_bytes": free},
             )
 
@@ -184,7 +185,7 @@ class _Work:
     # --- the work ----------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Write every shard that is not there yet: what stays as it is, then each layer."""
+        """Write every missing shard: first the tensors that stay as stored, then each layer."""
         state = self._state()
         last = max((row["parts"] for row in state["shards"]), default=-1)
         seen: Iterator[dict[str, Tensor]] = iter(())
@@ -195,13 +196,13 @@ class _Work:
         errors: dict[str, float] = {}
         for index in range(len(self.modules) + 1):
             self._stop_if_asked()
-            weighed = next(seen, {}) if index else {}
+            layer_hessians = next(seen, {}) if index else {}
             if index <= last:  # its shard was written by an earlier run
                 self._count(self._stored(index), "")
                 continue
-            part, lost = self._layer(index - 1, weighed) if index else (self._rest(), {})
+            part, part_errors = self._layer(index - 1, layer_hessians) if index else (self._kept_tensors(), {})
             tensors |= part
-            errors |= lost
+            errors |= part_errors
             if sum(t.nbytes for t in tensors.values()) >= SHARD_BYTES or index == len(self.modules):
                 name = f"shard-{len(state['shards']):05d}.safetensors"
                 self._save(name, tensors)
@@ -213,13 +214,13 @@ class _Work:
         self.report.quantised = len(self.report.errors)
 
     def _stored(self, index: int) -> list[str]:
-        """The stored tensors of a part: 0 is what stays as it is, then each layer's weights."""
+        """The stored tensors of a part: part 0 is all that stays as stored, the others are each layer's weights."""
         if index:
             return [f"{name}.weight" for name in self.modules[index - 1].values()]
         inside = {f"{name}.weight" for layer in self.modules for name in layer.values()}
         return [name for name in self.checkpoint.tensors if name not in inside]
 
-    def _rest(self) -> dict[str, Tensor]:
+    def _kept_tensors(self) -> dict[str, Tensor]:
         kept = {}
         for name in self._stored(0):
             self._stop_if_asked()
@@ -227,35 +228,35 @@ class _Work:
             self._count([name], "embeddings and norms")
         return kept
 
-    def _layer(self, index: int, weighed: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """(tensors, errors of the modules)"""
+    def _layer(self, index: int, layer_hessians: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """Quantize a layer; returns (tensors, error per module)."""
         layer = self.modules[index]
         tensors: dict[str, Tensor] = {}
         errors: dict[str, float] = {}
-        largest = self._largest(layer) if self.target.name == "nvfp4" else {}
+        amax = self._fused_amax(layer) if self.target.name == "nvfp4" else {}
         for module, name in layer.items():
             self._stop_if_asked()
             stored = read_tensor(self.checkpoint, f"{name}.weight")
-            # scales of the checkpoint's own type: other programs load them as it
+            # scales keep the checkpoint's dtype, in which other programs load them
             dtype = stored.dtype if stored.dtype in (torch.bfloat16, torch.float16) else torch.float32
             target = replace(self.target, scale_dtype=dtype)
             values = stored.to(self.device).float()
-            hessian = weighed.get(module)
+            hessian = layer_hessians.get(module)
             try:
-                weight = encode(values, target, amax=largest.get(module), hessian=hessian)
+                weight = encode(values, target, amax=amax.get(module), hessian=hessian)
             except ValueError as error:
                 raise BadModelFile(f"{self.checkpoint.path.name}: {name}: {error}") from error
             errors[name] = _error(values, weight, hessian)
             if not math.isfinite(errors[name]):
                 raise InternalError(
-                    f"{name} is not finite any more as {self.target.name}", "try --calib none, and tell us"
+                    f"{name} has non-finite values as {self.target.name}", "try --calib none, and report this"
                 )
             tensors |= {f"{name}.{suffix}": t.cpu().contiguous() for suffix, t in stored_tensors(weight).items()}
             self._count([f"{name}.weight"], f"layer {index + 1}/{len(self.modules)}")
         return tensors, errors
 
-    def _largest(self, layer: dict[str, str]) -> dict[str, float]:
-        """Largest absolute value over the modules that will be fused, for each of them."""
+    def _fused_amax(self, layer: dict[str, str]) -> dict[str, float]:
+        """Per module, the largest absolute value over all modules that are fused with it."""
         found = {m: float(read_tensor(self.checkpoint, f"{n}.weight").abs().max()) for m, n in layer.items()}
         for together in FUSED:
             members = [module for module in together if module in found]
@@ -266,7 +267,7 @@ class _Work:
     # --- disk --------------------------------------------------------------------------------------------------------
 
     def _state(self) -> dict[str, Any]:
-        """The shards of an earlier run, where the source and what is asked for are the same; else none."""
+        """Load the shards of an earlier run with the same source and options; otherwise start with none."""
         files = sorted({info.file for info in self.checkpoint.tensors.values()})
         stats = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
         asked = [self.target.name, self.target.group_size, [list(ids) for ids in self.calibration]]
@@ -274,7 +275,7 @@ class _Work:
         state = paths.read_json(self.folder / "state.json", 64 << 20)
         kept = state.get("identity") == identity
         for row, last in _final_names(state) if kept else ():
-            # a shard has its first name or, from an end that was interrupted, its last
+            # a shard has its first name or, after an interrupted `finish`, its final one
             kept &= any((self.folder / name).is_file() for name in (row["file"], last))
         if not kept:
             for old in self.folder.iterdir():
@@ -291,7 +292,7 @@ class _Work:
         with _disk(self.folder):
             partial.unlink(missing_ok=True)
             partial.touch()
-            mode = partial.stat().st_mode  # as this user's files are: safetensors lets nobody else read its own
+            mode = partial.stat().st_mode  # the user's default mode: safetensors makes files private
             save_file({key: t.contiguous() for key, t in tensors.items()}, partial, metadata={"format": "pt"})
             partial.chmod(mode)
             with partial.open("rb") as file:
@@ -299,7 +300,7 @@ class _Work:
         partial.replace(self.folder / name)
 
     def finish(self) -> None:
-        """Give the shards their names, write configuration and index, and put the folder in its place."""
+        """Give the shards their final names, write configuration and index, and move the folder into place."""
         weight_map: dict[str, str] = {}
         for row, name in _final_names(self._state()):
             if (self.folder / row["file"]).is_file():
@@ -323,12 +324,12 @@ class _Work:
         self._write(RECORD, json.dumps(record, indent=2))
         self._write("config.json", json.dumps(config, indent=2))
         (self.folder / "state.json").unlink()
-        for left in self.folder.glob("*.part"):  # by a process that was killed
+        for left in self.folder.glob("*.part"):  # left by a process that was killed
             left.unlink()
         self.folder.replace(self.out)
 
     def _companions(self) -> list[tuple[str, Path]]:
-        """Tokenizer, templates, generation settings and licenses, by name."""
+        """Files to copy: tokenizer, templates, generation settings and licenses, by name."""
         found = dict(self.checkpoint.tokenizer_files)
         root = self.checkpoint.path if self.checkpoint.path.is_dir() else self.checkpoint.path.parent
         for path in root.iterdir():
@@ -336,7 +337,7 @@ class _Work:
                 found[path.name] = path
         return sorted(found.items())
 
-    # --- being watched -----------------------------------------------------------------------------------------------
+    # --- progress and cancellation -----------------------------------------------------------------------------------
 
     def _count(self, tensors: Sequence[str], detail: str) -> None:
         self.done += sum(self.checkpoint.tensors[name].nbytes for name in tensors)
@@ -344,11 +345,11 @@ class _Work:
 
     def _stop_if_asked(self) -> None:
         if self.cancel.is_set():
-            raise Aborted("stopped; what is finished is kept", "the same command goes on")
+            raise Aborted("stopped; finished shards are kept", "run the same command again to continue")
 
 
 def _final_names(state: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
-    """Each shard's row, and what its file is called in the end."""
+    """Each shard's row, and the final name of its file."""
     count = len(state["shards"])
     names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     return list(zip(state["shards"], names if count > 1 else ["model.safetensors"], strict=False))
@@ -362,7 +363,7 @@ def _disk(folder: Path) -> Iterator[None]:
         if "No space left" not in str(error):  # safetensors wraps the OSError in its own type
             raise
         raise DoesNotFit(
-            f"no space left for {folder}", "free space with localllm rm; the same command goes on"
+            f"no space left for {folder}", "free space with localllm rm, then run the same command again"
         ) from error
 
 
@@ -376,6 +377,6 @@ def _error(values: Tensor, weight: Any, hessian: Tensor | None) -> float:
 
 
 def calibration_ids(ids: Sequence[int], num_tokens: int, length: int = 512) -> list[list[int]]:
-    """The first `num_tokens` of a text's ids, in sequences of at most `length`."""
+    """Split the first `num_tokens` of a text's ids into sequences of at most `length`."""
     kept = list(ids[:num_tokens])
     return [kept[at : at + length] for at in range(0, len(kept), length)]

@@ -1,4 +1,4 @@
-"""The HTTP endpoint: OpenAI's API, Anthropic's, Ollama's, over the models of a `ModelPool`."""
+"""HTTP server with the OpenAI, Anthropic and Ollama APIs over the models of a `ModelPool`."""
 
 from .app import create_app
 from .middleware import AppOptions

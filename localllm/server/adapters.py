@@ -1,6 +1,6 @@
-"""The names of LoRA adapters, which requests may use as the name of a model: NAME, or MODEL:NAME.
+"""Names of LoRA adapters, which requests may use as a model name: NAME, or MODEL:NAME.
 
-A model that is unloaded forgets its adapters; here they stay known, and are loaded again with the first request.
+An unloaded model loses its adapters; this registry keeps them and loads them again with the next request.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from .pool import ModelPool
 
 @dataclass(frozen=True, slots=True)
 class ServedAdapter:
-    """An adapter that may be asked for."""
+    """An adapter that requests may name."""
 
     name: str
-    model: str  # the id of the one that it goes with
+    model: str  # the id of its base model
     path: str
     created: int = field(default_factory=lambda: int(time.time()))
 
     def ensure(self, llm: LLM) -> None:
-        """Load it where the model does not know it. May read the disk; raises as `LLM.load_adapter` does."""
+        """Load the adapter unless the model has it. May read the disk; raises what `LLM.load_adapter` raises."""
         if all(one.name != self.name for one in llm.adapters.known()):
             llm.load_adapter(self.name, self.path)
 
 
 class AdapterNames:
-    """The adapters of all models that are served.
+    """The adapters of all served models.
 
-    model, paths   those that were named at the start, NAME -> folder, and the model they go with
+    model, paths   the adapters named at startup, name -> folder, and their base model
     """
 
     def __init__(self, pool: ModelPool, model: str = "", paths: Mapping[str, str] | None = None) -> None:
@@ -41,18 +41,18 @@ class AdapterNames:
         self._known = {name: ServedAdapter(name, model, path) for name, path in (paths or {}).items()}
 
     def all(self) -> list[ServedAdapter]:
-        """In the order in which they came; those that a model was loaded with, too."""
+        """All adapters in the order they were added, including those that a model was loaded with."""
         for row in self._pool.loaded():
             for one in () if row.llm is None else row.llm.adapters.known():
                 self._known.setdefault(one.name, ServedAdapter(one.name, row.name, one.path))
         return list(self._known.values())
 
     def find(self, asked: str | None) -> ServedAdapter | None:
-        """What a request means that names no model but an adapter."""
+        """Find the adapter that a request names; None if the name is a model's or unknown."""
         if not asked or self._pool.known(asked) is not None:
             return None
         self.all()
-        plain = asked.removesuffix(":latest")  # what Ollama's clients add
+        plain = asked.removesuffix(":latest")  # added by Ollama clients
         if plain in self._known:
             return self._known[plain]
         base, _, name = plain.rpartition(":")
@@ -60,7 +60,7 @@ class AdapterNames:
         return found if found is not None and model is not None and model.name == found.model else None
 
     def load(self, llm: LLM, adapter: ServedAdapter, *, replaces: bool) -> None:
-        """Make one known, and load it. Raises InvalidRequest for a name that is taken, else as `LLM.load_adapter`."""
+        """Register and load an adapter. Raises InvalidRequest for a taken name, or what `LLM.load_adapter` raises."""
         if self._pool.known(adapter.name) is not None:
             raise InvalidRequest(f"{adapter.name!r} is the name of a model", "choose another name", param="lora_name")
         self.all()
@@ -74,13 +74,13 @@ class AdapterNames:
         try:
             llm.load_adapter(adapter.name, adapter.path)
         except Exception:
-            if known is not None and replaces:  # it is loaded again with the next request
+            if known is not None and replaces:  # keep the old one, which the next request loads again
                 self._known[adapter.name] = known
             raise
         self._known[adapter.name] = adapter
 
     def remove(self, name: str) -> None:
-        """Forget one; what runs with it goes on. Raises ModelNotFound."""
+        """Remove an adapter; running requests keep using it. Raises ModelNotFound."""
         self.all()
         known = self._known.pop(name, None)
         if known is None:

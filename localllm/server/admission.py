@@ -1,8 +1,8 @@
-"""Who may be answered next. A place is reserved before anything is tokenised; what does not fit is refused at once.
+"""Admission queue in front of a model's engine. Requests reserve a place before tokenization, or get a 429 at once.
 
-At most `parallel` sequences (and `ahead` more, so that the engine never waits for us) are with the engine; up to
-`max_queue` requests wait here, in this order: priority, then the client with the least running, then its deadline,
-then arrival. One per model, used from the event loop only.
+The engine holds at most `parallel` sequences, plus `ahead` more to keep it from running idle; up to `max_queue`
+requests wait here, ordered by priority, then by the client's running sequences and last turn (fewest and oldest first),
+then by deadline and arrival. There is one queue per model, used only from the event loop.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 from .errors import ApiError, shutting_down
 
-MAX_CLIENTS = 4096  # clients whose last turn is remembered
+MAX_CLIENTS = 4096  # clients whose last turn is kept
 
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """One request's place: reserved, then granted, then released. Releasing twice does nothing."""
+    """A request's place in the queue: reserved, then granted, then released. Releasing twice does nothing."""
 
     queue: Admission
     client: str
@@ -27,13 +27,13 @@ class Ticket:
     cost: int  # sequences the engine will run for it
     deadline: float | None  # on the monotonic clock
     number: int
-    is_part: bool = False  # stands for one sequence of a request that holds the place
+    is_part: bool = False  # one sequence of a request; the request's own ticket holds the place
     is_granted: bool = False
     is_released: bool = False
     _granted: asyncio.Future[None] | None = None
 
     async def granted(self) -> None:
-        """Wait for its turn. Raises ApiError 503 when the deadline or the server's end comes first."""
+        """Wait for the request's turn. Raises ApiError 503 if the deadline or shutdown comes first."""
         self.queue.enter(self)
         left = None if self.deadline is None else self.deadline - time.monotonic()
         if self.is_granted and (left is None or left > 0):
@@ -42,11 +42,11 @@ class Ticket:
         try:
             await asyncio.wait_for(self._granted, left)
         except TimeoutError:
-            message = "The deadline passed before the answer began."
+            message = "The deadline passed before generation started."
             raise ApiError(503, message, "timeout_error", "deadline_exceeded") from None
 
     def part(self) -> Ticket:
-        """For one of many sequences, each of which waits for its own turn: granted and released like a ticket."""
+        """Ticket for one of the request's sequences, which waits for its own turn."""
         return Ticket(self.queue, self.client, self.priority, 1, self.deadline, self.number, is_part=True)
 
     def release(self) -> None:
@@ -55,13 +55,13 @@ class Ticket:
             self.queue.leave(self)
 
     def grant(self) -> None:
-        """Its turn has come; called by the queue."""
+        """Let the request proceed; called by the queue."""
         self.is_granted = True
         if self._granted is not None and not self._granted.done():
             self._granted.set_result(None)
 
     def refuse(self) -> None:
-        """Its turn does not come any more; called by the queue."""
+        """Fail the wait, because the queue has closed; called by the queue."""
         if self._granted is not None and not self._granted.done():
             self._granted.set_exception(shutting_down())
 
@@ -70,7 +70,7 @@ class Admission:
     """The queue in front of one model's engine."""
 
     def __init__(self, parallel: int, max_queue: int, ahead: int | None = None) -> None:
-        """`ahead`: sequences handed to the engine beyond those it runs; a quarter of them by default."""
+        """`ahead`: sequences handed to the engine beyond `parallel`; by default a quarter of it, at least one."""
         self.parallel = parallel
         self.max_queue = max_queue
         self.ahead = max(1, parallel // 4) if ahead is None else ahead
@@ -85,34 +85,34 @@ class Admission:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that the engine has not seen yet."""
+        """Number of requests not yet handed to the engine."""
         return len(self._waiting)
 
     def reserve(self, client: str, *, priority: int = 0, cost: int = 1, deadline: float | None = None) -> Ticket:
-        """A place for a request. Raises ApiError 429 when there is none."""
+        """Reserve a place for a request. Raises ApiError 429 when the queue is full."""
         self.check()
         self.num_reserved += 1
         self._numbers += 1
         return Ticket(self, client, priority, cost, deadline, self._numbers)
 
     def check(self) -> None:
-        """Raise ApiError 429 when there is no place."""
+        """Raise ApiError 429 when the queue is full."""
         if self.num_reserved >= self.parallel + self.max_queue:
-            full = f"{self.num_reserved} requests are being answered or waiting, which is the limit"
+            full = f"{self.num_reserved} requests are running or waiting, which is the limit"
             raise ApiError(
                 429, f"The server is busy: {full}.", "rate_limit_error", "queue_full",
                 retry_after=1 + min(4, self.max_queue // max(1, 4 * self.parallel)),
             )  # fmt: skip
 
     def enter(self, ticket: Ticket) -> None:
-        """Wait for a turn, or have it at once. Raises ApiError 503 once the queue is closed."""
+        """Add a ticket to the queue, and grant every ticket that fits. Raises ApiError 503 once the queue is closed."""
         if self._is_closed:
             raise shutting_down()
         self._waiting.append(ticket)
         self._grant()
 
     def close(self) -> None:
-        """Refuse all that waits, and what comes."""
+        """Refuse all waiting and all future tickets."""
         self._is_closed = True
         waiting, self._waiting = self._waiting, []
         for ticket in waiting:
@@ -141,7 +141,7 @@ class Admission:
         )
 
     def leave(self, ticket: Ticket) -> None:
-        """Give a place back, whether or not its turn has come."""
+        """Give a place back, granted or not."""
         self.num_reserved -= not ticket.is_part
         if ticket.is_granted:
             self.num_running -= ticket.cost

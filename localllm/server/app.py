@@ -1,4 +1,4 @@
-"""The ASGI application: every route, the layers around them, the errors, and the OpenAPI document made of all that."""
+"""The ASGI application: all routes, the layers around them, error handling, and the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ class Route:
     """One operation."""
 
     method: str
-    path: str  # `{name:path}` takes slashes, too
-    endpoint: Callable[..., Awaitable[Response | dict[str, Any]]]  # of the request, and of its body where it has one
-    answer: tuple[str, ...] = ()  # keys that a JSON answer always has
-    streams: str = ""  # the media type of a streamed answer
+    path: str  # `{name:path}` also matches slashes
+    endpoint: Callable[..., Awaitable[Response | dict[str, Any]]]  # takes the request, and its body if it has one
+    answer: tuple[str, ...] = ()  # keys that a JSON response always has
+    streams: str = ""  # the media type of a streamed response
     media: str = "application/json"
-    # refused while the queue is full, before anything is read; not Ollama's, which also unload models
+    # rejected before reading while the queue is full; not set for Ollama's routes, which also unload models
     needs_room: bool = False
-    changes_models: bool = False  # at the address of `serve --ollama` only
-    for_owner: bool = False  # only the owner's token opens it, a key does not
+    changes_models: bool = False  # only at the address of `serve --ollama`
+    for_owner: bool = False  # requires the owner's token; an API key is not enough
 
     @cached_property
     def body(self) -> type[BaseModel] | None:
-        """What the endpoint takes as its body."""
+        """The body model of the endpoint, if it takes one."""
         return get_type_hints(self.endpoint).get("body")
 
     async def __call__(self, request: Request) -> Response:
-        """Answer. Raises LocalLLMError, ClientLeft."""
+        """Handle a request. Raises LocalLLMError, ClientLeft."""
         if self.for_owner:
             status.check_owner(request)
         if self.changes_models:
@@ -66,7 +66,7 @@ class Route:
 
 SSE = "text/event-stream"
 LINES = "application/x-ndjson"
-# where a field of a chat request has a name of its own: for errors
+# per path, the function that renames chat request fields to the API's own names, for errors
 RENAMES: dict[str, Callable[[str | None], str | None]] = {
     "/v1/responses": responses_schemas.renamed,
     "/v1/responses/input_tokens": responses_schemas.renamed,
@@ -131,14 +131,14 @@ ROUTES: tuple[Route, ...] = (
 
 
 def create_app(service: Service, options: AppOptions | None = None) -> Any:
-    """The application, as ASGI."""
+    """Create the ASGI application."""
     options = options or AppOptions()
     app = FastAPI(title="localllm", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service, app.state.token = service, options.token
     app.state.library, app.state.ollama, app.state.num_pulls = options.library, options.ollama, 0
     app.state.tells_details = options.loopback and not options.api_keys
     app.openapi = cache(document)  # type: ignore[method-assign]
-    for route in ROUTES:  # plain routes: FastAPI's own would check and convert everything a second time
+    for route in ROUTES:  # plain Starlette routes: FastAPI's would validate and convert everything a second time
         app.router.add_route(route.path, route.__call__, methods=[route.method])
     for kind in (LocalLLMError, HTTPException, Exception):
         app.add_exception_handler(kind, _on_error)
@@ -151,7 +151,7 @@ def create_app(service: Service, options: AppOptions | None = None) -> Any:
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    """Whatever failed, in the shape of the API that was called."""
+    """Convert any error into a response in the shape of the API that was called."""
     match error:
         case LocalLLMError():
             shown = error
@@ -161,14 +161,14 @@ async def _on_error(request: Request, error: Exception) -> Response:
                     shown.message = f"{theirs}:{shown.message.removeprefix(ours)}"
                 shown.param = theirs
         case HTTPException(status_code=404):
-            shown = ApiError(404, "There is no such route.", code="unknown_url")
+            shown = ApiError(404, "This route does not exist.", code="unknown_url")
         case HTTPException(status_code=405) if request.method == "POST" and _is_named_by_id(request):
-            shown = ApiError(404, "There is no such route.", code="unknown_url")  # an operation that others have
+            shown = ApiError(404, "This route does not exist.", code="unknown_url")  # an operation of other servers
         case HTTPException(status_code=405):
-            shown = ApiError(405, "This route does not take that method.", code="method_not_supported")
+            shown = ApiError(405, "This route does not support that method.", code="method_not_supported")
         case HTTPException():
             shown = ApiError(error.status_code, str(error.detail))
-        case _:  # Starlette raises it again afterwards: `Exchanges` logs it
+        case _:  # Starlette raises it again afterwards, and `Exchanges` logs it
             shown = bug()
     response = refuse(request.scope, shown)
     if shown.status == 405:
@@ -177,12 +177,12 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 def _methods(request: Request) -> set[str]:
-    """The methods that a path takes: each has a route of its own, and an error knows only the first."""
+    """All methods of a path: each has its own route, and the error names only the first."""
     return {method for route in _matching(request) for method in route.methods or ()}
 
 
 def _is_named_by_id(request: Request) -> bool:
-    """Whether a path ends with what is taken for an id: /v1/responses/compact."""
+    """Whether the last part of the path matches only as an id, as in /v1/responses/compact."""
     return all(route.path.endswith("}") for route in _matching(request))
 
 
@@ -206,7 +206,7 @@ ANTHROPIC_ERROR = _object(type={"const": "error"}, error=_object(type=TEXT, mess
 
 
 def document() -> dict[str, Any]:
-    """The whole document (OpenAPI 3.1)."""
+    """Build the OpenAPI 3.1 document."""
     bodies = sorted({route.body for route in ROUTES if route.body is not None}, key=lambda model: model.__name__)
     _, schemas = models_json_schema([(model, "validation") for model in bodies], ref_template=REF)
     paths: dict[str, dict[str, Any]] = {}
@@ -228,11 +228,11 @@ def _operation(route: Route, path: str) -> dict[str, Any]:
         content[route.streams] = {"schema": EVENT if route.streams == SSE else {}}
     api = "Anthropic" if is_anthropic(route.path) else "Ollama" if is_ollama(route.path) else ""
     error = {"$ref": REF.format(model=f"{api}Error")}
-    failure = {"description": "The refusal.", "content": {"application/json": {"schema": error}}}
+    failure = {"description": "The error.", "content": {"application/json": {"schema": error}}}
     operation: dict[str, Any] = {
         "operationId": re.sub(r"\W+", "_", f"{route.method.lower()}{path}").strip("_"),
         "summary": (inspect.getdoc(route.endpoint) or "").splitlines()[0],
-        "responses": {"200": {"description": "The answer.", "content": content}, "4XX": failure, "5XX": failure},
+        "responses": {"200": {"description": "The response.", "content": content}, "4XX": failure, "5XX": failure},
     }
     if parameters := re.findall(r"{(\w+)", path):
         of_path = {"in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}

@@ -1,4 +1,4 @@
-"""A request's body as a checked model: bad JSON, wrong types and missing fields become 400s that name the field."""
+"""Request bodies as validated models: bad JSON, wrong types and missing fields become 400s that name the field."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ Body = TypeVar("Body", bound=BaseModel)
 
 INLINE_BYTES = 64 << 10  # larger bodies are parsed in a thread
 MAX_DEPTH = 128
-MAX_KEYS = 400_000  # of all objects together, and as many lists and objects
-MAX_VALUES = 1_000_000  # in all lists and objects together, and as many strings: token ids of seven windows of 131,072
-SLICE_BYTES = 256 << 10  # what is looked at before other threads may go on
+MAX_KEYS = 400_000  # in all objects together; also the limit of lists and objects
+# in all lists and objects together, enough for the token ids of seven windows of 131,072; also the limit of strings
+MAX_VALUES = 1_000_000
+SLICE_BYTES = 256 << 10  # bytes scanned before other threads get the GIL
 
 CODES = {
     "missing": "missing_required_parameter",
@@ -28,8 +29,8 @@ CODES = {
     "string_too_long": "string_above_max_length",
     "literal_error": "invalid_value",
 }
-MAX_SHOWN = 40  # characters of a wrong value that its error repeats
-# what is said of errors, in our words; the rest has pydantic's
+MAX_SHOWN = 40  # longer wrong values are not repeated in the error
+# messages per error type; other types keep pydantic's message
 SAYINGS = {
     "missing": "is missing",
     "literal_error": "must be {expected}",
@@ -37,8 +38,8 @@ SAYINGS = {
     "greater_than": "must be more than {gt}",
     "less_than_equal": "must be at most {le}",
     "finite_number": "must be finite",
-    "string_type": "must be text",
-    "int_type": "must be a whole number",
+    "string_type": "must be a string",
+    "int_type": "must be an integer",
     "float_type": "must be a number",
     "bool_type": "must be true or false",
     "list_type": "must be a list",
@@ -52,7 +53,7 @@ SAYINGS = {
 
 
 async def read_body(request: Request, model: type[Body]) -> Body:
-    """Parse and check. Raises ApiError 400, 413 or 415."""
+    """Parse and validate a body. Raises ApiError 400, 413 or 415."""
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind != "application/json" and not (is_ollama(request.scope["path"]) and not _is_browser(request)):
         raise ApiError(
@@ -65,25 +66,25 @@ async def read_body(request: Request, model: type[Body]) -> Body:
 
 
 def _is_browser(request: Request) -> bool:
-    """Whether a page may have sent this. A page of a stranger can send anything but JSON without asking first."""
+    """Whether a web page may have sent this. Without a preflight, a foreign page can send any type except JSON."""
     return "origin" in request.headers or "sec-fetch-site" in request.headers
 
 
 def checked(value: Any, model: type[Body]) -> Body:
-    """The checked model of parsed JSON. Raises ApiError 400."""
+    """Validate parsed JSON. Raises ApiError 400."""
     try:
         return model.model_validate(value)
     except ValidationError as error:
         found = error.errors(include_url=False)
-        # of what a union says of each of its members, the one that came further than the type
+        # a union reports one error per member: prefer one that got past the type check
         first = min(found, key=lambda one: one["type"].endswith("_type"))
         path = dotted(first["loc"])
         code = CODES.get(first["type"], "invalid_type" if first["type"].endswith("_type") else "invalid_value")
-        raise invalid(f"{path or 'body'}: {_said(first)}.", path or None, code) from None
+        raise invalid(f"{path or 'body'}: {_description(first)}.", path or None, code) from None
 
 
-def _said(error: ErrorDetails) -> str:
-    """What is wrong with a field, and a short value as it came."""
+def _description(error: ErrorDetails) -> str:
+    """Describe what is wrong with a field, with the value if it is short."""
     kind, given = error["type"], error["input"]
     said = SAYINGS[kind].format_map(error.get("ctx", {})) if kind in SAYINGS else error["msg"]
     is_plain = given is None or isinstance(given, str | float | int)
@@ -93,14 +94,14 @@ def _said(error: ErrorDetails) -> str:
 
 
 def parse_json(data: bytes) -> dict[str, Any]:
-    """Strict JSON: UTF-8 without a mark, no NaN, no key twice, bounded depth, no half surrogates; an object.
+    """Parse a strict JSON object: UTF-8 without BOM, no NaN, no duplicate keys, bounded depth, no lone surrogates.
 
     Raises ApiError 400.
     """
     _check_counts(data)
     try:
         value = json.loads(
-            data.decode(), parse_constant=_finite, parse_float=_finite, object_pairs_hook=_without_doubles
+            data.decode(), parse_constant=_finite, parse_float=_finite, object_pairs_hook=_without_duplicates
         )
     except (ValueError, RecursionError) as error:
         detail = "nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
@@ -108,15 +109,15 @@ def parse_json(data: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ApiError(400, "The body must be a JSON object.", code="invalid_type")
     if data.count(b"[") + data.count(b"{") > MAX_DEPTH and _is_deep(value):
-        raise ApiError(400, f"The body is nested more than {MAX_DEPTH} deep.", code="invalid_json")
-    if b"\\u" in data and not _is_text(value):
-        raise ApiError(400, "The body holds a lone surrogate, which is not valid text.", code="invalid_value")
+        raise ApiError(400, f"The body is nested more than {MAX_DEPTH} levels deep.", code="invalid_json")
+    if b"\\u" in data and not _is_encodable(value):
+        raise ApiError(400, "The body contains a lone surrogate, which is not valid text.", code="invalid_value")
     return value
 
 
 def _check_counts(data: bytes) -> None:
-    """Refuse what would hold the interpreter, or fill the memory, while it is parsed: before it is. Raises ApiError."""
-    if data.count(b",") + data.count(b"[") + data.count(b"{") <= MAX_KEYS:  # strings included: most bodies end here
+    """Reject, before parsing, a body that would block the interpreter or fill memory. Raises ApiError."""
+    if data.count(b",") + data.count(b"[") + data.count(b"{") <= MAX_KEYS:  # also counts in strings; enough for most
         return
     counts = structure_counts(data)
     for kind, most in (("strings", MAX_VALUES), ("values", MAX_VALUES), ("keys", MAX_KEYS), ("lists", MAX_KEYS)):
@@ -126,8 +127,8 @@ def _check_counts(data: bytes) -> None:
 
 
 def structure_counts(data: bytes) -> dict[str, int]:
-    """How many strings JSON text has, and outside of them commas ("values"), colons ("keys"), brackets and braces."""
-    plain = data.replace(rb"\\", b"").replace(rb"\"", b"")  # what is left of quotes ends or begins a string
+    """Count the strings of JSON text, and outside them commas ("values"), colons ("keys"), brackets and braces."""
+    plain = data.replace(rb"\\", b"").replace(rb"\"", b"")  # every remaining quote begins or ends a string
     counts = {"strings": plain.count(b'"') // 2, "values": 0, "keys": 0, "lists": 0}
     if counts["strings"] > MAX_VALUES:
         return counts
@@ -142,15 +143,15 @@ def structure_counts(data: bytes) -> dict[str, int]:
     return counts
 
 
-def _without_doubles(items: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_duplicates(items: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(items)
     if len(made) < len(items):
-        raise ValueError("a key stands twice in one object")
+        raise ValueError("an object has a duplicate key")
     return made
 
 
 def _finite(text: str) -> float:
-    """The number; NaN is none, nor what Python makes infinite because it is too large."""
+    """Parse a number; raises ValueError for NaN and for literals that overflow to infinity."""
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"{text[:20]} is not a finite number")
@@ -158,7 +159,7 @@ def _finite(text: str) -> float:
 
 
 def _is_deep(value: Any) -> bool:
-    """Whether lists and objects are nested more than MAX_DEPTH deep; level by level, without recursion."""
+    """Whether lists and objects are nested more than MAX_DEPTH levels deep. Works level by level, without recursion."""
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [
@@ -172,8 +173,8 @@ def _is_deep(value: Any) -> bool:
     return True
 
 
-def _is_text(value: Any) -> bool:
-    """Whether UTF-8 can hold every string: half of a surrogate pair it cannot."""
+def _is_encodable(value: Any) -> bool:
+    """Whether every string can be encoded as UTF-8; a lone surrogate cannot."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -182,7 +183,7 @@ def _is_text(value: Any) -> bool:
 
 
 def dotted(location: tuple[int | str, ...]) -> str:
-    """messages[0].content from ("messages", 0, "content"); the tags pydantic adds for unions are left out."""
+    """("messages", 0, "content") -> messages[0].content, without the tags that pydantic adds for unions."""
     path = ""
     for part in location:
         if isinstance(part, int):

@@ -1,6 +1,6 @@
-"""Errors in the shape of the API that was called, whatever fails: the right status, nothing of our insides.
+"""Errors in the shape of the API that was called, with the right status and no internal details.
 
-OpenAI's shape has all four keys always; below `/v1/messages` it is Anthropic's, below `/api/` Ollama's.
+The shape is OpenAI's, always with all four keys, except Anthropic's under `/v1/messages` and Ollama's under `/api/`.
 """
 
 from __future__ import annotations
@@ -18,56 +18,56 @@ ANTHROPIC_TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
 }  # fmt: skip
-# addresses, and paths but those of our routes
-_INSIDES = re.compile(r"(?<=0x)[0-9a-fA-F]{4,}|(?<![\w:/.<])(?!/(?:v1|api)/)(?:~?/[\w.@+%-]+){2,}")
+# memory addresses, and paths other than those of our routes
+_INTERNALS = re.compile(r"(?<=0x)[0-9a-fA-F]{4,}|(?<![\w:/.<])(?!/(?:v1|api)/)(?:~?/[\w.@+%-]+){2,}")
 
 
 class ApiError(LocalLLMError):
-    """An error that only HTTP has: kind, code and param (a dotted path) are OpenAI's; `retry_after` in seconds."""
+    """An HTTP error: kind, code and param (a dotted path) are OpenAI's; `retry_after` is in seconds."""
 
     def __init__(
         self, status: int, message: str, kind: str = "invalid_request_error", code: str | None = None,
         param: str | None = None, *, retry_after: int = RETRY_AFTER_S, details: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(message, param=param)
-        self.details = details  # what only Anthropic's errors have a place for
+        self.details = details  # shown only in Anthropic's errors
         self.status, self.kind, self.api_code, self.retry_after = status, kind, code, retry_after
 
 
 class ClientLeft(Exception):
-    """Nobody waits for this answer any more."""
+    """The client has disconnected."""
 
 
 def invalid(message: str, param: str | None, code: str | None = None) -> ApiError:
-    """A field that cannot be so."""
+    """400 for a field with an invalid value."""
     return ApiError(400, message, code=code, param=param)
 
 
 def not_text(what: str, kind: object, param: str) -> ApiError:
-    """Content of a kind that this model cannot read."""
+    """400 for content of a kind that this model cannot read."""
     message = f"{what} of type {str(kind)[:40]!r} is not supported: this model reads text."
     return invalid(message, param, "unsupported_value")
 
 
 def unsupported(what: str, param: str) -> ApiError:
-    """A feature this version or model does not have, refused by name."""
+    """400 for a feature that this version or model lacks."""
     return ApiError(400, what, "not_supported_error", "unsupported_feature", param)
 
 
 def bug() -> ApiError:
-    """What a client learns of a fault of ours."""
-    return ApiError(500, "The server failed on this request; see its log.", "server_error", "internal_error")
+    """500 for an internal error; the details are only in the log."""
+    return ApiError(500, "The server failed to process this request; see its log.", "server_error", "internal_error")
 
 
 def shutting_down() -> ApiError:
-    """What is refused once the server is about to end."""
+    """503 for requests that arrive or wait during shutdown."""
     return ApiError(503, "The server is shutting down.", "unavailable_error", "shutting_down", retry_after=5)
 
 
 def openai_body(error: LocalLLMError) -> dict[str, Any]:
     """{"error": {message, type, param, code}}"""
     message = error.message
-    if too_long := _too_long(error):  # clients look for these words, with numbers as plain digits
+    if too_long := _too_long(error):  # clients parse this wording, with the numbers as plain digits
         have, most = too_long
         spare = ", and the answer needs one" if have <= most else ""
         message = (
@@ -79,7 +79,7 @@ def openai_body(error: LocalLLMError) -> dict[str, Any]:
 
 
 def anthropic_body(error: LocalLLMError) -> dict[str, Any]:
-    """{"type": "error", "error": {type, message}}; what has no place in it of its own is in the message."""
+    """{"type": "error", "error": {type, message}}; the param, which has no key of its own, goes into the message."""
     kind = ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     where = f"{error.param}: " if error.param and not error.message.startswith(error.param) else ""
     shown = {"type": kind, "message": _sentence(where + error.message)}
@@ -91,14 +91,14 @@ def anthropic_body(error: LocalLLMError) -> dict[str, Any]:
 
 
 def _too_long(error: LocalLLMError) -> tuple[int, int] | None:
-    """(tokens of the prompt, tokens that there is room for)"""
+    """(tokens of the prompt, tokens that fit)"""
     if not isinstance(error, ContextTooLong) or "prompt_tokens" not in error.context:
         return None
     return error.context["prompt_tokens"], error.context["max_context"]
 
 
 def error_text(error: LocalLLMError) -> str:
-    """An error in words alone, as Ollama's API has it: with its field, or for a lost model what clients look for."""
+    """An error as Ollama's plain text: with its field, or with the prefix that clients parse for a missing model."""
     where = f"{error.param}: " if error.param and error.param not in error.message else ""
     lost = "model not found: " if error.api_code == "model_not_found" else ""
     return _sentence(f"{lost or where}{error.message}")
@@ -126,7 +126,7 @@ def is_ollama(path: str) -> bool:
 
 
 def respond(error: LocalLLMError, path: str, request_id: str | None = None) -> JSONResponse:
-    """The error as a response, with the headers its status asks for."""
+    """Build the error response, with the headers that its status requires."""
     headers: dict[str, str] = {}
     if error.status in (429, 503):
         seconds = getattr(error, "retry_after", RETRY_AFTER_S)
@@ -137,5 +137,5 @@ def respond(error: LocalLLMError, path: str, request_id: str | None = None) -> J
 
 
 def sanitize(message: str) -> str:
-    """Without memory addresses, absolute paths and control characters."""
-    return "".join(c if c.isprintable() or c == "\n" else "�" for c in _INSIDES.sub("…", message))
+    """Remove memory addresses, absolute paths and control characters."""
+    return "".join(c if c.isprintable() or c == "\n" else "�" for c in _INTERNALS.sub("…", message))

@@ -1,4 +1,4 @@
-"""One request and its answer as the operator sees them: an id, a client, counts, and one log line without any text."""
+"""One request and its response for the operator: id, client, token counts, and a log line without prompt text."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ access = logging.getLogger("localllm.access")
 
 ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 KEY = "localllm.exchange"
-POLLED = {"/health", "/ping", "/metrics"}  # asked for every few seconds by whoever watches: no line each
-# a full queue is logged once in so long, with the number of refusals since: a line costs a fifth of one
+POLLED = {"/health", "/ping", "/metrics"}  # polled every few seconds by monitors, so logged only at debug level
+# rejections by a full queue are logged this often, with their number: a log line costs a fifth of a rejection
 REFUSALS_S = 1.0
 Headers = list[tuple[bytes, bytes]]
 MAX_LOGGED = 120  # characters of a path or model name that a log line shows
@@ -34,13 +34,13 @@ MAX_LOGGED = 120  # characters of a path or model name that a log line shows
 
 @dataclass(slots=True)
 class Exchange:
-    """What is known of one request."""
+    """The facts about one request."""
 
     request_id: str
     method: str
     path: str
     peer: str  # address, or "unix"
-    agent: str = ""  # what tells the clients of one address apart: the User-Agent header
+    agent: str = ""  # the User-Agent header, to distinguish the clients of one address
     started: float = field(default_factory=time.monotonic)
     status: int = 0
     model: str = ""
@@ -51,10 +51,10 @@ class Exchange:
     decode_tps: float = 0.0
     finish: str = ""
     note: str = ""  # an error's code
-    more: int = 0  # refusals like this one that have no line
+    more: int = 0  # earlier rejections that were not logged
 
     def client_of(self, user: str = "") -> str:
-        """Who is asking, for fairness: the address, and what tells its programs or users apart. Not the text itself."""
+        """Identify the client for fairness: a hash of its address and its user, or else its User-Agent."""
         return hashlib.blake2b(f"{self.peer}\0{user or self.agent}".encode(), digest_size=8).hexdigest()
 
     def as_json(self, seconds: float) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class Exchange:
         return fields | {name: value for name, value in more.items() if value}
 
     def as_text(self, seconds: float) -> str:
-        """The same for people."""
+        """The log line as readable text."""
         parts = [time.strftime("%H:%M:%S"), printable(self.path[:MAX_LOGGED]), str(self.status)]
         if self.note:
             parts.append(f"{self.note} (and {self.more:,} more)" if self.more else self.note)
@@ -89,12 +89,12 @@ class Exchange:
 
 
 def printable(text: str) -> str:
-    """A stranger's text on one line: what would not print is escaped."""
+    """Untrusted text on one line, with unprintable characters escaped."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def exchange_of(scope: Scope) -> Exchange:
-    """The exchange a request belongs to."""
+    """Return the exchange of a request, created at the first call."""
     found = scope.get(KEY)
     if isinstance(found, Exchange):
         return found
@@ -112,18 +112,18 @@ def exchange_of(scope: Scope) -> Exchange:
 
 
 def note_error(scope: Scope, error: LocalLLMError) -> None:
-    """Remember for the log why a request was refused."""
+    """Note an error's code for the log."""
     exchange_of(scope).note = error.api_code or ""
 
 
 def refuse(scope: Scope, error: LocalLLMError) -> Response:
-    """The error as a response, remembered for the log."""
+    """Build the response for an error, and note the error for the log."""
     note_error(scope, error)
     return respond(error, scope["path"], exchange_of(scope).request_id)
 
 
 def with_headers(send: Send, headers: Callable[[Message], Headers]) -> Send:
-    """`send`, whose answer begins with these headers, too."""
+    """Wrap `send` to add headers to the response."""
 
     async def sending(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -134,13 +134,13 @@ def with_headers(send: Send, headers: Callable[[Message], Headers]) -> Send:
 
 
 class Exchanges:
-    """The outermost layer: gives each request its id, adds it to every answer, logs it, and survives every fault."""
+    """Outermost ASGI layer: assigns request ids, adds them to responses, logs requests, and catches all errors."""
 
     def __init__(self, app: ASGIApp, on_end: Callable[[Exchange], None], log_format: str = "text") -> None:
         self.app, self.on_end = app, on_end  # `on_end` gets the finished exchange, for the counters
         self.as_json = log_format == "json"
         self._refusal_at = -REFUSALS_S
-        self._refusals = 0  # without a line of their own since then
+        self._refusals = 0  # not logged since then
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -1,8 +1,8 @@
-"""A request for text on its way in: `Generation`, the one value that every API's request is read into.
+"""`Generation`: the common form into which every API's generation request is read.
 
-A request is six objects in all: its `Exchange` (who asks: id, client, log line), the checked body of its API, a
-`Generation`, a `Reservation` (its place in the model's queue, then the loaded model), `SamplingParams` (what the engine
-is told), and an `AsyncResponseStream`, which the answers are read from.
+A request passes through six objects: its `Exchange` (id, client, log line), the validated body of its API, a
+`Generation`, a `Reservation` (its place in the model's queue, then the loaded model), `SamplingParams` for the engine,
+and an `AsyncResponseStream` that yields the responses.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from localllm.request import Constraint, Message, ToolUse
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages, and what the model's template is told beside them."""
+    """Messages, with the other arguments of the chat template."""
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] | None = None
@@ -28,7 +28,7 @@ class Conversation:
     opens_answer: bool = True
 
     def encode(self, llm: LLM) -> list[int]:
-        """Its token ids; takes long enough for a thread."""
+        """Return the token ids. Slow enough to belong in a thread."""
         return llm.encode_chat(
             self.messages, self.tools, self.template_kwargs,
             continue_final=self.continue_final, opens_answer=self.opens_answer,
@@ -37,29 +37,29 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What is to be generated, checked as far as that goes without the model."""
+    """A generation request, validated as far as possible without the model."""
 
-    model: str | None  # the id that was asked for; None for the default
-    prompts: Conversation | list[str | list[int]]  # a conversation, or texts and token ids, each of which is answered
-    sampling: Mapping[str, Any]  # fields of `SamplingParams` that replace the model's defaults
+    model: str | None  # the requested id; None for the default
+    prompts: Conversation | list[str | list[int]]  # a conversation, or prompts as text or token ids
+    sampling: Mapping[str, Any]  # fields of `SamplingParams` that override the model's defaults
     constraint: Constraint | None = None
     tool_use: ToolUse | None = None
-    streams: bool = False  # deltas are wanted as they come
-    generates: bool = True  # False: only the prompt is scored, the token that the engine makes for it is dropped
-    user: str = ""  # tells the users of one client apart, for fairness
-    priority: int = 0  # lower is earlier
+    streams: bool = False  # send deltas as they arrive
+    generates: bool = True  # False: score the prompt only; the one token that the engine generates is dropped
+    user: str = ""  # distinguishes the users of one client, for fairness
+    priority: int = 0  # lower runs earlier
     deadline: float | None = None  # on the monotonic clock
-    cache_salt: str = ""  # requests with different ones share no cached pages
-    shortens: bool = False  # a conversation longer than the window loses its oldest turns
+    cache_salt: str = ""  # requests with different salts share no cached pages
+    shortens: bool = False  # drop the oldest turns of a conversation that exceeds the context window
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that the engine runs for it."""
+        """Number of sequences that the engine runs for this request."""
         prompts = 1 if isinstance(self.prompts, Conversation) else len(self.prompts)
         return prompts * int(self.sampling.get("n", 1))
 
     def shorter(self, error: ContextTooLong) -> Generation | None:
-        """One that may fit where this was too long; None where nothing may be left out, or no more can."""
+        """Return a copy without its oldest turns that may fit; None if that is not allowed or only one turn is left."""
         if not self.shortens or not isinstance(self.prompts, Conversation):
             return None
         share = 1 - error.context["max_context"] / error.context["prompt_tokens"]
@@ -68,9 +68,9 @@ class Generation:
 
 
 def without_oldest(messages: Sequence[Message], share: float) -> list[Message] | None:
-    """The messages without the oldest turns, at least this share of the text; None when only the last turn is left.
+    """Drop the oldest turns, at least this share of the text; None when only the last turn is left.
 
-    What the system says at the beginning stays, and a turn goes as a whole: from a user's message to before the next.
+    Leading system messages stay. A turn, from one user message up to the next, is dropped as a whole.
     """
     begin = next((i for i, m in enumerate(messages) if m["role"] != "system"), len(messages))
     turns = [i for i in range(begin + 1, len(messages)) if messages[i]["role"] == "user"]

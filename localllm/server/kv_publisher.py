@@ -1,8 +1,8 @@
-"""`serve --kv-events tcp://HOST:PORT`: events of the prefix cache over ZMQ, as vLLM publishes them.
+"""`serve --kv-events tcp://HOST:PORT`: prefix cache events over ZMQ, in vLLM's format.
 
-A message is (topic, sequence number in 8 bytes, msgpack of [ts, events, 0]); the topic is the model's name. Who missed
-some asks for them at the next port: a request is a sequence number, the answer all later messages that are kept, and an
-empty one behind the last.
+A message is (topic, sequence number in 8 bytes, msgpack of [ts, events, 0]); the topic is the model's name. Subscribers
+that missed messages request a replay at PORT + 1: they send the first sequence number, and receive all kept messages
+from it on, then an empty one.
 """
 
 from __future__ import annotations
@@ -19,30 +19,33 @@ from .middleware import is_loopback
 
 log = logging.getLogger(__name__)
 
-KEPT, KEPT_BYTES = 10_000, 64 << 20  # of messages, for those who ask again
-UNREAD = 100_000  # messages that wait for a slow subscriber; later ones are lost to it
+KEPT, KEPT_BYTES = 10_000, 64 << 20  # limits on the messages kept for replay
+UNREAD = 100_000  # messages queued for a slow subscriber, which loses later ones
 END = (-1).to_bytes(8, "big", signed=True)
 
 
 def read_endpoint(text: str, *, insecure: bool = False) -> tuple[str, int]:
-    """(address, port) of `tcp://HOST:PORT`. Raises ConfigError: events hold the tokens of prompts."""
+    """Parse `tcp://HOST:PORT` into (address, port).
+
+    Raises ConfigError, also for a public address without `insecure`, because events contain the tokens of prompts.
+    """
     scheme, _, rest = text.partition("://")
     host, _, port = rest.rpartition(":")
     if scheme != "tcp" or not host or not port.isdecimal() or not 0 < int(port) < 65535:
-        raise ConfigError(f"--kv-events: {text!r} is no address", "--kv-events tcp://127.0.0.1:5557")
+        raise ConfigError(f"--kv-events: {text!r} is not an address", "--kv-events tcp://127.0.0.1:5557")
     if not is_loopback(host.strip("[]")) and not insecure:
         raise ConfigError(
-            f"--kv-events: {host} can be reached from the network, and events hold the tokens of prompts",
+            f"--kv-events: {host} can be reached from the network, and events contain the tokens of prompts",
             "--kv-events tcp://127.0.0.1:5557, or --insecure if you mean it",
         )
     return ("127.0.0.1" if host == "localhost" else host), int(port)
 
 
 class KVPublisher:
-    """Listens at two ports until `close`; `attach` a model whenever it has a new engine."""
+    """Publisher on two ports until `close`; call `attach` whenever a model has a new engine."""
 
     def __init__(self, endpoint: str, *, insecure: bool = False) -> None:
-        """Raises ConfigError, or ServerError where a port is taken."""
+        """Raises ConfigError, or ServerError if a port is in use."""
         host, port = read_endpoint(endpoint, insecure=insecure)
         try:
             import msgspec
@@ -50,7 +53,7 @@ class KVPublisher:
         except ImportError as error:
             raise ConfigError(f"--kv-events needs the package {error.name}", "pip install 'localllm[zmq]'") from None
         self._encode = msgspec.msgpack.encode
-        self._lock = threading.Lock()  # engines of several models send
+        self._lock = threading.Lock()  # the engines of several models publish
         self._number, self._size = 0, 0
         self._kept: deque[tuple[int, bytes]] = deque()
         self._context = zmq.Context()
@@ -69,12 +72,12 @@ class KVPublisher:
         self._thread.start()
 
     def attach(self, model: str, llm: LLM) -> None:
-        """Publish what its engine's cache gains and loses from now on, until the engine ends."""
+        """Publish the page events of the model's engine from now on, until the engine ends."""
         topic = model.encode()
         llm.engine.watch_pages(lambda batch: self._publish(topic, batch) if batch else None)
 
     def _publish(self, topic: bytes, batch: dict[str, Any]) -> None:
-        """In an engine's thread."""
+        """Called in an engine's thread."""
         if not batch["events"]:
             return
         message = self._encode([batch["ts"], [list(event.values()) for event in batch["events"]], 0])
@@ -93,7 +96,7 @@ class KVPublisher:
             while True:
                 frames = self._asked.recv_multipart()
                 if len(frames) != 3 or len(frames[2]) != 8:
-                    log.warning("a request for cache events of %d parts is none", len(frames))
+                    log.warning("ignored a malformed replay request of %d parts", len(frames))
                     continue
                 client, _, first = frames
                 with self._lock:

@@ -1,4 +1,4 @@
-"""The MCP servers that the owner of this server lets its clients call: `serve --mcp FILE`."""
+"""MCP servers whose tools clients may call, configured by this server's owner: `serve --mcp FILE`."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from localllm.chat.mcp.servers import ServerEntry
 if TYPE_CHECKING:
     from localllm.chat.mcp.client import McpTools, Result
 
-CALL_THREADS = 32  # a call may take minutes: not in asyncio's few threads, which parse bodies
-MAX_RESULTS = 256  # of approved calls, kept so that none is made twice
+CALL_THREADS = 32  # a call may take minutes, so it must not block asyncio's few threads, which parse bodies
+MAX_RESULTS = 256  # results of approved calls kept, to make each call only once
 
 
 class OwnersTools:
-    """Connected at the first use. Used from one event loop."""
+    """Tools of the configured MCP servers, connected at first use. Used from one event loop."""
 
     def __init__(self, entries: Sequence[ServerEntry]) -> None:
         self._entries = entries
         self._lock = asyncio.Lock()
         self._tools: McpTools | None = None
         self._threads = ThreadPoolExecutor(CALL_THREADS, "mcp")
-        self._once: OrderedDict[tuple[str, str, str], Result] = OrderedDict()  # of approved calls
+        self._once: OrderedDict[tuple[str, str, str], Result] = OrderedDict()  # results of approved calls
 
     @property
     def labels(self) -> list[str]:
         return [entry.name for entry in self._entries]
 
     async def tools(self) -> McpTools:
-        """Their tools; the first time it takes up to 20 s. Raises ConfigError where the package mcp is missing."""
+        """Return the tools; the first call connects, up to 20 s. Raises ConfigError if the mcp package is missing."""
         async with self._lock:
             if self._tools is None:
                 self._tools = await asyncio.to_thread(self._connected)
@@ -47,7 +47,7 @@ class OwnersTools:
         return made
 
     async def call(self, name: str, arguments: str) -> Result:
-        """Every failure is a result that says so. Cancelling this ends the call."""
+        """Call a tool; a failure is returned as a result. Cancelling this coroutine ends the call."""
         tools, cancel = await self.tools(), threading.Event()
         try:
             loop = asyncio.get_running_loop()
@@ -56,7 +56,7 @@ class OwnersTools:
             cancel.set()
 
     async def call_once(self, approval: str, name: str, arguments: str) -> Result:
-        """As `call`, but an approval that is sent again, after an answer got lost, gets the first result."""
+        """Like `call`, but an approval that is sent again, after a lost response, gets the first result."""
         key = (approval, name, arguments)
         if key not in self._once:
             self._once[key] = await self.call(name, arguments)
@@ -65,7 +65,7 @@ class OwnersTools:
         return self._once[key]
 
     def close(self) -> None:
-        """End all programs."""
+        """Stop all server processes."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         if self._tools is not None:
             self._tools.close()

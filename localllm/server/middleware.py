@@ -1,7 +1,6 @@
-"""What every request passes before a route sees it: host, origin, key, sizes, room. Plain ASGI, streams unbuffered.
+"""Checks on every request before routing: host, origin, key, sizes, capacity. Plain ASGI; streams are not buffered.
 
-Decisions look at `scope`, never at a URL rebuilt from headers. What takes time,
-slow headers and bodies, is cut in `protocol.py`.
+Decisions use `scope`, never a URL rebuilt from headers. `protocol.py` times out slow headers and bodies.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ LOCAL_SUFFIXES = (".localhost", ".local", ".internal")
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32 << 10  # all header lines together
 MAX_TARGET_BYTES = 8 << 10  # path and query
-SMALL_BODY_BYTES = 64 << 10  # up to here a body is read whatever else is held
+SMALL_BODY_BYTES = 64 << 10  # bodies up to this size are always read
 MAX_BODY_BYTES = 16 << 20
-MAX_BODIES = 16  # of the largest size: together no more bytes are held, until their requests have ended
+MAX_BODIES = 16  # the bodies of unfinished requests may hold this many times MAX_BODY_BYTES together
 
 
 def host_is_local(host: str) -> bool:
@@ -47,7 +46,7 @@ def host_is_local(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address to bind is this machine's alone."""
+    """Whether an address to bind is reachable from this machine only."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -55,28 +54,28 @@ def is_loopback(host: str) -> bool:
 
 
 def is_at(scope: Scope, address: tuple[str, int] | None) -> bool:
-    """Whether a request came in at that address of ours. It is the socket's own: no header says so."""
+    """Whether a request arrived at this address, as the socket reports it; no header can fake that."""
     return address is not None and tuple(scope.get("server") or ()) == address
 
 
 @dataclass(frozen=True, slots=True)
 class AppOptions:
-    """How the server treats its callers."""
+    """Access rules of the server."""
 
     loopback: bool = True  # reachable from this machine only: Host must be local
-    api_keys: tuple[str, ...] = ()  # one of them must come with every request; none: no key is needed
-    origins: tuple[str, ...] = ()  # browser origins that may call
+    api_keys: tuple[str, ...] = ()  # every request must carry one of them; empty: no key is needed
+    origins: tuple[str, ...] = ()  # browser origins that may send requests
     log_format: str = "text"  # text | json
-    ollama: tuple[str, int] | None = None  # a second address, of this machine only, where models may be changed, too
-    library: Library | None = None  # what changes them
-    token: str = ""  # counts as a key, and is the only one for the routes that manage models; "" for no such routes
+    ollama: tuple[str, int] | None = None  # second loopback address, where models can also be pulled and deleted
+    library: Library | None = None  # carries out those changes
+    token: str = ""  # the owner's: also valid as a key, and the only one for management routes; "" disables them
 
 
 class Gate:
-    """Refuses what may not enter, and what there is no room for before any route is looked for: thrice the capacity may
-    be asked for, and each refusal takes time from an answer.
+    """Rejects forbidden requests, and requests to a full queue, before routing.
 
-    `check_room` raises ApiError where the queue is full, which matters to the `crowded` paths.
+    Under overload, there may be several rejections per accepted request, and each one takes CPU time from generation.
+    `check_room` raises ApiError if the queue is full; it is called only for the `crowded` paths.
     """
 
     def __init__(
@@ -85,8 +84,8 @@ class Gate:
     ) -> None:  # fmt: skip
         self.app, self.api_keys, self.check_room, self.crowded = app, tuple(api_keys), check_room, crowded
         self.loopback, self.ollama, self.origins = options.loopback, options.ollama, options.origins
-        self.held_bytes = 0  # of bodies whose requests have not ended
-        self._full: dict[tuple[str, str], Response] = {}  # the last refusal by message and path, which many get
+        self.held_bytes = 0  # body bytes of unfinished requests
+        self._full: dict[tuple[str, str], Response] = {}  # the last 429 by message and path, reused for many requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -94,23 +93,23 @@ class Gate:
             return
         headers: Headers = scope["headers"]
         origin = next((value.decode("latin-1") for name, value in headers if name == b"origin"), None)
-        error = _malformed(scope, headers) or self._refusal(scope, headers, origin)
-        if error is not None:
-            await refuse(scope, error)(scope, receive, send)
-            return
-        if origin is not None:  # the gate let it in: the browser may read the answer
+        if origin is not None and origin in self.origins:  # let the browser read the response, also an error
             extra = [
                 (b"access-control-allow-origin", origin.encode("latin-1")), (b"vary", b"Origin"),
                 (b"access-control-expose-headers", EXPOSED_HEADERS),
             ]  # fmt: skip
             send = with_headers(send, lambda _: extra)
-            if scope["method"] == "OPTIONS":
-                # whatever the client's SDK adds: the origin is one that the owner named
-                asked = next((v.decode("latin-1") for n, v in headers if n == b"access-control-request-headers"), "")
-                names = asked if HEADER_NAMES.fullmatch(asked) else ALLOWED_HEADERS
-                preflight = PREFLIGHT | {"Access-Control-Allow-Headers": names}
-                await Response(status_code=204, headers=preflight)(scope, receive, send)
-                return
+        error = _malformed(scope, headers) or self._refusal(scope, headers, origin)
+        if error is not None:
+            await refuse(scope, error)(scope, receive, send)
+            return
+        if origin is not None and scope["method"] == "OPTIONS":
+            # allow any header that the client's SDK adds: the owner has allowed the origin
+            asked = next((v.decode("latin-1") for n, v in headers if n == b"access-control-request-headers"), "")
+            names = asked if HEADER_NAMES.fullmatch(asked) else ALLOWED_HEADERS
+            preflight = PREFLIGHT | {"Access-Control-Allow-Headers": names}
+            await Response(status_code=204, headers=preflight)(scope, receive, send)
+            return
         if scope["method"] == "POST" and scope["path"] in self.crowded:
             try:
                 self.check_room()
@@ -129,7 +128,7 @@ class Gate:
                 raise _too_large()
             if seen > SMALL_BODY_BYTES and self.held_bytes > MAX_BODIES * MAX_BODY_BYTES:
                 raise ApiError(
-                    503, f"More than {MAX_BODIES * MAX_BODY_BYTES} bytes of requests are held; ask again later.",
+                    503, f"Request bodies hold more than {MAX_BODIES * MAX_BODY_BYTES} bytes of memory; retry later.",
                     "unavailable_error", "overloaded",
                 )  # fmt: skip
             return message
@@ -149,7 +148,7 @@ class Gate:
     def _refusal(self, scope: Scope, headers: Headers, origin: str | None) -> ApiError | None:
         hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
         if len(hosts) != 1:
-            return ApiError(400, f"{len(hosts)} Host headers, there must be one.")
+            return ApiError(400, f"The request has {len(hosts)} Host headers; exactly one is required.")
         if (self.loopback or is_at(scope, self.ollama)) and not host_is_local(hosts[0]):
             return ApiError(403, "This host name is not allowed.", "permission_error", "host_not_allowed")
         if origin is not None and origin not in self.origins:
@@ -158,11 +157,11 @@ class Gate:
         if self.api_keys and scope["path"] not in OPEN_PATHS and not preflight and not self._has_key(headers):
             return ApiError(401, "The API key is missing or wrong.", "authentication_error", "invalid_api_key")
         if any(name == b"content-encoding" and value.lower() != b"identity" for name, value in headers):
-            return ApiError(415, "Encoded bodies are not accepted.", code="unsupported_media_type")
+            return ApiError(415, "Bodies with a Content-Encoding are not accepted.", code="unsupported_media_type")
         return None
 
     def _has_key(self, headers: Headers) -> bool:
-        """Whether exactly one key came, as `Authorization: Bearer` or as `x-api-key`, and it is one of ours."""
+        """Whether the request carries exactly one key, as `Authorization: Bearer` or `x-api-key`, and it is valid."""
         given: list[tuple[bytes, bytes]] = []
         for name, value in headers:
             if name == b"authorization":
@@ -171,28 +170,28 @@ class Gate:
             elif name == b"x-api-key":
                 given.append((name, value))
         keys = {key for _, key in given}
-        # one of each kind may come: the anthropic SDK sends both when both are configured
+        # the same key may come in both headers: the Anthropic SDK sends both when both are configured
         if len(keys) != 1 or len(dict(given)) < len(given):
             return False
-        matches = [hmac.compare_digest(given[0][1], key) for key in self.api_keys]  # all of them: no early way out
+        matches = [hmac.compare_digest(given[0][1], key) for key in self.api_keys]  # compare all, in constant time
         return any(matches)
 
 
 def _malformed(scope: Scope, headers: Headers) -> ApiError | None:
-    """What HTTP itself forbids, and sizes that no client needs."""
+    """The error for a request that violates HTTP or exceeds a size limit; None if it does neither."""
     if len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"") > MAX_TARGET_BYTES:
-        return ApiError(414, f"The address is longer than {MAX_TARGET_BYTES} bytes.", code="uri_too_long")
+        return ApiError(414, f"The URL is longer than {MAX_TARGET_BYTES} bytes.", code="uri_too_long")
     if len(headers) > MAX_HEADERS or sum(len(n) + len(v) for n, v in headers) > MAX_HEADER_BYTES:
         return ApiError(
-            431, f"The headers are more than {MAX_HEADERS}, or larger than {MAX_HEADER_BYTES} bytes.",
+            431, f"The request has more than {MAX_HEADERS} headers or {MAX_HEADER_BYTES} bytes of them.",
             code="headers_too_large",
         )  # fmt: skip
     if not scope["path"].startswith("/"):
-        return ApiError(400, "The address does not begin with a slash.")
+        return ApiError(400, "The request path does not start with a slash.")
     lengths = [value for name, value in headers if name == b"content-length"]
     chunked = any(name == b"transfer-encoding" for name, _ in headers)
     if len(set(lengths)) > 1 or (lengths and chunked):
-        return ApiError(400, "The length of the body is stated in two ways.")
+        return ApiError(400, "The request states its body length in two conflicting ways.")
     if lengths and not (lengths[0].isdigit() and len(lengths[0]) < 20):
         return ApiError(400, "Content-Length is not a number.")
     if lengths and int(lengths[0]) > MAX_BODY_BYTES:

@@ -1,8 +1,8 @@
-"""Which models are loaded, within one memory plan: load on demand, unload the least recently used, pin, sleep, wake.
+"""Pool of loaded models within one memory plan: load on demand, unload the least recently used, pin, sleep, wake.
 
-A request asks for a model with `acquire` and holds a `Lease` until its answer is out; a model is unloaded or put to
-sleep only when nobody holds one. When a model that waits for room has waited `PATIENCE_S`, models that could make room
-take no new requests until it is there: they end what they run, and nothing of it breaks. One thread loads and unloads.
+A request calls `acquire` and holds a `Lease` until its response is sent; a model is unloaded or put to sleep only when
+no lease on it is held. After a model has waited `PATIENCE_S` for memory, the models that could free it accept no new
+requests until it is loaded; their running requests finish normally. A single thread loads and unloads.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PATIENCE_S = 10.0  # how long a model waits for room before those that hold it stop taking requests
-LIST_S = 5.0  # how long a list of local models is believed
+PATIENCE_S = 10.0  # how long a model waits for memory before the models that hold it stop accepting requests
+LIST_S = 5.0  # how long a list of local models stays valid
 RESTART_S = 60.0  # an engine that dies again within this time is not restarted
-RECOVERY_S = 0.1  # before the next step of the thread that loads, after one that failed
+RECOVERY_S = 0.1  # pause of the loader thread after a failed step
 
 
 class ModelPool:
-    """The loaded models.
+    """Pool of loaded models.
 
-    list_models  what there is; asked again when its answer is older than `LIST_S`
-    loader       see `Loader`; None: nothing is loaded but what is put in
-    machine      the facts of this machine, looked up whenever a model is to be loaded
+    list_models  returns the local models; called again when its result is older than `LIST_S`
+    loader       see `Loader`; with None, the pool holds only the model it was created with
+    machine      returns the facts of this machine; called before each load
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ModelPool:
         self._options = options or PoolOptions()
         self._changed = threading.Condition()
         self._entries: dict[str, PoolEntry] = {}
-        self._blocked: set[str] = set()  # models that found no room; tried again when something changed
+        self._blocked: set[str] = set()  # models that did not fit; retried when the pool changes
         self._models: tuple[ServedModel, ...] = ()
         self._models_at = -LIST_S
         self._closing = False
@@ -59,7 +59,7 @@ class ModelPool:
 
     @classmethod
     def holding(cls, llm: LLM, names: Sequence[str]) -> ModelPool:
-        """One loaded model that stays and is not closed by us: `names[0]` is its id, the others are aliases."""
+        """Pool of one loaded, pinned model that its owner closes: `names[0]` is its id, the others are aliases."""
         model = ServedModel.of(llm, names)
         made = cls(lambda: [model], None, lambda: llm.machine, PoolOptions(None, (model.name,)))
         now = time.monotonic()
@@ -69,7 +69,7 @@ class ModelPool:
     # --- called from any thread --------------------------------------------------------------------------------------
 
     def models(self) -> tuple[ServedModel, ...]:
-        """Every model that may be asked for. May read the disk."""
+        """Every model that requests may name. May read the disk."""
         now = time.monotonic()
         if now - self._models_at >= LIST_S:
             found = tuple(self._list_models())
@@ -78,23 +78,23 @@ class ModelPool:
         return self._models
 
     def look_again(self) -> None:
-        """The models on this machine have changed."""
+        """Drop the cached list, because the models on this machine have changed."""
         self._models_at = -LIST_S
 
     def known(self, name: str) -> ServedModel | None:
-        """The model of that name or alias among those known already; no disk is read."""
-        plain = name.removesuffix(":latest")  # what Ollama's clients add
+        """Look a name or alias up in the cached list, without reading the disk."""
+        plain = name.removesuffix(":latest")  # added by Ollama clients
         names = {name, plain}
         found = next((m for m in self._models if names.intersection(m.ids)), None)
         return found or next((m for m in self._models if names.intersection(m.also)), None)
 
     @property
     def only(self) -> ServedModel | None:
-        """The one model there is, where there is one and it is known."""
+        """The single model of the cached list; None if it has none or several."""
         return self._models[0] if len(self._models) == 1 else None
 
     def find(self, name: str) -> ServedModel:
-        """The model of that name or alias. May read the disk; raises ModelNotFound."""
+        """Return the model with that name or alias. May read the disk; raises ModelNotFound."""
         model = self.known(name)
         if model is None:
             self.models()
@@ -102,12 +102,12 @@ class ModelPool:
         if model is None:
             names = ", ".join(m.name for m in self._models[:8]) or "none"
             raise ModelNotFound(
-                f"The model {name[:100]!r} is not served here; there are: {names}", "localllm ls", param="model"
+                f"The model {name[:100]!r} is not served here; available: {names}", "localllm ls", param="model"
             )
         return model
 
     def acquire(self, model: ServedModel) -> Future[Lease]:
-        """A lease, at once when the model is ready, else when it is loaded. Fails with what loading failed with."""
+        """Return a future lease, done at once if the model is ready, else when it is loaded or loading failed."""
         future: Future[Lease] = Future()
         with self._changed:
             if self._closing:
@@ -125,21 +125,21 @@ class ModelPool:
         return future
 
     def loaded(self) -> list[PoolEntry]:
-        """Copies of those that are loaded, loading or asleep, the last used first: the rows of `localllm ps`."""
+        """Copies of the loaded, loading and sleeping entries, most recently used first: the rows of `localllm ps`."""
         with self._changed:
             entries = [replace(e) for e in self._entries.values() if e.state is not State.ABSENT]
         return sorted(entries, key=lambda e: -e.last_used)
 
     def llm_of(self, name: str) -> LLM | None:
-        """The model of that name, where it is loaded."""
+        """The loaded model of that name; None if it is not loaded."""
         return next((row.llm for row in self.loaded() if row.name == name), None)
 
     def awake(self) -> list[tuple[str, LLM]]:
-        """(name, model) of those that are loaded and do not sleep."""
+        """(name, model) of every loaded model that is not asleep."""
         return [(row.name, row.llm) for row in self.loaded() if row.llm is not None and row.llm.is_awake]
 
     def keep(self, name: str, ttl_s: float | None) -> bool:
-        """From now on, unload this model after so many idle seconds: None never, 0 at once. False: it is pinned."""
+        """Set the idle seconds after which the model is unloaded: None never, 0 at once. False if it is pinned."""
         with self._changed:
             entry = self._entries.get(name)
             if entry is not None and not entry.pinned:
@@ -148,7 +148,7 @@ class ModelPool:
         return entry is None or not entry.pinned
 
     def unload(self, name: str) -> Future[bool]:
-        """Unload a model as soon as its requests have ended; False when it is not loaded. Unpins it."""
+        """Unload a model, pinned or not, as soon as its requests have ended; False when it is not loaded."""
         return self._command(name, self._unload)
 
     def sleep(self, name: str) -> Future[bool]:
@@ -156,7 +156,7 @@ class ModelPool:
         return self._command(name, self._put_to_sleep)
 
     def refuse_waiting(self) -> None:
-        """Tell whoever waits for a model that none comes any more."""
+        """Fail every request that waits for a model: the server is shutting down."""
         with self._changed:
             futures = [future for entry in self._entries.values() for future in entry.waiting]
             for entry in self._entries.values():
@@ -176,7 +176,7 @@ class ModelPool:
     def close(self, wait_s: float | None = None) -> bool:
         """Stop loading and free every model; requests still running end with "abort".
 
-        A download stops at once, reading weights does not: False when that took longer than `wait_s`.
+        A download stops at once, but reading weights does not: returns False if that took longer than `wait_s`.
         """
         with self._changed:
             self._closing = True
@@ -188,7 +188,7 @@ class ModelPool:
     # --- bookkeeping, under the lock ---------------------------------------------------------------------------------
 
     def _grant(self, entry: PoolEntry, future: Future[Lease]) -> bool:
-        """Give a lease if the model is ready and takes requests; a dead engine is restarted first, by the thread."""
+        """Grant a lease if the model is ready and accepts requests; the thread first restarts a dead engine."""
         llm = entry.llm
         if entry.state is not State.READY or llm is None or entry.commands or self._must_make_room(entry):
             return False
@@ -210,7 +210,7 @@ class ModelPool:
                 self._changed.notify_all()
 
     def _must_make_room(self, entry: PoolEntry) -> bool:
-        """Whether another model has waited too long for the room this one holds."""
+        """Whether another model has waited too long for memory that this one may hold."""
         limit = time.monotonic() - PATIENCE_S
         return not entry.pinned and any(
             other.waits_since is not None and other.waits_since < limit and other is not entry
@@ -235,14 +235,14 @@ class ModelPool:
         while not self._closing:
             try:
                 self._step()
-            except Exception:  # whatever it is, models are loaded and freed by this thread or not at all
-                log.exception("a job of the model thread failed")
+            except Exception:  # this thread must survive: no other one loads or frees models
+                log.exception("a task of the model loader thread failed")
                 with self._changed:
                     self._changed.wait(RECOVERY_S)
-        self._end()
+        self._shut_down()
 
     def _step(self) -> None:
-        """Do what is due, or wait until something is."""
+        """Run the next job, or wait until one is due."""
         with self._changed:
             job = None if self._closing else self._next_job()
             if job is None:
@@ -252,7 +252,7 @@ class ModelPool:
         job()
 
     def _pause(self) -> float | None:
-        """Seconds until something is due by itself."""
+        """Seconds until the next expiry or the end of a waiting model's patience; None if there is neither."""
         now = time.monotonic()
         due = [expiry for entry in self._entries.values() if (expiry := entry.expiry) is not None]
         patient = [e.waits_since + PATIENCE_S for e in self._entries.values() if e.waits_since is not None]
@@ -267,7 +267,7 @@ class ModelPool:
                 return partial(self._restart, entry)
         for entry in self._entries.values():
             if entry.commands and not entry.users and (entry.llm is not None or entry.state is State.ABSENT):
-                return partial(self._obey, entry)
+                return partial(self._run_commands, entry)
         for entry in loaded:
             if entry.expiry is not None and entry.expiry <= now and entry.waits_since is None:
                 return partial(self._unload, entry)
@@ -278,7 +278,7 @@ class ModelPool:
                 entry.waiting.pop(0)
             if not entry.waiting:
                 entry.waits_since = None
-                return lambda: None  # what it stood in the way of may go on
+                return lambda: None  # models that held back for this one may accept requests again
             if entry.state is State.ASLEEP and not entry.commands:
                 return partial(self._wake, entry)
             if entry.state is State.ABSENT and entry.name not in self._blocked:
@@ -286,7 +286,7 @@ class ModelPool:
         return None
 
     def _try_to_load(self, entry: PoolEntry) -> None:
-        """The next step towards a model: load it, unload an idle one first, or leave it waiting."""
+        """Take the next step towards a model: load it, unload an idle one first, or leave it waiting."""
         doing = "planning"
         try:
             found = self._find_room(entry)
@@ -300,9 +300,9 @@ class ModelPool:
             self._unload(found)
 
     def _find_room(self, entry: PoolEntry) -> MachineFacts | PoolEntry | None:
-        """What to load it with; or the idle model to unload first; or None: it waits for busy ones."""
+        """Return the machine to load it on, the idle model to unload first, or None if it must wait for busy ones."""
         if self._loader is None:
-            raise ModelNotFound(f"{entry.name} was unloaded", "start the server again")
+            raise ModelNotFound(f"{entry.name} was unloaded", "restart the server")
         loaded = [e for e in list(self._entries.values()) if e.llm is not None]
         others = [e for e in loaded if not e.pinned]
         machine = without_promised(self._machine(), loaded)
@@ -322,42 +322,42 @@ class ModelPool:
 
     def _load(self, entry: PoolEntry, machine: MachineFacts) -> None:
         assert self._loader is not None
-        self._set(entry, State.LOADING)
+        self._set_state(entry, State.LOADING)
         started, name = time.monotonic(), entry.name
         tell = self._options.on_progress
         llm = self._loader.load(entry.model, machine, lambda phase: tell(name, phase) if tell else None, self._cancel)
         try:
-            self._tell_loaded(entry.model, llm)
+            self._report_loaded(entry.model, llm)
         except BaseException:
             llm.close()
             raise
         entry.llm, entry.loaded_at, entry.last_used = llm, time.time(), time.monotonic()
         entry.ttl_s, entry.broken = self._options.ttl_s, ""
         log.info("loaded %s in %.1f s", name, time.monotonic() - started)
-        self._set(entry, State.READY)
+        self._set_state(entry, State.READY)
 
-    def _tell_loaded(self, model: ServedModel, llm: LLM) -> None:
-        """There is a new engine, whose cache is empty."""
+    def _report_loaded(self, model: ServedModel, llm: LLM) -> None:
+        """Report a new engine, whose prefix cache is empty."""
         if self._options.on_loaded is not None:
             self._options.on_loaded(model, llm)
 
     def _fail(self, entry: PoolEntry, error: LocalLLMError) -> None:
         if not isinstance(error, Aborted):
-            log.warning("%s cannot be loaded: %s", entry.name, error.message)
+            log.warning("could not load %s: %s", entry.name, error.message)
         with self._changed:
             entry.state = State.ABSENT
             futures, entry.waiting, entry.waits_since = entry.waiting, [], None
         for future in futures:
             settle(future, error)
 
-    def _obey(self, entry: PoolEntry) -> None:
+    def _run_commands(self, entry: PoolEntry) -> None:
         was_loaded = entry.llm is not None
         for action, future in list(entry.commands):
             outcome: bool | LocalLLMError = was_loaded
             try:
                 if entry.llm is not None:
                     action(entry)
-            except Exception as failed:  # it is told, and not tried again
+            except Exception as failed:  # reported to the caller, not retried
                 outcome = entry.explained("putting to sleep", failed)
             with self._changed:
                 entry.commands.remove((action, future))
@@ -368,35 +368,35 @@ class ModelPool:
             try:
                 entry.llm.sleep()
             except Exception:
-                self._unload(entry)  # it is neither awake nor asleep: the next request loads it again
+                self._unload(entry)  # it is neither awake nor asleep; the next request loads it again
                 raise
-            self._set(entry, State.ASLEEP)
+            self._set_state(entry, State.ASLEEP)
 
     def _wake(self, entry: PoolEntry) -> None:
         assert entry.llm is not None
         try:
             entry.llm.wake()
-            self._tell_loaded(entry.model, entry.llm)
+            self._report_loaded(entry.model, entry.llm)
         except Exception as error:
             self._fail(entry, entry.explained("waking", error))
             self._unload(entry)
             return
         entry.last_used = time.monotonic()
-        self._set(entry, State.READY)
+        self._set_state(entry, State.READY)
 
     def _unload(self, entry: PoolEntry) -> None:
         with self._changed:
             if entry.users:
-                return  # somebody came in between
+                return  # a request took a lease in the meantime
             entry.state = State.ENDING
             llm, entry.llm = entry.llm, None
         if llm is not None:
             entry.free(llm)
             log.info("unloaded %s", entry.name)
-        self._set(entry, State.ABSENT)
+        self._set_state(entry, State.ABSENT)
 
     def _restart(self, entry: PoolEntry) -> None:
-        """A new engine over the same weights, once; a device whose context is poisoned cannot be used again."""
+        """Start a new engine over the same weights, once; a GPU whose context is poisoned cannot be used again."""
         assert entry.llm is not None
         now, stopped = time.monotonic(), f"the engine of {entry.name} stopped"
         again = entry.restarted_at is not None and now - entry.restarted_at < RESTART_S
@@ -404,25 +404,25 @@ class ModelPool:
             entry.broken = f"{stopped}: {why}" if (why := entry.llm.why_dead) else stopped
         else:
             entry.restarted_at = now
-            self._set(entry, State.LOADING)
-            log.error("%s; it is being restarted", stopped)
+            self._set_state(entry, State.LOADING)
+            log.error("%s; restarting it", stopped)
             try:
                 entry.llm.sleep()
                 entry.llm.wake()
-                self._tell_loaded(entry.model, entry.llm)
+                self._report_loaded(entry.model, entry.llm)
             except Exception:
                 log.exception("the engine of %s could not be restarted", entry.name)
                 entry.broken = stopped
-        self._set(entry, State.READY)
+        self._set_state(entry, State.READY)
 
-    def _set(self, entry: PoolEntry, state: State) -> None:
+    def _set_state(self, entry: PoolEntry, state: State) -> None:
         with self._changed:
             entry.state = state
             self._blocked.clear()
             self._changed.notify_all()
 
-    def _end(self) -> None:
-        """Fail what waits, free what is loaded."""
+    def _shut_down(self) -> None:
+        """Fail every waiting request and command, and free every loaded model."""
         for entry in self._entries.values():
             for future in entry.waiting:
                 settle(future, _closing())
@@ -434,10 +434,10 @@ class ModelPool:
 
 
 def settle(future: Future[Any], outcome: object) -> None:
-    """Give a result, or raise an error, where somebody still waits."""
+    """Set a result, or an exception, unless the future was cancelled."""
     if future.set_running_or_notify_cancel():
         future.set_exception(outcome) if isinstance(outcome, Exception) else future.set_result(outcome)
 
 
 def _closing() -> DeviceError:
-    return DeviceError("the models are being unloaded", "ask again later")
+    return DeviceError("the server is unloading its models", "retry later")

@@ -1,4 +1,4 @@
-"""System prompts whose pages stay in the prefix cache longest: computed when a model is loaded, evicted last."""
+"""Pinned system prompts: their pages are computed when a model is loaded and evicted last from the prefix cache."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ log = logging.getLogger(__name__)
 
 
 def pin_system_prompts(llm: LLM, prompts: Sequence[str]) -> None:
-    """Pin the part of a conversation that every user's message has before it, and compute it now.
+    """Compute and pin the tokens that precede the user's message in every conversation with these system prompts.
 
-    A prompt the model's template or context has no room for is left out, with a line in the log.
+    A prompt that the model's template rejects or that exceeds its context is skipped with a warning.
     """
     for text in prompts:
         try:
@@ -25,11 +25,11 @@ def pin_system_prompts(llm: LLM, prompts: Sequence[str]) -> None:
                 llm.engine.pins.add(prefix)
                 llm.submit(prefix, SamplingParams(temperature=0, max_tokens=1)).answer()
         except LocalLLMError as error:
-            log.warning("a system prompt of %d characters is not pinned: %s", len(text), error.message)
+            log.warning("could not pin a system prompt of %d characters: %s", len(text), error.message)
 
 
 def common_prefix(llm: LLM, system: str) -> list[int]:
-    """The token ids that two conversations with this system prompt share."""
+    """The token ids that all conversations with this system prompt begin with."""
     if not llm.has_chat_template:
         return llm.encode_prompt(system)
     both = [

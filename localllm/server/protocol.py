@@ -1,6 +1,6 @@
-"""uvicorn's HTTP/1.1 connection with what it lacks: deadlines for headers, bodies and readers, and a connection limit.
+"""uvicorn's HTTP/1.1 connection plus deadlines for headers, bodies and readers, and a connection limit.
 
-Without these a client that sends nothing, one byte a second, or reads nothing, is kept indefinitely.
+Without them, a client that sends nothing, sends one byte per second, or never reads would hold its connection forever.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .errors import ApiError, error_body
 
-HEADER_S = 15.0  # from the first moment a request may come to the end of its headers
+HEADER_S = 15.0  # from when a request may arrive to the end of its headers
 BODY_S = 20.0  # for a body, plus its size at `BODY_RATE`
 BODY_RATE = 64 << 10  # bytes per second
-READER_S = 30.0  # how long a client may leave our writes waiting
+READER_S = 30.0  # how long a client may leave written data unread
 DISCARD_S = 3.0
-# how much of a refused body is read and thrown away, so that the client comes to read the refusal
+# how much of a rejected body is read and discarded, so that the client gets to read the error
 DISCARD_BYTES = 64 << 20
 MAX_CONNECTIONS = 2048
 
 
 class OneWrite:
-    """A transport that keeps the headers of an answer of known length until its body comes: one packet, one call.
+    """Transport that holds the headers of a response of known length until its body, to send both in one call.
 
-    At each system call another thread may take the interpreter, and it takes a while to get it back.
+    Each system call releases the GIL to other threads, and getting it back takes a while.
     """
 
     def __init__(self, transport: asyncio.Transport) -> None:
@@ -38,7 +38,7 @@ class OneWrite:
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
-        """Send, now or with what comes next."""
+        """Send the data now, or together with the next write."""
         if not self._held and data.startswith(b"HTTP/1.1 ") and b"\r\ncontent-length: " in data:
             self._held = data
         else:
@@ -61,7 +61,7 @@ class Connection(H11Protocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._phase = ""  # what is awaited of the client: header, body, discard, or nothing
+        self._phase = ""  # what the client has to send: header, body, discard, or nothing
         self._timer: asyncio.TimerHandle | None = None
         self._deadline = 0.0
         self._phase_bytes = 0
@@ -72,13 +72,13 @@ class Connection(H11Protocol):
         if len(self.connections) > self.max_connections:
             transport.abort()
             return
-        self._enter("header")
+        self._enter_phase("header")
 
     def data_received(self, data: bytes) -> None:
         self._phase_bytes += len(data)
         try:
             super().data_received(data)
-        except h11.LocalProtocolError:  # junk while an answer is under way
+        except h11.LocalProtocolError:  # invalid data while a response is being sent
             self.transport.abort()
             return
         self._update()
@@ -90,24 +90,24 @@ class Connection(H11Protocol):
             self._update()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._enter("")
+        self._enter_phase("")
         self._stop_write_timer()
         super().connection_lost(exc)
 
     def _update(self) -> None:
         if self.transport.is_closing():
-            self._enter("")
+            self._enter_phase("")
         elif self.conn.their_state is h11.SEND_BODY:
-            self._enter("discard" if self.conn.our_state in (h11.DONE, h11.MUST_CLOSE) else "body")
+            self._enter_phase("discard" if self.conn.our_state in (h11.DONE, h11.MUST_CLOSE) else "body")
             if self._phase == "discard" and self._phase_bytes > DISCARD_BYTES:
                 self.transport.abort()
         elif self.conn.their_state is h11.IDLE and self.conn.our_state is h11.IDLE:
-            waits_idle = self.timeout_keep_alive_task is not None  # uvicorn ends a connection nobody uses
-            self._enter("" if waits_idle else "header")
+            waits_idle = self.timeout_keep_alive_task is not None  # uvicorn closes idle connections itself
+            self._enter_phase("" if waits_idle else "header")
         else:
-            self._enter("")
+            self._enter_phase("")
 
-    def _enter(self, phase: str) -> None:
+    def _enter_phase(self, phase: str) -> None:
         if phase == self._phase:
             return
         self._phase, self._phase_bytes = phase, 0
@@ -117,32 +117,32 @@ class Connection(H11Protocol):
         if phase:
             seconds = {"header": HEADER_S, "body": BODY_S, "discard": DISCARD_S}[phase]
             self._deadline = self.loop.time() + seconds
-            self._timer = self.loop.call_later(seconds, self._late)
+            self._timer = self.loop.call_later(seconds, self._on_timeout)
 
-    def _late(self) -> None:
+    def _on_timeout(self) -> None:
         self._timer = None
-        if self._phase == "body":  # a large body may take longer as long as it flows
+        if self._phase == "body":  # a large body may take longer while data keeps arriving
             left = self._deadline + self._phase_bytes / BODY_RATE - self.loop.time()
             if left > 0:
-                self._timer = self.loop.call_later(left, self._late)
+                self._timer = self.loop.call_later(left, self._on_timeout)
                 return
         if self._phase == "discard" or self.transport.is_closing():
             self.transport.abort()
         elif self._phase == "header" and not self.conn.trailing_data[0]:
-            self.transport.close()  # silent: there is nothing to answer
+            self.transport.close()  # the client sent nothing, so there is nothing to answer
         else:
             what = "headers" if self._phase == "header" else "body"
-            error = ApiError(408, f"The {what} took too long.", "timeout_error", "request_timeout")
+            error = ApiError(408, f"The request {what} took too long to arrive.", "timeout_error", "request_timeout")
             if self.cycle is not None and not self.cycle.response_complete:
                 self.cycle.disconnected = True
                 self.cycle.message_event.set()
             self._refuse(error)
 
     def send_400_response(self, msg: str) -> None:
-        """What is no HTTP gets the same error shape as everything else."""
+        """Answer invalid HTTP with the same error shape as any other error."""
         too_large = self._phase == "header" and self._phase_bytes >= (self.config.h11_max_incomplete_event_size or 0)
         if too_large:
-            self._refuse(ApiError(431, "The headers are too large.", code="headers_too_large"))
+            self._refuse(ApiError(431, "The request headers are too large.", code="headers_too_large"))
         else:
             self._refuse(ApiError(400, "This is not a valid HTTP request.", code="invalid_http"))
 

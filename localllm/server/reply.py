@@ -1,7 +1,7 @@
-"""From a `Generation` to the response: opened in one place, whole or streamed, in the shape that an API gives it.
+"""Turns a `Generation` into the HTTP response, whole or streamed, in the format of each API.
 
-A stream may begin before its answer does: when the first piece takes longer than `PATIENCE_S`, the headers go out and
-comments keep the connection open; what fails from then on is an event of the stream.
+If the first chunk takes longer than `PATIENCE_S`, a stream sends its headers early, and comments keep the connection
+open; errors from then on are events of the stream.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from .service import Reservation, service_of
 log = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 15.0
-PATIENCE_S = 5.0  # how long an error before the first piece still gets a status of its own
-FEW_ROWS = 16  # that are written in the event loop
-SLICE_ROWS = 4096  # short ones, that are written before other threads may go on
+PATIENCE_S = 5.0  # an error before the first chunk gets its own HTTP status if it occurs within this time
+FEW_ROWS = 16  # up to this many rows are serialized in the event loop
+SLICE_ROWS = 4096  # short items serialized before other threads get the GIL
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 @dataclass(frozen=True, slots=True)
 class StreamFormat:
-    """How a stream is written."""
+    """Wire format of a stream."""
 
-    on_error: Callable[[LocalLLMError], bytes]  # the last chunk when something fails
-    done: bytes = b""  # the end
+    on_error: Callable[[LocalLLMError], bytes]  # the last chunk after an error
+    done: bytes = b""  # the end marker
     media_type: str = "text/event-stream; charset=utf-8"
-    ping: bytes = b": ping\n\n"  # sent when nothing came for a while; b"" for formats without comments
+    ping: bytes = b": ping\n\n"  # sent after a silence; b"" for formats without comments
 
 
 class Rendering(Protocol):
-    """How an API shows the answers of one request; both raise the error that ended an answer."""
+    """Renders the responses of one request in an API's format; both methods raise the error that ended a sequence."""
 
-    async def whole(self) -> dict[str, Any]: ...  # the body of a request that does not stream
-    def chunks(self) -> AsyncIterator[bytes]: ...  # the stream but its end
+    async def whole(self) -> dict[str, Any]: ...  # the body without streaming
+    def chunks(self) -> AsyncIterator[bytes]: ...  # the stream without its end marker
 
 
 async def reply(
@@ -57,7 +57,7 @@ async def reply(
 ) -> Response:  # fmt: skip
     """Answer a request. Raises LocalLLMError, ClientLeft.
 
-    before  work that may take long and says what is asked instead
+    before  slow work to do first; returns the `Generation` to run instead of `asked`
     """
     service = service_of(request)
 
@@ -87,7 +87,7 @@ async def reply(
 
 
 class Stream(Response):
-    """Bytes as they come."""
+    """Response that sends chunks as they arrive."""
 
     def __init__(self, chunks: AsyncGenerator[bytes], stream_format: StreamFormat) -> None:
         self.status_code = 200
@@ -99,7 +99,7 @@ class Stream(Response):
         self._sent_at = 0.0
 
     async def begin(self) -> None:
-        """Wait for the first piece, at most `PATIENCE_S`; an error before that is raised, for a status of its own."""
+        """Wait up to `PATIENCE_S` for the first chunk; an error in that time is raised and gets its own HTTP status."""
         try:
             done, _ = await asyncio.wait({self._first}, timeout=PATIENCE_S)
             if done:
@@ -109,7 +109,7 @@ class Stream(Response):
             raise
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI. Raises ClientLeft when the client does."""
+        """Send the response (ASGI). Raises ClientLeft when the client disconnects."""
         loop = asyncio.get_running_loop()
         self._sent_at = loop.time()
         pinging = asyncio.ensure_future(self._ping(send))
@@ -125,7 +125,7 @@ class Stream(Response):
             await self._close()
 
     async def _ping(self, send: Send) -> None:
-        """Keep the connection open while nothing comes."""
+        """Keep the connection open during silences."""
         loop = asyncio.get_running_loop()
         while self._format.ping:
             await asyncio.sleep(max(0.01, self._sent_at + KEEP_ALIVE_S - loop.time()))
@@ -134,7 +134,7 @@ class Stream(Response):
                 self._sent_at = loop.time()
 
     async def _guarded(self) -> AsyncIterator[bytes]:
-        """The pieces, and what ends them: an error is the last of them."""
+        """Yield the chunks, then the error if there is one, then the end marker."""
         end = self._format.done
         try:
             yield await asyncio.shield(self._first)
@@ -148,7 +148,7 @@ class Stream(Response):
         yield end
 
     async def _close(self) -> None:
-        """End the request behind it, wherever it is."""
+        """Abort the underlying request at whatever stage it is."""
         self._first.cancel()
         await asyncio.gather(self._first, return_exceptions=True)
         await self._chunks.aclose()
@@ -156,7 +156,7 @@ class Stream(Response):
 
 @asynccontextmanager
 async def unless_left(receive: Receive) -> AsyncIterator[None]:
-    """The block ends with ClientLeft when the client leaves first. Not to be used while the body is still read."""
+    """End the block with ClientLeft when the client disconnects. Use it only after the body has been read."""
     task = asyncio.current_task()
     assert task is not None
     left = False
@@ -184,12 +184,12 @@ _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",",
 
 
 def dumps(item: Any) -> bytes:
-    """Compact JSON."""
+    """Serialize to compact JSON."""
     return _encode(item).encode()
 
 
 async def with_rows(head: dict[str, Any], name: str, rows: Iterable[Any], count: int) -> Response:
-    """`head` and these rows as JSON. Where they are many a thread makes them: the interpreter writes one in one go."""
+    """Respond with `head` and rows as JSON; many rows are serialized one by one in a thread, to keep the GIL free."""
 
     def body() -> bytes:
         return dumps(head)[:-1] + f',"{name}":['.encode() + b",".join(map(dumps, rows)) + b"]}"
@@ -199,7 +199,7 @@ async def with_rows(head: dict[str, Any], name: str, rows: Iterable[Any], count:
 
 
 async def with_lists(answer: dict[str, Any], count: int) -> Response:
-    """An answer with lists of so many items as JSON. Long ones are written by a thread, slice by slice, as above."""
+    """Respond with JSON that holds lists of `count` items; long ones are serialized in a thread, slice by slice."""
 
     def listed(values: list[Any]) -> bytes:
         slices = (dumps(values[at : at + SLICE_ROWS])[1:-1] for at in range(0, len(values), SLICE_ROWS))
@@ -214,12 +214,12 @@ async def with_lists(answer: dict[str, Any], count: int) -> Response:
 
 
 def data(item: dict[str, Any]) -> bytes:
-    """One unnamed event."""
+    """One unnamed server-sent event."""
     return b"data: " + dumps(item) + b"\n\n"
 
 
 def named(name: str, item: dict[str, Any]) -> bytes:
-    """One named event."""
+    """One named server-sent event."""
     return b"event: " + name.encode() + b"\n" + data(item)
 
 
@@ -228,5 +228,5 @@ def line(item: dict[str, Any]) -> bytes:
     return dumps(item) + b"\n"
 
 
-# OpenAI's server-sent events: an error is an event, `[DONE]` is the end
+# OpenAI's server-sent events: errors are events, `[DONE]` is the end marker
 EVENTS = StreamFormat(lambda error: data(openai_body(error)), b"data: [DONE]\n\n")

@@ -1,4 +1,4 @@
-"""Answers seen from the event loop: deltas come once per step, wait for a slow reader merged, and end exactly once."""
+"""Responses on the event loop: one delta per step, merged while the reader is slow, and exactly one end."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from localllm.request import FinishReason
 
 log = logging.getLogger(__name__)
 
-MAX_PENDING = 64  # deltas that wait for their reader before new ones are merged into them
-Numbered = tuple[int, OutputDelta]  # with the number of the prompt that it answers
+MAX_PENDING = 64  # pending deltas before new ones are merged into them
+Numbered = tuple[int, OutputDelta]  # a delta with the number of its prompt
 
 
 class Mailbox:
-    """Deltas from engine threads to one event loop, which is woken once however many there are."""
+    """Passes deltas from engine threads to one event loop, with a single wake-up for all that are waiting."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -35,8 +35,8 @@ class Mailbox:
             self._loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
-        self._is_due = False  # before the queue is looked at: a delta that comes later wakes us again
-        for _ in range(len(self._items)):  # not until it is empty: a quick engine would never let it be
+        self._is_due = False  # before reading the queue: a delta that arrives later schedules another delivery
+        for _ in range(len(self._items)):  # bounded: a fast engine could keep the queue from ever being empty
             stream, deltas = self._items.popleft()
             try:
                 for number, delta in deltas:
@@ -46,15 +46,18 @@ class Mailbox:
 
 
 class AsyncResponseStream:
-    """The answers to all prompts of one request, being made."""
+    """The running generation of one request: the responses to all its prompts."""
 
     def __init__(
         self, mailbox: Mailbox, num_answers: int, on_end: Callable[[AsyncResponseStream], None], *, streams: bool
     ) -> None:
-        """`on_end` is called once, when all have ended, read or not; without `streams` deltas come when theirs has."""
-        self.num_answers = num_answers  # to each prompt
-        self.prompts: list[Sequence[int]] = []  # the token ids of those that the engine has taken
-        self._cut_by = ""  # what ended it before its time: deadline | shutdown
+        """`on_end` is called once, when all sequences have ended, read or not.
+
+        Without `streams`, the deltas of a sequence are delivered together when it ends.
+        """
+        self.num_answers = num_answers  # per prompt
+        self.prompts: list[Sequence[int]] = []  # token ids of the prompts submitted so far
+        self._cut_by = ""  # what ended it early: deadline | shutdown
         self._mailbox, self._on_end, self._streams = mailbox, on_end, streams
         self._requests: list[ResponseStream] = []
         self._open = self._unread = 0
@@ -65,16 +68,16 @@ class AsyncResponseStream:
 
     @property
     def num_pending(self) -> int:
-        """Deltas that wait for their reader."""
+        """Number of deltas waiting for the reader."""
         return len(self._pending)
 
     @property
     def has_ended(self) -> bool:
-        """Whether every answer has ended, read or not."""
+        """Whether every sequence has ended, read or not."""
         return self._open <= 0
 
     def listener(self, count: Callable[[OutputDelta], None]) -> Callable[[OutputDelta], None]:
-        """What the engine's thread gives the deltas of the next prompt to. `count` is told of each, read or not."""
+        """Return the listener for the next prompt's deltas, called in the engine's thread. `count` gets every delta."""
         number = len(self._requests)
         held: list[Numbered] = []
 
@@ -91,14 +94,14 @@ class AsyncResponseStream:
         return tell
 
     def started(self, request: ResponseStream) -> None:
-        """The engine has taken the next prompt."""
+        """Register the next prompt after its submission to the engine."""
         self._requests.append(request)
         self.prompts.append(request.prompt_token_ids)
         self._open += self.num_answers
         self._unread += self.num_answers
 
     def end_at(self, deadline: float) -> None:
-        """End with what there is at this time, on the monotonic clock."""
+        """End the response with the text so far at this time on the monotonic clock."""
         left = max(0.0, deadline - time.monotonic())
         self._timer = asyncio.get_running_loop().call_later(left, self.cut, "deadline")
 
@@ -117,13 +120,13 @@ class AsyncResponseStream:
             self._on_end(self)
 
     async def ready(self) -> None:
-        """Wait until there is a delta. Raises the error of an answer that failed before it had any."""
+        """Wait for the first delta. Raises its error if the request failed before producing any text."""
         await self._arrival()
         if (error := self._pending[0][1].error) is not None:
             raise error
 
     async def batches(self) -> AsyncIterator[list[Numbered]]:
-        """All deltas, as many at a time as there are; leaving early ends the request."""
+        """Yield all deltas in batches of what is available; leaving early aborts the request."""
         try:
             while self._unread > 0:
                 await self._arrival()
@@ -139,7 +142,7 @@ class AsyncResponseStream:
             await self._waiter
 
     async def outputs(self) -> list[RequestOutput]:
-        """The whole answers, one per prompt. Raises the error that ended one."""
+        """Return the complete outputs, one per prompt. Raises the error that ended one."""
         outputs = [RequestOutput(list(ids), self.num_answers) for ids in self.prompts]
         async for deltas in self.batches():
             for number, delta in deltas:
@@ -147,7 +150,7 @@ class AsyncResponseStream:
         return outputs
 
     async def rendered(self, render: Callable[[int, OutputDelta], list[bytes]]) -> AsyncIterator[bytes]:
-        """What `render` makes of every delta and the number of its prompt. Raises the error that ended an answer."""
+        """Yield what `render(prompt number, delta)` makes of every delta. Raises the error that ended a sequence."""
         async for deltas in self.batches():
             chunks: list[bytes] = []
             for number, delta in deltas:
@@ -158,16 +161,16 @@ class AsyncResponseStream:
                 yield b"".join(chunks)
 
     def abort(self) -> None:
-        """End it now if it has not ended; nobody reads it any more."""
+        """Abort the request if it has not ended; its output is no longer read."""
         self._abandoned = True
         self._pending.clear()
         self._stop()
 
     def cut(self, by: str) -> None:
-        """End it now with what it has; its reader gets a regular end, with `by` as its stop reason."""
+        """End the request now with the text so far; the reader gets a regular end with `by` as the stop reason."""
         self._cut_by = self._cut_by or by
         if not self.has_ended:
-            log.info("an answer was cut: %s", by)
+            log.info("cut a response short: %s", by)
             self._stop()
 
     def _stop(self) -> None:
@@ -177,13 +180,13 @@ class AsyncResponseStream:
 
 
 class Blocks:
-    """Which block of an answer a part belongs to: another begins when the kind of text changes, or the call."""
+    """Splits the parts of a response into blocks: a new one begins when the kind of text or the tool call changes."""
 
     def __init__(self) -> None:
         self._last: tuple[str, int] | None = None
 
     def read(self, kind: str, text: str) -> tuple[bool, dict[str, Any]]:
-        """(whether another block begins, the part: a call's delta or {"text": text})"""
+        """Return (whether a new block begins, the part: a call's delta or {"text": text})."""
         part: dict[str, Any] = json.loads(text) if kind == "tool_call" else {"text": text}
         block = (kind, part.get("index", -1))
         begins, self._last = block != self._last, block
@@ -191,19 +194,19 @@ class Blocks:
 
 
 def keep(pending: list[Numbered], number: int, delta: OutputDelta) -> None:
-    """Add a delta to those that wait; when there are many, to the last of the same answer."""
+    """Append a delta to the pending ones; when there are many, merge it into the last one of the same sequence."""
     if len(pending) >= MAX_PENDING:
         for other_number, other in reversed(pending):
             if (other_number, other.index) == (number, delta.index):
                 if delta.logprobs and other.parts and delta.parts and other.parts[-1][0] != delta.parts[0][0]:
-                    break  # the log-probabilities of an answer are told from those of the reasoning before it
+                    break  # keep the log-probabilities of the content apart from those of the reasoning before it
                 merge(other, delta)
                 return
     pending.append((number, delta))
 
 
 def merge(first: OutputDelta, later: OutputDelta) -> None:
-    """Add what came later to a delta of the same answer."""
+    """Merge a later delta into an earlier one of the same sequence."""
     for kind, text in later.parts:
         if first.parts and first.parts[-1][0] == kind and kind != "tool_call":
             first.parts[-1] = (kind, first.parts[-1][1] + text)

@@ -1,6 +1,6 @@
-"""`serve`: bind, answer at once (503 while the models load), run until a signal, drain; a second signal ends it now.
+"""`serve`: bind, answer at once (503 while models load), run until a signal, drain; a second signal exits immediately.
 
-`BackgroundServer` is the same beside a program that holds the model itself, such as a chat.
+`BackgroundServer` serves the model of a program that keeps running, such as a chat.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from .service import Service, ServiceOptions
 
 log = logging.getLogger(__name__)
 
-DRAIN_S = 25.0  # for answers to end by themselves; then they are cut, and end regularly
-CUT_S = 3.0  # for connections that are left then
-STOP_S = 2 * CUT_S + 2  # for answers to be cut and connections to be closed, in the background
-LOADING_S = 0.5  # for a load that is under way when the server ends
+DRAIN_S = 25.0  # time for responses to finish; after that they are cut short, with a regular end
+CUT_S = 3.0  # time for the connections that are still open then
+STOP_S = 2 * CUT_S + 2  # time for a background server to cut responses and close connections
+LOADING_S = 0.5  # time for a load in progress to stop at shutdown
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 HEADER_BYTES = 32 << 10
 KEEP_ALIVE_S = 60
 BACKLOG = 512
 FIRST_LISTEN_FD = 3  # sd_listen_fds(3)
-FILES = 65536  # open files wanted: every connection is one
+FILES = 65536  # open file limit to request; each connection uses one
 
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions(AppOptions):
-    """Where and how to listen; only browsers and programs of this machine reach a loopback address."""
+    """Where and how to listen."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     unix: Path | None = None  # a socket file instead of host and port
     insecure: bool = False  # allow a non-loopback address without a key
-    preload: tuple[str, ...] = ()  # models to load before requests are taken
+    preload: tuple[str, ...] = ()  # models to load before requests are accepted
     service: ServiceOptions = ServiceOptions()
 
     def __post_init__(self) -> None:
@@ -59,7 +59,7 @@ class ServeOptions(AppOptions):
 
 
 class Served(Protocol):
-    """Whatever answers: a `Service`, or the door before several of them."""
+    """What a server can drain: a `Service`, or the `Door` in front of replicas."""
 
     is_draining: bool
 
@@ -69,19 +69,19 @@ class Served(Protocol):
 
 
 class Hooks(Protocol):
-    """What the command does at the turns of a server's life, in its event loop."""
+    """Callbacks of the command at the stages of a server's life, in its event loop."""
 
-    def listening(self, url: str) -> None: ...  # the address answers; requests get 503 until `ready`
-    def ready(self, url: str, service: Any) -> None: ...  # requests are taken
-    def tick(self) -> None: ...  # a tenth of a second passed
-    def draining(self, running: int, again: bool) -> None: ...  # a signal came; `again`: the process ends at once
+    def listening(self, url: str) -> None: ...  # the port is open; requests get 503 until `ready`
+    def ready(self, url: str, service: Any) -> None: ...  # requests are accepted
+    def tick(self) -> None: ...  # called every 0.1 s
+    def draining(self, running: int, again: bool) -> None: ...  # a signal arrived; `again`: the process exits at once
 
 
 def bind(options: ServeOptions) -> socket.socket:
-    """A listening socket, before anything slow happens. Raises ConfigError or ServerError (port busy)."""
+    """Open a listening socket, before anything slow. Raises ConfigError, or ServerError if the port is in use."""
     if options.unix is not None:
         return _bind_unix(options.unix)
-    given = _inherited()
+    given = _systemd_socket()
     host = options.host if given is None or given.family == socket.AF_UNIX else given.getsockname()[0]
     if not is_loopback(host) and not options.api_keys and not options.insecure:
         raise ConfigError(
@@ -95,19 +95,17 @@ def bind(options: ServeOptions) -> socket.socket:
 
 
 def bind_ollama(options: ServeOptions, first: socket.socket) -> list[socket.socket]:
-    """The socket at Ollama's address, where one is wanted and `first` is not it. Raises ServerError (port busy)."""
+    """Bind Ollama's address too, if enabled and not already `first`. Raises ServerError if the port is in use."""
     if options.ollama is None or first.getsockname() == options.ollama:
         return []
     return [
-        _bind_tcp(
-            *options.ollama, "end what listens there: systemctl stop ollama, or localllm stop; or leave --ollama out"
-        )
+        _bind_tcp(*options.ollama, "free the port with systemctl stop ollama or localllm stop, or leave out --ollama")
     ]
 
 
 def _bind_tcp(host: str, port: int, fix: str) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # the protocol is named because asyncio turns Nagle's delay of 40 ms off only where it can read it
+    # name the protocol: asyncio disables Nagle's algorithm (40 ms delays) only on sockets with IPPROTO_TCP
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     with _listening(sock, f"{host} port {port}", fix):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -116,37 +114,37 @@ def _bind_tcp(host: str, port: int, fix: str) -> socket.socket:
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
                 what = f"{host} is not an address of this machine"
-                raise ConfigError(what, "use --host 127.0.0.1, or --host 0.0.0.0 for all its addresses") from None
+                raise ConfigError(what, "use --host 127.0.0.1, or --host 0.0.0.0 for all addresses") from None
             raise
     return sock
 
 
-def _inherited() -> socket.socket | None:
-    """The socket that systemd listens on for us (sd_listen_fds(3)), if it does. Raises ServerError for another kind."""
+def _systemd_socket() -> socket.socket | None:
+    """The socket passed by systemd (sd_listen_fds(3)), or None. Raises ServerError if it is of another kind."""
     for_us = os.environ.get("LISTEN_PID") == str(os.getpid())
     count = os.environ.get("LISTEN_FDS", "") if for_us else ""
     if not count:
         return None
-    for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"):  # not for processes that we start
+    for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"):  # child processes must not inherit them
         os.environ.pop(name, None)
     try:
         sock = socket.socket(fileno=FIRST_LISTEN_FD)
         sock.set_inheritable(False)
         if count != "1" or not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            raise OSError("one listening stream socket is expected")
+            raise OSError("expected one listening stream socket")
     except OSError as error:
         raise ServerError(f"the socket from systemd cannot be used: {error}", "see ListenStream in the unit") from error
     return sock
 
 
 def _bind_unix(path: Path) -> socket.socket:
-    """A socket file that only its owner may use; one that a dead server left is replaced."""
+    """Bind a socket file with access for its owner only; a stale file of a dead server is replaced."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     with _listening(sock, str(path), "choose another --unix PATH"):
         if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
                 if probe.connect_ex(str(path)) == 0:
-                    raise ServerError(f"another server listens on {path}", "choose another --unix PATH")
+                    raise ServerError(f"another server is listening on {path}", "choose another --unix PATH")
             path.unlink()
         old = os.umask(0o177)
         try:
@@ -158,7 +156,7 @@ def _bind_unix(path: Path) -> socket.socket:
 
 @contextlib.contextmanager
 def _listening(sock: socket.socket, where: str, fix: str) -> Iterator[None]:
-    """The socket listens after the block, or is closed. Raises ServerError, and what the block does."""
+    """Listen after the block, or close the socket on failure. Raises ServerError, and LocalLLMErrors of the block."""
     try:
         yield
         sock.listen(BACKLOG)
@@ -170,10 +168,9 @@ def _listening(sock: socket.socket, where: str, fix: str) -> Iterator[None]:
 
 
 def serve(pool: ModelPool, options: ServeOptions, hooks: Hooks) -> bool:
-    """Listen until SIGINT, SIGTERM or SIGHUP. Closes `pool`; False when a model is still being loaded.
+    """Serve until SIGINT, SIGTERM or SIGHUP, then close `pool`; returns False if a model is still loading.
 
-    Raises ConfigError, ServerError, what loading a preloaded model failed with, or DeviceError when an engine died for
-    good.
+    Raises ConfigError, ServerError, the error of a failed preload, or DeviceError if an engine died for good.
     """
     try:
         with listening(options) as socks:
@@ -182,18 +179,18 @@ def serve(pool: ModelPool, options: ServeOptions, hooks: Hooks) -> bool:
         pool.close(LOADING_S)
         raise
     freed = pool.close(LOADING_S if pool.is_loading else None)
-    for number in SIGNALS:  # all is done: a late one would only end in a traceback
+    for number in SIGNALS:  # the work is done, and a late signal would only print a traceback
         signal.signal(number, signal.SIG_IGN)
     return freed
 
 
 @contextlib.contextmanager
 def listening(options: ServeOptions) -> Iterator[list[socket.socket]]:
-    """The sockets to answer at, closed after the block. Raises ConfigError or ServerError."""
+    """Open the listening sockets, and close them after the block. Raises ConfigError or ServerError."""
     socks = [bind(options)]
     try:
         socks += bind_ollama(options, socks[0])
-        _more_files()
+        _raise_file_limit()
         yield socks
     finally:
         for sock in socks:
@@ -203,8 +200,8 @@ def listening(options: ServeOptions) -> Iterator[list[socket.socket]]:
                 options.unix.unlink()
 
 
-def _more_files() -> None:
-    """As many open files as the system allows: the usual 1,024 would be the limit of connections."""
+def _raise_file_limit() -> None:
+    """Raise the open file limit, up to `FILES`: the usual 1,024 would limit the number of connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
     if soft < wanted:
@@ -231,18 +228,18 @@ async def _run(socks: list[socket.socket], pool: ModelPool, options: ServeOption
         if error is not None and not (service.is_draining and isinstance(error, Aborted | DeviceError)):
             raise error
         if broken := pool.broken:
-            raise DeviceError(f"{broken} while serving", "restart the server; its log holds the cause")
+            raise DeviceError(f"{broken} while serving", "restart the server; its log shows the cause")
     finally:
         service.close()
 
 
 def make_server(service: Service, options: AppOptions) -> Any:
-    """uvicorn's server over our application, our connection class and our signals."""
+    """Create a uvicorn server for our application, with our connection class and signal handling."""
     return server_of(create_app(service, options))
 
 
 def server_of(app: Any) -> Any:
-    """The same over any application."""
+    """Like `make_server`, for any ASGI application."""
     import uvicorn
 
     from .protocol import Connection
@@ -256,7 +253,7 @@ def server_of(app: Any) -> Any:
     )  # fmt: skip
 
     class Server(uvicorn.Server):
-        """uvicorn's server, with the signals left to us: it would raise them again after draining."""
+        """uvicorn's server without its signal handling, which would raise the signals again after draining."""
 
         def capture_signals(self) -> Any:
             return contextlib.nullcontext()
@@ -265,7 +262,7 @@ def server_of(app: Any) -> Any:
 
 
 def url_of(sock: socket.socket) -> str:
-    """Where a bound socket is reached: `http://host:port`, or `unix:path`."""
+    """The URL of a bound socket: `http://host:port`, or `unix:path`."""
     name = sock.getsockname()
     if isinstance(name, str):
         return f"unix:{name}"
@@ -281,7 +278,7 @@ async def _preload(service: Service, names: tuple[str, ...], server: Any, hooks:
     except Exception:
         server.should_exit = True
         raise
-    gc.freeze()  # what stays for as long as the server runs: nobody waits while it is looked through
+    gc.freeze()  # exclude long-lived objects from garbage collection, which would delay requests
     service.is_loading = False
     if not service.is_draining:
         hooks.ready(url, service)
@@ -289,13 +286,13 @@ async def _preload(service: Service, names: tuple[str, ...], server: Any, hooks:
 
 @contextlib.contextmanager
 def signals(service: Served, server: Any, hooks: Hooks) -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP end the server as they should, within the block."""
+    """Handle SIGINT, SIGTERM and SIGHUP during the block: the first drains the server, the second exits."""
     loop = asyncio.get_running_loop()
     draining: list[asyncio.Task[None]] = []
 
     def drop(number: int) -> None:
         hooks.draining(service.num_reserved, True)
-        os._exit(128 + number)  # a step in flight, a load or a download may take long: nothing is worth waiting for
+        os._exit(128 + number)  # do not wait for a running step, load or download, which may take long
 
     def stop(number: int) -> None:
         if draining:
@@ -310,11 +307,11 @@ def signals(service: Served, server: Any, hooks: Hooks) -> Iterator[None]:
     finally:
         for number in SIGNALS:
             loop.remove_signal_handler(number)
-            signal.signal(number, lambda number, _: drop(number))  # while connections, threads and models are closed
+            signal.signal(number, lambda number, _: drop(number))  # for the time it takes to close models and threads
 
 
 async def drain(service: Served, server: Any, drain_s: float) -> None:
-    """Refuse what is new with 503, let what runs end, cut what does not."""
+    """Reject new requests with 503, wait up to `drain_s` for running ones, then cut the rest short."""
     service.is_draining = True
     loop = asyncio.get_running_loop()
     deadline = loop.time() + drain_s
@@ -329,23 +326,23 @@ async def drain(service: Served, server: Any, drain_s: float) -> None:
 
 
 async def _watch(service: Service, server: Any, hooks: Hooks) -> None:
-    """Tell the command that time passes; end the server, once its answers are out, when an engine is dead for good."""
+    """Call the command's tick, and stop the server when an engine is dead for good."""
     while True:
         hooks.tick()
         if service.pool.broken and not server.should_exit:
-            log.error("%s: the server ends", service.pool.broken)
+            log.error("%s; shutting down", service.pool.broken)
             server.should_exit = True
         await asyncio.sleep(0.1)
 
 
 class BackgroundServer:
-    """Serves one loaded model, in a thread of its own; the model stays its owner's: stop this before it is closed."""
+    """Serves one loaded model in its own thread. The caller owns the model, and stops the server before closing it."""
 
     def __init__(
         self, llm: LLM, names: Sequence[str], options: ServeOptions,
         ended: Callable[[BackgroundServer], None] = lambda _: None,  # called from its thread when the port is closed
     ) -> None:  # fmt: skip
-        """Answer from now on. `names`: the model's id, then its aliases. Raises ConfigError or ServerError."""
+        """Start serving. `names`: the model's id, then its aliases. Raises ConfigError or ServerError."""
         sock = bind(options)
         self.url = url_of(sock)
         self._ended = ended
@@ -360,14 +357,14 @@ class BackgroundServer:
 
     @property
     def is_running(self) -> bool:
-        """False once it has ended, by itself or by `stop`."""
+        """False once the server has ended, after `stop` or on an error."""
         return self._thread.is_alive()
 
     def stop(self) -> None:
-        """Close the port, cut what runs. Returns when that is done; twice does nothing."""
+        """Close the port and cut running responses short; returns when done. A second call does nothing."""
         try:
-            self._loop.call_soon_threadsafe(self._begin_to_end)
-        except RuntimeError:  # the loop is closed: it has ended
+            self._loop.call_soon_threadsafe(self._begin_shutdown)
+        except RuntimeError:  # the loop is closed, so the server has ended
             return
         self._thread.join(STOP_S)
 
@@ -378,12 +375,12 @@ class BackgroundServer:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
                 runner.run(self._server.serve(sockets=[sock]))
         except Exception:
-            log.exception("the endpoint ended")
+            log.exception("the endpoint stopped with an error")
         finally:
             self._service.close()
             sock.close()
             self._pool.close(0)
             self._ended(self)
 
-    def _begin_to_end(self) -> None:
+    def _begin_shutdown(self) -> None:
         self._ending = self._ending or self._loop.create_task(drain(self._service, self._server, 0.0))

@@ -1,4 +1,4 @@
-"""What the pool keeps: the models that may be asked for, how they are loaded, and where each of them stands."""
+"""The data of the model pool: served models, their loader and options, and the state and lease of each."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# a model that may stay as long as this stays; no wait is longer, which the system's would refuse
+# a longer time to live means forever; it also bounds waits, because the system rejects longer ones
 MAX_TTL_S = 10 * 365 * 86_400
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model that may be asked for."""
+    """A model that requests may name."""
 
     name: str  # the id clients use
-    source: str  # what the loader is given
+    source: str  # what the loader opens
     aliases: tuple[str, ...] = ()
     size_bytes: int = 0
     params: int = 0
@@ -40,15 +40,15 @@ class ServedModel:
     chat: bool = True
     license: str = ""
     modified: float = 0.0  # seconds since the epoch
-    container: str = "safetensors"  # what the files are: gguf | safetensors
-    also: tuple[str, ...] = ()  # names that find it and are in no list: what Ollama calls it
-    embeds: bool = False  # it gives vectors and generates nothing
-    sees: bool = False  # it takes images
-    template_of: Callable[[], str] = field(default=str, compare=False)  # its chat template, read when it is called
+    container: str = "safetensors"  # file format: gguf | safetensors
+    also: tuple[str, ...] = ()  # unlisted names that also match, such as Ollama's
+    embeds: bool = False  # an embedding model, which does not generate
+    sees: bool = False  # accepts images
+    template_of: Callable[[], str] = field(default=str, compare=False)  # reads its chat template
 
     @classmethod
     def of(cls, llm: LLM, names: Sequence[str]) -> ServedModel:
-        """What a loaded model is; `names[0]` is its id, the others are aliases."""
+        """Describe a loaded model; `names[0]` is its id, the others are aliases."""
         facts = llm.facts
         return cls(
             names[0], str(llm.path), tuple(names[1:]), facts.weight_bytes, facts.num_params, facts.stored_format,
@@ -61,26 +61,26 @@ class ServedModel:
         return self.name, *self.aliases
 
     def check_chats(self) -> None:
-        """Raise InvalidRequest where it answers no conversation, which is known before it is loaded."""
+        """Raise InvalidRequest if the model cannot chat; this is known before it is loaded."""
         if self.embeds:
             raise embeds_only(self.name)
         if not self.chat:
             raise InvalidRequest(
-                f"{self.name} is a base model: its files hold no chat template",
+                f"{self.name} is a base model: it has no chat template",
                 "send the text to /v1/completions",
                 param="messages",
             )
 
 
 def container_of(path: Path) -> str:
-    """What a model's files are: gguf or safetensors."""
+    """The file format of a model: gguf or safetensors."""
     if path.is_dir():
         return "safetensors" if any(path.glob("*.safetensors")) or not any(path.glob("*.gguf")) else "gguf"
     return "safetensors" if path.suffix == ".safetensors" else "gguf"  # Ollama's files have no suffix
 
 
 class State(StrEnum):
-    """Where a model stands."""
+    """State of a model in the pool."""
 
     ABSENT = "absent"
     LOADING = "loading"
@@ -90,16 +90,16 @@ class State(StrEnum):
 
 
 class Loader(Protocol):
-    """How models are planned and loaded; handed in by who knows the options."""
+    """Plans and loads models, with the options of the program that creates the pool."""
 
-    def plan(self, model: ServedModel, machine: MachineFacts) -> Any: ...  # what would run: a `plan.planner.Plan`
+    def plan(self, model: ServedModel, machine: MachineFacts) -> Any: ...  # returns a `plan.planner.Plan`
     def load(
         self, model: ServedModel, machine: MachineFacts, on_progress: OnProgress, cancel: threading.Event
     ) -> LLM: ...
 
 
 class Library(Protocol):
-    """The models on this machine as they may be changed. All raise LocalLLMError and take as long as they need."""
+    """Changes to the models on this machine. All methods raise LocalLLMError and may take long."""
 
     def pull(self, name: str, progress: OnProgress, cancel: threading.Event) -> None: ...
     def remove(self, name: str) -> None: ...
@@ -108,32 +108,32 @@ class Library(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PoolOptions:
-    """How long models stay."""
+    """How long models stay loaded."""
 
-    ttl_s: float | None = 1800.0  # an unused model is unloaded after this time; None never
-    pinned: tuple[str, ...] = ()  # models that stay, by name
-    # both are called in the loading thread: at every phase of a load; before a new engine gets its first request
+    ttl_s: float | None = 1800.0  # an idle model is unloaded after this time; None never
+    pinned: tuple[str, ...] = ()  # names of models that are never unloaded when idle
+    # called in the loader thread at every phase of a load, and before a new engine gets its first request
     on_progress: Callable[[str, LoadProgress], None] | None = None
     on_loaded: Callable[[ServedModel, LLM], None] | None = None
 
 
 @dataclass(slots=True)
 class PoolEntry:
-    """A model somebody asked for, as the pool keeps it: changed under the pool's lock only."""
+    """A requested model in the pool; changed only under the pool's lock."""
 
     model: ServedModel
     pinned: bool
     state: State = State.ABSENT
     llm: LLM | None = None
-    users: int = 0  # leases that are held
+    users: int = 0  # number of leases held
     ttl_s: float | None = None
     loaded_at: float = 0.0  # on the wall clock
     last_used: float = 0.0  # on the monotonic clock, like `restarted_at` and `waits_since`
     restarted_at: float | None = None
-    broken: str = ""  # why its engine is not started again; "" while it is well
+    broken: str = ""  # why its engine is not restarted; "" while it works
     waits_since: float | None = None
     waiting: list[Future[Lease]] = field(default_factory=list)  # requests that get a lease when it is ready
-    # what a person asked for, done when nobody uses the model
+    # user commands, run when no lease is held
     commands: list[tuple[Callable[[PoolEntry], None], Future[bool]]] = field(default_factory=list)
 
     @property
@@ -142,25 +142,25 @@ class PoolEntry:
 
     @property
     def expiry(self) -> float | None:
-        """When it is unloaded, on the monotonic clock, if nobody asks; None: it stays."""
+        """When the model is unloaded if it stays idle, on the monotonic clock; None if it stays loaded."""
         if self.pinned or self.ttl_s is None or self.users or self.llm is None:
             return None
         return self.last_used + self.ttl_s if self.ttl_s < MAX_TTL_S else None
 
     @property
     def expires_in_s(self) -> float | None:
-        """Seconds until it is unloaded if nobody asks; None: it stays."""
+        """Seconds until the model is unloaded if it stays idle; None if it stays loaded."""
         return None if (expiry := self.expiry) is None else max(0.0, expiry - time.monotonic())
 
     def free(self, llm: LLM) -> None:
-        """Close its model; one that fails to close is given up all the same, and nobody waits for it."""
+        """Close the model; an error is only logged, because the entry is dropped either way."""
         try:
             llm.close()
         except Exception:
             log.exception("closing %s failed", self.name)
 
     def explained(self, doing: str, error: Exception) -> LocalLLMError:
-        """An error that a user can be shown."""
+        """Turn an error into one that can be shown to a user; unexpected ones are logged."""
         if isinstance(error, LocalLLMError):
             return error
         log.error("%s %s failed", doing, self.name, exc_info=error)
@@ -168,21 +168,21 @@ class PoolEntry:
 
 
 class Lease:
-    """The right to use a loaded model, which stays at least until `release`."""
+    """The right to use a loaded model, which stays loaded at least until `release`."""
 
     def __init__(self, llm: LLM, give_back: Callable[[], None]) -> None:
         self.llm = llm
         self._give_back: Callable[[], None] | None = give_back
 
     def release(self) -> None:
-        """Give it back; twice does nothing."""
+        """Give the lease back; a second call does nothing."""
         give_back, self._give_back = self._give_back, None
         if give_back is not None:
             give_back()
 
 
 def without_promised(machine: MachineFacts, loaded: Iterable[PoolEntry]) -> MachineFacts:
-    """The facts without what loaded models on the CPU have promised to themselves and not touched yet."""
+    """Subtract the KV cache memory that models on the CPU have reserved but not touched yet."""
     promised = 0
     for entry in loaded:
         if entry.llm is not None and entry.state is State.READY and entry.llm.plan.device == "cpu":
@@ -192,7 +192,7 @@ def without_promised(machine: MachineFacts, loaded: Iterable[PoolEntry]) -> Mach
 
 
 def with_freed(machine: MachineFacts, freed: Iterable[PoolEntry]) -> MachineFacts:
-    """The facts if these models were unloaded."""
+    """The machine's facts as they would be with these models unloaded."""
     ram, gpus = machine.ram_available_bytes, list(machine.gpus)
     for entry in freed:
         assert entry.llm is not None

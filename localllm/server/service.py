@@ -1,7 +1,7 @@
-"""What the routes share: the models behind them, who may be answered next, and a request's one way to the engine.
+"""State shared by all routes: the models, their queues, and the single path from a request to the engine.
 
-The order is the same for every API: find the model (404), see that requests are taken (503), reserve a place (429),
-wait for the model to be loaded, make token ids off the event loop, wait for its turn, hand it to the engine.
+The order is the same for every API: find the model (404), check that requests are accepted (503), reserve a place
+(429), wait until the model is loaded, tokenize off the event loop, wait for the request's turn, submit to the engine.
 """
 
 from __future__ import annotations
@@ -38,37 +38,37 @@ from .served_model import Lease, ServedModel, State
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-STALL_S = 12.0  # a step older than this, and than three of the longest so far, means that nothing is being answered
-TEXT_THREADS = 4  # threads that render and tokenise
-INLINE_CHARS = 2000  # shorter texts are tokenised in the event loop: a thread would cost more (0.1 ms) than they do
+STALL_S = 12.0  # the engine is stalled if a step takes longer than this and than three times the longest step so far
+TEXT_THREADS = 4  # threads that render templates and tokenize
+INLINE_CHARS = 2000  # shorter texts are tokenized in the event loop: handing them to a thread costs more (0.1 ms)
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceOptions:
-    """How many requests are taken."""
+    """Limits and defaults for requests."""
 
-    parallel: int = 4  # sequences a model answers side by side
+    parallel: int = 4  # sequences that a model runs concurrently
     max_queue: int = 256  # requests that may wait, per model
-    default_model: str = ""  # the id meant by a request that names none, where several models are served
+    default_model: str = ""  # the id for requests that name no model, if several are served
     mcp: tuple[ServerEntry, ...] = ()  # MCP servers whose tools clients may call
-    adapters: Mapping[str, str] = field(default_factory=dict)  # NAME -> folder, of the model that `adapted` names
+    adapters: Mapping[str, str] = field(default_factory=dict)  # name -> folder, for the model `adapted`
     adapted: str = ""
 
 
 @dataclass(slots=True)
 class Reservation:
-    """A request's place with a model: a ticket of its queue, then the loaded model, then the stream of its answers."""
+    """A request's hold on a model: a queue ticket, then the lease, then the stream of its responses."""
 
     model: ServedModel
     ticket: Ticket
     exchange: Exchange
     lease: Lease | None = None
     running: AsyncResponseStream | None = None
-    adapter: str = ""  # its name
+    adapter: str = ""  # name of the LoRA adapter
 
     @property
     def name(self) -> str:
-        """What answers tell: of the adapter, else of the model."""
+        """The model name that responses show: the adapter's, else the model's."""
         return self.adapter or self.model.name
 
     @property
@@ -86,14 +86,14 @@ class Reservation:
             self.running.abort()
 
     def release(self) -> None:
-        """Give ticket and lease back; twice does nothing."""
+        """Release the ticket and the lease; a second call does nothing."""
         self.ticket.release()
         if self.lease is not None:
             self.lease.release()
 
 
 class Service:
-    """The models and the order of their requests. Used from one event loop."""
+    """The models and the queues of their requests. Used from one event loop."""
 
     def __init__(self, pool: ModelPool, options: ServiceOptions | None = None) -> None:
         self.pool = pool
@@ -106,15 +106,15 @@ class Service:
         self.responses = ResponseStore()
         self.mcp = OwnersTools(self.options.mcp) if self.options.mcp else None
         self.is_draining = False
-        self.is_loading = False  # the models that were named at the start are not there yet
+        self.is_loading = False  # the models named at startup are not loaded yet
         self._streams: set[AsyncResponseStream] = set()
         self._mailbox: Mailbox | None = None
         self._text = ThreadPoolExecutor(TEXT_THREADS, "text")
-        # of their own: they wait for each other, up to two seconds each, and asyncio's few threads parse bodies
+        # separate from asyncio's few threads, which parse bodies: jobs wait for each other, up to two seconds each
         self._rules = ThreadPoolExecutor(TEXT_THREADS, "rules")
 
     def close(self) -> None:
-        """End the threads and the MCP servers; the models are their owner's."""
+        """Stop the threads and the MCP servers; the models belong to the caller."""
         if self.mcp is not None:
             self.mcp.close()
         for threads in (self._text, self._rules):
@@ -124,32 +124,32 @@ class Service:
         return await self.in_thread(self.pool.models)
 
     async def find(self, asked: str | None) -> ServedModel:
-        """The model a request means: one that names none, the default or the only one. Raises LocalLLMError."""
+        """Find the model of a request; one that names none gets the default or the only one. Raises LocalLLMError."""
         if asked:
             known, adapter = self.pool.known(asked), self.adapters.find(asked)
             name = asked if adapter is None else adapter.model
             return known if known is not None else await self.in_thread(lambda: self.pool.find(name))
         models = await self.models()
         if not models:
-            raise ApiError(404, "No model is on this machine.", code="model_not_found", param="model")
+            raise ApiError(404, "There are no models on this machine.", code="model_not_found", param="model")
         default = self.pool.known(self.options.default_model) if self.options.default_model else None
         if default is None and len(models) > 1:
             names = ", ".join(model.name for model in models[:8])
-            message = f"A request must name its model where several are served; there are: {names}"
+            message = f"The request must name a model, since several are served: {names}"
             raise invalid(message, "model", "missing_required_parameter")
         return default or models[0]
 
     def refuse_adapter(self, asked: str | None) -> None:
-        """Raise ApiError 400 where a request for vectors names an adapter."""
+        """Raise ApiError 400 if an embedding request names an adapter."""
         if (adapter := self.adapters.find(asked)) is not None:
-            raise invalid(f"Vectors are made without adapters: name {adapter.model} alone.", "model")
+            raise invalid(f"Embeddings do not support adapters: use the model name {adapter.model} alone.", "model")
 
     def check_ready(self) -> None:
-        """Raise ApiError 503 when nothing new is taken."""
+        """Raise ApiError 503 while no new requests are accepted."""
         if self.is_draining:
             raise shutting_down()
         if self.is_loading:
-            raise ApiError(503, "The model is being loaded.", "unavailable_error", "model_loading")
+            raise ApiError(503, "The model is still loading.", "unavailable_error", "model_loading")
         if broken := self.pool.broken:
             raise ApiError(503, f"{broken}; restart the server.", "server_error", "engine_dead")
         for row in self.pool.loaded():
@@ -163,7 +163,7 @@ class Service:
                 raise ApiError(503, f"The engine of {row.name} is being restarted.", "server_error", "engine_dead")
 
     def check_room(self) -> None:
-        """Raise ApiError 503 or 429 where that is certain before a request is read: most refusals are made here."""
+        """Raise ApiError 503 or 429 before a request is read, if that is already certain, as it is for most of them."""
         if self.is_draining:
             self.check_ready()
         only = self.pool.only
@@ -175,7 +175,7 @@ class Service:
         self, request: Request, name: str | None, *, user: str = "", priority: int = 0, cost: int = 1,
         deadline: float | None = None,
     ) -> AsyncIterator[Reservation]:  # fmt: skip
-        """A place with a loaded model (see `Ticket`), given back after the block unless a stream has taken it over."""
+        """Hold a place and a loaded model during the block (see `Ticket`), unless a stream takes them over."""
         model = await self.find(name)
         self.check_ready()
         exchange = exchange_of(request.scope)
@@ -184,18 +184,18 @@ class Service:
         ticket = self.queues[model.name].reserve(client, priority=priority, cost=cost, deadline=deadline)
         reservation = Reservation(model, ticket, exchange)
         try:
-            await asyncio.sleep(0)  # whoever came at the same time is refused before anybody's text is read
+            await asyncio.sleep(0)  # let requests that arrived together be rejected before any text is tokenized
             reservation.lease = await self.lease(model)
             yield reservation
         except BaseException:
             reservation.abort()
             raise
         finally:
-            if reservation.running is None:  # else the end of its stream gives it back
+            if reservation.running is None:  # otherwise the end of its stream releases it
                 reservation.release()
 
     async def lease(self, model: ServedModel) -> Lease:
-        """A loaded model; waits for it. Raises what loading failed with."""
+        """Wait until the model is loaded and lease it. Raises the error that loading failed with."""
         future = self.pool.acquire(model)
         if future.done():
             return future.result()
@@ -203,28 +203,28 @@ class Service:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             future.cancel()
-            future.add_done_callback(_give_back)  # it may be on its way all the same, from another thread
+            future.add_done_callback(_give_back)  # another thread may grant it in the meantime
             raise
 
     async def text_work(self, size: int, work: Callable[[], T]) -> T:
-        """Make token ids (or text): short ones here, others in a thread. `size` in characters."""
+        """Run tokenization work, in a thread if it is long. `size` is in characters."""
         if size <= INLINE_CHARS:
             return work()
         return await self.in_thread(work)
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        """Whatever may take long, off the event loop."""
+        """Run work that may take long off the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._text, work)
 
     async def encode(self, llm: LLM, prompts: Conversation | Sequence[str | list[int]]) -> list[list[int]]:
-        """Token ids of every prompt; conversations and long texts off the event loop."""
+        """Return the token ids of every prompt; conversations and long texts are encoded off the event loop."""
         if isinstance(prompts, Conversation):
             return [await self.in_thread(lambda: prompts.encode(llm))]
         size = sum(len(p) for p in prompts if isinstance(p, str))
         return await self.text_work(size, lambda: [llm.encode_prompt(p) for p in prompts])
 
     async def open(self, request: Request, asked: Generation) -> Reservation:
-        """Wait, tokenise, submit: a reservation with a stream. Raises LocalLLMError."""
+        """Reserve, tokenize and submit; returns a reservation with a stream. Raises LocalLLMError."""
         while True:
             try:
                 return await self._open(request, asked)
@@ -278,18 +278,18 @@ class Service:
                 listener = stream.listener(meter.take)
                 stream.started(llm.submit(prompt, params, priority=-asked.priority, listener=listener, **more))
                 self._streams.add(stream)
-                reservation.running = stream  # from now on the stream gives it back
+                reservation.running = stream  # from now on the end of the stream releases the reservation
             if asked.deadline is not None:
                 stream.end_at(asked.deadline)
         return reservation
 
     @property
     def num_reserved(self) -> int:
-        """Requests that hold a place, with an engine or not."""
+        """Number of requests that hold a place, running or waiting."""
         return sum(queue.num_reserved for queue in self.queues.values())
 
     def cut_all(self) -> None:
-        """End every stream with what it has, and refuse what waits: the time to drain is over."""
+        """End every stream with the text so far, and refuse waiting requests: the drain period is over."""
         for queue in self.queues.values():
             queue.close()
         self.pool.refuse_waiting()
@@ -298,12 +298,12 @@ class Service:
 
 
 def _give_back(future: Future[Lease]) -> None:
-    """Release a lease that nobody waits for any more."""
+    """Release a lease whose waiter is gone."""
     if not future.cancelled() and future.exception() is None:
         future.result().release()
 
 
 def service_of(request: Request) -> Service:
-    """The service that answers a request."""
+    """The service of the application that handles a request."""
     service: Service = request.app.state.service
     return service

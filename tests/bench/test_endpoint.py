@@ -143,7 +143,7 @@ def test_answers_that_are_none(server: Server, url: str) -> None:
         server.models = models
         with pytest.raises(ConfigError):
             Endpoint(url)
-    with pytest.raises(ConfigError, match="answers no /v1/models"):
+    with pytest.raises(ConfigError, match="does not answer /v1/models"):
         Endpoint("http://127.0.0.1:9")
     with pytest.raises(ConfigError):
         Endpoint("not a url")

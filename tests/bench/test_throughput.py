@@ -92,7 +92,7 @@ def test_a_test_that_does_not_fit_says_what_would(llm: LLM) -> None:
     assert "--ctx 521" in caught.value.hint
     with pytest.raises(ConfigError, match="100,020") as caught:
         run_bench(llm, BenchOptions(prompt_tokens=100_000, output_tokens=20))
-    assert caught.value.hint == "measure fewer tokens with -p, -n or -d: no --ctx above 8,192 is possible here"
+    assert caught.value.hint == "measure fewer tokens with -p, -n or -d: --ctx cannot exceed 8,192 here"
 
 
 def test_a_trace_names_the_parts_of_one_step(llm: LLM, tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_a_child_that_runs_is_no_other_work(monkeypatch: pytest.MonkeyPatch) -> 
 
     child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
-        monkeypatch.setattr(results, "_busy_s", lambda: before + psutil.Process(child.pid).cpu_times().user)
+        monkeypatch.setattr(results, "_busy_cpu_s", lambda: before + psutil.Process(child.pid).cpu_times().user)
         before = 100.0
         with OtherWork() as others:  # nobody but the child is busy
             time.sleep(0.3)

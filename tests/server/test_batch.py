@@ -82,7 +82,7 @@ def test_answers_resume_and_failures_are_asked_again(home: Path, cut: bool) -> N
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "holds no request"),
+        ("", "contains no requests"),
         ("not json\n", "line 1: not JSON"),
         ("[1]\n", "line 1"),
         (json.dumps(request("a")) + "\n" + json.dumps(request("a")) + "\n", "line 2"),
@@ -127,12 +127,12 @@ def test_one_batch_writes_to_a_file(home: Path) -> None:
     path = home / "out.jsonl"
     first = Output(path, again=False)
     first.write(answered("a"))
-    with pytest.raises(ConfigError, match="another batch writes"):
+    with pytest.raises(ConfigError, match="another batch is writing"):
         Output(path, again=False)
     first.close()
     path.write_text(path.read_text() + '{"cut')
     second = Output(path, again=False)  # the file was replaced, the lock goes with it
-    with pytest.raises(ConfigError, match="another batch writes"):
+    with pytest.raises(ConfigError, match="another batch is writing"):
         Output(path, again=False)
     second.write(answered("b"))
     second.close()

@@ -268,7 +268,7 @@ async def test_a_request_without_a_model_is_answered_by_the_only_one(client):
     assert (await client.post(CHAT, json=ask(model="org/tiny"))).json()["model"] == "tiny"
 
 
-@pytest.mark.parametrize(("embeds", "said"), [(False, "hold no chat template"), (True, "embeds text")])
+@pytest.mark.parametrize(("embeds", "said"), [(False, "no chat template"), (True, "embeds text")])
 async def test_a_model_that_cannot_chat_is_not_loaded_to_say_so(make_client, embeds, said):
     base = ServedModel("base", "base", chat=False, embeds=embeds)
     pool = ModelPool([base, ServedModel("other", "other")].copy, None, lambda: None)
@@ -313,7 +313,7 @@ async def test_the_default_model_is_meant_where_none_is_named(two_models):
     assert (await service.find(None)).name == (await service.find("")).name == "second"
     assert (await service.find("first")).name == "first"
     gone = Service(two_models, ServiceOptions(default_model="gone"))
-    with pytest.raises(ApiError, match="must name its model"):
+    with pytest.raises(ApiError, match="must name a model"):
         await gone.find(None)
     for one in (service, gone):
         one.close()

@@ -106,8 +106,8 @@ def test_addresses_that_strangers_reach_are_refused():
     assert read_endpoint("tcp://127.0.0.1:5557") == ("127.0.0.1", 5557)
     assert read_endpoint("tcp://*:5557", insecure=True) == ("*", 5557)
     for text, said in {
-        "tcp://*:5557": "tokens of prompts", "tcp://192.0.2.1:5557": "tokens of prompts", "ipc://x": "is no address",
-        "5557": "is no address", "tcp://127.0.0.1:65535": "is no address", "tcp://127.0.0.1:x": "is no address",
+        "tcp://*:5557": "tokens of prompts", "tcp://192.0.2.1:5557": "tokens of prompts", "ipc://x": "not an address",
+        "5557": "not an address", "tcp://127.0.0.1:65535": "not an address", "tcp://127.0.0.1:x": "not an address",
     }.items():  # fmt: skip
         with pytest.raises(ConfigError, match=said) as found:
             read_endpoint(text)

@@ -123,7 +123,7 @@ async def test_a_pull_ends_when_nobody_listens_and_only_so_many_run(at, shelf):
         while client._transport.app.app.app.state.num_pulls < MAX_PULLS:
             await asyncio.sleep(0.01)
         full = await client.post("/api/pull", json={"model": "x"})
-        assert full.status_code == 429 and "under way" in full.json()["error"]
+        assert full.status_code == 429 and "downloads are running" in full.json()["error"]
         slow[0].cancel()
         assert await asyncio.to_thread(shelf.cancelled.wait, 10)
         shelf.go.set()
@@ -254,7 +254,7 @@ async def test_log_probabilities(client, path, more):
     bad = await client.post(path, json=sent | more | {"top_logprobs": 21})
     assert bad.status_code == 400 and "top_logprobs" in bad.json()["error"]
     bad = await client.post(path, json=sent | more | {"options": {"num_predict": "x"}})
-    assert bad.json()["error"] == 'options.num_predict: must be a whole number, not "x".'
+    assert bad.json()["error"] == 'options.num_predict: must be an integer, not "x".'
 
 
 def test_the_library_of_this_machine(tiny_path, empty_home, monkeypatch):

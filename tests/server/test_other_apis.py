@@ -428,6 +428,14 @@ def test_anthropic_blocks_become_messages():
     assert chat.tools[0]["function"] == {"name": "f", "parameters": {"type": "object"}}
 
 
+@pytest.mark.parametrize("content", [5, 1.5, True, {"type": "image"}])
+async def test_a_tool_result_of_a_wrong_type_is_a_400(client, content):
+    results = [{"type": "tool_result", "tool_use_id": "t1", "content": content}]
+    sent = {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": results}]}
+    refused = await client.post(MESSAGES, json=sent)
+    assert refused.status_code == 400 and "messages[0].content[0]" in refused.json()["error"]["message"]
+
+
 async def test_a_prompt_of_claude_code_is_cached_though_its_first_line_changes(client):
     """`cch` is another one in every request."""
     line = "x-anthropic-billing-header: cc_version=2.1.37.0d9; cc_entrypoint=cli; cch={};"

@@ -117,6 +117,17 @@ async def test_origins_must_be_allowed(make_client):
         assert allowed.headers["vary"] == "Origin"
 
 
+async def test_an_allowed_origin_may_read_errors(make_client):
+    """Without the header, a browser hides the response, and its page sees only that the request failed."""
+    async with make_client(origins=("http://localhost:3000",), api_keys=("secret-key",)) as client:
+        headers = {"origin": "http://localhost:3000"}
+        refused = await client.post(CHAT, json=ask(), headers=headers)
+        assert refused.status_code == 401 and refused.headers["access-control-allow-origin"] == headers["origin"]
+        encoded = headers | {"authorization": "Bearer secret-key", "content-encoding": "gzip"}
+        refused = await client.post(CHAT, json=ask(), headers=encoded)
+        assert refused.status_code == 415 and refused.headers["access-control-allow-origin"] == headers["origin"]
+
+
 @pytest.mark.parametrize(
     "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""]
 )

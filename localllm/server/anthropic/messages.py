@@ -19,7 +19,7 @@ from localllm.server.reply import StreamFormat, named, reply, unless_left
 from localllm.server.response_stream import Blocks
 from localllm.server.service import Reservation, service_of
 
-KINDS = {"content": "text", "reasoning": "thinking"}  # what a block of text is called
+KINDS = {"content": "text", "reasoning": "thinking"}  # kind of text -> Anthropic's block type
 
 
 def _failed(error: LocalLLMError) -> bytes:
@@ -36,7 +36,7 @@ async def messages(request: Request, body: MessagesRequest) -> Response:
 
 
 async def count_tokens(request: Request, body: CountRequest) -> dict[str, Any]:
-    """How many tokens a conversation has."""
+    """Count the tokens of a conversation."""
     service = service_of(request)
     conversation = read_conversation(to_chat(body))
     async with unless_left(request.receive), service.reserve(request, body.model) as reservation:
@@ -61,7 +61,7 @@ def _blocks(one: CompletionOutput) -> list[dict[str, Any]]:
 
 
 def _text(text: str) -> dict[str, Any]:
-    return {"type": "text", "text": text, "citations": []}  # null is what older AI SDKs refuse
+    return {"type": "text", "text": text, "citations": []}  # not null, which older AI SDKs reject
 
 
 def _tool_use(call: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def _tool_use(call: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]
 
 
 def _stop(reason: FinishReason | None, what: int | str | None, arguments: str | None) -> tuple[str | None, str | None]:
-    """(stop_reason, stop_sequence); `arguments` are those of the last call, None: there is none"""
+    """Return (stop_reason, stop_sequence); `arguments` are those of the last call, None without calls."""
     if reason is FinishReason.LENGTH:
         return "max_tokens", None
     if has_called(arguments, what):
@@ -86,7 +86,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# what the usage of a message has besides, but not that of its last event
+# further usage fields of a message, which its last event does not have
 _OF_WHOLE = {
     "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0}, "inference_geo": None,
     "service_tier": "standard",
@@ -94,7 +94,7 @@ _OF_WHOLE = {
 
 
 class MessageRendering:
-    """One message: whole, or as events, where blocks open and close as the kind of text changes."""
+    """Renders one message, whole or as events, with a new block whenever the kind of text changes."""
 
     def __init__(self, reservation: Reservation) -> None:
         self._reservation = reservation

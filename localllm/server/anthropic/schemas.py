@@ -1,4 +1,4 @@
-"""What Anthropic's /v1/messages accepts, and its way into a chat request."""
+"""Request bodies of Anthropic's /v1/messages, and their conversion into OpenAI chat requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from localllm.server.errors import ApiError, invalid, not_text, unsupported
 from localllm.server.openai.reading import chat_request
 from localllm.server.openai.schemas import MAX_MESSAGES, Body, CacheSalt, ChatRequest, Name, Number, ranged
 
-# Claude Code begins its prompt with this line, which is another one in every request: nothing after it could be cached
+# Claude Code begins its prompt with this line, which differs in every request and so would defeat the prefix cache
 _BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*\n?")
 
 Blocks = StrictStr | Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=1024)]
@@ -33,7 +33,7 @@ class Thinking(Body):
 
 
 class OutputConfig(Body):
-    """What the answer is to be."""
+    """Effort and format of the output."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: dict[str, Any] | None = None
@@ -69,21 +69,19 @@ class MessagesRequest(CountRequest):
 
 
 def to_chat(body: CountRequest) -> ChatRequest:
-    """The chat request that answers the same. Raises ApiError."""
-    if body.thread is not None:  # clients then send the whole conversation
+    """Convert into an OpenAI chat request. Raises ApiError."""
+    if body.thread is not None:  # on this error, clients send the whole conversation
         details = {"error_code": "thread_unsupported_request"}
         raise ApiError(400, "Threads are not supported: send the whole conversation.", param="thread", details=details)
     messages: list[dict[str, Any]] = []
     if body.system is not None:
-        system = _text(body.system, "system")
-        begin = _BILLING.match(system)
-        messages.append({"role": "system", "content": system[begin.end() if begin else 0 :]})
+        messages.append({"role": "system", "content": without_billing(_text(body.system, "system"))})
     for number, message in enumerate(body.messages):
         messages += _messages(message, f"messages[{number}]")
     fields: dict[str, Any] = {"model": body.model, "messages": messages}
     if messages and messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
         fields["continue_final_message"] = True  # Anthropic's prefill
-    thinks: dict[str, Any] = {}  # for the template
+    thinks: dict[str, Any] = {}  # arguments of the chat template
     if body.thinking is not None:
         thinks["enable_thinking"] = body.thinking.type != "disabled"
     if body.output_config is not None and body.output_config.effort is not None:
@@ -106,8 +104,14 @@ def to_chat(body: CountRequest) -> ChatRequest:
     return chat_request(body, fields, "output_config.format")
 
 
+def without_billing(system: str) -> str:
+    """Remove the line with which Claude Code begins its system prompt."""
+    begin = _BILLING.match(system)
+    return system[begin.end() if begin else 0 :]
+
+
 def renamed(param: str | None) -> str | None:
-    """A chat request's field under its name here."""
+    """Translate a chat request's field name into Anthropic's."""
     if param is not None and param.startswith("tools["):
         return param.replace(".function.parameters", ".input_schema").replace(".function", "")
     return _NAMES.get(param or "", param)
@@ -119,7 +123,7 @@ _NAMES = {
 
 
 def _messages(message: MessageParam, where: str) -> list[dict[str, Any]]:
-    """One message of theirs as one or more of ours: results of tools are messages of their own."""
+    """Convert one Anthropic message into one or more chat messages: tool results become messages of their own."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     out: list[dict[str, Any]] = []
@@ -143,8 +147,9 @@ def _messages(message: MessageParam, where: str) -> list[dict[str, Any]]:
             calls.append({"id": _string(block.get("id"), at), "type": "function", "function": function})
         elif kind == "tool_result":
             given = block.get("content") or ""
-            shown = [one for one in given if isinstance(one, dict) and one.get("type") == "image"]
-            parts += [_image(one, at) for one in shown]  # templates take images of the user's alone
+            blocks = given if isinstance(given, list) else []
+            shown = [one for one in blocks if isinstance(one, dict) and one.get("type") == "image"]
+            parts += [_image(one, at) for one in shown]  # templates accept images only in user messages
             result = _text([one for one in given if one not in shown] if shown else given, at)
             out.append({"role": "tool", "tool_call_id": _string(block.get("tool_use_id"), at), "content": result})
         else:
@@ -162,7 +167,7 @@ def _messages(message: MessageParam, where: str) -> list[dict[str, Any]]:
 
 
 def _image(block: dict[str, Any], where: str) -> dict[str, Any]:
-    """An image that came with the request."""
+    """Convert an image block, which must be base64."""
     source = block.get("source")
     if not isinstance(source, dict) or source.get("type") != "base64":
         raise invalid("An image's source must be of type base64: nothing is fetched.", where, "unsupported_value")
@@ -180,13 +185,13 @@ def _text(blocks: Any, where: str) -> str:
 
 def _string(value: Any, where: str) -> str:
     if not isinstance(value, str):
-        raise invalid("A block lacks its text, name or id.", where, "invalid_type")
+        raise invalid("A string field of the block is missing.", where, "invalid_type")
     return value
 
 
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
     if tool.get("type") not in (None, "custom"):
-        raise unsupported(f"{str(tool.get('type'))[:40]!r}: only tools of your own are supported", where)
+        raise unsupported(f"Tools of type {str(tool.get('type'))[:40]!r} are not supported, only custom ones.", where)
     more = {key: tool[key] for key in ("description", "strict") if tool.get(key) is not None}
     function = {"name": tool.get("name"), "parameters": tool.get("input_schema"), **more}
     return {"type": "function", "function": function}
@@ -208,5 +213,5 @@ def _choice(choice: dict[str, Any]) -> dict[str, Any]:
 
 def _format(form: Any) -> dict[str, Any]:
     if not isinstance(form, dict) or form.get("type") != "json_schema":
-        raise invalid("The output format must be a json_schema.", "output_config.format")
+        raise invalid("The output format must be of type json_schema.", "output_config.format")
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": form.get("schema"), "strict": True}}

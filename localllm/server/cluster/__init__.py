@@ -6,7 +6,7 @@ from typing import Any
 
 
 def app(args: dict[str, Any]) -> Any:
-    """What `serve run localllm.server.cluster:app` and a Serve config start. Raises ConfigError for wrong `args`."""
+    """Build the application for `serve run localllm.server.cluster:app` or a Serve config. Raises ConfigError."""
     from .deployment import application
 
     return application(args)

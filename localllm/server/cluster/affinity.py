@@ -1,8 +1,8 @@
-"""Which replica a request goes to: the one that has the pages of its beginning, else the one with the least to do.
+"""Routing by prefix: a request goes to the replica that has cached its beginning, else to the least loaded one.
 
-A request's text is cut at the ends of its messages, and every `PIECE` characters in longer ones; each cut has the
-digest of all text before it. The next request of a conversation begins with the text of the one before, so it has the
-same cuts and finds the replica that they were noted for. Nothing here knows Ray.
+A request's text is cut at the end of each message, and every `PIECE` characters in longer ones; each cut has the digest
+of all text before it. The next request of a conversation begins with the text of the previous one, so it has the same
+cuts and finds the replica noted for them. This module does not depend on Ray.
 """
 
 from __future__ import annotations
@@ -16,23 +16,25 @@ from hashlib import blake2b
 from itertools import islice
 from typing import Any
 
-PIECE = 1024  # characters, some 16 pages
-MAX_NOTED = 200_000  # cuts that are remembered, the last ones
-MAX_CUTS = 4096  # of a request: what is behind them is not looked at
-MAX_HOLDERS = 4  # replicas that a cut is remembered for
+from localllm.server.anthropic.schemas import without_billing
+
+PIECE = 1024  # characters, about 16 pages
+MAX_NOTED = 200_000  # most recent cuts kept
+MAX_CUTS = 4096  # cuts per request; text after them is ignored
+MAX_HOLDERS = 4  # replicas kept per cut
 TAG_CHARS = 8
 _TAG = re.compile(rf"[^/_]_([0-9a-f]{{{TAG_CHARS}}})")
-# fields of a message that a model reads; the others say how to treat it
+# fields of a message that become prompt text; the others are options
 READ = ("text", "content", "arguments", "input", "output", "tool_calls", "function", "image_url", "source")
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """What a request begins with.
+    """The beginning of a request, for routing.
 
     cuts   (characters up to here, their digest), ascending
-    own    a match of so many characters is this conversation's; a shorter one may be a system prompt that many have
-    maker  the tag of the replica that keeps what the request names, such as an earlier response
+    own    a match of at least this many characters is this conversation's; a shorter one may be a shared system prompt
+    maker  the tag of the replica that stores what the request refers to, such as an earlier response
     """
 
     cuts: tuple[tuple[int, bytes], ...] = ()
@@ -45,12 +47,12 @@ class Prefix:
 
 
 def tag_of(replica: str) -> str:
-    """A replica in the ids that it gives to what it keeps."""
+    """The tag that a replica puts into the ids of the objects it stores."""
     return blake2b(replica.encode(), digest_size=TAG_CHARS // 2).hexdigest()
 
 
 def prefix_of(path: str, body: bytes) -> Prefix:
-    """Of any route's request; nothing is known of a body that is no JSON object, and its route refuses it."""
+    """Return the prefix of a request to any route. A body that is not a JSON object has none; its route rejects it."""
     try:
         fields = json.loads(body) if body else {}
     except (ValueError, RecursionError):
@@ -76,10 +78,10 @@ def prefix_of(path: str, body: bytes) -> Prefix:
 
 
 def _turns(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(role, text) in the order in which a model reads them, whatever the API."""
+    """Yield (role, text) in prompt order, for a request of any API."""
     for name in ("system", "instructions"):
         if fields.get(name):
-            yield "system", "".join(_texts(fields[name]))
+            yield "system", without_billing("\n".join(_texts(fields[name])))
     for name in ("messages", "input"):
         value = fields.get(name)
         for item in value if isinstance(value, list) else [value] if value else ():
@@ -90,7 +92,7 @@ def _turns(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _texts(value: Any, depth: int = 8) -> Iterator[str]:
-    """What a model reads of a message: its texts and the arguments of calls."""
+    """Yield the parts of a message that become prompt text, such as texts and call arguments."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list) and depth:
@@ -105,7 +107,7 @@ def _texts(value: Any, depth: int = 8) -> Iterator[str]:
 
 
 def _maker(fields: Mapping[str, Any]) -> str:
-    """The tag in the first id that names something kept: a response, an item of one, a call that waits for consent."""
+    """The tag in the first id of a stored object: a response, one of its items, or a call that waits for approval."""
     items = fields.get("input")
     named = [fields.get("previous_response_id")]
     for item in items if isinstance(items, list) else ():
@@ -115,39 +117,39 @@ def _maker(fields: Mapping[str, Any]) -> str:
 
 
 def _tag_in(name: str) -> str:
-    """`abcd1234` of `/v1/responses/resp_abcd1234…/input_items` and of `msg_abcd1234…`; "" of other names."""
+    """`abcd1234` from `/v1/responses/resp_abcd1234…/input_items` or `msg_abcd1234…`; "" from other names."""
     found = _TAG.search(name)
     return found[1] if found else ""
 
 
 class Fleet:
-    """The replicas that take requests, as this process's router knows them; its thread is not the door's."""
+    """The running replicas, shared by this process's router and door, which run in different threads."""
 
     running: frozenset[str] = frozenset()
 
 
 class Affinity:
-    """What was sent where. Used from one thread.
+    """Record of which replica got which prefix. Used from one thread.
 
-    spare  how many more requests than the least loaded replica has one may have and still get those of its
-           conversations: with more, reading a conversation again costs less than waiting
+    spare  a replica keeps its conversations as long as it has fewer than this many requests more than the least loaded
+           one; beyond that, prefilling a conversation elsewhere costs less than waiting
     """
 
     def __init__(self, spare: int, max_noted: int = MAX_NOTED) -> None:
         self._spare, self._max_noted = spare, max_noted
-        self._holders: OrderedDict[bytes, list[str]] = OrderedDict()  # by cut, the last one first
+        self._holders: OrderedDict[bytes, list[str]] = OrderedDict()  # by cut, most recent replica first
 
     def rank(self, prefix: Prefix, loads: Mapping[str, int]) -> list[str]:
-        """The replicas of `loads` (requests that each has), the best first; the one alone that keeps what is named."""
+        """Order the replicas of `loads` (name -> requests), best first; only the maker if the request refers to one."""
         if made := [name for name in loads if prefix.maker and tag_of(name) == prefix.maker]:
-            return made  # Ray would take the next where this one is slow to say how busy it is
+            return made  # alone, since Ray would try the next one if this one is slow to report its load
         key = self._key(prefix)
-        rest = sorted(loads, key=lambda name: (loads[name], _draw(key, name)))
+        rest = sorted(loads, key=lambda name: (loads[name], _tie_break(key, name)))
         chosen = self._holding(prefix, loads)
         return [*chosen, *(name for name in rest if name not in chosen)]
 
     def _holding(self, prefix: Prefix, loads: Mapping[str, int]) -> list[str]:
-        """The replica that holds enough of it and is not too busy, if there is one."""
+        """The replica that holds enough of the prefix and is not too busy, or an empty list."""
         for size, digest in reversed(prefix.cuts):
             if size < prefix.own and 2 * size < prefix.size:
                 break
@@ -158,7 +160,7 @@ class Affinity:
         return []
 
     def note(self, prefix: Prefix, replica: str) -> None:
-        """The request was sent there: its pages will be there."""
+        """Record that a request went to this replica, which will hold its pages."""
         for _, digest in prefix.cuts:
             holders = self._holders.pop(digest, [])
             self._holders[digest] = [replica, *(name for name in holders if name != replica)][:MAX_HOLDERS]
@@ -166,16 +168,16 @@ class Affinity:
             self._holders.popitem(last=False)
 
     def keep(self, replicas: Collection[str]) -> None:
-        """Only these are left."""
+        """Forget all replicas except these."""
         gone = {name for holders in self._holders.values() for name in holders}.difference(replicas)
         if gone:
             left = ((cut, [name for name in holders if name not in gone]) for cut, holders in self._holders.items())
             self._holders = OrderedDict((cut, holders) for cut, holders in left if holders)
 
     def _key(self, prefix: Prefix) -> bytes:
-        """The same for all requests of a conversation: every door breaks ties alike."""
+        """A key common to all requests of a conversation, so that every door breaks ties alike."""
         return next((digest for size, digest in prefix.cuts if size >= prefix.own), b"")
 
 
-def _draw(key: bytes, name: str) -> bytes:
+def _tie_break(key: bytes, name: str) -> bytes:
     return blake2b(name.encode(), key=key, digest_size=8).digest()

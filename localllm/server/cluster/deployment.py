@@ -1,4 +1,4 @@
-"""Replicas as a Ray Serve application: how many, with what of a machine, and how they come and go."""
+"""Replicas as a Ray Serve application: their number, resources, scaling, start and stop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from localllm.errors import ConfigError, ServerError
 from localllm.server.middleware import AppOptions
 from localllm.server.service import ServiceOptions
 
-# Read when Ray is imported. Its own handler of signals would abort the process 3 seconds after it was told to end.
+# Ray reads this on import. Its own signal handler would abort the process 3 seconds after a signal.
 os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")
 try:
     import ray
@@ -27,31 +27,30 @@ except ImportError as error:
 from .door import Door
 from .replica import Replica, ReplicaOptions
 
-NAME = "localllm"  # of the application
-SPARE_CALLS = 64  # requests of a replica beside those that generate: models, tokens, metrics
-DRAIN_S = 600  # for the answers of a replica that is replaced or not needed any more
-START_TRIES = 3  # Ray gives up when a busy machine takes 30 seconds to start it
-LOADS = 2  # how often a model that cannot be loaded is tried
+NAME = "localllm"  # name of the application
+SPARE_CALLS = 64  # concurrent requests per replica besides generation: models, tokenization, metrics
+DRAIN_S = 600  # time for the running responses of a replica that is replaced or scaled down
+START_TRIES = 3  # Ray gives up if it takes more than 30 seconds to start on a busy machine
+LOADS = 2  # attempts to load a model before a replica fails
 LOCAL = "local"
-REACH_S = 10.0  # for another machine to take a connection
-OBJECT_BYTES = 256 << 20  # for bodies above 100 kB, while they are on their way
+REACH_S = 10.0  # timeout for connecting to another machine
+OBJECT_BYTES = 256 << 20  # object store for request bodies above 100 kB in transit
 
 
 @dataclass(frozen=True, slots=True)
 class FleetOptions:
-    """How many replicas, and what each gets of a machine."""
+    """The number of replicas, and the resources of each."""
 
     least: int = 1
     most: int = 1
     gpus: float = 0
     cpus: float = 1
-    # a replica is added when there are more requests than all compute side by side for so long
-    scale_up_s: float = 10
-    scale_down_s: float = 300  # and one ends when it was not needed for so long
+    scale_up_s: float = 10  # a replica is added after more requests than all can run concurrently for this long
+    scale_down_s: float = 300  # and one is removed after it was not needed for this long
 
 
 def replicas_of(text: str) -> tuple[int, int]:
-    """`2` or `1-4`. Raises ConfigError."""
+    """Parse `2` or `1-4` into (least, most). Raises ConfigError."""
     least, dash, most = text.partition("-")
     try:
         low, high = int(least), int(most if dash else least)
@@ -63,7 +62,7 @@ def replicas_of(text: str) -> tuple[int, int]:
 
 
 def deployment(options: ReplicaOptions, fleet: FleetOptions) -> Any:
-    """The replicas, bound to what they load."""
+    """Build the deployment of replicas with these options."""
     parallel = options.service.parallel
     scaling: dict[str, Any] = {"num_replicas": fleet.least}
     if fleet.most > fleet.least:
@@ -90,21 +89,21 @@ def deployment(options: ReplicaOptions, fleet: FleetOptions) -> Any:
 
 
 def connect(address: str) -> str:
-    """Be a client of the cluster at `address`, or of one that is started here (`local`); its address.
+    """Connect to the Ray cluster at `address`, or start one here for `local`; returns its address.
 
-    Raises ServerError where nothing answers.
+    Raises ServerError if that fails.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # else 15: a replica would get what other programs leave
-    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # what it says else is in Ray's own logs
+    os.environ.setdefault("RAY_worker_niceness", "0")  # the default of 15 gives replicas only the CPU time left over
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # Ray writes the rest to its own logs
     shared: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": NAME}
     if address != LOCAL:
-        hint = "ray status there; RAY_AUTH_MODE=token where it asks for its token"
+        hint = "run ray status there; set RAY_AUTH_MODE=token if the cluster requires a token"
         _reach(address, hint)
         try:
             return str(ray.init(address=address, **shared).address_info["gcs_address"])
         except (ConnectionError, ValueError, RuntimeError) as error:
-            raise ServerError(f"no Ray cluster lets us in at {address}", hint) from error
+            raise ServerError(f"cannot connect to the Ray cluster at {address}", hint) from error
     for left in range(START_TRIES, 0, -1):
         try:
             context = ray.init(
@@ -115,12 +114,12 @@ def connect(address: str) -> str:
         except Exception as error:
             ray.shutdown()
             if left == 1:
-                raise ServerError(f"Ray could not be started: {error}", "its log is below /tmp/ray") from error
+                raise ServerError(f"could not start Ray: {error}", "see its logs under /tmp/ray") from error
     raise AssertionError
 
 
 def _reach(address: str, hint: str) -> None:
-    """Raise ServerError where nothing listens at HOST:PORT: Ray itself tries for many minutes."""
+    """Raise ServerError if nothing listens at HOST:PORT; Ray itself would retry for many minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host:  # `auto`
         return
@@ -131,7 +130,7 @@ def _reach(address: str, hint: str) -> None:
 
 
 def share_of(fleet: FleetOptions, engine: EngineOptions, *, is_local: bool) -> tuple[FleetOptions, EngineOptions]:
-    """What each replica gets: a card where the cluster has some, else its share of the cores; and its threads."""
+    """Choose the resources of each replica, a GPU if the cluster has any, else its share of cores, and its threads."""
     resources = ray.cluster_resources()
     if engine.device != "cpu" and resources.get("GPU"):
         return replace(fleet, gpus=1), engine
@@ -142,14 +141,13 @@ def share_of(fleet: FleetOptions, engine: EngineOptions, *, is_local: bool) -> t
 
 
 def deploy(options: ReplicaOptions, fleet: FleetOptions) -> Any:
-    """Start the replicas, or replace those that run by ones of these options, one after the other. A handle of them,
-    for streams.
+    """Start the replicas, or replace running ones one by one; returns a streaming handle.
 
-    Raises ServerError with the cause when they cannot start.
+    Raises ServerError with the cause if they cannot start.
     """
     try:
         handle = serve.run(deployment(options, fleet), name=NAME, route_prefix=None)
-        return handle.options(stream=True)  # which from now on hears which replicas there are
+        return handle.options(stream=True)  # from now on, its router is told about the replicas
     except RuntimeError as error:
         application = serve.status().applications.get(NAME)
         causes = [one.message for one in application.deployments.values()] if application is not None else []
@@ -157,18 +155,18 @@ def deploy(options: ReplicaOptions, fleet: FleetOptions) -> Any:
 
 
 def _cause(text: str) -> str:
-    """The last line of a traceback."""
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no cause is known")
+    """Return the last line of a traceback."""
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "unknown cause")
 
 
 def is_deployed() -> bool:
-    """Whether the cluster has replicas of ours already. Starts Serve where it does not run."""
+    """Whether the application is already deployed. Starts Ray Serve if it is not running."""
     serve.start(proxy_location="Disabled")
     return NAME in serve.status().applications
 
 
 def leave(*, ends_replicas: bool) -> None:
-    """Be no client any more; a cluster that was started here ends with it."""
+    """Disconnect from the cluster; one that was started here stops."""
     if ends_replicas:
         serve.delete(NAME, _blocking=False)
     ray.shutdown()
@@ -192,7 +190,7 @@ ARGS = (
 
 
 def application(args: Mapping[str, Any]) -> Any:
-    """Door and replicas behind Ray's own proxy. Raises ConfigError for what is not in `ARGS`."""
+    """Build the door and the replicas behind Ray's own proxy. Raises ConfigError for unknown or invalid arguments."""
     if unknown := sorted(set(args) - set(ARGS)):
         raise ConfigError(f"there is no argument {unknown[0]}", f"use {', '.join(ARGS)}")
     if not args.get("model"):
@@ -211,12 +209,12 @@ def application(args: Mapping[str, Any]) -> Any:
         queue = int(args.get("max_queue", ServiceOptions().max_queue))
         fleet = FleetOptions(least, most, float(args.get("gpus", 0)), float(args.get("cpus", 1)))
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"an argument is no number: {error}", "parallel: 4") from None
+        raise ConfigError(f"an argument is not a number: {error}", "parallel: 4") from None
     options = EngineOptions(**engine)
     service = ServiceOptions(options.max_parallel, queue, adapters=options.adapter_paths)
     names = tuple(args.get("names") or ())
     replicas = deployment(ReplicaOptions(str(args["model"]), names, options, service), fleet)
-    entry: Any = _Ingress  # Ray's decorators made a deployment of it
+    entry: Any = _Ingress  # a deployment, thanks to Ray's decorators
     return entry.bind(replicas, args.get("api_key_file"), tuple(args.get("cors") or ()))
 
 

@@ -1,6 +1,6 @@
-"""The endpoint before the replicas: who may enter, which replica answers, and what is said when one ends.
+"""The door: the endpoint in front of the replicas, with access checks, routing, and errors for lost replicas.
 
-Plain ASGI behind the same layers as a single server's application. A request is refused here or sent on whole.
+Plain ASGI behind the same layers as the application of a single server. It rejects a request or forwards it as a whole.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from .replica import Call, Ended
 
 log = logging.getLogger(__name__)
 
-TELL_S = 10.0  # for replicas to say how they are
+TELL_S = 10.0  # timeout for status requests to replicas
 NOT_SENT_ON = {"authorization", "x-api-key", "connection", "host", "origin", "content-length", "transfer-encoding"}
-# one replica would do it, and the others would not know
+# rejected, because these would change only one replica
 CHANGES = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/localllm/unload", "/localllm/park"}
 LOST = (RayError, RayServeException)
 
 
 class Door:
-    """The endpoint. Used from one event loop; `handle`, for streams, is set when the replicas are there."""
+    """The endpoint. Used from one event loop; the streaming `handle` is set when the replicas are ready."""
 
     def __init__(self, options: AppOptions, token: str = "") -> None:
         self.handle: Any = None
         self.token = token
-        self.cluster = ""  # its address
+        self.cluster = ""  # address of the Ray cluster
         self.is_draining = False
-        self.num_reserved = 0  # requests that are with a replica
-        self.ends_answers = False  # whether `cut_all` may end what other doors asked for
+        self.num_reserved = 0  # requests being handled by replicas
+        self.ends_answers = False  # whether `cut_all` may end the requests of all doors
         self._cuts: list[asyncio.Future[Any]] = []
         registry = CollectorRegistry()
         text = "HTTP requests by status class, as clients see them."
@@ -70,14 +70,14 @@ class Door:
         return len(Fleet.running)
 
     def check_ready(self) -> None:
-        """Raise ApiError 503 while nobody could answer."""
+        """Raise ApiError 503 while no replica can answer."""
         if self.is_draining:
             raise shutting_down()
         if self.handle is None or not Fleet.running:
-            raise ApiError(503, "The model is being loaded.", "unavailable_error", "model_loading")
+            raise ApiError(503, "The model is still loading.", "unavailable_error", "model_loading")
 
     def cut_all(self) -> None:
-        """End every answer with what it has: the time to drain is over."""
+        """End every response with the text so far: the drain period is over."""
         if self.ends_answers and self.handle is not None:
             told = self.handle.broadcast("cut").results_async(return_exceptions=True)
             self._cuts.append(asyncio.ensure_future(told))
@@ -96,7 +96,7 @@ class Door:
         try:
             if scope["path"] in CHANGES:
                 raise ApiError(
-                    400, "Replicas are changed all at once: start them anew with other options.",
+                    400, "Replicas can be changed only all at once: restart them with other options.",
                     "not_supported_error", "unsupported_feature",
                 )  # fmt: skip
             if scope["method"] == "GET" and scope["path"] in own:
@@ -112,14 +112,14 @@ class Door:
             self.num_reserved += 1
             try:
                 async with unless_left(receive):
-                    await self._send_on(scope, prefix, Call(_plain(scope), body), send)
+                    await self._forward(scope, prefix, Call(_forwarded(scope), body), send)
             finally:
                 self.num_reserved -= 1
         except LocalLLMError as error:
             await refuse(scope, error)(scope, receive, send)
 
-    async def _send_on(self, scope: Scope, prefix: Prefix, call: Call, send: Send) -> None:
-        """Have it answered; once more by another replica where one ended before it said anything."""
+    async def _forward(self, scope: Scope, prefix: Prefix, call: Call, send: Send) -> None:
+        """Forward a request; if its replica is lost before the response begins, retry once on another."""
         for again in (True, False):
             self.check_ready()
             answer = _Answer(scope, send)
@@ -127,7 +127,7 @@ class Door:
                 await answer.take(self.handle.answer.remote(prefix, call))
                 return
             except LOST as error:
-                log.warning("%s: a replica is lost: %s", exchange_of(scope).request_id, type(error).__name__)
+                log.warning("%s: lost a replica: %s", exchange_of(scope).request_id, type(error).__name__)
                 if answer.has_begun:
                     await answer.fail(replica_lost())
                     return
@@ -139,26 +139,28 @@ class Door:
         return JSONResponse({"status": "ok", "replicas": self.num_replicas})
 
     async def _metrics(self, scope: Scope) -> Response:
-        """What all replicas count, each with its label, and what the door does."""
-        told = [(name, text.decode()) for name, status, text in await self._tell("/metrics") if status == 200]
+        """Return the metrics of all replicas, labelled by replica, and the door's own."""
+        told = [(name, text.decode()) for name, status, text in await self._ask_replicas("/metrics") if status == 200]
         registry = CollectorRegistry()
         registry.register(_Collected([*labelled(told), *self._registry.collect()]))  # type: ignore[arg-type]
         return Response(generate_latest(registry), headers={"content-type": METRICS_TYPE})
 
     async def _processes(self, scope: Scope) -> Response:
-        """For the owner: the models of all replicas."""
+        """List the models of all replicas, for the owner."""
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         if not self.token or not hmac.compare_digest(given, f"Bearer {self.token}".encode()):
-            raise ApiError(401, "Only the server's owner may do this.", "authentication_error", "invalid_api_key")
-        told = [(name, json.loads(text)) for name, status, text in await self._tell("/localllm/ps") if status == 200]
+            raise ApiError(401, "This route requires the owner's token.", "authentication_error", "invalid_api_key")
+        told = [
+            (name, json.loads(text)) for name, status, text in await self._ask_replicas("/localllm/ps") if status == 200
+        ]
         rows = [row | {"replica": name} for name, one in told for row in one["models"]]
         speeds: dict[str, float] = {}
         for _, one in told:
             speeds |= one["decode_tps"]
         return JSONResponse({"models": rows, "draining": self.is_draining, "decode_tps": speeds})
 
-    async def _tell(self, path: str) -> list[tuple[str, int, bytes]]:
-        """What each replica says at one of its routes; nothing of one that is lost."""
+    async def _ask_replicas(self, path: str) -> list[tuple[str, int, bytes]]:
+        """Return (name, status, body) of a route of each replica, without lost ones."""
         if self.handle is None or not Fleet.running:
             return []
         try:
@@ -169,16 +171,16 @@ class Door:
 
 
 class _Answer:
-    """What a replica sends, on its way to the client."""
+    """Passes the messages of a replica on to the client."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self._scope, self._send = scope, send
         self.has_begun = False
         self._num_events = 0
-        self._held: Message | None = None  # the beginning, until a body comes: a replica may be lost between the two
+        self._held: Message | None = None  # response start, held until a body arrives: the replica may die in between
 
     async def take(self, stream: Any) -> None:
-        """Pass everything on. Raises what Ray raises where the replica is lost."""
+        """Pass all messages on. Raises Ray's error if the replica is lost."""
         try:
             async for batch in stream:
                 for message in batch:
@@ -189,11 +191,11 @@ class _Answer:
                     else:
                         await self._pass_on(message)
                 if any(isinstance(message, Ended) for message in batch):
-                    break  # at once: from the last message on, the client's leaving is nothing to heed
+                    break  # at once: after the last message, a disconnect of the client no longer matters
         except BaseException:
             stream.cancel()
             raise
-        if not self.has_begun:  # the application failed without a word
+        if not self.has_begun:  # the application failed without a response
             await refuse(self._scope, bug())(self._scope, None, self._send)  # type: ignore[arg-type]
 
     async def _pass_on(self, message: Message) -> None:
@@ -204,28 +206,28 @@ class _Answer:
             self.has_begun = True
             held, self._held = self._held, None
             await self._send(held)
-        self._num_events += message.get("body", b"").count(b"event: ")
+        self._num_events += message.get("body", b"").count(b"\ndata: ")  # JSON has no line breaks of its own
         await self._send(message)
 
     async def fail(self, error: ApiError) -> None:
-        """End a stream that has begun, as its API ends one that failed."""
+        """End a stream that has begun with an error event of its API."""
         exchange_of(self._scope).note = error.api_code or ""
         end = stream_end(self._scope["path"], error, self._num_events)
         await self._send({"type": "http.response.body", "body": end, "more_body": False})
 
 
-_OWN = {b"x-request-id", b"request-id", b"openai-processing-ms"}  # headers that the door's own layers add
+_OWN = {b"x-request-id", b"request-id", b"openai-processing-ms"}  # headers that the door's own layers set
 
 
 def replica_lost() -> ApiError:
-    """What a client learns of it."""
+    """503 for a request whose replica was lost."""
     return ApiError(
-        503, "The replica that worked on this request has ended; ask again.", "server_error", "replica_lost"
+        503, "The replica that handled this request stopped; retry the request.", "server_error", "replica_lost"
     )
 
 
 def stream_end(path: str, error: ApiError, num_events: int) -> bytes:
-    """The last words of a stream that failed, in the words of its API."""
+    """The last chunk of a failed stream, in the format of its API."""
     if path == "/v1/responses":
         shown = openai_body(error)["error"]
         event = {"type": "error", "code": shown["code"], "message": shown["message"], "param": None}
@@ -235,7 +237,7 @@ def stream_end(path: str, error: ApiError, num_events: int) -> bytes:
 
 
 def labelled(told: list[tuple[str, str]]) -> list[Metric]:
-    """The metrics of all replicas (name, text) as one set, each sample with the label `replica`."""
+    """Merge the metrics of all replicas, given as (name, text), with the label `replica` on each sample."""
     found: dict[str, Metric] = {}
     for replica, text in told:
         for family in text_string_to_metric_families(text):
@@ -246,7 +248,7 @@ def labelled(told: list[tuple[str, str]]) -> list[Metric]:
 
 
 class _Collected:
-    """Metrics as a collector."""
+    """Prometheus collector of given metrics."""
 
     def __init__(self, metrics: list[Metric]) -> None:
         self._metrics = metrics
@@ -255,8 +257,8 @@ class _Collected:
         yield from self._metrics
 
 
-def _plain(scope: Scope) -> dict[str, Any]:
-    """What a replica has to know of a request: keys stay here."""
+def _forwarded(scope: Scope) -> dict[str, Any]:
+    """The part of the scope that a replica needs; API keys are not forwarded."""
     exchange = exchange_of(scope)
     headers = [(name, value) for name, value in scope["headers"] if name.decode("latin-1") not in NOT_SENT_ON]
     headers += [(b"host", b"replica"), (b"x-request-id", exchange.request_id.encode())]
@@ -265,7 +267,7 @@ def _plain(scope: Scope) -> dict[str, Any]:
 
 
 async def _read(receive: Receive) -> bytes:
-    """The whole body. Raises ClientLeft, and ApiError where it is too large."""
+    """Read the whole body. Raises ClientLeft, or ApiError if it is too large."""
     parts: list[bytes] = []
     while True:
         message = await receive()
@@ -277,7 +279,7 @@ async def _read(receive: Receive) -> bytes:
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:
-    """Ray's proxy waits for an application to say that it has begun, and that it has ended."""
+    """Answer lifespan events: Ray's proxy waits for the application to report startup and shutdown."""
     while (message := await receive())["type"] != "lifespan.shutdown":
         await send({"type": f"{message['type']}.complete"})
     await send({"type": "lifespan.shutdown.complete"})

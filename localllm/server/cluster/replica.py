@@ -1,4 +1,4 @@
-"""One replica: a loaded model behind the server's application, asked through a handle of Ray instead of a socket."""
+"""One replica: a loaded model behind the server's application, called through a Ray handle instead of a socket."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from localllm.server.service import Service, ServiceOptions
 
 from .affinity import Prefix, tag_of
 
-OWNER = "the door's"  # the token of its application: only handles reach it, and the door has checked who asks
+OWNER = "the door's"  # owner's token of the application: only Ray handles reach it, and the door checks access
 LEFT: Message = {"type": "http.disconnect"}
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaOptions:
-    """What a replica loads. Another value is another version of the application: Ray replaces its replicas."""
+    """What a replica loads. When it changes, Ray deploys a new version of the application and replaces its replicas."""
 
-    model: str  # a name or a path, found on the replica's machine
-    names: tuple[str, ...] = ()  # what clients call it; none: `model`
+    model: str  # a name or path on the replica's machine
+    names: tuple[str, ...] = ()  # ids for clients; empty: `model`
     engine: EngineOptions = EngineOptions()
     service: ServiceOptions = ServiceOptions()
-    system_prompts: tuple[str, ...] = ()  # whose pages are evicted last
-    offline: bool = False  # False: a model that is not there is downloaded
+    system_prompts: tuple[str, ...] = ()  # pinned: their pages are evicted last
+    offline: bool = False  # False: download a missing model
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request on its way to a replica, and what came of it on its way back."""
+    """A request for a replica."""
 
     scope: dict[str, Any]
     body: bytes = b""
@@ -50,7 +50,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """What the door's log tells of an answer."""
+    """The facts about a finished response, for the door's log."""
 
     counts: dict[str, Any] = field(default_factory=dict)
 
@@ -59,14 +59,14 @@ COUNTED = ("model", "prompt_tokens", "cached_tokens", "completion_tokens", "ttft
 
 
 class Replica:
-    """What Ray runs, several times."""
+    """The Ray actor of one replica."""
 
     def __init__(self, options: ReplicaOptions) -> None:
         self.name = serve.get_replica_context().replica_id.unique_id
         tag_ids(tag_of(self.name))
         self._app: Any = None
         llm = LLM(options.model, options.engine, offline=options.offline)
-        llm.keeps_pace, llm.keeps_weights = True, False  # an end is waited for
+        llm.keeps_pace, llm.keeps_weights = True, False  # Ray waits for a replica to stop
         llm.output_rules.prepare()
         pin_system_prompts(llm, options.system_prompts)
         self._llm = llm
@@ -77,19 +77,20 @@ class Replica:
         gc.freeze()
 
     def __del__(self) -> None:
-        """Called by Ray when its last answer has ended."""
+        """Called by Ray after the last response has ended."""
         if self._app is not None:
             self._service.close()
             self._llm.close()
 
     def check_health(self) -> None:
-        """Raises DeviceError when its engine is dead for good: Ray starts another one in its place."""
+        """Raise DeviceError if the engine is dead for good: Ray then replaces the replica."""
         if broken := self._service.pool.broken:
             raise DeviceError(broken, "see the replica's log")
 
     async def answer(self, prefix: Prefix, call: Call) -> AsyncIterator[list[Any]]:
-        """What the application sends, as much at a time as there is; `Ended` comes before the last. `prefix` is the
-        router's.
+        """Yield the application's messages in batches of what is available, with `Ended` before the last message.
+
+        `prefix` is read only by the router.
         """
         left = asyncio.Event()
         sent: asyncio.Queue[Message | None] = asyncio.Queue()
@@ -105,7 +106,7 @@ class Replica:
         task = asyncio.ensure_future(self._app(scope, receive, sent.put))
         task.add_done_callback(lambda _: sent.put_nowait(None))
         try:
-            last: list[Message] = []  # goes out when it is known what came of the request
+            last: list[Message] = []  # held back until the counts of the request are known
             while True:
                 batch = [*last, await sent.get()]
                 while not sent.empty():
@@ -123,7 +124,7 @@ class Replica:
             left.set()
 
     async def tell(self, path: str) -> tuple[str, int, bytes]:
-        """(its name, status, body) of one of its own routes."""
+        """Return (replica name, status, body) of a GET on one of its routes."""
         headers = [(b"host", b"replica"), (b"authorization", f"Bearer {OWNER}".encode())]
         scope = {"method": "GET", "path": path, "raw_path": path.encode(), "query_string": b"", "headers": headers}
         status, body = 0, b""
@@ -135,5 +136,5 @@ class Replica:
         return self.name, status, body
 
     async def cut(self) -> None:
-        """End all answers with what they have."""
+        """End all responses with the text so far."""
         self._service.cut_all()

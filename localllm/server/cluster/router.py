@@ -1,6 +1,6 @@
-"""Ray's router for our replicas: asks `Affinity`, with what Ray knows of each replica's requests.
+"""Ray Serve request router that ranks replicas with `Affinity` and the queue lengths that Ray knows.
 
-Ray sends this module to every process that has a handle by its value, so that it must hold no state of its own.
+Ray sends this module by value to every process that has a handle, so it must not hold any state of its own.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from .affinity import Affinity, Fleet, Prefix
 
 
 class AffinityRouter(RequestRouter):  # type: ignore[misc]
-    """One in each process that holds a handle. A request's first argument is its `Prefix`."""
+    """Router of each process that holds a handle. The first argument of a request is its `Prefix`."""
 
     def initialize_state(self, spare: int = 4) -> None:
-        """`spare` of `Affinity`."""
+        """Set `spare` of `Affinity`."""
         self._affinity = Affinity(spare)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Ray tells which replicas there are."""
+        """Called by Ray with the current replicas."""
         super().update_replicas(replicas)
         self._changed()
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Ray found one dead, before it tells which are left."""
+        """Called by Ray when a replica died, before it lists those that are left."""
         super().on_replica_actor_died(replica_id)
         self._changed()
 
@@ -36,7 +36,7 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The best first; Ray takes the next where one is full."""
+        """Return the replicas, best first; Ray takes the next one if one is full."""
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
@@ -44,7 +44,7 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
         return [[by_name[name]] for name in self._affinity.rank(_prefix_of(pending_request), loads)]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """It was sent there."""
+        """Note the replica to which a request was sent."""
         self._affinity.note(_prefix_of(pending_request), replica_id.unique_id)
 
 

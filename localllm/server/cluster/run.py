@@ -1,4 +1,4 @@
-"""`serve --ray`: the door in this process, the replicas in Ray's; a signal drains both."""
+"""`serve --ray`: the door in this process, the replicas in Ray's processes; a signal drains both."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ TICK_S = 0.1
 
 
 def serve(options: ServeOptions, replicas: ReplicaOptions, fleet: FleetOptions, address: str, hooks: Hooks) -> None:
-    """Answer until SIGINT, SIGTERM or SIGHUP. Replicas end with the command that started them.
+    """Serve until SIGINT, SIGTERM or SIGHUP. Replicas end with the command that started them.
 
-    Raises ConfigError or ServerError: the port is taken, no cluster answers, no replica can start.
+    Raises ConfigError or ServerError if the port is in use, no cluster answers, or no replica can start.
     """
     with listening(options) as socks:
         asyncio.run(_Running(Door(options, options.token), hooks).run(socks, replicas, fleet, address))
 
 
 class _Running:
-    """The door from the first answer, a 503, to the last."""
+    """Runs the door, which answers 503 until the replicas are ready."""
 
     def __init__(self, door: Door, hooks: Hooks) -> None:
         self._door, self._hooks = door, hooks
@@ -49,7 +49,7 @@ class _Running:
             raise error
 
     async def _start(self, url: str, replicas: ReplicaOptions, fleet: FleetOptions, address: str) -> None:
-        """Ray, the replicas, and from then on answers. In threads: each takes seconds to minutes."""
+        """Connect to Ray and start the replicas, in a thread since each takes seconds to minutes; then report ready."""
         door = self._door
 
         def work() -> None:

@@ -1,6 +1,6 @@
-"""Ollama's routes that change which models are here: pull, copy and delete, our own models only.
+"""Ollama's routes that pull, copy and delete models of our own store.
 
-They answer at the address of `serve --ollama` alone, which only this machine reaches; elsewhere they do not exist.
+They exist only at the address of `serve --ollama`, which is reachable from this machine only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from localllm.server.reply import Stream, StreamFormat, line, unless_left
 from localllm.server.served_model import Library
 from localllm.server.service import service_of
 
-MAX_PULLS = 4  # downloads under way
+MAX_PULLS = 4  # concurrent downloads
 MAX_NAME = 400
 OLLAMA_LINES = StreamFormat(
     lambda error: line({"error": error_text(error)}), media_type="application/x-ndjson", ping=b""
@@ -34,14 +34,14 @@ Name = Annotated[StrictStr, Field(max_length=MAX_NAME)]
 
 
 class NameRequest(Body):
-    """DELETE /api/delete; `name` is what older clients send."""
+    """DELETE /api/delete; older clients send `name`."""
 
     model: Name | None = None
     name: Name | None = None
 
     @property
     def wanted(self) -> str:
-        """The model. Raises ApiError."""
+        """The requested model. Raises ApiError if there is none."""
         wanted = self.model or self.name
         if not wanted:
             raise invalid("model is missing.", "model", "missing_required_parameter")
@@ -63,19 +63,19 @@ class CopyRequest(Body):
 
 
 async def pull(request: Request, body: PullRequest) -> Response | dict[str, Any]:
-    """Download a model to our own models; lines say how far it is."""
+    """Download a model into our own store, with progress lines."""
     library, name, state = _library(request), body.wanted, request.app.state
 
     async def lines() -> AsyncGenerator[bytes]:
         if state.num_pulls >= MAX_PULLS:
-            full = f"{MAX_PULLS} downloads are under way; ask again later."
+            full = f"{MAX_PULLS} downloads are running, which is the limit; retry later."
             raise ApiError(429, full, "rate_limit_error", "queue_full")
         state.num_pulls += 1
         try:
             yield line({"status": "pulling manifest"})
-            async with aclosing(_steps(lambda tell, cancel: library.pull(name, tell, cancel))) as steps:
+            async with aclosing(_progress(lambda tell, cancel: library.pull(name, tell, cancel))) as steps:
                 async for progress in steps:
-                    yield line(_shown(name, progress))
+                    yield line(_progress_line(name, progress))
             service_of(request).pool.look_again()
             for status in ("verifying sha256 digest", "writing manifest", "success"):
                 yield line({"status": status})
@@ -92,8 +92,8 @@ async def pull(request: Request, body: PullRequest) -> Response | dict[str, Any]
     return answer
 
 
-async def _steps(work: Callable[[OnProgress, threading.Event], None]) -> AsyncGenerator[LoadProgress]:
-    """What work in a thread tells; the last of it where more came than was taken. The work is cancelled with this."""
+async def _progress(work: Callable[[OnProgress, threading.Event], None]) -> AsyncGenerator[LoadProgress]:
+    """Run `work` in a thread and yield its progress, without outdated reports. Closing this cancels the work."""
     loop, cancel = asyncio.get_running_loop(), threading.Event()
     told: asyncio.Queue[LoadProgress | None] = asyncio.Queue()
 
@@ -115,17 +115,17 @@ async def _steps(work: Callable[[OnProgress, threading.Event], None]) -> AsyncGe
         task.cancel()
 
 
-def _shown(name: str, progress: LoadProgress) -> dict[str, Any]:
+def _progress_line(name: str, progress: LoadProgress) -> dict[str, Any]:
     if progress.name != "download" or progress.total <= 0:
         return {"status": progress.detail or progress.label}
-    digest = hashlib.sha256(name.encode()).hexdigest()  # of the model: its files arrive side by side
+    digest = hashlib.sha256(name.encode()).hexdigest()  # one per model, because its files download in parallel
     done = min(progress.done, progress.total)
     status = f"pulling {digest[:12]}"
     return {"status": status, "digest": f"sha256:{digest}", "total": progress.total, "completed": done}
 
 
 async def delete(request: Request, body: NameRequest) -> Response:
-    """Remove one of our models. What another program keeps is refused, with that program's command."""
+    """Remove one of our own models. For another program's model, the error names that program's command."""
     library, service = _library(request), service_of(request)
     model = await service.find(body.wanted)
     await asyncio.to_thread(library.remove, model.source)
@@ -136,7 +136,7 @@ async def delete(request: Request, body: NameRequest) -> Response:
 
 
 async def copy(request: Request, body: CopyRequest) -> Response:
-    """Give one of our models a second name; its files are shared."""
+    """Give one of our own models a second name; both share the files."""
     library, service = _library(request), service_of(request)
     model = await service.find(body.source)
     await asyncio.to_thread(library.copy, model.source, body.destination.removesuffix(":latest"))
@@ -145,9 +145,10 @@ async def copy(request: Request, body: CopyRequest) -> Response:
 
 
 def check_changes(request: Request) -> None:
-    """Raise ApiError 404 everywhere but at the address of `serve --ollama`."""
+    """Raise ApiError 404 except at the address of `serve --ollama`."""
     if request.app.state.library is None or not is_at(request.scope, request.app.state.ollama):
-        raise ApiError(404, "Models are changed only at the address of localllm serve --ollama.", code="unknown_url")
+        message = "Models can be changed only at the address of localllm serve --ollama."
+        raise ApiError(404, message, code="unknown_url")
 
 
 def _library(request: Request) -> Library:

@@ -1,6 +1,6 @@
 """Ollama's API: /api/chat, generate, embed, tags, show, ps and version; streams are lines of JSON.
 
-`library.py` has the routes that change which models are here.
+`library.py` has the routes that pull, copy and delete models.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from localllm.server.response_stream import AsyncResponseStream
 from localllm.server.served_model import MAX_TTL_S, ServedModel
 from localllm.server.service import Reservation, service_of
 
-VERSION = "0.14.0"  # of Ollama's API that is spoken here: clients ask for 0.6.4 (VS Code) and more
+VERSION = "0.14.0"  # version of Ollama's API implemented here: clients require 0.6.4 (VS Code) or later
 
 
 async def chat(request: Request, body: schemas.OllamaChatRequest) -> Response | dict[str, Any]:
-    """Answer a conversation; streamed unless told otherwise."""
+    """Answer a conversation, streamed by default."""
     if not body.messages:
         return await _load_or_unload(request, body, {"message": {"role": "assistant", "content": ""}})
     return await _answer(request, body, schemas.chat_of(body))
@@ -66,7 +66,7 @@ async def _answer(request: Request, body: schemas.Asked, asked: ChatRequest | Co
 
 @dataclass(slots=True)
 class LineRendering:
-    """One answer, whole or as lines; `started` on the monotonic clock."""
+    """Renders one response, whole or as lines; `started` is on the monotonic clock."""
 
     stream: AsyncResponseStream
     body: schemas.Asked
@@ -85,7 +85,7 @@ class LineRendering:
         return self.stream.rendered(self._lines)
 
     def _line(self, texts: dict[str, str], calls: list[dict[str, str]]) -> dict[str, Any]:
-        """What shows these texts by kind, and calls."""
+        """The JSON object for texts by kind, and tool calls."""
         content = texts.get("content", "")
         more: dict[str, Any] = {"thinking": texts["reasoning"]} if texts.get("reasoning") else {}
         if not isinstance(self.body, schemas.OllamaChatRequest):
@@ -101,12 +101,12 @@ class LineRendering:
     def _lines(self, number: int, delta: OutputDelta) -> list[bytes]:
         lines, logprobs = [], self._logprobs(delta.logprobs)
         for kind, text in delta.parts:
-            if kind == "tool_call":  # a call is one line, when it is whole
+            if kind == "tool_call":  # sent as one line when it is complete
                 add_tool_call(self.calls, json.loads(text))
             else:
                 lines.append(line(self._line({kind: text}, []) | logprobs | {"done": False}))
                 logprobs = {}
-        if logprobs:  # of tokens that show no text yet
+        if logprobs:  # of tokens whose text is still to come
             lines.append(line(self._line({}, []) | logprobs | {"done": False}))
         if delta.finish_reason is not None:
             if self.calls:
@@ -132,14 +132,14 @@ def _end(reason: FinishReason | None, usage: Usage, timing: Timing, started: flo
 
 
 async def _load_or_unload(request: Request, body: schemas.Asked, empty: dict[str, Any]) -> dict[str, Any]:
-    """A request without anything to answer loads the model, or with keep_alive 0 unloads it."""
+    """Handle a request without a prompt: load the model, or unload it if keep_alive is 0."""
     service = service_of(request)
     keep = schemas.keep_alive_s(body.keep_alive)
     model = await service.find(body.model)
     if keep == 0:
         if not service.pool.keep(model.name, 0.0):
-            why = "it was named when the server was started, or pinned"
-            raise invalid(f"{model.name} stays loaded, {why}; localllm stop {model.name} unloads it.", "keep_alive")
+            why = "it is pinned, or was named when the server started"
+            raise invalid(f"{model.name} stays loaded: {why}. localllm stop {model.name} unloads it.", "keep_alive")
         return _head(body.model) | empty | {"done": True, "done_reason": "unload"}
     async with unless_left(request.receive), service.reserve(request, body.model):
         if keep != "default":
@@ -148,7 +148,7 @@ async def _load_or_unload(request: Request, body: schemas.Asked, empty: dict[str
 
 
 async def embed(request: Request, body: schemas.OllamaEmbedRequest) -> Response:
-    """One vector per text, of length 1; none for no text, which loads the model."""
+    """Embed texts as vectors of length 1; without any text, only load the model."""
     started = time.monotonic()
     texts = split_prompts(body.input, "input", MAX_TEXTS) if body.input not in ("", []) else []
     vectors, count, pooling = await _vectors(request, body, texts, "input", truncate=body.truncate is not False)
@@ -161,7 +161,7 @@ async def embed(request: Request, body: schemas.OllamaEmbedRequest) -> Response:
 
 
 async def embedding(request: Request, body: schemas.OllamaEmbeddingRequest) -> dict[str, Any]:
-    """The vector of one text, as it is; an empty one for no text, which loads the model."""
+    """Embed one text, without normalizing; without a text, only load the model and return an empty vector."""
     vectors, *_ = await _vectors(request, body, [body.prompt] if body.prompt else [], "prompt", truncate=True)
     return {"embedding": vectors[0].tolist() if vectors else []}
 
@@ -169,7 +169,7 @@ async def embedding(request: Request, body: schemas.OllamaEmbeddingRequest) -> d
 async def _vectors(
     request: Request, body: schemas.Embedded, texts: list[Any], param: str, *, truncate: bool
 ) -> tuple[Vectors, int, str]:
-    """(a vector per text, tokens read, how they were pooled)"""
+    """Return (a vector per text, prompt tokens, pooling method)."""
     service, keep = service_of(request), schemas.keep_alive_s(body.keep_alive)
     service.refuse_adapter(body.model)
     async with unless_left(request.receive), service.reserve(request, body.model) as reservation:
@@ -182,17 +182,17 @@ async def _vectors(
 
 
 async def version(request: Request) -> dict[str, Any]:
-    """The version of Ollama's API, and the program's own."""
+    """Return the version of Ollama's API, and the program's own."""
     return {"version": VERSION, "localllm": __version__}
 
 
 async def tags(request: Request) -> dict[str, Any]:
-    """The models on this machine."""
+    """List the models on this machine."""
     return {"models": [_tag(model) for model in await service_of(request).models()]}
 
 
 async def running(request: Request) -> dict[str, Any]:
-    """The models in memory."""
+    """List the models in memory."""
     service = service_of(request)
     rows = []
     for row in service.pool.loaded():
@@ -210,7 +210,7 @@ async def running(request: Request) -> dict[str, Any]:
 
 
 async def show(request: Request, body: schemas.ShowRequest) -> dict[str, Any]:
-    """What a model is."""
+    """Describe a model."""
     service = service_of(request)
     model = await service.find(body.model or body.name)
     arch = model.architecture
@@ -229,7 +229,7 @@ async def show(request: Request, body: schemas.ShowRequest) -> dict[str, Any]:
 
 
 def _capabilities(model: ServedModel, template: str) -> list[str]:
-    """What a model can be asked for, in Ollama's words."""
+    """The capabilities of a model, by Ollama's names."""
     if model.embeds:
         return ["embedding"]
     can = {"vision": model.sees, "tools": "tools" in template, "thinking": reasoning_tags(template) is not None}
@@ -254,7 +254,7 @@ def details(model: ServedModel) -> dict[str, Any]:
 
 
 def _basename(name: str) -> str:
-    """What to call a model in a list for people: without its owner, quant and container."""
+    """The display name of a model: without its owner, quant and container."""
     return re.sub(r"-GGUF$", "", name.partition(":")[0].rpartition("/")[2].removesuffix(".gguf"), flags=re.IGNORECASE)
 
 

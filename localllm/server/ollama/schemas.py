@@ -1,4 +1,4 @@
-"""What Ollama's routes accept, and their way into a chat or text request."""
+"""Request bodies of Ollama's routes, and their conversion into OpenAI chat and completion requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from localllm.server.openai.schemas import MAX_MESSAGES, TEXTS_OR_IDS, Body, Cha
 PART = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|)")
 WAIT = re.compile(r"\d+(\.\d+)?|(\d+(\.\d+)?(ms|s|m|h))+")
 SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
-# their sampling options -> ours; what concerns loading (num_ctx, num_gpu, ...) was decided when the server started
+# Ollama's sampling options -> ours; load options (num_ctx, num_gpu, ...) are fixed when the server starts
 OPTIONS = {
     "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "typical_p": "typical_p",
     "repeat_penalty": "repetition_penalty", "presence_penalty": "presence_penalty",
@@ -36,7 +36,7 @@ class OllamaMessage(Body):
 
 
 class Asked(Body):
-    """What both ways to generate share."""
+    """Fields shared by /api/chat and /api/generate."""
 
     model: StrictStr
     stream: StrictBool | None = None
@@ -68,7 +68,7 @@ class OllamaGenerateRequest(Asked):
 
 
 class Embedded(Body):
-    """What both ways to embed share."""
+    """Fields shared by both embedding routes."""
 
     model: StrictStr
     keep_alive: StrictStr | Number | None = None
@@ -84,7 +84,7 @@ class OllamaEmbedRequest(Embedded):
 
 
 class OllamaEmbeddingRequest(Embedded):
-    """POST /api/embeddings, which /api/embed has replaced"""
+    """POST /api/embeddings, replaced by /api/embed"""
 
     prompt: StrictStr = ""
 
@@ -98,9 +98,9 @@ class ShowRequest(Body):
 
 
 def chat_of(body: OllamaChatRequest) -> ChatRequest:
-    """The chat request that answers the same. Raises ApiError."""
+    """Convert into an OpenAI chat request. Raises ApiError."""
     messages: list[dict[str, Any]] = []
-    waiting: list[dict[str, Any]] = []  # calls whose results come next
+    waiting: list[dict[str, Any]] = []  # calls whose results are still to come
     for number, message in enumerate(body.messages or ()):
         content = _with_images(message.content or "", message.images, f"messages[{number}].images")
         one: dict[str, Any] = {"role": message.role, "content": content}
@@ -112,7 +112,7 @@ def chat_of(body: OllamaChatRequest) -> ChatRequest:
                 for i, call in enumerate(message.tool_calls)
             ]
         if message.role == "tool":
-            call = _called(message, waiting)
+            call = _call_of(message, waiting)
             waiting = [other for other in waiting if other is not call] or waiting[-1:]
             one |= {"tool_call_id": call["id"], **({"name": message.tool_name} if message.tool_name else {})}
         messages.append(one)
@@ -122,8 +122,8 @@ def chat_of(body: OllamaChatRequest) -> ChatRequest:
     return checked(fields, ChatRequest)
 
 
-def _called(message: OllamaMessage, waiting: list[dict[str, Any]]) -> dict[str, Any]:
-    """The call that a result is of: results come in the order of the calls, unless they say whose they are."""
+def _call_of(message: OllamaMessage, waiting: list[dict[str, Any]]) -> dict[str, Any]:
+    """Find the call that a result belongs to: by id, by function name, or else in the order of the calls."""
     own = [call for call in waiting if call["id"] == message.tool_call_id]
     functions = ((call, call.get("function")) for call in waiting)
     own = own or [call for call, one in functions if isinstance(one, dict) and one.get("name") == message.tool_name]
@@ -131,7 +131,7 @@ def _called(message: OllamaMessage, waiting: list[dict[str, Any]]) -> dict[str, 
 
 
 def generate_of(body: OllamaGenerateRequest) -> ChatRequest | CompletionRequest:
-    """The request of a prompt, with the model's own template or, raw, as it is. Raises ApiError."""
+    """Convert into a chat request, or if raw, into a completion request without template. Raises ApiError."""
     fields = with_further(body, _common(body), "format")
     if body.raw:
         fields |= {"prompt": body.prompt or "", "max_tokens": fields.pop("max_completion_tokens", None)}
@@ -144,41 +144,41 @@ def generate_of(body: OllamaGenerateRequest) -> ChatRequest | CompletionRequest:
 
 
 def _with_images(text: str, images: list[Any] | None, where: str) -> str | list[dict[str, Any]]:
-    """A message's content; images, base64 without more, come before the text."""
+    """A message's content, with images, which are plain base64, before the text."""
     if not images:
         return text
     if not all(isinstance(one, str) for one in images):
-        raise invalid("An image must be base64: nothing is fetched.", where, "invalid_type")
+        raise invalid("Images must be base64 strings: nothing is fetched.", where, "invalid_type")
     urls = [f"data:image/any;base64,{one}" for one in images]
     parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     return [*parts, {"type": "text", "text": text}]
 
 
 def check_generate(body: OllamaGenerateRequest) -> None:
-    """Raise ApiError for what no model here does."""
+    """Raise ApiError for fields that are not supported."""
     if body.suffix:
-        raise unsupported("suffix is not supported: no model here fills in the middle.", "suffix")
+        raise unsupported("suffix is not supported: no model here does fill-in-the-middle.", "suffix")
     if body.images and body.raw:
-        raise unsupported("Images need the model's template: leave raw out.", "images")
+        raise unsupported("Images need the model's template: leave out raw.", "images")
     if body.system and body.raw:
-        raise invalid("A raw prompt is read as it is: put system into it, or leave raw out.", "system")
+        raise invalid("A raw prompt is used as is: include the system text in it, or leave out raw.", "system")
     if body.template:
-        raise invalid("A template may not come with a request.", "template")
+        raise invalid("A request cannot set the template.", "template")
     if body.context:
         raise unsupported("context is not supported: send the conversation to /api/chat.", "context")
 
 
-_PART = re.compile(r"messages\[(\d+)\]\.content\[\d+\]")  # only images are parts here
+_PART = re.compile(r"messages\[(\d+)\]\.content\[\d+\]")  # in Ollama's requests, only images become parts
 
 
 def keep_alive_s(value: str | float | None) -> float | None | Literal["default"]:
-    """Seconds a model stays; None indefinitely. Raises ApiError."""
+    """Parse keep_alive into idle seconds; None keeps the model loaded indefinitely. Raises ApiError."""
     if value is None:
         return "default"
     if isinstance(value, str):
         text = value.removeprefix("-")
         if not WAIT.fullmatch(text):
-            raise invalid("keep_alive must be a time such as 5m, or seconds.", "keep_alive")
+            raise invalid("keep_alive must be a duration such as 5m, or a number of seconds.", "keep_alive")
         seconds = sum(float(number) * SECONDS[unit] for number, unit in PART.findall(text))
         value = seconds if text == value else -seconds
     return None if value < 0 else float(value)
@@ -210,7 +210,7 @@ def _common(body: Asked) -> dict[str, Any]:
 
 
 def renamed(param: str | None) -> str | None:
-    """A chat request's field under its name here."""
+    """Translate a chat request's field name into Ollama's."""
     return _NAMES.get(param or "", _PART.sub(r"messages[\1].images", param) if param else param)
 
 

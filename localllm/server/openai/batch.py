@@ -1,7 +1,7 @@
-"""A file of requests, answered: OpenAI's batch format, by the same application that answers over HTTP.
+"""Batch runner for files in OpenAI's batch format, on the same application that serves HTTP.
 
-Each answer is appended to the output as soon as it is there, so that a batch that was stopped goes on where it was: ids
-that stand in the output are passed over, a line that was cut is taken away.
+Each result is appended to the output as soon as it is ready. A stopped batch can therefore continue: requests whose ids
+are in the output are skipped, and an incomplete last line is removed.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ TIMEOUT_S = 24 * 3600.0
 
 @dataclass(slots=True)
 class BatchCounts:
-    """How far a batch is."""
+    """Progress of a batch."""
 
     total: int = 0  # requests in the file
     skipped: int = 0  # answered by an earlier run
     done: int = 0
-    failed: int = 0  # of those done: answered with an error
+    failed: int = 0  # included in `done`: answered with an error
     prompt_tokens: int = 0
     completion_tokens: int = 0
     started: float = field(default_factory=time.monotonic)
@@ -49,7 +49,7 @@ class BatchCounts:
 
 
 class BatchLine(BaseModel):
-    """A request of the file."""
+    """One request of the file."""
 
     custom_id: Annotated[StrictStr, Field(min_length=1, max_length=512)]
     method: Literal["POST"] = "POST"
@@ -58,17 +58,18 @@ class BatchLine(BaseModel):
 
 
 def check(source: Path) -> list[str]:
-    """The ids of all requests, in order. Raises ConfigError for the first line that is no request."""
+    """Validate the file and return all request ids in order. Raises ConfigError at the first invalid line."""
     ids: dict[str, int] = {}
     for number, request in _requests(source):
         first = ids.setdefault(request.custom_id, number)
         if first != number:
-            twice = f"{source}, line {number}: custom_id {request.custom_id!r:.80} stands in line {first}, too"
-            raise ConfigError(twice, "make ids unique")
+            twice = f"{source}, line {number}: custom_id {request.custom_id!r:.80} is already used in line {first}"
+            raise ConfigError(twice, "make every custom_id unique")
         if request.body.get("stream"):
-            raise ConfigError(f"{source}, line {number}: body has stream: true", "take stream out")
+            raise ConfigError(f"{source}, line {number}: body has stream: true", "remove stream")
     if not ids:
-        raise ConfigError(f"{source} holds no request", 'each line: {"custom_id": "1", "method": "POST", "url": ...}')
+        line = '{"custom_id": "1", "method": "POST", "url": ...}'
+        raise ConfigError(f"{source} contains no requests", f"write one request per line: {line}")
     return list(ids)
 
 
@@ -81,10 +82,10 @@ def _requests(source: Path) -> Iterator[tuple[int, BatchLine]]:
                         yield number, checked(json.loads(line), BatchLine)
                     except ApiError as error:
                         wrong = f"{source}, line {number}: {error.message.rstrip('.')}"
-                        raise ConfigError(wrong, "one request in OpenAI's batch format a line") from None
+                        raise ConfigError(wrong, "write one request in OpenAI's batch format per line") from None
                     except (ValueError, RecursionError) as error:
                         wrong = f"{source}, line {number}: not JSON: {error}"
-                        raise ConfigError(wrong, "one JSON object a line") from None
+                        raise ConfigError(wrong, "write one JSON object per line") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{source} is not UTF-8 text", "save it as UTF-8") from None
     except OSError as error:
@@ -95,16 +96,16 @@ def _lock(file: IO[bytes], path: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        raise ConfigError(f"another batch writes to {path}", "wait for it, or choose another -o FILE") from None
+        raise ConfigError(f"another batch is writing to {path}", "wait for it, or choose another -o FILE") from None
 
 
 class Output:
-    """The file of answers: held by one process, without a line that was cut; `-` is stdout, which holds none yet."""
+    """The output file, locked by one process, without an incomplete last line; `-` is stdout, which starts empty."""
 
     def __init__(self, path: Path, *, again: bool) -> None:
-        """`again`: requests that ended in an error are asked again. Raises ConfigError."""
+        """`again`: retry requests that ended in an error. Raises ConfigError."""
         self.path = path
-        self.answered: set[str] = set()  # ids that need no answer any more
+        self.answered: set[str] = set()  # ids to skip
         if str(path) == "-":
             self._file: IO[bytes] = sys.stdout.buffer
             return
@@ -134,8 +135,8 @@ class Output:
                 custom, ok = None, False
             whole = line.endswith(b"\n")
             if whole and not isinstance(custom, str):
-                raise ConfigError(f"{self.path} holds something other than answers", "choose another -o")
-            if not whole or (again and not ok):  # cut by a kill, or asked again
+                raise ConfigError(f"{self.path} contains something other than answers", "choose another -o FILE")
+            if not whole or (again and not ok):  # cut off by a kill, or to be retried
                 changed = True
                 continue
             kept.append(line)
@@ -145,7 +146,7 @@ class Output:
         return answered
 
     def _replace(self, content: bytes) -> None:
-        """Put other content in the file's place, at once: a kill leaves either."""
+        """Replace the content of the file atomically: a kill leaves the old or the new content."""
         partial = self.path.with_name(self.path.name + ".partial")
         new: IO[bytes] = partial.open("w+b")
         try:
@@ -161,7 +162,7 @@ class Output:
         self._file = new
 
     def write(self, row: dict[str, Any]) -> None:
-        """One answer, in the file when this returns."""
+        """Write one result and flush it to the file."""
         self._file.write(json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
         self._file.flush()
 
@@ -176,9 +177,9 @@ class Output:
 async def run_batch(
     service: Service, source: Path, output: Output, counts: BatchCounts, on_change: Callable[[BatchCounts], None]
 ) -> None:
-    """Answer every request that has no answer yet, several at a time.
+    """Run every request that has no result yet, several at a time.
 
-    default model  a request that names none gets the service's
+    Requests that name no model use the service's default model.
     """
     transport = httpx.ASGITransport(app=create_app(service, AppOptions()), raise_app_exceptions=False)
     slots = asyncio.Semaphore(2 * service.options.parallel)

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions and /v1/completions; the latter, with echo and logprobs, scores a prompt."""
+"""POST /v1/chat/completions and /v1/completions; the latter scores a prompt if echo and logprobs are set."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
 
 
 class OpenAIRendering(ABC):
-    """The frame of an answer, whole and streamed; each API makes its own choices."""
+    """Common part of both routes, whole and streamed; subclasses build the choices."""
 
-    objects = ("", "")  # what the whole answer and a chunk call themselves
+    objects = ("", "")  # `object` of a whole response and of a chunk
     prefix = ""
     generates = True
 
@@ -61,7 +61,7 @@ class OpenAIRendering(ABC):
     @abstractmethod
     def choices(self, outputs: list[RequestOutput]) -> list[dict[str, Any]]: ...
     @abstractmethod
-    def choices_of(self, number: int, delta: OutputDelta) -> list[dict[str, Any]]: ...  # of one prompt: a chunk each
+    def choices_of(self, number: int, delta: OutputDelta) -> list[dict[str, Any]]: ...  # one chunk per choice
 
     async def whole(self) -> dict[str, Any]:
         outputs = await self._stream.outputs()
@@ -72,8 +72,8 @@ class OpenAIRendering(ABC):
         return whole | ({"timings": timings_json(usage, outputs[0].timing)} if self._asked.timings_per_token else {})
 
     async def stream(self, head: dict[str, Any]) -> AsyncIterator[bytes]:
-        """The chunks of all deltas, each of which begins with `head`, then the usage where that is wanted."""
-        begin = b"data: " + dumps(head)[:-1] + b',"choices":['  # written once
+        """Yield the chunks of all deltas, each beginning with `head`, then the usage if requested."""
+        begin = b"data: " + dumps(head)[:-1] + b',"choices":['  # serialized once
 
         def render(number: int, delta: OutputDelta) -> list[bytes]:
             if delta.usage is not None:
@@ -105,7 +105,7 @@ class OpenAIRendering(ABC):
 
 
 class ChatRendering(OpenAIRendering):
-    """How the answers to a conversation look."""
+    """Renders the responses to a conversation."""
 
     objects = ("chat.completion", "chat.completion.chunk")
     prefix = "chatcmpl"
@@ -115,7 +115,7 @@ class ChatRendering(OpenAIRendering):
         self._body = body
         self._shows_reasoning = body.include_reasoning is not False
         self.head["service_tier"] = "default"
-        self._called: dict[int, str] = {}  # by answer: the arguments of its last call
+        self._called: dict[int, str] = {}  # by choice: the arguments of its last call
         self._is_legacy = body.functions is not None and body.tools is None  # calls are shown as one `function_call`
 
     async def whole(self) -> dict[str, Any]:
@@ -163,7 +163,7 @@ class ChatRendering(OpenAIRendering):
             yield chunk
 
     def choices_of(self, number: int, delta: OutputDelta) -> list[dict[str, Any]]:
-        """A choice per part of the delta; log-probabilities and token ids go with the first."""
+        """Return one choice per part of the delta; log-probabilities and token ids go with the first."""
         choices = []
         logprobs = self.names.chat(delta.logprobs) if self._body.logprobs and delta.logprobs else None
         more = {"token_ids": delta.token_ids} if self._body.return_token_ids and delta.token_ids else {}
@@ -199,7 +199,7 @@ def _delta(
 
 
 class CompletionRendering(OpenAIRendering):
-    """How the answers to prompts look; those to several prompts are numbered through."""
+    """Renders the responses to prompts; choices are numbered across all prompts."""
 
     objects = ("text_completion", "text_completion")
     prefix = "cmpl"
@@ -208,11 +208,10 @@ class CompletionRendering(OpenAIRendering):
         super().__init__(body, reservation)
         self.generates = body.max_tokens != 0
         self._body, self._per_prompt = body, self._stream.num_answers
-        self._seen: set[int] = set()  # choices whose first chunk is out
-        self._scored: dict[int, list[TokenLogprob | None]] = {}  # by prompt: they come with its first answer
-        self._lengths = [0] * (
-            len(self._stream.prompts) * self._per_prompt
-        )  # characters that log-probabilities have covered
+        self._seen: set[int] = set()  # choices whose first chunk was sent
+        self._scored: dict[int, list[TokenLogprob | None]] = {}  # by prompt; delivered with its first sequence
+        # by choice: characters whose log-probabilities were sent
+        self._lengths = [0] * (len(self._stream.prompts) * self._per_prompt)
 
     def choices(self, outputs: list[RequestOutput]) -> list[dict[str, Any]]:
         choices = []
@@ -234,7 +233,7 @@ class CompletionRendering(OpenAIRendering):
         return self.stream({**self.head, "object": self.objects[1], **({"usage": None} if self.wants_usage else {})})
 
     def choices_of(self, number: int, delta: OutputDelta) -> list[dict[str, Any]]:
-        """One choice, or none for a delta that shows nothing."""
+        """Return one choice, or none for a delta with nothing to show."""
         body, prompt = self._body, self._stream.prompts[number]
         index = number * self._per_prompt + delta.index
         ended = delta.finish_reason is not None

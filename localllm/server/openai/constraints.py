@@ -1,7 +1,7 @@
-"""What binds an answer, from the fields of any API: constraint and tools, checked in one place.
+"""Output constraints and tools, read from the fields of any API and validated in one place.
 
-A constraint is never ignored: what cannot be had is refused by name, with status 400. Whether a schema can be enforced
-is known only when it is compiled (`OutputRules.spec`, off the event loop).
+No constraint is ignored: unsupported ones are rejected by name, with status 400. Whether a schema can be enforced is
+known only when it is compiled (`OutputRules.spec`, off the event loop).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from localllm.server.openai.schemas import Constraints
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-_FUNCTION = re.compile(r"[a-zA-Z0-9_-]{1,128}")  # as long as /v1/messages and /v1/responses have them elsewhere
+_FUNCTION = re.compile(r"[a-zA-Z0-9_-]{1,128}")  # the length limit of hosted /v1/messages and /v1/responses
 _BACKENDS = ("auto", "guidance", "llguidance")
 _SCHEMA_CODE = "invalid_json_schema"
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
@@ -27,7 +27,7 @@ _SINGLE = {f"guided_{kind}": kind for kind in _KINDS} | {"json_schema": "json", 
 
 
 def with_constraints(asked: Generation, body: Constraints) -> Generation:
-    """A request with what binds its answer. Raises ApiError 400, its `param` the field."""
+    """Add the constraint and tools of a body to a request. Raises ApiError 400 with the field as `param`."""
     constraint, tool_use = read_constraint(body), read_tool_use(body)
     prompts = asked.prompts
     if isinstance(prompts, Conversation):
@@ -36,13 +36,13 @@ def with_constraints(asked: Generation, body: Constraints) -> Generation:
 
 
 def with_tools(conversation: Conversation, tool_use: ToolUse | None) -> Conversation:
-    """A conversation whose template is told of the tools that may be called."""
+    """Pass the callable tools to the conversation's chat template."""
     tools = None if tool_use is None or tool_use.choice == "none" else list(tool_use.tools)
     return replace(conversation, tools=tools)
 
 
 def read_constraint(body: Constraints) -> Constraint | None:
-    """What the answer to a request must be. Raises ApiError 400, its `param` the field."""
+    """Read the output constraint of a body. Raises ApiError 400 with the field as `param`."""
     _check_backend(body.guided_decoding_backend, "guided_decoding_backend")
     if body.guided_whitespace_pattern is not None:
         raise unsupported("guided_whitespace_pattern is not supported.", "guided_whitespace_pattern")
@@ -51,13 +51,13 @@ def read_constraint(body: Constraints) -> Constraint | None:
     found = [one for one in given if one is not None]
     if len(found) > 1:
         names = " and ".join(one.param for one in found[:2])
-        raise invalid(f"{names} exclude each other: an answer has one constraint.", found[1].param)
+        raise invalid(f"{names} cannot be combined: a request takes one constraint.", found[1].param)
     return found[0] if found else None
 
 
 def _check_backend(backend: Any, where: str) -> None:
     if backend is not None and backend not in _BACKENDS:
-        raise unsupported(f"The backend {str(backend)[:40]!r} does not exist here.", where)
+        raise unsupported(f"The backend {str(backend)[:40]!r} is not available.", where)
 
 
 def _response_format(given: Mapping[str, Any] | None) -> Constraint | None:
@@ -65,7 +65,7 @@ def _response_format(given: Mapping[str, Any] | None) -> Constraint | None:
         return None
     kind, where = given.get("type"), "response_format"
     if kind == "json_object":
-        schema = given.get("schema")  # as llama.cpp and Fireworks have it
+        schema = given.get("schema")  # an extension of llama.cpp and Fireworks
         return Constraint("json_object", param=where) if schema is None else _schema(schema, where, lenient=True)
     if kind != "json_schema":
         raise invalid("response_format.type must be one of text, json_object, json_schema.", where, "invalid_value")
@@ -80,7 +80,7 @@ def _response_format(given: Mapping[str, Any] | None) -> Constraint | None:
         raise invalid("response_format.json_schema.strict must be true or false.", where, "invalid_type")
     if "schema" not in form:
         raise invalid("response_format.json_schema.schema is missing.", where, "missing_required_parameter")
-    return _schema(form["schema"], where, lenient=not strict)  # as OpenAI has it: false where it is left out
+    return _schema(form["schema"], where, lenient=not strict)  # as in OpenAI's API, strict defaults to false
 
 
 def _schema(value: Any, where: str, *, lenient: bool = False) -> Constraint:
@@ -110,7 +110,7 @@ def _structured_outputs(given: Any) -> Constraint | None:
 
 
 def _read(kind: str, value: Any, where: str) -> Constraint | None:
-    """A constraint from a field that holds one of this kind."""
+    """Read a constraint of this kind from a field's value."""
     if value is None:
         return None
     if kind == "json":
@@ -124,15 +124,15 @@ def _read(kind: str, value: Any, where: str) -> Constraint | None:
         return Constraint("json_object", param=where) if value else None
     if kind == "choice":
         if not isinstance(value, list) or not value or not all(isinstance(one, str) and one for one in value):
-            raise invalid(f"{where}: a choice must be a list of non-empty texts.", where, "invalid_value")
+            raise invalid(f"{where}: a choice must be a list of non-empty strings.", where, "invalid_value")
         return Constraint("choice", tuple(value), param=where)
     if not isinstance(value, str) or not value:
-        raise invalid(f"{where} must be text that is not empty.", where, "invalid_value")
+        raise invalid(f"{where} must be a non-empty string.", where, "invalid_value")
     return Constraint(kind, value, param=where)  # type: ignore[arg-type]
 
 
 def read_tool_use(body: Constraints) -> ToolUse | None:
-    """Which tools may be called. Raises ApiError 400, its `param` the field."""
+    """Read which tools may be called. Raises ApiError 400 with the field as `param`."""
     tools, choice, field = body.tools, body.tool_choice, "tools"
     if tools is None and body.functions is not None:
         given, choice, field = body.functions, body.function_call, "functions"
@@ -143,19 +143,20 @@ def read_tool_use(body: Constraints) -> ToolUse | None:
     elif body.function_call not in (None, "none", "auto") and not tools:
         raise invalid("function_call needs functions.", "function_call")
     if not tools:
-        empty = (None, "none", "auto") if tools is not None else (None,)  # agents send both with an empty list
+        empty = (None, "none", "auto") if tools is not None else (None,)  # agents send these with an empty list
         if choice not in empty:
             raise invalid("tool_choice needs tools.", "tool_choice", "invalid_value")
         return None
     if len(tools) > MAX_TOOLS:
-        raise invalid(f"{len(tools)} tools; at most {MAX_TOOLS} are taken.", field, "array_above_max_length")
+        message = f"The request has {len(tools)} tools; the limit is {MAX_TOOLS}."
+        raise invalid(message, field, "array_above_max_length")
     names = [_check_tool(tool, f"{field}[{number}]") for number, tool in enumerate(tools)]
     if len(set(names)) < len(names):
         raise invalid("Two tools have the same name.", field, "invalid_value")
     kind, only = _tool_choice(choice, names)
-    # a forced call is one call: small models would repeat it as often as they may
+    # by default, a forced call is a single one: small models would repeat it as often as allowed
     parallel = body.parallel_tool_calls if body.parallel_tool_calls is not None else kind != "required"
-    parallel = parallel and field == "tools"  # a `function_call` is one
+    parallel = parallel and field == "tools"  # `function_call` allows only one
     return ToolUse(tuple(tools), kind, only, parallel)
 
 
@@ -178,7 +179,7 @@ def _check_tool(tool: Mapping[str, Any], where: str) -> str:
 
 
 def _tool_choice(choice: Any, names: list[str]) -> tuple[str, tuple[str, ...]]:
-    """(auto | none | required, the names that may be called; () for all)"""
+    """Return (auto | none | required, the callable names, or () for all)."""
     where = "tool_choice"
     if choice in (None, "auto", "none", "required"):
         return choice or "auto", ()

@@ -1,7 +1,7 @@
-"""POST /v1/embeddings, /v1/score and /rerank: vectors pooled from any model's last hidden states, and their cosine.
+"""POST /v1/embeddings, /v1/score and /rerank: pooled last hidden states of any model, and their cosine similarity.
 
-A model that embeds text pools as it was trained to. Most models were not trained for it, so the reply says what was
-done: `pooling`, and for scores the `method`.
+Embedding models use the pooling they were trained with. Since most other models were not trained for embeddings, the
+response names the `pooling`, and for scores the `method`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Texts = StrictStr | Annotated[list[StrictStr], Field(fail_fast=True, min_length=
 
 
 class Pooled(Body):
-    """What all ask for; `pooling` is ours: how token vectors become one, by default as the model was trained."""
+    """Fields shared by all routes. `pooling`, our extension, overrides the model's default pooling."""
 
     model: StrictStr | None = None
     pooling: Pooling | None = None
@@ -48,15 +48,15 @@ class Pooled(Body):
 class EmbeddingRequest(Pooled):
     """POST /v1/embeddings"""
 
-    # str | [str] | [int] | [[int]], checked by hand
+    # str | [str] | [int] | [[int]], validated in `split_prompts`
     input: Annotated[Any, Field(json_schema_extra={"anyOf": TEXTS_OR_IDS})]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[StrictInt, Field(ge=1, le=65536)] | None = None
-    normalize: StrictBool | None = None  # ours: to length 1, which is the default
+    normalize: StrictBool | None = None  # our extension; by default, vectors have length 1
 
 
 class ScoreRequest(Pooled):
-    """POST /v1/score: vLLM's text_1 and text_2, or queries and documents."""
+    """POST /v1/score, with vLLM's text_1 and text_2, or queries and documents."""
 
     text_1: Texts | None = None
     text_2: Texts | None = None
@@ -71,7 +71,7 @@ class Document(Body):
 
 
 class RerankRequest(Pooled):
-    """POST /rerank: Cohere's and Jina's."""
+    """POST /rerank, as in the APIs of Cohere and Jina."""
 
     query: StrictStr
     documents: Annotated[list[StrictStr | Document], Field(fail_fast=True, min_length=1, max_length=MAX_TEXTS)]
@@ -80,7 +80,7 @@ class RerankRequest(Pooled):
 
 
 async def embeddings(request: Request, body: EmbeddingRequest) -> Response:
-    """One vector per text."""
+    """Embed each text as a vector."""
     texts = split_prompts(body.input, "input", MAX_TEXTS)
     vectors, facts = await _vectors(request, body, texts, "input")
 
@@ -94,10 +94,10 @@ async def embeddings(request: Request, body: EmbeddingRequest) -> Response:
 
 
 async def score(request: Request, body: ScoreRequest) -> dict[str, Any]:
-    """How near texts are to each other: pairs, or one against many."""
+    """Score the similarity of pairs of texts, or of one text with many."""
     for one, other in (("text_1", "queries"), ("text_2", "documents")):
         if getattr(body, one) is not None and getattr(body, other) is not None:
-            raise invalid(f"{one} and {other} exclude each other.", other)
+            raise invalid(f"{one} and {other} cannot be combined.", other)
     first_name = "text_1" if body.queries is None else "queries"
     second_name = "text_2" if body.documents is None else "documents"
     first, second = _list(getattr(body, first_name), first_name), _list(getattr(body, second_name), second_name)
@@ -112,7 +112,7 @@ async def score(request: Request, body: ScoreRequest) -> dict[str, Any]:
 
 
 async def rerank(request: Request, body: RerankRequest) -> dict[str, Any]:
-    """Documents by how near they are to a query, the nearest first."""
+    """Rank documents by similarity to a query, most similar first."""
     texts = [d.text if isinstance(d, Document) else d for d in body.documents]
     vectors, facts = await _vectors(request, body, [body.query, *texts], "documents")
     scores = [_cosine(vectors[0], other) for other in vectors[1:]]
@@ -128,13 +128,13 @@ async def rerank(request: Request, body: RerankRequest) -> dict[str, Any]:
 async def _vectors(
     request: Request, body: Pooled, texts: Sequence[str | list[int]], param: str
 ) -> tuple[Vectors, dict[str, Any]]:
-    """(a vector per text, the fields that every answer has). `param`: the field to name when a text is too long."""
+    """Return (a vector per text, fields of every response). `param`: the field to name if a text is too long."""
     service = service_of(request)
     service.refuse_adapter(body.model)
     async with unless_left(request.receive), service.reserve(request, body.model, user=body.user or "") as reservation:
         pooling, size = body.pooling or reservation.llm.default_pooling, reservation.llm.facts.embedding_size
         if isinstance(body, EmbeddingRequest) and body.dimensions is not None and body.dimensions > size:
-            raise invalid(f"dimensions is {body.dimensions}, this model has {size}.", "dimensions")
+            raise invalid(f"dimensions is {body.dimensions}; this model has {size}.", "dimensions")
         vectors, num_tokens = await pooled_texts(service, reservation, texts, pooling, param)
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     return vectors, {"model": reservation.model.name, "pooling": pooling, "usage": usage}
@@ -150,9 +150,9 @@ async def pooled_texts(
     service: Service, reservation: Reservation, texts: Sequence[str | list[int]], pooling: Pooling, param: str, *,
     truncate: bool = False,
 ) -> tuple[Vectors, int]:  # fmt: skip
-    """(a float32 vector per text, tokens read). Every text waits for its own turn: many do not hold others up."""
+    """Return (a float32 vector per text, prompt tokens). Each text waits its turn, to not hold up other requests."""
     llm = reservation.llm
-    limit = llm.plan.ctx if truncate else None  # what the window holds is read, a longer text is not refused
+    limit = llm.plan.ctx if truncate else None  # longer texts are truncated to the context window, not rejected
     size = sum(len(text) for text in texts if isinstance(text, str))
     prompts = await service.text_work(size, lambda: [llm.encode_text(text, limit) for text in texts])
     try:
@@ -183,12 +183,12 @@ async def _pooled(
         meter.take(OutputDelta(0, finish_reason=event.finish_reason, usage=event.usage, timing=event.timing))
         pooled = event.pooled if event.finish_reason is FinishReason.STOP else None
         if pooled is None:
-            ended = ApiError(503, "The request was ended.", "unavailable_error", "shutting_down")
+            ended = ApiError(503, "The request was aborted.", "unavailable_error", "shutting_down")
         settle(result, (event.error or ended) if pooled is None else pooled)
 
     part = reservation.ticket.part()
     try:
-        async with asking:  # the queue holds one of them
+        async with asking:  # only one text of a request waits in the queue at a time
             await part.granted()
         abort = reservation.llm.pool(ids, pooling, on_event)
         try:
@@ -201,7 +201,7 @@ async def _pooled(
 
 
 def unit(vector: np.ndarray) -> np.ndarray:
-    """The vector at length 1."""
+    """Normalize a vector to length 1."""
     length = float(np.linalg.norm(vector))
     return vector / length if length else vector
 

@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/{id}: what can be asked for."""
+"""GET /v1/models and /v1/models/{id}: the served models and adapters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from localllm.server.service import Service, service_of
 
 
 async def models(request: Request) -> dict[str, Any]:
-    """Every model, its aliases and its adapters."""
+    """List the models with their aliases and adapters."""
     service = service_of(request)
     offers = await service.models()
     data = [_json(service, model, name) for model in offers for name in model.ids]
@@ -27,7 +27,7 @@ async def models(request: Request) -> dict[str, Any]:
 
 
 async def model(request: Request) -> dict[str, Any]:
-    """One model by its id, slashes and all."""
+    """Describe one model by its id, which may contain slashes."""
     service = service_of(request)
     name = request.path_params["model_id"]
     found, adapter = _json(service, await service.find(name), name), service.adapters.find(name)
@@ -36,19 +36,19 @@ async def model(request: Request) -> dict[str, Any]:
 
 
 def _asks_as_anthropic(request: Request) -> bool:
-    """Both APIs have this route: Anthropic's clients send their version."""
+    """Whether an Anthropic client asks: both APIs have this route, and those clients send their API version."""
     return "anthropic-version" in request.headers
 
 
 def _as_anthropic(model: dict[str, Any]) -> dict[str, Any]:
-    """With what Anthropic's clients read of a model."""
+    """Add the fields that Anthropic clients read."""
     created = datetime.fromtimestamp(model["created"], UTC).isoformat().replace("+00:00", "Z")
     own = {"type": "model", "display_name": model["id"], "created_at": created, "lifecycle": "active"}
     return model | own | {"max_input_tokens": model["max_model_len"]}
 
 
 def _adapted(model: dict[str, Any], adapter: ServedAdapter) -> dict[str, Any]:
-    """As vLLM lists an adapter: its parent is the model it goes with."""
+    """Describe an adapter as vLLM does: its parent is the base model."""
     return model | {"created": adapter.created, "root": adapter.name, "parent": adapter.model}
 
 

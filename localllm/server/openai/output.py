@@ -1,4 +1,4 @@
-"""The JSON that OpenAI's routes share: ids, usage, finish reasons, log-probabilities, tool calls, timings."""
+"""JSON shared by OpenAI's routes: ids, usage, finish reasons, log-probabilities, tool calls, timings."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _tag = ""
 
 
 def tag_ids(tag: str) -> None:
-    """From now on ids begin with this, so that whoever stands before several servers knows whose they are."""
+    """Put a tag at the start of all new ids, which tells a router in front of several servers who issued an id."""
     global _tag
     _tag = tag
 
 
 def new_id(prefix: str) -> str:
-    """chatcmpl-…, cmpl-…; an underscore at the end of the prefix is kept: resp_…"""
+    """Return a new id: chatcmpl-…, cmpl-…; no dash follows a prefix that ends with an underscore: resp_…"""
     return f"{prefix}{'' if prefix.endswith('_') else '-'}{_tag}{uuid.uuid4().hex[len(_tag) :]}"
 
 
 def finish_name(reason: FinishReason | None, *, has_tool_calls: bool = False) -> str | None:
-    """OpenAI's word for it."""
+    """The finish reason by OpenAI's name."""
     if reason is None:
         return None
     if reason is FinishReason.LENGTH:
@@ -61,14 +61,14 @@ def timings_json(usage: Usage, timing: Timing) -> dict[str, Any]:
 
 
 class TokenNames:
-    """Tokens as text and bytes, the way log-probabilities show them."""
+    """Tokens as text and bytes, for log-probabilities."""
 
     def __init__(self, llm: LLM, *, as_ids: bool = False) -> None:
-        """`as_ids`: "token_id:123" instead of the text."""
+        """`as_ids`: show "token_id:123" instead of the text."""
         self._tokenizer, self._as_ids = llm.tokenizer, as_ids
 
     def text(self, token: int) -> str:
-        """The token's text; what is no whole character shows as U+FFFD."""
+        """The token's text; incomplete characters become U+FFFD."""
         if self._as_ids:
             return f"token_id:{token}"
         return self._tokenizer.token_bytes(token).decode("utf-8", "replace")
@@ -86,7 +86,7 @@ class TokenNames:
         return {"token": self.text(token), "logprob": finite(logprob), "bytes": list(data)}
 
     def completion(self, entries: Sequence[TokenLogprob | None], ids: Sequence[int], offset: int) -> dict[str, Any]:
-        """The shape of /v1/completions; `ids` are the tokens, since the first prompt token has no entry."""
+        """Log-probabilities in the format of /v1/completions; `ids` names all tokens, some of which have no entry."""
         tokens = [self.text(token) for token in ids]
         offsets = []
         for text in tokens:
@@ -101,12 +101,12 @@ class TokenNames:
 
 
 def finite(logprob: float) -> float:
-    """A log-probability as JSON can hold it: minus infinity becomes -9999, as in vLLM."""
+    """Clamp a log-probability to a value that JSON can hold: minus infinity becomes -9999, as in vLLM."""
     return max(logprob, -9999.0)
 
 
 def tool_delta(text: str) -> dict[str, Any]:
-    """An OpenAI delta of one tool call, from the JSON of ours."""
+    """Convert the engine's JSON delta of a tool call into OpenAI's."""
     delta = json.loads(text)
     out: dict[str, Any] = {"index": delta["index"]}
     if delta.get("id"):
@@ -116,7 +116,7 @@ def tool_delta(text: str) -> dict[str, Any]:
 
 
 def arguments_of(call: dict[str, str]) -> dict[str, Any]:
-    """The arguments of a finished call as an object: an empty one where the answer's length cut them."""
+    """Parse the arguments of a finished call; {} if the length limit cut them off."""
     try:
         found = json.loads(call["arguments"] or "{}")
     except ValueError:
@@ -125,9 +125,9 @@ def arguments_of(call: dict[str, str]) -> dict[str, Any]:
 
 
 def has_called(arguments: str | None, stop: int | str | None) -> bool:
-    """Whether an answer with these arguments of its last call (None: it has none) is one to be carried out.
+    """Whether the last tool call of a response, with these arguments (None: no call), is complete.
 
-    A stop string may have cut it: `tool_calls` or `tool_use` would then say that it is whole.
+    A stop string may have cut the call off, and `tool_calls` or `tool_use` as the finish reason would hide that.
     """
     if arguments is None or not isinstance(stop, str):
         return arguments is not None
@@ -138,7 +138,7 @@ def has_called(arguments: str | None, stop: int | str | None) -> bool:
 
 
 def tool_calls_json(calls: Sequence[dict[str, str]]) -> list[dict[str, Any]]:
-    """Finished tool calls."""
+    """Finished tool calls in OpenAI's format."""
     return [
         {"id": c["id"], "type": "function", "function": {"name": c["name"], "arguments": c["arguments"]}} for c in calls
     ]

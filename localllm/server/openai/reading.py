@@ -1,6 +1,6 @@
-"""The checked body of a chat or text request -> `Generation`; what this version cannot do is refused by name.
+"""Converts the validated body of a chat or completion request into a `Generation`; rejects unsupported fields by name.
 
-What binds the output (tools, schemas, grammars) is read in `constraints.py`.
+`constraints.py` reads the fields that constrain the output (tools, schemas, grammars).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "seed", "n", "min_tokens", "ignore_eos",
 )  # fmt: skip
-# fields that would change what comes out and that this version does not have -> values that ask for nothing
+# unsupported fields that would change the output -> values that are accepted because they change nothing
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": ([],),
     "bad_words": ([],),
@@ -53,7 +53,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "audio": (),
 }
-# fields of a chat request that say how its answer is shaped, or nothing at all
+# fields of a chat request that only shape its response, or have no effect
 OF_CHAT_ALONE = {
     "model", "messages", "stream", "stream_options", "n", "logprobs", "top_logprobs", "max_tokens",
     "max_completion_tokens", "return_token_ids", "return_tokens_as_token_ids", "timings_per_token",
@@ -62,34 +62,37 @@ OF_CHAT_ALONE = {
 
 
 def further(body: Body) -> dict[str, Any]:
-    """What a body of another API brings of the fields that bind a chat request's answer, or change it.
+    """Extra fields of another API's body that constrain or change a chat request's output.
 
-    They mean the same everywhere, and are checked in one place: a constraint is never ignored.
+    They mean the same in every API, and are validated in one place: no constraint is ignored.
     """
     known = (ChatRequest.model_fields.keys() | NEUTRAL.keys() | {"chat_template"}) - OF_CHAT_ALONE
     return {name: value for name, value in (body.model_extra or {}).items() if name in known and value is not None}
 
 
 def with_further(body: Body, fields: dict[str, Any], own_format: str) -> dict[str, Any]:
-    """`fields`, made of an API's own, and what `further` finds; `own_format`: its response_format. Raises ApiError."""
+    """Add what `further` finds to `fields`, converted from an API's own; `own_format` is its name for response_format.
+
+    Raises ApiError.
+    """
     extra = further(body)
     given = extra.pop("chat_template_kwargs", None)
     if given is not None and not isinstance(given, dict):
         raise invalid("chat_template_kwargs must be an object.", "chat_template_kwargs", "invalid_type")
     if "response_format" in extra and fields.get("response_format") is not None:
-        raise invalid(f"{own_format} and response_format exclude each other.", "response_format")
+        raise invalid(f"{own_format} and response_format cannot be combined.", "response_format")
     known = {name: value for name, value in fields.items() if value is not None}
     kwargs = known.get("chat_template_kwargs", {}) | (given or {})
     return extra | known | ({"chat_template_kwargs": kwargs} if kwargs else {})
 
 
 def chat_request(body: Body, fields: dict[str, Any], own_format: str) -> ChatRequest:
-    """The chat request that answers a body of another API; see `with_further`."""
+    """Build the chat request for a body of another API; see `with_further`."""
     return checked(with_further(body, fields, own_format), ChatRequest)
 
 
 def read_chat(body: ChatRequest) -> Generation:
-    """What a conversation asks for. Raises ApiError."""
+    """Convert a chat request into a `Generation`. Raises ApiError."""
     _check_chat(body)
     made = _generation(body, _conversation(body))
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -99,30 +102,30 @@ def read_chat(body: ChatRequest) -> Generation:
 
 
 def read_conversation(body: ChatRequest) -> Conversation:
-    """The conversation alone: for its token ids. Raises ApiError."""
+    """Read only the conversation of a chat request, to tokenize it. Raises ApiError."""
     _check_chat(body)
-    read_constraint(body)  # checked, though nothing is generated
+    read_constraint(body)  # validated even though nothing is generated
     return with_tools(_conversation(body), read_tool_use(body))
 
 
 def read_completion(body: CompletionRequest) -> Generation:
-    """What prompts ask for. Raises ApiError."""
+    """Convert a completion request into a `Generation`. Raises ApiError."""
     _check(body)
     if read_tool_use(body) is not None:
         raise unsupported("Tools need a conversation: use /v1/chat/completions.", "tools")
     if body.suffix:
-        raise unsupported("suffix is not supported: no model here fills in the middle.", "suffix")
+        raise unsupported("suffix is not supported: no model here does fill-in-the-middle.", "suffix")
     if body.best_of is not None and body.best_of != (body.n or 1):
-        raise invalid("best_of other than n is not supported.", "best_of")
+        raise invalid("best_of is supported only when it equals n.", "best_of")
     limit = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     if limit == 0 and not body.echo:
         raise invalid("max_tokens 0 needs echo: true.", "max_tokens")
     prompts = split_prompts(body.prompt, "prompt", MAX_PROMPTS)
     if len(prompts) * (body.n or 1) > MAX_PROMPTS:
-        raise invalid(f"{len(prompts)} prompts times n {body.n} is more than {MAX_PROMPTS}.", "prompt")
+        raise invalid(f"{len(prompts)} prompts with n {body.n} exceed {MAX_PROMPTS} completions.", "prompt")
     made = _generation(body, prompts)
     sampling = {
-        "max_tokens": max(1, limit),  # scoring only: the one token generated is dropped
+        "max_tokens": max(1, limit),  # for scoring, the single generated token is dropped
         "logprobs": body.logprobs,
         "prompt_logprobs": body.logprobs if body.echo else None,
         "prompt_logprobs_from": body.logprobs_from or 0,
@@ -132,7 +135,7 @@ def read_completion(body: CompletionRequest) -> Generation:
 
 
 def _generation(body: Sampled, prompts: Conversation | list[str | list[int]]) -> Generation:
-    """What both kinds of request have in common."""
+    """Build the parts that both kinds of request share."""
     deadline = None if body.deadline_ms is None else time.monotonic() + body.deadline_ms / 1000
     return Generation(
         body.model, prompts, _sampling(body), streams=bool(body.stream), user=body.user or "",
@@ -141,10 +144,10 @@ def _generation(body: Sampled, prompts: Conversation | list[str | list[int]]) ->
 
 
 def split_prompts(value: Any, param: str, limit: int) -> list[str | list[int]]:
-    """str | [str] | [int] | [[int]] -> one item per prompt. Raises ApiError at the first that is none of these."""
+    """Convert str | [str] | [int] | [[int]] into one item per prompt. Raises ApiError for anything else."""
     prompts = [value] if isinstance(value, str) or _is_ids(value) else value
     if isinstance(prompts, list) and not 0 < len(prompts) <= limit:
-        raise invalid(f"{len(prompts)} texts; 1 to {limit} are taken.", param)
+        raise invalid(f"{param} has {len(prompts)} items; 1 to {limit} are allowed.", param)
     if not isinstance(prompts, list) or not all(isinstance(p, str) or _is_ids(p) for p in prompts):
         raise invalid(f"{param} must be text, token ids, or a list of either.", param, "invalid_type")
     return prompts
@@ -155,7 +158,7 @@ def _is_ids(value: Any) -> bool:
 
 
 def _check(body: Sampled) -> None:
-    """Refuse by name what this version does not have. Raises ApiError."""
+    """Reject unsupported fields by name. Raises ApiError."""
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options needs stream: true.", "stream_options")
     for name, neutral in NEUTRAL.items():
@@ -167,18 +170,18 @@ def _check(body: Sampled) -> None:
 def _check_chat(body: ChatRequest) -> None:
     _check(body)
     if body.modalities is not None and body.modalities != ["text"]:
-        raise invalid("Only the modality text is supported.", "modalities")
+        raise invalid("The only supported modality is text.", "modalities")
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs needs logprobs: true.", "top_logprobs")
     if body.continue_final_message and body.add_generation_prompt:
-        message = "continue_final_message and add_generation_prompt exclude each other."
+        message = "continue_final_message and add_generation_prompt cannot be combined."
         raise invalid(message, "continue_final_message")
     if body.continue_final_message and body.messages[-1].role != "assistant":
-        raise invalid("continue_final_message needs an assistant's message at the end.", "messages")
+        raise invalid("continue_final_message needs a final assistant message.", "messages")
 
 
 def _sampling(body: Sampled) -> dict[str, Any]:
-    """Fields of `SamplingParams` that the body gives."""
+    """The fields of `SamplingParams` set in the body."""
     given = {name: value for name in SAMPLING if (value := getattr(body, name)) is not None}
     if body.stop is not None:
         given["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
@@ -195,15 +198,15 @@ def _sampling(body: Sampled) -> dict[str, Any]:
 
 
 def _conversation(body: ChatRequest) -> Conversation:
-    """Messages in the plain shape: text only, developer read as system."""
+    """Convert the messages: texts are joined, and developer becomes system."""
     kwargs = _template_kwargs(body)
-    messages = [_message(_renewed(body.messages, i), f"messages[{i}]") for i in range(len(body.messages))]
+    messages = [_message(_as_tool_message(body.messages, i), f"messages[{i}]") for i in range(len(body.messages))]
     opens = body.add_generation_prompt is not False
     return Conversation(messages, None, kwargs, bool(body.continue_final_message), opens)
 
 
-def _renewed(messages: Sequence[ChatMessage], number: int) -> ChatMessage:
-    """A message, with the calls and results of `functions` as those of tools: a result is that of the last call."""
+def _as_tool_message(messages: Sequence[ChatMessage], number: int) -> ChatMessage:
+    """Convert a legacy function call or result into that of a tool; a result belongs to the last call."""
     message = messages[number]
     if message.function_call is not None and not message.tool_calls:
         call = {"id": f"call_{number}", "type": "function", "function": message.function_call}
@@ -238,7 +241,7 @@ def _message(message: ChatMessage, where: str) -> Message:
 
 
 def _part(part: ContentPart, where: str) -> dict[str, Any]:
-    """Text, or an image that came with the request: whether the model reads images is known later."""
+    """Convert a text or image part; whether the model accepts images is checked later."""
     if part.type == "image_url":
         given = (part.model_extra or {}).get("image_url")
         url = given.get("url") if isinstance(given, dict) else given
@@ -254,15 +257,15 @@ def _part(part: ContentPart, where: str) -> dict[str, Any]:
 
 
 def _template_kwargs(body: ChatRequest) -> dict[str, Any]:
-    """What the body may tell the template. Raises ApiError for reserved names."""
+    """Collect the arguments for the chat template. Raises ApiError for reserved names."""
     kwargs = dict(body.chat_template_kwargs or {})
     if bad := RESERVED_KWARGS & set(kwargs):
-        raise invalid(f"{sorted(bad)[0]!r} may not be set here.", "chat_template_kwargs")
+        raise invalid(f"chat_template_kwargs cannot set {sorted(bad)[0]!r}.", "chat_template_kwargs")
     if kwargs and len(json.dumps(kwargs)) > MAX_KWARGS_BYTES:
         message = f"chat_template_kwargs is larger than {MAX_KWARGS_BYTES} bytes."
         raise invalid(message, "chat_template_kwargs", "string_above_max_length")
     if (body.model_extra or {}).get("chat_template") is not None:
-        raise invalid("A chat template may not come with a request.", "chat_template")
+        raise invalid("A request cannot set the chat template.", "chat_template")
     if body.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)
         kwargs.setdefault("enable_thinking", body.reasoning_effort != "none")

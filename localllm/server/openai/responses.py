@@ -1,4 +1,4 @@
-"""/v1/responses: create (whole or streamed), get, delete, list the input items; kept in memory for a while."""
+"""/v1/responses: create (whole or streamed), get, delete, and list input items. Responses are kept in memory only."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from localllm.server.service import Service, service_of
 
 
 async def create_response(request: Request, body: schemas.ResponsesRequest) -> Response:
-    """Answer, with what an earlier response left as its beginning."""
+    """Create a response, continuing an earlier one if the request names it."""
     service = service_of(request)
     schemas.refuse(body)
-    before = _earlier(service, body)
-    items = [*before, *_named(service, schemas.input_items(body))]
+    before = _earlier_items(service, body)
+    items = [*before, *_resolved(service, schemas.input_items(body))]
     tools, guarded = await offered(service, body)
     calls = approved(items, tools, len(before))
 
@@ -35,7 +35,7 @@ async def create_response(request: Request, body: schemas.ResponsesRequest) -> R
 
     def after(output: list[dict[str, Any]]) -> Generation:
         asked = read([*items, *output])
-        if asked.tool_use is not None:  # a call that was required has been made
+        if asked.tool_use is not None:  # a required call has already been made
             asked = replace(asked, tool_use=replace(asked.tool_use, choice="auto", only=()))
         return asked
 
@@ -62,10 +62,10 @@ async def create_response(request: Request, body: schemas.ResponsesRequest) -> R
 
 
 async def count_input_tokens(request: Request, body: schemas.ResponsesRequest) -> dict[str, Any]:
-    """How many tokens the input of a response has, with what an earlier response left as its beginning."""
+    """Count the input tokens of a response, including those of an earlier one that it continues."""
     service = service_of(request)
-    before = _earlier(service, body)
-    items = [*before, *_named(service, schemas.input_items(body))]
+    before = _earlier_items(service, body)
+    items = [*before, *_resolved(service, schemas.input_items(body))]
     tools, _ = await offered(service, body)
     conversation = read_conversation(schemas.to_chat(body, items, shaped(tools), len(before)))
     async with unless_left(request.receive), service.reserve(request, body.model) as reservation:
@@ -73,30 +73,30 @@ async def count_input_tokens(request: Request, body: schemas.ResponsesRequest) -
     return {"object": "response.input_tokens", "input_tokens": len(ids)}
 
 
-def _discarded(what: str, code: str, param: str) -> ApiError:
+def _not_found(what: str, code: str, param: str) -> ApiError:
     return ApiError(404, f"There is no {what}; it may have been discarded.", code=code, param=param)
 
 
-def _earlier(service: Service, body: schemas.ResponsesRequest) -> list[dict[str, Any]]:
-    """The items of the conversation that `previous_response_id` names."""
+def _earlier_items(service: Service, body: schemas.ResponsesRequest) -> list[dict[str, Any]]:
+    """Return the items of the conversation that `previous_response_id` names."""
     previous = body.previous_response_id
     if previous is None:
         return []
     stored = service.responses.get(previous)
     if stored is None:
-        raise _discarded(f"response {previous[:80]!r}", "previous_response_not_found", "previous_response_id")
+        raise _not_found(f"response {previous[:80]!r}", "previous_response_not_found", "previous_response_id")
     return [*stored.input_items, *stored.response["output"]]
 
 
-def _named(service: Service, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The items, references replaced by what they name."""
+def _resolved(service: Service, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Replace item references by the stored items."""
     found = list(items)
     for number, item in enumerate(items):
         if item.get("type") == "item_reference":
             name = str(item.get("id"))
             named = service.responses.item(name)
             if named is None:
-                raise _discarded(f"item {name[:80]!r}", "item_not_found", f"input[{number}].id")
+                raise _not_found(f"item {name[:80]!r}", "item_not_found", f"input[{number}].id")
             found[number] = named
     return found
 
@@ -104,26 +104,26 @@ def _named(service: Service, items: list[dict[str, Any]]) -> list[dict[str, Any]
 def _stored(request: Request) -> Stored:
     found = service_of(request).responses.get(request.path_params["response_id"])
     if found is None:
-        raise _discarded("such response", "not_found", "response_id")
+        raise _not_found("such response", "not_found", "response_id")
     return found
 
 
 async def get_response(request: Request) -> dict[str, Any]:
-    """A response by its id."""
+    """Return a stored response."""
     if request.query_params.get("stream", "").lower() == "true":
-        raise unsupported("stream is not supported: only responses in the background go on elsewhere.", "stream")
+        raise unsupported("stream is not supported: only background responses can be resumed.", "stream")
     return _stored(request).response
 
 
 async def delete_response(request: Request) -> dict[str, Any]:
-    """Forget a response."""
+    """Delete a stored response."""
     response_id = _stored(request).response["id"]
     service_of(request).responses.remove(response_id)
     return {"id": response_id, "object": "response.deleted", "deleted": True}
 
 
 async def list_input_items(request: Request) -> dict[str, Any]:
-    """What a response was asked with, the newest first."""
+    """List the input items of a response, newest first."""
     stored = _stored(request)
     items = [{"id": f"{stored.response['id']}_{i}", **item} for i, item in enumerate(stored.input_items)]
     if request.query_params.get("order") != "asc":
@@ -135,6 +135,6 @@ async def list_input_items(request: Request) -> dict[str, Any]:
 
 
 async def cancel_response(request: Request) -> dict[str, Any]:
-    """Only background responses can be cancelled, and there are none: leaving the connection ends a response."""
+    """Reject cancellation, which needs background responses; closing the connection ends a response."""
     _stored(request)
-    raise invalid("This response does not run in the background.", "response_id", "invalid_value")
+    raise invalid("This response is not running in the background.", "response_id", "invalid_value")

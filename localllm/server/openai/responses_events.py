@@ -1,6 +1,6 @@
-"""A response of /v1/responses while it grows: deltas in, events out, and the object that the last event holds.
+"""Builder of a /v1/responses response: takes deltas, and makes the events and the final response object.
 
-The same object answers a request that does not stream: it is fed the whole answer at once.
+Requests without streaming use the same builder, and ignore the events.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from localllm.server.service import Reservation
 
 
 class ResponseBuilder:
-    """One response."""
+    """Builds one response."""
 
     def __init__(
         self, body: ResponsesRequest, tool_use: ToolUse | None = None,
-        keep: Callable[[dict[str, Any]], None] = lambda _: None,  # called with the response when it is whole
+        keep: Callable[[dict[str, Any]], None] = lambda _: None,  # called with the finished response
         rounds: McpRounds | None = None,
     ) -> None:  # fmt: skip
         self._body, self._model, self._tool_use = body, body.model or "", tool_use
         self._names: TokenNames | None = None
-        self._sampling = SamplingParams()  # what holds where the request says nothing
+        self._sampling = SamplingParams()  # defaults for fields that the request leaves out
         self._stream: AsyncResponseStream | None = None
         self._keep = keep
         self._rounds = rounds or McpRounds()
-        self._waiting: list[dict[str, Any]] = []  # calls of MCP servers' tools whose results the model waits for
+        self._waiting: list[dict[str, Any]] = []  # MCP calls to make before the model continues
         self.id = new_id("resp_")
         self._created = int(time.time())
         self.output: list[dict[str, Any]] = []
-        self._num_closed = 0  # items at the beginning of `output` that get no more deltas
+        self._num_closed = 0  # leading items of `output` that are finished
         self._blocks = Blocks()
         self._logprobs: list[dict[str, Any]] = []
-        self._unshown: list[dict[str, Any]] = []  # log-probabilities of tokens whose text is still to come
+        self._pending_logprobs: list[dict[str, Any]] = []  # log-probabilities of tokens whose text is still to come
         self._status = "in_progress"
         self._reason: str | None = None
         self._error: dict[str, Any] | None = None
@@ -54,7 +54,7 @@ class ResponseBuilder:
         self._number = -1
 
     def opened(self, reservation: Reservation) -> ResponseBuilder:
-        """Itself, now that the model is there."""
+        """Attach the reservation, once the model is ready. Returns itself."""
         self._model, self._stream = reservation.name, reservation.stream
         self._names = TokenNames(reservation.llm)
         self._sampling = reservation.llm.default_params()
@@ -84,7 +84,7 @@ class ResponseBuilder:
             self._stream.abort()
 
     async def _results(self) -> AsyncIterator[bytes]:
-        """Call what the model has called, one after the other."""
+        """Make the model's MCP calls, one after the other."""
         self._rounds.rounds += 1
         waiting, self._waiting = self._waiting, []
         for item in waiting:
@@ -103,12 +103,12 @@ class ResponseBuilder:
         return [
             self._event("response.created", response=self.json()),
             self._event("response.in_progress", response=self.json()),
-            *(event for item in listings(self._rounds.tools) for event in self._list(item)),
-            *(event for item in self._rounds.done for event in self._made(item)),
+            *(event for item in listings(self._rounds.tools) for event in self._add_tool_list(item)),
+            *(event for item in self._rounds.done for event in self._add_made_call(item)),
         ]
 
-    def _made(self, item: dict[str, Any]) -> list[bytes]:
-        """A call that was made before the answer begins."""
+    def _add_made_call(self, item: dict[str, Any]) -> list[bytes]:
+        """Add a call that was made before the response began."""
         self.output.append(item)
         self._num_closed = len(self.output)
         unfinished = item | {"arguments": "", "output": None, "error": None, "status": "in_progress"}
@@ -118,8 +118,8 @@ class ResponseBuilder:
             *self._end_call(item),
         ]
 
-    def _list(self, item: dict[str, Any]) -> list[bytes]:
-        """An item that is complete at once: the tools of an MCP server."""
+    def _add_tool_list(self, item: dict[str, Any]) -> list[bytes]:
+        """Add the list of an MCP server's tools, an item that is complete at once."""
         self.output.append(item)
         self._num_closed = len(self.output)
         at = len(self.output) - 1
@@ -131,12 +131,12 @@ class ResponseBuilder:
 
     def take(self, delta: OutputDelta) -> list[bytes]:
         events: list[bytes] = []
-        logprobs = self._shown(delta.logprobs)
+        logprobs = self._logprob_entries(delta.logprobs)
         if not delta.parts or delta.parts[0][0] == "content":
-            logprobs = [*self._unshown, *logprobs]
-        # of reasoning or a call it may be the tag that ends it
+            logprobs = [*self._pending_logprobs, *logprobs]
+        # after reasoning or a call, a token without text may be its closing tag, which is not shown
         is_text = len(self.output) == self._num_closed or self.output[-1]["type"] == "message"
-        self._unshown = logprobs if is_text and not delta.parts else []
+        self._pending_logprobs = logprobs if is_text and not delta.parts else []
         for kind, text in delta.parts:
             begins, part = self._blocks.read(kind, text)
             if begins:
@@ -147,7 +147,7 @@ class ResponseBuilder:
             elif added := part.get("arguments"):
                 self.output[-1]["arguments"] += added
                 kind = self.output[-1]["type"]
-                if kind != "mcp_approval_request":  # which is shown when it is complete
+                if kind != "mcp_approval_request":  # shown only when it is complete
                     events.append(self._event(f"response.{kind}_arguments.delta", **self._at(), delta=added))
         if delta.finish_reason is not None:
             if logprobs and len(self.output) > self._num_closed and self.output[-1]["type"] == "message":
@@ -156,7 +156,7 @@ class ResponseBuilder:
         return events
 
     def fail(self, error: LocalLLMError) -> bytes:
-        """The last event of a response that broke on the way."""
+        """The last event of a response that failed."""
         self._status = "failed"
         self._error = {"code": error.api_code or "server_error", "message": openai_body(error)["error"]["message"]}
         return self._event("response.failed", response=self.json())
@@ -235,16 +235,16 @@ class ResponseBuilder:
         events = self._close(self._status)
         for item in self.output:
             if item["type"] == "mcp_call" and item["status"] == "in_progress":
-                ended(item, Result("not run: the answer ended, or there were too many calls", failed=True))
+                ended(item, Result("not run: the response ended, or it made too many calls", failed=True))
                 events += self._end_call(item)
         if all(item["type"] in ("mcp_list_tools", "mcp_call") for item in self.output):
-            events += [*self._open("content", {}), *self._close(self._status)]  # an answer without a word
+            events += [*self._open("content", {}), *self._close(self._status)]  # an empty message
         self._reason = "max_output_tokens" if cut else None
         self._completed_at = None if cut else int(time.time())
         self._keep(self.json())
         return [*events, self._event(f"response.{self._status}", response=self.json())]
 
-    def _shown(self, logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+    def _logprob_entries(self, logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
         if self._names is None or not self._body.wants_logprobs:
             return []
         return [self._names.entry(entry) for entry in logprobs]
@@ -285,7 +285,7 @@ class ResponseBuilder:
 
 
 def _echoed(tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool with every field that a response shows of it."""
+    """A tool with all the fields that a response shows."""
     unset = {"description": None, "parameters": None, "strict": False}
     return (unset | tool) if tool.get("type") == "function" else tool
 

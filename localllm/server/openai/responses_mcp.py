@@ -1,4 +1,4 @@
-"""Tools of type "mcp" in /v1/responses: those of the owner's servers, never of one that a client names."""
+"""Tools of type "mcp" in /v1/responses: only those of the owner's servers, never of a server that a client names."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from localllm.server.openai.responses_schemas import ResponsesRequest
 from localllm.server.response_stream import AsyncResponseStream
 from localllm.server.service import Service
 
-MAX_ROUNDS = 16  # of calls in one response
+MAX_ROUNDS = 16  # rounds of calls per response
 MAX_CALLS = 64
 OWN = ("server_url", "connector_id", "authorization", "headers", "tunnel_id")
 
 
 @dataclass(slots=True)
 class McpRounds:
-    """How a response goes on by itself while the model calls tools of MCP servers.
+    """How a response continues automatically while the model calls tools of MCP servers.
 
-    guarded  names of tools that are called only when the client has approved the call
-    done     approved calls, which were made before the model goes on
-    call     a name and arguments as JSON text -> what came of it
-    again    opens the next answer, after these items
-    most     calls in one response
+    guarded  names of tools whose calls need the client's approval
+    done     approved calls, made before the model continues
+    call     calls a tool, given its name and its arguments as JSON text
+    again    starts the next generation, after these items
+    most     limit of calls per response
     """
 
     tools: Mapping[str, Tool] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class McpRounds:
     rounds: int = 0
 
     def goes_on(self, output: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The calls that wait for results. None where the client has to make calls, too, or where there were enough."""
+        """Return the calls to make now; none if the client has to make calls too, or if a limit is reached."""
         waiting = [item for item in output if item["type"] == "mcp_call" and item["status"] == "in_progress"]
         if any(item["type"] == "function_call" for item in output):
             return []
@@ -47,7 +47,7 @@ class McpRounds:
 
 
 async def offered(service: Service, body: ResponsesRequest) -> tuple[dict[str, Tool], frozenset[str]]:
-    """The tools that a request offers of the owner's servers, by name; which need approval. Raises ApiError."""
+    """Return the owner's tools that a request offers, by name, and which of them need approval. Raises ApiError."""
     found: dict[str, Tool] = {}
     guarded: set[str] = set()
     for number, asked in enumerate(body.tools or ()):
@@ -59,7 +59,7 @@ async def offered(service: Service, body: ResponsesRequest) -> tuple[dict[str, T
 
 
 def _guarded(policy: Any, tools: Mapping[str, Tool], where: str) -> set[str]:
-    """Tools that need approval: all, as OpenAI has it, but those that the request says need none."""
+    """The tools that need approval: as in OpenAI's API, all except those that the request exempts."""
     if policy in ("always", "never", None):
         return set() if policy == "never" else set(tools)
     if not isinstance(policy, dict) or set(policy) - {"always", "never"}:
@@ -69,7 +69,7 @@ def _guarded(policy: Any, tools: Mapping[str, Tool], where: str) -> set[str]:
 
 
 def _names(filtered: Any, where: str) -> list[str] | None:
-    """The names of a filter, a list or an object with tool_names; None for no filter."""
+    """Read the names of a filter, a list or an object with tool_names; None without a filter."""
     if isinstance(filtered, dict):
         if filtered.get("read_only") is not None:
             raise unsupported("read_only is not supported: list the names in tool_names.", f"{where}.read_only")
@@ -80,9 +80,9 @@ def _names(filtered: Any, where: str) -> list[str] | None:
 
 
 def approved(items: Sequence[dict[str, Any]], tools: Mapping[str, Tool], earlier: int = 0) -> list[dict[str, Any]]:
-    """The calls that these items approve and that have not been made, as items of type mcp_call. Raises ApiError.
+    """Return the calls that these items approve and that were not made yet, as mcp_call items. Raises ApiError.
 
-    earlier   so many of the items are those of earlier responses
+    earlier   number of leading items that come from earlier responses
     """
     requests = {str(item.get("id")): item for item in items if item.get("type") == "mcp_approval_request"}
     made = {str(item.get("approval_request_id")) for item in items if item.get("type") == "mcp_call"}
@@ -93,7 +93,7 @@ def approved(items: Sequence[dict[str, Any]], tools: Mapping[str, Tool], earlier
         where, name = f"input[{number - earlier}]", str(item.get("approval_request_id"))
         request = requests.get(name)
         if request is None:
-            raise invalid(f"No approval request {name[:80]!r} precedes it.", f"{where}.approval_request_id")
+            raise invalid(f"No approval request {name[:80]!r} precedes this item.", f"{where}.approval_request_id")
         if not isinstance(item.get("approve"), bool):
             raise invalid("approve must be true or false.", f"{where}.approve")
         if not item["approve"] or name in made:
@@ -108,14 +108,14 @@ def approved(items: Sequence[dict[str, Any]], tools: Mapping[str, Tool], earlier
 
 
 def call_item(tool: Tool, arguments: str = "", approval: str | None = None) -> dict[str, Any]:
-    """A call that has not been made, as the output has it."""
+    """The output item of a call that has not been made yet."""
     item = {"type": "mcp_call", "id": new_id("mcp_"), "server_label": tool.server, "name": tool.name}
     more = {"arguments": arguments, "output": None, "error": None, "approval_request_id": approval}
     return item | more | {"status": "in_progress"}
 
 
 def ended(item: dict[str, Any], result: Result) -> None:
-    """Note what came of a call."""
+    """Record the result of a call in its item."""
     item["error" if result.failed else "output"] = result.text
     item["status"] = "failed" if result.failed else "completed"
 
@@ -124,11 +124,11 @@ async def _of_server(service: Service, asked: Mapping[str, Any], where: str) -> 
     labels = service.mcp.labels if service.mcp is not None else []
     label = asked.get("server_label")
     if service.mcp is None or label not in labels:
-        known = ", ".join(labels) or "none; `localllm serve --mcp FILE` offers some"
-        raise invalid(f"There is no MCP server {str(label)[:64]!r} here. There are: {known}.", f"{where}.server_label")
+        known = ", ".join(labels) or "none; add some with `localllm serve --mcp FILE`"
+        raise invalid(f"There is no MCP server {str(label)[:64]!r} here. Available: {known}.", f"{where}.server_label")
     for name in OWN:
         if asked.get(name) is not None:
-            raise unsupported(f"{name} is not taken: the owner of this server has configured it.", f"{where}.{name}")
+            raise unsupported(f"{name} is not accepted: the server's owner configures MCP.", f"{where}.{name}")
     allowed = _names(asked.get("allowed_tools"), f"{where}.allowed_tools")
     tools = (await service.mcp.tools()).tools
     mine = {tool.name: tool for tool in tools if tool.server == label}
@@ -136,12 +136,12 @@ async def _of_server(service: Service, asked: Mapping[str, Any], where: str) -> 
 
 
 def shaped(tools: Mapping[str, Tool]) -> list[dict[str, Any]]:
-    """As a chat request has them."""
+    """The tools in the format of a chat request."""
     return [tool.in_openai_shape() for tool in tools.values()]
 
 
 def listings(tools: Mapping[str, Tool]) -> list[dict[str, Any]]:
-    """An item of type mcp_list_tools for each server."""
+    """Return one mcp_list_tools item per server."""
     found: dict[str, list[dict[str, Any]]] = {}
     for tool in tools.values():
         one = {"name": tool.name, "description": tool.about, "input_schema": dict(tool.parameters)}

@@ -1,4 +1,4 @@
-"""What /v1/responses accepts, and its way into a chat request."""
+"""Request bodies of /v1/responses, and their conversion into chat requests."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ TEXT_PARTS = {"input_text", "output_text", "text"}
 
 
 class Reasoning(Body):
-    """How much to think."""
+    """Reasoning options."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: StrictStr | None = None
 
 
 class TextOptions(Body):
-    """What the text must be."""
+    """Format and verbosity of the text."""
 
     format: dict[str, Any] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
@@ -51,25 +51,25 @@ class ResponsesRequest(Generates, Filed):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the log-probabilities of the output are to be shown."""
+        """Whether to include the log-probabilities of the output."""
         return "message.output_text.logprobs" in (self.include or [])
 
 
 def refuse(body: ResponsesRequest) -> None:
-    """Raise ApiError for what only a hosted service has."""
+    """Raise ApiError for fields that only a hosted service supports."""
     if body.background:
-        raise unsupported("background responses are not supported.", "background")
+        raise unsupported("Background responses are not supported.", "background")
     for name in ("conversation", "prompt"):
         if getattr(body, name) is not None:
-            raise unsupported(f"{name} is not supported: nothing of it is stored here.", name)
+            raise unsupported(f"{name} is not supported: the server stores no {name}s.", name)
 
 
 def to_chat(
     body: ResponsesRequest, items: list[dict[str, Any]], mcp: Sequence[dict[str, Any]] = (), earlier: int = 0
 ) -> ChatRequest:
-    """The chat request that answers these items, with tools of MCP servers in a chat's shape. Raises ApiError.
+    """Build the chat request for these items and these MCP tools, given in the chat format. Raises ApiError.
 
-    earlier   so many of the items are those of earlier responses
+    earlier   number of leading items that come from earlier responses
     """
     messages = messages_of(items, earlier)
     if body.instructions is not None:
@@ -93,27 +93,27 @@ def to_chat(
 
 
 def renamed(param: str | None) -> str | None:
-    """A chat request's field under its name here."""
+    """Translate a chat request's field name into that of /v1/responses."""
     if param is not None and param.startswith("messages"):
         return "input" + param.removeprefix("messages")
     return {"max_completion_tokens": "max_output_tokens", "response_format": "text.format"}.get(param or "", param)
 
 
 def input_items(body: ResponsesRequest) -> list[dict[str, Any]]:
-    """The input as items."""
+    """Return the input as items."""
     if not isinstance(body.input, str):
         return body.input
     return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": body.input}]}]
 
 
 def messages_of(items: list[dict[str, Any]], earlier: int = 0) -> list[dict[str, Any]]:
-    """Items as chat messages: calls join the assistant's message before them, reasoning the one after it.
+    """Convert items into chat messages: calls join the assistant message before them, reasoning the one after it.
 
-    What is wrong with an item is found here, where its place in the request is known: `earlier` as of `to_chat`.
+    Raises ApiError with the position of an invalid item in the request; `earlier` is as in `to_chat`.
     """
     messages: list[dict[str, Any]] = []
     reasoning = ""
-    shown: list[dict[str, Any]] = []  # images among the results of calls: templates take them of the user's alone
+    shown: list[dict[str, Any]] = []  # images in call results, since templates accept images only in user messages
     made = {str(item.get("approval_request_id")) for item in items if item.get("type") == "mcp_call"}
     for number, item in enumerate(items):
         where = f"input[{number - earlier}]"
@@ -159,7 +159,7 @@ def messages_of(items: list[dict[str, Any]], earlier: int = 0) -> list[dict[str,
                 {"role": "tool", "tool_call_id": call["id"], "content": result},
             ]
         elif kind in ("mcp_list_tools", "mcp_approval_request", "mcp_approval_response"):
-            continue  # tools are offered anew; an approval shows in its call
+            continue  # the request lists its tools again, and an approval shows in its call
         elif kind == "reasoning":
             reasoning += _text(item.get("content"))
         else:
@@ -168,7 +168,7 @@ def messages_of(items: list[dict[str, Any]], earlier: int = 0) -> list[dict[str,
 
 
 def _denied(asked: dict[str, Any], items: list[dict[str, Any]]) -> str:
-    """What the model reads in place of the result of a call that was not approved."""
+    """The text that the model reads as the result of a call that was not approved."""
     answers = [one for one in items if one.get("type") == "mcp_approval_response"]
     answer = next((one for one in answers if one.get("approval_request_id") == asked.get("id")), {})
     reason = str(answer.get("reason") or "")
@@ -176,7 +176,7 @@ def _denied(asked: dict[str, Any], items: list[dict[str, Any]]) -> str:
 
 
 def _content(content: Any, where: str, images: bool = False) -> Any:
-    """Parts under the names a chat request has for them; `images`: whether they may be some."""
+    """Convert content parts to those of a chat request; `images`: whether image parts are allowed."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -216,10 +216,10 @@ def _format(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _functions(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The functions among the tools; agents offer hosted tools unasked, and do without."""
+    """Keep only the function tools; agents offer hosted tools by default, and manage without them."""
     others = sorted({str(tool.get("type"))[:40] for tool in tools if tool.get("type") not in ("function", "mcp")})
     if others:
-        log.warning("tools of type %s are left out: only functions can be called", ", ".join(others))
+        log.warning("ignored tools of type %s: only functions can be called", ", ".join(others))
     functions = [tool for tool in tools if tool.get("type") == "function"]
     return [
         one if "function" in one else {"type": "function", "function": {k: v for k, v in one.items() if k != "type"}}

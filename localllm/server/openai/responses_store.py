@@ -1,4 +1,4 @@
-"""Finished responses of /v1/responses, in memory and within limits: the oldest go first. Nothing goes to disk."""
+"""Bounded in-memory store of finished /v1/responses; the oldest are dropped first. Nothing is written to disk."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ MAX_BYTES = 64 << 20
 class Stored:
     """One response, and the conversation it answered."""
 
-    response: dict[str, Any]  # as the client got it
-    # what it was asked with, as items, oldest first, those of earlier responses included
+    response: dict[str, Any]  # as sent to the client
+    # its input, oldest first, including the items of earlier responses
     input_items: list[dict[str, Any]]
     size_bytes: int
 
 
 class ResponseStore:
-    """The last responses by id. Used from the event loop only."""
+    """The most recent responses by id. Used only from the event loop."""
 
     def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
         self._max_responses, self._max_bytes = max_responses, max_bytes
@@ -30,7 +30,7 @@ class ResponseStore:
         self._bytes = 0
 
     def put(self, response: dict[str, Any], input_items: list[dict[str, Any]]) -> None:
-        """Keep a response; a conversation larger than the whole store is not kept."""
+        """Store a response, unless its conversation is larger than the whole store."""
         size = len(json.dumps(response)) + len(json.dumps(input_items))
         if size > self._max_bytes:
             return
@@ -40,14 +40,14 @@ class ResponseStore:
             self._bytes -= self._items.popitem(last=False)[1].size_bytes
 
     def get(self, response_id: str) -> Stored | None:
-        """The response, which then counts as the newest."""
+        """Return a response and mark it as the newest."""
         found = self._items.get(response_id)
         if found is not None:
             self._items.move_to_end(response_id)
         return found
 
     def item(self, item_id: str) -> dict[str, Any] | None:
-        """An output item of a response that is kept, the newest response first."""
+        """Find an output item by id, searching the newest response first."""
         items = (item for stored in reversed(self._items.values()) for item in stored.response["output"])
         return next((dict(item) for item in items if item.get("id") == item_id), None)
 

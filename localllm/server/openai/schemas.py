@@ -1,6 +1,6 @@
-"""What the OpenAI routes accept, as pydantic models; unknown fields are accepted, wrong values are not.
+"""Request bodies of the OpenAI routes as pydantic models; unknown fields are allowed, wrong values are not.
 
-Numbers are strict (no "1", no true) and finite. What a field means to the engine is decided in `reading.py`.
+Numbers are strict (no "1", no true) and finite. `reading.py` translates the fields for the engine.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Metadata = Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)]
 
 
 def ranged(name: str, **own: float) -> Any:
-    """The range of a field of `SamplingParams`, for pydantic; `own`: bounds that this API has instead."""
+    """The range of a field of `SamplingParams` as a pydantic field; `own` overrides bounds for this API."""
     limits = RANGES[name]
     bounds: dict[str, Any] = {"gt" if limits.open else "ge": limits.low, "le": limits.high} | own
     return Field(description=limits.about, **bounds)
 
 
-# a list stops at its first bad element: one error each would be hundreds of megabytes for a body of one
+# fail_fast reports only the first bad element: one error per element could take hundreds of megabytes
 Stop = StrictStr | Annotated[list[StrictStr], Field(fail_fast=True, max_length=64)] | None
 CacheSalt = Annotated[StrictStr, Field(max_length=128, pattern=r"^[^@/\\\x00]*$")]
 
@@ -44,13 +44,13 @@ TEXTS_OR_IDS: list[Any] = [
 
 
 class Body(BaseModel):
-    """A request: fields it does not know are kept, so that they can be refused where they would be a constraint."""
+    """Base of request bodies: keeps unknown fields, since some of them are constraints that must be rejected."""
 
     model_config = ConfigDict(extra="allow")
 
 
 class ContentPart(Body):
-    """A piece of a message; only text runs here."""
+    """A part of a message."""
 
     type: StrictStr
     text: StrictStr | None = None
@@ -64,13 +64,13 @@ class ChatMessage(Body):
     name: Name | None = None
     tool_calls: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
     tool_call_id: Name | None = None
-    function_call: dict[str, Any] | None = None  # what `functions` had before there were `tool_calls`
+    function_call: dict[str, Any] | None = None  # the predecessor of `tool_calls`
     reasoning_content: StrictStr | None = None
     reasoning: StrictStr | None = None
 
 
 class StreamOptions(Body):
-    """How a stream is shaped."""
+    """Options of a streamed response."""
 
     include_usage: StrictBool | None = None
     continuous_usage_stats: StrictBool | None = None
@@ -78,7 +78,7 @@ class StreamOptions(Body):
 
 
 class Generates(Body):
-    """Fields of every OpenAI route that makes text."""
+    """Fields of every OpenAI route that generates text."""
 
     model: StrictStr | None = None
     stream: StrictBool | None = None
@@ -92,7 +92,7 @@ class Generates(Body):
 
 
 class Filed(Body):
-    """Fields of a chat request and of a response that say whose it is; nothing of it is kept but responses."""
+    """Bookkeeping fields of chat completions and responses; only responses are stored."""
 
     metadata: Metadata | None = None
     store: StrictBool | None = None
@@ -102,7 +102,7 @@ class Filed(Body):
 
 
 class Constraints(Generates):
-    """Fields that bind what may be generated: all of them are checked in one place, and none is ever ignored."""
+    """Fields that constrain the output: all are checked in one place (`constraints.py`), and none is ignored."""
 
     functions: Any = None
     function_call: Any = None
@@ -120,7 +120,7 @@ class Constraints(Generates):
 
 
 class Sampled(Constraints):
-    """Fields that chat and completions share."""
+    """Fields shared by chat and completions."""
 
     top_k: Annotated[StrictInt, ranged("top_k")] | None = None
     min_p: Annotated[Number, ranged("min_p")] | None = None
@@ -141,8 +141,8 @@ class Sampled(Constraints):
     timings_per_token: StrictBool | None = None
     cache_salt: CacheSalt | None = None
     request_id: Annotated[StrictStr, Field(max_length=128)] | None = None
-    priority: Annotated[StrictInt, Field(ge=-1000, le=1000)] | None = None  # lower is earlier, as in vLLM
-    # best effort: not begun by then it is refused, running it ends with what it has
+    priority: Annotated[StrictInt, Field(ge=-1000, le=1000)] | None = None  # lower runs earlier, as in vLLM
+    # best effort: at the deadline, a waiting request is rejected and a running one ends with the text so far
     deadline_ms: Annotated[StrictInt, Field(ge=1, le=86_400_000)] | None = None
 
 
@@ -166,7 +166,7 @@ class ChatRequest(Sampled, Filed):
 class CompletionRequest(Sampled):
     """POST /v1/completions"""
 
-    # str | [str] | [int] | [[int]], checked by hand in `completions`
+    # str | [str] | [int] | [[int]], validated in `split_prompts`
     prompt: Annotated[Any, Field(json_schema_extra={"anyOf": TEXTS_OR_IDS})]
     max_tokens: Annotated[StrictInt, ranged("max_tokens", ge=0)] | None = None
     logprobs: Annotated[StrictInt, ranged("logprobs", le=5)] | None = None

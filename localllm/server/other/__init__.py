@@ -1,1 +1,1 @@
-"""Routes of vLLM and llama.cpp, and our own: text, control, status."""
+"""Routes of vLLM and llama.cpp, and our own: tokenization, control, status."""

@@ -1,4 +1,4 @@
-"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter, in vLLM's shape: adapters come and go while models run."""
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter, as in vLLM: add and remove adapters while models run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_PATH = 4096
 
 
 class LoadAdapter(Body):
-    """POST /v1/load_lora_adapter; `model` is ours: which one it goes with, where several are served."""
+    """POST /v1/load_lora_adapter; `model`, our extension, names the base model if several are served."""
 
     lora_name: Name
     lora_path: Annotated[StrictStr, Field(max_length=MAX_PATH)]
@@ -32,7 +32,7 @@ class UnloadAdapter(Body):
 
 
 async def load(request: Request, body: LoadAdapter) -> Response:
-    """Let requests name the adapter in a folder of the server's machine."""
+    """Load an adapter from a folder on the server's machine, and let requests name it."""
     _check_may(request)
     service = service_of(request)
     model = await service.find(body.model)
@@ -47,13 +47,13 @@ async def load(request: Request, body: LoadAdapter) -> Response:
 
 
 async def unload(request: Request, body: UnloadAdapter) -> Response:
-    """Forget an adapter; requests that run with it end as they would."""
+    """Remove an adapter; running requests finish with it."""
     _check_may(request)
     service_of(request).adapters.remove(body.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
 def _check_may(request: Request) -> None:
-    """Files are read that the request names: whoever is not on this machine needs the owner's token."""
+    """Require the owner's token from other machines, because the request names files to read."""
     if not request.app.state.tells_details:
         check_owner(request)

@@ -1,5 +1,6 @@
-"""GET /localllm/kv_events: which pages a model's prefix cache gains and loses, as server-sent events. For the owner:
-events hold the tokens of prompts.
+"""GET /localllm/kv_events: the pages that a model's prefix cache gains and loses, as server-sent events.
+
+Only for the owner, because events contain the tokens of prompts.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from localllm.server.errors import ApiError
 from localllm.server.reply import EVENTS, Stream, data
 from localllm.server.service import Service, service_of
 
-MOST_BATCHES = 1024  # that a slow reader may leave unread before its stream ends: it asks again, and sees what is there
-LOOK_S = 0.5  # between two looks whether the server is about to end
+MOST_BATCHES = 1024  # unread batches at which a slow reader's stream ends; a new request starts with all current pages
+LOOK_S = 0.5  # between two checks whether the server is shutting down
 
 
 async def kv_events(request: Request) -> Response:
-    """Events of the model in `?model=`, which must be loaded: first all pages that are there, then every change."""
+    """Stream the events of the model in `?model=`, which must be loaded: all current pages, then every change."""
     service = service_of(request)
     name = request.query_params.get("model")
-    if not name:  # who asks for every route should not wait for the end of this one
-        raise ApiError(400, "Say which model: add ?model=NAME to the address.", param="model")
+    if not name:  # no default: a client that tries every route would never see this stream end
+        raise ApiError(400, "Name a model: add ?model=NAME to the URL.", param="model")
     model = await service.find(name)
     llm = dict(service.pool.awake()).get(model.name)
     if llm is None:

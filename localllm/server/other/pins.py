@@ -1,4 +1,4 @@
-"""/localllm/pins and /unpin: prefixes that the cache keeps before others, by priority, for a time. For the owner."""
+"""/localllm/pins and /localllm/unpin: prefixes that the cache evicts last, by priority, for a time. For the owner."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_S = 10 * 366 * 86400
 
 
 class PinRequest(TokenizeRequest):
-    """What to pin, as POST /tokenize takes it; pages of a higher priority go later, until `ttl_s` seconds are over."""
+    """The prefix to pin, given as for POST /tokenize; higher priorities are evicted later, until `ttl_s` has passed."""
 
     priority: Annotated[StrictInt, Field(ge=1, le=100)] = 1
     ttl_s: Annotated[float, Field(gt=0, le=MOST_S, strict=True)] | None = None
@@ -33,7 +33,7 @@ class UnpinRequest(Body):
 
 
 async def pin(request: Request, body: PinRequest) -> dict[str, Any]:
-    """Compute a prefix, and keep its full pages before others."""
+    """Compute a prefix and pin its full pages in the prefix cache."""
     tokens = (await tokens_of(request, body))["tokens"]
     service = service_of(request)
     async with unless_left(request.receive), service.reserve(request, body.model) as reservation:
@@ -49,13 +49,13 @@ async def pin(request: Request, body: PinRequest) -> dict[str, Any]:
 
 
 async def pins(request: Request) -> dict[str, Any]:
-    """The pins of all loaded models; a model that is unloaded or sleeps has none."""
+    """List the pins of all loaded models; an unloaded or sleeping model has none."""
     loaded = service_of(request).pool.awake()
     return {"pins": [_row(name, one) for name, llm in loaded for one in llm.engine.pins.all()]}
 
 
 async def unpin(request: Request, body: UnpinRequest) -> dict[str, Any]:
-    """Release a pin; what it kept stays in the cache as other pages do."""
+    """Remove a pin; its pages stay in the cache like any others."""
     if not any(llm.engine.pins.remove(body.id) for _, llm in service_of(request).pool.awake()):
         raise ApiError(404, f"There is no pin {body.id!r}.", code="pin_not_found", param="id")
     return {"id": body.id, "deleted": True}

@@ -1,4 +1,4 @@
-"""How the server is: /, /health, /ping, /version, /metrics; and for its owner what is loaded, and the end of it."""
+"""Server status: /, /health, /ping, /version, /metrics; for the owner, list, unload and park models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 async def root(request: Request) -> Response | dict[str, Any]:
-    """Who answers here, and where its APIs begin; at Ollama's address the words that its clients look for."""
+    """Name the server and the paths of its APIs; at Ollama's address, send the text that its clients expect."""
     if is_at(request.scope, request.app.state.ollama):
         return PlainTextResponse("Ollama is running")
     apis = {"openai": "/v1", "anthropic": "/v1/messages", "ollama": "/api", "openapi": "/openapi.json"}
@@ -31,9 +31,9 @@ async def root(request: Request) -> Response | dict[str, Any]:
 
 
 async def health(request: Request) -> dict[str, Any]:
-    """200 while requests are taken, 503 with the reason otherwise.
+    """Return 200 while requests are accepted, else 503 with the reason.
 
-    `?details` adds what runs how, where no key is needed anyway; elsewhere /localllm/ps tells the owner.
+    `?details` adds run summaries and warnings, if the server needs no key; otherwise the owner uses /localllm/ps.
     """
     service = service_of(request)
     service.check_ready()
@@ -47,31 +47,31 @@ async def health(request: Request) -> dict[str, Any]:
 
 
 async def ping(request: Request) -> dict[str, Any]:
-    """200 as long as the process answers at all."""
+    """Return 200 as long as the process responds."""
     return {}
 
 
 async def version(request: Request) -> dict[str, Any]:
-    """The program's version."""
+    """Return the program's version."""
     return {"version": __version__}
 
 
 async def metrics(request: Request) -> Response:
-    """Counters and gauges for Prometheus."""
+    """Return the Prometheus metrics."""
     return Response(service_of(request).metrics.text(), headers={"content-type": METRICS_TYPE})
 
 
-# --- for the owner: `localllm ps` and `stop`; only the owner's token opens these routes, a key does not ---------------
+# --- for the owner, used by `localllm ps` and `stop`: require the owner's token; an API key is not enough -------------
 
 
 class ModelRequest(Body):
-    """Which model."""
+    """A body that names a model."""
 
     model: StrictStr
 
 
 async def processes(request: Request) -> dict[str, Any]:
-    """The loaded models, with what they hold and do."""
+    """List the loaded models with their state, memory and load."""
     service = service_of(request)
     rows = []
     for row in service.pool.loaded():
@@ -94,12 +94,12 @@ async def processes(request: Request) -> dict[str, Any]:
 
 
 async def unload(request: Request, body: ModelRequest) -> dict[str, Any]:
-    """Unload a model when its requests have ended."""
+    """Unload a model once its requests have ended."""
     return await _done(request, body, service_of(request).pool.unload)
 
 
 async def park(request: Request, body: ModelRequest) -> dict[str, Any]:
-    """Put a model to sleep when its requests have ended."""
+    """Put a model to sleep once its requests have ended."""
     return await _done(request, body, service_of(request).pool.sleep)
 
 
@@ -109,8 +109,8 @@ async def _done(request: Request, body: ModelRequest, command: Callable[[str], F
 
 
 def check_owner(request: Request) -> None:
-    """Raise ApiError 401 for whoever does not have the owner's token."""
+    """Raise ApiError 401 unless the request carries the owner's token."""
     token = request.app.state.token
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     if not token or scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), token.encode()):
-        raise ApiError(401, "Only the server's owner may do this.", "authentication_error", "invalid_api_key")
+        raise ApiError(401, "This route requires the owner's token.", "authentication_error", "invalid_api_key")

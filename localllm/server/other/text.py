@@ -45,17 +45,18 @@ class DetokenizeRequest(Body):
 
 
 async def tokenize(request: Request, body: TokenizeRequest) -> Response:
-    """Text, or a conversation, as token ids."""
+    """Tokenize a text or a conversation."""
     answer = await tokens_of(request, body)
     return await with_lists(answer, len(answer["tokens"]))
 
 
 async def tokens_of(request: Request, body: TokenizeRequest) -> dict[str, Any]:
-    """What `tokenize` answers: its `tokens` and more. Raises LocalLLMError, ClientLeft."""
+    """Return the body of a `tokenize` response, with `tokens` and more. Raises LocalLLMError, ClientLeft."""
     service = service_of(request)
     given = [name for name in ("prompt", "messages", "content") if getattr(body, name) is not None]
     if len(given) != 1:
-        raise invalid("one of prompt, messages and content is needed.", "prompt", "missing_required_parameter")
+        message = "Exactly one of prompt, messages and content is required."
+        raise invalid(message, "prompt", "missing_required_parameter")
     conversation = None
     if body.messages is not None:
         named = body.model_dump(include={"messages", "chat_template_kwargs", "add_generation_prompt"})
@@ -84,21 +85,21 @@ def _tokens(llm: LLM, body: TokenizeRequest, conversation: Conversation | None) 
 
 
 async def detokenize(request: Request, body: DetokenizeRequest) -> dict[str, Any]:
-    """Token ids as text, under both names that clients look for."""
+    """Decode token ids into text, returned under both names that clients expect."""
     service = service_of(request)
     async with unless_left(request.receive), service.reserve(request, body.model) as reservation:
         llm = reservation.llm
         for token in body.tokens:
             if not 0 <= token < llm.facts.vocab_size:
-                known = f"ids from 0 to {llm.facts.vocab_size - 1}"
-                raise invalid(f"tokens holds {str(token)[:40]}, there are {known}.", "tokens")
+                last = llm.facts.vocab_size - 1
+                raise invalid(f"tokens contains {str(token)[:40]}; valid ids are 0 to {last}.", "tokens")
         decode = llm.tokenizer.decode
         text = await service.text_work(len(body.tokens), lambda: decode(body.tokens, skip_special=False))
     return {"prompt": text, "content": text}
 
 
 async def apply_template(request: Request, body: ChatRequest) -> dict[str, Any]:
-    """A conversation as the text the model reads: {"prompt": ...}."""
+    """Render a conversation as the prompt text of the model: {"prompt": ...}."""
     service = service_of(request)
     conversation = read_conversation(body)
     async with unless_left(request.receive), service.reserve(request, body.model) as reservation:

@@ -71,6 +71,22 @@ def test_every_api_says_the_same_of_a_conversation() -> None:
     assert of(MESSAGES, messages=marked) == of(MESSAGES, messages=plain), "how it is treated is not what is read"
 
 
+def test_a_conversation_of_claude_code_goes_where_it_was() -> None:
+    """The first line of its prompt is another one in every request; no replica reads it."""
+    line, affinity = "x-anthropic-billing-header: cc_version=2.1.37.0d9; cch={};", Affinity(spare=4)
+    rules = {"type": "text", "text": "You are Claude Code. " * 99}
+    asked = [
+        of(MESSAGES, system=system, messages=turns("one", "two", "three")[:number])
+        for system, number in (
+            ([{"type": "text", "text": line.format("fa690")}, rules], 1),
+            ([{"type": "text", "text": line.format("0b1c2")}, rules], 3),
+            (f"{line.format('d3e4f')}\n{rules['text']}", 3),
+        )
+    ]
+    affinity.note(asked[0], "c")
+    assert [affinity.rank(one, {"a": 0, "b": 0, "c": 3})[0] for one in asked] == ["c", "c", "c"]
+
+
 def test_what_a_replica_keeps_is_asked_of_that_replica() -> None:
     affinity, tag = Affinity(spare=1), tag_of("b")
     busy = {"a": 0, "b": 90, "c": 0}

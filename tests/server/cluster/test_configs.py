@@ -64,7 +64,7 @@ def test_the_application_is_made_of_it() -> None:
         ({"engine": {"kv": "int3"}}, "engine.kv"),
         ({"replicas": "4-1"}, "--replicas is '4-1'"),
         ({"replicas": 0}, "--replicas is '0'"),
-        ({"gpus": "many"}, "no number"),
+        ({"gpus": "many"}, "not a number"),
         ({"insecure": False}, "no API key is set"),
     ],
 )
@@ -84,6 +84,24 @@ def test_keys_that_cannot_be_read_end_the_door(tmp_path: Path) -> None:
             _keys(str(tmp_path / path))
     (tmp_path / "keys").write_text("# clients\nthe-first-key\n")
     assert _keys(str(tmp_path / "keys")) == ("the-first-key",)
+
+
+async def test_a_failed_stream_goes_on_with_the_next_sequence_number() -> None:
+    """Text that looks like an event is not counted as one."""
+    from localllm.server.cluster.door import _Answer, replica_lost
+    from localllm.server.reply import named
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    answer = _Answer({"type": "http", "method": "POST", "path": "/v1/responses", "headers": []}, send)
+    await answer._pass_on({"type": "http.response.start", "status": 200, "headers": []})
+    events = [named(f"event-{i}", {"delta": "event: x\ndata: y", "sequence_number": i}) for i in range(3)]
+    await answer._pass_on({"type": "http.response.body", "body": b"".join(events), "more_body": True})
+    await answer.fail(replica_lost())
+    assert b'"sequence_number":3' in sent[-1]["body"]
 
 
 def test_a_cluster_that_is_not_there_is_named() -> None:
