@@ -1,4 +1,4 @@
-"""The endpoint of a chat (`--serve`, /serve): the engine in this process, for other programs of this machine."""
+"""The endpoint of a chat (`--serve`, /serve): serves this process's engine to other programs on this machine."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ LOOPBACK = "127.0.0.1"
 
 
 class ChatEndpoint:
-    """See `conversation.session.Endpoint`. The model is the backend's: nothing is loaded a second time.
+    """See `conversation.session.Endpoint`. It serves the backend's model: nothing is loaded twice.
 
-    record   this process in `localllm ps`; None where that cannot be written
+    record   this process's entry in `localllm ps`; None when it cannot be written
     """
 
     def __init__(self, env: Env, config: UserConfig, backend: ChatBackend, record: Record | None) -> None:
@@ -32,11 +32,11 @@ class ChatEndpoint:
 
     @property
     def url(self) -> str:
-        """Where it answers; "" while it does not."""
+        """Its address; "" while it is off."""
         return self._beside.url if self._beside is not None and self._beside.is_running else ""
 
     def start(self, model: str, port: int | None) -> str:
-        """Answer on the loopback address; one that runs is replaced. Raises ConfigError or ServerError."""
+        """Serve on the loopback address, replacing a running endpoint. Raises ConfigError or ServerError."""
         from localllm.backend.in_process import InProcessBackend
         from localllm.backend.placed import PlacedBackend
 
@@ -46,7 +46,7 @@ class ChatEndpoint:
         if not isinstance(backend, InProcessBackend):
             url = backend.facts().url
             if url:
-                raise ConfigError(f"this chat is answered by {url}, which other programs can use too", "/serve off")
+                raise ConfigError(f"{url} answers this chat, and other programs can use it directly", "/serve off")
             raise ConfigError("the scripted engine has no server", "`unset LOCALLLM_ENGINE`")
         llm = backend.llm
         if llm is None:
@@ -77,12 +77,12 @@ class ChatEndpoint:
             self._note("", "", "")
 
     def _ended(self, beside: BackgroundServer) -> None:
-        """It ended by itself: it is not to be found any more. What `stop` ends is noted there."""
+        """The server ended on its own: unregister it. `stop` unregisters those that it ends."""
         if beside is self._beside:
             self._note("", "", "")
 
     def _note(self, url: str, name: str, token: str) -> None:
-        """Say it to `localllm ps` and to chats that look for a server."""
+        """Register the endpoint for `localllm ps` and for chats that look for a server."""
         if self._record is not None:
             with contextlib.suppress(OSError, LocalLLMError):
                 models = (name,) if name else self._record.running.models

@@ -26,7 +26,7 @@ def test_piped_input_is_answered_once_and_alone_on_stdout(invoke: Invoke) -> Non
     result = invoke("chat", "fake", "--temp", "0", stdin="What is\nthis?\n")
     assert result.exit_code == 0
     assert result.stdout == "What is\nthis?\n"
-    assert "as `localllm run` does" in result.stderr
+    assert "like `localllm run`" in result.stderr
 
 
 def test_piped_input_and_a_prompt_go_together(invoke: Invoke) -> None:
@@ -148,9 +148,9 @@ def test_line_mode_answers_commands_and_ends_at_ctrl_d(line: Line) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--serve"], "--serve is for a chat in this terminal"),
-        (["--serve", "--web"], "--serve is for a chat in this terminal"),
-        (["--serve", "--attach-to", "http://127.0.0.1:9"], "--serve is for a chat in this terminal"),
+        (["--serve"], "--serve needs a chat that runs its own model"),
+        (["--serve", "--web"], "--serve needs a chat that runs its own model"),
+        (["--serve", "--attach-to", "http://127.0.0.1:9"], "--serve needs a chat that runs its own model"),
     ],
 )
 def test_serve_needs_an_engine_of_this_chat(invoke: Invoke, words: list[str], says: str) -> None:

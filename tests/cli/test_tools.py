@@ -94,7 +94,7 @@ def test_run_calls_only_what_was_allowed(invoke: Invoke, servers: Path) -> None:
         (["--mcp", "FILE"], "--mcp needs --yes-tools"),
         (["--yes-tools", "echo"], "--yes-tools needs MCP servers"),
         (["--mcp", "FILE", "--yes-tools", "echo", "-n", "2"], "-n and --yes-tools"),
-        (["--mcp", "FILE", "--yes-tools", "nosuch"], "there is no such tool"),
+        (["--mcp", "FILE", "--yes-tools", "nosuch"], "unknown tool"),
         (["--mcp", "/no/such/file", "--yes-tools", "echo"], "cannot be read"),
     ],
 )
@@ -110,7 +110,7 @@ def test_a_wrong_server_in_the_settings_leaves_the_others(invoke: Invoke, tmp_pa
     )
     result = invoke("--config", str(settings), "run", "fake", '!call echo {"text": "hi"}', "--yes-tools", "echo")
     assert (result.exit_code, result.stdout) == (0, "hi\n"), result.stderr
-    assert "bad: args must be a list of texts; it is left out" in result.stderr
+    assert "bad: args must be a list of texts; skipping this server" in result.stderr
 
 
 @pytest.mark.parametrize(
