@@ -182,9 +182,9 @@ def huge(width: int, height: int) -> bytes:
         (huge(60_000, 60_000), "more than 50,000,000 pixels"),
         (picture("red", size=(300, 300))[:-60], "cut off"),
         (picture("red", "JPEG", size=(300, 300))[:300], "damaged"),
-        (picture("red", "BMP"), "none of PNG"),
-        (b"", "none of PNG"),
-        (b"%PDF-1.7", "none of PNG"),
+        (picture("red", "BMP"), "not in one of the formats PNG"),
+        (b"", "not in one of the formats PNG"),
+        (b"%PDF-1.7", "not in one of the formats PNG"),
     ],
     ids=["100-megapixels", "beyond-any", "png-cut", "jpeg-cut", "bmp", "empty", "pdf"],
 )

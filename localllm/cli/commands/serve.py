@@ -54,7 +54,9 @@ def serve(
     ] = None,
     host: Annotated[str | None, Option(metavar="ADDRESS", help="Address to listen on; 127.0.0.1 by default.")] = None,
     port: Annotated[int | None, Option(metavar="N", help="Port; 0 picks a free one.")] = None,
-    ollama: Annotated[bool, Option("--ollama", help="Also listen on 127.0.0.1:11434 as Ollama, with pulls.")] = False,
+    ollama: Annotated[
+        bool, Option("--ollama", help="Also listen on 127.0.0.1:11434 as Ollama, and accept pulls.")
+    ] = False,
     unix: Annotated[Path | None, Option(metavar="PATH", help="Listen on a Unix socket instead of a port.")] = None,
     api_key_file: Annotated[Path | None, Option(metavar="FILE", help="File of API keys, one per line.")] = None,
     api_key: Annotated[
@@ -305,7 +307,7 @@ class _Life:
             apis = f"OpenAI  {url}/v1   Anthropic  {url}   Ollama  {url}"
             self._console.say(f"ready  {apis if url.startswith('http') else url}")
         if self._options.ollama:
-            self._console.say("ready  Ollama  http://{}:{}   with pulls".format(*self._options.ollama))
+            self._console.say("ready  Ollama  http://{}:{}   accepts pulls".format(*self._options.ollama))
 
     def ready(self, url: str, service: Service) -> None:
         self._close_progress()

@@ -80,7 +80,9 @@ TensorParallel = Annotated[
     str | None,
     setting("engine.tensor_parallel", "--tensor-parallel", metavar="N|auto", meaning="GPUs to split the model across."),
 ]
-Split = Annotated[str | None, setting("engine.split", "--split", meaning="How to split it: each layer, or by layers.")]
+Split = Annotated[
+    str | None, setting("engine.split", "--split", meaning="How to split it: within each layer, or by layers.")
+]
 Parallel = Annotated[int | None, Option(metavar="N", min=1, max=1024, help="Requests to run at the same time.")]
 
 
