@@ -1,4 +1,4 @@
-"""Programs on an `LLM` of this process."""
+"""Programs on an `LLM` in this process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class InProcess:
         from localllm.llm.outputs import RequestOutput
 
         llm, prompt = self._llm, self._encoded(written)
-        begins = bool(written.messages) and not written.is_open  # an answer, before which a model may think
+        begins = bool(written.messages) and not written.is_open  # a new answer, which may start with reasoning
         spec = llm.output_rules.spec(prompt, chat=begins, constraint=gen.constraint)
         params = gen.params(how.params or llm.default_params(), how.place)
         call = _Call(self._prefixes.begin(prompt))
@@ -74,9 +74,9 @@ class InProcess:
 
 
 class _Call:
-    """A request under way.
+    """A request in progress.
 
-    end_reading   called when its prompt is read, or it has ended
+    end_reading   called when its prompt has been read, or it has ended
     """
 
     def __init__(self, end_reading: Callable[[], None]) -> None:
@@ -87,7 +87,7 @@ class _Call:
 
     @contextmanager
     def beginning(self) -> Iterator[None]:
-        """While it is submitted: if that fails, it reads nothing."""
+        """Wraps the submission: if it fails, nothing will be read."""
         try:
             yield
         except BaseException:
@@ -104,7 +104,7 @@ class _Call:
             self._ended.set()
 
     def wait(self) -> list[Any]:
-        """All events, at its end. Raises the error that ended it, and Aborted."""
+        """Wait for the end and return all events. Raises the error that ended the request, or Aborted."""
         self._ended.wait()
         last = self._heard[-1]
         if last.error is not None:

@@ -177,7 +177,7 @@ def test_a_background_process_where_there_is_no_systemd(
     monkeypatch.setenv("PATH", "/nowhere")
     port = str(free_port())
     none = process("service", "install", "--port", port, engine="")
-    assert none.returncode == 8 and b"there is no model on this machine" in none.stderr
+    assert none.returncode == 8 and b"no model is on this machine" in none.stderr
     assert installed() is None
     folder = empty_home / "data/models/tiny"
     folder.parent.mkdir(parents=True)

@@ -53,7 +53,7 @@ def test_mcp_servers_are_not_taken_from_a_project(file: Path, tmp_path: Path) ->
     file.write_text(entry)
     assert load(file).mcp_servers == {"files": {"command": "x"}}
     file.write_text("[mcp]\nfiles = 1")
-    assert not load(file).mcp_servers and "mcp must have servers" in load(file).warnings[0]
+    assert not load(file).mcp_servers and "must contain only [mcp.servers.NAME]" in load(file).warnings[0]
 
 
 def test_every_key_can_be_set_by_file_and_environment(file: Path) -> None:

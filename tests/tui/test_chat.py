@@ -380,7 +380,7 @@ async def test_commands() -> None:
         await running.send("/copy")
         await running.until(lambda: running.app.clipboard == "hello")
         await running.send("/frob")
-        await running.until(lambda: "there is no command /frob" in notices(running))
+        await running.until(lambda: "unknown command /frob" in notices(running))
         await running.ask("//literal")
         assert running.backend.sent[-1][0][0] == {"role": "system", "content": "be brief"}
         assert running.backend.sent[-1][0][-1]["content"] == "/literal"
