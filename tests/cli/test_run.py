@@ -113,6 +113,9 @@ def test_strict_exits_10_when_cut(invoke: Invoke) -> None:
         result = invoke("run", "fake", "long", "--max-tokens", "5", "--json", *more)
         assert result.exit_code == 10 and "was cut off at 5 tokens" in result.stderr
         assert valid(result.stdout, "run-1")["output"][0]["stop"] == "length"
+    full = invoke("run", "fake-small", "long", "--ctx", "64", "--strict")  # no --max-tokens could make room
+    assert full.exit_code == 10 and "context window" in full.stderr and "--max-tokens" not in full.stderr
+    assert "cut off at 1 token " in invoke("run", "fake", "long", "--max-tokens", "1", "--strict").stderr
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from localllm.conversation.tools import as_values
 from localllm.errors import ConfigError, ConstraintUnmet, LocalLLMError
 from localllm.interface import ChatBackend, ChatEvent, Facts
 from localllm.request import LoadProgress, Message, Usage, num_images
-from localllm.terminal import clean_line, dumb
+from localllm.terminal import clean_line, counted, dumb
 
 if TYPE_CHECKING:
     from localllm.conversation.documents import Document
@@ -195,7 +195,10 @@ def answer(env: Env, config: UserConfig, model: str | None, job: Job) -> int:
         cut = any(one.stop == "length" for one in answers)
         if cut and (job.strict or job.constraint is not None):
             limit = job.sampling.given.get("max_tokens")
-            raise ConstraintUnmet(f"the answer was cut off at {limit or facts.ctx:,} tokens", "raise --max-tokens")
+            if limit is None:
+                full = f"the answer was cut off: the context window of {facts.ctx:,} tokens is full"
+                raise ConstraintUnmet(full, "use a larger --ctx, or a shorter prompt")
+            raise ConstraintUnmet(f"the answer was cut off at {counted(limit, 'token')}", "raise --max-tokens")
     return 0
 
 
