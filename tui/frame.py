@@ -102,13 +102,13 @@ class Frame(App[None]):
         self.drain_s = DRAIN_STILL_S if still else DRAIN_S
         if still:
             self.animation_level = "none"
-        self._begin_with_theme()
+        self._apply_theme()
         self.problems = self.keymap.problems
 
-    def _begin_with_theme(self) -> None:
+    def _apply_theme(self) -> None:
         """Set the theme before the start: setting `theme` later would parse every style sheet again."""
-        for name, colours in toml_beside(__file__, "themes.toml").items():
-            self.register_theme(Theme(name, **colours))
+        for name, colors in toml_beside(__file__, "themes.toml").items():
+            self.register_theme(Theme(name, **colors))
         self.set_reactive(App.theme, "ansi-dark" if self._colorless else self.options.ui.theme)
         theme = self.current_theme
         self.add_class(f"-theme-{theme.name}", "-dark-mode" if theme.dark else "-light-mode", update=False)
@@ -191,15 +191,15 @@ class Frame(App[None]):
         before = {number: signal.getsignal(number) for number in (*ours, signal.SIGTSTP, signal.SIGCONT)}
         for number in ours:
             if before[number] is not signal.SIG_IGN:
-                signal.signal(number, self._told_to_end)
+                signal.signal(number, self._on_signal)
         try:
             super().run(**options)
         finally:
-            self._look_at_terminal()
+            self._check_terminal()
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _told_to_end(self, number: int, _: FrameType | None) -> None:
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
         if self._loop is None:
             raise SystemExit(128 + number)
         self._loop.call_soon_threadsafe(self._end, 128 + number)
@@ -211,9 +211,9 @@ class Frame(App[None]):
     def watch_terminal(self) -> None:
         """Exit when the terminal goes away without SIGHUP: reading from it would spin forever."""
         if not self.is_headless:
-            self.set_interval(HANGUP_S, self._look_at_terminal)
+            self.set_interval(HANGUP_S, self._check_terminal)
 
-    def _look_at_terminal(self) -> None:
+    def _check_terminal(self) -> None:
         if not _is_gone(0):
             return
         log.warning("the terminal is gone")

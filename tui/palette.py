@@ -18,7 +18,7 @@ CHATS = 200
 ACTIONS = {
     "Models": "models.open", "Chats": "chats.open", "New chat": "chat.new", "Parameters": "params.open",
     "Engine": "engine.open", "Sidebar": "ui.sidebar", "Thinking": "ui.thinking", "Help": "app.help",
-    "Doctor": "app.doctor", "Log": "app.log", "Edit in $EDITOR": "prompt.editor", "Sent before": "prompt.search",
+    "Doctor": "app.doctor", "Log": "app.log", "Edit in $EDITOR": "prompt.editor", "Earlier messages": "prompt.search",
 }  # fmt: skip
 TYPED = {
     "Copy the last answer": "/copy", "Copy the last code block": "/copy code", "Answer again": "/regen",

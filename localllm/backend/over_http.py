@@ -64,8 +64,8 @@ class RemoteBackend(ChatBackend):
         self._is_ours = False  # a server of this program, which reports more
         self._models: list[ModelChoice] = []
         self._facts = Facts()
-        self._asked_at = 0.0
-        self._looking = False
+        self._queried_at = 0.0
+        self._polling = False
         self._closed = False
 
     # --- the protocol ------------------------------------------------------------------------------------------------
@@ -92,10 +92,10 @@ class RemoteBackend(ChatBackend):
 
     def facts(self) -> Facts:
         """The last known state of the server; asking keeps it fresh."""
-        self._asked_at = time.monotonic()
-        if self._facts.model and not self._looking and not self._closed:
-            self._looking = True
-            threading.Thread(target=self._look, name="remote-facts", daemon=True).start()
+        self._queried_at = time.monotonic()
+        if self._facts.model and not self._polling and not self._closed:
+            self._polling = True
+            threading.Thread(target=self._poll_metrics, name="remote-facts", daemon=True).start()
         return self._facts
 
     def count_tokens(self, text: str) -> int:
@@ -158,7 +158,7 @@ class RemoteBackend(ChatBackend):
             if rows[self._model].get("loaded") is False:
                 self._load()
                 rows = self._list()
-            told = self._told_to_its_owner() if self._is_ours else {}
+            told = self._owner_view() if self._is_ours else {}
         except (*FAILURES, KeyError, TypeError) as error:
             hint = "see `localllm ps`, or drop --attach-to"
             raise ServerError(f"no server answers at {self.url} ({type(error).__name__})", hint) from error
@@ -199,7 +199,7 @@ class RemoteBackend(ChatBackend):
             if reply.status >= 400:
                 raise refused(reply.status, reply.body.read())
 
-    def _told_to_its_owner(self) -> dict[str, Any]:
+    def _owner_view(self) -> dict[str, Any]:
         """The owner's view of the running model; {} when the server withholds it."""
         status, body = self._wire.get("/localllm/ps")
         told = json.loads(body) if status == 200 else {}
@@ -293,9 +293,9 @@ class RemoteBackend(ChatBackend):
 
     # --- numbers -----------------------------------------------------------------------------------------------------
 
-    def _look(self) -> None:
+    def _poll_metrics(self) -> None:
         try:
-            while not self._closed and time.monotonic() - self._asked_at < 4 * LOOK_S:
+            while not self._closed and time.monotonic() - self._queried_at < 4 * LOOK_S:
                 status, body = self._wire.get("/metrics")
                 if status != 200:
                     return
@@ -304,7 +304,7 @@ class RemoteBackend(ChatBackend):
         except Exception:
             log.debug("no metrics at %s", self.url, exc_info=True)
         finally:
-            self._looking = False
+            self._polling = False
 
 
 def _call(told: Mapping[str, Any]) -> str:

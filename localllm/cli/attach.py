@@ -61,7 +61,7 @@ def find_server(wish: str, names: tuple[str, ...]) -> Attached | None:
         if (shared or (not names and one.models)) and _answers(one):
             return Attached(one.url, one.token, shared[0] if shared else "")
     servers = [one for one in servers if one.kind == "serve"]
-    return next((found for one in servers if (found := _offer(one, names))), None) or _woken(names, servers)
+    return next((found for one in servers if (found := _offer(one, names))), None) or _wake_service(names, servers)
 
 
 def can_be_named(config: UserConfig, name: str) -> bool:
@@ -81,7 +81,7 @@ def _offer(one: Running, names: tuple[str, ...]) -> Attached | None:
     return Attached(one.url, one.token, name) if name and _answers(one) else None
 
 
-def _woken(names: tuple[str, ...], running: list[Running]) -> Attached | None:
+def _wake_service(names: tuple[str, ...], running: list[Running]) -> Attached | None:
     """The installed service, woken by connecting to it."""
     service = installed() if names else None
     if service is None or any(one.url == service.url for one in running):

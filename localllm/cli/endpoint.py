@@ -28,12 +28,12 @@ class ChatEndpoint:
 
     def __init__(self, env: Env, config: UserConfig, backend: ChatBackend, record: Record | None) -> None:
         self._env, self._config, self._backend, self._record = env, config, backend, record
-        self._beside: BackgroundServer | None = None
+        self._server: BackgroundServer | None = None
 
     @property
     def url(self) -> str:
         """Its address; "" while it is off."""
-        return self._beside.url if self._beside is not None and self._beside.is_running else ""
+        return self._server.url if self._server is not None and self._server.is_running else ""
 
     def start(self, model: str, port: int | None) -> str:
         """Serve on the loopback address, replacing a running endpoint. Raises ConfigError or ServerError."""
@@ -64,24 +64,24 @@ class ChatEndpoint:
         service = ServiceOptions(llm.plan.max_parallel, default_model=name)
         options = ServeOptions(host=LOOPBACK, port=wanted, api_keys=keys, origins=settings.cors, service=service)
         try:
-            self._beside = BackgroundServer(llm, (name,), options, self._ended)
+            self._server = BackgroundServer(llm, (name,), options, self._ended)
         except ServerError as error:
             raise ServerError(taken_by_us(error, wanted).message, f"/serve {(wanted + 1) % 65536}") from error
-        self._note(self._beside.url, name, keys[0] if keys else "")
-        return self._beside.url
+        self._register(self._server.url, name, keys[0] if keys else "")
+        return self._server.url
 
     def stop(self) -> None:
-        beside, self._beside = self._beside, None
-        if beside is not None:
-            beside.stop()
-            self._note("", "", "")
+        running, self._server = self._server, None
+        if running is not None:
+            running.stop()
+            self._register("", "", "")
 
-    def _ended(self, beside: BackgroundServer) -> None:
+    def _ended(self, running: BackgroundServer) -> None:
         """The server ended on its own: unregister it. `stop` unregisters those that it ends."""
-        if beside is self._beside:
-            self._note("", "", "")
+        if running is self._server:
+            self._register("", "", "")
 
-    def _note(self, url: str, name: str, token: str) -> None:
+    def _register(self, url: str, name: str, token: str) -> None:
         """Register the endpoint for `localllm ps` and for chats that look for a server."""
         if self._record is not None:
             with contextlib.suppress(OSError, LocalLLMError):

@@ -62,7 +62,7 @@ def placed(
     if wish == "auto" and model and can_be_named(config, model) and (attached := find_server(wish, (model,))):
         choice = Choice(attached.model, model)  # the server knows it by this name: no lookup needed
     else:
-        choice = _usual(env, config, model, resumed)
+        choice = _default_choice(env, config, model, resumed)
         attached = find_server(wish, tuple(dict.fromkeys((choice.name, choice.shown))))
         choice = choice if attached is None else Choice(attached.model, choice.shown)
     if attached is not None:
@@ -70,7 +70,7 @@ def placed(
     return choice, attached
 
 
-def _usual(env: Env, config: UserConfig, name: str | None, resumed: str) -> Choice:
+def _default_choice(env: Env, config: UserConfig, name: str | None, resumed: str) -> Choice:
     """The requested model; else the resumed chat's, if it is still here; else the default one."""
     if name is None and resumed:
         try:

@@ -71,7 +71,7 @@ class Lines:
     def __init__(self, env: Env, config: UserConfig, session: Session) -> None:
         self._env, self._config, self._session = env, config, session
         self._talk = session.conversation
-        self._told = ""
+        self._shown_problem = ""
         if session.serves != OFF:
             try:
                 env.console.say(session.serve(session.serves))
@@ -100,14 +100,14 @@ class Lines:
                 raise
             except LocalLLMError as error:
                 self._env.console.say(clean(complaint(error)))
-            self._tell_problem()
+            self._show_problem()
             line = ask(self._env)
 
-    def _tell_problem(self) -> None:
+    def _show_problem(self) -> None:
         said = self._session.saver.problem or self._session.saver.notice
-        if said and said != self._told:
+        if said and said != self._shown_problem:
             self._env.console.warn(said)
-        self._told = said
+        self._shown_problem = said
 
     def _command(self, typed: Typed) -> None:
         if typed.command == "help":
@@ -194,7 +194,7 @@ class Lines:
     def _save(self, exchange: Exchange) -> None:
         future = self._session.saver.save(self._talk, exchange)
         if future is not None:
-            future.exception()  # waits; `_tell_problem` reports an error
+            future.exception()  # waits; `_show_problem` reports an error
 
 
 def ask(env: Env) -> str | None:

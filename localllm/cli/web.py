@@ -66,7 +66,7 @@ def serve_web(env: Env, config: UserConfig, start: Start, attach: Sequence[Path]
     child: subprocess.Popen[bytes] | None = None
     words: list[str] = []
     key = ""
-    os.environ.update(_settings(config, start))
+    os.environ.update(_setting_variables(config, start))
     if not fake_engine():
         attached = start.attached
         if attached is None:
@@ -77,14 +77,14 @@ def serve_web(env: Env, config: UserConfig, start: Start, attach: Sequence[Path]
     else:
         model = start.choice.name if start.choice else ""
     try:
-        return _serve(env, [*_TAB, *words, *_given(start, attach), "--", *filter(None, [model, start.first])], key)
+        return _serve(env, [*_TAB, *words, *_tab_flags(start, attach), "--", *filter(None, [model, start.first])], key)
     finally:
         if child is not None:
             child.terminate()
             child.wait(30)
 
 
-def _settings(config: UserConfig, start: Start) -> dict[str, str]:
+def _setting_variables(config: UserConfig, start: Start) -> dict[str, str]:
     """The settings given by flags or a preset, as environment variables."""
     given = {path: config.get(path) for path, origin in config.origins.items() if origin == "flag" and path in KEYS}
     given |= {f"sampling.{name}": value for name, value in start.conversation.sampling.items()}
@@ -92,7 +92,7 @@ def _settings(config: UserConfig, start: Start) -> dict[str, str]:
     return {KEYS[path].env: KEYS[path].kind.show(value) for path, value in given.items() if value is not None}
 
 
-def _given(start: Start, attach: Sequence[Path]) -> Iterator[str]:
+def _tab_flags(start: Start, attach: Sequence[Path]) -> Iterator[str]:
     """Flags for a tab's chat that no setting covers."""
     yield from ("--think", start.conversation.think)
     for text in start.sampling.stop:
@@ -145,7 +145,7 @@ def make_server(command: str, port: int, gate: Gate) -> Any:
     from textual_serve.server import Server
 
     @web.middleware
-    async def behind(request: Any, handler: Any) -> Any:
+    async def check_visit(request: Any, handler: Any) -> Any:
         headers, cookie = request.headers, request.cookies.get(COOKIE, "")
         status, fresh = gate.check(headers.get("host", ""), headers.get("origin"), cookie, request.query.get("token"))
         if status == 403:
@@ -157,13 +157,13 @@ def make_server(command: str, port: int, gate: Gate) -> Any:
             return response
         return await handler(request)
 
-    class Behind(Server):
+    class GatedServer(Server):
         async def _make_app(self) -> Any:
             app = await super()._make_app()
-            app.middlewares.append(behind)
+            app.middlewares.append(check_visit)
             return app
 
         async def on_startup(self, app: Any) -> None:
             """Print nothing: the link has been shown."""
 
-    return Behind(command, "127.0.0.1", port, title="localllm", public_url=f"http://127.0.0.1:{port}")
+    return GatedServer(command, "127.0.0.1", port, title="localllm", public_url=f"http://127.0.0.1:{port}")

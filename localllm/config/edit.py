@@ -21,7 +21,7 @@ def set_key(path: str, text: str, file: Path | None = None) -> Any:
     unchanged.
     """
     parts, key = _split(path)
-    value: Any = text if key is None else key.parse(text, "given here")
+    value: Any = text if key is None else key.parse(text, "command line")
     _change(file, parts, _stored(text, value))
     return value
 

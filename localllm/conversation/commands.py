@@ -154,14 +154,14 @@ def _save_preset(session: Session, name: str) -> str:
 
 def _attach(session: Session, text: str) -> str:
     if text == "off" or text.startswith("off "):
-        return _take_back(session, text[3:].strip())
+        return _detach(session, text[3:].strip())
     named = read_documents(text)
     refuse_pictures(named, session.backend.facts())
     session.files += named
     return f"{counted(len(session.files), 'file')} for the next message: {session.budget(session.files)}"
 
 
-def _take_back(session: Session, which: str) -> str:
+def _detach(session: Session, which: str) -> str:
     """Remove all files, or one by number or name."""
     names = [one.name for one in session.files]
     if not which:
@@ -199,7 +199,8 @@ def _picked(session: Session, what: str) -> tuple[str, str]:
         found, kind, which = [one.text for one in answers], "answer", what
         usage = "/copy, /copy 2, /copy code, /copy all"
     if which and (not which.isdigit() or not 1 <= int(which) <= len(found)):
-        raise ConfigError(f"/copy {what}: choose {kind} 1 to {len(found)}", usage)
+        where = "the last answer" if kind == "code block" else "this chat"
+        raise ConfigError(f"/copy {what}: {where} has {counted(len(found), kind)}", usage)
     return (found[int(which) - 1], f"{kind} {which}") if which else (found[-1], f"the last {kind}")
 
 

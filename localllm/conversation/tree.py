@@ -90,11 +90,11 @@ class Conversation:
 
     def again(self, exchange: Exchange) -> Exchange:
         """Ask the same question again, as a branch next to its answer; later turns leave the screen."""
-        return self._beside(exchange, exchange.user, question_id=exchange.question_id, asked_at=exchange.asked_at)
+        return self._add_sibling(exchange, exchange.user, question_id=exchange.question_id, asked_at=exchange.asked_at)
 
     def edited(self, exchange: Exchange, text: str) -> Exchange:
         """Replace a question, as a branch next to it."""
-        return self._beside(exchange, text)
+        return self._add_sibling(exchange, text)
 
     def rewritten(self, exchange: Exchange, text: str) -> Exchange:
         """The user's version of an answer, as a branch next to the model's."""
@@ -107,7 +107,7 @@ class Conversation:
         if not self.exchanges:
             raise ConfigError("this chat is empty", "")
         if text and (not text.isdigit() or not 1 <= int(text) <= len(self.exchanges)):
-            raise ConfigError(f"{text}: choose question 1 to {len(self.exchanges)}", "")
+            raise ConfigError(f"{text}: this chat has {counted(len(self.exchanges), 'question')}", "")
         return self.exchanges[int(text) - 1 if text else -1]
 
     @property
@@ -126,7 +126,7 @@ class Conversation:
         """Continue after this exchange; later turns stay as another branch."""
         self.exchanges = [*self._above(exchange), exchange]
 
-    def _beside(self, exchange: Exchange, text: str, **question: Any) -> Exchange:
+    def _add_sibling(self, exchange: Exchange, text: str, **question: Any) -> Exchange:
         self.exchanges = self._above(exchange)
         return self._add(Exchange(text, exchange.parent, exchange.attachments, **question))
 

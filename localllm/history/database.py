@@ -56,7 +56,7 @@ def open_database(path: Path) -> tuple[sqlite3.Connection, str]:
         _make_folder(path)
         with contextlib.suppress(Damaged):
             return _open(path), ""
-        with _alone(path):  # if several processes find the damage, only one sets the file aside
+        with _exclusive_lock(path):  # if several processes find the damage, only one sets the file aside
             try:
                 return _open(path), ""
             except Damaged as damage:
@@ -105,7 +105,7 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
         )
     (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
     if tables and _pragma(connection, "application_id") != APPLICATION:
-        raise Damaged("it is not a localllm database")
+        raise Damaged("it is not a database of localllm")
     _write_ahead(connection)
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute("PRAGMA foreign_keys = ON")
@@ -162,7 +162,7 @@ def transaction(connection: sqlite3.Connection) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
+def _exclusive_lock(path: Path) -> Iterator[None]:
     lock = os.open(path.with_name(path.name + ".lock"), os.O_CREAT | os.O_RDWR, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)

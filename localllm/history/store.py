@@ -51,7 +51,7 @@ class History:
         self._connection, self.notice = open_database(self.path)
         self._writer = f"{os.getpid()}:{_started(os.getpid())}"
         with contextlib.suppress(Exception):  # a read-only file can still be read
-            self._mark_left_behind()
+            self._mark_abandoned()
 
     def close(self) -> None:
         """Close the file. Safe to call twice."""
@@ -77,7 +77,7 @@ class History:
         with self._reading() as connection, transaction(connection):
             yield connection
 
-    def _mark_left_behind(self) -> None:
+    def _mark_abandoned(self) -> None:
         """Mark messages whose writer was killed as partial."""
         rows = self._connection.execute("SELECT DISTINCT writer FROM messages WHERE status = ?", (STREAMING,))
         dead = [writer for (writer,) in rows.fetchall() if not _is_alive(writer)]

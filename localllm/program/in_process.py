@@ -83,7 +83,7 @@ class _Call:
         self._end_reading = end_reading
         self._is_reading = True
         self._ended = threading.Event()
-        self._heard: list[Any] = []
+        self._events: list[Any] = []
 
     @contextmanager
     def beginning(self) -> Iterator[None]:
@@ -96,7 +96,7 @@ class _Call:
 
     def hear(self, event: Any) -> None:
         """Called by the engine's thread with every `OutputDelta` or `TokenEvent`."""
-        self._heard.append(event)
+        self._events.append(event)
         if self._is_reading and (event.token_ids or event.finish_reason is not None):
             self._is_reading = False
             self._end_reading()
@@ -106,9 +106,9 @@ class _Call:
     def wait(self) -> list[Any]:
         """Wait for the end and return all events. Raises the error that ended the request, or Aborted."""
         self._ended.wait()
-        last = self._heard[-1]
+        last = self._events[-1]
         if last.error is not None:
             raise last.error
         if last.finish_reason is FinishReason.ABORT:
             raise Aborted("the program was stopped")
-        return self._heard
+        return self._events

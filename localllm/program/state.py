@@ -186,7 +186,7 @@ class State:
     # --- reading -----------------------------------------------------------------------------------------------------
 
     def __getitem__(self, name: str) -> Any:
-        return self._found(self._variables, name)
+        return self._lookup(self._variables, name)
 
     def __contains__(self, name: object) -> bool:
         self.sync()
@@ -200,7 +200,7 @@ class State:
         """For `gen`: finish_reason, prompt_tokens, cached_tokens, completion_tokens. For `select`: the choices, and for
         each the sum of its log-probabilities and its num_tokens.
         """
-        meta: dict[str, Any] = self._found(self._meta, name)
+        meta: dict[str, Any] = self._lookup(self._meta, name)
         return meta
 
     @property
@@ -223,7 +223,7 @@ class State:
         """The cost of the whole run so far, including its forks."""
         return self._run.tokens
 
-    def _found(self, where: dict[str, Any], name: str) -> Any:
+    def _lookup(self, where: dict[str, Any], name: str) -> Any:
         self.sync()
         if name not in where:
             has = ", ".join(map(repr, where)) or "none"

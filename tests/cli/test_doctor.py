@@ -62,7 +62,7 @@ def test_only_strict_and_list(invoke: Invoke, empty_home: Path) -> None:
 def test_what_excludes_each_other_exits_2(invoke: Invoke, words: tuple[str, ...]) -> None:
     result = invoke("doctor", *words, env=RTX)
     assert result.exit_code == 2
-    assert "localllm doctor" in result.stderr or "name a log file" in result.stderr
+    assert "localllm doctor" in result.stderr or "pass a log file" in result.stderr
 
 
 LOG = "\x1b[31mERROR\x1b[0m loading:  1%|#  |\rloading: 100%|###|\nRuntimeError: UVA is not available\nmore\n"

@@ -591,7 +591,7 @@ async def test_the_expected_speed_gives_way_to_the_measured_one() -> None:
 async def test_a_long_message_of_the_program_is_read_in_the_transcript() -> None:
     async with chat(size=(60, 20)) as running:
         await running.ready()
-        running.screen.flash("could not be fetched: " + "because " * 12)
+        running.screen.flash("could not be downloaded: " + "because " * 12)
         await running.until(lambda: "because because" in notices(running))
         running.screen.flash("short")
         assert running.text("#state").strip().startswith("short") and running.text("#keys").strip() == ""

@@ -116,7 +116,7 @@ async def test_an_endpoint_that_ends_by_itself_is_not_to_be_found(tiny_path: str
         await running.ready()
         await running.until(lambda: running.app.session.endpoint.url)  # type: ignore[union-attr]
         await running.until(lambda: find_server("auto", ("tiny",)))
-        beside = running.app.session.endpoint._beside  # type: ignore[union-attr]
+        beside = running.app.session.endpoint._server  # type: ignore[union-attr]
         await running.until(lambda: beside._server is not None and beside._server.started)
         beside._server.should_exit = True
         await running.until(lambda: not running.app.session.endpoint.url)  # type: ignore[union-attr]

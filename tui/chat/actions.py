@@ -302,7 +302,7 @@ class Actions(Stream):
     @work
     async def action_search_prompts(self) -> None:
         rows = [(text, clean_line(text)) for text in dict.fromkeys(reversed(self.prompt.sent_before))]
-        text = await self.app.push_screen_wait(PickScreen("Sent before", rows))
+        text = await self.app.push_screen_wait(PickScreen("Earlier messages", rows))
         if text is not None:
             self.prompt.put(text)
         self.prompt.focus()

@@ -17,7 +17,7 @@ from .turns import Turns
 
 ANSWER_ROOM = 1024  # tokens left for the answer in a larger window
 SUMMARISE = (
-    "Summarise the conversation so far in a few sentences: what was asked, what was decided, what is still open."
+    "Summarize the conversation so far in a few sentences: what was asked, what was decided, what is still open."
 )
 
 
@@ -119,7 +119,7 @@ class Questions:
 
         choices = [
             Choice("r", "load the model again", self._load),
-            Choice("x", "restart localllm with this chat", self._restart),
+            Choice("x", "restart the program with this chat", self._restart),
             Choice("p", f"copy a report{f'; the log is {log}' if log else ''}", copy_report),
             self._leave,
         ]

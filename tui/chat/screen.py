@@ -53,10 +53,10 @@ class ChatScreen(Actions):
         super().__init__(session)
         self.commands = Commands(self)
         self.prompts = PromptHistory()
-        self._told_problem = ""
+        self._shown_problem = ""
         self._named: tuple[Document, ...] = ()  # files named by @path in the prompt
         self._budget = ""  # tokens that the next message's files take
-        self._looked_at: Any = None
+        self._measured_for: Any = None
 
     def compose(self) -> ComposeResult:
         app, ui = self.frame, self.frame.options.ui
@@ -95,7 +95,7 @@ class ChatScreen(Actions):
         gc.enable()
         options = self.frame.options
         if options.home:
-            self._look_around()
+            self._fill_home()
         else:
             self.session.backend.start(options.name or self.session.model or None)
         for problem in self.frame.problems:
@@ -117,7 +117,7 @@ class ChatScreen(Actions):
             await self.next_turn()
 
     @work(exit_on_error=False, group="home")
-    async def _look_around(self) -> None:
+    async def _fill_home(self) -> None:
         """Fill the home screen piece by piece."""
         home, backend = self.query_one(Home), self.session.backend
         if self.session.saver.kept:
@@ -286,7 +286,7 @@ class ChatScreen(Actions):
         state.api = self.session.url
         if self.current is None:
             state.used_tokens = self.conversation.used_tokens
-        self._tell_problem()
+        self._show_problem()
         shown = replace(state, text=self.message, sampling={}, think="auto") if self.message else state
         self.query_one(StatusLine).show(shown, "" if self.message else self.live_keys())
         self.query_one(TitleLine).show(self.conversation.shown_title, self.session.model, state.facts)
@@ -294,14 +294,14 @@ class ChatScreen(Actions):
         if self.editing is not None:
             title = f"editing {'a question' if self.editing[1] else 'an answer'} · esc cancels"
         self.query_one(Prompt).show(title, (*self.session.files, *self._named), self._budget)
-        self._look_at_files()
+        self._update_budget()
 
-    def _look_at_files(self) -> None:
+    def _update_budget(self) -> None:
         """Show how many tokens the next message's files take, before it is sent."""
         words = tuple(word for word in self.prompt.text.split()[:2000] if word.startswith("@") and len(word) > 1)
         key = tuple(map(id, self.session.files)), words, self.state.used_tokens, self.phase
-        if key != self._looked_at:
-            self._looked_at = key
+        if key != self._measured_for:
+            self._measured_for = key
             self._measure(" ".join(words))
 
     @work(exclusive=True, exit_on_error=False, group="files")
@@ -318,16 +318,16 @@ class ChatScreen(Actions):
             self.refresh_lines()
 
     @on(PromptArea.Changed)
-    def _mentions(self) -> None:
+    def _on_mention(self) -> None:
         if "@" in self.prompt.text or self._named:
-            self._look_at_files()
+            self._update_budget()
 
-    def _tell_problem(self) -> None:
+    def _show_problem(self) -> None:
         saver = self.session.saver
         self.state.unsaved = bool(saver.problem)
         told, saver.notice = saver.notice, ""
-        if saver.problem and saver.problem != self._told_problem:
+        if saver.problem and saver.problem != self._shown_problem:
             told = f"! this chat is not being saved: {saver.problem}"
-        self._told_problem = saver.problem
+        self._shown_problem = saver.problem
         if told:
             self.call_later(self.transcript.say, told, "warning")

@@ -46,16 +46,16 @@ class Choices(OptionList):
         self.set_options(f"[{choice.key}] {choice.text}" for choice in choices)
         self.display = True
         self.highlighted = 0
-        self._say_how(self.has_focus)
+        self._update_title(self.has_focus)
 
-    def _say_how(self, focused: bool) -> None:
+    def _update_title(self, focused: bool) -> None:
         self.border_title = self._title if focused else f"{self._title} · Tab to choose"
 
     def on_focus(self) -> None:
-        self._say_how(True)
+        self._update_title(True)
 
     def on_blur(self) -> None:
-        self._say_how(False)
+        self._update_title(False)
 
     def cancel(self) -> None:
         if self._choices:

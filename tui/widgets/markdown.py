@@ -154,10 +154,10 @@ class Fence(MarkdownFence):
         self, code: str, language: str, ansi: bool = False, dark: bool = False
     ) -> Content:
         """Highlight in the configured colors; without color, as Textual does."""
-        colours = None if ansi else code_colours(getattr(self.app, "code_theme", "auto"))
-        if colours is None:
+        colors = None if ansi else code_colours(getattr(self.app, "code_theme", "auto"))
+        if colors is None:
             return MarkdownFence.highlight(code, language, ansi, dark)
-        theme, self.styles.background = colours
+        theme, self.styles.background = colors
         return highlight(code, language=language or None, theme=theme)
 
     def on_click(self, event: Any) -> None:

@@ -97,7 +97,7 @@ def _report(env: Env, counts: BatchCounts, output: Path) -> None:
     told |= {"output": str(output), "answered": counts.done}
     if env.console.emit("batch/1", told | {"seconds": round(seconds, 3), "finished": int(time.time())}):
         return
-    failed = f", {counts.failed} of them with an error" if counts.failed else ""
+    failed = f", {counts.failed} of them failed" if counts.failed else ""
     skipped = f"  ({counts.skipped} already answered)" if counts.skipped else ""
     rate = f", {counts.completion_tokens / seconds:,.0f} tok/s" if counts.completion_tokens and seconds else ""
     answered = counted(counts.done, "request")

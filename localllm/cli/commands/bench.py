@@ -84,8 +84,8 @@ def bench(
             f"--against must be a URL or one of {', '.join(PACKAGES)}, not {against!r}", "--against llama.cpp"
         )
     streams = tuple(map(int, numbers(concurrency or ("1,8,16,32" if at_url else "1"), "--concurrency", 1, "1,4")))
-    behind = tuple(map(int, numbers(depths, "-d", 0, "0,4k")))
-    options = benches.BenchOptions(prompt_tokens, output_tokens, behind, repeat, warmup, streams)
+    depth_tokens = tuple(map(int, numbers(depths, "-d", 0, "0,4k")))
+    options = benches.BenchOptions(prompt_tokens, output_tokens, depth_tokens, repeat, warmup, streams)
     asked = load.settings() | {"engine.max_parallel": max(streams)}
     if load.speculation is None and load.draft is None:
         # answers to random words repeat: with speculation smollm2 shows 400 to 650 tok/s, not 290

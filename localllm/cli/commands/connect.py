@@ -97,7 +97,7 @@ def _server(env: Env, url: str | None, model: str | None) -> Server:
     settings = env.config.server
     found = next((one for one in running() if one.url.startswith("http")), None)
     if url is not None:
-        base = _address(url)
+        base = _checked_address(url)
         token = next((one.token for one in running() if one.url == base), "")
     elif found is not None:
         base, token = found.url, found.token
@@ -105,7 +105,9 @@ def _server(env: Env, url: str | None, model: str | None) -> Server:
         env.console.say("# no server is running: localllm serve")
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
         base, token = f"http://{f'[{host}]' if ':' in host else host}:{settings.port}", ""
-    needs_key, rows = _asked(base, token) if url is not None or found is not None else (bool(settings.api_key_file), [])
+    needs_key, rows = (
+        _query_models(base, token) if url is not None or found is not None else (bool(settings.api_key_file), [])
+    )
     if needs_key is None:
         env.console.warn(f"no server answers at {clean_line(base)}: localllm serve")
         needs_key = bool(settings.api_key_file)
@@ -117,7 +119,7 @@ def _server(env: Env, url: str | None, model: str | None) -> Server:
     return Server(base, str(name), int(chosen.get("max_model_len") or 8192), needs_key)
 
 
-def _address(url: str) -> str:
+def _checked_address(url: str) -> str:
     """The address of a server, without a path. Raises ConfigError."""
     from urllib.parse import urlsplit
 
@@ -135,7 +137,7 @@ def _address(url: str) -> str:
     return base
 
 
-def _asked(base: str, token: str) -> tuple[bool | None, list[dict[str, Any]]]:
+def _query_models(base: str, token: str) -> tuple[bool | None, list[dict[str, Any]]]:
     """Return (whether a key is needed, or None when no server answers; the models on offer)."""
     import httpx
 

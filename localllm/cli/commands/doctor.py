@@ -189,7 +189,7 @@ def _kernels(env: Env, card: str | None) -> int:
     cells = [(r["op"], r["impl"], *(f"{r[n]:,}" for n in numbers), r["mma"], r["reason"]) for r in rows]
     console.table(columns, cells, right=columns[2:5])
     missing = sum(bool(row["reason"]) for row in rows)
-    console.say(f"sm_{capability}: {len(rows)} kernels{f', {missing} of them not available' if missing else ''}")
+    console.say(f"sm_{capability}: {len(rows)} kernels{f', {missing} of them unavailable' if missing else ''}")
     return 0
 
 
@@ -219,7 +219,9 @@ def read_log(source: str) -> str:
                 file.seek(max(0, size - MAX_LOG_BYTES))
                 data = file.read()
         except OSError as error:
-            raise ConfigError(f"--log: {source} cannot be read: {error.strerror}", "name a log file, or -") from None
+            raise ConfigError(
+                f"--log: {source} cannot be read: {error.strerror}", "pass a log file, or - for stdin"
+            ) from None
     text = data[-MAX_LOG_BYTES:].decode(errors="replace")
     text = re.sub(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(\x07|\x1b\\)", "", text)
     text = text.replace("\r\n", "\n").replace("\r", "\n")

@@ -92,7 +92,7 @@ def _cells(model: LocalModel, made: Plan | None, reason: str) -> tuple[str, ...]
     if (model.path / hub.local_model.QUANTIZED).is_file():
         note = "quantized here"
     if not model.chat:
-        kind = "embeds text" if model.facts is not None and model.facts.pooling else "base model"
+        kind = "embedding model" if model.facts is not None and model.facts.pooling else "base model"
         note = f"{note}, {kind}" if note else kind
     quality = quality_note(model.path, made.kv)
     return (

@@ -87,7 +87,9 @@ def plan(
         planner = fit.with_draft(planner)
     limit = None if imagined else hub.download_limit(config)
     with ExitStack() as stack:
-        subjects = [s for s in _subjects(env, config, models, planner, limit, stack) if not quant or _same(s, quant)]
+        subjects = [
+            s for s in _subjects(env, config, models, planner, limit, stack) if not quant or _has_format(s, quant)
+        ]
         if quant and not subjects:
             raise ConfigError(f"none of these models is stored as {quant}", "drop --quant to see the formats there are")
         rows = tuple(_row(s, window, planner) for s in subjects for window in windows)
@@ -167,7 +169,7 @@ def _candidates(members: Iterable[Candidate], asked: str, held: Mapping[str, Pat
             )  # fmt: skip
 
 
-def _same(subject: Subject, quant: str) -> bool:
+def _has_format(subject: Subject, quant: str) -> bool:
     wanted = quant.casefold()
     kinds = {"int4": ("awq", "gptq", "int4", "q4"), "w4a16": ("awq", "gptq", "int4")}.get(wanted, (wanted,))
     return any(kind in subject.quant.casefold() for kind in kinds)

@@ -101,5 +101,5 @@ def _sequences(source: Path, calib: str) -> list[list[int]]:
     with open_checkpoint(source) as checkpoint:
         ids = load_tokenizer(checkpoint).encode(text)
     if not ids:
-        raise ConfigError(f"--calib {calib} contains no text", "name a text file, or --calib none")
+        raise ConfigError(f"--calib {calib} contains no text", "pass a text file, or --calib none")
     return calibration_ids(ids, CALIBRATION_TOKENS)

@@ -130,7 +130,7 @@ def serve(
     )
     stays = bool(models) and ttl is None  # a named model stays loaded unless --ttl says otherwise
     pinned = named if stays else tuple(choice.shown for choice in choices[len(models or ()) :])
-    life = _Life(env, options, token, prefixes, kv_events)
+    life = _ServerHooks(env, options, token, prefixes, kv_events)
     if address:
         fleet = FleetLife(life, env.console, choices[0].shown)
         run = partial(serve_replicas, config, options, choices[0], prefixes, fleet, (address, replicas or "1", alias))
@@ -227,7 +227,7 @@ def meant(config: UserConfig) -> str:
 
 
 def new_pool(
-    env: Env, config: UserConfig, offers: Any, pinned: tuple[str, ...], life: _Life | None, adapted: str = ""
+    env: Env, config: UserConfig, offers: Any, pinned: tuple[str, ...], life: _ServerHooks | None, adapted: str = ""
 ) -> ModelPool:
     """Make the pool that loads these models on demand with the command's options; `adapted` gets the adapters."""
     from localllm.cli.served_models import HubLoader
@@ -271,7 +271,7 @@ def api_keys(env: Env, config: UserConfig, given: str | None = None, file: Path 
     return tuple(keys)
 
 
-class _Life:
+class _ServerHooks:
     """Notices and records over the server's life (`server.run.Hooks`)."""
 
     def __init__(self, env: Env, options: Any, token: str, prefixes: list[str], kv_events: str | None = None) -> None:

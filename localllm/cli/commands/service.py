@@ -77,7 +77,7 @@ def _install(env: Env, port: int, ttl_s: float, force: bool) -> None:
         raise ConfigError(f"the service is already installed, on port {before.port}", "`localllm service remove` first")
     if before is not None and before.kind == "process":
         _end(before)
-    if before is None and (taken := _taken(port)):
+    if before is None and (taken := _port_owner(port)):
         raise ServerError(f"port {port} is taken{taken}", f"localllm service install --port {port + 1}")
     words = [sys.executable, "-m", "localllm", "serve", "--port", str(port), "--ttl", f"{ttl_s:g}s"]
     if env.options.config:
@@ -100,10 +100,10 @@ def _install(env: Env, port: int, ttl_s: float, force: bool) -> None:
     if await_server(made, START_S, process) is None:
         process.kill()
         service_file().unlink(missing_ok=True)
-        raise _not_started(log)
+        raise _start_error(log)
 
 
-def _not_started(log: Path) -> ServerError:
+def _start_error(log: Path) -> ServerError:
     """Build an error from the message and hint that the server wrote to its log."""
     told = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     why = next((line.removeprefix("error: ") for line in told if line.startswith("error: ")), "no reason given")
@@ -112,7 +112,7 @@ def _not_started(log: Path) -> ServerError:
     return ServerError(f"the server did not start: {clean_line(why)}", clean_line(hint))
 
 
-def _taken(port: int) -> str:
+def _port_owner(port: int) -> str:
     """Say who listens on a port, for an error message; "" when it is free."""
     with socket.socket() as probe:
         if probe.connect_ex(("127.0.0.1", port)) != 0:
@@ -173,7 +173,7 @@ TimeoutStopSec={STOP_S:.0f}
 [Install]
 WantedBy=default.target
 """
-    return _sealed(sock), _sealed(serve)
+    return _with_checksum(sock), _with_checksum(serve)
 
 
 def _quoted(word: str) -> str:
@@ -183,7 +183,7 @@ def _quoted(word: str) -> str:
     return f'"{word}"'
 
 
-def _sealed(text: str) -> str:
+def _with_checksum(text: str) -> str:
     return f"{_MARK}{hashlib.sha256(text.encode()).hexdigest()[:16]}\n{text}"
 
 
@@ -193,7 +193,7 @@ def _edited(path: Path) -> bool:
         text = path.read_text()
     except OSError:
         return False
-    return text != _sealed(text.partition("\n")[2])
+    return text != _with_checksum(text.partition("\n")[2])
 
 
 def _install_units(port: int, words: list[str], force: bool) -> None:

@@ -127,7 +127,7 @@ def _images(checkpoint: OpenModel) -> str:
 
 def _chats(facts: ModelFacts) -> str:
     if facts.pooling:
-        return f"no: it embeds text (pooling: {facts.pooling}, vectors of {facts.embedding_size:,} numbers)"
+        return f"no: an embedding model (pooling: {facts.pooling}, {facts.embedding_size:,} dimensions)"
     return "yes" if facts.has_chat_template else "no: a base model, for `localllm run`"
 
 
@@ -135,7 +135,7 @@ def _attention(facts: ModelFacts) -> str:
     _, keys, values = facts.attention[0].kept
     if keys != values:
         return f"{facts.num_heads} heads over latents of {keys} values, plus {values} rotary"
-    return f"{facts.num_heads} heads, {facts.num_kv_heads} for K and V, {facts.head_dim} wide"
+    return f"{facts.num_heads} heads, {facts.num_kv_heads} KV heads, head size {facts.head_dim}"
 
 
 def _print_facts(env: Env, checkpoint: OpenModel, fields: dict[str, Any]) -> None:
