@@ -372,7 +372,7 @@ async def test_commands() -> None:
         await running.until(lambda: "temperature = 0.3" in notices(running))
         assert sampling == {"temperature": 0.3}
         await running.send("/set temp hot")
-        await running.until(lambda: "expected" in notices(running))
+        await running.until(lambda: "must be a number" in notices(running))
         await running.send("/system be brief")
         await running.until(lambda: "system message set" in notices(running))
         await running.send("/stats")
