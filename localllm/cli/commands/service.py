@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -256,7 +257,8 @@ def _remove(env: Env) -> None:
 
 def _end(found: Service) -> None:
     """Stop a background process and wait for it to exit."""
-    os.kill(found.pid, signal.SIGTERM)
+    with suppress(ProcessLookupError):  # it has ended since it was looked up
+        os.kill(found.pid, signal.SIGTERM)
     deadline = time.monotonic() + STOP_S
     while any(one.pid == found.pid for one in running()):
         if time.monotonic() > deadline:

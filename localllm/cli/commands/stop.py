@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import suppress
 from typing import Annotated
 
 from typer import Option
@@ -50,7 +51,8 @@ def stop(
     else:
         chosen = servers
     for one in chosen:
-        os.kill(one.pid, signal.SIGTERM)
+        with suppress(ProcessLookupError):  # it has ended since it was listed
+            os.kill(one.pid, signal.SIGTERM)
     deadline = time.monotonic() + STOP_S
     while (left := {one.pid for one in running()} & {one.pid for one in chosen}) and time.monotonic() < deadline:
         time.sleep(0.05)
