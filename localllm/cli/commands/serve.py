@@ -251,7 +251,7 @@ def _log_requests(env: Env) -> logging.Handler:
 
 
 def api_keys(env: Env, config: UserConfig, given: str | None = None, file: Path | None = None) -> tuple[str, ...]:
-    """Return the keys that clients may send: the given one, those in the file, or those in the configured file."""
+    """Return the keys, one of which clients must send: the given key, or those of the given or configured file."""
     file = file or (Path(config.server.api_key_file) if config.server.api_key_file else None)
     if given is not None:
         env.console.warn("every user of this machine can read --api-key in `ps`; prefer --api-key-file")
